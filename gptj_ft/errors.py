@@ -1,0 +1,66 @@
+"""Everything that can go wrong because of the world outside the program.
+
+    GptjFtError            exit 1
+    ├── UsageError         exit 2   an option, a recipe, a folder that is not what was asked for
+    ├── DataError          exit 3   the content of a file: rows, shards
+    ├── ResourceError      exit 4   memory or disk
+    ├── NetworkError       exit 5
+    ├── GateError          exit 6   a quality gate was not met
+    └── Interrupted        exit 130 stopped on request, after a clean save
+
+A message is one or two lines: what, where (file:line), what to do next. What cannot be the user's doing is an `assert`.
+`cli.py` alone turns these into exit codes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class GptjFtError(Exception):
+    """Root of the tree; the message is shown to the user as it is."""
+
+    exit_code = 1
+
+
+class UsageError(GptjFtError, ValueError):
+    """A wrong option, recipe or folder."""
+
+    exit_code = 2
+
+
+class DataError(GptjFtError, ValueError):
+    """A file whose content cannot be used."""
+
+    exit_code = 3
+
+
+class ResourceError(GptjFtError):
+    """Not enough memory or disk."""
+
+    exit_code = 4
+
+
+class NetworkError(GptjFtError):
+    """A download that failed."""
+
+    exit_code = 5
+
+
+class GateError(GptjFtError):
+    """A quality gate that was not met."""
+
+    exit_code = 6
+
+
+class Interrupted(GptjFtError):
+    """Stopped on request, everything saved."""
+
+    exit_code = 130
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `` (did you mean 'x'?)`` for the nearest known name, or an empty string."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean '{near[0]}'?)" if near else ""

@@ -1,0 +1,113 @@
+"""One file per architecture; `family_of` finds the one a model folder needs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from gptj_ft.errors import DataError, UsageError, did_you_mean
+
+# Where a tensor of a checkpoint belongs: ("embed" | "block" | "head", name inside that layer).
+Home = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture.
+
+    Attributes:
+        model_type: Hugging Face's name for it.
+        read_config: ``config.json`` as a dictionary -> the family's config; refuses what would compute something else.
+        build_layers: config -> the layers, ``Embed``, the blocks, ``Head``, on the ``meta`` device.
+        keys: Hugging Face's tensor name -> its home; ``{}`` stands for the block number; ``None`` is dropped on purpose.
+    """
+
+    model_type: str
+    read_config: Callable[[Mapping[str, Any]], Any]
+    build_layers: Callable[[Any], list[nn.Module]]
+    keys: Mapping[str, Home | None]
+
+    def locate(self, name: str, num_layers: int) -> tuple[int, str] | None:
+        """Return (layer, name inside it) of a checkpoint's tensor; ``None`` if it is dropped on purpose.
+
+        Args:
+            name: Hugging Face's name, e.g. ``transformer.h.3.mlp.fc_in.weight``.
+            num_layers: layers of the model, embedding and head included.
+
+        Raises:
+            KeyError: the architecture has no such tensor.
+        """
+        number = re.search(r"\.(\d+)\.", name)
+        home = self.keys[name.replace(number[0], ".{}.", 1) if number else name]
+        if home is None:
+            return None
+        part, local = home
+        index = {"embed": 0, "head": num_layers - 1}.get(part) if part != "block" else int(number[1]) + 1  # type: ignore[index]
+        if index is None or (part == "block" and index >= num_layers - 1):
+            raise KeyError(name)
+        return index, local
+
+    def name_of(self, layer: int, local: str, num_layers: int) -> str:
+        """Return Hugging Face's name of a layer's tensor: the inverse of `locate`."""
+        part = "embed" if layer == 0 else "head" if layer == num_layers - 1 else "block"
+        return self._names[part, local].format(layer - 1)
+
+    @cached_property
+    def _names(self) -> dict[Home, str]:
+        return {home: name for name, home in self.keys.items() if home is not None}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family with one model's config: what a model folder's ``config.json`` says."""
+
+    family: Family
+    config: Any
+    raw: Mapping[str, Any]
+
+    def layers(self) -> list[nn.Module]:
+        """Return the layers on the ``meta`` device, in streaming order."""
+        return self.family.build_layers(self.config)
+
+
+def families() -> dict[str, Family]:
+    """Return the supported architectures by ``model_type``."""
+    from gptj_ft.families import gptj
+
+    return {family.model_type: family for family in (gptj.FAMILY,)}
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """Read a model folder's ``config.json``.
+
+    Raises:
+        UsageError: there is none, or it names an architecture that is not supported.
+        DataError: it is not JSON, or contradicts the architecture.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UsageError(f"{folder} is not a model folder: it has no config.json")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise DataError(f"{path}: not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise DataError(f"{path}: expected an object, found {type(raw).__name__}")
+    model_type, known = str(raw.get("model_type")), families()
+    if model_type not in known:
+        raise UsageError(
+            f"{path}: model_type '{model_type}' is not supported{did_you_mean(model_type, known)}; "
+            f"supported: {', '.join(known)}"
+        )
+    family = known[model_type]
+    try:
+        return Architecture(family, family.read_config(raw), raw)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error

@@ -1,0 +1,102 @@
+"""Where models and runs are kept, and which one is meant when none is named."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from gptj_ft.errors import UsageError, did_you_mean
+
+DEFAULT_REPOSITORY = "EleutherAI/gpt-j-6b"
+RUNS = Path("runs")
+
+
+def home() -> Path:
+    """Return ``GPTJ_FT_HOME``, else ``gptj-ft`` in the platform's cache folder."""
+    if named := os.environ.get("GPTJ_FT_HOME"):
+        return Path(named).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "gptj-ft"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "gptj-ft"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gptj-ft"
+
+
+def models() -> Path:
+    """Return the folder in which `download` and `convert` put models."""
+    return home() / "models"
+
+
+def download_folder(repository: str) -> Path:
+    """Return where the snapshot of a Hub repository goes: ``models/EleutherAI--gpt-j-6b``."""
+    return models() / repository.replace("/", "--")
+
+
+def model_folder(repository: str) -> Path:
+    """Return where the converted form of a Hub repository goes: ``models/gpt-j-6b``."""
+    return models() / repository.split("/")[-1]
+
+
+def is_model(folder: Path) -> bool:
+    """Tell whether a folder looks like a model (it has a ``config.json``)."""
+    return (folder / "config.json").is_file()
+
+
+def find_model(name: str) -> Path:
+    """Return the folder a user means by a model's name.
+
+    In this order: a folder, a run folder (its ``model/``), a converted or downloaded model of that name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    given = Path(name).expanduser()
+    for folder in (given, given / "model", model_folder(name), download_folder(name)):
+        if is_model(folder):
+            return folder
+    if given.is_dir():
+        raise UsageError(f"{given} is not a model folder: it has no config.json")
+    known = [path.name for path in models().glob("*") if is_model(path)] if models().is_dir() else []
+    hint = did_you_mean(name, [*known, "tiny"])
+    download = f"; to fetch it from the Hub type `gptj-ft download {name}`" if name.count("/") == 1 else ""
+    raise UsageError(f"no model '{name}': neither a folder nor a model in {models()}{hint}{download}")
+
+
+def downloaded_model() -> Path | None:
+    """Return the default model, converted if possible, else as downloaded; ``None`` when there is neither."""
+    for folder in (model_folder(DEFAULT_REPOSITORY), download_folder(DEFAULT_REPOSITORY)):
+        if is_model(folder):
+            return folder
+    return None
+
+
+def remember_run(run: Path) -> None:
+    """Note the newest finished run, so that `generate` and `evaluate` find it from any folder."""
+    home().mkdir(parents=True, exist_ok=True)
+    (home() / "newest-run").write_text(str(run.resolve()) + "\n", encoding="utf-8")
+
+
+def newest_run() -> Path | None:
+    """Return the newest run that holds a model: the one last remembered, or one in ``./runs``."""
+    note = home() / "newest-run"
+    candidates = [Path(note.read_text(encoding="utf-8").strip())] if note.is_file() else []
+    candidates += RUNS.glob("*") if RUNS.is_dir() else []
+    finished = [run for run in candidates if is_model(run / "model")]
+    return max(finished, key=lambda run: (run / "model" / "config.json").stat().st_mtime, default=None)
+
+
+def default_model(command: str) -> Path:
+    """Return the newest run's model, else the downloaded model.
+
+    Raises:
+        UsageError: there is neither; says what to type.
+    """
+    run = newest_run()
+    found = run / "model" if run else downloaded_model()
+    if found is None:
+        raise UsageError(
+            f"nothing to {command} with yet: type `gptj-ft download` for GPT-J 6B, or try "
+            "`gptj-ft finetune --model tiny --recipe summarization --data my.jsonl`"
+        )
+    return found

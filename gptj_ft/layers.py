@@ -1,0 +1,137 @@
+"""What model layers are made of: ragged batches, attention inside documents, rotary positions, the KV cache.
+
+Axis letters: T tokens of a packed batch, S tokens that carry a target, D model width, N heads, H head width,
+R rotary width, V vocabulary, L length of one document, K length of its keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NO_TARGET = -100
+
+
+@dataclass
+class KVCache:
+    """Keys and values already computed, for each layer and document; grows as documents do."""
+
+    entries: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def extend(self, layer: int, document: int, k_LNH: Tensor, v_LNH: Tensor) -> tuple[Tensor, Tensor]:
+        """Append to a document's keys and values in one layer; return all of them."""
+        past = self.entries.get((layer, document))
+        if past is not None:
+            k_LNH, v_LNH = torch.cat((past[0], k_LNH)), torch.cat((past[1], v_LNH))
+        self.entries[layer, document] = (k_LNH, v_LNH)
+        return k_LNH, v_LNH
+
+    def select(self, documents: Sequence[int]) -> None:
+        """Renumber: document ``i`` becomes what ``documents[i]`` was; others are forgotten (beams, finished rows)."""
+        layers = {layer for layer, _ in self.entries}
+        self.entries = {
+            (layer, new): self.entries[layer, old] for layer in layers for new, old in enumerate(documents)
+        }
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Documents end to end; padding does not exist.
+
+    Attributes:
+        tokens_T: token ids, int64.
+        positions_T: position of each token in its own document, int64.
+        targets_T: the token to predict at each position, ``NO_TARGET`` where there is no loss, int64.
+        cu_seqlens: where documents begin and end: document ``d`` is ``cu_seqlens[d]:cu_seqlens[d + 1]``.
+        cache: when decoding, the keys and values that came before these tokens.
+    """
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    targets_T: Tensor
+    cu_seqlens: tuple[int, ...]
+    cache: KVCache | None = None
+
+    @property
+    def num_targets(self) -> int:
+        return int((self.targets_T != NO_TARGET).sum())
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """Return the batch on a device."""
+        if self.tokens_T.device == device:
+            return self
+        moved = (self.tokens_T.to(device), self.positions_T.to(device), self.targets_T.to(device))
+        return PackedBatch(*moved, self.cu_seqlens, self.cache)
+
+
+def pack(
+    documents: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int] | None = None,
+    starts: Sequence[int] | None = None,
+    cache: KVCache | None = None,
+) -> PackedBatch:
+    """Put documents end to end.
+
+    Args:
+        documents: token ids of each.
+        prompt_lengths: tokens at each document's start that are not trained on; ``None``: no targets at all.
+        starts: position of each document's first token (what its cache already holds); 0 by default.
+        cache: keys and values of what came before.
+    """
+    tokens: list[int] = []
+    positions: list[int] = []
+    targets: list[int] = []
+    cu_seqlens = [0]
+    for index, ids in enumerate(documents):
+        start = starts[index] if starts else 0
+        tokens += ids
+        positions += range(start, start + len(ids))
+        # The token at i predicts the token at i + 1; the prompt's last token predicts the first trained one.
+        first = max(prompt_lengths[index], 1) - 1 if prompt_lengths is not None else len(ids)
+        targets += [NO_TARGET] * min(first, len(ids)) + list(ids[first + 1 :])
+        targets += [NO_TARGET] * (len(tokens) - len(targets))
+        cu_seqlens.append(len(tokens))
+    as_tensor = (torch.tensor(values, dtype=torch.int64) for values in (tokens, positions, targets))
+    return PackedBatch(*as_tensor, tuple(cu_seqlens), cache)
+
+
+def rotate(x_TNH: Tensor, positions_T: Tensor, rotary_dim: int, base: float = 10000.0) -> Tensor:
+    """Rotary position embedding on the first ``rotary_dim`` dims of each head, interleaved pairs (2i, 2i+1).
+
+    As in mesh-transformer-jax and GPT-J (https://arxiv.org/abs/2104.09864); angles and rotation in fp32.
+    """
+    exponent = torch.arange(0, rotary_dim, 2, device=x_TNH.device, dtype=torch.int64).float() / rotary_dim
+    angle_TR = positions_T[:, None].float() * (1.0 / base**exponent)
+    cos, sin = angle_TR.cos()[:, None, :], angle_TR.sin()[:, None, :]
+    even, odd = x_TNH[..., :rotary_dim:2].float(), x_TNH[..., 1:rotary_dim:2].float()
+    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    return torch.cat((rotated.to(x_TNH.dtype), x_TNH[..., rotary_dim:]), dim=-1)
+
+
+def attend(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, batch: PackedBatch, layer: int) -> Tensor:
+    """Causal attention inside each document only; scores scaled by 1/sqrt(H), softmax in fp32.
+
+    With a cache, the queries also see what the cache holds of their document.
+
+    Returns: [T, N, H].
+    """
+    outputs = []
+    for document, (start, end) in enumerate(zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)):
+        q_LNH, k_KNH, v_KNH = q_TNH[start:end], k_TNH[start:end], v_TNH[start:end]
+        if batch.cache is not None:
+            k_KNH, v_KNH = batch.cache.extend(layer, document, k_KNH, v_KNH)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_LNH, k_KNH, v_KNH))
+        num_queries, num_keys = len(q_LNH), len(k_KNH)
+        if num_queries == 1:
+            out = F.scaled_dot_product_attention(q, k, v)
+        elif num_queries == num_keys:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
