@@ -1,0 +1,109 @@
+"""Where a layer's tensors live: one contract, three places. A store moves bytes and computes nothing.
+
+A layer's tensors of one *kind* (its weights, say, or its first moments) lie in one flat tensor, at the same offsets in every
+place, because a BLAS may round differently by alignment.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T")
+Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq", "grad"]
+
+PARAMETER_ALIGNMENT = 32  # elements: 64 bytes in bf16, a cache line and the widest vector register
+FLAT_ALIGNMENT = 2048  # elements: a 4096-byte page in bf16, so that kinds in a file start on page boundaries
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each parameter of a layer lies in the layer's flat tensors, in elements.
+
+    Matrices come first: weight decay applies to ``flat[:num_decayed]`` and to nothing else (biases, norms, padding).
+    """
+
+    shapes: Mapping[str, torch.Size]
+    offsets: Mapping[str, int]
+    num_decayed: int
+    numel: int
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> Layout:
+        """Lay out a layer's parameters."""
+        shapes = {name: parameter.shape for name, parameter in layer.named_parameters()}
+        offsets, offset, num_decayed = {}, 0, 0
+        for name in sorted(shapes, key=lambda name: len(shapes[name]) < 2):  # stable: keeps the layer's order
+            offsets[name] = offset
+            offset = _round_up(offset + shapes[name].numel(), PARAMETER_ALIGNMENT)
+            if len(shapes[name]) >= 2:
+                num_decayed = offset
+        return cls(shapes, offsets, num_decayed, _round_up(offset, FLAT_ALIGNMENT))
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return sum(shape.numel() for shape in self.shapes.values())
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return each parameter as a view of a flat tensor."""
+        return {
+            name: flat[self.offsets[name] : self.offsets[name] + shape.numel()].view(shape)
+            for name, shape in self.shapes.items()
+        }
+
+
+class LayerStore(Protocol):
+    """Holds some kinds of every layer. Transfers are asynchronous; what is read follows what was written before."""
+
+    resident: bool
+    """Whether `read` returns the store's own tensor, on the device, to be used and changed in place."""
+
+    def read(self, kind: Kind, layer: int, out: Tensor | None, after: Sequence[Future[None]] = ()) -> Future[Tensor]:
+        """Fetch a flat tensor.
+
+        Args:
+            kind: what to read.
+            layer: its layer.
+            out: where it goes on the device; resident stores ignore it.
+            after: transfers that still use ``out`` and must end first.
+        """
+
+    def write(self, kind: Kind, layer: int, values: Tensor) -> Future[None]:
+        """Keep new values. They must not change until the transfer ends."""
+
+    def commit(self, layer: int, step: int) -> None:
+        """Every kind of the layer has been written: together they are its state after ``step``."""
+
+    def drain(self) -> None:
+        """Wait for every transfer; raise what any of them raised."""
+
+    def close(self) -> None:
+        """Drain and give the memory back."""
+
+
+def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a flat tensor that starts on a page boundary in every place; zeros on the CPU."""
+    if device.type != "cpu":
+        return torch.zeros(numel, dtype=dtype, device=device)
+    buffer = mmap.mmap(-1, max(numel * dtype.itemsize, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        buffer.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults and TLB misses on gigabytes
+    return torch.frombuffer(buffer, dtype=dtype, count=numel)
+
+
+def finished(value: T) -> Future[T]:
+    """Return a future that already holds its value."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,89 @@
+"""Tensors on disk: one file per layer, replaced as a whole when the layer's new state is complete."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gptj_ft.stores import Kind, Layout
+from gptj_ft.stores.queue import TransferQueue
+from gptj_ft.stores.statefile import StateFile, disk_error
+
+
+class DiskStore:
+    """Keeps its kinds in ``folder/PREFIX-003.safetensors``.
+
+    New values go to a new file beside the old one; `commit` stamps it with the step and renames it over the old. Between
+    the first write of a layer and its commit, the layer must not be read.
+    """
+
+    resident = False
+
+    def __init__(
+        self, folder: Path, prefix: str, layouts: Sequence[Layout], kinds: Mapping[Kind, torch.dtype]
+    ) -> None:
+        self._queue = TransferQueue("disk")
+        self._files = [StateFile(layout, kinds) for layout in layouts]
+        self._paths = [folder / f"{prefix}-{layer:03d}.safetensors" for layer in range(len(layouts))]
+        self._open: dict[int, int] = {}  # layer -> descriptor of its new file
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def read(self, kind: Kind, layer: int, out: Tensor | None, after: Sequence[Future[None]] = ()) -> Future[Tensor]:
+        assert out is not None
+
+        def load() -> Tensor:
+            assert layer not in self._open, f"layer {layer} is read between its write and its commit"
+            staging = out if out.device.type == "cpu" else torch.empty_like(out, device="cpu", pin_memory=True)
+            descriptor = os.open(self._paths[layer], os.O_RDONLY)
+            try:
+                self._files[layer].read(descriptor, kind, staging)
+            finally:
+                os.close(descriptor)
+            return out if staging is out else out.copy_(staging)
+
+        return self._queue.read(layer, after, load)
+
+    def write(self, kind: Kind, layer: int, values: Tensor) -> Future[None]:
+        def save() -> None:
+            if layer not in self._open:
+                self._open[layer] = self._create(layer)
+            self._files[layer].write(self._open[layer], kind, values.cpu())
+
+        return self._queue.write(layer, save)
+
+    def commit(self, layer: int, step: int) -> None:
+        def rename() -> None:
+            descriptor = self._open.pop(layer)
+            try:
+                self._files[layer].write_header(descriptor, step)
+            finally:
+                os.close(descriptor)
+            os.replace(self._new(layer), self._paths[layer])
+
+        self._queue.write(layer, rename)
+
+    def drain(self) -> None:
+        self._queue.drain()
+
+    def close(self) -> None:
+        self._queue.close()
+        for layer, descriptor in self._open.items():  # a write failed, or the run was cut off before the commit
+            os.close(descriptor)
+            self._new(layer).unlink(missing_ok=True)
+        self._open.clear()
+
+    def _new(self, layer: int) -> Path:
+        return self._paths[layer].with_suffix(".new")
+
+    def _create(self, layer: int) -> int:
+        try:
+            descriptor = os.open(self._new(layer), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.truncate(descriptor, self._files[layer].num_bytes)
+        except OSError as error:
+            raise disk_error(error, str(self._new(layer))) from error
+        return descriptor
