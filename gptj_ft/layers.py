@@ -33,9 +33,7 @@ class KVCache:
     def select(self, documents: Sequence[int]) -> None:
         """Renumber: document ``i`` becomes what ``documents[i]`` was; others are forgotten (beams, finished rows)."""
         layers = {layer for layer, _ in self.entries}
-        self.entries = {
-            (layer, new): self.entries[layer, old] for layer in layers for new, old in enumerate(documents)
-        }
+        self.entries = {(layer, new): self.entries[layer, old] for layer in layers for new, old in enumerate(documents)}
 
 
 @dataclass(frozen=True)

@@ -93,18 +93,25 @@ class Recipe(Options):
 
     # Where it runs
     device: str = Field("auto", description="auto, cpu or cuda")
-    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="type of the computation; master weights fp32")
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="type of the computation; master weights fp32"
+    )
     weights: Place = Field("auto", description="where the weights live")
     optimizer_state: Place = Field("auto", description="where gradients, moments and master weights live")
     read_ahead: int = Field(1, ge=0, le=8, description="layers read before they are needed")
 
     # What it leaves behind
     validate_every: int = Field(0, ge=0, description="steps between validations; 0: before and after only")
-    save_every: int = Field(0, ge=0, description="steps between checkpoints; 0: at the end and when interrupted")
+    save_every: int = Field(0, ge=0, description="steps between checkpoints; 0: by time only")
+    save_minutes: float = Field(
+        30.0, gt=0.0, description="minutes after which a checkpoint is due; Ctrl-C saves at once"
+    )
 
 
 # What a run was told about its surroundings may change on resume without changing a number of it.
-FREE_ON_RESUME = frozenset({"device", "weights", "optimizer_state", "read_ahead", "save_every", "output"})
+FREE_ON_RESUME = frozenset(
+    {"device", "weights", "optimizer_state", "read_ahead", "save_every", "save_minutes", "output"}
+)
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,9 @@ def load_options(path: Path) -> dict[str, Any]:
         raise UsageError(f"cannot read {path}: {error}") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        raise UsageError(f"{path}:{mark.line + 1 if mark else 1}: not YAML: {getattr(error, 'problem', error)}") from error
+        raise UsageError(
+            f"{path}:{mark.line + 1 if mark else 1}: not YAML: {getattr(error, 'problem', error)}"
+        ) from error
     if not isinstance(loaded, dict):
         raise UsageError(f"{path}: expected `option: value` lines, found {type(loaded).__name__}")
     return {str(key): value for key, value in loaded.items()}
@@ -164,6 +173,7 @@ def resolve(
     config: Path | None = None,
     assignments: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
+    base: tuple[str, Mapping[str, Any]] | None = None,
 ) -> Resolved:
     """Combine all sources into one recipe.
 
@@ -172,6 +182,7 @@ def resolve(
         config: a YAML file of options (``--config``).
         assignments: ``key=value`` or ``group.key=value`` (``--set``); they rank with flags.
         environment: defaults to ``os.environ``.
+        base: (origin, options) that stand in for a preset when no source names one.
 
     Raises:
         UsageError: an unknown key (with the nearest), a wrong value, or a key given twice on the command line.
@@ -193,6 +204,8 @@ def resolve(
     name = next((values["recipe"] for _, values in sources if "recipe" in values), None)
     if name is not None and name != "custom":
         sources.append((f"recipe {name}", {**load_preset(str(name)), "recipe": name}))
+    elif base is not None:
+        sources.append((base[0], dict(base[1])))
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for origin, values in reversed(sources):

@@ -233,8 +233,7 @@ def forward(
         parameters = loaded.layout.views(loaded.tensors["weight"])
         with torch.no_grad():
             hidden = [
-                functional_call(loaded.module, parameters, (x, batch))
-                for x, batch in zip(hidden, batches, strict=True)
+                functional_call(loaded.module, parameters, (x, batch)) for x, batch in zip(hidden, batches, strict=True)
             ]
     return [*boundaries, hidden]
 
@@ -284,9 +283,7 @@ def _adder(total: Tensor):  # type: ignore[no-untyped-def]
     return add
 
 
-def head_gradients(
-    head: Loaded, hidden: list[Tensor], batches: Sequence[PackedBatch]
-) -> tuple[StepLoss, list[Tensor]]:
+def head_gradients(head: Loaded, hidden: list[Tensor], batches: Sequence[PackedBatch]) -> tuple[StepLoss, list[Tensor]]:
     """Compute the loss, the head's gradient and the gradients of its inputs.
 
     Args:

@@ -24,9 +24,7 @@ class DiskStore:
 
     resident = False
 
-    def __init__(
-        self, folder: Path, prefix: str, layouts: Sequence[Layout], kinds: Mapping[Kind, torch.dtype]
-    ) -> None:
+    def __init__(self, folder: Path, prefix: str, layouts: Sequence[Layout], kinds: Mapping[Kind, torch.dtype]) -> None:
         self._queue = TransferQueue("disk")
         self._files = [StateFile(layout, kinds) for layout in layouts]
         self._paths = [folder / f"{prefix}-{layer:03d}.safetensors" for layer in range(len(layouts))]

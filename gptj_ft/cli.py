@@ -1,0 +1,433 @@
+"""The command line: parse, one call, print. The only place that turns errors into exit codes.
+
+A command's module is imported inside the command, so that `gptj-ft --help` imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+import typer
+
+from gptj_ft import __version__
+from gptj_ft.errors import GptjFtError, UsageError
+from gptj_ft.recipe import Recipe, Resolved, resolve
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+recipes_app = typer.Typer(no_args_is_help=True, help="The presets: list them, show one.")
+app.add_typer(recipes_app, name="recipes")
+
+
+def _option(field: str, flag: str | None = None) -> Any:
+    """Make a flag of a recipe's option; its meaning is written there and nowhere else."""
+    return typer.Option(flag or "--" + field.replace("_", "-"), help=Recipe.model_fields[field].description)
+
+
+RecipeName = Annotated[str | None, _option("recipe")]
+Data = Annotated[str | None, _option("data")]
+Model = Annotated[str | None, _option("model")]
+BatchSize = Annotated[int | None, _option("batch_size")]
+MaxLength = Annotated[int | None, _option("max_length")]
+MaxSteps = Annotated[int | None, _option("max_steps")]
+Epochs = Annotated[float | None, _option("epochs")]
+Seed = Annotated[int | None, _option("seed")]
+Device = Annotated[str | None, _option("device")]
+Precision = Annotated[str | None, _option("precision")]
+Weights = Annotated[str | None, _option("weights")]
+OptimizerState = Annotated[str | None, _option("optimizer_state")]
+Config = Annotated[Path | None, typer.Option("--config", help="YAML file of options")]
+Assignments = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="any option of a recipe")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
+
+
+@app.callback(invoke_without_command=True)
+def _global(
+    version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
+) -> None:
+    """Fine-tune GPT-J 6B on the one machine you have, by weight streaming."""
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def download(
+    repository: Annotated[str | None, typer.Argument(help="Hub repository; default EleutherAI/gpt-j-6b")] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="folder; default: in the home of models")] = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="branch, tag or commit")] = None,
+    endpoint: Annotated[str | None, typer.Option("--endpoint", help="mirror; default HF_ENDPOINT or the Hub")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="never use the network")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show files and sizes only")] = False,
+    as_json: Json = False,
+) -> None:
+    """Fetch a model from the Hub: the files that are needed, nothing else."""
+    from gptj_ft.download import download as fetch
+    from gptj_ft.home import DEFAULT_REPOSITORY
+    from gptj_ft.plan import gigabytes
+
+    console = _console()
+    report = fetch(
+        repository or DEFAULT_REPOSITORY,
+        output,
+        revision=revision,
+        endpoint=endpoint,
+        offline=offline,
+        dry_run=dry_run,
+        progress=None if as_json else lambda line: console.print(line, highlight=False),
+    )
+    if as_json:
+        _print_json(report.to_dict())
+        return
+    for name, size in report.files.items():
+        print(f"{gigabytes(size):>12}  {name}")
+    print(f"{gigabytes(report.bytes)} {'would go' if dry_run else 'are'} in {report.folder}; next: gptj-ft convert")
+
+
+@app.command()
+def convert(
+    source: Annotated[Path | None, typer.Argument(metavar="[SRC]", help="Hugging Face folder; default: the download")] = None,
+    target: Annotated[Path | None, typer.Argument(metavar="[DEST]", help="model folder; default: in the home of models")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="keep, fp32, bf16 or fp16")] = "keep",
+    as_json: Json = False,
+) -> None:
+    """Turn a checkpoint into a model folder: one shard per layer, opened by every tool that reads Hugging Face's form."""
+    from dataclasses import asdict
+
+    from gptj_ft import home
+    from gptj_ft.convert import convert as convert_model
+    from gptj_ft.plan import gigabytes
+
+    if source is None:
+        source = home.download_folder(home.DEFAULT_REPOSITORY)
+        if not home.is_model(source):
+            raise UsageError("no model is downloaded to convert: type `gptj-ft download`, or name a folder: `gptj-ft convert SRC`")
+    if target is None:
+        target = home.model_folder(source.name.split("--")[-1])
+    if dtype not in ("keep", "fp32", "bf16", "fp16"):
+        raise UsageError(f"--dtype {dtype}: keep, fp32, bf16 or fp16")
+    with _bar("converting", not as_json) as advance:
+        report = convert_model(source, target, dtype, advance)  # type: ignore[arg-type]
+    if as_json:
+        _print_json({**asdict(report), "folder": str(target)})
+    else:
+        print(
+            f"{target}: {report.tensors} tensors, {report.parameters:,} parameters, {gigabytes(report.bytes)} in "
+            f"{report.dtype}, each compared with the source\nnext: gptj-ft finetune --recipe summarization --data my.jsonl"
+        )
+
+
+@app.command("prepare-data")
+def prepare_data(
+    data: Annotated[str, _option("data")],
+    output: Annotated[Path | None, typer.Option("--output", help="new folder; default DATA.prepared")] = None,
+    recipe: RecipeName = None,
+    model: Model = None,
+    max_length: MaxLength = None,
+    seed: Seed = None,
+    config: Config = None,
+    assignments: Assignments = None,
+    as_json: Json = False,
+) -> None:
+    """Turn rows into token ids: checked, masked, counted; `finetune --data` takes the folder."""
+    from gptj_ft.data.prepare import is_prepared, load_tokenizer, prepare, save
+    from gptj_ft.families import read_architecture
+    from gptj_ft.inputs import choose_model, data_path
+    from gptj_ft.report import show_data
+
+    resolved = resolve(
+        {"recipe": recipe, "model": model, "data": data, "max_length": max_length, "seed": seed}, config, _tuple(assignments)
+    )
+    source = data_path(data)
+    if is_prepared(source):
+        raise UsageError(f"{source} is prepared already: give it to `gptj-ft finetune --data`")
+    folder = output or source.with_name(source.name + ".prepared")
+    if folder.exists():
+        raise UsageError(f"{folder} exists: name another --output or remove it")
+    chosen = choose_model(resolved.recipe, source)
+    prepared = prepare(
+        resolved.recipe, load_tokenizer(chosen), source, read_architecture(chosen).config.vocab_size
+    )
+    save(prepared, folder)
+    if as_json:
+        _print_json({"folder": str(folder), "model": str(chosen), **prepared.report.to_dict()})
+    else:
+        show_data(_console(stderr=False), prepared.report)
+        print(f"written to {folder}\nnext: gptj-ft finetune --recipe {resolved.recipe.recipe} --data {folder}")
+
+
+@app.command()
+def finetune(
+    recipe: RecipeName = None,
+    data: Data = None,
+    val_data: Annotated[str | None, _option("val_data")] = None,
+    model: Model = None,
+    output: Annotated[str | None, _option("output")] = None,
+    method: Annotated[str | None, _option("method")] = None,
+    lr: Annotated[float | None, _option("lr")] = None,
+    epochs: Epochs = None,
+    max_steps: MaxSteps = None,
+    batch_size: BatchSize = None,
+    max_length: MaxLength = None,
+    seed: Seed = None,
+    device: Device = None,
+    precision: Precision = None,
+    weights: Weights = None,
+    optimizer_state: OptimizerState = None,
+    config: Config = None,
+    assignments: Assignments = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what it will cost and stop")] = False,
+    resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="go on with a run; needs nothing else")] = None,
+    as_json: Json = False,
+) -> None:
+    """Fine-tune a model: every parameter, by weight streaming."""
+    flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
+    from dataclasses import asdict
+
+    from gptj_ft import finetune as command
+    from gptj_ft.report import show_data, show_plan
+
+    console = _console(quiet=as_json)
+    if resume is not None:
+        prepared = command.resumed(resume, flags, config, _tuple(assignments))
+    else:
+        prepared = command.fresh(resolve(flags, config, _tuple(assignments)))
+        show_data(console, prepared.report)
+    show_plan(console, prepared.session.plan)
+    if dry_run:
+        if as_json:
+            _print_json(prepared.session.plan.to_dict())
+        return
+    result = command.execute(prepared, console, as_json)
+    if as_json:
+        _print_json(asdict(result))
+        return
+    if result.loss_before is not None and result.loss_after is not None:
+        print(f"validation loss {result.loss_before:.4f} before, {result.loss_after:.4f} after {result.steps} steps")
+    print(
+        f"tuned model: {result.model}\nnext: gptj-ft evaluate {result.run} --data FILE\n"
+        '      gptj-ft generate "prompt"'
+    )
+
+
+@app.command()
+def plan(
+    recipe: RecipeName = None,
+    data: Data = None,
+    model: Model = None,
+    epochs: Epochs = None,
+    max_steps: MaxSteps = None,
+    batch_size: BatchSize = None,
+    max_length: MaxLength = None,
+    device: Device = None,
+    precision: Precision = None,
+    weights: Weights = None,
+    optimizer_state: OptimizerState = None,
+    config: Config = None,
+    assignments: Assignments = None,
+    as_json: Json = False,
+) -> None:
+    """Tell what a run will cost, before it starts; without --data, for rows of the greatest length."""
+    flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
+    from gptj_ft import finetune as command
+    from gptj_ft.report import show_plan
+
+    forecast = command.forecast(resolve(flags, config, _tuple(assignments)))
+    if as_json:
+        _print_json(forecast.to_dict())
+    else:
+        show_plan(_console(stderr=False), forecast)
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str | None, typer.Argument(help="model or run; default: the newest run")] = None,
+    data: Data = None,
+    recipe: RecipeName = None,
+    baseline: Annotated[str, typer.Option("--baseline", help="model to compare with; auto: what it was tuned from; none")] = "auto",
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="use the first rows only")] = None,
+    show: Annotated[int, typer.Option("--show", min=0, help="print this many answers beside what was expected")] = 0,
+    device: Device = None,
+    precision: Precision = None,
+    weights: Weights = None,
+    config: Config = None,
+    assignments: Assignments = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a model, and beside it the one it was tuned from: loss, perplexity and the recipe's scores."""
+    from gptj_ft.evaluate import choose_baseline, default_rows, evaluate_model
+    from gptj_ft.home import default_model, find_model
+    from gptj_ft.report import show_evaluation, show_samples
+
+    folder = find_model(model) if model else default_model("evaluate")
+    flags = {"recipe": recipe, "device": device, "precision": precision, "weights": weights}
+    options = _for_model(folder, flags, config, assignments).recipe
+    rows = Path(data).expanduser() if data else default_rows(folder)
+    other = choose_baseline(folder, baseline)
+    with _bar("baseline", not as_json and other is not None) as advance:
+        before = evaluate_model(other, options, rows, limit, advance) if other else None
+    with _bar("model", not as_json) as advance:
+        after = evaluate_model(folder, options, rows, limit, advance)
+    if as_json:
+        texts = show > 0
+        _print_json({"model": after.to_dict(texts), "baseline": before.to_dict(texts) if before else None})
+        return
+    console = _console(stderr=False)
+    show_evaluation(console, after, before)
+    show_samples(console, after, before, show)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="text for the model's prompt template; - reads standard input")],
+    model: Annotated[str | None, typer.Option("--model", help="model or run; default: the newest run, else the download")] = None,
+    fields: Annotated[list[str] | None, typer.Option("--field", metavar="NAME=TEXT", help="another field of the template")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1)] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", min=0.0, help="0 is greedy")] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", min=0)] = None,
+    seed: Seed = None,
+    raw: Annotated[bool, typer.Option("--raw", help="continue the text itself, without the template")] = False,
+    device: Device = None,
+    precision: Precision = None,
+    weights: Weights = None,
+    as_json: Json = False,
+) -> None:
+    """Write an answer; the prompt template and the settings come with the model."""
+    from gptj_ft.generate import answer
+    from gptj_ft.home import default_model, find_model
+
+    folder = find_model(model) if model else default_model("generate")
+    sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    flags = {f"generation.{name}": value for name, value in sampling.items()}
+    flags |= {"seed": seed, "device": device, "precision": precision, "weights": weights}
+    options = _for_model(folder, flags, None, None, plain=raw).recipe
+    text = sys.stdin.read() if prompt == "-" else prompt
+    result = answer(folder, options, text, _assignments(fields))
+    if result.was_cut:
+        _console().print("the prompt was shortened to fit the model's context", highlight=False)
+    if as_json:
+        _print_json({"model": str(folder), "prompt_tokens": result.prompt_tokens, "text": result.text})
+    else:
+        print(result.text)
+
+
+@recipes_app.command("list")
+def list_recipes(as_json: Json = False) -> None:
+    """List the presets."""
+    from gptj_ft.recipe import load_preset, preset_names
+
+    abouts = {name: load_preset(name).get("about", "") for name in preset_names()}
+    if as_json:
+        _print_json(abouts)
+    else:
+        for name, about in abouts.items():
+            print(f"{name:24} {about}")
+
+
+@recipes_app.command("show")
+def show_recipe(
+    name: Annotated[str, typer.Argument(help="a preset")], assignments: Assignments = None, as_json: Json = False
+) -> None:
+    """Show every option of a preset and where each value comes from."""
+    from gptj_ft.recipe import dump
+
+    resolved = resolve({"recipe": name}, None, _tuple(assignments))
+    if as_json:
+        _print_json(resolved.recipe.model_dump(mode="json"))
+    else:
+        print(dump(resolved.recipe, resolved.origins), end="")
+
+
+def main() -> None:
+    """Run the command line."""
+    # Private: libraries neither phone home nor look for newer files. `download` alone uses the network.
+    for name in ("HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
+        os.environ[name] = "1"
+    if "download" not in sys.argv[1:2]:
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
+            os.environ[name] = "1"
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    sys.exit(_run())
+
+
+def _run() -> int:
+    try:
+        return app(standalone_mode=False) or 0
+    except GptjFtError as error:
+        return _fail(str(error), error.exit_code)
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        return _fail(error.format_message(), error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _fail(message: str, exit_code: int) -> int:
+    if "--json" in sys.argv:
+        _print_json({"error": message, "exit_code": exit_code})
+    print(f"gptj-ft: {message}", file=sys.stderr)
+    return exit_code
+
+
+def _for_model(
+    folder: Path,
+    flags: Mapping[str, Any],
+    config: Path | None,
+    assignments: list[str] | None,
+    plain: bool = False,
+) -> Resolved:
+    """Resolve options for a model: what it remembers of its training ranks as its recipe."""
+    from gptj_ft.tuning import read_tuning
+
+    tuning = None if plain else read_tuning(folder)
+    base = (f"model {folder}", tuning.template) if tuning else None
+    return resolve(flags, config, _tuple(assignments), base=base)
+
+
+def _tuple(assignments: list[str] | None) -> tuple[str, ...]:
+    return tuple(assignments or ())
+
+
+def _assignments(pairs: list[str] | None) -> dict[str, str]:
+    values = {}
+    for pair in pairs or ():
+        name, separator, text = pair.partition("=")
+        if not separator:
+            raise UsageError(f"--field takes NAME=TEXT, not '{pair}'")
+        values[name] = text
+    return values
+
+
+def _console(stderr: bool = True, quiet: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr, quiet=quiet, soft_wrap=True)
+
+
+@contextmanager
+def _bar(what: str, visible: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on a terminal; yield what moves it: (done, total)."""
+    from rich.progress import Progress
+
+    console = _console()
+    with Progress(console=console, transient=True, disable=not (visible and console.is_terminal)) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _print_json(value: Mapping[str, Any]) -> None:
+    print(json.dumps(value, ensure_ascii=False, default=str))

@@ -1,0 +1,1 @@
+"""From files to batches: records -> fields -> template -> prepare, then batches addressed by step."""

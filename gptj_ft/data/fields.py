@@ -1,0 +1,135 @@
+"""Which column of the data is which field of the templates, and what a cell says as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gptj_ft.data.placeholders import fields_of, render
+from gptj_ft.data.template import RowSkipped
+from gptj_ft.errors import DataError
+from gptj_ft.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class FieldTexts:
+    """A row, ready for the templates.
+
+    Attributes:
+        values: field -> text; of several answers the first.
+        references: every acceptable completion, stripped; empty for plain text.
+    """
+
+    values: dict[str, str]
+    references: list[str]
+
+
+def recipe_fields(recipe: Recipe) -> tuple[str, ...]:
+    """Return the fields of both templates, in order."""
+    return tuple(dict.fromkeys(fields_of(recipe.prompt) + fields_of(recipe.completion)))
+
+
+def choose_columns(found: Iterable[str], recipe: Recipe, fields: Sequence[str] | None = None) -> dict[str, str]:
+    """Return field -> column: for each field the first recognised name that is there, whatever its case.
+
+    Args:
+        found: the columns of the data.
+        recipe: its `fields` name the columns recognised; a field not listed there is recognised by its own name.
+        fields: those needed; all of the templates' by default. No two take the same column.
+
+    Raises:
+        DataError: a field has no column; says what was looked for, what there is, and how to name it.
+    """
+    columns = list(found)
+    chosen: dict[str, str] = {}
+    for field in recipe_fields(recipe) if fields is None else fields:
+        names = recipe.fields.get(field, (field,))
+        free = [column for column in columns if column not in chosen.values()]
+        # An exact name before one that differs in case.
+        by_name = {column.strip().casefold(): column for column in reversed(free)} | {column: column for column in free}
+        matches = (by_name.get(name) or by_name.get(name.strip().casefold()) for name in names)
+        column = next((match for match in matches if match is not None), None)
+        if column is None:
+            raise DataError(
+                f"no column for '{field}': looked for {', '.join(names)}; there are: {', '.join(free) or 'none'}\n"
+                f"name yours with --set fields.{field}=[YOUR_COLUMN]"
+            )
+        chosen[field] = column
+    return chosen
+
+
+def text_of(value: Any) -> str | None:
+    """Return a cell as text; lists are joined by blanks; ``None`` if there is nothing.
+
+    Raises:
+        RowSkipped: an object.
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return None
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, list):
+        parts = [part for item in value if (part := text_of(item)) is not None]
+        return " ".join(parts) if parts else None
+    raise RowSkipped("an object where text is expected")
+
+
+def alternatives_of(value: Any) -> list[str]:
+    """Return the answers in a cell: a text, a list of them, or ``{"text": [...]}`` as in the Hub's SQuAD."""
+    if isinstance(value, dict) and "text" in value:
+        value = value["text"]
+    items = value if isinstance(value, list) else [value]
+    answers = [text for item in items if (text := text_of(item)) is not None]
+    return list(dict.fromkeys(answers))
+
+
+def read_fields(row: Mapping[str, Any], columns: Mapping[str, str], recipe: Recipe) -> FieldTexts:
+    """Return the texts of a row's fields, and the acceptable completions.
+
+    In a field of the completion a list means alternatives (the first is trained on); elsewhere, and in plain text,
+    parts of one text.
+
+    Raises:
+        RowSkipped: a column has no value in this row, or one that is no text.
+    """
+    answers = set(fields_of(recipe.completion)) - set(fields_of(recipe.prompt)) if recipe.prompt else set()
+    alternatives: dict[str, list[str]] = {}
+    for field, column in columns.items():
+        cell = row.get(column)
+        try:
+            found = alternatives_of(cell) if field in answers else _as_list(text_of(cell))
+        except RowSkipped as reason:
+            raise RowSkipped(f"column '{column}': {reason}") from reason
+        if not found:
+            raise RowSkipped(f"no value for column '{column}'")
+        if any(not _is_unicode(text) for text in found):
+            raise RowSkipped(f"column '{column}': half a surrogate pair, which is no character")
+        alternatives[field] = found
+    values = {field: found[0] for field, found in alternatives.items()}
+    if not answers or not answers <= columns.keys():
+        return FieldTexts(values, [])
+    choices = max(len(found) for found in alternatives.values())
+    completions = (
+        render(recipe.completion, {field: found[min(choice, len(found) - 1)] for field, found in alternatives.items()})
+        for choice in range(choices)
+    )
+    return FieldTexts(values, list(dict.fromkeys(text.strip() for text in completions if text.strip())))
+
+
+def _as_list(text: str | None) -> list[str]:
+    return [] if text is None else [text]
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON can spell half a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,226 @@
+"""Prepared data: an Arrow data set with its report; saved, loaded, checked against a recipe, split for validation."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import json
+import random
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gptj_ft.data.tokenizer import tokenizer_digest
+from gptj_ft.errors import DataError, ResourceError, UsageError
+from gptj_ft.recipe import Recipe
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerFast
+
+MANIFEST = "manifest.json"
+# Raised whenever the same rows and recipe would give other tokens or columns.
+VERSION = 1
+# The options that decide how a row becomes tokens.
+SETTINGS = ("prompt", "completion", "shorten", "too_long", "max_length")
+
+
+@dataclass(frozen=True)
+class Skips:
+    """Rows left out for one reason: how many, and where the first of them are (``file:line``)."""
+
+    count: int
+    first: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of the rows.
+
+    Attributes:
+        files: what was read.
+        rows_read: ``rows_kept`` plus all that were skipped.
+        rows_kept: rows that are trained on.
+        rows_skipped: by reason.
+        rows_cut: rows of which the `shorten` field lost a part.
+        windows: documents in the data set; more than ``rows_kept`` if plain text was split.
+        tokens: of all documents, EOS included.
+        target_tokens: those that are trained on.
+        longest: tokens of the longest document.
+        columns: field -> column.
+        data_sha256: of the file.
+        tokenizer_sha256: see `tokenizer_digest`.
+        settings: the options in `SETTINGS`.
+        version: of this layout.
+    """
+
+    files: tuple[str, ...]
+    rows_read: int
+    rows_kept: int
+    rows_skipped: Mapping[str, Skips]
+    rows_cut: int
+    windows: int
+    tokens: int
+    target_tokens: int
+    longest: int
+    columns: Mapping[str, str]
+    data_sha256: str
+    tokenizer_sha256: str
+    settings: Mapping[str, Any]
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        assert self.rows_read == self.rows_kept + sum(skips.count for skips in self.rows_skipped.values())
+
+    @property
+    def settings_sha256(self) -> str:
+        """Digest of templates and limits."""
+        return hashlib.sha256(json.dumps(dict(self.settings), sort_keys=True).encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold."""
+        return {**dataclasses.asdict(self), "settings_sha256": self.settings_sha256}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Report:
+        """Read what `to_dict` returned."""
+        known = {name: values[name] for name in cls.__dataclass_fields__}
+        skips = {reason: Skips(s["count"], tuple(s["first"])) for reason, s in known["rows_skipped"].items()}
+        return cls(**{**known, "files": tuple(known["files"]), "rows_skipped": skips})
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Rows as tokens, and how they came about.
+
+    Attributes:
+        rows: ``input_ids`` (int32 list), ``prompt_length``, ``references`` (acceptable completions, for scoring),
+            ``source``, ``line``.
+        report: counts and digests.
+    """
+
+    rows: Dataset
+    report: Report
+
+
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """Return the options that decide how a row becomes tokens."""
+    return {name: getattr(recipe, name) for name in SETTINGS}
+
+
+def is_prepared(folder: Path) -> bool:
+    """Tell whether a folder holds prepared data."""
+    return (folder / MANIFEST).is_file()
+
+
+def save(prepared: Prepared, folder: Path) -> None:
+    """Write a new folder: all of it or nothing.
+
+    Raises:
+        UsageError: it exists, or cannot be written.
+        ResourceError: the disk is full.
+    """
+    import datasets
+
+    if folder.exists():
+        raise UsageError(f"{folder} exists already, and prepared data is never overwritten; name another folder")
+    temporary = folder.with_name(f".{folder.name}.writing")
+    datasets.disable_progress_bars()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        prepared.rows.save_to_disk(str(temporary))
+        manifest = json.dumps(prepared.report.to_dict(), indent=2, ensure_ascii=False) + "\n"
+        (temporary / MANIFEST).write_text(manifest, encoding="utf-8")
+        temporary.rename(folder)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise ResourceError(f"no space left for {folder}; free some, or write to another disk") from error
+        raise UsageError(f"cannot write {folder}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def load(folder: Path) -> Prepared:
+    """Open prepared data, memory-mapped.
+
+    Raises:
+        UsageError: the folder holds none.
+        DataError: made by another version, or damaged.
+    """
+    import datasets
+
+    if not is_prepared(folder):
+        raise UsageError(f"{folder} is not prepared data: it has no {MANIFEST}")
+    again = "prepare the data again"
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["version"] != VERSION:
+            raise DataError(f"{folder}: prepared by version {manifest['version']}, this is {VERSION}; {again}")
+        report = Report.from_dict(manifest)
+        datasets.disable_progress_bars()
+        rows = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{folder}: damaged prepared data ({type(error).__name__}: {error}); {again}") from error
+    if len(rows) != report.windows:
+        raise DataError(f"{folder}: {len(rows)} documents, {MANIFEST} says {report.windows}; {again}")
+    return Prepared(rows, report)
+
+
+def check_compatible(prepared: Prepared, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Check that preparing again would give the same tokens.
+
+    Raises:
+        DataError: it would not; names what differs.
+    """
+    report = prepared.report
+    differences = [
+        f"{name} is {value!r}, was {report.settings.get(name)!r}"
+        for name, value in settings_of(recipe).items()
+        if value != report.settings.get(name)
+    ]
+    for field, column in report.columns.items():
+        names = recipe.fields.get(field, (field,))
+        if column.strip().casefold() not in {name.strip().casefold() for name in names}:
+            differences.append(f"'{field}' was taken from column '{column}', now from {', '.join(names)}")
+    if tokenizer_digest(tokenizer) != report.tokenizer_sha256:
+        differences.insert(0, "the tokenizer is another one")
+    if differences:
+        raise DataError(
+            f"the data was prepared for something else: {'; '.join(differences)}\n"
+            f"prepare it again from {', '.join(report.files)}, or use the recipe it was prepared with"
+        )
+
+
+def split(prepared: Prepared, holdout: float, seed: int) -> tuple[Dataset, Dataset | None]:
+    """Hold out a share of the rows; the same rows for the same seed.
+
+    Windows of one document stay together, unless there is but one document. Each side gets at least one row.
+
+    Args:
+        prepared: the data.
+        holdout: share of the rows, 0 to 1; 0 holds out nothing.
+        seed: the recipe's.
+
+    Returns:
+        (train, held); held is ``None`` when nothing is held out or there are fewer than two rows.
+    """
+    origins = list(zip(prepared.rows["source"], prepared.rows["line"], strict=True))
+    if len(set(origins)) == 1:
+        origins = [(str(source), index) for index, (source, _) in enumerate(origins)]
+    groups = list(dict.fromkeys(origins))
+    if holdout == 0 or len(groups) < 2:
+        return prepared.rows, None
+    count = min(max(round(holdout * len(groups)), 1), len(groups) - 1)
+    # Python guarantees the sequence of random() for a seed, but not that of sample(), across versions.
+    draw = random.Random(seed)
+    keys = [draw.random() for _ in groups]
+    chosen = {groups[i] for i in sorted(range(len(groups)), key=keys.__getitem__)[:count]}
+    train = [index for index, origin in enumerate(origins) if origin not in chosen]
+    held = [index for index, origin in enumerate(origins) if origin in chosen]
+    return prepared.rows.select(train), prepared.rows.select(held)

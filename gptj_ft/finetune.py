@@ -1,0 +1,136 @@
+"""From options to a run: gather what it reads, plan it, make its folder, train. Fresh, or resumed from its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from gptj_ft import machine
+from gptj_ft.data.batches import Rows
+from gptj_ft.data.prepare import Prepared, Report, load, save
+from gptj_ft.errors import UsageError
+from gptj_ft.families import read_architecture
+from gptj_ft.home import is_model
+from gptj_ft.inputs import choose_model, data_path, gather
+from gptj_ft.machine import choose_device, choose_dtype
+from gptj_ft.plan import Load, Plan, choose
+from gptj_ft.recipe import FREE_ON_RESUME, Recipe, Resolved, build, resolve
+from gptj_ft.run import Run, choose_folder, create_run
+from gptj_ft.stores import Layout
+from gptj_ft.trainer import Session, TrainResult, free_resources, make_session, train
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that is ready to start: nothing has been written for it yet, or it is resumed.
+
+    Attributes:
+        session: what `trainer.train` needs.
+        report: on the rows.
+        resolved: the recipe with origins, to be saved in a new run folder.
+        rows: training and validation rows, to be saved there.
+        run: the folder, when it exists already.
+    """
+
+    session: Session
+    report: Report
+    resolved: Resolved
+    rows: tuple[Prepared, Prepared | None]
+    run: Run | None
+
+
+def fresh(resolved: Resolved) -> Job:
+    """Read everything that a new run needs, and plan it; writes nothing but a tiny model.
+
+    Raises:
+        GptjFtError: whatever stands in its way.
+    """
+    recipe = resolved.recipe
+    folder = choose_folder(recipe)
+    inputs = gather(recipe)
+    final = recipe.model_copy(update={"model": str(inputs.model.resolve()), "output": str(folder)})
+    report = inputs.train.report
+    session = _session(final, inputs.model, (inputs.train, inputs.validation), folder)
+    return Job(session, report, Resolved(final, resolved.origins), (inputs.train, inputs.validation), None)
+
+
+def resumed(folder: Path, flags: Mapping[str, Any], config: Path | None, assignments: tuple[str, ...]) -> Job:
+    """Read a run folder; options that change no number may be given anew.
+
+    Raises:
+        UsageError: not a run folder, a finished run, a model that has moved, or an option that would change the result.
+    """
+    run = Run(folder.expanduser())
+    saved = run.recipe()
+    if is_model(run.model):
+        raise UsageError(f"{folder} is finished: its model is {run.model}; for more, finetune --model {run.model}")
+    given = resolve(flags, config, assignments, environment={}, base=("run", {})).recipe
+    changes = {key: getattr(given, key) for key in given.model_fields_set}
+    for key, value in changes.items():
+        if key not in FREE_ON_RESUME and value != getattr(saved, key):
+            raise UsageError(
+                f"{key} is {getattr(saved, key)!r} in this run; changing it to {value!r} would make another run of it: "
+                "leave it out, or start a new run"
+            )
+    recipe = build({**saved.model_dump(), **changes, "output": str(run.folder)})
+    model = Path(recipe.model or "")
+    if not is_model(model):
+        raise UsageError(f"the model that this run started from is not in {model} any more")
+    train, validation = run.data / "train", run.data / "validation"
+    rows = (load(train), load(validation) if validation.exists() else None)
+    return Job(_session(recipe, model, rows, run.folder), rows[0].report, Resolved(recipe, {}), rows, run)
+
+
+def execute(job: Job, console: Console, quiet: bool) -> TrainResult:
+    """Make the run folder if there is none, and train.
+
+    Raises:
+        GptjFtError: as `trainer.train`.
+    """
+    run = job.run
+    if run is None:
+        run = create_run(job.resolved)
+        save(job.rows[0], run.data / "train")
+        if job.rows[1] is not None:
+            save(job.rows[1], run.data / "validation")
+    console.print(f"run folder {run.folder}", highlight=False)
+    return train(job.session, run, console, quiet)
+
+
+def forecast(resolved: Resolved) -> Plan:
+    """Plan a run, from its rows if they are named, else for rows of the greatest length.
+
+    Raises:
+        ResourceError: it cannot fit.
+    """
+    recipe = resolved.recipe
+    if recipe.data is not None:
+        return fresh(resolved).session.plan
+    if recipe.model == "tiny":
+        raise UsageError("the tiny model is made from the rows: add --data FILE")
+    architecture = read_architecture(choose_model(recipe, Path()))
+    device = choose_device(recipe.device)
+    dtype = choose_dtype(recipe.precision, device)
+    length = min(recipe.max_length, architecture.config.n_positions)
+    tokens = recipe.batch_size * length
+    load_ = Load(
+        layouts=[Layout.of(layer) for layer in architecture.layers()],
+        width=architecture.config.n_embd,
+        dtype=dtype,
+        micro_batch_tokens=max(recipe.micro_batch_tokens, length),
+        step_tokens=tokens,
+        mean_step_tokens=tokens,
+        num_steps=recipe.max_steps or 1,
+    )
+    return choose(recipe, load_, free_resources(device, choose_folder(recipe)), machine.matmul_rate(device, dtype))
+
+
+def _session(recipe: Recipe, model: Path, rows: tuple[Prepared, Prepared | None], folder: Path) -> Session:
+    train, validation = rows
+    return make_session(
+        recipe, model, Rows.of(train.rows), Rows.of(validation.rows if validation else None), train.report.data_sha256, folder
+    )

@@ -1,0 +1,1 @@
+"""Checkpoint formats: each file reads and writes one, tensor by tensor."""

@@ -1,0 +1,147 @@
+"""Hugging Face model folders: read in every form the Hub has, written with one safetensors shard per layer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from gptj_ft.errors import DataError, UsageError
+from gptj_ft.families import Architecture
+from gptj_ft.formats.shards import Shard, open_shard
+from gptj_ft.formats.writing import INDEX, write_model
+
+__all__ = ["Checkpoint", "check", "layer_tensors", "open_checkpoint", "write_model"]
+
+# Best first: safetensors needs no unpickling and is checked against its own header.
+WEIGHTS = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+PROBLEMS_SHOWN = 3
+
+
+class Checkpoint:
+    """The tensors of a model folder, read one at a time; use it in a ``with`` block or close it.
+
+    Attributes:
+        folder: the model folder.
+        names: Hugging Face's names of all tensors.
+    """
+
+    def __init__(self, folder: Path, shards: Mapping[str, Shard]) -> None:
+        self.folder = folder
+        self._shards = dict(shards)
+        self.names = tuple(self._shards)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shards[name].entries[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._shards[name].entries[name].dtype
+
+    def file_of(self, name: str) -> Path:
+        return self._shards[name].path
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor on the CPU, in memory of its own."""
+        return self._shards[name].read(name)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._shards = {}
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Open the weights of a model folder: safetensors if it has them, else ``.bin``; in one file or in shards.
+
+    Raises:
+        UsageError: the folder holds no weights.
+        DataError: a file is truncated, corrupt or missing, or the index and the shards contradict each other.
+    """
+    for file_name in WEIGHTS:
+        path = folder / file_name
+        if path.is_file():
+            return Checkpoint(folder, _indexed(path) if path.suffix == ".json" else _single(path))
+    raise UsageError(f"{folder} holds no weights: looked for {', '.join(WEIGHTS)}")
+
+
+def _single(path: Path) -> dict[str, Shard]:
+    shard = open_shard(path)
+    return dict.fromkeys(shard.entries, shard)
+
+
+def _indexed(index: Path) -> dict[str, Shard]:
+    try:
+        weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{index}: not an index of weights ({error!r}); get the file again") from error
+    shards: dict[str, Shard] = {}
+    for file_name in sorted({str(value) for value in weight_map.values()}):
+        path = index.parent / file_name
+        if Path(file_name).name != file_name or not path.is_file():
+            raise DataError(f"{index}: names {file_name}, which is not in {index.parent}; get the file again")
+        shards[file_name] = open_shard(path)
+    for name, file_name in weight_map.items():
+        if name not in shards[file_name].entries:
+            raise DataError(f"{shards[file_name].path}: lacks {name}, which {index.name} says it holds")
+    for file_name, shard in shards.items():
+        for name in shard.entries:
+            if weight_map.get(name) != file_name:
+                raise DataError(f"{shard.path}: holds {name}, which {index.name} does not say")
+    return {name: shards[file_name] for name, file_name in weight_map.items()}
+
+
+def check(architecture: Architecture, checkpoint: Checkpoint) -> list[str]:
+    """Check that every tensor is there, in its shape and of a floating point type, and that none is unknown.
+
+    Returns: the names of the tensors that are dropped on purpose.
+
+    Raises:
+        DataError: how many problems there are, and the first of them with tensor, shapes and file.
+    """
+    family, layers = architecture.family, architecture.layers()
+    expected = {
+        family.name_of(index, local, len(layers)): tuple(tensor.shape)
+        for index, layer in enumerate(layers)
+        for local, tensor in layer.state_dict().items()
+    }
+    dropped, problems = [], []
+    for name in checkpoint.names:
+        where, found = checkpoint.file_of(name).name, checkpoint.shape(name)
+        if name not in expected:
+            if _is_dropped(architecture, name, len(layers)):
+                dropped.append(name)
+            else:
+                problems.append(f"{name} in {where} is no tensor of this {family.model_type}")
+        elif found != expected[name]:
+            problems.append(f"{name} in {where} has shape {list(found)}, config.json says {list(expected[name])}")
+        elif not checkpoint.dtype(name).is_floating_point:
+            problems.append(f"{name} in {where} is {checkpoint.dtype(name)}, not floating point")
+    present = set(checkpoint.names)
+    problems += [f"{name} of shape {list(expected[name])} is missing" for name in expected if name not in present]
+    if problems:
+        shown = "; ".join(problems[:PROBLEMS_SHOWN])
+        more = f"; and {len(problems) - PROBLEMS_SHOWN} more" if len(problems) > PROBLEMS_SHOWN else ""
+        raise DataError(f"{checkpoint.folder}: the weights do not fit config.json: {shown}{more}")
+    return dropped
+
+
+def _is_dropped(architecture: Architecture, name: str, num_layers: int) -> bool:
+    try:
+        return architecture.family.locate(name, num_layers) is None
+    except KeyError:
+        return False
+
+
+def layer_tensors(architecture: Architecture, checkpoint: Checkpoint, layer: int) -> dict[str, Tensor]:
+    """Read one layer: its tensors by their names in the layer, in the checkpoint's types."""
+    layers, name_of = architecture.layers(), architecture.family.name_of
+    return {local: checkpoint.read(name_of(layer, local, len(layers))) for local in layers[layer].state_dict()}

@@ -1,0 +1,173 @@
+"""Writing a Hugging Face model folder: one safetensors shard per layer, complete or not there at all.
+
+What is written is at once the streaming layout and a checkpoint that ``AutoModelForCausalLM.from_pretrained`` opens.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from gptj_ft.errors import ResourceError, UsageError
+from gptj_ft.families import Architecture
+from gptj_ft.formats.shards import write_safetensors
+
+INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+TUNING = "gptj_ft.json"
+
+
+def write_model(
+    folder: Path,
+    architecture: Architecture,
+    layers: Iterable[Mapping[str, Tensor]],
+    *,
+    dtype: torch.dtype | None,
+    source: Path | None = None,
+    extra: Mapping[str, Any] | None = None,
+    verify: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a model folder; it appears under its name only when it is whole and on the disk.
+
+    Args:
+        folder: where to; it must not exist.
+        architecture: the model's; its raw config is stored with the type of the weights set.
+        layers: for each layer in streaming order, its tensors by their names in the layer; taken one at a time.
+        dtype: the type to store; ``None`` keeps each tensor's own.
+        source: a model folder whose tokenizer files and generation settings are copied.
+        extra: written as ``gptj_ft.json``.
+        verify: called with the folder under its temporary name, before it appears; what it raises undoes all.
+
+    Raises:
+        UsageError: the folder exists, or cannot be written.
+        ResourceError: the disk is full.
+    """
+    if os.path.lexists(folder):
+        raise UsageError(f"output folder {folder} exists; name another or remove it")
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    try:
+        with _writing(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(folder)
+            partial.mkdir()
+        stored = _write_weights(folder, partial, architecture, layers, dtype)
+        with _writing(folder):
+            _write_companions(partial, architecture, stored, source, extra)
+            _sync(partial)
+        if verify is not None:
+            verify(partial)
+        with _writing(folder):
+            partial.rename(folder)
+            _sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write_weights(
+    folder: Path,
+    partial: Path,
+    architecture: Architecture,
+    layers: Iterable[Mapping[str, Tensor]],
+    dtype: torch.dtype | None,
+) -> torch.dtype:
+    """Write the shards and the index; return the type that holds every stored value."""
+    expected, name_of = [layer.state_dict() for layer in architecture.layers()], architecture.family.name_of
+    weight_map: dict[str, str] = {}
+    total_size, index, stored = 0, 0, dtype
+    for tensors in layers:  # not enumerate(), which keeps the layer before in memory while the next is made
+        assert tensors.keys() == expected[index].keys(), f"layer {index} has {sorted(tensors)}"
+        named = {}
+        for local, like in expected[index].items():
+            tensor = tensors[local]
+            assert tensor.shape == like.shape, f"layer {index}: {local} has shape {list(tensor.shape)}"
+            stored = dtype or (torch.promote_types(stored, tensor.dtype) if stored else tensor.dtype)
+            named[name_of(index, local, len(expected))] = tensor
+        file_name = f"model-{index + 1:05d}-of-{len(expected):05d}.safetensors"
+        with _writing(folder):
+            total_size += write_safetensors(partial / file_name, named, dtype)
+        weight_map |= dict.fromkeys(named, file_name)
+        index += 1
+        del tensors, named, tensor  # for the same reason
+    assert index == len(expected), f"{index} layers, expected {len(expected)}"
+    assert stored is not None
+    with _writing(folder):
+        _write_json(partial / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+    return stored
+
+
+def _write_companions(
+    partial: Path, architecture: Architecture, stored: torch.dtype, source: Path | None, extra: Mapping[str, Any] | None
+) -> None:
+    for name in TOKENIZER_FILES:
+        if source is not None and (source / name).is_file():
+            _write(partial / name, (source / name).read_bytes())
+    if source is not None and (source / "generation_config.json").is_file():
+        _write(partial / "generation_config.json", (source / "generation_config.json").read_bytes())
+    else:
+        tokens = {key: getattr(architecture.config, key, None) for key in ("bos_token_id", "eos_token_id")}
+        _write_json(
+            partial / "generation_config.json", {key: value for key, value in tokens.items() if value is not None}
+        )
+    if extra is not None:
+        _write_json(partial / TUNING, extra)
+    # transformers 5 reads `dtype`, version 4 `torch_dtype`. Last, for a folder without config.json is no model.
+    name = str(stored).removeprefix("torch.")
+    _write_json(partial / "config.json", {**architecture.raw, "dtype": name, "torch_dtype": name})
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn what goes wrong while writing into the error the user sees."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ResourceError(f"disk full while writing {folder}; nothing was kept. Make room and repeat") from error
+        raise UsageError(f"cannot write {folder}: {error.strerror or error}") from error
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what writers of the same folder left that were killed."""
+    for left in folder.parent.glob(f".{folder.name}.partial-*"):
+        process = left.name.rpartition("-")[2]
+        if process.isdigit() and not psutil.pid_exists(int(process)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    _write(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Make renames and new files in a folder durable, where the platform can."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

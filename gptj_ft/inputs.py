@@ -1,0 +1,110 @@
+"""What a run reads: the model folder, its tokenizer, the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gptj_ft.data.prepare import Prepared, check_compatible, is_prepared, load, load_tokenizer, prepare, split
+from gptj_ft.data.records import read_rows, sha256_of
+from gptj_ft.errors import UsageError
+from gptj_ft.families import read_architecture
+from gptj_ft.home import downloaded_model, find_model, is_model, models
+from gptj_ft.recipe import Recipe
+from gptj_ft.tiny import make_tiny
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+TINY = "tiny"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The model to start from and the rows, ready to be packed."""
+
+    model: Path
+    tokenizer: PreTrainedTokenizerFast
+    train: Prepared
+    validation: Prepared | None
+
+
+def gather(recipe: Recipe, progress: Callable[[int], None] | None = None) -> Inputs:
+    """Find the model and prepare the rows of a run; without validation rows, hold some out.
+
+    Args:
+        recipe: its ``data`` must be set.
+        progress: called with the number of rows done.
+
+    Raises:
+        UsageError, DataError: as their parts.
+    """
+    source = data_path(recipe.data)
+    model = choose_model(recipe, source)
+    tokenizer = load_tokenizer(model)
+    rows = read_or_prepare(recipe, tokenizer, model, source, progress)
+    if recipe.val_data is not None:
+        return Inputs(model, tokenizer, rows, read_or_prepare(recipe, tokenizer, model, data_path(recipe.val_data)))
+    train, held_out = split(rows, recipe.holdout, recipe.seed)
+    return Inputs(model, tokenizer, train, held_out)
+
+
+def data_path(data: str | None) -> Path:
+    """Return the path of the rows.
+
+    Raises:
+        UsageError: none were named.
+    """
+    if data is None:
+        raise UsageError("no rows are named: add --data FILE (.jsonl, .json, .csv, .tsv, .txt or prepared data)")
+    return Path(data).expanduser()
+
+
+def choose_model(recipe: Recipe, source: Path) -> Path:
+    """Return the folder of the model to start from: the one named, else the downloaded one; ``tiny`` is made here.
+
+    Raises:
+        UsageError: there is none; says what to type.
+    """
+    if recipe.model == TINY:
+        return tiny_model(source, recipe.seed)
+    if recipe.model is not None:
+        return find_model(recipe.model)
+    found = downloaded_model()
+    if found is None:
+        raise UsageError("no model is named and none is downloaded: type `gptj-ft download`, or try --model tiny first")
+    return found
+
+
+def tiny_model(source: Path, seed: int) -> Path:
+    """Return the tiny random model that belongs to some rows; make it, with a tokenizer of theirs, if it is new.
+
+    Raises:
+        UsageError: the rows are prepared and the model they were prepared for is gone.
+    """
+    prepared = is_prepared(source)
+    digest = load(source).report.data_sha256 if prepared else sha256_of(source)
+    folder = models() / f"{TINY}-{digest[:12]}-{seed}"
+    if not is_model(folder):
+        if prepared:
+            raise UsageError(f"{source} was prepared for another model than {folder}: prepare it again with --model tiny")
+        values = (value for row in read_rows(source) for value in row.values.values())
+        make_tiny(folder, (value for value in values if isinstance(value, str)), seed)
+    return folder
+
+
+def read_or_prepare(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerFast,
+    model: Path,
+    source: Path,
+    progress: Callable[[int], None] | None = None,
+) -> Prepared:
+    """Return rows as tokens: loaded if they are prepared (and fit this recipe and tokenizer), else made from a file."""
+    if is_prepared(source):
+        prepared = load(source)
+        check_compatible(prepared, recipe, tokenizer)
+        return prepared
+    return prepare(recipe, tokenizer, source, read_architecture(model).config.vocab_size, progress)

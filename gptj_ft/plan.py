@@ -1,0 +1,201 @@
+"""What a run will cost, before it starts: where things go, how much memory and disk, how long. Refuses what cannot fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+
+from gptj_ft.errors import ResourceError
+from gptj_ft.recipe import Recipe
+from gptj_ft.stores import Kind, Layout
+from gptj_ft.stores.placement import Place, Placement, training_dtypes
+from gptj_ft.streaming import HEAD_CHUNK_BYTES
+
+PROCESS_BYTES = 700 * 2**20  # the interpreter, torch and its threads
+SAVED_PER_TOKEN = 20  # tensors of [tokens, width] that one block keeps for its backward, the MLP's counted by 4
+MATMUL_SHARE = 0.75  # of the measured rate that a whole step reaches
+DISK_RATE = 0.5e9  # bytes/s, assumed for a plain SSD
+FASTEST_FIRST = [
+    Placement(cast(Place, weights), cast(Place, state))
+    for weights, state in (
+        ("device", "device"), ("device", "host"), ("host", "host"), ("device", "disk"), ("host", "disk"), ("disk", "disk"),
+    )
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a run asks of the machine.
+
+    Attributes:
+        layouts: of each layer of the model.
+        width: of the hidden states.
+        dtype: of the computation.
+        micro_batch_tokens: most tokens computed at once.
+        step_tokens: most tokens in one optimizer step.
+        mean_step_tokens: tokens of an average step.
+        num_steps: optimizer steps.
+    """
+
+    layouts: Sequence[Layout]
+    width: int
+    dtype: torch.dtype
+    micro_batch_tokens: int
+    step_tokens: int
+    mean_step_tokens: float
+    num_steps: int
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(layout.num_parameters for layout in self.layouts)
+
+
+@dataclass(frozen=True)
+class Free:
+    """What the machine has, in bytes; on a CPU, device and host are the same memory."""
+
+    device: int
+    host: int
+    disk: int
+    is_shared: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A forecast; bytes and seconds."""
+
+    placement: Placement
+    precision: str
+    num_parameters: int
+    num_steps: int
+    tokens_per_step: float
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    bytes_read_per_step: int
+    bytes_written_per_step: int
+    flops_per_step: float
+    seconds_per_step: float
+
+    @property
+    def seconds(self) -> float:
+        return self.seconds_per_step * self.num_steps
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the forecast for `--json`."""
+        return {**asdict(self), "seconds": self.seconds}
+
+
+def choose(recipe: Recipe, load: Load, free: Free, rate: float) -> Plan:
+    """Return the plan of the fastest placement that fits and that the recipe allows.
+
+    Args:
+        recipe: its ``weights`` and ``optimizer_state`` fix a place or leave it ``auto``.
+        load: what the run asks for.
+        free: what the machine has.
+        rate: FLOP/s of a matrix product in the type of the computation.
+
+    Raises:
+        ResourceError: nothing allowed fits; says by how much, and the two knobs that help most.
+    """
+    allowed = [
+        placement
+        for placement in _candidates(free)
+        if recipe.weights in ("auto", placement.weights)
+        and recipe.optimizer_state in ("auto", placement.optimizer_state)
+    ] or [Placement(cast(Place, recipe.weights), cast(Place, recipe.optimizer_state))]
+    plans = [forecast(placement, load, recipe, rate) for placement in allowed]
+    for plan in plans:
+        if not shortage(plan, free):
+            return plan
+    leanest = plans[-1]
+    raise ResourceError(f"does not fit: {leanest.placement} {shortage(leanest, free)}; try {_knobs(leanest, free)}")
+
+
+def forecast(placement: Placement, load: Load, recipe: Recipe, rate: float) -> Plan:
+    """Compute what a placement costs."""
+    dtypes = training_dtypes(load.dtype)
+    if recipe.clip_norm is None:
+        del dtypes["grad"]
+    total = sum(layout.numel for layout in load.layouts)
+    largest = max(layout.numel for layout in load.layouts)
+    by_place: dict[Place, int] = {"device": 0, "host": 0, "disk": 0}
+    slots = 0
+    for kind, dtype in dtypes.items():
+        by_place[placement.of(kind)] += total * dtype.itemsize
+        if placement.of(kind) != "device":
+            slots += (recipe.read_ahead + 1) * largest * dtype.itemsize
+    if recipe.clip_norm is None:
+        slots += (recipe.read_ahead + 1) * largest * 4
+    biggest_matrix = max(shape.numel() for layout in load.layouts for shape in layout.shapes.values())
+    hidden = load.width * load.dtype.itemsize
+    activations = SAVED_PER_TOKEN * hidden * min(load.micro_batch_tokens, load.step_tokens)
+    boundaries = (len(load.layouts) + 1) * hidden * load.step_tokens
+    device = by_place["device"] + slots + biggest_matrix * 4 + activations + boundaries + 3 * HEAD_CHUNK_BYTES
+    checkpoint = total * sum(dtype.itemsize for kind, dtype in dtypes.items() if kind not in ("grad",))
+    reads, writes = _traffic(placement, dtypes, total)
+    flops = 8.0 * load.num_parameters * load.mean_step_tokens
+    moved = sum(size for place, size in (*reads, *writes) if place == "disk")
+    return Plan(
+        placement=placement,
+        precision={torch.float32: "fp32", torch.bfloat16: "bf16"}[load.dtype],
+        num_parameters=load.num_parameters,
+        num_steps=load.num_steps,
+        tokens_per_step=load.mean_step_tokens,
+        device_bytes=device,
+        host_bytes=by_place["host"] + PROCESS_BYTES,
+        disk_bytes=by_place["disk"] + largest * 16 + 2 * checkpoint + total * load.dtype.itemsize,
+        bytes_read_per_step=sum(size for _, size in reads),
+        bytes_written_per_step=sum(size for _, size in writes),
+        flops_per_step=flops,
+        seconds_per_step=max(flops / (rate * MATMUL_SHARE), moved / DISK_RATE),
+    )
+
+
+def shortage(plan: Plan, free: Free) -> str:
+    """Say what a plan lacks, or return an empty string."""
+    memory = plan.device_bytes + plan.host_bytes
+    if free.is_shared and memory > free.device:
+        return f"needs {gigabytes(memory)} of memory, {gigabytes(free.device)} is free"
+    if not free.is_shared and plan.device_bytes > free.device:
+        return f"needs {gigabytes(plan.device_bytes)} on the device, {gigabytes(free.device)} is free"
+    if not free.is_shared and plan.host_bytes > free.host:
+        return f"needs {gigabytes(plan.host_bytes)} of host memory, {gigabytes(free.host)} is free"
+    if plan.disk_bytes > free.disk:
+        return f"needs {gigabytes(plan.disk_bytes)} of disk, {gigabytes(free.disk)} is free"
+    return ""
+
+
+def gigabytes(size: float) -> str:
+    """Return bytes as people read them."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
+def _candidates(free: Free) -> list[Placement]:
+    # On a CPU "host" is the device's own memory with a copy on top: never the better choice.
+    return [p for p in FASTEST_FIRST if not (free.is_shared and "host" in (p.weights, p.optimizer_state))]
+
+
+def _traffic(
+    placement: Placement, dtypes: dict[Kind, torch.dtype], total: int
+) -> tuple[list[tuple[Place, int]], list[tuple[Place, int]]]:
+    """Bytes that a step reads from and writes to places that are not the device."""
+    reads: list[tuple[Place, int]] = []
+    writes: list[tuple[Place, int]] = []
+    for kind, dtype in dtypes.items():
+        place, size = placement.of(kind), total * dtype.itemsize
+        if place != "device":
+            reads.append((place, 2 * size if kind == "weight" else size))  # weights: forward and backward
+            writes.append((place, size))
+    return reads, writes
+
+
+def _knobs(plan: Plan, free: Free) -> str:
+    if plan.disk_bytes > free.disk:
+        return "--output on a larger disk, or --optimizer-state host if there is the memory"
+    if "device" in (plan.placement.weights, plan.placement.optimizer_state):
+        return "--weights auto --optimizer-state auto, which streams what does not fit"
+    return "--batch-size smaller, or --set micro_batch_tokens=512"

@@ -1,0 +1,167 @@
+"""A run folder: what a run was told, what it did, what it left. Never overwritten."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gptj_ft import __version__
+from gptj_ft.errors import DataError, ResourceError, UsageError
+from gptj_ft.home import RUNS
+from gptj_ft.recipe import Recipe, Resolved, build, dump, load_options
+
+
+@dataclass(frozen=True)
+class Run:
+    """``runs/<name>/`` and the names in it."""
+
+    folder: Path
+
+    @property
+    def recipe_file(self) -> Path:
+        return self.folder / "recipe.yaml"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data"
+
+    @property
+    def state(self) -> Path:
+        return self.folder / "state"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    def recipe(self) -> Recipe:
+        """Return the recipe that the run was started with.
+
+        Raises:
+            UsageError: this is not a run folder.
+        """
+        if not self.recipe_file.is_file():
+            raise UsageError(f"{self.folder} is not a run folder: it has no recipe.yaml")
+        return build(load_options(self.recipe_file))
+
+    def log(self, line: str) -> None:
+        """Add a line, with the time, to ``log.txt``."""
+        with (self.folder / "log.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")
+
+    def append_metrics(self, values: Mapping[str, Any]) -> None:
+        """Add a line to ``metrics.jsonl``."""
+        with self.metrics_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of ``metrics.jsonl``; a last line cut short by a crash is left out."""
+        lines = []
+        if self.metrics_file.is_file():
+            for text in self.metrics_file.read_text(encoding="utf-8").splitlines():
+                try:
+                    lines.append(json.loads(text))
+                except ValueError:
+                    break
+        return lines
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop the lines of steps that a resumed run will do again."""
+        kept = [json.dumps(line) for line in self.metrics() if line["step"] <= step]
+        new = self.metrics_file.with_suffix(".new")
+        new.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        os.replace(new, self.metrics_file)
+
+
+def create_run(resolved: Resolved) -> Run:
+    """Make the run folder: ``--output``, or the next free ``runs/RECIPE-N``.
+
+    Raises:
+        UsageError: it exists, or cannot be written.
+    """
+    folder = choose_folder(resolved.recipe)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(
+            f"cannot make the run folder {folder}: {error.strerror}; name another with --output"
+        ) from error
+    run = Run(folder)
+    run.recipe_file.write_text(dump(resolved.recipe, resolved.origins), encoding="utf-8")
+    return run
+
+
+def choose_folder(recipe: Recipe) -> Path:
+    """Return the folder a run will use.
+
+    Raises:
+        UsageError: the named one exists.
+    """
+    if recipe.output is None:
+        return next(path for n in range(1, sys.maxsize) if not (path := RUNS / f"{recipe.recipe}-{n}").exists())
+    folder = Path(recipe.output).expanduser()
+    if folder.exists():
+        raise UsageError(
+            f"{folder} exists: name another --output, or continue it with `gptj-ft finetune --resume {folder}`"
+        )
+    return folder
+
+
+def record_environment(run: Run, device: str, threads: int) -> None:
+    """Write ``environment.json``: what a bit-identical repetition needs to be the same."""
+    from importlib.metadata import version
+
+    packages = ("torch", "transformers", "tokenizers", "datasets", "safetensors")
+    facts = {
+        "gptj_ft": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **{name: version(name) for name in packages},
+        "device": device,
+        "threads": threads,
+        "command": sys.argv,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    (run.folder / "environment.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Replace a JSON file atomically and durably."""
+    new = path.with_suffix(".new")
+    try:
+        with new.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(values, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except OSError as error:
+        raise ResourceError(f"cannot write {path}: {error.strerror}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        DataError: it is missing or damaged.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise DataError(f"{path} does not hold an object")
+    return values

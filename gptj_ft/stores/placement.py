@@ -1,0 +1,73 @@
+"""Which store holds which kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from gptj_ft.stores import Kind, LayerStore, Layout
+from gptj_ft.stores.device import DeviceStore
+from gptj_ft.stores.disk import DiskStore
+from gptj_ft.stores.host import HostStore
+
+Place = Literal["device", "host", "disk"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the weights live, and where gradients, moments and master weights do."""
+
+    weights: Place
+    optimizer_state: Place
+
+    def of(self, kind: Kind) -> Place:
+        return self.weights if kind == "weight" else self.optimizer_state
+
+    def __str__(self) -> str:
+        return f"weights on {self.weights}, optimizer state on {self.optimizer_state}"
+
+
+def training_dtypes(compute: torch.dtype) -> dict[Kind, torch.dtype]:
+    """Return the kinds of a training run: fp32 all over, and with another compute type a master copy in fp32."""
+    state: dict[Kind, torch.dtype] = {kind: torch.float32 for kind in ("exp_avg", "exp_avg_sq", "grad")}
+    return (
+        {"weight": compute, **state}
+        if compute == torch.float32
+        else {"weight": compute, "master": torch.float32, **state}
+    )
+
+
+def open_stores(
+    placement: Placement,
+    layouts: Sequence[Layout],
+    dtypes: Mapping[Kind, torch.dtype],
+    device: torch.device,
+    folder: Path,
+) -> dict[Kind, LayerStore]:
+    """Open a store for every kind. Kinds in one place share a store; gradients, written at other times, have their own.
+
+    Args:
+        placement: what goes where.
+        layouts: of each layer.
+        dtypes: the kinds to keep.
+        device: for what lives there.
+        folder: for what lives on disk.
+    """
+    stores: dict[Kind, LayerStore] = {}
+    groups: dict[tuple[Place, bool], dict[Kind, torch.dtype]] = {}
+    for kind, dtype in dtypes.items():
+        groups.setdefault((placement.of(kind), kind == "grad"), {})[kind] = dtype
+    for (place, is_gradient), kinds in groups.items():
+        store: LayerStore
+        if place == "device":
+            store = DeviceStore(layouts, kinds, device)
+        elif place == "host":
+            store = HostStore(layouts, kinds)
+        else:
+            store = DiskStore(folder, "gradient" if is_gradient else "layer", layouts, kinds)
+        stores.update(dict.fromkeys(kinds, store))
+    return stores

@@ -1,0 +1,64 @@
+"""``gptj_ft.json``: what a tuned model folder remembers, so that `generate` and `evaluate` use it as it was trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gptj_ft.errors import DataError
+from gptj_ft.formats.writing import TUNING
+from gptj_ft.recipe import Recipe, build
+
+# The options of a recipe that say how texts become prompts and how answers are written and judged.
+TEMPLATE_KEYS = ("recipe", "prompt", "completion", "fields", "shorten", "too_long", "max_length", "metrics", "generation")
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The content of ``gptj_ft.json``.
+
+    Attributes:
+        base_model: folder of the model that training started from.
+        template: the recipe's `TEMPLATE_KEYS`.
+        data: what was trained on, and its digest.
+        metrics: validation loss before and after.
+    """
+
+    base_model: str
+    template: Mapping[str, Any]
+    data: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": 1, **self.__dict__}
+
+
+def template_of(recipe: Recipe) -> dict[str, Any]:
+    """Return the part of a recipe that a tuned model keeps."""
+    options = recipe.model_dump(mode="json")
+    return {key: options[key] for key in TEMPLATE_KEYS}
+
+
+def read_tuning(model: Path) -> Tuning | None:
+    """Return what a model folder remembers; ``None`` for a model that was not tuned here.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    path = model / TUNING
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return Tuning(**{key: values[key] for key in Tuning.__dataclass_fields__})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path} is damaged: {error!r}") from error
+
+
+def recipe_of(model: Path) -> Recipe | None:
+    """Return the template of a tuned model as a recipe; ``None`` for a model that was not tuned here."""
+    tuning = read_tuning(model)
+    return build(tuning.template) if tuning else None

@@ -1,0 +1,98 @@
+"""Shared by all tests: no network, a home of their own, small random models with transformers as the oracle."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+
+import torch
+
+torch.set_num_threads(2)
+
+# Two shapes that differ in width of the heads and of the rotary part; vocabularies that are not multiples of anything.
+SHAPES = {
+    "narrow": {"vocab_size": 101, "n_positions": 64, "n_embd": 48, "n_layer": 3, "n_head": 3, "rotary_dim": 8},
+    "wide": {"vocab_size": 90, "n_positions": 96, "n_embd": 64, "n_layer": 2, "n_head": 2, "rotary_dim": 32},
+}
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forbid every connection that leaves this machine."""
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: object) -> object:
+        if self.family != socket.AF_UNIX:
+            host = address[0] if isinstance(address, tuple) else str(address)
+            if host != "localhost" and not ipaddress.ip_address(host).is_loopback:
+                raise AssertionError(f"a test tried to reach {address}")
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give each test a home for models and a working folder of its own, and no options from the environment."""
+    for name in list(os.environ):
+        if name.startswith("GPTJ_FT_") and name != "GPTJ_FT_TEST_DATA":
+            monkeypatch.delenv(name)
+    home = tmp_path / "home"
+    monkeypatch.setenv("GPTJ_FT_HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    return home
+
+
+def random_gptj(seed: int = 0, **shape: int):
+    """Return a random `transformers` GPT-J whose every parameter matters: norms and biases are not 1 and 0."""
+    from transformers import GPTJConfig, GPTJForCausalLM
+
+    config = GPTJConfig(
+        **shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, initializer_range=0.1
+    )
+    torch.manual_seed(seed)
+    model = GPTJForCausalLM(config).float().eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, mean=0.3, std=0.3)
+    return model
+
+
+@pytest.fixture(params=SHAPES)
+def oracle(request: pytest.FixtureRequest):
+    """A random GPT-J of each shape, as `transformers` has it."""
+    return random_gptj(**SHAPES[request.param])
+
+
+@pytest.fixture
+def model_folder(oracle, tmp_path: Path) -> Path:
+    """The oracle's folder, as `save_pretrained` writes it."""
+    folder = tmp_path / "hf-model"
+    oracle.save_pretrained(folder)
+    return folder
+
+
+NOTES = [
+    ("The printer on floor {n} is out of paper and blinks twice.", "Printer {n} needs paper."),
+    ("A parcel for room {n} was left at the desk this morning.", "Parcel for room {n} at the desk."),
+    ("The lift to level {n} stops and its door stays open.", "Lift to level {n} is stuck."),
+]
+
+
+@pytest.fixture
+def rows_file(tmp_path: Path) -> Path:
+    """Forty rows of text and summary, as a user would have them."""
+    path = tmp_path / "rows.jsonl"
+    lines = []
+    for n in range(40):
+        note, summary = NOTES[n % len(NOTES)]
+        lines.append(json.dumps({"note": note.format(n=n), "short_summary": summary.format(n=n), "id": n}))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path

@@ -1,0 +1,253 @@
+"""The core against `transformers` and `torch.optim`, and against itself in every placement."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gptj_ft.data.batches import micro_batches
+from gptj_ft.families import read_architecture
+from gptj_ft.formats.huggingface import open_checkpoint
+from gptj_ft.layers import NO_TARGET, pack
+from gptj_ft.model import load_weights, reading_stack, training_stack
+from gptj_ft.optimizer import AdamW
+from gptj_ft.recipe import Recipe
+from gptj_ft.stores import Layout
+from gptj_ft.stores.placement import Placement
+from gptj_ft.streaming import Visit, evaluate_losses, forward, next_token_logits, stream, train_step
+
+CPU = torch.device("cpu")
+PLACES = ("device", "host", "disk")
+LENGTHS = (5, 17, 9, 30, 2, 11)
+PROMPTS = (2, 3, 1, 10, 0, 5)
+STEPS = 10
+
+
+def documents(vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def open_training(folder: Path, tmp: Path, placement=("device", "device"), recipe=Recipe(), dtype=torch.float32):
+    architecture = read_architecture(folder)
+    stack = training_stack(
+        architecture, Placement(*placement), dtype, CPU, tmp / "-".join(placement), recipe.read_ahead,
+        keep_gradients=recipe.clip_norm is not None,
+    )  # fmt: skip
+    with open_checkpoint(folder) as checkpoint:
+        load_weights(stack, architecture, checkpoint)
+    return stack
+
+
+def lr_of(step: int) -> float:
+    return 1e-2 * (step + 1) / STEPS
+
+
+def train(stack, recipe: Recipe, budget: int = 40, steps: int = STEPS):
+    """Train; return (loss, norm) of each step and every layer's flat weights."""
+    optimizer, curve = AdamW(stack, recipe), []
+    docs = documents(stack.layouts[0].shapes["wte.weight"][0])
+    for step in range(steps):
+        optimizer.begin(lr_of(step))
+        loss = train_step(stack, optimizer, micro_batches(docs, PROMPTS, budget))
+        curve.append((loss.mean, optimizer.end()))
+    optimizer.flush()
+    weights = [
+        {name: view.clone() for name, view in loaded.layout.views(loaded.tensors["weight"]).items()}
+        for loaded in stream(stack, [Visit(layer) for layer in range(len(stack.layers))])
+    ]
+    stack.close()
+    return curve, weights
+
+
+def oracle_loss(oracle, docs: list[list[int]]):
+    """Mean loss over the target tokens of all documents, each run alone."""
+    total, count = torch.zeros(()), 0
+    for ids, prompt in zip(docs, PROMPTS, strict=True):
+        logits, targets = oracle(torch.tensor([ids])).logits[0, :-1], torch.tensor(ids[1:])
+        first = max(prompt, 1) - 1
+        total = total + F.cross_entropy(logits[first:], targets[first:], reduction="sum")
+        count += len(ids) - 1 - first
+    return total / count
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.detach() - b.detach()).norm() / b.detach().norm().clamp_min(1e-12))
+
+
+def test_logits_match_transformers(oracle, model_folder: Path) -> None:
+    docs = documents(oracle.config.vocab_size)
+    with reading_stack(model_folder, CPU, torch.float32) as (_, stack), torch.no_grad():
+        ours = next_token_logits(stack, pack(docs))
+        theirs = torch.stack([oracle(torch.tensor([ids])).logits[0, -1] for ids in docs])
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_loss_and_gradients_match_transformers(oracle, model_folder: Path, tmp_path: Path) -> None:
+    docs = documents(oracle.config.vocab_size)
+    expected = oracle_loss(oracle, docs)
+    expected.backward()
+    stack = open_training(model_folder, tmp_path)
+    optimizer = AdamW(stack, Recipe())
+    loss = train_step(stack, optimizer, micro_batches(docs, PROMPTS, 40))
+    assert loss.mean == pytest.approx(expected.item(), rel=1e-6)
+    family, total = read_architecture(model_folder).family, len(stack.layers)
+    theirs = dict(oracle.named_parameters())
+    compared = 0
+    for loaded in stream(stack, [Visit(layer, ("grad",)) for layer in range(total)]):
+        for name, gradient in loaded.layout.views(loaded.tensors["grad"]).items():
+            assert relative(gradient, theirs[family.name_of(loaded.index, name, total)].grad) < 1e-5, name
+            compared += 1
+    assert compared == len(theirs)
+
+
+def test_ten_adamw_steps_with_clipping_match_torch(oracle, model_folder: Path, tmp_path: Path) -> None:
+    recipe = Recipe(clip_norm=0.2, weight_decay=0.1)
+    curve, weights = train(open_training(model_folder, tmp_path, recipe=recipe), recipe)
+    parameters = list(oracle.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    torch_adamw = torch.optim.AdamW(groups, eps=recipe.eps, betas=recipe.betas)
+    docs = documents(oracle.config.vocab_size)
+    for step in range(STEPS):
+        for group in torch_adamw.param_groups:
+            group["lr"] = lr_of(step)
+        torch_adamw.zero_grad()
+        loss = oracle_loss(oracle, docs)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.2)
+        torch_adamw.step()
+        assert curve[step] == pytest.approx((loss.item(), norm.item()), rel=1e-5)
+    assert max(norm for _, norm in curve) > 0.2, "clipping was never needed, so this test would not see it"
+    family = read_architecture(model_folder).family
+    theirs = dict(oracle.named_parameters())
+    for layer, tensors in enumerate(weights):
+        for name, ours in tensors.items():
+            assert relative(ours, theirs[family.name_of(layer, name, len(weights))]) < 1e-5, name
+
+
+@pytest.fixture(scope="module")
+def narrow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from conftest import SHAPES, random_gptj
+
+    folder = tmp_path_factory.mktemp("narrow")
+    random_gptj(**SHAPES["narrow"]).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def resident_run(narrow_folder: Path, tmp_path_factory: pytest.TempPathFactory):
+    return train(open_training(narrow_folder, tmp_path_factory.mktemp("resident")), Recipe())
+
+
+def assert_identical(run, expected) -> None:
+    assert run[0] == expected[0]
+    for ours, theirs in zip(run[1], expected[1], strict=True):
+        for name, tensor in theirs.items():
+            assert torch.equal(ours[name], tensor), name
+
+
+@pytest.mark.parametrize("read_ahead", [0, 1, 3])
+@pytest.mark.parametrize(("weights", "state"), list(itertools.product(PLACES, PLACES)))
+def test_placement_and_read_ahead_never_change_a_bit(
+    weights: str, state: str, read_ahead: int, narrow_folder: Path, resident_run, tmp_path: Path
+) -> None:
+    recipe = Recipe(read_ahead=read_ahead)
+    assert_identical(train(open_training(narrow_folder, tmp_path, (weights, state), recipe), recipe), resident_run)
+
+
+@pytest.mark.parametrize("placement", [("device", "device"), ("host", "host"), ("disk", "disk")])
+def test_update_in_backward_equals_just_in_time_update(placement, narrow_folder: Path, tmp_path: Path) -> None:
+    pending = Recipe(clip_norm=1e9)
+    at_once = Recipe(clip_norm=None)
+    expected = train(open_training(narrow_folder, tmp_path / "a", placement, pending), pending)
+    assert_identical(train(open_training(narrow_folder, tmp_path / "b", placement, at_once), at_once), expected)
+
+
+@pytest.mark.parametrize("placement", [("device", "device"), ("host", "disk"), ("disk", "disk")])
+def test_bf16_placements_agree_to_the_bit_and_keep_an_fp32_master(placement, narrow_folder: Path, tmp_path: Path) -> None:
+    recipe = Recipe()
+    expected = train(open_training(narrow_folder, tmp_path / "a", dtype=torch.bfloat16), recipe)
+    stack = open_training(narrow_folder, tmp_path / "b", placement, dtype=torch.bfloat16)
+    assert stack.dtypes["master"] == torch.float32
+    assert_identical(train(stack, recipe), expected)
+    full = train(open_training(narrow_folder, tmp_path / "c"), recipe)
+    assert expected[0][-1][0] == pytest.approx(full[0][-1][0], rel=2e-2)
+
+
+def test_packed_documents_equal_separate_documents(model_folder: Path) -> None:
+    with reading_stack(model_folder, CPU, torch.float32) as (architecture, stack):
+        docs = documents(architecture.config.vocab_size)
+        packed = evaluate_losses(stack, [pack(docs, PROMPTS)])[0]
+        alone = evaluate_losses(stack, [pack([ids], [n]) for ids, n in zip(docs, PROMPTS, strict=True)])
+        assert packed.num_targets == sum(loss.num_targets for loss in alone)
+        assert packed.total == pytest.approx(sum(loss.total for loss in alone), rel=1e-6)
+        # and no document sees another: changing one leaves the others' logits as they were
+        changed = [docs[0], [(token + 1) % 50 for token in docs[1]], *docs[2:]]
+        before, after = next_token_logits(stack, pack(docs)), next_token_logits(stack, pack(changed))
+    others = [0, *range(2, len(docs))]
+    assert torch.equal(before[others], after[others])
+    assert not torch.equal(before[1], after[1])
+
+
+def test_micro_batch_budget_changes_loss_and_gradients_by_rounding_only(narrow_folder: Path, tmp_path: Path) -> None:
+    runs = [train(open_training(narrow_folder, tmp_path / str(n)), Recipe(), budget=n, steps=3) for n in (1, 40, 1000)]
+    for curve, weights in runs[1:]:
+        for ours, theirs in zip(curve, runs[0][0], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+        for layer, tensors in enumerate(weights):
+            for name, tensor in tensors.items():
+                assert relative(tensor, runs[0][1][layer][name]) < 1e-4, name
+
+
+def test_no_logits_are_computed_where_there_is_no_target(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with reading_stack(model_folder, CPU, torch.float32) as (architecture, stack):
+        batch = pack(documents(architecture.config.vocab_size), PROMPTS)
+        seen = []
+        head = stack.layers[-1]
+        original = type(head).forward
+        monkeypatch.setattr(type(head), "forward", lambda self, x: (seen.append(len(x)), original(self, x))[1])
+        monkeypatch.setattr("gptj_ft.streaming.HEAD_CHUNK_BYTES", 4 * 7 * architecture.config.vocab_size)
+        (loss,) = evaluate_losses(stack, [batch])
+    assert sum(seen) == loss.num_targets == int((batch.targets_T != NO_TARGET).sum()) < len(batch.tokens_T)
+    assert max(seen) <= 7
+
+
+def test_forward_without_an_updater_keeps_no_boundaries(model_folder: Path) -> None:
+    with reading_stack(model_folder, CPU, torch.float32) as (architecture, stack):
+        batch = pack(documents(architecture.config.vocab_size))
+        layers = stream(stack, [Visit(layer) for layer in range(len(stack.layers) - 1)])
+        assert len(forward(layers, [batch])) == 1
+
+
+def test_a_gradient_that_is_not_finite_stops_before_it_touches_a_weight(narrow_folder: Path, tmp_path: Path) -> None:
+    stack = open_training(narrow_folder, tmp_path)
+    (loaded,) = stream(stack, [Visit(2)])
+    loaded.layout.views(loaded.tensors["weight"])["mlp.fc_out.bias"][0] = torch.inf
+    optimizer = AdamW(stack, Recipe())
+    optimizer.begin(1e-3)
+    train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
+    before = stack.stores["weight"].read("weight", 1, None).result().clone()
+    with pytest.raises(Exception, match="not finite"):
+        optimizer.end()
+    optimizer.flush()
+    assert torch.equal(before, stack.stores["weight"].read("weight", 1, None).result())
+
+
+def test_parameters_start_on_cache_lines_and_matrices_come_first(model_folder: Path) -> None:
+    for layer in read_architecture(model_folder).layers():
+        layout = Layout.of(layer)
+        assert all(offset % 32 == 0 for offset in layout.offsets.values())
+        assert layout.numel % 2048 == 0
+        decayed = {name for name, offset in layout.offsets.items() if offset < layout.num_decayed}
+        assert decayed == {name for name, shape in layout.shapes.items() if len(shape) > 1}
+        ends = sorted((layout.offsets[name], shape.numel()) for name, shape in layout.shapes.items())
+        assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(ends))
+
+
