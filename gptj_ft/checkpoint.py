@@ -1,7 +1,7 @@
 """Saving the state of a run and bringing it back, layer by layer, so that neither needs memory for the model.
 
-A checkpoint is ``checkpoints/step-000120/``: one state file per layer and, written last, ``manifest.json``. It is made under a
-temporary name and renamed when everything in it is on the disk: a folder of that name is whole.
+A checkpoint is ``checkpoints/step-000120/``: one state file per layer and, written last, ``manifest.json``. It is
+made under a temporary name and renamed when everything in it is on the disk: a folder of that name is whole.
 """
 
 from __future__ import annotations

@@ -71,36 +71,43 @@ def download(
     as_json: Json = False,
 ) -> None:
     """Fetch a model from the Hub: the files that are needed, nothing else."""
+    from dataclasses import asdict
+
     from gptj_ft.download import download as fetch
     from gptj_ft.home import DEFAULT_REPOSITORY
     from gptj_ft.plan import gigabytes
 
-    console = _console()
-    report = fetch(
-        repository or DEFAULT_REPOSITORY,
-        output,
-        revision=revision,
-        endpoint=endpoint,
-        offline=offline,
-        dry_run=dry_run,
-        progress=None if as_json else lambda line: console.print(line, highlight=False),
-    )
+    with _bar("downloading", not as_json) as advance:
+        report = fetch(
+            repository or DEFAULT_REPOSITORY,
+            output,
+            revision=revision,
+            endpoint=endpoint,
+            offline=offline,
+            dry_run=dry_run,
+            progress=advance,
+        )
     if as_json:
-        _print_json(report.to_dict())
+        _print_json(asdict(report))
         return
-    for name, size in report.files.items():
-        print(f"{gigabytes(size):>12}  {name}")
-    print(f"{gigabytes(report.bytes)} {'would go' if dry_run else 'are'} in {report.folder}; next: gptj-ft convert")
+    for file in report.files:
+        print(f"{gigabytes(file.bytes):>10}  {file.name}")
+    verb = "would go into" if dry_run else "in"
+    print(f"{gigabytes(report.bytes)} {verb} {report.folder}, revision {report.commit[:12]}\nnext: gptj-ft convert")
 
 
 @app.command()
 def convert(
-    source: Annotated[Path | None, typer.Argument(metavar="[SRC]", help="Hugging Face folder; default: the download")] = None,
-    target: Annotated[Path | None, typer.Argument(metavar="[DEST]", help="model folder; default: in the home of models")] = None,
+    source: Annotated[
+        Path | None, typer.Argument(metavar="[SRC]", help="Hugging Face folder; default: the download")
+    ] = None,
+    target: Annotated[
+        Path | None, typer.Argument(metavar="[DEST]", help="model folder; default: in the home of models")
+    ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="keep, fp32, bf16 or fp16")] = "keep",
     as_json: Json = False,
 ) -> None:
-    """Turn a checkpoint into a model folder: one shard per layer, opened by every tool that reads Hugging Face's form."""
+    """Turn a checkpoint into a model folder: one shard per layer, which every other tool opens too."""
     from dataclasses import asdict
 
     from gptj_ft import home
@@ -110,7 +117,9 @@ def convert(
     if source is None:
         source = home.download_folder(home.DEFAULT_REPOSITORY)
         if not home.is_model(source):
-            raise UsageError("no model is downloaded to convert: type `gptj-ft download`, or name a folder: `gptj-ft convert SRC`")
+            raise UsageError(
+                "no model is downloaded to convert: type `gptj-ft download`, or name a folder: `gptj-ft convert SRC`"
+            )
     if target is None:
         target = home.model_folder(source.name.split("--")[-1])
     if dtype not in ("keep", "fp32", "bf16", "fp16"):
@@ -122,7 +131,8 @@ def convert(
     else:
         print(
             f"{target}: {report.tensors} tensors, {report.parameters:,} parameters, {gigabytes(report.bytes)} in "
-            f"{report.dtype}, each compared with the source\nnext: gptj-ft finetune --recipe summarization --data my.jsonl"
+            f"{report.dtype}, each compared with the source\n"
+            "next: gptj-ft finetune --recipe summarization --data my.jsonl"
         )
 
 
@@ -145,7 +155,9 @@ def prepare_data(
     from gptj_ft.report import show_data
 
     resolved = resolve(
-        {"recipe": recipe, "model": model, "data": data, "max_length": max_length, "seed": seed}, config, _tuple(assignments)
+        {"recipe": recipe, "model": model, "data": data, "max_length": max_length, "seed": seed},
+        config,
+        _tuple(assignments),
     )
     source = data_path(data)
     if is_prepared(source):
@@ -154,9 +166,7 @@ def prepare_data(
     if folder.exists():
         raise UsageError(f"{folder} exists: name another --output or remove it")
     chosen = choose_model(resolved.recipe, source)
-    prepared = prepare(
-        resolved.recipe, load_tokenizer(chosen), source, read_architecture(chosen).config.vocab_size
-    )
+    prepared = prepare(resolved.recipe, load_tokenizer(chosen), source, read_architecture(chosen).config.vocab_size)
     save(prepared, folder)
     if as_json:
         _print_json({"folder": str(folder), "model": str(chosen), **prepared.report.to_dict()})
@@ -186,7 +196,9 @@ def finetune(
     config: Config = None,
     assignments: Assignments = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what it will cost and stop")] = False,
-    resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="go on with a run; needs nothing else")] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="RUN", help="go on with a run; needs nothing else")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Fine-tune a model: every parameter, by weight streaming."""
@@ -214,8 +226,7 @@ def finetune(
     if result.loss_before is not None and result.loss_after is not None:
         print(f"validation loss {result.loss_before:.4f} before, {result.loss_after:.4f} after {result.steps} steps")
     print(
-        f"tuned model: {result.model}\nnext: gptj-ft evaluate {result.run} --data FILE\n"
-        '      gptj-ft generate "prompt"'
+        f'tuned model: {result.model}\nnext: gptj-ft evaluate {result.run} --data FILE\n      gptj-ft generate "prompt"'
     )
 
 
@@ -253,7 +264,9 @@ def evaluate(
     model: Annotated[str | None, typer.Argument(help="model or run; default: the newest run")] = None,
     data: Data = None,
     recipe: RecipeName = None,
-    baseline: Annotated[str, typer.Option("--baseline", help="model to compare with; auto: what it was tuned from; none")] = "auto",
+    baseline: Annotated[
+        str, typer.Option("--baseline", help="model to compare with; auto: what it was tuned from; none")
+    ] = "auto",
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="use the first rows only")] = None,
     show: Annotated[int, typer.Option("--show", min=0, help="print this many answers beside what was expected")] = 0,
     device: Device = None,
@@ -289,8 +302,12 @@ def evaluate(
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="text for the model's prompt template; - reads standard input")],
-    model: Annotated[str | None, typer.Option("--model", help="model or run; default: the newest run, else the download")] = None,
-    fields: Annotated[list[str] | None, typer.Option("--field", metavar="NAME=TEXT", help="another field of the template")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="model or run; default: the newest run, else the download")
+    ] = None,
+    fields: Annotated[
+        list[str] | None, typer.Option("--field", metavar="NAME=TEXT", help="another field of the template")
+    ] = None,
     max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1)] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", min=0.0, help="0 is greedy")] = None,
     top_p: Annotated[float | None, typer.Option("--top-p")] = None,
@@ -307,8 +324,13 @@ def generate(
     from gptj_ft.home import default_model, find_model
 
     folder = find_model(model) if model else default_model("generate")
-    sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    flags = {f"generation.{name}": value for name, value in sampling.items()}
+    sampling: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+    }
+    flags: dict[str, Any] = {f"generation.{name}": value for name, value in sampling.items()}
     flags |= {"seed": seed, "device": device, "precision": precision, "weights": weights}
     options = _for_model(folder, flags, None, None, plain=raw).recipe
     text = sys.stdin.read() if prompt == "-" else prompt

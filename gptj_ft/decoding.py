@@ -1,7 +1,7 @@
 """The streamed model as a `transformers` model that can generate: search, sampling and stopping come from there.
 
-`transformers` pads a batch on the left; here the padding is taken off again, and every prompt of the batch shares each pass
-over the weights as a document of its own.
+`transformers` pads a batch on the left; here the padding is taken off again, and every prompt of the batch shares
+each pass over the weights as a document of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 BATCH_TOKENS = 16384  # of prompts that share the passes over the weights
 
 
-class RaggedCache(DynamicCache):
+class RaggedCache(DynamicCache):  # type: ignore[misc]
     """What `transformers` believes to be its cache: it counts padded columns and carries ours."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from gptj_ft.data.prepare import Prepared, Report, load, save
 from gptj_ft.errors import UsageError
 from gptj_ft.families import read_architecture
 from gptj_ft.home import is_model
-from gptj_ft.inputs import choose_model, data_path, gather
+from gptj_ft.inputs import choose_model, gather
 from gptj_ft.machine import choose_device, choose_dtype
 from gptj_ft.plan import Load, Plan, choose
 from gptj_ft.recipe import FREE_ON_RESUME, Recipe, Resolved, build, resolve
@@ -132,5 +132,10 @@ def forecast(resolved: Resolved) -> Plan:
 def _session(recipe: Recipe, model: Path, rows: tuple[Prepared, Prepared | None], folder: Path) -> Session:
     train, validation = rows
     return make_session(
-        recipe, model, Rows.of(train.rows), Rows.of(validation.rows if validation else None), train.report.data_sha256, folder
+        recipe,
+        model,
+        Rows.of(train.rows),
+        Rows.of(validation.rows if validation else None),
+        train.report.data_sha256,
+        folder,
     )

@@ -62,10 +62,14 @@ def fill_fields(recipe: Recipe, prompt: str, more: Mapping[str, str]) -> dict[st
     names = fields_of(recipe.prompt or recipe.completion)
     for name in more:
         if name not in names:
-            raise UsageError(f"--field {name}: the template has no such field{did_you_mean(name, names)}; it has {', '.join(names)}")
+            raise UsageError(
+                f"--field {name}: the template has no such field{did_you_mean(name, names)}; it has {', '.join(names)}"
+            )
     left = [name for name in names if name not in more]
     if len(left) != 1:
-        example = " ".join(f'--field {name}="..."' for name in names if name == recipe.shorten) or f'--field {names[0]}="..."'
+        example = (
+            " ".join(f'--field {name}="..."' for name in names if name == recipe.shorten) or f'--field {names[0]}="..."'
+        )
         raise UsageError(
             f"this model's template has the fields {', '.join(names)}: give all but one, e.g. {example}, or use --raw"
         )

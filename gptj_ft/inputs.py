@@ -89,7 +89,9 @@ def tiny_model(source: Path, seed: int) -> Path:
     folder = models() / f"{TINY}-{digest[:12]}-{seed}"
     if not is_model(folder):
         if prepared:
-            raise UsageError(f"{source} was prepared for another model than {folder}: prepare it again with --model tiny")
+            raise UsageError(
+                f"{source} was prepared for another model than {folder}: prepare it again with --model tiny"
+            )
         values = (value for row in read_rows(source) for value in row.values.values())
         make_tiny(folder, (value for value in values if isinstance(value, str)), seed)
     return folder

@@ -93,8 +93,8 @@ def pack(
         targets += [NO_TARGET] * min(first, len(ids)) + list(ids[first + 1 :])
         targets += [NO_TARGET] * (len(tokens) - len(targets))
         cu_seqlens.append(len(tokens))
-    as_tensor = (torch.tensor(values, dtype=torch.int64) for values in (tokens, positions, targets))
-    return PackedBatch(*as_tensor, tuple(cu_seqlens), cache)
+    tokens_T, positions_T, targets_T = (torch.tensor(x, dtype=torch.int64) for x in (tokens, positions, targets))
+    return PackedBatch(tokens_T, positions_T, targets_T, tuple(cu_seqlens), cache)
 
 
 def rotate(x_TNH: Tensor, positions_T: Tensor, rotary_dim: int, base: float = 10000.0) -> Tensor:

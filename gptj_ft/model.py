@@ -70,8 +70,8 @@ def reading_stack(
         folder: a model folder of any form that `formats.huggingface` reads.
         device: where it runs.
         compute: type of the computation.
-        weights: ``device`` keeps them there; ``disk`` or ``host`` streams them from the folder (which the operating system
-            keeps in RAM while there is room); ``auto`` keeps them on the device if they fit.
+        weights: ``device`` keeps them there; ``disk`` or ``host`` streams them from the folder (which the operating
+            system keeps in RAM while there is room); ``auto`` keeps them on the device if they fit.
         read_ahead: layers read before they are needed.
 
     Raises:

@@ -1,8 +1,8 @@
 """AdamW over stores, layer by layer: updates applied just in time, schedules, exact clipping by the global norm.
 
-The global norm is known only when every layer's gradient is. So a step leaves its update *pending*: the next pass upwards
-applies it to each layer as that layer comes by, and computes with the fresh weights at once. Never stale. Without clipping
-nothing has to wait, and a layer is updated as soon as backward has its gradient.
+The global norm is known only when every layer's gradient is. So a step leaves its update *pending*: the next pass
+upwards applies it to each layer as that layer comes by, and computes with the fresh weights at once. Never stale.
+Without clipping nothing has to wait, and a layer is updated as soon as backward has its gradient.
 """
 
 from __future__ import annotations

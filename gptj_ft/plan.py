@@ -1,4 +1,4 @@
-"""What a run will cost, before it starts: where things go, how much memory and disk, how long. Refuses what cannot fit."""
+"""What a run will cost, before it starts: placement, memory, disk, time. Refuses what cannot fit."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ SAVED_PER_TOKEN = 20  # tensors of [tokens, width] that one block keeps for its 
 MATMUL_SHARE = 0.75  # of the measured rate that a whole step reaches
 DISK_RATE = 0.5e9  # bytes/s, assumed for a plain SSD
 FASTEST_FIRST = [
-    Placement(cast(Place, weights), cast(Place, state))
-    for weights, state in (
-        ("device", "device"), ("device", "host"), ("host", "host"), ("device", "disk"), ("host", "disk"), ("disk", "disk"),
-    )
-]  # fmt: skip
+    Placement("device", "device"),
+    Placement("device", "host"),
+    Placement("host", "host"),
+    Placement("device", "disk"),
+    Placement("host", "disk"),
+    Placement("disk", "disk"),
+]
 
 
 @dataclass(frozen=True)

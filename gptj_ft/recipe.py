@@ -1,7 +1,7 @@
 """Every option of a run: its type, default, unit and meaning. This is the only place an option is declared.
 
-A preset (``recipes/*.yaml``) holds only what differs from these defaults. Values are taken, in order of precedence, from
-flags, the environment (``GPTJ_FT_LR=1e-5``), a ``--config`` file, the preset, and the defaults below.
+A preset (``recipes/*.yaml``) holds only what differs from these defaults. Values are taken, in order of precedence,
+from flags, the environment (``GPTJ_FT_LR=1e-5``), a ``--config`` file, the preset, and the defaults below.
 """
 
 from __future__ import annotations

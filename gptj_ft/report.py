@@ -44,7 +44,10 @@ def show_plan(console: Console, plan: Plan) -> None:
         ("placement", str(plan.placement)),
         ("memory", f"about {gigabytes(plan.device_bytes)} on the device, {gigabytes(plan.host_bytes)} beside it"),
         ("disk", f"about {gigabytes(plan.disk_bytes)} at most, with a checkpoint and the tuned model"),
-        ("moved per step", f"{gigabytes(plan.bytes_read_per_step)} read, {gigabytes(plan.bytes_written_per_step)} written"),
+        (
+            "moved per step",
+            f"{gigabytes(plan.bytes_read_per_step)} read, {gigabytes(plan.bytes_written_per_step)} written",
+        ),
         ("steps", f"{plan.num_steps:,} of {plan.tokens_per_step:,.0f} tokens on average"),
         ("time", f"{clock(plan.seconds)} or more: {plan.seconds_per_step:.2g} s a step"),
     ]
@@ -62,7 +65,9 @@ def show_evaluation(console: Console, tuned: Evaluation, baseline: Evaluation | 
     figures = {"loss": tuned.loss, "perplexity": tuned.perplexity, **tuned.scores}
     before = {"loss": baseline.loss, "perplexity": baseline.perplexity, **baseline.scores} if baseline else {}
     for name, value in figures.items():
-        cells = [f"{before[name]:,.2f}", f"{value:,.2f}", f"{value - before[name]:+,.2f}"] if before else [f"{value:,.2f}"]
+        cells = (
+            [f"{before[name]:,.2f}", f"{value:,.2f}", f"{value - before[name]:+,.2f}"] if before else [f"{value:,.2f}"]
+        )
         table.add_row(name, *cells)
     console.print(table)
 

@@ -4,15 +4,15 @@
     loss      the head, on the positions that carry a target only, in chunks: forward and backward at once
     backward  for each layer, downwards:   run every micro-batch again from its boundary; sum the gradient; send it away
 
-The layer is the outer loop and the micro-batch the inner one: weights cross the link twice per optimizer step however many
-micro-batches there are. While a layer computes, the next one is being read and the last one written.
+The layer is the outer loop and the micro-batch the inner one: weights cross the link twice per optimizer step however
+many micro-batches there are. While a layer computes, the next one is being read and the last one written.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
@@ -183,8 +183,8 @@ def stream(stack: LayerStack, visits: Sequence[Visit]) -> Iterator[Loaded]:
     upcoming = deque(visits)
     queue: deque[tuple[Visit, dict[Kind, Future[Tensor]], dict[Kind, Slot]]] = deque()
     while upcoming or queue:
-        # The slots taken here were those of the layer that the consumer has just left. A layer that is still to be visited
-        # may change on that visit: it is not fetched a second time before.
+        # The slots taken here were those of the layer that the consumer has just left. A layer that is still to be
+        # visited may change on that visit: it is not fetched a second time before.
         while (
             upcoming
             and len(queue) <= stack.read_ahead
@@ -221,8 +221,8 @@ def forward(
     """Run the layers below the head on every micro-batch.
 
     Returns:
-        The boundaries: for each layer its inputs, one per micro-batch; last, what the head takes. Without an updater nothing
-        comes after that needs the others, and only the last is returned.
+        The boundaries: for each layer its inputs, one per micro-batch; last, what the head takes. Without an updater
+        nothing comes after that needs the others, and only the last is returned.
     """
     hidden: list[Tensor] = [batch.tokens_T for batch in batches]
     boundaries = []
@@ -270,11 +270,11 @@ def trainable_views(loaded: Loaded) -> dict[str, Tensor]:
         if parameter.dtype == sums[name].dtype:
             parameter.grad = sums[name]
         else:
-            parameter.register_post_accumulate_grad_hook(_adder(sums[name]))
+            parameter.register_post_accumulate_grad_hook(_adder(sums[name]))  # type: ignore[no-untyped-call]
     return parameters
 
 
-def _adder(total: Tensor):  # type: ignore[no-untyped-def]
+def _adder(total: Tensor) -> Callable[[Tensor], None]:
     def add(parameter: Tensor) -> None:
         assert parameter.grad is not None
         total.add_(parameter.grad)
@@ -314,12 +314,8 @@ def head_gradients(head: Loaded, hidden: list[Tensor], batches: Sequence[PackedB
 def target_chunks(head: Loaded, batch: PackedBatch) -> Sequence[Tensor]:
     """Return the positions that carry a target, in chunks whose logits stay below `HEAD_CHUNK_BYTES`."""
     positions = (batch.targets_T != NO_TARGET).nonzero().squeeze(-1)
-    vocabulary = head.layout.shapes[_output_bias_or_weight(head)][0]
-    return positions.split(max(1, HEAD_CHUNK_BYTES // (4 * vocabulary))) if len(positions) else []
-
-
-def _output_bias_or_weight(head: Loaded) -> str:
-    return max(head.layout.shapes, key=lambda name: head.layout.shapes[name].numel())
+    vocabulary = max(shape[0] for shape in head.layout.shapes.values() if len(shape) == 2)
+    return torch.split(positions, max(1, HEAD_CHUNK_BYTES // (4 * vocabulary))) if len(positions) else ()
 
 
 def evaluate_losses(stack: LayerStack, batches: Sequence[PackedBatch]) -> list[StepLoss]:

@@ -18,14 +18,14 @@ from torch import Tensor
 from gptj_ft.families import Architecture, families
 from gptj_ft.formats.huggingface import write_model
 
-VOCAB_TARGET = 2048  # tokens the tokenizer learns at most; a small corpus gives fewer
+VOCAB_TARGET = 1536  # tokens the tokenizer learns at most; a small corpus gives fewer
 SIZES: Mapping[str, int | float] = {
-    "n_embd": 128,
-    "n_layer": 4,
+    "n_embd": 96,
+    "n_layer": 2,
     "n_head": 4,
-    "rotary_dim": 16,
-    "n_positions": 1024,
-    "initializer_range": 0.02,
+    "rotary_dim": 12,
+    "n_positions": 2048,
+    "initializer_range": 0.05,
 }
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_MULTIPLE = 64  # GPT-J, too, has more rows (50400) than tokens (50257)

@@ -31,6 +31,9 @@ from gptj_ft.stores import Layout
 from gptj_ft.streaming import LayerStack, StepLoss, Visit, evaluate_losses, stream, train_step
 from gptj_ft.tuning import Tuning, template_of
 
+PASS_TOKENS = 32768  # of hidden states held at once when only a loss is wanted
+
+
 @dataclass(frozen=True)
 class Session:
     """All that `train` needs, resolved."""
@@ -70,9 +73,7 @@ class TrainResult:
     target_tokens_per_second: float
 
 
-def make_session(
-    recipe: Recipe, model: Path, train: Rows, validation: Rows, data_sha256: str, folder: Path
-) -> Session:
+def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, data_sha256: str, folder: Path) -> Session:
     """Derive the steps of a run and plan where everything goes.
 
     Args:

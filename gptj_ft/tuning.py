@@ -13,7 +13,9 @@ from gptj_ft.formats.writing import TUNING
 from gptj_ft.recipe import Recipe, build
 
 # The options of a recipe that say how texts become prompts and how answers are written and judged.
-TEMPLATE_KEYS = ("recipe", "prompt", "completion", "fields", "shorten", "too_long", "max_length", "metrics", "generation")
+TEMPLATE_KEYS = (
+    "recipe", "prompt", "completion", "fields", "shorten", "too_long", "max_length", "metrics", "generation",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from gptj_ft.errors import UsageError
 TEXT = (
     "Summarize the following text. Answer the question from the passage. The patient came with a cough and was given "
     "water, rest and a second visit. Where did the patient come from? From the village by the river. Summary: Passage: "
+    "\n\n\n\n \n\n\n"
 )
 
 
@@ -42,7 +43,7 @@ def test_digest_tells_tokenizers_apart_but_ignores_truncation():
     digest = tokenizer_digest(tokenizer)
     tokenizer.backend_tokenizer.enable_truncation(7)
     assert tokenizer_digest(tokenizer) == digest
-    assert tokenizer_digest(make_tokenizer(vocab_size=390)) != digest
+    assert tokenizer_digest(make_tokenizer(vocab_size=300)) != digest
 
 
 def test_bare_gpt2_vocabulary_and_merges_are_enough(tmp_path):

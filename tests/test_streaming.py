@@ -171,7 +171,7 @@ def test_update_in_backward_equals_just_in_time_update(placement, narrow_folder:
 
 
 @pytest.mark.parametrize("placement", [("device", "device"), ("host", "disk"), ("disk", "disk")])
-def test_bf16_placements_agree_to_the_bit_and_keep_an_fp32_master(placement, narrow_folder: Path, tmp_path: Path) -> None:
+def test_bf16_placements_agree_to_the_bit_and_keep_a_master(placement, narrow_folder: Path, tmp_path: Path) -> None:
     recipe = Recipe()
     expected = train(open_training(narrow_folder, tmp_path / "a", dtype=torch.bfloat16), recipe)
     stack = open_training(narrow_folder, tmp_path / "b", placement, dtype=torch.bfloat16)
@@ -249,5 +249,3 @@ def test_parameters_start_on_cache_lines_and_matrices_come_first(model_folder: P
         assert decayed == {name for name, shape in layout.shapes.items() if len(shape) > 1}
         ends = sorted((layout.offsets[name], shape.numel()) for name, shape in layout.shapes.items())
         assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(ends))
-
-

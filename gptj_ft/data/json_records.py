@@ -30,7 +30,7 @@ def read_json_lines(path: Path) -> Iterator[Row]:
 def _parse_object(line: str) -> dict[str, Any] | str:
     """Return the object in a line, or what is wrong with it."""
     try:
-        value = json.loads(line)
+        value = json.loads(line.rstrip("\r\n"))
     except json.JSONDecodeError as error:
         return f"not JSON: {error.msg} at column {error.colno}"
     except (ValueError, RecursionError) as error:

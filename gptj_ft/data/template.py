@@ -179,7 +179,7 @@ def encode_prompt(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, values: Ma
 
 def _require_content(template: str, values: Mapping[str, str]) -> None:
     for name in fields_of(template):
-        if not values[name].strip():
+        if not values.get(name, "").strip():
             raise RowSkipped(f"the field '{name}' is empty")
 
 
@@ -198,7 +198,7 @@ def _shorten(
     """
     template = recipe.prompt or recipe.completion
     if recipe.shorten not in fields_of(template):
-        raise RowSkipped("longer than max_length, and the recipe has no field to shorten")
+        raise RowSkipped("longer than max_length, and no field to `shorten` is named (plain text: too_long: split)")
     text = values[recipe.shorten]
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
     uses = sum(name == recipe.shorten for _, name in parse_template(template))
@@ -212,7 +212,7 @@ def _shorten(
         keep -= max(1, (len(fitting) - room) // uses)
         fitting = with_part(keep) if keep > 0 else ids
     if keep <= 0 or not _part(text, offsets, keep, recipe.too_long).strip():
-        raise RowSkipped(f"longer than max_length even without '{recipe.shorten}'")
+        raise RowSkipped(f"too long: no room for any part of '{recipe.shorten}'")
     while keep < len(offsets) and len(longer := with_part(keep + 1)) <= room:
         keep, fitting = keep + 1, longer
     for fewer in range(keep, max(keep - WORD_TOKENS, 0), -1):

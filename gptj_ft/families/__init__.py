@@ -26,7 +26,8 @@ class Family:
         model_type: Hugging Face's name for it.
         read_config: ``config.json`` as a dictionary -> the family's config; refuses what would compute something else.
         build_layers: config -> the layers, ``Embed``, the blocks, ``Head``, on the ``meta`` device.
-        keys: Hugging Face's tensor name -> its home; ``{}`` stands for the block number; ``None`` is dropped on purpose.
+        keys: Hugging Face's tensor name -> its home; ``{}`` stands for the block number; ``None`` is dropped on
+            purpose.
     """
 
     model_type: str

@@ -1,4 +1,4 @@
-"""GPT-J (https://github.com/kingoflolz/mesh-transformer-jax): attention and MLP in parallel, rotary on part of each head.
+"""GPT-J (https://github.com/kingoflolz/mesh-transformer-jax): attention beside MLP, rotary on part of each head.
 
 x <- x + attention(ln_1(x)) + mlp(ln_1(x)); one layer norm per block; biases in the MLP, the norms and the head only.
 """

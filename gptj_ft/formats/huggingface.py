@@ -34,6 +34,17 @@ class Checkpoint:
         self.folder = folder
         self._shards = dict(shards)
         self.names = tuple(self._shards)
+        self._names_by_layer: list[dict[str, str]] = []
+
+    def names_of(self, architecture: Architecture, layer: int) -> Mapping[str, str]:
+        """Return the names of a layer's tensors in the checkpoint, by their names in the layer."""
+        if not self._names_by_layer:  # making the layers to see their names takes longer than reading a small one
+            layers, name_of = architecture.layers(), architecture.family.name_of
+            self._names_by_layer = [
+                {local: name_of(index, local, len(layers)) for local in layers[index].state_dict()}
+                for index in range(len(layers))
+            ]
+        return self._names_by_layer[layer]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shards[name].entries[name].shape
@@ -143,5 +154,4 @@ def _is_dropped(architecture: Architecture, name: str, num_layers: int) -> bool:
 
 def layer_tensors(architecture: Architecture, checkpoint: Checkpoint, layer: int) -> dict[str, Tensor]:
     """Read one layer: its tensors by their names in the layer, in the checkpoint's types."""
-    layers, name_of = architecture.layers(), architecture.family.name_of
-    return {local: checkpoint.read(name_of(layer, local, len(layers))) for local in layers[layer].state_dict()}
+    return {local: checkpoint.read(name) for local, name in checkpoint.names_of(architecture, layer).items()}

@@ -1,7 +1,7 @@
 """Where a layer's tensors live: one contract, three places. A store moves bytes and computes nothing.
 
-A layer's tensors of one *kind* (its weights, say, or its first moments) lie in one flat tensor, at the same offsets in every
-place, because a BLAS may round differently by alignment.
+A layer's tensors of one *kind* (its weights, say, or its first moments) lie in one flat tensor, at the same offsets
+in every place, because a BLAS may round differently by alignment.
 """
 
 from __future__ import annotations

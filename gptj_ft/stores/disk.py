@@ -18,8 +18,8 @@ from gptj_ft.stores.statefile import StateFile, disk_error
 class DiskStore:
     """Keeps its kinds in ``folder/PREFIX-003.safetensors``.
 
-    New values go to a new file beside the old one; `commit` stamps it with the step and renames it over the old. Between
-    the first write of a layer and its commit, the layer must not be read.
+    New values go to a new file beside the old one; `commit` stamps it with the step and renames it over the old.
+    Between the first write of a layer and its commit, the layer must not be read.
     """
 
     resident = False

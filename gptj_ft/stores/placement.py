@@ -33,7 +33,7 @@ class Placement:
 
 def training_dtypes(compute: torch.dtype) -> dict[Kind, torch.dtype]:
     """Return the kinds of a training run: fp32 all over, and with another compute type a master copy in fp32."""
-    state: dict[Kind, torch.dtype] = {kind: torch.float32 for kind in ("exp_avg", "exp_avg_sq", "grad")}
+    state: dict[Kind, torch.dtype] = dict.fromkeys(("exp_avg", "exp_avg_sq", "grad"), torch.float32)
     return (
         {"weight": compute, **state}
         if compute == torch.float32

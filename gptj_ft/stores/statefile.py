@@ -1,7 +1,8 @@
 """One layer's training state as one safetensors file: page-aligned data, one flat tensor per kind.
 
-The header is padded with spaces (the format allows it), so that the data starts on a 4096-byte boundary, and so does each
-kind, because flat tensors are whole pages. ``__metadata__`` holds the step and where each parameter lies in the flat tensors.
+The header is padded with spaces (the format allows it), so that the data starts on a 4096-byte boundary, and so does
+each kind, because flat tensors are whole pages. ``__metadata__`` holds the step and where each parameter lies in the
+flat tensors.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -129,4 +130,4 @@ def disk_error(error: OSError, what: str) -> ResourceError:
 def _bytes_of(values: Tensor) -> memoryview:
     assert values.device.type == "cpu"
     assert values.is_contiguous()
-    return memoryview(values.view(torch.uint8).numpy())
+    return memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,0 +1,104 @@
+"""Options: one home, one precedence, nothing unknown accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gptj_ft.data.template import fields_of
+from gptj_ft.errors import UsageError
+from gptj_ft.recipe import Recipe, build, dump, load_preset, preset_names, resolve
+
+NOWHERE: dict[str, str] = {}
+
+
+def test_the_three_presets_exist() -> None:
+    assert {"summarization", "qa", "continuous-pretraining"} <= set(preset_names())
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_loads_names_its_source_and_knows_columns_for_its_templates(name: str) -> None:
+    recipe = resolve({"recipe": name}, environment=NOWHERE).recipe
+    assert recipe.recipe == name
+    assert len(recipe.about) > 10
+    assert len(recipe.source) > 40
+    fields = {*fields_of(recipe.prompt), *fields_of(recipe.completion)}
+    assert fields == set(recipe.fields)
+    assert recipe.shorten in (*fields_of(recipe.prompt), "")
+    assert recipe.metrics or not recipe.prompt
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_resolved_recipe_written_and_read_again_is_the_same(name: str) -> None:
+    resolved = resolve({"recipe": name, "lr": 3e-5}, environment=NOWHERE)
+    assert build(yaml.safe_load(dump(resolved.recipe, resolved.origins))) == resolved.recipe
+
+
+def test_flag_beats_environment_beats_config_beats_preset_beats_default(tmp_path: Path) -> None:
+    config = tmp_path / "my.yaml"
+    config.write_text("lr: 1e-3\nbatch_size: 3\nseed: 5\nrecipe: qa\n", encoding="utf-8")
+    environment = {"GPTJ_FT_BATCH_SIZE": "4", "GPTJ_FT_SEED": "6", "GPTJ_FT_HOME": "/x", "HOME": "/y"}
+    resolved = resolve({"seed": 7, "epochs": None}, config, (), environment)
+    recipe = resolved.recipe
+    assert (recipe.seed, recipe.batch_size, recipe.lr) == (7, 4, 1e-3)
+    assert recipe.epochs == load_preset("qa")["epochs"]
+    assert recipe.read_ahead == Recipe().read_ahead
+    assert resolved.origins["seed"] == "command line"
+    assert resolved.origins["batch_size"] == "environment"
+    assert resolved.origins["lr"] == str(config)
+    assert resolved.origins["epochs"] == "recipe qa"
+
+
+def test_set_reaches_options_inside_groups_and_keeps_their_neighbours() -> None:
+    recipe = resolve({"recipe": "qa"}, assignments=("generation.top_k=7", "clip_norm=null"), environment=NOWHERE).recipe
+    assert (recipe.generation.top_k, recipe.generation.max_new_tokens) == (7, 32)
+    assert recipe.clip_norm is None
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1E-5", "0.00001", ".00001", "1.0e-5"])
+def test_learning_rates_are_numbers_however_they_are_written(text: str) -> None:
+    assert resolve({}, assignments=(f"lr={text}",), environment=NOWHERE).recipe.lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("batchsize=3", "unknown option 'batchsize' (did you mean 'batch_size'?)"),
+        ("generation.topk=1", "unknown option 'generation.topk' (did you mean 'top_k'?)"),
+        ("lr=-1", "lr: Input should be greater than 0, not -1"),
+        ("weights=moon", "weights: "),
+        ("lr", "--set takes key=value"),
+    ],
+)
+def test_wrong_options_are_refused_with_the_nearest_name(assignment: str, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        resolve({}, assignments=(assignment,), environment=NOWHERE)
+    assert message in str(error.value)
+
+
+def test_unknown_recipe_config_key_and_environment_variable_are_refused_with_the_near_match(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="did you mean 'summarization'"):
+        resolve({"recipe": "sumarisation"}, environment=NOWHERE)
+    config = tmp_path / "c.yaml"
+    config.write_text("learning_rat: 1\nlr: 1\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"c\.yaml: unknown option 'learning_rat'"):
+        resolve({}, config, environment=NOWHERE)
+    with pytest.raises(UsageError, match="unknown option GPTJ_FT_EPOCH.*did you mean 'epochs'"):
+        resolve({}, environment={"GPTJ_FT_EPOCH": "3"})
+
+
+def test_a_config_file_that_is_not_yaml_is_named_with_its_line(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("lr: 1\nseed: [1\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"c\.yaml:\d+: not YAML"):
+        resolve({}, config, environment=NOWHERE)
+    config.write_text("just text\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="expected `option: value`"):
+        resolve({}, config, environment=NOWHERE)
+
+
+def test_an_option_given_twice_on_the_command_line_is_refused() -> None:
+    with pytest.raises(UsageError, match="given twice"):
+        resolve({"lr": 1e-3}, assignments=("lr=1e-4",), environment=NOWHERE)
