@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from gptj_ft.data.batches import micro_batches, rows_of_step, steps_per_epoch
+from gptj_ft.data.batches import Rows, micro_batches, rows_of_step, steps_per_epoch
 from gptj_ft.layers import NO_TARGET
 
 
@@ -54,6 +54,19 @@ def test_targets_are_the_tokens_after_the_prompt():
 def test_a_document_above_the_budget_is_a_micro_batch_of_its_own():
     packed = micro_batches([[1], [2, 2, 2, 2], [3], [4]], [0] * 4, budget_tokens=2)
     assert [batch.tokens_T.tolist() for batch in packed] == [[1], [2, 2, 2, 2], [3, 4]]
+
+
+def test_rows_of_a_data_set_are_packed_in_the_order_asked_for():
+    from datasets import Dataset
+
+    rows = Rows.of(Dataset.from_dict({"input_ids": [[1, 2], [3, 4, 5], [6, 7]], "prompt_length": [0, 1, 1]}))
+    assert len(rows) == 3
+    [batch] = rows.batches([2, 0], budget_tokens=9)
+    assert batch.tokens_T.tolist() == [6, 7, 1, 2]
+    assert batch.targets_T.tolist() == [7, NO_TARGET, 2, NO_TARGET]
+    assert [len(ids) for ids in rows.documents] == [2, 3, 2]
+    assert len(Rows.of(None)) == 0
+    assert Rows.of(None).batches(range(0), budget_tokens=9) == []
 
 
 def test_batches_import_neither_datasets_nor_transformers():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_data_tokenizer import make_tokenizer
 
-from gptj_ft.data.prepare import check_compatible, is_prepared, load, prepare, save, split
+from gptj_ft.data.prepare import check_compatible, is_prepared, load, prepare, save, select, split
 from gptj_ft.data.prepared import Prepared, Report
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.recipe import resolve
@@ -116,7 +116,7 @@ def test_chunks_neither_lose_nor_mix_rows(tokenizer, notes, monkeypatch, prepare
 def test_one_row_is_enough(tokenizer, tmp_path):
     done = prepare(recipe(), tokenizer, json_lines(tmp_path / "a.jsonl", [{"note": "x", "summary": "y"}]), VOCAB)
     assert (len(done.rows), done.report.rows_kept) == (1, 1)
-    assert split(done, 0.5, seed=0) == (done.rows, None)
+    assert split(done, 0.5, seed=0) == (done, None)
 
 
 def test_split_windows_train_every_token_of_every_document_once(tokenizer, tmp_path):
@@ -307,17 +307,17 @@ def test_another_tokenizer_is_named(prepared):
 @pytest.mark.parametrize(("holdout", "held_rows"), [(0.05, 1), (0.001, 1), (0.25, 5), (1.0, 19)])
 def test_each_side_of_a_split_gets_at_least_one_row_and_none_is_lost(prepared, holdout, held_rows):
     train, held = split(prepared, holdout, seed=3)
-    assert len(held) == held_rows
-    assert sorted([*train["line"], *held["line"]]) == list(range(1, 21))
+    assert len(held.rows) == held_rows
+    assert sorted([*train.rows["line"], *held.rows["line"]]) == list(range(1, 21))
 
 
 def test_a_split_depends_on_the_seed_alone(prepared):
-    lines = [list(split(prepared, 0.3, seed)[1]["line"]) for seed in (0, 0, 1)]
+    lines = [list(split(prepared, 0.3, seed)[1].rows["line"]) for seed in (0, 0, 1)]
     assert lines[0] == lines[1] != lines[2]
 
 
 def test_nothing_is_held_out_when_nothing_is_asked_for(prepared):
-    assert split(prepared, 0.0, seed=0) == (prepared.rows, None)
+    assert split(prepared, 0.0, seed=0) == (prepared, None)
 
 
 def test_windows_of_one_document_stay_on_one_side(tokenizer, tmp_path):
@@ -325,8 +325,8 @@ def test_windows_of_one_document_stay_on_one_side(tokenizer, tmp_path):
     path.write_text("\n\n".join([WORDS * 5] * 6))
     done = prepare(recipe("continuous-pretraining", max_length=16), tokenizer, path, VOCAB)
     train, held = split(done, 0.5, seed=0)
-    assert set(train["line"]).isdisjoint(held["line"])
-    assert len(set(train["line"])) == len(set(held["line"])) == 3
+    assert set(train.rows["line"]).isdisjoint(held.rows["line"])
+    assert len(set(train.rows["line"])) == len(set(held.rows["line"])) == 3
 
 
 def test_the_windows_of_a_single_document_are_divided(tokenizer, tmp_path):
@@ -334,8 +334,24 @@ def test_the_windows_of_a_single_document_are_divided(tokenizer, tmp_path):
     path.write_text(WORDS * 9)
     done = prepare(recipe("continuous-pretraining", max_length=16), tokenizer, path, VOCAB)
     train, held = split(done, 0.1, seed=0)
-    assert len(held) >= 1
-    assert len(train) + len(held) == done.report.windows
+    assert len(held.rows) >= 1
+    assert len(train.rows) + len(held.rows) == done.report.windows
+
+
+def test_a_held_out_part_has_its_own_counts_and_can_be_saved(prepared, tmp_path):
+    parts = split(prepared, 0.3, seed=0)
+    for name in ("tokens", "target_tokens", "windows"):
+        assert sum(getattr(part.report, name) for part in parts) == getattr(prepared.report, name)
+    save(parts[1], tmp_path / "held")
+    assert load(tmp_path / "held").rows.to_list() == parts[1].rows.to_list()
+
+
+def test_selected_documents_have_their_own_counts(prepared):
+    first = select(prepared, [4, 2])
+    assert list(first.rows["line"]) == [5, 3]
+    assert first.report.longest == max(map(len, first.rows["input_ids"]))
+    assert (first.report.windows, first.report.rows_read) == (2, 20)
+    assert select(prepared, range(20)).report == prepared.report
 
 
 # Real files

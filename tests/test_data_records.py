@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gptj_ft.data.records import read_rows
+from gptj_ft.data.records import read_rows, sha256_of
 from gptj_ft.errors import DataError, UsageError
 
 
@@ -157,7 +157,7 @@ def test_an_unknown_suffix_names_the_known_ones(write):
 
 def test_the_first_line_that_is_not_json_is_named_and_the_others_counted(write):
     path = write("a.jsonl", '{"a": 1}\n{"a": \n{"a": 2}\n[1]\noops\n')
-    with pytest.raises(DataError, match=r"a\.jsonl:2: not JSON: Expecting value at column 7; 2 more bad lines"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: not JSON: Expecting value \(column 7\); 2 more bad lines"):
         rows(path)
 
 
@@ -211,6 +211,12 @@ def test_a_quote_that_is_never_closed_is_named_where_it_starts(write):
 def test_a_header_that_names_a_column_twice_is_refused(write):
     with pytest.raises(DataError, match="names column 'a' twice"):
         rows(write("a.csv", "a,b,a\n1,2,3\n"))
+
+
+def test_a_digest_is_of_the_bytes_and_of_files_only(write, tmp_path):
+    assert sha256_of(write("a.txt", "abc")) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    with pytest.raises(UsageError, match=r"no such file: .*b\.txt \(did you mean 'a\.txt'\?\)"):
+        sha256_of(tmp_path / "b.txt")
 
 
 # Real files

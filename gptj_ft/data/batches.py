@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gptj_ft.layers import PackedBatch, pack
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What training needs of prepared rows.
+
+    Attributes:
+        documents: token ids of each; of a data set, read from its memory-mapped file when asked for.
+        prompt_lengths: tokens at each document's start that are not trained on.
+    """
+
+    documents: Sequence[Sequence[int]]
+    prompt_lengths: Sequence[int]
+
+    @classmethod
+    def of(cls, rows: Dataset | None) -> Rows:
+        """Return the rows of a data set; none of ``None``."""
+        return cls([], []) if rows is None else cls(rows["input_ids"], list(rows["prompt_length"]))
+
+    def __len__(self) -> int:
+        return len(self.prompt_lengths)
+
+    def batches(self, rows: Iterable[int], budget_tokens: int) -> list[PackedBatch]:
+        """Return some rows as micro-batches; see `micro_batches`."""
+        chosen = list(rows)
+        documents = [self.documents[row] for row in chosen]
+        return micro_batches(documents, [self.prompt_lengths[row] for row in chosen], budget_tokens)
 
 
 def steps_per_epoch(num_rows: int, batch_size: int) -> int:

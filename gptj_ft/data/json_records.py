@@ -32,7 +32,7 @@ def _parse_object(line: str) -> dict[str, Any] | str:
     try:
         value = json.loads(line.rstrip("\r\n"))
     except json.JSONDecodeError as error:
-        return f"not JSON: {error.msg} at column {error.colno}"
+        return f"not JSON: {error.msg} (column {error.colno})"
     except (ValueError, RecursionError) as error:
         return f"not JSON: {error}"
     if not isinstance(value, dict):
@@ -57,7 +57,7 @@ def read_json(path: Path) -> Iterator[Row]:
     try:
         value, end = json.JSONDecoder().raw_decode(text, start)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg} at column {error.colno}") from error
+        raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg} (column {error.colno})") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     if text[end:].strip():
@@ -84,7 +84,7 @@ def _read_list(path: Path, text: str, start: int) -> Iterator[Row]:
             if text[end : end + 1] not in (",", "]"):
                 raise json.JSONDecodeError("Expecting ',' or ']'", text, end)
         except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg} at column {error.colno}") from error
+            raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg} (column {error.colno})") from error
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path}:{line_of(position, number)}: not JSON: {error}") from error
         line = line_of(position, number)

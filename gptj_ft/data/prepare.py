@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
@@ -18,10 +17,11 @@ from gptj_ft.data.prepared import (
     is_prepared,
     load,
     save,
+    select,
     settings_of,
     split,
 )
-from gptj_ft.data.records import Row, read_rows
+from gptj_ft.data.records import Row, read_rows, sha256_of
 from gptj_ft.data.template import Encoded, RowSkipped, assemble, check_templates, eos_of, texts, tokenize
 from gptj_ft.data.tokenizer import load_tokenizer, tokenizer_digest
 from gptj_ft.errors import DataError
@@ -40,6 +40,7 @@ __all__ = [
     "load_tokenizer",
     "prepare",
     "save",
+    "select",
     "split",
 ]
 
@@ -77,7 +78,7 @@ def prepare(
     check_templates(recipe)
     eos_of(tokenizer)
     columns = _find_columns(source, recipe)
-    digest = _sha256(source)
+    digest = sha256_of(source)
     tally = _Tally(vocab_size)
     rows = read_rows(source)
     while chunk := list(islice(rows, CHUNK_ROWS)):
@@ -145,11 +146,6 @@ def _add_chunk(
         else:
             tally.keep(row, found.references, encoded)
     tally.close_chunk()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass

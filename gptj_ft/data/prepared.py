@@ -8,7 +8,7 @@ import hashlib
 import json
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,9 @@ class Skips:
 @dataclass(frozen=True)
 class Report:
     """What became of the rows.
+
+    ``rows_*`` speak of the files; ``windows``, ``tokens``, ``target_tokens`` and ``longest`` of the documents at hand,
+    which are fewer once some are held out.
 
     Attributes:
         files: what was read.
@@ -197,7 +200,26 @@ def check_compatible(prepared: Prepared, recipe: Recipe, tokenizer: PreTrainedTo
         )
 
 
-def split(prepared: Prepared, holdout: float, seed: int) -> tuple[Dataset, Dataset | None]:
+def select(prepared: Prepared, indices: Iterable[int]) -> Prepared:
+    """Return some of the documents, with the report's counts of documents and tokens made theirs.
+
+    Args:
+        prepared: the data.
+        indices: positions in its ``rows``.
+    """
+    rows = prepared.rows.select(list(indices))
+    lengths = [len(ids) for ids in rows["input_ids"]]
+    report = dataclasses.replace(
+        prepared.report,
+        windows=len(rows),
+        tokens=sum(lengths),
+        target_tokens=sum(lengths) - sum(max(prompt, 1) for prompt in rows["prompt_length"]),
+        longest=max(lengths, default=0),
+    )
+    return Prepared(rows, report)
+
+
+def split(prepared: Prepared, holdout: float, seed: int) -> tuple[Prepared, Prepared | None]:
     """Hold out a share of the rows; the same rows for the same seed.
 
     Windows of one document stay together, unless there is but one document. Each side gets at least one row.
@@ -215,7 +237,7 @@ def split(prepared: Prepared, holdout: float, seed: int) -> tuple[Dataset, Datas
         origins = [(str(source), index) for index, (source, _) in enumerate(origins)]
     groups = list(dict.fromkeys(origins))
     if holdout == 0 or len(groups) < 2:
-        return prepared.rows, None
+        return prepared, None
     count = min(max(round(holdout * len(groups)), 1), len(groups) - 1)
     # Python guarantees the sequence of random() for a seed, but not that of sample(), across versions.
     draw = random.Random(seed)
@@ -223,4 +245,4 @@ def split(prepared: Prepared, holdout: float, seed: int) -> tuple[Dataset, Datas
     chosen = {groups[i] for i in sorted(range(len(groups)), key=keys.__getitem__)[:count]}
     train = [index for index, origin in enumerate(origins) if origin not in chosen]
     held = [index for index, origin in enumerate(origins) if origin in chosen]
-    return prepared.rows.select(train), prepared.rows.select(held)
+    return select(prepared, train), select(prepared, held)

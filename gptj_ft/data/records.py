@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -12,7 +13,7 @@ from gptj_ft.data.json_records import read_json, read_json_lines
 from gptj_ft.data.rows import Row, numbered_lines, raise_first
 from gptj_ft.errors import DataError, UsageError, did_you_mean
 
-__all__ = ["FORMATS", "Row", "read_rows"]
+__all__ = ["FORMATS", "Row", "read_rows", "sha256_of"]
 
 # csv refuses cells above 131,072 characters, and documents are longer. This is the most a C long holds everywhere.
 csv.field_size_limit(2**31 - 1)
@@ -25,11 +26,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         UsageError: no such file (with the nearest name), a folder, or not readable.
         DataError: empty, not UTF-8, not what the suffix promises; with file:line.
     """
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder, and not prepared data (no manifest.json in it); name a file")
-    if not path.exists():
-        siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise UsageError(f"no such file: {path}{did_you_mean(path.name, siblings)}")
+    _require_file(path)
     if path.suffix.lower() not in FORMATS:
         raise DataError(f"{path}: unknown suffix '{path.suffix}'; rows are read from {', '.join(FORMATS)}")
     empty = True
@@ -38,6 +35,28 @@ def read_rows(path: Path) -> Iterator[Row]:
         yield row
     if empty:
         raise DataError(f"{path}: there are no rows in it")
+
+
+def sha256_of(path: Path) -> str:
+    """Return the digest of a file's bytes.
+
+    Raises:
+        UsageError: as `read_rows`.
+    """
+    _require_file(path)
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _require_file(path: Path) -> None:
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder, and not prepared data (no manifest.json in it); name a file")
+    if not path.exists():
+        siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise UsageError(f"no such file: {path}{did_you_mean(path.name, siblings)}")
 
 
 def _read_csv(path: Path) -> Iterator[Row]:

@@ -19,6 +19,20 @@ from gptj_ft.recipe import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+__all__ = [
+    "Encoded",
+    "Prompt",
+    "RowSkipped",
+    "assemble",
+    "check_templates",
+    "encode",
+    "encode_prompt",
+    "eos_of",
+    "fields_of",
+    "texts",
+    "tokenize",
+]
+
 # How many tokens a cut may move back to fall between two words.
 WORD_TOKENS = 5
 
