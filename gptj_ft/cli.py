@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 
 from gptj_ft import __version__
@@ -379,30 +378,17 @@ def main() -> None:
         for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
             os.environ[name] = "1"
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    sys.exit(_run())
-
-
-def _run() -> int:
     try:
-        return app(standalone_mode=False) or 0
+        app()
     except GptjFtError as error:
-        return _fail(str(error), error.exit_code)
-    except click.exceptions.Exit as stop:
-        return stop.exit_code
-    except click.ClickException as error:
-        return _fail(error.format_message(), error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
-        return _fail("interrupted", 130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        sys.exit(_fail(error))
 
 
-def _fail(message: str, exit_code: int) -> int:
+def _fail(error: GptjFtError) -> int:
     if "--json" in sys.argv:
-        _print_json({"error": message, "exit_code": exit_code})
-    print(f"gptj-ft: {message}", file=sys.stderr)
-    return exit_code
+        _print_json({"error": str(error), "exit_code": error.exit_code})
+    print(f"gptj-ft: {error}", file=sys.stderr)
+    return error.exit_code
 
 
 def _for_model(

@@ -295,5 +295,5 @@ class StopRequest:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            raise KeyboardInterrupt
+            raise Interrupted("stopped at once; the last checkpoint, if there is one, is intact")
         self.requested = True

@@ -46,7 +46,9 @@ def test_imports_go_one_way(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         targets = []
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gptj_ft"):
-            targets = [f"{node.module}.{alias.name}" if node.module == "gptj_ft" else node.module for alias in node.names]
+            targets = [
+                f"{node.module}.{alias.name}" if node.module == "gptj_ft" else node.module for alias in node.names
+            ]
         elif isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names if alias.name.startswith("gptj_ft")]
         for target in targets:

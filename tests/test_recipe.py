@@ -85,7 +85,7 @@ def test_unknown_recipe_config_key_and_environment_variable_are_refused_with_the
     config.write_text("learning_rat: 1\nlr: 1\n", encoding="utf-8")
     with pytest.raises(UsageError, match=r"c\.yaml: unknown option 'learning_rat'"):
         resolve({}, config, environment=NOWHERE)
-    with pytest.raises(UsageError, match="unknown option GPTJ_FT_EPOCH.*did you mean 'epochs'"):
+    with pytest.raises(UsageError, match=r"unknown option GPTJ_FT_EPOCH.*did you mean 'epochs'"):
         resolve({}, environment={"GPTJ_FT_EPOCH": "3"})
 
 
