@@ -45,7 +45,7 @@ def train_streamed(folder: Path, data: Path, run: Path, steps: int) -> float:
     """Run the command line; return the seconds it took."""
     options = [
         "--recipe", "summarization", "--data", data, "--model", folder, "--output", run, "--max-steps", steps,
-        "--batch-size", 8, "--max-length", 512, "--lr", "5e-4", "--weights", "disk", "--optimizer-state", "disk",
+        "--batch-size", 4, "--max-length", 512, "--lr", "5e-4", "--weights", "disk", "--optimizer-state", "disk",
         "--set", "holdout=0", "--precision", "fp32", "--device", "cpu",
     ]  # fmt: skip
     start = time.perf_counter()

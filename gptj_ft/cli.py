@@ -5,18 +5,19 @@ A command's module is imported inside the command, so that `gptj-ft --help` impo
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
 from gptj_ft import __version__
-from gptj_ft.errors import GptjFtError, UsageError
+from gptj_ft.errors import GptjFtError, ResourceError, UsageError
 from gptj_ft.recipe import Recipe, Resolved, resolve
 
 if TYPE_CHECKING:
@@ -27,9 +28,13 @@ recipes_app = typer.Typer(no_args_is_help=True, help="The presets: list them, sh
 app.add_typer(recipes_app, name="recipes")
 
 
-def _option(field: str, flag: str | None = None) -> Any:
-    """Make a flag of a recipe's option; its meaning is written there and nowhere else."""
-    return typer.Option(flag or "--" + field.replace("_", "-"), help=Recipe.model_fields[field].description)
+def _option(field: str) -> Any:
+    """Make a flag of a recipe's option; its meaning, choices and default are written there and nowhere else."""
+    info = Recipe.model_fields[field]
+    choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
+    facts = [*([" | ".join(choices)] if choices else []), *([f"default {info.default}"] if info.default else [])]
+    text = (info.description or "") + (f" [{'; '.join(facts)}]" if facts else "")
+    return typer.Option("--" + field.replace("_", "-"), help=text)
 
 
 RecipeName = Annotated[str | None, _option("recipe")]
@@ -382,6 +387,18 @@ def main() -> None:
         app()
     except GptjFtError as error:
         sys.exit(_fail(error))
+    except (OSError, MemoryError, RuntimeError) as error:
+        if out_of := _exhausted(error):
+            sys.exit(_fail(ResourceError(f"{out_of} ran out: {error}; `gptj-ft plan` tells what a run needs")))
+        raise
+
+
+def _exhausted(error: Exception) -> str | None:
+    """Name the resource that an error of the system or of torch says is used up."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "disk space"
+    is_memory = isinstance(error, MemoryError) or "out of memory" in str(error) or "can't allocate memory" in str(error)
+    return "memory" if is_memory else None
 
 
 def _fail(error: GptjFtError) -> int:

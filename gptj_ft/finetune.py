@@ -124,7 +124,8 @@ def forecast(resolved: Resolved) -> Plan:
         micro_batch_tokens=max(recipe.micro_batch_tokens, length),
         step_tokens=tokens,
         mean_step_tokens=tokens,
-        num_steps=recipe.max_steps or 1,
+        mean_step_targets=tokens,
+        num_steps=recipe.max_steps,
     )
     return choose(recipe, load_, free_resources(device, choose_folder(recipe)), machine.matmul_rate(device, dtype))
 

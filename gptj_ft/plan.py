@@ -14,7 +14,7 @@ from gptj_ft.stores import Kind, Layout
 from gptj_ft.stores.placement import Place, Placement, training_dtypes
 from gptj_ft.streaming import HEAD_CHUNK_BYTES
 
-PROCESS_BYTES = 700 * 2**20  # the interpreter, torch and its threads
+PROCESS_BYTES = 500 * 2**20  # the interpreter, torch, transformers, the rows
 SAVED_PER_TOKEN = 20  # tensors of [tokens, width] that one block keeps for its backward, the MLP's counted by 4
 MATMUL_SHARE = 0.75  # of the measured rate that a whole step reaches
 DISK_RATE = 0.5e9  # bytes/s, assumed for a plain SSD
@@ -39,7 +39,8 @@ class Load:
         micro_batch_tokens: most tokens computed at once.
         step_tokens: most tokens in one optimizer step.
         mean_step_tokens: tokens of an average step.
-        num_steps: optimizer steps.
+        mean_step_targets: those of them that carry a target.
+        num_steps: optimizer steps; ``None`` while there are no rows to count.
     """
 
     layouts: Sequence[Layout]
@@ -48,7 +49,14 @@ class Load:
     micro_batch_tokens: int
     step_tokens: int
     mean_step_tokens: float
-    num_steps: int
+    mean_step_targets: float
+    num_steps: int | None
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of an average step: 2 per weight and token forward, 4 backward, 2 more where a block is recomputed."""
+        blocks = sum(layout.num_parameters for layout in self.layouts[1:-1])
+        return 8.0 * blocks * self.mean_step_tokens + 6.0 * self.layouts[-1].num_parameters * self.mean_step_targets
 
     @property
     def num_parameters(self) -> int:
@@ -72,7 +80,7 @@ class Plan:
     placement: Placement
     precision: str
     num_parameters: int
-    num_steps: int
+    num_steps: int | None
     tokens_per_step: float
     device_bytes: int
     host_bytes: int
@@ -83,8 +91,8 @@ class Plan:
     seconds_per_step: float
 
     @property
-    def seconds(self) -> float:
-        return self.seconds_per_step * self.num_steps
+    def seconds(self) -> float | None:
+        return None if self.num_steps is None else self.seconds_per_step * self.num_steps
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast for `--json`."""
@@ -136,10 +144,12 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rate: float) -> P
     hidden = load.width * load.dtype.itemsize
     activations = SAVED_PER_TOKEN * hidden * min(load.micro_batch_tokens, load.step_tokens)
     boundaries = (len(load.layouts) + 1) * hidden * load.step_tokens
-    device = by_place["device"] + slots + biggest_matrix * 4 + activations + boundaries + 3 * HEAD_CHUNK_BYTES
+    # Logits of a chunk, their softmax and their gradient.
+    vocabulary = max(shape[0] for shape in load.layouts[-1].shapes.values())
+    head = 3 * min(HEAD_CHUNK_BYTES, 4 * vocabulary * load.micro_batch_tokens)
+    device = by_place["device"] + slots + biggest_matrix * 4 + activations + boundaries + head
     checkpoint = total * sum(dtype.itemsize for kind, dtype in dtypes.items() if kind not in ("grad",))
     reads, writes = _traffic(placement, dtypes, total)
-    flops = 8.0 * load.num_parameters * load.mean_step_tokens
     moved = sum(size for place, size in (*reads, *writes) if place == "disk")
     return Plan(
         placement=placement,
@@ -152,8 +162,8 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rate: float) -> P
         disk_bytes=by_place["disk"] + largest * 16 + 2 * checkpoint + total * load.dtype.itemsize,
         bytes_read_per_step=sum(size for _, size in reads),
         bytes_written_per_step=sum(size for _, size in writes),
-        flops_per_step=flops,
-        seconds_per_step=max(flops / (rate * MATMUL_SHARE), moved / DISK_RATE),
+        flops_per_step=load.flops,
+        seconds_per_step=max(load.flops / (rate * MATMUL_SHARE), moved / DISK_RATE),
     )
 
 

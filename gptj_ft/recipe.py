@@ -65,7 +65,7 @@ class Recipe(Options):
     )
     shorten: str = Field("", description="the one field that may be cut when a row is too long")
     too_long: Literal["cut-end", "cut-start", "split", "skip", "error"] = Field(
-        "cut-end", description="rows above max_length: cut the `shorten` field, split plain text, skip, or stop"
+        "split", description="rows above max_length: cut the `shorten` field, split plain text, skip, or stop"
     )
     max_length: int = Field(2048, ge=2, description="tokens of prompt, answer and EOS together")
 

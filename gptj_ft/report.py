@@ -48,8 +48,11 @@ def show_plan(console: Console, plan: Plan) -> None:
             "moved per step",
             f"{gigabytes(plan.bytes_read_per_step)} read, {gigabytes(plan.bytes_written_per_step)} written",
         ),
-        ("steps", f"{plan.num_steps:,} of {plan.tokens_per_step:,.0f} tokens on average"),
-        ("time", f"{clock(plan.seconds)} or more: {plan.seconds_per_step:.2g} s a step"),
+        ("steps", f"{plan.num_steps or 'not counted without rows'}, of {plan.tokens_per_step:,.0f} tokens on average"),
+        (
+            "time",
+            f"about {plan.seconds_per_step:.2g} s a step" + (f", {clock(plan.seconds)} in all" if plan.seconds else ""),
+        ),
     ]
     for name, text in rows:
         table.add_row(name, text)

@@ -90,6 +90,8 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
     """
     architecture = read_architecture(model)
     check_lengths(recipe, architecture)
+    with open_checkpoint(model) as weights:
+        check(architecture, weights)
     device = machine.choose_device(recipe.device)
     dtype = machine.choose_dtype(recipe.precision, device)
     per_epoch = steps_per_epoch(len(train), recipe.batch_size)
@@ -106,6 +108,7 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
         micro_batch_tokens=max(recipe.micro_batch_tokens, max(lengths)),
         step_tokens=max(sizes),
         mean_step_tokens=sum(sizes) / len(sizes),
+        mean_step_targets=(sum(lengths) - sum(train.prompt_lengths)) / per_epoch,
         num_steps=num_steps,
     )
     plan = choose(recipe, load, free_resources(device, folder), machine.matmul_rate(device, dtype))
@@ -219,7 +222,6 @@ def open_state(session: Session, run: Run) -> tuple[LayerStack, dict[str, Any]]:
         else:
             facts = {"step": 0}
             with open_checkpoint(session.model) as weights:
-                check(session.architecture, weights)
                 load_weights(stack, session.architecture, weights)
         run.forget_metrics_after(facts["step"] if facts["step"] else -1)
     except BaseException:

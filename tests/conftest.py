@@ -96,3 +96,11 @@ def rows_file(tmp_path: Path) -> Path:
         lines.append(json.dumps({"note": note.format(n=n), "short_summary": summary.format(n=n), "id": n}))
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Types commands: ``shell("recipes list")``."""
+    from cli_runner import Shell
+
+    return Shell(monkeypatch, capsys)

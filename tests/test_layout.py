@@ -62,7 +62,7 @@ def test_the_streaming_core_names_no_family() -> None:
 
     for name in ("streaming", "optimizer", "trainer", "checkpoint", "model"):
         text = (PACKAGE / f"{name}.py").read_text(encoding="utf-8").lower()
-        words = text.replace("gptj_ft", "").replace("gptj-ft", "")
+        words = text.replace("gptj_ft", "").replace("gptj-ft", "").replace("gptjfterror", "")
         assert not [family for family in families() if family in words]
 
 

@@ -1,0 +1,270 @@
+"""Whole runs from the command line: all commands in a row, interruption and resume, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hub_server import serve
+from huggingface_hub import constants
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gptj_ft.run import Run
+
+TINY = "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 8 --set holdout=0.1"
+
+
+def weights_of(model: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for shard in sorted(model.glob("*.safetensors")) for name, tensor in load_file(shard).items()}
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    ours, theirs = weights_of(a), weights_of(b)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_the_six_commands_end_to_end(shell, rows_file: Path, own_home: Path, tmp_path: Path, monkeypatch) -> None:
+    from gptj_ft.inputs import tiny_model
+
+    # A tiny model stands on a server that speaks the Hub's protocol, as EleutherAI/gpt-j-6b.
+    published = tiny_model(rows_file, 0)
+    published = published.rename(tmp_path / "published")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with serve(published) as server:
+        done = shell(f"download --endpoint {server.url} --json")
+    assert done.code == 0, done.err
+    assert (own_home / "models" / "EleutherAI--gpt-j-6b" / "config.json").is_file()
+
+    done = shell("convert --json")
+    assert done.code == 0, done.err
+    model = Path(done.json["folder"])
+    assert model == own_home / "models" / "gpt-j-6b"
+    assert_same_weights(published, model)
+
+    done = shell("prepare-data --recipe summarization --data rows.jsonl --output prepared --json")
+    assert done.code == 0, done.err
+    report = done.json
+    assert report["rows_read"] == report["rows_kept"] == 40
+    assert report["columns"] == {"document": "note", "summary": "short_summary"}
+
+    done = shell("finetune --recipe summarization --data prepared --lr 1e-2 --epochs 8 --batch-size 8 --json")
+    assert done.code == 0, done.err
+    result = done.json
+    assert Path(result["run"]) == Path("runs/summarization-1")
+    assert result["loss_after"] < result["loss_before"] - 2
+
+    done = shell("evaluate --data rows.jsonl --limit 10 --json")
+    assert done.code == 0, done.err
+    tuned, baseline = done.json["model"], done.json["baseline"]
+    assert baseline["model"] == str(model.resolve())
+    assert tuned["rows"] == baseline["rows"] == 10
+    assert tuned["loss"] < baseline["loss"] - 2
+    assert tuned["perplexity"] == pytest.approx(torch.tensor(tuned["loss"]).exp().item(), rel=1e-4)
+    assert tuned["scores"]["rougeL"] > baseline["scores"]["rougeL"] + 20
+    assert "answers" not in tuned, "texts are private unless asked for"
+
+    done = shell("generate --max-new-tokens 12 --json", "The printer on floor 3 is out of paper.")
+    assert done.code == 0, done.err
+    text = done.json["text"]
+    assert text
+
+    # transformers opens the tuned model and, given the same prompt, writes the same.
+    folder = Path(result["model"])
+    theirs, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    prompt = "Summarize the following text.\n\nThe printer on floor 3 is out of paper.\n\nSummary:"
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    output = theirs.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    assert tokenizer.decode(output, skip_special_tokens=True).strip() == text
+
+    remembered = json.loads((folder / "gptj_ft.json").read_text(encoding="utf-8"))
+    assert remembered["template"]["prompt"].startswith("Summarize the following text.")
+    assert remembered["metrics"]["validation_loss"] == result["loss_after"]
+
+
+def test_a_run_leaves_its_recipe_metrics_log_and_environment_and_no_scratch(shell, rows_file: Path) -> None:
+    assert shell(f"{TINY} --max-steps 3 --output out --weights disk --optimizer-state disk").code == 0
+    run = Run(Path("out"))
+    assert {path.name for path in run.folder.iterdir()} == {
+        "recipe.yaml", "environment.json", "metrics.jsonl", "log.txt", "data", "model",
+    }  # fmt: skip
+    assert run.recipe().lr == 1e-2
+    steps = [line for line in run.metrics() if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert all(line["target_tokens"] > 0 and line["memory_bytes"] > 0 for line in steps)
+    assert "# command line" in run.recipe_file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("place", ["device", "host", "disk"])
+@pytest.mark.parametrize("clip", ["1.0", "null"])
+def test_stopping_and_resuming_equals_a_straight_run_to_the_bit(
+    place: str, clip: str, shell, rows_file: Path, monkeypatch
+) -> None:
+    options = f"{TINY} --epochs 2 --set clip_norm={clip} --weights {place} --optimizer-state {place}"
+    assert shell(f"{options} --output straight").code == 0
+
+    from gptj_ft import trainer
+
+    ask_after = {2, 5, 6}
+    original = trainer.train_step
+
+    def interrupting(stack, optimizer, batches):
+        if optimizer.step + 1 in ask_after:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(stack, optimizer, batches)
+
+    monkeypatch.setattr(trainer, "train_step", interrupting)
+    done = shell(f"{options} --output stopped")
+    assert done.code == 130
+    assert "finetune --resume stopped" in done.err
+    for step in (5, 6):
+        done = shell("finetune --resume stopped")
+        assert done.code == 130, done.err
+        assert f"stopped after step {step} of 10" in done.err
+    done = shell("finetune --resume stopped --json")
+    assert done.code == 0, done.err
+    assert_same_weights(Path("straight/model"), Path("stopped/model"))
+    straight, stopped = Run(Path("straight")).metrics(), Run(Path("stopped")).metrics()
+    timeless = [{k: v for k, v in line.items() if k not in ("seconds", "memory_bytes")} for line in straight]
+    assert timeless == [{k: v for k, v in line.items() if k not in ("seconds", "memory_bytes")} for line in stopped]
+
+
+def test_resume_with_another_placement_and_read_ahead_changes_no_bit(shell, rows_file: Path, monkeypatch) -> None:
+    options = f"{TINY} --epochs 1 --set save_every=2"
+    assert shell(f"{options} --output straight --weights device --optimizer-state device").code == 0
+
+    from gptj_ft import trainer
+
+    original = trainer.train_step
+
+    def failing(stack, optimizer, batches):
+        if optimizer.step == 3:
+            raise OSError(28, "No space left on device")
+        return original(stack, optimizer, batches)
+
+    monkeypatch.setattr(trainer, "train_step", failing)
+    done = shell(f"{options} --output cut --weights device --optimizer-state device")
+    assert done.code == 4, done.err
+    monkeypatch.setattr(trainer, "train_step", original)
+    done = shell("finetune --resume cut --weights disk --optimizer-state host --set read_ahead=2")
+    assert done.code == 0, done.err
+    assert_same_weights(Path("straight/model"), Path("cut/model"))
+
+
+def test_a_killed_run_resumes_from_its_last_checkpoint_to_the_same_weights(
+    shell, rows_file: Path, tmp_path: Path
+) -> None:
+    options = f"{TINY} --epochs 8 --set save_every=3 --weights disk --optimizer-state disk"
+    assert shell(f"{options} --output straight").code == 0
+    command = [sys.executable, "-m", "gptj_ft", *options.split(), "--output", "killed"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("killed/checkpoints/step-*/manifest.json")):
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    finally:
+        process.kill()
+        process.wait()
+    assert not (tmp_path / "killed" / "model").exists()
+    done = shell("finetune --resume killed")
+    assert done.code == 0, done.err
+    assert_same_weights(Path("straight/model"), Path("killed/model"))
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again_from_its_folder(
+    shell, rows_file: Path, monkeypatch
+) -> None:
+    from gptj_ft import trainer
+
+    original = trainer.train_step
+    monkeypatch.setattr(trainer, "train_step", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    assert shell(f"{TINY} --max-steps 2 --output out").code == 4
+    monkeypatch.setattr(trainer, "train_step", original)
+    rows_file.unlink()  # the run needs nothing but its folder and the model
+    assert shell("finetune --resume out").code == 0
+    assert shell(f"{TINY} --max-steps 2 --output again").code == 2
+
+
+def test_resume_refuses_what_would_change_the_numbers(shell, rows_file: Path) -> None:
+    assert shell(f"{TINY} --max-steps 1 --output out").code == 0
+    done = shell("finetune --resume out")
+    assert (done.code, "is finished" in done.err) == (2, True)
+    (Path("out") / "model" / "config.json").unlink()
+    done = shell("finetune --resume out --lr 3")
+    assert (done.code, "lr is 0.01 in this run" in done.err) == (2, True)
+    done = shell("finetune --resume rows.jsonl")
+    assert (done.code, "is not a run folder" in done.err) == (2, True)
+
+
+def test_a_model_that_cannot_be_exported_is_not_lost(shell, rows_file: Path, monkeypatch) -> None:
+    from gptj_ft import trainer
+    from gptj_ft.errors import ResourceError
+
+    original = trainer.write_model
+
+    def full(*arguments, **settings):
+        raise ResourceError("disk full")
+
+    monkeypatch.setattr(trainer, "write_model", full)
+    done = shell(f"{TINY} --max-steps 2 --output out")
+    assert done.code == 4
+    assert "finetune --resume out" in done.err
+    monkeypatch.setattr(trainer, "write_model", original)
+    done = shell("finetune --resume out --json")
+    assert done.code == 0, done.err
+    assert shell(f"{TINY} --max-steps 2 --output straight --json").json["loss_after"] == done.json["loss_after"]
+    assert_same_weights(Path("straight/model"), Path("out/model"))
+
+
+def test_a_damaged_checkpoint_is_named_and_not_trained_on(shell, rows_file: Path, monkeypatch) -> None:
+    from gptj_ft import trainer
+
+    original = trainer.train_step
+
+    def interrupting(stack, optimizer, batches):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(stack, optimizer, batches)
+
+    monkeypatch.setattr(trainer, "train_step", interrupting)
+    assert shell(f"{TINY} --output out").code == 130
+    (layer,) = Path("out").glob("checkpoints/*/layer-001.safetensors")
+    os.truncate(layer, layer.stat().st_size - 4096)
+    done = shell("finetune --resume out")
+    assert done.code == 3
+    assert "layer-001.safetensors is cut short" in done.err
+
+
+def test_evaluation_while_training_changes_no_number(shell, rows_file: Path) -> None:
+    assert shell(f"{TINY} --max-steps 4 --output plain").code == 0
+    assert shell(f"{TINY} --max-steps 4 --output watched --set validate_every=1 --set save_every=1").code == 0
+    assert_same_weights(Path("plain/model"), Path("watched/model"))
+
+
+@pytest.mark.parametrize("recipe", ["qa", "continuous-pretraining"])
+def test_the_other_recipes_train_and_evaluate_on_the_examples(recipe: str, shell) -> None:
+    examples = Path(__file__).parent.parent / "examples"
+    file = {"qa": examples / "clinic_qa.json", "continuous-pretraining": examples / "field_notes.txt"}[recipe]
+    options = "--model tiny --max-steps 2 --batch-size 4 --max-length 128 --output out"
+    done = shell(f"finetune --recipe {recipe} {options} --json --data", file)
+    assert done.code == 0, done.err
+    assert done.json["loss_after"] < done.json["loss_before"]
+    done = shell("evaluate out --limit 3 --json")
+    assert done.code == 0, done.err
+    expected = {"qa": {"exact_match", "f1"}, "continuous-pretraining": set()}[recipe]
+    assert set(done.json["model"]["scores"]) == expected
+    if recipe == "qa":
+        done = shell("generate --model out --json", "Who came?", "--field", "context=The vet came on Monday.")
+        assert done.code == 0, done.err
+        done = shell("generate --model out", "Who came?")
+        assert (done.code, "--field context=" in done.err) == (2, True)
