@@ -1,6 +1,16 @@
-"""Saving the state of a run and bringing it back, layer by layer, so that neither needs memory for the model.
+"""Saving the state of a run and bringing it back: without memory for the model, and so that no crash loses a step.
 
-A checkpoint is ``checkpoints/step-000120/``: one state file per layer and, written last, ``manifest.json``. It is
+A run whose whole state is on disk needs no checkpoints: its state folder is one, at any instant.
+
+1.  Step t+1 has written every gradient, each stamped t+1; then ``commit.json`` is replaced: step t+1, with the update
+    that turns the gradients into weights. That is the commit of step t+1.
+2.  The updates follow as a redo: a layer's new state is a new file, stamped t+1, renamed over the old. No gradient of
+    step t+2 replaces one of t+1 before every layer has got there.
+
+After a crash, layers stamped t are updated from their stored gradients, layers stamped t+1 are done, and gradients of a
+step without its commit are of no interest.
+
+Other runs have ``checkpoints/step-000120/``: the same file for each layer and, written last, ``manifest.json``. It is
 made under a temporary name and renamed when everything in it is on the disk: a folder of that name is whole.
 """
 
@@ -9,55 +19,105 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from gptj_ft.errors import DataError, ResourceError
-from gptj_ft.run import Run, write_json
+from gptj_ft.optimizer import Update
+from gptj_ft.run import Run, read_json, write_json
 from gptj_ft.stores import Kind
-from gptj_ft.stores.statefile import StateFile, disk_error
+from gptj_ft.stores.statefile import StateFile, disk_error, layer_path, sync, sync_folder
 from gptj_ft.streaming import LayerStack, Visit, stream
 
 MANIFEST = "manifest.json"
+COMMIT = "commit.json"
+
+
+def commit(run: Run, step: int, update: Update | None, facts: Mapping[str, Any]) -> None:
+    """Make a step of a run on disk permanent. Everything it wrote must have been drained.
+
+    Args:
+        run: whose state folder.
+        step: optimizer steps done.
+        update: what the step's gradients still have to do; ``None`` at the start.
+        facts: what else resuming needs.
+
+    Raises:
+        ResourceError: the disk is full or fails; the commit before this one stands.
+    """
+    write_json(run.state / COMMIT, {"step": step, "update": asdict(update) if update else None, "facts": dict(facts)})
+    sync_folder(run.state)
+
+
+def committed(run: Run) -> dict[str, Any] | None:
+    """Return the last commit of a run on disk; ``None`` if it has none."""
+    return read_json(run.state / COMMIT) if (run.state / COMMIT).is_file() else None
+
+
+def layers_behind(run: Run, stack: LayerStack, step: int) -> set[int]:
+    """Return the layers that the update of a committed step had not reached.
+
+    Raises:
+        DataError: a file is missing, cut short or of a step that it cannot be of.
+    """
+    behind = set()
+    for layer, form in enumerate(_forms(stack, state_kinds(stack))):
+        path = layer_path(run.state / "layer", layer)
+        stamp = form.check(path)
+        if stamp == step - 1:
+            behind.add(layer)
+            gradient = layer_path(run.state / "gradient", layer)
+            if StateFile(form.layout, {"grad": stack.dtypes["grad"]}).check(gradient) != step:
+                raise DataError(f"{gradient} is not of step {step}, which {path} needs")
+        elif stamp != step:
+            raise DataError(f"{path} is of step {stamp}, the run is at step {step}")
+    return behind
 
 
 def state_kinds(stack: LayerStack) -> tuple[Kind, ...]:
-    """Return the kinds that a run cannot recompute: a low-precision weight follows from its master."""
-    parameter: Kind = "master" if "master" in stack.dtypes else "weight"
-    return (parameter, "exp_avg", "exp_avg_sq")
+    """Return the kinds that make up a layer's state."""
+    return tuple(kind for kind in stack.dtypes if kind != "grad")
 
 
-def save(run: Run, stack: LayerStack, step: int, facts: Mapping[str, Any]) -> Path:
+def save(run: Run, stack: LayerStack, step: int, facts: Mapping[str, Any]) -> None:
     """Write a checkpoint and remove the ones before it. Pending updates must have been flushed.
 
     Args:
         run: whose checkpoint.
         stack: whose state, after ``step``.
         step: optimizer steps done.
-        facts: what else `restore` must return.
+        facts: what else resuming needs.
 
     Raises:
         ResourceError: no space, or the disk fails; earlier checkpoints are still there.
     """
-    final = run.checkpoints / f"step-{step:06d}"
+    final = _folder(run, step)
+    if (final / MANIFEST).is_file():
+        return  # the same step, saved before
     temporary = final.with_name(final.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         _write_layers(temporary, stack, step)
-        write_json(temporary / MANIFEST, {"step": step, "num_layers": len(stack.layers), **facts})
-        _fsync_folder(temporary)
-        if final.exists():  # the same step, saved before
-            shutil.rmtree(final)
-        temporary.rename(final)
-        _fsync_folder(run.checkpoints)
+        _publish(temporary, final, step, facts)
     except (OSError, ResourceError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise (disk_error(error, f"checkpoint {final}") if isinstance(error, OSError) else error) from error
     for old in checkpoints(run):
         if old != final:
             shutil.rmtree(old)
-    return final
+
+
+def turn_into_checkpoint(run: Run, step: int, facts: Mapping[str, Any]) -> None:
+    """Make the state folder of a run on disk a checkpoint, for a session that keeps the state elsewhere.
+
+    Every layer must have been updated.
+    """
+    for path in (*run.state.glob("gradient-*"), *run.state.glob("*.new")):
+        path.unlink()
+    run.checkpoints.mkdir(exist_ok=True)
+    _publish(run.state, _folder(run, step), step, facts)
 
 
 def checkpoints(run: Run) -> list[Path]:
@@ -74,12 +134,11 @@ def restore(folder: Path, stack: LayerStack, step: int) -> None:
     kinds = state_kinds(stack)
     forms = _forms(stack, kinds)
     for layer, form in enumerate(forms):
-        path = _layer_file(folder, layer)
+        path = layer_path(folder / "layer", layer)
         if form.check(path) != step:
             raise DataError(f"{path} is not of step {step}")
-    everything: tuple[Kind, ...] = tuple(dict.fromkeys(("weight", *kinds)))
-    for loaded in stream(stack, [Visit(layer, (), everything) for layer in range(len(stack.layers))]):
-        descriptor = os.open(_layer_file(folder, loaded.index), os.O_RDONLY)
+    for loaded in stream(stack, [Visit(layer, (), kinds) for layer in range(len(stack.layers))]):
+        descriptor = os.open(layer_path(folder / "layer", loaded.index), os.O_RDONLY)
         try:
             for kind in kinds:
                 target = loaded.tensors[kind]
@@ -89,10 +148,8 @@ def restore(folder: Path, stack: LayerStack, step: int) -> None:
                     target.copy_(staging)
         finally:
             os.close(descriptor)
-        if "weight" not in kinds:
-            loaded.tensors["weight"].copy_(loaded.tensors["master"])
-        loaded.write(everything)
-        loaded.commit(everything, step)
+        loaded.write(kinds)
+        loaded.commit(kinds, step)
     stack.drain()
 
 
@@ -100,27 +157,28 @@ def _write_layers(folder: Path, stack: LayerStack, step: int) -> None:
     kinds = state_kinds(stack)
     forms = _forms(stack, kinds)
     for loaded in stream(stack, [Visit(layer, kinds) for layer in range(len(stack.layers))]):
-        descriptor = os.open(_layer_file(folder, loaded.index), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        path = layer_path(folder / "layer", loaded.index)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             for kind in kinds:
                 forms[loaded.index].write(descriptor, kind, loaded.tensors[kind].cpu())
             forms[loaded.index].write_header(descriptor, step)
-            os.fsync(descriptor)
+            sync(descriptor, path)
         finally:
             os.close(descriptor)
 
 
+def _publish(temporary: Path, final: Path, step: int, facts: Mapping[str, Any]) -> None:
+    """Complete a checkpoint's folder and give it its name."""
+    write_json(temporary / MANIFEST, {"step": step, "facts": dict(facts)})
+    sync_folder(temporary)
+    temporary.rename(final)
+    sync_folder(final.parent)
+
+
+def _folder(run: Run, step: int) -> Path:
+    return run.checkpoints / f"step-{step:06d}"
+
+
 def _forms(stack: LayerStack, kinds: tuple[Kind, ...]) -> list[StateFile]:
     return [StateFile(layout, {kind: stack.dtypes[kind] for kind in kinds}) for layout in stack.layouts]
-
-
-def _layer_file(folder: Path, layer: int) -> Path:
-    return folder / f"layer-{layer:03d}.safetensors"
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

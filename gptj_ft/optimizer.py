@@ -2,7 +2,8 @@
 
 The global norm is known only when every layer's gradient is. So a step leaves its update *pending*: the next pass
 upwards applies it to each layer as that layer comes by, and computes with the fresh weights at once. Never stale.
-Without clipping nothing has to wait, and a layer is updated as soon as backward has its gradient.
+Without clipping nothing has to wait, and a layer is updated as soon as backward has its gradient; unless the state is
+on disk, where the stored gradients are also what makes a step survive a crash (see `checkpoint`).
 """
 
 from __future__ import annotations
@@ -72,12 +73,14 @@ class AdamW:
 
     def __init__(self, stack: LayerStack, recipe: Recipe, step: int = 0) -> None:
         self._stack, self._recipe = stack, recipe
-        self._parameter: Kind = "master" if "master" in stack.dtypes else "weight"
-        self.state: tuple[Kind, ...] = (self._parameter, "exp_avg", "exp_avg_sq")
+        self.state: tuple[Kind, ...] = (stack.parameter, "exp_avg", "exp_avg_sq")
         self.kinds: tuple[Kind, ...] = tuple(dict.fromkeys(("weight", *self.state)))
         self.step = step
         self._lr = 0.0
+        # Gradients that have a store wait there for the norm, and for a crash after which they are applied again.
+        self._defers = "grad" in stack.stores
         self._pending: Update | None = None
+        self._waiting: set[int] = set()  # layers that the pending update has not reached
         self._layer_norms: dict[int, Tensor] = {}
 
     def begin(self, lr: float) -> None:
@@ -102,25 +105,33 @@ class AdamW:
                 f"the gradient of step {self.step} is not finite, first in layer {first} counted from the embedding; "
                 "stopped before using it: try a lower --lr, or --precision fp32, from the last checkpoint"
             )
-        if self._recipe.clip_norm is not None:
+        if self._defers:
+            limit = self._recipe.clip_norm
             # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
-            clip = min(1.0, self._recipe.clip_norm / (norm + 1e-6))
+            clip = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
             self._pending = Update(self.step, self._lr, clip)
+            self._waiting = set(range(len(self._stack.layers)))
         return norm
+
+    @property
+    def pending(self) -> Update | None:
+        """The update of the last step, for layers that it has not reached yet."""
+        return self._pending
+
+    def resume(self, update: Update | None, waiting: set[int]) -> None:
+        """Take up an update again where some layers are still without it."""
+        self._pending, self._waiting = update, waiting
 
     def flush(self) -> None:
         """Apply what is pending to every layer, and wait until the stores hold it."""
-        if self._pending is not None:
-            visits = [self.visit_up(layer) for layer in range(len(self._stack.layers))]
-            for loaded in stream(self._stack, visits):
-                self.before_forward(loaded)
-            self._pending = None
+        for loaded in stream(self._stack, [self.visit_up(layer) for layer in sorted(self._waiting)]):
+            self.before_forward(loaded)
         self._stack.drain()
 
     def visit_up(self, layer: int) -> Visit:
-        if self._pending is None:
+        if layer not in self._waiting:
             return Visit(layer)
-        blanks: tuple[Kind, ...] = ("weight",) if self._parameter == "master" else ()
+        blanks: tuple[Kind, ...] = ("weight",) if self._stack.parameter == "master" else ()
         return Visit(layer, (*self.state, "grad"), blanks)
 
     def visit_turn(self, layer: int) -> Visit:
@@ -129,20 +140,22 @@ class AdamW:
         return Visit(layer, reads, tuple(kind for kind in (*up.blanks, *down.blanks) if kind not in reads))
 
     def visit_down(self, layer: int) -> Visit:
-        return Visit(layer, ("weight",) if self._recipe.clip_norm is not None else self.kinds, ("grad",))
+        return Visit(layer, ("weight",) if self._defers else self.kinds, ("grad",))
 
     def before_forward(self, loaded: Loaded) -> None:
-        if self._pending is not None:
+        if loaded.index in self._waiting:
+            assert self._pending is not None
             self._apply(loaded, self._pending)
+            self._waiting.remove(loaded.index)
 
     def after_backward(self, loaded: Loaded) -> None:
         gradient = loaded.tensors["grad"]
         self._layer_norms[loaded.index] = torch.linalg.vector_norm(gradient)
-        if self._recipe.clip_norm is None:
-            self._apply(loaded, Update(self.step + 1, self._lr, 1.0))
-        else:
+        if self._defers:
             loaded.write(("grad",))
             loaded.commit(("grad",), self.step + 1)
+        else:
+            self._apply(loaded, Update(self.step + 1, self._lr, 1.0))
 
     def _apply(self, loaded: Loaded, update: Update) -> None:
         recipe, split = self._recipe, loaded.layout.num_decayed
@@ -158,7 +171,7 @@ class AdamW:
                     lr=update.lr, beta1=recipe.betas[0], beta2=recipe.betas[1], weight_decay=decay, eps=recipe.eps,
                     amsgrad=False, maximize=False,
                 )  # fmt: skip
-        if self._parameter == "master":
+        if self._stack.parameter == "master":
             loaded.tensors["weight"].copy_(parameter)
         loaded.write(self.kinds)
         loaded.commit(self.kinds, update.step)

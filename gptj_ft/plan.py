@@ -128,18 +128,16 @@ def choose(recipe: Recipe, load: Load, free: Free, rate: float) -> Plan:
 def forecast(placement: Placement, load: Load, recipe: Recipe, rate: float) -> Plan:
     """Compute what a placement costs."""
     dtypes = training_dtypes(load.dtype)
-    if recipe.clip_norm is None:
-        del dtypes["grad"]
+    stored = {kind: dtype for kind, dtype in dtypes.items() if kind != "grad" or keeps_gradients(recipe, placement)}
     total = sum(layout.numel for layout in load.layouts)
     largest = max(layout.numel for layout in load.layouts)
     by_place: dict[Place, int] = {"device": 0, "host": 0, "disk": 0}
     slots = 0
     for kind, dtype in dtypes.items():
-        by_place[placement.of(kind)] += total * dtype.itemsize
-        if placement.of(kind) != "device":
+        if kind in stored:
+            by_place[placement.of(kind)] += total * dtype.itemsize
+        if kind not in stored or placement.of(kind) != "device":
             slots += (recipe.read_ahead + 1) * largest * dtype.itemsize
-    if recipe.clip_norm is None:
-        slots += (recipe.read_ahead + 1) * largest * 4
     biggest_matrix = max(shape.numel() for layout in load.layouts for shape in layout.shapes.values())
     hidden = load.width * load.dtype.itemsize
     activations = SAVED_PER_TOKEN * hidden * min(load.micro_batch_tokens, load.step_tokens)
@@ -148,8 +146,10 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rate: float) -> P
     vocabulary = max(shape[0] for shape in load.layouts[-1].shapes.values())
     head = 3 * min(HEAD_CHUNK_BYTES, 4 * vocabulary * load.micro_batch_tokens)
     device = by_place["device"] + slots + biggest_matrix * 4 + activations + boundaries + head
-    checkpoint = total * sum(dtype.itemsize for kind, dtype in dtypes.items() if kind not in ("grad",))
-    reads, writes = _traffic(placement, dtypes, total)
+    state = total * sum(dtype.itemsize for kind, dtype in dtypes.items() if kind != "grad")
+    # A run on disk is its own checkpoint and replaces a layer at a time; others write one before they remove one.
+    saved = (largest * 16 if placement.is_durable else 2 * state) + total * 4
+    reads, writes = _traffic(placement, stored, total)
     moved = sum(size for place, size in (*reads, *writes) if place == "disk")
     return Plan(
         placement=placement,
@@ -159,12 +159,17 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rate: float) -> P
         tokens_per_step=load.mean_step_tokens,
         device_bytes=device,
         host_bytes=by_place["host"] + PROCESS_BYTES,
-        disk_bytes=by_place["disk"] + largest * 16 + 2 * checkpoint + total * load.dtype.itemsize,
+        disk_bytes=by_place["disk"] + saved,
         bytes_read_per_step=sum(size for _, size in reads),
         bytes_written_per_step=sum(size for _, size in writes),
         flops_per_step=load.flops,
         seconds_per_step=max(load.flops / (rate * MATMUL_SHARE), moved / DISK_RATE),
     )
+
+
+def keeps_gradients(recipe: Recipe, placement: Placement) -> bool:
+    """Tell whether gradients have a store: to wait for the global norm, or to survive a crash."""
+    return recipe.clip_norm is not None or placement.is_durable
 
 
 def shortage(plan: Plan, free: Free) -> str:

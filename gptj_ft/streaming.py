@@ -96,6 +96,11 @@ class LayerStack:
     def compute_dtype(self) -> torch.dtype:
         return self.dtypes["weight"]
 
+    @property
+    def parameter(self) -> Kind:
+        """The kind that holds the parameters in fp32: ``master``, or the weights themselves where there is none."""
+        return "master" if "master" in self.dtypes else "weight"
+
     def slots(self, kind: Kind) -> list[Slot]:
         """Return the slots of a kind: one more than are read ahead, each as large as the largest layer."""
         if kind not in self._slots:

@@ -22,12 +22,13 @@ from gptj_ft.families import Architecture, read_architecture
 from gptj_ft.formats.huggingface import check, open_checkpoint, write_model
 from gptj_ft.home import remember_run
 from gptj_ft.model import load_weights, training_stack
-from gptj_ft.optimizer import AdamW, Schedule
-from gptj_ft.plan import Free, Load, Plan, choose
+from gptj_ft.optimizer import AdamW, Schedule, Update
+from gptj_ft.plan import Free, Load, Plan, choose, keeps_gradients
 from gptj_ft.progress import StepProgress, StepReport
 from gptj_ft.recipe import Recipe
 from gptj_ft.run import Run, read_json, record_environment
 from gptj_ft.stores import Layout
+from gptj_ft.stores.placement import Placement
 from gptj_ft.streaming import LayerStack, StepLoss, Visit, evaluate_losses, stream, train_step
 from gptj_ft.tuning import Tuning, template_of
 
@@ -145,15 +146,15 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
     """
     recipe, started = session.recipe, time.monotonic()
     record_environment(run, str(session.device), torch.get_num_threads())
-    stack, facts = open_state(session, run)
-    optimizer = AdamW(stack, recipe, facts["step"])
+    stack, optimizer, facts = open_state(session, run)
+    is_durable = session.plan.placement.is_durable
     schedule = Schedule.of(recipe, session.num_steps)
     budget = recipe.micro_batch_tokens
-    loss_before, loss_after = facts.get("loss_before"), facts.get("loss_after")
+    loss_before, loss_after = facts["loss_before"], facts["loss_after"]
     target_tokens, train_seconds, saved_at = 0, 0.0, time.monotonic()
     try:
         if optimizer.step == 0 and len(session.validation):
-            loss_before = validate(stack, session.validation, budget).mean
+            loss_before = facts["loss_before"] = validate(stack, session.validation, budget).mean
             console.print(f"validation loss before training {loss_before:.4f}", highlight=False)
             run.append_metrics({"step": 0, "validation_loss": loss_before})
         with StepProgress(console, session.num_steps, optimizer.step, quiet) as progress, StopRequest() as stop:
@@ -165,6 +166,9 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
                 optimizer.begin(lr)
                 loss = train_step(stack, optimizer, batches)
                 grad_norm = optimizer.end()
+                if is_durable:
+                    stack.drain()
+                    checkpoint.commit(run, optimizer.step, optimizer.pending, facts)
                 seconds = time.monotonic() - step_started
                 report = StepReport(
                     optimizer.step, loss.mean, lr, grad_norm, sum(len(batch.tokens_T) for batch in batches),
@@ -177,13 +181,14 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
                 is_last = optimizer.step == session.num_steps
                 if len(session.validation) and (is_last or is_multiple(optimizer.step, recipe.validate_every)):
                     optimizer.flush()
-                    loss_after = validate(stack, session.validation, budget).mean
+                    loss_after = facts["loss_after"] = validate(stack, session.validation, budget).mean
                     run.append_metrics({"step": optimizer.step, "validation_loss": loss_after})
                     console.print(f"validation loss at step {optimizer.step}: {loss_after:.4f}", highlight=False)
                 is_due = time.monotonic() - saved_at > recipe.save_minutes * 60
-                if not is_last and (stop.requested or is_due or is_multiple(optimizer.step, recipe.save_every)):
+                is_due = is_due or stop.requested or is_multiple(optimizer.step, recipe.save_every)
+                if is_due and not is_last and not is_durable:
                     optimizer.flush()
-                    checkpoint.save(run, stack, optimizer.step, {"loss_before": loss_before})
+                    checkpoint.save(run, stack, optimizer.step, facts)
                     saved_at = time.monotonic()
                 if stop.requested and not is_last:
                     raise Interrupted(
@@ -191,8 +196,7 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
                         f"gptj-ft finetune --resume {run.folder}"
                     )
         optimizer.flush()
-        metrics = {"validation_loss": loss_after, "baseline_validation_loss": loss_before, "steps": optimizer.step}
-        export(session, run, stack, optimizer.step, metrics)
+        export(session, run, stack, optimizer.step, facts)
     finally:
         stack.close()
     shutil.rmtree(run.state, ignore_errors=True)
@@ -204,30 +208,73 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
     )  # fmt: skip
 
 
-def open_state(session: Session, run: Run) -> tuple[LayerStack, dict[str, Any]]:
-    """Open the stores of a run and fill them: from its newest checkpoint, else from the model.
+def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str, Any]]:
+    """Open the stores of a run and fill them: from where it stopped, else from the model it starts from.
 
-    Returns: the stack, and the checkpoint's facts, with ``step``.
+    Returns: the stack, the optimizer at the run's step, and the facts that go into every commit and checkpoint.
     """
-    recipe = session.recipe
-    shutil.rmtree(run.state, ignore_errors=True)  # what a killed session left there belongs to no checkpoint
-    stack = training_stack(
-        session.architecture, session.plan.placement, session.dtype, session.device, run.state, recipe.read_ahead,
-        keep_gradients=recipe.clip_norm is not None,
-    )  # fmt: skip
+    commit, is_durable = checkpoint.committed(run), session.plan.placement.is_durable
+    if commit and not is_durable:  # the session before had the state on disk, this one has not
+        settle(session, run, commit)
+        commit = None
+    if not commit:
+        shutil.rmtree(run.state, ignore_errors=True)  # without a commit it is scratch, or half of a beginning
+    facts: dict[str, Any] = {"loss_before": None, "loss_after": None}
+    stack = open_stack(session, run, session.plan.placement)
     try:
-        if saved := checkpoint.checkpoints(run):
-            facts = read_json(saved[-1] / checkpoint.MANIFEST)
-            checkpoint.restore(saved[-1], stack, facts["step"])
+        if commit:
+            optimizer = resume_optimizer(session, run, stack, commit)
+            facts |= commit["facts"]
+        elif saved := checkpoint.checkpoints(run):
+            manifest = read_json(saved[-1] / checkpoint.MANIFEST)
+            checkpoint.restore(saved[-1], stack, manifest["step"])
+            optimizer = AdamW(stack, session.recipe, manifest["step"])
+            facts |= manifest["facts"]
         else:
-            facts = {"step": 0}
             with open_checkpoint(session.model) as weights:
                 load_weights(stack, session.architecture, weights)
-        run.forget_metrics_after(facts["step"] if facts["step"] else -1)
+            optimizer = AdamW(stack, session.recipe)
+        if is_durable and not commit:
+            checkpoint.commit(run, optimizer.step, None, facts)
+            shutil.rmtree(run.checkpoints, ignore_errors=True)
+        run.forget_metrics_after(optimizer.step or -1)
     except BaseException:
         stack.close()
         raise
-    return stack, facts
+    return stack, optimizer, facts
+
+
+def open_stack(session: Session, run: Run, placement: Placement) -> LayerStack:
+    """Open the stores of a run, filled or not."""
+    keep_gradients = keeps_gradients(session.recipe, placement)
+    return training_stack(
+        session.architecture,
+        placement,
+        session.dtype,
+        session.device,
+        run.state,
+        session.recipe.read_ahead,
+        keep_gradients,
+    )
+
+
+def resume_optimizer(session: Session, run: Run, stack: LayerStack, commit: dict[str, Any]) -> AdamW:
+    """Return the optimizer of a run on disk as of its last commit."""
+    optimizer = AdamW(stack, session.recipe, commit["step"])
+    if commit["update"]:
+        behind = checkpoint.layers_behind(run, stack, commit["step"])
+        optimizer.resume(Update(**commit["update"]), behind)
+    return optimizer
+
+
+def settle(session: Session, run: Run, commit: dict[str, Any]) -> None:
+    """Bring every layer of a run on disk to its last commit, and make the folder a checkpoint."""
+    stack = open_stack(session, run, Placement("disk", "disk"))
+    try:
+        resume_optimizer(session, run, stack, commit).flush()
+    finally:
+        stack.close()
+    checkpoint.turn_into_checkpoint(run, commit["step"], commit["facts"])
 
 
 def validate(stack: LayerStack, rows: Rows, budget_tokens: int) -> StepLoss:
@@ -244,26 +291,26 @@ def validate(stack: LayerStack, rows: Rows, budget_tokens: int) -> StepLoss:
     return StepLoss(sum(loss.total for loss in losses), sum(loss.num_targets for loss in losses))
 
 
-def export(session: Session, run: Run, stack: LayerStack, step: int, metrics: dict[str, Any]) -> None:
-    """Write the tuned model; if that fails, a checkpoint, so that nothing is lost.
+def export(session: Session, run: Run, stack: LayerStack, step: int, facts: dict[str, Any]) -> None:
+    """Write the tuned model; if that fails, a checkpoint where the state is in memory, so that nothing is lost.
 
     Raises:
         GptjFtError: it could not be written; the state of the run was saved.
     """
     data = {"file": session.recipe.data, "sha256": session.data_sha256, "rows": len(session.train)}
+    metrics = {"validation_loss": facts["loss_after"], "baseline_validation_loss": facts["loss_before"], "steps": step}
     tuning = Tuning(str(session.model.resolve()), template_of(session.recipe), data, metrics)
-    kinds = checkpoint.state_kinds(stack)[:1]  # the fp32 parameters, whatever the computation used
 
     def layers() -> Iterator[dict[str, torch.Tensor]]:
-        for loaded in stream(stack, [Visit(layer, kinds) for layer in range(len(stack.layers))]):
-            yield {name: view.cpu() for name, view in loaded.layout.views(loaded.tensors[kinds[0]]).items()}
+        for loaded in stream(stack, [Visit(layer, (stack.parameter,)) for layer in range(len(stack.layers))]):
+            yield {name: view.cpu() for name, view in loaded.layout.views(loaded.tensors[stack.parameter]).items()}
 
     shutil.rmtree(run.model, ignore_errors=True)
     try:
         write_model(run.model, session.architecture, layers(), dtype=None, source=session.model, extra=tuning.to_dict())
     except GptjFtError as error:
-        facts = {"loss_before": metrics["baseline_validation_loss"], "loss_after": metrics["validation_loss"]}
-        checkpoint.save(run, stack, step, facts)
+        if not session.plan.placement.is_durable:
+            checkpoint.save(run, stack, step, facts)
         raise type(error)(
             f"{error}\ntraining is done and saved; `gptj-ft finetune --resume {run.folder}` exports it"
         ) from error

@@ -160,24 +160,56 @@ def test_resume_with_another_placement_and_read_ahead_changes_no_bit(shell, rows
     assert_same_weights(Path("straight/model"), Path("cut/model"))
 
 
-def test_a_killed_run_resumes_from_its_last_checkpoint_to_the_same_weights(
-    shell, rows_file: Path, tmp_path: Path
-) -> None:
-    options = f"{TINY} --epochs 8 --set save_every=3 --weights disk --optimizer-state disk"
-    assert shell(f"{options} --output straight").code == 0
+def kill_when(condition, options: str, folder: Path) -> None:
+    """Start a run in a process of its own, and kill it as soon as a condition holds."""
     command = [sys.executable, "-m", "gptj_ft", *options.split(), "--output", "killed"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 120
-        while not list(tmp_path.glob("killed/checkpoints/step-*/manifest.json")):
+        while not condition(folder / "killed"):
             assert process.poll() is None, "the run ended before it could be killed"
             assert time.monotonic() < deadline
-            time.sleep(0.005)
+            time.sleep(0.001)
     finally:
         process.kill()
         process.wait()
-    assert not (tmp_path / "killed" / "model").exists()
+    assert not (folder / "killed" / "model").exists()
+
+
+def num_steps_done(run: Path) -> int:
+    return sum("loss" in line for line in Run(run).metrics())
+
+
+@pytest.mark.parametrize(
+    ("place", "condition"),
+    [
+        ("device", lambda run: list(run.glob("checkpoints/step-*/manifest.json"))),
+        ("disk", lambda run: num_steps_done(run) >= 4),
+    ],
+)
+def test_a_killed_run_resumes_to_the_same_weights(
+    place: str, condition, shell, rows_file: Path, tmp_path: Path
+) -> None:
+    options = f"{TINY} --epochs 12 --set save_every=3 --weights {place} --optimizer-state {place}"
+    assert shell(f"{options} --output straight").code == 0
+    kill_when(condition, options, tmp_path)
+    before = num_steps_done(tmp_path / "killed")
     done = shell("finetune --resume killed")
+    assert done.code == 0, done.err
+    assert_same_weights(Path("straight/model"), Path("killed/model"))
+    assert num_steps_done(Path("killed")) == 60
+    if place == "disk":
+        assert f"step {before}/60" not in done.err.replace(f"step {before + 1}/60", ""), "a finished step was lost"
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_run_on_disk_goes_on_in_memory_to_the_same_weights(
+    place: str, shell, rows_file: Path, tmp_path: Path
+) -> None:
+    options = f"{TINY} --epochs 12"
+    assert shell(f"{options} --weights {place} --optimizer-state {place} --output straight").code == 0
+    kill_when(lambda run: num_steps_done(run) >= 4, f"{options} --weights disk --optimizer-state disk", tmp_path)
+    done = shell(f"finetune --resume killed --weights {place} --optimizer-state {place}")
     assert done.code == 0, done.err
     assert_same_weights(Path("straight/model"), Path("killed/model"))
 

@@ -148,7 +148,8 @@ def _remove_leftovers(folder: Path) -> None:
     """Remove what writers of the same folder left that were killed."""
     for left in folder.parent.glob(f".{folder.name}.partial-*"):
         process = left.name.rpartition("-")[2]
-        if process.isdigit() and not psutil.pid_exists(int(process)):
+        # After a restart of the machine, this process may have the number of the one that was killed.
+        if process.isdigit() and (int(process) == os.getpid() or not psutil.pid_exists(int(process))):
             shutil.rmtree(left, ignore_errors=True)
 
 

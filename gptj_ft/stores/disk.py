@@ -12,24 +12,34 @@ from torch import Tensor
 
 from gptj_ft.stores import Kind, Layout
 from gptj_ft.stores.queue import TransferQueue
-from gptj_ft.stores.statefile import StateFile, disk_error
+from gptj_ft.stores.statefile import StateFile, disk_error, layer_path, sync, sync_folder
 
 
 class DiskStore:
-    """Keeps its kinds in ``folder/PREFIX-003.safetensors``.
+    """Keeps its kinds in ``PREFIX-003.safetensors``.
 
     New values go to a new file beside the old one; `commit` stamps it with the step and renames it over the old.
     Between the first write of a layer and its commit, the layer must not be read.
+
+    A durable store has every commit on the disk before the next transfer of its queue is written. Stores that share a
+    queue are written in one order: that of the calls.
     """
 
     resident = False
 
-    def __init__(self, folder: Path, prefix: str, layouts: Sequence[Layout], kinds: Mapping[Kind, torch.dtype]) -> None:
-        self._queue = TransferQueue("disk")
+    def __init__(
+        self,
+        prefix: Path,
+        layouts: Sequence[Layout],
+        kinds: Mapping[Kind, torch.dtype],
+        queue: TransferQueue,
+        durable: bool,
+    ) -> None:
+        self._queue, self._durable = queue, durable
         self._files = [StateFile(layout, kinds) for layout in layouts]
-        self._paths = [folder / f"{prefix}-{layer:03d}.safetensors" for layer in range(len(layouts))]
+        self._paths = [layer_path(prefix, layer) for layer in range(len(layouts))]
         self._open: dict[int, int] = {}  # layer -> descriptor of its new file
-        folder.mkdir(parents=True, exist_ok=True)
+        prefix.parent.mkdir(parents=True, exist_ok=True)
 
     def read(self, kind: Kind, layer: int, out: Tensor | None, after: Sequence[Future[None]] = ()) -> Future[Tensor]:
         assert out is not None
@@ -59,9 +69,13 @@ class DiskStore:
             descriptor = self._open.pop(layer)
             try:
                 self._files[layer].write_header(descriptor, step)
+                if self._durable:
+                    sync(descriptor, self._new(layer))
             finally:
                 os.close(descriptor)
             os.replace(self._new(layer), self._paths[layer])
+            if self._durable:
+                sync_folder(self._paths[layer].parent)
 
         self._queue.write(layer, rename)
 
@@ -70,7 +84,8 @@ class DiskStore:
 
     def close(self) -> None:
         self._queue.close()
-        for layer, descriptor in self._open.items():  # a write failed, or the run was cut off before the commit
+        # A write failed, or the run was cut off before the commit.
+        for layer, descriptor in self._open.items():
             os.close(descriptor)
             self._new(layer).unlink(missing_ok=True)
         self._open.clear()

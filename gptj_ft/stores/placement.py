@@ -13,6 +13,7 @@ from gptj_ft.stores import Kind, LayerStore, Layout
 from gptj_ft.stores.device import DeviceStore
 from gptj_ft.stores.disk import DiskStore
 from gptj_ft.stores.host import HostStore
+from gptj_ft.stores.queue import TransferQueue
 
 Place = Literal["device", "host", "disk"]
 
@@ -26,6 +27,11 @@ class Placement:
 
     def of(self, kind: Kind) -> Place:
         return self.weights if kind == "weight" else self.optimizer_state
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether everything is on disk, so that the stores are their own checkpoint."""
+        return self.weights == self.optimizer_state == "disk"
 
     def __str__(self) -> str:
         return f"weights on {self.weights}, optimizer state on {self.optimizer_state}"
@@ -58,6 +64,8 @@ def open_stores(
         folder: for what lives on disk.
     """
     stores: dict[Kind, LayerStore] = {}
+    # One queue for all that is on disk: a gradient replaces the one before only when the update by that one is there.
+    queue = TransferQueue("disk")
     groups: dict[tuple[Place, bool], dict[Kind, torch.dtype]] = {}
     for kind, dtype in dtypes.items():
         groups.setdefault((placement.of(kind), kind == "grad"), {})[kind] = dtype
@@ -68,6 +76,7 @@ def open_stores(
         elif place == "host":
             store = HostStore(layouts, kinds)
         else:
-            store = DiskStore(folder, "gradient" if is_gradient else "layer", layouts, kinds)
+            prefix = folder / ("gradient" if is_gradient else "layer")
+            store = DiskStore(prefix, layouts, kinds, queue, placement.is_durable)
         stores.update(dict.fromkeys(kinds, store))
     return stores

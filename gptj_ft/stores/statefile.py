@@ -106,6 +106,32 @@ class StateFile:
         return json.dumps({"__metadata__": metadata, **tensors}).encode()
 
 
+def layer_path(prefix: Path, layer: int) -> Path:
+    """Return the name of a layer's file: ``PREFIX-003.safetensors``."""
+    return prefix.with_name(f"{prefix.name}-{layer:03d}.safetensors")
+
+
+def sync(descriptor: int, path: Path) -> None:
+    """Have a file on the disk before anything that follows.
+
+    Raises:
+        ResourceError: the disk is full, or fails.
+    """
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise disk_error(error, str(path)) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder (what was created, renamed, removed) on the disk before anything that follows."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        sync(descriptor, folder)
+    finally:
+        os.close(descriptor)
+
+
 def write_bytes(descriptor: int, view: memoryview, offset: int) -> None:
     """Write all of a buffer at an offset.
 
