@@ -18,7 +18,8 @@ from gptj_ft.metrics import perplexity, score
 from gptj_ft.model import reading_stack
 from gptj_ft.recipe import Recipe
 from gptj_ft.run import Run
-from gptj_ft.trainer import check_lengths, validate
+from gptj_ft.session import check_lengths
+from gptj_ft.trainer import validate
 from gptj_ft.tuning import read_tuning
 
 

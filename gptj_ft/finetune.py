@@ -20,8 +20,9 @@ from gptj_ft.machine import choose_device, choose_dtype
 from gptj_ft.plan import Load, Plan, choose
 from gptj_ft.recipe import FREE_ON_RESUME, Recipe, Resolved, build, resolve
 from gptj_ft.run import Run, choose_folder, create_run
+from gptj_ft.session import Session, free_resources, make_session
 from gptj_ft.stores import Layout
-from gptj_ft.trainer import Session, TrainResult, free_resources, make_session, train
+from gptj_ft.trainer import TrainResult, train
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def resumed(folder: Path, flags: Mapping[str, Any], config: Path | None, assignm
     run = Run(folder.expanduser())
     saved = run.recipe()
     if is_model(run.model):
+        run.discard_state()  # left if the run was cut off in its last moment
         raise UsageError(f"{folder} is finished: its model is {run.model}; for more, finetune --model {run.model}")
     given = resolve(flags, config, assignments, environment={}, base=("run", {})).recipe
     changes = {key: getattr(given, key) for key in given.model_fields_set}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -18,13 +18,16 @@ PROCESS_BYTES = 500 * 2**20  # the interpreter, torch, transformers, the rows
 SAVED_PER_TOKEN = 20  # tensors of [tokens, width] that one block keeps for its backward, the MLP's counted by 4
 MATMUL_SHARE = 0.75  # of the measured rate that a whole step reaches
 DISK_RATE = 0.5e9  # bytes/s, assumed for a plain SSD
-FASTEST_FIRST = [
-    Placement("device", "device"),
-    Placement("device", "host"),
-    Placement("host", "host"),
-    Placement("device", "disk"),
-    Placement("host", "disk"),
-    Placement("disk", "disk"),
+FASTEST_FIRST: list[tuple[Place, Place]] = [
+    ("device", "device"),
+    ("device", "host"),
+    ("host", "device"),
+    ("host", "host"),
+    ("device", "disk"),
+    ("host", "disk"),
+    ("disk", "device"),
+    ("disk", "host"),
+    ("disk", "disk"),
 ]
 
 
@@ -111,18 +114,29 @@ def choose(recipe: Recipe, load: Load, free: Free, rate: float) -> Plan:
     Raises:
         ResourceError: nothing allowed fits; says by how much, and the two knobs that help most.
     """
-    allowed = [
-        placement
-        for placement in _candidates(free)
-        if recipe.weights in ("auto", placement.weights)
-        and recipe.optimizer_state in ("auto", placement.optimizer_state)
-    ] or [Placement(cast(Place, recipe.weights), cast(Place, recipe.optimizer_state))]
-    plans = [forecast(placement, load, recipe, rate) for placement in allowed]
+    plans = [forecast(placement, load, recipe, rate) for placement in candidates(recipe, free)]
     for plan in plans:
         if not shortage(plan, free):
             return plan
     leanest = plans[-1]
-    raise ResourceError(f"does not fit: {leanest.placement} {shortage(leanest, free)}; try {_knobs(leanest, free)}")
+    resource, lack = shortage(leanest, free) or ("", "")
+    raise ResourceError(f"does not fit: with {leanest.placement} it {lack}; try {_knobs(resource, recipe)}")
+
+
+def candidates(recipe: Recipe, free: Free) -> list[Placement]:
+    """Return the placements that the recipe allows, fastest first.
+
+    Where the device is the CPU, "host" is its own memory with a copy on top, and only for those who ask for it.
+    """
+
+    def allows(choice: str, place: Place) -> bool:
+        return choice == place or (choice == "auto" and not (free.is_shared and place == "host"))
+
+    return [
+        Placement(weights, state)
+        for weights, state in FASTEST_FIRST
+        if allows(recipe.weights, weights) and allows(recipe.optimizer_state, state)
+    ]
 
 
 def forecast(placement: Placement, load: Load, recipe: Recipe, rate: float) -> Plan:
@@ -172,28 +186,23 @@ def keeps_gradients(recipe: Recipe, placement: Placement) -> bool:
     return recipe.clip_norm is not None or placement.is_durable
 
 
-def shortage(plan: Plan, free: Free) -> str:
-    """Say what a plan lacks, or return an empty string."""
+def shortage(plan: Plan, free: Free) -> tuple[str, str] | None:
+    """Return what a plan lacks, memory or disk, and a sentence that says how much; ``None`` if it fits."""
     memory = plan.device_bytes + plan.host_bytes
     if free.is_shared and memory > free.device:
-        return f"needs {gigabytes(memory)} of memory, {gigabytes(free.device)} is free"
+        return "memory", f"needs {gigabytes(memory)} of memory, {gigabytes(free.device)} is free"
     if not free.is_shared and plan.device_bytes > free.device:
-        return f"needs {gigabytes(plan.device_bytes)} on the device, {gigabytes(free.device)} is free"
+        return "memory", f"needs {gigabytes(plan.device_bytes)} on the device, {gigabytes(free.device)} is free"
     if not free.is_shared and plan.host_bytes > free.host:
-        return f"needs {gigabytes(plan.host_bytes)} of host memory, {gigabytes(free.host)} is free"
+        return "memory", f"needs {gigabytes(plan.host_bytes)} of host memory, {gigabytes(free.host)} is free"
     if plan.disk_bytes > free.disk:
-        return f"needs {gigabytes(plan.disk_bytes)} of disk, {gigabytes(free.disk)} is free"
-    return ""
+        return "disk", f"needs {gigabytes(plan.disk_bytes)} of disk, {gigabytes(free.disk)} is free"
+    return None
 
 
 def gigabytes(size: float) -> str:
     """Return bytes as people read them."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
-
-
-def _candidates(free: Free) -> list[Placement]:
-    # On a CPU "host" is the device's own memory with a copy on top: never the better choice.
-    return [p for p in FASTEST_FIRST if not (free.is_shared and "host" in (p.weights, p.optimizer_state))]
 
 
 def _traffic(
@@ -210,9 +219,10 @@ def _traffic(
     return reads, writes
 
 
-def _knobs(plan: Plan, free: Free) -> str:
-    if plan.disk_bytes > free.disk:
-        return "--output on a larger disk, or --optimizer-state host if there is the memory"
-    if "device" in (plan.placement.weights, plan.placement.optimizer_state):
-        return "--weights auto --optimizer-state auto, which streams what does not fit"
-    return "--batch-size smaller, or --set micro_batch_tokens=512"
+def _knobs(resource: str, recipe: Recipe) -> str:
+    """Name the two options that help most."""
+    if resource == "disk":
+        return "--output on a larger disk, or --weights and --optimizer-state elsewhere"
+    if "auto" != recipe.weights != "disk" or "auto" != recipe.optimizer_state != "disk":
+        return "--weights auto --optimizer-state auto, which stream what does not fit"
+    return f"--batch-size below {recipe.batch_size}, or --max-length below {recipe.max_length}"

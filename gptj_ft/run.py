@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -58,6 +59,11 @@ class Run:
             raise UsageError(f"{self.folder} is not a run folder: it has no recipe.yaml")
         return build(load_options(self.recipe_file))
 
+    def discard_state(self) -> None:
+        """Remove what only an unfinished run needs: the model holds the result."""
+        for folder in (self.state, self.checkpoints):
+            shutil.rmtree(folder, ignore_errors=True)
+
     def log(self, line: str) -> None:
         """Add a line, with the time, to ``log.txt``."""
         with (self.folder / "log.txt").open("a", encoding="utf-8") as file:
@@ -80,8 +86,9 @@ class Run:
         return lines
 
     def forget_metrics_after(self, step: int) -> None:
-        """Drop the lines of steps that a resumed run will do again."""
-        kept = [json.dumps(line) for line in self.metrics() if line["step"] <= step]
+        """Drop the lines of what a run resumed after a step will do again."""
+        # A validation comes before the step that follows it, so the one at the last step is done again too.
+        kept = [json.dumps(line) for line in self.metrics() if line["step"] < step + ("loss" in line)]
         new = self.metrics_file.with_suffix(".new")
         new.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         os.replace(new, self.metrics_file)

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from gptj_ft.data.batches import Rows
 from gptj_ft.recipe import Recipe
 from gptj_ft.run import Run
-from gptj_ft.trainer import Session, make_session, train
+from gptj_ft.session import Session, make_session
+from gptj_ft.trainer import train
 
 OPERATIONS = ("pwritev", "fsync", "replace", "rename")
 SILENT = Console(file=io.StringIO())
@@ -99,7 +100,8 @@ def cut_and_resume(session: Session, run: Run, cuts: list[int]) -> None:
             Power(patch, last)
             with pytest.raises(PowerCut):
                 train(session, run, SILENT, quiet=True)
-    train(session, run, SILENT, quiet=True)
+    if not run.model.exists():  # the last operations come after the model is there
+        train(session, run, SILENT, quiet=True)
 
 
 @pytest.mark.parametrize("part", range(4))

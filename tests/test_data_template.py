@@ -189,7 +189,9 @@ def test_a_cut_keeps_the_longest_part_that_fits(tokenizer, document, monkeypatch
     ends = sorted({end for _, end in tokenizer(document, return_offsets_mapping=True)["offset_mapping"]})
     lengths = {end: len(tokenizer(template.replace("{a}", document[:end]))["input_ids"]) for end in ends}
     for max_length in range(lengths[ends[0]] + 12, lengths[ends[-1]], 7):
-        cut = Recipe(prompt=template, completion="{b}", fields={}, shorten="a", max_length=max_length)
+        cut = Recipe(
+            prompt=template, completion="{b}", fields={}, shorten="a", max_length=max_length, too_long="cut-end"
+        )
         encoded = encode(cut, tokenizer, {"a": document, "b": "x"})
         prompt = decode(tokenizer, encoded.documents[0][: encoded.prompt_length])
         part = prompt.removeprefix("Read.\n").removesuffix("\n\nSummary:")
@@ -210,7 +212,7 @@ def test_a_cut_falls_between_words_where_one_is_near(tokenizer, too_long):
 
 
 def test_a_field_used_twice_is_cut_alike_in_both_places(tokenizer):
-    twice = Recipe(prompt="[{a}]+[{a}]", completion="{b}", fields={}, shorten="a", max_length=60)
+    twice = Recipe(prompt="[{a}]+[{a}]", completion="{b}", fields={}, shorten="a", max_length=60, too_long="cut-end")
     encoded = encode(twice, tokenizer, {"a": WORDS * 9, "b": "x"})
     first, second = decode(tokenizer, encoded.documents[0][: encoded.prompt_length]).split("+")
     assert first == second

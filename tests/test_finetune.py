@@ -199,7 +199,9 @@ def test_a_killed_run_resumes_to_the_same_weights(
     assert_same_weights(Path("straight/model"), Path("killed/model"))
     assert num_steps_done(Path("killed")) == 60
     if place == "disk":
-        assert f"step {before}/60" not in done.err.replace(f"step {before + 1}/60", ""), "a finished step was lost"
+        # The line of a step is written just before its commit, so the step in flight may be done again, none before.
+        first = int(done.err.partition("\nstep ")[2].partition("/")[0])
+        assert first in (before, before + 1), "a committed step was lost"
 
 
 @pytest.mark.parametrize("place", ["device", "host"])

@@ -19,7 +19,7 @@ ORDER = [
     ("recipe", "layers", "home"),
     ("machine", "stores", "families", "formats", "data"),
     ("streaming", "plan", "tuning", "metrics", "tiny", "convert", "download", "inputs", "model"),
-    ("optimizer", "run", "progress", "checkpoint"),
+    ("optimizer", "run", "progress", "checkpoint", "session", "state"),
     ("trainer", "decoding"),
     ("finetune", "evaluate", "generate"),
     ("report",),

@@ -1,0 +1,95 @@
+"""All that training needs, gathered and planned: recipe, model, rows, steps, device, placement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gptj_ft import machine
+from gptj_ft.data.batches import Rows, rows_of_step, steps_per_epoch
+from gptj_ft.errors import UsageError
+from gptj_ft.families import Architecture, read_architecture
+from gptj_ft.formats.huggingface import check, open_checkpoint
+from gptj_ft.plan import Free, Load, Plan, choose
+from gptj_ft.recipe import Recipe
+from gptj_ft.stores import Layout
+
+
+@dataclass(frozen=True)
+class Session:
+    """All that `train` needs, resolved."""
+
+    recipe: Recipe
+    model: Path
+    architecture: Architecture
+    train: Rows
+    validation: Rows
+    data_sha256: str
+    num_steps: int
+    device: torch.device
+    dtype: torch.dtype
+    plan: Plan
+
+
+def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, data_sha256: str, folder: Path) -> Session:
+    """Derive the steps of a run and plan where everything goes.
+
+    Args:
+        recipe: the whole run.
+        model: folder of the model to start from.
+        train: rows to train on.
+        validation: rows to measure on; may be none.
+        data_sha256: digest of the file the rows came from.
+        folder: the run folder, for the free space of its disk.
+
+    Raises:
+        ResourceError: it cannot fit.
+        UsageError, DataError: a model folder that cannot be used.
+    """
+    architecture = read_architecture(model)
+    check_lengths(recipe, architecture)
+    with open_checkpoint(model) as weights:
+        check(architecture, weights)
+    device = machine.choose_device(recipe.device)
+    dtype = machine.choose_dtype(recipe.precision, device)
+    per_epoch = steps_per_epoch(len(train), recipe.batch_size)
+    num_steps = recipe.max_steps or max(1, round(recipe.epochs * per_epoch))
+    lengths = [len(document) for document in train.documents]
+    sizes = [
+        sum(lengths[row] for row in rows_of_step(step, len(train), recipe.batch_size, recipe.seed))
+        for step in range(min(num_steps, per_epoch))
+    ]
+    load = Load(
+        layouts=[Layout.of(layer) for layer in architecture.layers()],
+        width=architecture.config.n_embd,
+        dtype=dtype,
+        micro_batch_tokens=max(recipe.micro_batch_tokens, max(lengths)),
+        step_tokens=max(sizes),
+        mean_step_tokens=sum(sizes) / len(sizes),
+        mean_step_targets=(sum(lengths) - sum(train.prompt_lengths)) / per_epoch,
+        num_steps=num_steps,
+    )
+    plan = choose(recipe, load, free_resources(device, folder), machine.matmul_rate(device, dtype))
+    return Session(recipe, model, architecture, train, validation, data_sha256, num_steps, device, dtype, plan)
+
+
+def free_resources(device: torch.device, folder: Path) -> Free:
+    """Return what this machine has left for a run."""
+    host = machine.free_memory(torch.device("cpu"))
+    is_shared = device.type == "cpu"
+    return Free(host if is_shared else machine.free_memory(device), host, machine.free_disk(folder), is_shared)
+
+
+def check_lengths(recipe: Recipe, architecture: Architecture) -> None:
+    """Refuse rows longer than the model was made for.
+
+    Raises:
+        UsageError: ``max_length`` is above the model's context.
+    """
+    if recipe.max_length > architecture.config.n_positions:
+        raise UsageError(
+            f"max_length {recipe.max_length} is above the model's context of {architecture.config.n_positions} tokens: "
+            f"type --max-length {architecture.config.n_positions}"
+        )

@@ -1,0 +1,85 @@
+"""Where the state of a run comes from: the model it starts from, a checkpoint, or the last commit of a run on disk."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+from gptj_ft import checkpoint
+from gptj_ft.formats.huggingface import open_checkpoint
+from gptj_ft.model import load_weights, training_stack
+from gptj_ft.optimizer import AdamW, Update
+from gptj_ft.plan import keeps_gradients
+from gptj_ft.run import Run, read_json
+from gptj_ft.session import Session
+from gptj_ft.stores.placement import Placement
+from gptj_ft.streaming import LayerStack
+
+
+def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str, Any]]:
+    """Open the stores of a run and fill them: from where it stopped, else from the model it starts from.
+
+    Returns: the stack, the optimizer at the run's step, and the facts that go into every commit and checkpoint.
+    """
+    commit, is_durable = checkpoint.committed(run), session.plan.placement.is_durable
+    if commit and not is_durable:  # the session before had the state on disk, this one has not
+        settle(session, run, commit)
+        commit = None
+    if not commit:
+        shutil.rmtree(run.state, ignore_errors=True)  # without a commit it is scratch, or half of a beginning
+    facts: dict[str, Any] = {"loss_before": None}
+    stack = open_stack(session, run, session.plan.placement)
+    try:
+        if commit:
+            optimizer = resume_optimizer(session, run, stack, commit)
+            facts |= commit["facts"]
+        elif saved := checkpoint.checkpoints(run):
+            manifest = read_json(saved[-1] / checkpoint.MANIFEST)
+            checkpoint.restore(saved[-1], stack, manifest["step"])
+            optimizer = AdamW(stack, session.recipe, manifest["step"])
+            facts |= manifest["facts"]
+        else:
+            with open_checkpoint(session.model) as weights:
+                load_weights(stack, session.architecture, weights)
+            optimizer = AdamW(stack, session.recipe)
+        if is_durable and not commit:
+            checkpoint.commit(run, optimizer.step, None, facts)
+            shutil.rmtree(run.checkpoints, ignore_errors=True)
+        run.forget_metrics_after(optimizer.step)
+    except BaseException:
+        stack.close()
+        raise
+    return stack, optimizer, facts
+
+
+def open_stack(session: Session, run: Run, placement: Placement) -> LayerStack:
+    """Open the stores of a run, filled or not."""
+    keep_gradients = keeps_gradients(session.recipe, placement)
+    return training_stack(
+        session.architecture,
+        placement,
+        session.dtype,
+        session.device,
+        run.state,
+        session.recipe.read_ahead,
+        keep_gradients,
+    )
+
+
+def resume_optimizer(session: Session, run: Run, stack: LayerStack, commit: dict[str, Any]) -> AdamW:
+    """Return the optimizer of a run on disk as of its last commit."""
+    optimizer = AdamW(stack, session.recipe, commit["step"])
+    if commit["update"]:
+        behind = checkpoint.layers_behind(run, stack, commit["step"])
+        optimizer.resume(Update(**commit["update"]), behind)
+    return optimizer
+
+
+def settle(session: Session, run: Run, commit: dict[str, Any]) -> None:
+    """Bring every layer of a run on disk to its last commit, and make the folder a checkpoint."""
+    stack = open_stack(session, run, Placement("disk", "disk"))
+    try:
+        resume_optimizer(session, run, stack, commit).flush()
+    finally:
+        stack.close()
+    checkpoint.turn_into_checkpoint(run, commit["step"], commit["facts"])
