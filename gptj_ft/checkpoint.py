@@ -27,7 +27,8 @@ from gptj_ft.errors import DataError, ResourceError
 from gptj_ft.optimizer import Update
 from gptj_ft.run import Run, read_json, write_json
 from gptj_ft.stores import Kind
-from gptj_ft.stores.statefile import StateFile, disk_error, layer_path, sync, sync_folder
+from gptj_ft.stores.blockio import disk_error, open_direct, sync, sync_folder
+from gptj_ft.stores.statefile import StateFile, layer_path
 from gptj_ft.streaming import LayerStack, Visit, stream
 
 MANIFEST = "manifest.json"
@@ -138,7 +139,7 @@ def restore(folder: Path, stack: LayerStack, step: int) -> None:
         if form.check(path) != step:
             raise DataError(f"{path} is not of step {step}")
     for loaded in stream(stack, [Visit(layer, (), kinds) for layer in range(len(stack.layers))]):
-        descriptor = os.open(layer_path(folder / "layer", loaded.index), os.O_RDONLY)
+        descriptor = open_direct(layer_path(folder / "layer", loaded.index), os.O_RDONLY)
         try:
             for kind in kinds:
                 target = loaded.tensors[kind]
@@ -158,7 +159,7 @@ def _write_layers(folder: Path, stack: LayerStack, step: int) -> None:
     forms = _forms(stack, kinds)
     for loaded in stream(stack, [Visit(layer, kinds) for layer in range(len(stack.layers))]):
         path = layer_path(folder / "layer", loaded.index)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        descriptor = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             for kind in kinds:
                 forms[loaded.index].write(descriptor, kind, loaded.tensors[kind].cpu())

@@ -25,6 +25,7 @@ class StepReport:
         tokens: all tokens of the step.
         target_tokens: those with a loss.
         seconds: wall time of the step.
+        waited_seconds: of them, what the computation stood still for the stores.
         memory_bytes: resident memory of the process, or on CUDA the peak on the device.
     """
 
@@ -35,6 +36,7 @@ class StepReport:
     tokens: int
     target_tokens: int
     seconds: float
+    waited_seconds: float
     memory_bytes: int
 
 
@@ -69,9 +71,10 @@ class StepProgress:
         seconds = sum(seconds for _, seconds in self._recent)
         rate = sum(tokens for tokens, _ in self._recent) / seconds
         remaining = (self._num_steps - report.step) * seconds / len(self._recent)
+        stall = report.waited_seconds / report.seconds
         line = (
             f"loss {report.loss:.4f}  lr {report.lr:.2e}  norm {report.grad_norm:.2f}  {rate:,.0f} target tokens/s  "
-            f"{clock(remaining)} left  {report.memory_bytes / 1e9:.1f} GB"
+            f"{clock(remaining)} left  {report.memory_bytes / 1e9:.1f} GB" + (f"  waiting {stall:.0%}" if stall else "")
         )
         whole = f"step {report.step}/{self._num_steps}  {line}"
         if self._bar:

@@ -12,6 +12,7 @@ from gptj_ft.optimizer import AdamW, Update
 from gptj_ft.plan import keeps_gradients
 from gptj_ft.run import Run, read_json
 from gptj_ft.session import Session
+from gptj_ft.stores.blockio import takes_direct
 from gptj_ft.stores.placement import Placement
 from gptj_ft.streaming import LayerStack
 
@@ -29,6 +30,8 @@ def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str,
         shutil.rmtree(run.state, ignore_errors=True)  # without a commit it is scratch, or half of a beginning
     facts: dict[str, Any] = {"loss_before": None}
     stack = open_stack(session, run, session.plan.placement)
+    if run.state.is_dir() and not takes_direct(run.state):
+        run.log(f"{run.state} is on a file system without direct I/O: transfers go through the page cache")
     try:
         if commit:
             optimizer = resume_optimizer(session, run, stack, commit)

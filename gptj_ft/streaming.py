@@ -11,9 +11,11 @@ many micro-batches there are. While a layer computes, the next one is being read
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
@@ -91,6 +93,8 @@ class LayerStack:
     def __post_init__(self) -> None:
         self.layouts = [Layout.of(layer) for layer in self.layers]
         self._slots: dict[Kind, list[Slot]] = {}
+        self.waited_seconds = 0.0
+        """Time that the computation has stood still for the stores."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -116,8 +120,18 @@ class LayerStack:
 
     def drain(self) -> None:
         """Wait until every store holds what was written to it."""
-        for store in self.unique_stores():
-            store.drain()
+        with self.waiting():
+            for store in self.unique_stores():
+                store.drain()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time spent inside as waiting for the stores."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_seconds += time.perf_counter() - start
 
     def close(self) -> None:
         """Stop the stores and give their memory and the slots back."""
@@ -180,8 +194,9 @@ def stream(stack: LayerStack, visits: Sequence[Visit]) -> Iterator[Loaded]:
                 assert store is not None
                 transfers[kind] = store.read(kind, visit.layer, buffer, writes)
             else:
-                for write in writes:
-                    write.result()
+                with stack.waiting():
+                    for write in writes:
+                        write.result()
                 transfers[kind] = finished(buffer)
         return visit, transfers, slots
 
@@ -197,7 +212,8 @@ def stream(stack: LayerStack, visits: Sequence[Visit]) -> Iterator[Loaded]:
         ):
             queue.append(fetch(upcoming.popleft()))
         visit, transfers, slots = queue.popleft()
-        tensors = {kind: transfer.result() for kind, transfer in transfers.items()}
+        with stack.waiting():
+            tensors = {kind: transfer.result() for kind, transfer in transfers.items()}
         index = visit.layer
         yield Loaded(index, stack.layers[index], stack.layouts[index], tensors, slots, stack.stores)
 

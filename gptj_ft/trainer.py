@@ -83,7 +83,7 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
                 if is_end:
                     break
 
-                step_started = time.monotonic()
+                step_started, waited = time.monotonic(), stack.waited_seconds
                 rows = rows_of_step(optimizer.step, len(session.train), recipe.batch_size, recipe.seed)
                 batches = [batch.to(session.device) for batch in session.train.batches(rows, budget)]
                 lr = schedule.lr(optimizer.step + 1)
@@ -95,7 +95,7 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
                 seconds = time.monotonic() - step_started
                 report = StepReport(
                     optimizer.step, loss.mean, lr, grad_norm, sum(len(batch.tokens_T) for batch in batches),
-                    loss.num_targets, seconds, used_memory(session.device),
+                    loss.num_targets, seconds, stack.waited_seconds - waited, used_memory(session.device),
                 )  # fmt: skip
                 # Before the commit: a line too many is dropped on resume, a line too few would be missing for good.
                 run.append_metrics(asdict(report))

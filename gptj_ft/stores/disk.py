@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from gptj_ft.stores import Kind, Layout
+from gptj_ft.stores.blockio import disk_error, open_direct, sync, sync_folder
 from gptj_ft.stores.queue import TransferQueue
-from gptj_ft.stores.statefile import StateFile, disk_error, layer_path, sync, sync_folder
+from gptj_ft.stores.statefile import StateFile, layer_path
 
 
 class DiskStore:
@@ -47,7 +48,7 @@ class DiskStore:
         def load() -> Tensor:
             assert layer not in self._open, f"layer {layer} is read between its write and its commit"
             staging = out if out.device.type == "cpu" else torch.empty_like(out, device="cpu", pin_memory=True)
-            descriptor = os.open(self._paths[layer], os.O_RDONLY)
+            descriptor = open_direct(self._paths[layer], os.O_RDONLY)
             try:
                 self._files[layer].read(descriptor, kind, staging)
             finally:
@@ -95,7 +96,7 @@ class DiskStore:
 
     def _create(self, layer: int) -> int:
         try:
-            descriptor = os.open(self._new(layer), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            descriptor = open_direct(self._new(layer), os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             os.truncate(descriptor, self._files[layer].num_bytes)
         except OSError as error:
             raise disk_error(error, str(self._new(layer))) from error

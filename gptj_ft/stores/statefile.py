@@ -8,9 +8,7 @@ Format: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,10 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gptj_ft.errors import DataError, ResourceError
-from gptj_ft.stores import Kind, Layout
+from gptj_ft.errors import DataError
+from gptj_ft.stores import Kind, Layout, allocate
+from gptj_ft.stores.blockio import PAGE, read_bytes, write_bytes
 
-PAGE = 4096
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
@@ -55,7 +53,10 @@ class StateFile:
         """Write the header, stamped with the step."""
         text = self._header(step)
         body = text.ljust(self.header_bytes - 8)
-        write_bytes(descriptor, memoryview(struct.pack("<Q", len(body)) + body), 0)
+        page = allocate(self.header_bytes, torch.uint8, torch.device("cpu"))  # aligned, as direct transfers must be
+        view = _bytes_of(page)
+        view[:] = struct.pack("<Q", len(body)) + body
+        write_bytes(descriptor, view, 0)
 
     def write(self, descriptor: int, kind: Kind, values: Tensor) -> None:
         """Write one kind's flat tensor."""
@@ -67,12 +68,10 @@ class StateFile:
         Raises:
             DataError: the file ends early.
         """
-        view, offset = _bytes_of(out), self.offsets[kind]
-        while view:
-            count = os.preadv(descriptor, [view[: 1 << 30]], offset)
-            if count == 0:
-                raise DataError(f"state file is cut short: {kind} ends {len(view)} bytes early")
-            view, offset = view[count:], offset + count
+        view = _bytes_of(out)
+        count = read_bytes(descriptor, view, self.offsets[kind])
+        if count < len(view):
+            raise DataError(f"state file is cut short: {kind} lacks {len(view) - count} bytes")
 
     def check(self, path: Path) -> int:
         """Return the step stamped in a file.
@@ -109,48 +108,6 @@ class StateFile:
 def layer_path(prefix: Path, layer: int) -> Path:
     """Return the name of a layer's file: ``PREFIX-003.safetensors``."""
     return prefix.with_name(f"{prefix.name}-{layer:03d}.safetensors")
-
-
-def sync(descriptor: int, path: Path) -> None:
-    """Have a file on the disk before anything that follows.
-
-    Raises:
-        ResourceError: the disk is full, or fails.
-    """
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise disk_error(error, str(path)) from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder (what was created, renamed, removed) on the disk before anything that follows."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        sync(descriptor, folder)
-    finally:
-        os.close(descriptor)
-
-
-def write_bytes(descriptor: int, view: memoryview, offset: int) -> None:
-    """Write all of a buffer at an offset.
-
-    Raises:
-        ResourceError: the disk is full, or fails.
-    """
-    try:
-        while view:
-            count = os.pwritev(descriptor, [view[: 1 << 30]], offset)
-            view, offset = view[count:], offset + count
-    except OSError as error:
-        raise disk_error(error, "the state of the run") from error
-
-
-def disk_error(error: OSError, what: str) -> ResourceError:
-    """Say in one line why something could not be written."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ResourceError(f"no space left on the disk while writing {what}; free some and resume the run")
-    return ResourceError(f"cannot write {what}: {error.strerror or error}")
 
 
 def _bytes_of(values: Tensor) -> memoryview:

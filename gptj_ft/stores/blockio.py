@@ -1,0 +1,124 @@
+"""Large reads and writes: aligned, several in flight, past the page cache where the file system allows it.
+
+A disk behind a virtual machine or a flash controller reaches its rate only with several requests in flight, and the
+page cache costs a copy and, on gigabytes that are read once a step, gives nothing back.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from gptj_ft.errors import ResourceError
+
+PAGE = 4096
+REQUEST_BYTES = 4 * 2**20
+REQUESTS_IN_FLIGHT = 8
+
+_readers = ThreadPoolExecutor(REQUESTS_IN_FLIGHT, thread_name_prefix="read")
+_writers = ThreadPoolExecutor(REQUESTS_IN_FLIGHT, thread_name_prefix="write")
+
+
+def open_direct(path: Path, flags: int) -> int:
+    """Open a file past the page cache; through it where the file system or the platform does not take that.
+
+    Transfers must start and end on pages, in the file and in memory.
+    """
+    direct = getattr(os, "O_DIRECT", 0)
+    try:
+        return os.open(path, flags | direct, 0o644)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not direct:
+            raise
+        return os.open(path, flags, 0o644)
+
+
+def takes_direct(folder: Path) -> bool:
+    """Tell whether files in a folder can be opened past the page cache."""
+    probe = folder / ".direct"
+    try:
+        os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
+    except (OSError, AttributeError):
+        return False
+    finally:
+        probe.unlink(missing_ok=True)
+    return True
+
+
+def read_bytes(descriptor: int, view: memoryview, offset: int) -> int:
+    """Read into a buffer; return how many bytes the file had for it."""
+
+    def read(part: memoryview, at: int) -> int:
+        done = 0
+        while done < len(part):
+            count = os.preadv(descriptor, [part[done:]], at + done)
+            if count == 0:
+                break
+            done += count
+        return done
+
+    return sum(_in_requests(_readers, read, view, offset))
+
+
+def write_bytes(descriptor: int, view: memoryview, offset: int) -> None:
+    """Write all of a buffer.
+
+    Raises:
+        ResourceError: the disk is full, or fails.
+    """
+
+    def write(part: memoryview, at: int) -> int:
+        done = 0
+        while done < len(part):
+            done += os.pwritev(descriptor, [part[done:]], at + done)
+        return done
+
+    try:
+        _in_requests(_writers, write, view, offset)
+    except OSError as error:
+        raise disk_error(error, "the state of the run") from error
+
+
+def sync(descriptor: int, path: Path) -> None:
+    """Have a file on the disk before anything that follows.
+
+    Raises:
+        ResourceError: the disk is full, or fails.
+    """
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise disk_error(error, str(path)) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder (what was created, renamed, removed) on the disk before anything that follows."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        sync(descriptor, folder)
+    finally:
+        os.close(descriptor)
+
+
+def disk_error(error: OSError, what: str) -> ResourceError:
+    """Say in one line why something could not be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ResourceError(f"no space left on the disk while writing {what}; free some and resume the run")
+    return ResourceError(f"cannot write {what}: {error.strerror or error}")
+
+
+def _in_requests(
+    pool: ThreadPoolExecutor, transfer: Callable[[memoryview, int], int], view: memoryview, offset: int
+) -> list[int]:
+    """Cut a transfer into requests, several of which are under way at a time; what one of them raises is raised."""
+    starts = range(0, len(view), REQUEST_BYTES)
+    if len(starts) <= 1:
+        return [transfer(view, offset)]
+    requests = [pool.submit(transfer, view[start : start + REQUEST_BYTES], offset + start) for start in starts]
+    failed = [error for request in requests if (error := request.exception())]  # waits for all of them
+    if failed:
+        raise failed[0]
+    return [request.result() for request in requests]
