@@ -21,7 +21,7 @@ SHAPE = {"vocab_size": 4096, "n_positions": 2048, "n_embd": 4096, "n_layer": 4, 
 ROW = 256  # tokens a document, all of them but the first trained on
 
 
-def run_variant(place: str, tokens: int, steps: int, work: Path) -> dict[str, object]:
+def run_variant(place: str, tokens: int, steps: int, work: Path, read_ahead: int) -> dict[str, object]:
     """Train some steps in one placement; return what was measured."""
     import torch
 
@@ -37,7 +37,7 @@ def run_variant(place: str, tokens: int, steps: int, work: Path) -> dict[str, ob
     layers = family.build_layers(family.read_config(SHAPE))
     dtypes = training_dtypes(torch.float32)
     stores = open_stores(Placement(place, place), [Layout.of(x) for x in layers], dtypes, device, work / place)  # type: ignore[arg-type]
-    stack = LayerStack(layers, dtypes, stores, device)
+    stack = LayerStack(layers, dtypes, stores, device, read_ahead)
     generator = torch.Generator().manual_seed(0)
     kinds = ("weight", "exp_avg", "exp_avg_sq")
     for loaded in stream(stack, [Visit(layer, (), kinds) for layer in range(len(layers))]):
@@ -54,13 +54,13 @@ def run_variant(place: str, tokens: int, steps: int, work: Path) -> dict[str, ob
     optimizer = AdamW(stack, Recipe())
     seconds, waited, losses = [], [], []
     for _ in range(steps):
-        start, before = time.perf_counter(), getattr(stack, "waited_seconds", 0.0)
+        start, before = time.perf_counter(), stack.waited_seconds
         optimizer.begin(1e-5)
         losses.append(train_step(stack, optimizer, batches).mean)
         optimizer.end()
         stack.drain()
         seconds.append(time.perf_counter() - start)
-        waited.append(getattr(stack, "waited_seconds", 0.0) - before)
+        waited.append(stack.waited_seconds - before)
         print(f"{place}: step {seconds[-1]:.1f} s, waiting {waited[-1]:.1f} s", file=sys.stderr, flush=True)
     stack.close()
     blocks = sum(layout.num_parameters for layout in stack.layouts[1:-1])
@@ -81,25 +81,25 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--read-ahead", type=int, default=1)
     parser.add_argument("--places", default="device,disk")
     parser.add_argument("--variant", help="used by the script itself")
     arguments = parser.parse_args()
     if arguments.variant:
-        print(json.dumps(run_variant(arguments.variant, arguments.tokens, arguments.steps, arguments.work)))
+        settings = (arguments.tokens, arguments.steps, arguments.work, arguments.read_ahead)
+        print(json.dumps(run_variant(arguments.variant, *settings)))
         return
     results = {}
     for place in arguments.places.split(","):
-        options = [
-            "--work",
-            arguments.work,
-            "--tokens",
-            arguments.tokens,
-            "--steps",
-            arguments.steps,
-            "--variant",
-            place,
-        ]
-        done = subprocess.run([sys.executable, __file__, *map(str, options)], check=True, stdout=subprocess.PIPE)
+        options = {
+            "--work": arguments.work,
+            "--tokens": arguments.tokens,
+            "--steps": arguments.steps,
+            "--read-ahead": arguments.read_ahead,
+            "--variant": place,
+        }
+        words = [str(word) for option in options.items() for word in option]
+        done = subprocess.run([sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE)
         results[place] = json.loads(done.stdout)
     for place, result in results.items():
         steady = result["seconds"][1:]

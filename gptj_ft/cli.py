@@ -12,12 +12,30 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gptj_ft import __version__
 from gptj_ft.errors import GptjFtError, ResourceError, UsageError
+from gptj_ft.options import (
+    Assignments,
+    BatchSize,
+    Config,
+    Data,
+    Device,
+    Epochs,
+    Json,
+    MaxLength,
+    MaxSteps,
+    Model,
+    OptimizerState,
+    Precision,
+    RecipeName,
+    Seed,
+    Weights,
+    option_of,
+)
 from gptj_ft.recipe import Recipe, Resolved, resolve
 
 if TYPE_CHECKING:
@@ -26,32 +44,6 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 recipes_app = typer.Typer(no_args_is_help=True, help="The presets: list them, show one.")
 app.add_typer(recipes_app, name="recipes")
-
-
-def _option(field: str) -> Any:
-    """Make a flag of a recipe's option; its meaning, choices and default are written there and nowhere else."""
-    info = Recipe.model_fields[field]
-    choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
-    facts = [*([" | ".join(choices)] if choices else []), *([f"default {info.default}"] if info.default else [])]
-    text = (info.description or "") + (f" [{'; '.join(facts)}]" if facts else "")
-    return typer.Option("--" + field.replace("_", "-"), help=text)
-
-
-RecipeName = Annotated[str | None, _option("recipe")]
-Data = Annotated[str | None, _option("data")]
-Model = Annotated[str | None, _option("model")]
-BatchSize = Annotated[int | None, _option("batch_size")]
-MaxLength = Annotated[int | None, _option("max_length")]
-MaxSteps = Annotated[int | None, _option("max_steps")]
-Epochs = Annotated[float | None, _option("epochs")]
-Seed = Annotated[int | None, _option("seed")]
-Device = Annotated[str | None, _option("device")]
-Precision = Annotated[str | None, _option("precision")]
-Weights = Annotated[str | None, _option("weights")]
-OptimizerState = Annotated[str | None, _option("optimizer_state")]
-Config = Annotated[Path | None, typer.Option("--config", help="YAML file of options")]
-Assignments = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="any option of a recipe")]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 
 
 @app.callback(invoke_without_command=True)
@@ -142,7 +134,7 @@ def convert(
 
 @app.command("prepare-data")
 def prepare_data(
-    data: Annotated[str, _option("data")],
+    data: Annotated[str, option_of("data")],
     output: Annotated[Path | None, typer.Option("--output", help="new folder; default DATA.prepared")] = None,
     recipe: RecipeName = None,
     model: Model = None,
@@ -183,11 +175,11 @@ def prepare_data(
 def finetune(
     recipe: RecipeName = None,
     data: Data = None,
-    val_data: Annotated[str | None, _option("val_data")] = None,
+    val_data: Annotated[str | None, option_of("val_data")] = None,
     model: Model = None,
-    output: Annotated[str | None, _option("output")] = None,
-    method: Annotated[str | None, _option("method")] = None,
-    lr: Annotated[float | None, _option("lr")] = None,
+    output: Annotated[str | None, option_of("output")] = None,
+    method: Annotated[str | None, option_of("method")] = None,
+    lr: Annotated[float | None, option_of("lr")] = None,
     epochs: Epochs = None,
     max_steps: MaxSteps = None,
     batch_size: BatchSize = None,

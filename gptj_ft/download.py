@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from gptj_ft import home
 from gptj_ft.errors import NetworkError, ResourceError, UsageError
+from gptj_ft.hub import hub_errors
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -109,7 +110,7 @@ def download(
         raise UsageError(f"cannot download {repository} with --offline; leave it out, or name a model folder")
     api = _api(endpoint)
     folder = target or home.download_folder(repository)
-    with _network(repository, api.endpoint):
+    with hub_errors(repository, api.endpoint):
         info = api.model_info(repository, revision=revision, files_metadata=True, timeout=LISTING_SECONDS)
     files, commit = _needed(repository, info), str(info.sha)
     license_tag = next((tag.removeprefix("license:") for tag in info.tags or [] if tag.startswith("license:")), "")
@@ -124,7 +125,7 @@ def download(
         _check_space(folder, fetched)
     bar = _Bar(total - fetched, total, progress)
     for file in missing:
-        with _writing(folder), _network(repository, api.endpoint):
+        with _writing(folder), hub_errors(repository, api.endpoint):
             _fetch(api, repository, commit, folder, file, bar)
     return DownloadReport(folder, files, commit, license_tag, total, fetched)
 
@@ -262,48 +263,6 @@ class _Bar:
 
     def __exit__(self, *exception: object) -> None:
         pass
-
-
-@contextmanager
-def _network(repository: str, endpoint: str) -> Iterator[None]:
-    """Turn what goes wrong between here and the Hub into one line and what to do."""
-    from huggingface_hub import errors
-
-    again = "type the same command again later, it goes on where it stopped"
-    try:
-        yield
-    except errors.HFValidationError as error:
-        raise UsageError(f"'{repository}' is not a repository's name; write owner/name") from error
-    except errors.OfflineModeIsEnabled as error:
-        raise UsageError(f"cannot download {repository}: HF_HUB_OFFLINE is set in the environment; unset it") from error
-    except errors.GatedRepoError as error:
-        raise NetworkError(
-            f"{repository} is gated: accept its terms at {endpoint}/{repository}, then set HF_TOKEN to your token"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise NetworkError(
-            f"no repository {repository} at {endpoint}: check the name; if it is private, set HF_TOKEN to your token"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise NetworkError(f"{repository} has no such revision; look at {endpoint}/{repository}/tree/main") from error
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        raise NetworkError(f"{endpoint} answered {status} for {repository}; {_advice(status, again)}") from error
-    except errors.HTTPError as error:  # type: ignore[attr-defined]  # the HTTP client's own root
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise NetworkError(f"no connection to {endpoint} ({reason}); check the network and {again}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise NetworkError(
-            f"{endpoint} does not answer as a Hugging Face Hub; check HF_ENDPOINT and proxies"
-        ) from error
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        raise NetworkError(f"transfer from {endpoint} incomplete; {again}") from error
-
-
-def _advice(status: int, again: str) -> str:
-    return "check the name, and set HF_TOKEN to a token that may read it" if status in (401, 403) else again
 
 
 @contextmanager

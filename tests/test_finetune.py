@@ -104,6 +104,11 @@ def test_a_run_leaves_its_recipe_metrics_log_and_environment_and_no_scratch(shel
     assert "# command line" in run.recipe_file.read_text(encoding="utf-8")
 
 
+def timeless(lines: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Leave out what differs between two runs of the same numbers."""
+    return [{k: v for k, v in line.items() if k not in ("seconds", "waited_seconds", "memory_bytes")} for line in lines]
+
+
 @pytest.mark.parametrize("place", ["device", "host", "disk"])
 @pytest.mark.parametrize("clip", ["1.0", "null"])
 def test_stopping_and_resuming_equals_a_straight_run_to_the_bit(
@@ -134,12 +139,7 @@ def test_stopping_and_resuming_equals_a_straight_run_to_the_bit(
     assert done.code == 0, done.err
     assert_same_weights(Path("straight/model"), Path("stopped/model"))
     straight, stopped = Run(Path("straight")).metrics(), Run(Path("stopped")).metrics()
-    timeless = [
-        {k: v for k, v in line.items() if k not in ("seconds", "waited_seconds", "memory_bytes")} for line in straight
-    ]
-    assert timeless == [
-        {k: v for k, v in line.items() if k not in ("seconds", "waited_seconds", "memory_bytes")} for line in stopped
-    ]
+    assert timeless(straight) == timeless(stopped)
 
 
 def test_resume_with_another_placement_and_read_ahead_changes_no_bit(shell, rows_file: Path, monkeypatch) -> None:

@@ -16,13 +16,13 @@ PACKAGE = ROOT / "gptj_ft"
 # Each module may import modules of its own line and of the lines above.
 ORDER = [
     ("__init__", "errors"),
-    ("recipe", "layers", "home"),
+    ("recipe", "layers", "home", "hub"),
     ("machine", "stores", "families", "formats", "data"),
     ("streaming", "plan", "tuning", "metrics", "tiny", "convert", "download", "inputs", "model"),
     ("optimizer", "run", "progress", "checkpoint", "session", "state"),
     ("trainer", "decoding"),
     ("finetune", "evaluate", "generate"),
-    ("report",),
+    ("report", "options"),
     ("cli",),
     ("__main__",),
 ]
