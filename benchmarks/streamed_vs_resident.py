@@ -29,9 +29,10 @@ def run_variant(place: str, tokens: int, steps: int, work: Path, read_ahead: int
     from gptj_ft.families import families
     from gptj_ft.optimizer import AdamW
     from gptj_ft.recipe import Recipe
+    from gptj_ft.stack import LayerStack, Visit
     from gptj_ft.stores import Layout
     from gptj_ft.stores.placement import Placement, open_stores, training_dtypes
-    from gptj_ft.streaming import LayerStack, Visit, stream, train_step
+    from gptj_ft.streaming import stream, train_step
 
     family, device = families()["gptj"], torch.device("cpu")
     layers = family.build_layers(family.read_config(SHAPE))

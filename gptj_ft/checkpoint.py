@@ -26,10 +26,11 @@ from typing import Any
 from gptj_ft.errors import DataError, ResourceError
 from gptj_ft.optimizer import Update
 from gptj_ft.run import Run, read_json, write_json
+from gptj_ft.stack import LayerStack, Visit
 from gptj_ft.stores import Kind
 from gptj_ft.stores.blockio import disk_error, open_direct, sync, sync_folder
 from gptj_ft.stores.statefile import StateFile, layer_path
-from gptj_ft.streaming import LayerStack, Visit, stream
+from gptj_ft.streaming import stream
 
 MANIFEST = "manifest.json"
 COMMIT = "commit.json"

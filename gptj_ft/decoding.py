@@ -17,7 +17,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from gptj_ft.families import Architecture
 from gptj_ft.layers import KVCache, pack
 from gptj_ft.recipe import Generation
-from gptj_ft.streaming import LayerStack, next_token_logits
+from gptj_ft.stack import LayerStack
+from gptj_ft.streaming import next_token_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -28,15 +28,7 @@ if TYPE_CHECKING:
 
 SOURCE = "source.json"
 CONFIG = "config.json"
-COMPANIONS = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
+COMPANIONS = ("generation_config.json", *home.TOKENIZER_FILES)
 # Best first; of a form in shards, the index and what the pattern matches.
 WEIGHTS = (
     ("model.safetensors", r"model\.safetensors"),

@@ -10,6 +10,15 @@ from gptj_ft.errors import UsageError, did_you_mean
 
 DEFAULT_REPOSITORY = "EleutherAI/gpt-j-6b"
 RUNS = Path("runs")
+# What a tokenizer may consist of, in Hugging Face's form.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 
 
 def home() -> Path:

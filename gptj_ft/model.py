@@ -11,11 +11,12 @@ import torch
 from gptj_ft.families import Architecture, read_architecture
 from gptj_ft.formats.huggingface import Checkpoint, check, layer_tensors, open_checkpoint
 from gptj_ft.machine import free_memory
+from gptj_ft.stack import LayerStack, Visit
 from gptj_ft.stores import Kind, Layout
 from gptj_ft.stores.device import DeviceStore
 from gptj_ft.stores.folder import FolderStore
 from gptj_ft.stores.placement import Placement, open_stores, training_dtypes
-from gptj_ft.streaming import LayerStack, Visit, stream
+from gptj_ft.streaming import stream
 
 
 def training_stack(

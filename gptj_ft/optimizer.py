@@ -16,8 +16,9 @@ from torch import Tensor
 
 from gptj_ft.errors import GptjFtError
 from gptj_ft.recipe import Recipe
+from gptj_ft.stack import LayerStack, Loaded, Visit
 from gptj_ft.stores import Kind
-from gptj_ft.streaming import LayerStack, Loaded, Visit, stream
+from gptj_ft.streaming import stream
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from gptj_ft.optimizer import AdamW, Update
 from gptj_ft.plan import keeps_gradients
 from gptj_ft.run import Run, read_json
 from gptj_ft.session import Session
+from gptj_ft.stack import LayerStack
 from gptj_ft.stores.blockio import takes_direct
 from gptj_ft.stores.placement import Placement
-from gptj_ft.streaming import LayerStack
 
 
 def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str, Any]]:

@@ -22,8 +22,9 @@ from gptj_ft.optimizer import Schedule
 from gptj_ft.progress import StepProgress, StepReport
 from gptj_ft.run import Run, record_environment
 from gptj_ft.session import Session
+from gptj_ft.stack import LayerStack, Visit
 from gptj_ft.state import open_state
-from gptj_ft.streaming import LayerStack, StepLoss, Visit, evaluate_losses, stream, train_step
+from gptj_ft.streaming import StepLoss, evaluate_losses, stream, train_step
 from gptj_ft.tuning import Tuning, template_of
 
 PASS_TOKENS = 32768  # of hidden states held at once when only a loss is wanted

@@ -18,6 +18,7 @@ ORDER = [
     ("__init__", "errors"),
     ("recipe", "layers", "home", "hub"),
     ("machine", "stores", "families", "formats", "data"),
+    ("stack",),
     ("streaming", "plan", "tuning", "metrics", "tiny", "convert", "download", "inputs", "model"),
     ("optimizer", "run", "progress", "checkpoint", "session", "state"),
     ("trainer", "decoding"),
@@ -60,7 +61,7 @@ def test_imports_go_one_way(path: Path) -> None:
 def test_the_streaming_core_names_no_family() -> None:
     from gptj_ft.families import families
 
-    for name in ("streaming", "optimizer", "trainer", "checkpoint", "model"):
+    for name in ("stack", "streaming", "optimizer", "trainer", "checkpoint", "model"):
         text = (PACKAGE / f"{name}.py").read_text(encoding="utf-8").lower()
         words = text.replace("gptj_ft", "").replace("gptj-ft", "").replace("gptjfterror", "")
         assert not [family for family in families() if family in words]

@@ -16,9 +16,10 @@ from gptj_ft.layers import NO_TARGET, pack
 from gptj_ft.model import load_weights, reading_stack, training_stack
 from gptj_ft.optimizer import AdamW
 from gptj_ft.recipe import Recipe
+from gptj_ft.stack import Visit
 from gptj_ft.stores import Layout
 from gptj_ft.stores.placement import Placement
-from gptj_ft.streaming import Visit, evaluate_losses, forward, next_token_logits, stream, train_step
+from gptj_ft.streaming import evaluate_losses, forward, next_token_logits, stream, train_step
 
 CPU = torch.device("cpu")
 PLACES = ("device", "host", "disk")

@@ -21,16 +21,9 @@ from torch import Tensor
 from gptj_ft.errors import ResourceError, UsageError
 from gptj_ft.families import Architecture
 from gptj_ft.formats.shards import write_safetensors
+from gptj_ft.home import TOKENIZER_FILES
 
 INDEX = "model.safetensors.index.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
 TUNING = "gptj_ft.json"
 
 
