@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gptj_ft.errors import UsageError, did_you_mean
 
 ENVIRONMENT_PREFIX = "GPTJ_FT_"
-NOT_OPTIONS = {"GPTJ_FT_HOME", "GPTJ_FT_OFFLINE"}
+NOT_OPTIONS = {"GPTJ_FT_HOME", "GPTJ_FT_TEST_DATA"}
 
 Place = Literal["device", "host", "disk", "auto"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
