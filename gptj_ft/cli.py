@@ -162,7 +162,11 @@ def prepare_data(
     if folder.exists():
         raise UsageError(f"{folder} exists: name another --output or remove it")
     chosen = choose_model(resolved.recipe, source)
-    prepared = prepare(resolved.recipe, load_tokenizer(chosen), source, read_architecture(chosen).config.vocab_size)
+    vocab_size = read_architecture(chosen).config.vocab_size
+    with _bar("rows", not as_json) as advance:
+        prepared = prepare(
+            resolved.recipe, load_tokenizer(chosen), source, vocab_size, lambda rows: advance(rows, None)
+        )
     save(prepared, folder)
     if as_json:
         _print_json({"folder": str(folder), "model": str(chosen), **prepared.report.to_dict()})
@@ -282,6 +286,8 @@ def evaluate(
     options = _for_model(folder, flags, config, assignments).recipe
     rows = Path(data).expanduser() if data else default_rows(folder)
     other = choose_baseline(folder, baseline)
+    if other is None and baseline == "auto" and not as_json:
+        _console().print("no baseline: what this model was tuned from is not there; --baseline names one")
     with _bar("baseline", not as_json and other is not None) as advance:
         before = evaluate_model(other, options, rows, limit, advance) if other else None
     with _bar("model", not as_json) as advance:
@@ -436,8 +442,8 @@ def _console(stderr: bool = True, quiet: bool = False) -> Console:
 
 
 @contextmanager
-def _bar(what: str, visible: bool) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on a terminal; yield what moves it: (done, total)."""
+def _bar(what: str, visible: bool) -> Iterator[Callable[[int, int | None], None]]:
+    """Show a bar on a terminal; yield what moves it: (done, total if it is known)."""
     from rich.progress import Progress
 
     console = _console()

@@ -5,7 +5,6 @@
     ├── DataError          exit 3   the content of a file: rows, shards
     ├── ResourceError      exit 4   memory or disk
     ├── NetworkError       exit 5
-    ├── GateError          exit 6   a quality gate was not met
     └── Interrupted        exit 130 stopped on request, after a clean save
 
 A message is one or two lines: what, where (file:line), what to do next. What cannot be the user's doing is an `assert`.
@@ -46,12 +45,6 @@ class NetworkError(GptjFtError):
     """A download that failed."""
 
     exit_code = 5
-
-
-class GateError(GptjFtError):
-    """A quality gate that was not met."""
-
-    exit_code = 6
 
 
 class Interrupted(GptjFtError):

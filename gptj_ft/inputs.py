@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,17 +25,15 @@ class Inputs:
     """The model to start from and the rows, ready to be packed."""
 
     model: Path
-    tokenizer: PreTrainedTokenizerFast
     train: Prepared
     validation: Prepared | None
 
 
-def gather(recipe: Recipe, progress: Callable[[int], None] | None = None) -> Inputs:
+def gather(recipe: Recipe) -> Inputs:
     """Find the model and prepare the rows of a run; without validation rows, hold some out.
 
     Args:
         recipe: its ``data`` must be set.
-        progress: called with the number of rows done.
 
     Raises:
         UsageError, DataError: as their parts.
@@ -44,11 +41,11 @@ def gather(recipe: Recipe, progress: Callable[[int], None] | None = None) -> Inp
     source = data_path(recipe.data)
     model = choose_model(recipe, source)
     tokenizer = load_tokenizer(model)
-    rows = read_or_prepare(recipe, tokenizer, model, source, progress)
+    rows = read_or_prepare(recipe, tokenizer, model, source)
     if recipe.val_data is not None:
-        return Inputs(model, tokenizer, rows, read_or_prepare(recipe, tokenizer, model, data_path(recipe.val_data)))
+        return Inputs(model, rows, read_or_prepare(recipe, tokenizer, model, data_path(recipe.val_data)))
     train, held_out = split(rows, recipe.holdout, recipe.seed)
-    return Inputs(model, tokenizer, train, held_out)
+    return Inputs(model, train, held_out)
 
 
 def data_path(data: str | None) -> Path:
@@ -102,11 +99,10 @@ def read_or_prepare(
     tokenizer: PreTrainedTokenizerFast,
     model: Path,
     source: Path,
-    progress: Callable[[int], None] | None = None,
 ) -> Prepared:
     """Return rows as tokens: loaded if they are prepared (and fit this recipe and tokenizer), else made from a file."""
     if is_prepared(source):
         prepared = load(source)
         check_compatible(prepared, recipe, tokenizer)
         return prepared
-    return prepare(recipe, tokenizer, source, read_architecture(model).config.vocab_size, progress)
+    return prepare(recipe, tokenizer, source, read_architecture(model).config.vocab_size)

@@ -102,7 +102,9 @@ class Recipe(Options):
 
     # What it leaves behind
     validate_every: int = Field(0, ge=0, description="steps between validations; 0: before and after only")
-    save_every: int = Field(0, ge=0, description="steps between checkpoints; 0: by time only")
+    save_every: int = Field(
+        0, ge=0, description="steps between checkpoints; 0: by time only. A run on disk keeps every step"
+    )
     save_minutes: float = Field(
         30.0, gt=0.0, description="minutes after which a checkpoint is due; Ctrl-C saves at once"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -85,11 +84,3 @@ def show_samples(console: Console, tuned: Evaluation, baseline: Evaluation | Non
         for name, text in pairs:
             shown = text if len(text) <= SAMPLE_CHARACTERS else text[:SAMPLE_CHARACTERS] + " ..."
             console.print(f"  {name:9}", escape(shown), highlight=False)
-
-
-def show_pairs(console: Console, title: str, pairs: Sequence[tuple[str, str]]) -> None:
-    """Show names and texts in two columns."""
-    table = Table(title=title, show_header=False, title_justify="left")
-    for name, text in pairs:
-        table.add_row(name, escape(text))
-    console.print(table)

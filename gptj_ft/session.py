@@ -76,10 +76,11 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
 
 
 def free_resources(device: torch.device, folder: Path) -> Free:
-    """Return what this machine has left for a run."""
+    """Return what this machine has for a run: what is free, and the disk space that its folder has taken already."""
+    taken = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     host = machine.free_memory(torch.device("cpu"))
     is_shared = device.type == "cpu"
-    return Free(host if is_shared else machine.free_memory(device), host, machine.free_disk(folder), is_shared)
+    return Free(host if is_shared else machine.free_memory(device), host, machine.free_disk(folder) + taken, is_shared)
 
 
 def check_lengths(recipe: Recipe, architecture: Architecture) -> None:

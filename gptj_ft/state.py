@@ -72,9 +72,8 @@ def open_stack(session: Session, run: Run, placement: Placement) -> LayerStack:
 def resume_optimizer(session: Session, run: Run, stack: LayerStack, commit: dict[str, Any]) -> AdamW:
     """Return the optimizer of a run on disk as of its last commit."""
     optimizer = AdamW(stack, session.recipe, commit["step"])
-    if commit["update"]:
-        behind = checkpoint.layers_behind(run, stack, commit["step"])
-        optimizer.resume(Update(**commit["update"]), behind)
+    behind = checkpoint.layers_behind(run, stack, commit["step"])
+    optimizer.resume(Update(**commit["update"]) if commit["update"] else None, behind)
     return optimizer
 
 

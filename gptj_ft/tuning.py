@@ -10,7 +10,7 @@ from typing import Any
 
 from gptj_ft.errors import DataError
 from gptj_ft.formats.writing import TUNING
-from gptj_ft.recipe import Recipe, build
+from gptj_ft.recipe import Recipe
 
 # The options of a recipe that say how texts become prompts and how answers are written and judged.
 TEMPLATE_KEYS = (
@@ -58,9 +58,3 @@ def read_tuning(model: Path) -> Tuning | None:
         return Tuning(**{key: values[key] for key in Tuning.__dataclass_fields__})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path} is damaged: {error!r}") from error
-
-
-def recipe_of(model: Path) -> Recipe | None:
-    """Return the template of a tuned model as a recipe; ``None`` for a model that was not tuned here."""
-    tuning = read_tuning(model)
-    return build(tuning.template) if tuning else None

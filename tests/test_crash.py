@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
@@ -13,7 +14,9 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from gptj_ft import machine
 from gptj_ft.data.batches import Rows
+from gptj_ft.errors import GptjFtError, ResourceError
 from gptj_ft.recipe import Recipe
 from gptj_ft.run import Run
 from gptj_ft.session import Session, make_session
@@ -136,3 +139,72 @@ def check(session: Session, straight, folder: Path, cuts: list[int]) -> None:
     for name, tensor in straight.items():
         assert torch.equal(ours[name], tensor), (cuts, name)
     shutil.rmtree(run.folder)
+
+
+class OneFault:
+    """Makes the n-th write or fsync fail, that one alone: a disk that was full for a moment, or had one bad block."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, code: int) -> None:
+        self.count = 0
+        for name in ("pwritev", "fsync"):
+            monkeypatch.setattr(os, name, self._guard(getattr(os, name), number, code))
+
+    def _guard(self, operation, number: int, code: int):
+        def guarded(*arguments, **settings):
+            self.count += 1
+            if self.count == number:
+                raise OSError(code, os.strerror(code))
+            return operation(*arguments, **settings)
+
+        return guarded
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_one_failed_write_anywhere_stops_with_exit_4_and_resumes_to_the_same_weights(
+    code: int, session: Session, straight, tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        total = count_faultable(patch, session, tmp_path)
+    for number in range(1, total, 3):
+        run = new_run(tmp_path)
+        with pytest.MonkeyPatch.context() as patch:
+            OneFault(patch, number, code)
+            with pytest.raises(GptjFtError) as stopped:
+                train(session, run, SILENT, quiet=True)
+        assert stopped.value.exit_code == 4 or "cannot write" in str(stopped.value), (number, stopped.value)
+        cut_and_resume(session, run, [])
+        ours = weights_of(run)
+        assert all(torch.equal(ours[name], tensor) for name, tensor in straight.items()), number
+        shutil.rmtree(run.folder)
+
+
+def count_faultable(patch: pytest.MonkeyPatch, session: Session, folder: Path) -> int:
+    fault = OneFault(patch, 0, 0)
+    train(session, new_run(folder), SILENT, quiet=True)
+    shutil.rmtree(folder / "run")
+    return fault.count
+
+
+def test_a_state_that_cannot_be_read_stops_with_exit_4(session: Session, tmp_path: Path, monkeypatch) -> None:
+    def bad_block(*arguments: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", bad_block)
+    with pytest.raises(ResourceError, match="cannot read the state of the run"):
+        train(session, new_run(tmp_path), SILENT, quiet=True)
+
+
+def test_resuming_asks_for_no_room_that_the_run_has_already_taken(
+    session: Session, tmp_path: Path, monkeypatch
+) -> None:
+    run = new_run(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        Power(patch, 120)
+        with pytest.raises(PowerCut):
+            train(session, run, SILENT, quiet=True)
+    assert sum(path.stat().st_size for path in run.state.iterdir()) > 0.6 * session.plan.disk_bytes
+    monkeypatch.setattr(machine, "free_disk", lambda folder: session.plan.disk_bytes // 2)
+    rows = session.train, session.validation
+    with pytest.raises(ResourceError, match="of disk"):
+        make_session(session.recipe, session.model, *rows, "", tmp_path / "another")
+    make_session(session.recipe, session.model, *rows, "", run.folder)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -135,9 +136,7 @@ class Head(nn.Module):
 
 
 def build_layers(config: GPTJConfig) -> list[nn.Module]:
-    """Return ``Embed``, the blocks, ``Head`` on the ``meta`` device (where `DeferredInit` costs no memory)."""
-    import torch
-
+    """Return ``Embed``, the blocks, ``Head`` on the ``meta`` device: shapes without memory."""
     with torch.device("meta"):
         return [Embed(config), *(Block(config, index) for index in range(config.n_layer)), Head(config)]
 

@@ -49,7 +49,11 @@ def takes_direct(folder: Path) -> bool:
 
 
 def read_bytes(descriptor: int, view: memoryview, offset: int) -> int:
-    """Read into a buffer; return how many bytes the file had for it."""
+    """Read into a buffer; return how many bytes the file had for it.
+
+    Raises:
+        ResourceError: the disk fails.
+    """
 
     def read(part: memoryview, at: int) -> int:
         done = 0
@@ -60,7 +64,10 @@ def read_bytes(descriptor: int, view: memoryview, offset: int) -> int:
             done += count
         return done
 
-    return sum(_in_requests(_readers, read, view, offset))
+    try:
+        return sum(_in_requests(_readers, read, view, offset))
+    except OSError as error:
+        raise ResourceError(f"cannot read the state of the run: {error.strerror or error}; check the disk") from error
 
 
 def write_bytes(descriptor: int, view: memoryview, offset: int) -> None:

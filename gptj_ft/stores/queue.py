@@ -10,12 +10,17 @@ T = TypeVar("T")
 
 
 class TransferQueue:
-    """Runs reads in order and writes in order, beside each other; a read waits for earlier writes of its layer."""
+    """Runs reads in order and writes in order, beside each other; a read waits for earlier writes of its layer.
+
+    After a write has failed none is done any more: what would follow it (a layer's commit, the gradient that replaces
+    the one an update still needs) relies on it.
+    """
 
     def __init__(self, name: str) -> None:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-write")
         self._last_write: dict[int, Future[None]] = {}
+        self._failure: BaseException | None = None
 
     def read(self, layer: int, after: Sequence[Future[None]], task: Callable[[], T]) -> Future[T]:
         """Run ``task`` once the layer's writes so far and the transfers in ``after`` have ended."""
@@ -29,8 +34,18 @@ class TransferQueue:
         return self._reader.submit(run)
 
     def write(self, layer: int, task: Callable[[], None]) -> Future[None]:
-        """Run ``task`` after every write submitted before it."""
-        self._last_write[layer] = self._writer.submit(task)
+        """Run ``task`` after every write submitted before it, unless one of them failed: then raise what it raised."""
+
+        def run() -> None:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                task()
+            except BaseException as error:
+                self._failure = error
+                raise
+
+        self._last_write[layer] = self._writer.submit(run)
         return self._last_write[layer]
 
     def drain(self) -> None:
