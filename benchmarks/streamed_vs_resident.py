@@ -17,52 +17,56 @@ import sys
 import time
 from pathlib import Path
 
-SHAPE = {"vocab_size": 4096, "n_positions": 2048, "n_embd": 4096, "n_layer": 4, "n_head": 16, "rotary_dim": 64}
+SHAPE = {"vocab_size": 4096, "n_positions": 2048, "n_embd": 4096, "n_head": 16, "rotary_dim": 64}
 ROW = 256  # tokens a document, all of them but the first trained on
 
 
-def run_variant(place: str, tokens: int, steps: int, work: Path, read_ahead: int) -> dict[str, object]:
+def run_variant(place: str, arguments: argparse.Namespace) -> dict[str, object]:
     """Train some steps in one placement; return what was measured."""
     import torch
 
     from gptj_ft.data.batches import micro_batches
     from gptj_ft.families import families
+    from gptj_ft.model import fill_layer
     from gptj_ft.optimizer import AdamW
     from gptj_ft.recipe import Recipe
-    from gptj_ft.stack import LayerStack, Visit
+    from gptj_ft.stack import LayerStack, Room
     from gptj_ft.stores import Layout
     from gptj_ft.stores.placement import Placement, open_stores, training_dtypes
-    from gptj_ft.streaming import stream, train_step
+    from gptj_ft.streaming import train_step
 
-    family, device = families()["gptj"], torch.device("cpu")
-    layers = family.build_layers(family.read_config(SHAPE))
-    dtypes = training_dtypes(torch.float32)
-    stores = open_stores(Placement(place, place), [Layout.of(x) for x in layers], dtypes, device, work / place)  # type: ignore[arg-type]
-    stack = LayerStack(layers, dtypes, stores, device, read_ahead)
+    family, device, tokens = families()["gptj"], torch.device("cpu"), arguments.tokens
+    layers = family.build_layers(family.read_config({**SHAPE, "n_layer": arguments.layers}))
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    dtypes = training_dtypes(torch.float32, types[arguments.moments], types[arguments.gradients])
+    layouts = [Layout.of(layer) for layer in layers]
+    stores = open_stores(Placement(place, place), layouts, dtypes, device, arguments.work / place)  # type: ignore[arg-type]
+    room = Room(arguments.read_ahead, arguments.gradient_slots, arguments.parts)
+    stack = LayerStack(layers, dtypes, stores, device, room)
     generator = torch.Generator().manual_seed(0)
-    kinds = ("weight", "exp_avg", "exp_avg_sq")
-    for loaded in stream(stack, [Visit(layer, (), kinds) for layer in range(len(layers))]):
-        for kind, flat in loaded.tensors.items():
-            flat.zero_()
-            if kind == "weight":
-                for view in loaded.layout.views(flat).values():
-                    view.normal_(0, 0.02, generator=generator) if view.ndim > 1 else view.fill_(1.0)
-        loaded.write(kinds)
-        loaded.commit(kinds, 0)
+
+    def fill(name: str, view: torch.Tensor) -> None:
+        view.normal_(0, 0.02, generator=generator) if view.ndim > 1 else view.fill_(1.0)
+
+    for layer in range(len(layers)):
+        fill_layer(stack, layer, fill)
     stack.drain()
     documents = [torch.randint(0, 4096, (ROW,), generator=generator).tolist() for _ in range(tokens // ROW)]
-    batches = micro_batches(documents, [1] * len(documents), tokens)
-    optimizer = AdamW(stack, Recipe())
-    seconds, waited, losses = [], [], []
-    for _ in range(steps):
-        start, before = time.perf_counter(), stack.waited_seconds
+    batches = micro_batches(documents, [1] * len(documents), arguments.micro_batch)
+    optimizer = AdamW(stack, Recipe(), late=arguments.late)
+    seconds, waited, losses, moved = [], [], [], []
+    for _ in range(arguments.steps):
+        start, before, bytes_before = time.perf_counter(), stack.waited_seconds, stack.bytes_read + stack.bytes_written
         optimizer.begin(1e-5)
         losses.append(train_step(stack, optimizer, batches).mean)
         optimizer.end()
-        stack.drain()
+        if place == "disk":  # what the trainer does there: the commit waits for the gradients, the next step does not
+            stack.stores["grad"].then(lambda: None)
         seconds.append(time.perf_counter() - start)
         waited.append(stack.waited_seconds - before)
+        moved.append(stack.bytes_read + stack.bytes_written - bytes_before)
         print(f"{place}: step {seconds[-1]:.1f} s, waiting {waited[-1]:.1f} s", file=sys.stderr, flush=True)
+    stack.drain()
     stack.close()
     blocks = sum(layout.num_parameters for layout in stack.layouts[1:-1])
     return {
@@ -70,6 +74,7 @@ def run_variant(place: str, tokens: int, steps: int, work: Path, read_ahead: int
         "seconds": seconds,
         "waited": waited,
         "losses": losses,
+        "moved_bytes": moved,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "gflops": [8 * blocks * tokens / s / 1e9 for s in seconds],
         "parameters": sum(layout.num_parameters for layout in stack.layouts),
@@ -81,25 +86,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--micro-batch", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--read-ahead", type=int, default=1)
+    parser.add_argument("--gradient-slots", type=int, default=2)
+    parser.add_argument("--parts", type=int, default=24)
+    parser.add_argument("--late", type=int, default=0, help="blocks whose update is kept in backward")
+    parser.add_argument("--moments", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--gradients", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--places", default="device,disk")
     parser.add_argument("--variant", help="used by the script itself")
     arguments = parser.parse_args()
     if arguments.variant:
-        settings = (arguments.tokens, arguments.steps, arguments.work, arguments.read_ahead)
-        print(json.dumps(run_variant(arguments.variant, *settings)))
+        print(json.dumps(run_variant(arguments.variant, arguments)))
         return
     results = {}
     for place in arguments.places.split(","):
-        options = {
-            "--work": arguments.work,
-            "--tokens": arguments.tokens,
-            "--steps": arguments.steps,
-            "--read-ahead": arguments.read_ahead,
-            "--variant": place,
-        }
-        words = [str(word) for option in options.items() for word in option]
+        words = [*sys.argv[1:], "--variant", place]
         done = subprocess.run([sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE)
         results[place] = json.loads(done.stdout)
     for place, result in results.items():

@@ -20,24 +20,27 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from gptj_ft.errors import DataError, ResourceError
 from gptj_ft.optimizer import Update
 from gptj_ft.run import Run, read_json, write_json
-from gptj_ft.stack import LayerStack, Visit
+from gptj_ft.stack import LayerStack
 from gptj_ft.stores import Kind
 from gptj_ft.stores.blockio import disk_error, open_direct, sync, sync_folder
-from gptj_ft.stores.statefile import StateFile, layer_path
-from gptj_ft.streaming import stream
+from gptj_ft.stores.statefile import Digests, StateFile, layer_path
 
 MANIFEST = "manifest.json"
 COMMIT = "commit.json"
 
 
 def commit(run: Run, step: int, update: Update | None, facts: Mapping[str, Any]) -> None:
-    """Make a step of a run on disk permanent. Everything it wrote must have been drained.
+    """Make a step of a run on disk permanent, once everything it wrote is there (see `LayerStore.then`).
 
     Args:
         run: whose state folder.
@@ -63,14 +66,14 @@ def layers_behind(run: Run, stack: LayerStack, step: int) -> set[int]:
     Raises:
         DataError: a file is missing, cut short or of a step that it cannot be of.
     """
-    behind = set()
+    behind, gradients = set(), _forms(stack, ("grad",))
     for layer, form in enumerate(_forms(stack, state_kinds(stack))):
         path = layer_path(run.state / "layer", layer)
-        stamp = form.check(path)
+        stamp, _ = form.check(path)
         if stamp == step - 1:
             behind.add(layer)
             gradient = layer_path(run.state / "gradient", layer)
-            if StateFile(form.layout, {"grad": stack.dtypes["grad"]}).check(gradient) != step:
+            if gradients[layer].check(gradient)[0] != step:
                 raise DataError(f"{gradient} is not of step {step}, which {path} needs")
         elif stamp != step:
             raise DataError(f"{path} is of step {stamp}, the run is at step {step}")
@@ -116,7 +119,7 @@ def turn_into_checkpoint(run: Run, step: int, facts: Mapping[str, Any]) -> None:
 
     Every layer must have been updated.
     """
-    for path in (*run.state.glob("gradient-*"), *run.state.glob("*.new")):
+    for path in {*run.state.glob("gradient-*"), *run.state.glob("*.new")}:
         path.unlink()
     run.checkpoints.mkdir(exist_ok=True)
     _publish(run.state, _folder(run, step), step, facts)
@@ -137,34 +140,41 @@ def restore(folder: Path, stack: LayerStack, step: int) -> None:
     forms = _forms(stack, kinds)
     for layer, form in enumerate(forms):
         path = layer_path(folder / "layer", layer)
-        if form.check(path) != step:
+        if form.check(path)[0] != step:
             raise DataError(f"{path} is not of step {step}")
-    for loaded in stream(stack, [Visit(layer, (), kinds) for layer in range(len(stack.layers))]):
-        descriptor = open_direct(layer_path(folder / "layer", loaded.index), os.O_RDONLY)
+    for layer, form in enumerate(forms):
+        path = layer_path(folder / "layer", layer)
+        _, digests = form.check(path)
+        descriptor = open_direct(path, os.O_RDONLY)
         try:
             for kind in kinds:
-                target = loaded.tensors[kind]
-                staging = target if target.device.type == "cpu" else target.cpu()
-                forms[loaded.index].read(descriptor, kind, staging)
-                if staging is not target:
-                    target.copy_(staging)
+                stack.write_parts(kind, layer, partial(_read, form, descriptor, kind, digests))
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from error
         finally:
             os.close(descriptor)
-        loaded.write(kinds)
-        loaded.commit(kinds, step)
+        stack.commit(kinds, layer, step)
     stack.drain()
+
+
+def _read(form: StateFile, descriptor: int, kind: Kind, digests: Digests, start: int, part: Tensor) -> None:
+    staging = part if part.device.type == "cpu" else torch.empty_like(part, device="cpu")
+    form.read(descriptor, kind, staging, start, digests)
+    if staging is not part:
+        part.copy_(staging)
 
 
 def _write_layers(folder: Path, stack: LayerStack, step: int) -> None:
     kinds = state_kinds(stack)
-    forms = _forms(stack, kinds)
-    for loaded in stream(stack, [Visit(layer, kinds) for layer in range(len(stack.layers))]):
-        path = layer_path(folder / "layer", loaded.index)
+    for layer, form in enumerate(_forms(stack, kinds)):
+        path = layer_path(folder / "layer", layer)
+        digests = form.no_digests()
         descriptor = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             for kind in kinds:
-                forms[loaded.index].write(descriptor, kind, loaded.tensors[kind].cpu())
-            forms[loaded.index].write_header(descriptor, step)
+                for start, part in stack.read_parts(kind, layer):
+                    form.write(descriptor, kind, part.cpu(), start, digests)
+            form.write_header(descriptor, step, digests)
             sync(descriptor, path)
         finally:
             os.close(descriptor)
@@ -183,4 +193,5 @@ def _folder(run: Run, step: int) -> Path:
 
 
 def _forms(stack: LayerStack, kinds: tuple[Kind, ...]) -> list[StateFile]:
-    return [StateFile(layout, {kind: stack.dtypes[kind] for kind in kinds}) for layout in stack.layouts]
+    dtypes = {kind: stack.dtypes[kind] for kind in kinds}
+    return [StateFile(layout, dtypes, stack.room.part_numel) for layout in stack.layouts]

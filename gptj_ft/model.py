@@ -2,63 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from gptj_ft.families import Architecture, read_architecture
 from gptj_ft.formats.huggingface import Checkpoint, check, layer_tensors, open_checkpoint
 from gptj_ft.machine import free_memory
-from gptj_ft.stack import LayerStack, Visit
+from gptj_ft.passage import Visit
+from gptj_ft.stack import LayerStack, Room
 from gptj_ft.stores import Kind, Layout
 from gptj_ft.stores.device import DeviceStore
 from gptj_ft.stores.folder import FolderStore
-from gptj_ft.stores.placement import Placement, open_stores, training_dtypes
+from gptj_ft.stores.placement import Placement, open_stores
 from gptj_ft.streaming import stream
 
 
 def training_stack(
     architecture: Architecture,
     placement: Placement,
-    compute: torch.dtype,
+    dtypes: Mapping[Kind, torch.dtype],
     device: torch.device,
     folder: Path,
-    read_ahead: int,
-    keep_gradients: bool,
+    room: Room = Room(),
+    keep_gradients: bool = True,
 ) -> LayerStack:
     """Open empty stores for training a model; `load_weights` or a checkpoint fills them.
 
     Args:
         architecture: of the model.
         placement: where its tensors live.
-        compute: type of the computation.
-        device: where it runs.
+        dtypes: of each kind, see `stores.placement.training_dtypes`.
+        device: where the computation runs.
         folder: for what lives on disk.
-        read_ahead: layers read before they are needed.
+        room: how much may be on the device at once.
         keep_gradients: whether updates wait for the global norm, so that gradients need a store.
     """
     layers = architecture.layers()
-    dtypes = training_dtypes(compute)
     stored = {kind: dtype for kind, dtype in dtypes.items() if kind != "grad" or keep_gradients}
-    stores = open_stores(placement, [Layout.of(layer) for layer in layers], stored, device, folder)
-    return LayerStack(layers, dtypes, stores, device, read_ahead)
+    layouts = [Layout.of(layer) for layer in layers]
+    stores = open_stores(placement, layouts, stored, device, folder, room.part_numel)
+    return LayerStack(layers, dtypes, stores, device, room)
 
 
 def load_weights(stack: LayerStack, architecture: Architecture, checkpoint: Checkpoint) -> None:
     """Fill a training stack from a checkpoint, layer by layer; the moments start at zero."""
-    kinds: tuple[Kind, ...] = tuple(kind for kind in stack.dtypes if kind != "grad")
-    for loaded in stream(stack, [Visit(layer, (), kinds) for layer in range(len(stack.layers))]):
-        tensors = layer_tensors(architecture, checkpoint, loaded.index)
-        for kind, flat in loaded.tensors.items():
-            flat.zero_()
-            if kind in ("weight", "master"):
-                for name, view in loaded.layout.views(flat).items():
-                    view.copy_(tensors[name])
-        loaded.write(kinds)
-        loaded.commit(kinds, 0)
+    for layer in range(len(stack.layers)):
+        tensors = layer_tensors(architecture, checkpoint, layer)
+        fill_layer(stack, layer, partial(_copy, tensors))
     stack.drain()
+
+
+def _copy(tensors: Mapping[str, Tensor], name: str, view: Tensor) -> None:
+    view.copy_(tensors[name])
+
+
+def fill_layer(stack: LayerStack, layer: int, fill: Callable[[str, Tensor], object]) -> None:
+    """Give a layer its first state.
+
+    Args:
+        stack: the model.
+        layer: number of the layer.
+        fill: called with each parameter's name and a view, fp32, to put its values into.
+    """
+    layout, kinds = stack.layouts[layer], tuple(kind for kind in stack.dtypes if kind != "grad")
+    slot, _ = stack.gradients.take(None)  # as large as a layer, and fp32
+    flat = slot.tensor[: layout.numel].zero_()
+    for name, view in layout.views(flat).items():
+        fill(name, view)
+    for kind in kinds:
+        if kind in ("weight", "master"):
+            stack.write_parts(kind, layer, lambda start, part: part.copy_(flat[start : start + len(part)]))
+        else:
+            stack.write_parts(kind, layer, lambda start, part: part.zero_())
+    slot.users -= 1
+    stack.commit(kinds, layer, 0)
+
+
+def parameters_of(stack: LayerStack, layer: int) -> dict[str, Tensor]:
+    """Return a layer's parameters in fp32; valid until the next are asked for."""
+    slot, _ = stack.gradients.take(None)
+    flat = slot.tensor[: stack.layouts[layer].numel]
+    for start, part in stack.read_parts(stack.parameter, layer):
+        flat[start : start + len(part)] = part
+    slot.users -= 1
+    return stack.layouts[layer].views(flat)
 
 
 @contextmanager
@@ -88,7 +120,7 @@ def reading_stack(
             size = sum(layout.numel for layout in layouts) * compute.itemsize
             weights = "device" if size < 0.7 * free_memory(device) else "disk"
         source = FolderStore(layouts, lambda layer: layer_tensors(architecture, checkpoint, layer))
-        stack = LayerStack(layers, dtypes, {"weight": source}, device, read_ahead)
+        stack = LayerStack(layers, dtypes, {"weight": source}, device, Room(read_ahead))
         try:
             if weights == "device":
                 stack = _resident(stack, layouts)

@@ -8,17 +8,24 @@ on disk, where the stored gradients are also what makes a step survive a crash (
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from gptj_ft.errors import GptjFtError
+from gptj_ft.passage import Passage, Visit
 from gptj_ft.recipe import Recipe
-from gptj_ft.stack import LayerStack, Loaded, Visit
-from gptj_ft.stores import Kind
+from gptj_ft.stack import LayerStack
+from gptj_ft.stores import Kind, allocate
 from gptj_ft.streaming import stream
+
+MOMENTS: tuple[Kind, Kind] = ("exp_avg", "exp_avg_sq")
+NOISE = (1 << 20) + 7  # places; not a divisor of anything, so that parts and steps meet it differently
 
 
 @dataclass(frozen=True)
@@ -70,19 +77,31 @@ class AdamW:
     """AdamW (https://arxiv.org/abs/1711.05101) by torch's formula and kernel; decay skips biases and norms.
 
     The parameters live in fp32 in kind ``master``, or in ``weight`` itself where the computation is fp32.
+
+    Args:
+        stack: the model.
+        recipe: its betas, eps, decay, clipping.
+        step: steps that the model has behind it.
+        late: the first so many blocks get their pending update in both passes: in forward to compute with, in backward
+            to keep. Forward has a third of the arithmetic and would have most of the traffic; so it writes nothing of
+            them. The update is cheap and gives the same bits twice.
     """
 
-    def __init__(self, stack: LayerStack, recipe: Recipe, step: int = 0) -> None:
+    def __init__(self, stack: LayerStack, recipe: Recipe, step: int = 0, late: int = 0) -> None:
         self._stack, self._recipe = stack, recipe
-        self.state: tuple[Kind, ...] = (stack.parameter, "exp_avg", "exp_avg_sq")
-        self.kinds: tuple[Kind, ...] = tuple(dict.fromkeys(("weight", *self.state)))
+        # Where there is no master, the weights are the parameters.
+        self.kinds: tuple[Kind, ...] = tuple(dict.fromkeys(("weight", stack.parameter, *MOMENTS)))
         self.step = step
         self._lr = 0.0
         # Gradients that have a store wait there for the norm, and for a crash after which they are applied again.
         self._defers = "grad" in stack.stores
+        # Not the last block: backward begins with what forward has left of it. And nothing that is changed in place.
+        can_be_late = not any(stack.stores[kind].resident for kind in self.kinds)
+        self._late = range(1, 1 + (min(late, len(stack.layers) - 3) if can_be_late else 0))
         self._pending: Update | None = None
         self._waiting: set[int] = set()  # layers that the pending update has not reached
         self._layer_norms: dict[int, Tensor] = {}
+        self._scratch: dict[Kind, Tensor] = {}
 
     def begin(self, lr: float) -> None:
         """Start a step at this learning rate."""
@@ -125,46 +144,31 @@ class AdamW:
 
     def flush(self) -> None:
         """Apply what is pending to every layer, and wait until the stores hold it."""
-        for loaded in stream(self._stack, [self.visit_up(layer) for layer in sorted(self._waiting)]):
-            self.before_forward(loaded)
+        visits = [Visit(layer, updates=True, version=self.step - 1) for layer in sorted(self._waiting)]
+        for _ in stream(self._stack, visits, self):
+            pass
         self._stack.drain()
 
     def visit_up(self, layer: int) -> Visit:
-        if layer not in self._waiting:
-            return Visit(layer)
-        blanks: tuple[Kind, ...] = ("weight",) if self._stack.parameter == "master" else ()
-        return Visit(layer, (*self.state, "grad"), blanks)
-
-    def visit_turn(self, layer: int) -> Visit:
-        up, down = self.visit_up(layer), self.visit_down(layer)
-        reads = tuple(dict.fromkeys((*up.reads, *(kind for kind in down.reads if kind not in up.blanks))))
-        return Visit(layer, reads, tuple(kind for kind in (*up.blanks, *down.blanks) if kind not in reads))
+        if layer in self._waiting:
+            return Visit(layer, updates=True, keeps=layer not in self._late, version=self.step - 1)
+        return Visit(layer, version=self.step)
 
     def visit_down(self, layer: int) -> Visit:
-        return Visit(layer, ("weight",) if self._defers else self.kinds, ("grad",))
+        if layer in self._waiting and layer in self._late:
+            return Visit(layer, updates=True, version=self.step - 1, downwards=True)
+        return Visit(layer, version=self.step, downwards=True)
 
-    def before_forward(self, loaded: Loaded) -> None:
-        if loaded.index in self._waiting:
-            assert self._pending is not None
-            self._apply(loaded, self._pending)
-            self._waiting.remove(loaded.index)
-
-    def after_backward(self, loaded: Loaded) -> None:
-        gradient = loaded.tensors["grad"]
-        self._layer_norms[loaded.index] = torch.linalg.vector_norm(gradient)
-        if self._defers:
-            loaded.write(("grad",))
-            loaded.commit(("grad",), self.step + 1)
-        else:
-            self._apply(loaded, Update(self.step + 1, self._lr, 1.0))
-
-    def _apply(self, loaded: Loaded, update: Update) -> None:
-        recipe, split = self._recipe, loaded.layout.num_decayed
-        parameter, first, second = (loaded.tensors[kind] for kind in self.state)
-        gradient = loaded.tensors["grad"]
+    def apply(self, visit: Visit, span: slice, tensors: Mapping[Kind, Tensor]) -> None:
+        update = self._pending if self._defers else Update(self.step + 1, self._lr, 1.0)
+        assert update is not None
+        recipe, parameter = self._recipe, tensors[self._stack.parameter]
+        gradient = self._in_fp32("grad", tensors["grad"])
         if update.clip != 1.0:
-            gradient.mul_(update.clip)
+            gradient = torch.mul(gradient, update.clip, out=self._scratch_for("grad", len(gradient)))
+        first, second = (self._in_fp32(kind, tensors[kind]) for kind in MOMENTS)
         step = torch.tensor(float(update.step), device=parameter.device)
+        split = min(max(self._stack.layouts[visit.layer].num_decayed - span.start, 0), len(parameter))
         for part, decay in ((slice(0, split), recipe.weight_decay), (slice(split, None), 0.0)):
             if parameter[part].numel():
                 torch._fused_adamw_(
@@ -172,7 +176,59 @@ class AdamW:
                     lr=update.lr, beta1=recipe.betas[0], beta2=recipe.betas[1], weight_decay=decay, eps=recipe.eps,
                     amsgrad=False, maximize=False,
                 )  # fmt: skip
+        for kind, exact in zip(MOMENTS, (first, second), strict=True):
+            if exact is not tensors[kind]:
+                key = (recipe.seed, update.step, visit.layer, kind, span.start)
+                round_stochastically(exact, tensors[kind], key)
         if self._stack.parameter == "master":
-            loaded.tensors["weight"].copy_(parameter)
-        loaded.write(self.kinds)
-        loaded.commit(self.kinds, update.step)
+            tensors["weight"].copy_(parameter)
+
+    def applied(self, visit: Visit) -> None:
+        if visit.keeps:
+            self._stack.commit(self.kinds, visit.layer, self.step if self._defers else self.step + 1)
+            self._waiting.discard(visit.layer)
+
+    def after_backward(self, loaded: Passage) -> None:
+        self._layer_norms[loaded.index] = torch.linalg.vector_norm(loaded.tensors["grad"])
+        if self._defers:
+            loaded.send_gradient(self.step + 1)
+        else:
+            loaded.update()
+
+    def _in_fp32(self, kind: Kind, values: Tensor) -> Tensor:
+        if values.dtype == torch.float32:
+            return values
+        return self._scratch_for(kind, len(values)).copy_(values)
+
+    def _scratch_for(self, kind: Kind, numel: int) -> Tensor:
+        if kind not in self._scratch or len(self._scratch[kind]) < numel:
+            self._scratch[kind] = allocate(numel, torch.float32, self._stack.device)
+        return self._scratch[kind][:numel]
+
+
+def round_stochastically(exact: Tensor, rounded: Tensor, key: tuple[object, ...]) -> None:
+    """Round fp32 to bf16, up or down with the probability that makes the mean right.
+
+    Rounding to nearest would lose every change of a moment below half a unit in the last place: for a decay of 0.999
+    that is nearly all of them.
+
+    Args:
+        exact: flat, fp32; overwritten.
+        rounded: bf16, of the same length.
+        key: what makes this rounding unlike any other; the same key gives the same bits.
+    """
+    noise = _noise(exact.device)
+    offset = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") % NOISE
+    bits = exact.view(torch.int32)
+    for start in range(-offset, len(bits), NOISE):
+        part = bits[max(start, 0) : start + NOISE]
+        part += noise[max(-start, 0) : max(-start, 0) + len(part)]
+    bits &= -65536  # the upper 16 bits of an fp32 number are a bf16 number
+    rounded.copy_(exact)
+
+
+@lru_cache
+def _noise(device: torch.device) -> Tensor:
+    """16 random bits for each of `NOISE` places; every rounding starts at a place of its own."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 1 << 16, (NOISE,), dtype=torch.int32, generator=generator).to(device)

@@ -1,58 +1,40 @@
-"""A model whose layers live in stores, and what of it is on the device: slots and the layers passing through them."""
+"""A model whose layers live in stores, and the buffers on the device that they pass through."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from gptj_ft.stores import Kind, LayerStore, Layout, allocate
+from gptj_ft.buffers import Buffers
+from gptj_ft.stores import PART_NUMEL, Kind, LayerStore, Layout, parts
+
+if TYPE_CHECKING:
+    from gptj_ft.passage import Passage
 
 
 @dataclass(frozen=True)
-class Visit:
-    """One pass of a layer through the device: which of its tensors are read, and which come as empty slots."""
+class Room:
+    """How much of a model may be on the device at once.
 
-    layer: int
-    reads: tuple[Kind, ...] = ("weight",)
-    blanks: tuple[Kind, ...] = ()
+    Attributes:
+        read_ahead: layers whose weights are read before they are needed.
+        gradients: layers whose gradients are there: with two, one leaves while the other is summed.
+        parts: of each kind that only an update needs.
+        part_numel: elements of a part.
+    """
 
-
-@dataclass
-class Slot:
-    """A buffer on the device that one layer's tensor of one kind passes through."""
-
-    buffer: Tensor
-    writes: list[Future[None]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A layer that is on the device now."""
-
-    index: int
-    module: nn.Module
-    layout: Layout
-    tensors: Mapping[Kind, Tensor]
-    _slots: Mapping[Kind, Slot]
-    _stores: Mapping[Kind, LayerStore]
-
-    def write(self, kinds: Sequence[Kind]) -> None:
-        """Send tensors back to their stores; their slots are not reused before that has ended."""
-        for kind in kinds:
-            transfer = self._stores[kind].write(kind, self.index, self.tensors[kind])
-            if kind in self._slots:
-                self._slots[kind].writes.append(transfer)
-
-    def commit(self, kinds: Sequence[Kind], step: int) -> None:
-        """Everything of these kinds has been written: it is the layer's state after ``step``."""
-        for store in {id(self._stores[kind]): self._stores[kind] for kind in kinds}.values():
-            store.commit(self.index, step)
+    read_ahead: int = 1
+    gradients: int = 2
+    parts: int = 24
+    part_numel: int = PART_NUMEL
 
 
 @dataclass
@@ -62,22 +44,31 @@ class LayerStack:
     Attributes:
         layers: the layers on the ``meta`` device: ``Embed``, the blocks, ``Head``.
         dtypes: the kinds that exist and their types; ``weight`` is of the type of the computation.
-        stores: where each kind lives; a kind without a store exists in slots only.
+        stores: where each kind lives; a kind without a store exists in buffers only.
         device: where the computation runs.
-        read_ahead: layers read before they are needed.
+        room: how much of it may be there.
+        bytes_read, bytes_written: between the stores and the device, so far.
     """
 
     layers: Sequence[nn.Module]
     dtypes: Mapping[Kind, torch.dtype]
     stores: Mapping[Kind, LayerStore]
     device: torch.device
-    read_ahead: int = 1
+    room: Room = Room()
+    bytes_read: int = field(default=0, init=False)
+    bytes_written: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.layouts = [Layout.of(layer) for layer in self.layers]
-        self._slots: dict[Kind, list[Slot]] = {}
         self.waited_seconds = 0.0
         """Time that the computation has stood still for the stores."""
+        self.coming: deque[Passage] = deque()
+        self._slots: Buffers | None = None
+        self._gradients: Buffers | None = None
+        self._pools: dict[Kind, Buffers] = {}
+        for layer in self.layers:
+            for module in layer.modules():
+                module.register_forward_pre_hook(lambda *_: self.pump())
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -88,14 +79,79 @@ class LayerStack:
         """The kind that holds the parameters in fp32: ``master``, or the weights themselves where there is none."""
         return "master" if "master" in self.dtypes else "weight"
 
-    def slots(self, kind: Kind) -> list[Slot]:
-        """Return the slots of a kind: one more than are read ahead, each as large as the largest layer."""
-        if kind not in self._slots:
-            largest = max(layout.numel for layout in self.layouts)
-            self._slots[kind] = [
-                Slot(allocate(largest, self.dtypes[kind], self.device)) for _ in range(self.read_ahead + 1)
-            ]
-        return self._slots[kind]
+    @property
+    def slots(self) -> Buffers:
+        """The buffers for the weights of whole layers: one more than are read ahead, each as large as the largest."""
+        if self._slots is None:
+            self._slots = Buffers(self.room.read_ahead + 1, self._largest, self.compute_dtype, self.device)
+        return self._slots
+
+    @property
+    def gradients(self) -> Buffers:
+        """The buffers that gradients are summed in, fp32: one leaves while the other is filled."""
+        if self._gradients is None:
+            self._gradients = Buffers(self.room.gradients, self._largest, torch.float32, self.device)
+        return self._gradients
+
+    def pool(self, kind: Kind) -> Buffers:
+        """Return the buffers for parts of a kind."""
+        if kind not in self._pools:
+            numel = min(self.room.part_numel, self._largest)
+            self._pools[kind] = Buffers(self.room.parts, numel, self.dtypes[kind], self.device)
+        return self._pools[kind]
+
+    def fetch(
+        self, kind: Kind, layer: int, out: Tensor, start: int, after: Sequence[Future[object]] = ()
+    ) -> Future[Tensor]:
+        """Ask a kind's store for elements."""
+        self.bytes_read += out.nbytes
+        return self.stores[kind].read(kind, layer, out, start, tuple(after))
+
+    def send(self, kind: Kind, layer: int, values: Tensor, start: int) -> Future[None]:
+        """Give elements to a kind's store."""
+        self.bytes_written += values.nbytes
+        return self.stores[kind].write(kind, layer, values, start)
+
+    def pump(self) -> None:
+        """Let the layers that are on their way come nearer; called between the operations of a layer."""
+        for passage in self.coming:
+            if not passage.advance():
+                break  # a later layer must not take the room that this one needs
+
+    def read_parts(self, kind: Kind, layer: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield a layer's tensor part by part, with the first element's number; valid until the next is asked for."""
+        numel, store = self.layouts[layer].numel, self.stores[kind]
+        whole = store.read(kind, layer, None).result() if store.resident else None
+        for span in parts(numel, self.room.part_numel):
+            if whole is not None:
+                yield span.start, whole[span]
+                continue
+            buffer, _ = self.pool(kind).take(None)
+            values = buffer.tensor[: span.stop - span.start]
+            buffer.transfers.append(self.fetch(kind, layer, values, span.start, buffer.transfers))
+            yield span.start, buffer.transfers[-1].result()
+            buffer.users -= 1
+
+    def write_parts(self, kind: Kind, layer: int, fill: Callable[[int, Tensor], object]) -> None:
+        """Replace a layer's tensor part by part: ``fill(start, part)`` puts in the new values."""
+        numel, store = self.layouts[layer].numel, self.stores[kind]
+        whole = store.read(kind, layer, None).result() if store.resident else None
+        for span in parts(numel, self.room.part_numel):
+            if whole is not None:
+                fill(span.start, whole[span])
+                continue
+            buffer, _ = self.pool(kind).take(None)
+            for transfer in buffer.transfers:
+                transfer.result()
+            values = buffer.tensor[: span.stop - span.start]
+            fill(span.start, values)
+            buffer.transfers.append(self.send(kind, layer, values, span.start))
+            buffer.users -= 1
+
+    def commit(self, kinds: Sequence[Kind], layer: int, step: int) -> None:
+        """Everything of these kinds has been written: it is the layer's state after ``step``."""
+        for store in {id(self.stores[kind]): self.stores[kind] for kind in kinds}.values():
+            store.commit(layer, step)
 
     def unique_stores(self) -> list[LayerStore]:
         """Return each store once."""
@@ -116,8 +172,21 @@ class LayerStack:
         finally:
             self.waited_seconds += time.perf_counter() - start
 
+    def abandon(self) -> None:
+        """Forget the layers on their way: nobody waits for them any more."""
+        self.coming.clear()
+        for buffers in (self._slots, self._gradients, *self._pools.values()):
+            if buffers is not None:
+                buffers.abandon()
+
     def close(self) -> None:
-        """Stop the stores and give their memory and the slots back."""
+        """Stop the stores and give their memory and the buffers back."""
         for store in self.unique_stores():
             store.close()
-        self._slots.clear()
+        self.coming.clear()
+        self._slots = self._gradients = None
+        self._pools.clear()
+
+    @property
+    def _largest(self) -> int:
+        return max(layout.numel for layout in self.layouts)

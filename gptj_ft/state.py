@@ -12,9 +12,9 @@ from gptj_ft.optimizer import AdamW, Update
 from gptj_ft.plan import keeps_gradients
 from gptj_ft.run import Run, read_json
 from gptj_ft.session import Session
-from gptj_ft.stack import LayerStack
+from gptj_ft.stack import LayerStack, Room
 from gptj_ft.stores.blockio import takes_direct
-from gptj_ft.stores.placement import Placement
+from gptj_ft.stores.placement import Placement, training_dtypes
 
 
 def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str, Any]]:
@@ -58,14 +58,10 @@ def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str,
 def open_stack(session: Session, run: Run, placement: Placement) -> LayerStack:
     """Open the stores of a run, filled or not."""
     keep_gradients = keeps_gradients(session.recipe, placement)
+    dtypes = training_dtypes(session.dtype)
+    room = Room(session.recipe.read_ahead)
     return training_stack(
-        session.architecture,
-        placement,
-        session.dtype,
-        session.device,
-        run.state,
-        session.recipe.read_ahead,
-        keep_gradients,
+        session.architecture, placement, dtypes, session.device, run.state, room, keep_gradients
     )
 
 

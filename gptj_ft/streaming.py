@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -24,28 +23,22 @@ from torch import Tensor
 from torch.func import functional_call
 
 from gptj_ft.layers import NO_TARGET, PackedBatch
-from gptj_ft.stack import LayerStack, Loaded, Slot, Visit
-from gptj_ft.stores import Kind, finished
+from gptj_ft.passage import Passage, Updater, Visit
+from gptj_ft.stack import LayerStack
 
 HEAD_CHUNK_BYTES = 128 * 2**20  # of fp32 logits
 
 
-class Updater(Protocol):
-    """What `forward` and `backward` ask of an optimizer."""
+class Trainer(Updater, Protocol):
+    """What a training step asks of an optimizer."""
 
     def visit_up(self, layer: int) -> Visit:
-        """What the forward pass needs of a layer."""
-
-    def visit_turn(self, layer: int) -> Visit:
-        """What the head needs, where forward ends and backward begins."""
+        """What the forward pass does with a layer; the head, which is the turn, is visited upwards only."""
 
     def visit_down(self, layer: int) -> Visit:
-        """What the backward pass needs of a layer."""
+        """What the backward pass does with a layer."""
 
-    def before_forward(self, loaded: Loaded) -> None:
-        """Apply the layer's pending update, if there is one."""
-
-    def after_backward(self, loaded: Loaded) -> None:
+    def after_backward(self, loaded: Passage) -> None:
         """Take the layer's gradient, ``loaded.tensors["grad"]``."""
 
 
@@ -61,87 +54,54 @@ class StepLoss:
         return self.total / self.num_targets if self.num_targets else math.nan
 
 
-def stream(stack: LayerStack, visits: Sequence[Visit]) -> Iterator[Loaded]:
-    """Yield each visit's layer with its tensors on the device, the next ones already on their way.
+def stream(stack: LayerStack, visits: Sequence[Visit], updater: Updater | None = None) -> Iterator[Passage]:
+    """Yield each visit's layer, on the device and updated, the next ones already on their way.
 
-    A layer's tensors are valid until the next one is asked for.
+    A layer's tensors are valid until the next one is asked for. One stream at a time: a new one ends the last.
     """
-    turns: dict[Kind, int] = {}
-
-    def fetch(visit: Visit) -> tuple[Visit, dict[Kind, Future[Tensor]], dict[Kind, Slot]]:
-        transfers: dict[Kind, Future[Tensor]] = {}
-        slots: dict[Kind, Slot] = {}
-        for kind in (*visit.reads, *visit.blanks):
-            store = stack.stores.get(kind)
-            if store is not None and store.resident:
-                transfers[kind] = store.read(kind, visit.layer, None)
-                continue
-            turns[kind] = turns.get(kind, -1) + 1
-            slot = slots[kind] = stack.slots(kind)[turns[kind] % (stack.read_ahead + 1)]
-            writes, slot.writes = slot.writes, []
-            buffer = slot.buffer[: stack.layouts[visit.layer].numel]
-            if kind in visit.reads:
-                assert store is not None
-                transfers[kind] = store.read(kind, visit.layer, buffer, writes)
-            else:
-                with stack.waiting():
-                    for write in writes:
-                        write.result()
-                transfers[kind] = finished(buffer)
-        return visit, transfers, slots
-
-    upcoming = deque(visits)
-    queue: deque[tuple[Visit, dict[Kind, Future[Tensor]], dict[Kind, Slot]]] = deque()
-    while upcoming or queue:
-        # The slots taken here were those of the layer that the consumer has just left. A layer that is still to be
-        # visited may change on that visit: it is not fetched a second time before.
-        while (
-            upcoming
-            and len(queue) <= stack.read_ahead
-            and all(visit.layer != upcoming[0].layer for visit, _, _ in queue)
-        ):
-            queue.append(fetch(upcoming.popleft()))
-        visit, transfers, slots = queue.popleft()
-        with stack.waiting():
-            tensors = {kind: transfer.result() for kind, transfer in transfers.items()}
-        index = visit.layer
-        yield Loaded(index, stack.layers[index], stack.layouts[index], tensors, slots, stack.stores)
+    stack.abandon()
+    upcoming, coming = deque(visits), stack.coming
+    while upcoming or coming:
+        # A layer that is still to be visited may change on that visit: it is not asked for a second time before.
+        while upcoming and len(coming) <= stack.room.read_ahead and all(x.index != upcoming[0].layer for x in coming):
+            coming.append(Passage(stack, upcoming.popleft(), updater))
+        stack.pump()
+        loaded = coming.popleft()
+        loaded.finish()
+        yield loaded
+        loaded.release()
 
 
-def train_step(stack: LayerStack, updater: Updater, batches: Sequence[PackedBatch]) -> StepLoss:
+def train_step(stack: LayerStack, updater: Trainer, batches: Sequence[PackedBatch]) -> StepLoss:
     """Run forward, loss and backward for the micro-batches of one optimizer step.
 
     The loss is the sum over target tokens divided by the target tokens of the whole step, whatever the micro-batches.
     """
     top = len(stack.layers) - 1
-    up = [updater.visit_up(layer) for layer in range(top)]
+    up = [updater.visit_up(layer) for layer in range(top + 1)]
     down = [updater.visit_down(layer) for layer in reversed(range(top))]
-    layers = stream(stack, [*up, updater.visit_turn(top), *down])
-    boundaries = forward(islice(layers, top), batches, updater)
+    layers = stream(stack, [*up, *down], updater)
+    boundaries = forward(islice(layers, top), batches, is_training=True)
     head = next(layers)
-    updater.before_forward(head)
     loss, gradients = head_gradients(head, boundaries.pop(), batches)
     updater.after_backward(head)
     backward(layers, boundaries, gradients, batches, updater)
     return loss
 
 
-def forward(
-    layers: Iterator[Loaded], batches: Sequence[PackedBatch], updater: Updater | None = None
-) -> list[list[Tensor]]:
+def forward(layers: Iterator[Passage], batches: Sequence[PackedBatch], is_training: bool = False) -> list[list[Tensor]]:
     """Run the layers below the head on every micro-batch.
 
     Returns:
-        The boundaries: for each layer its inputs, one per micro-batch; last, what the head takes. Without an updater
-        nothing comes after that needs the others, and only the last is returned.
+        The boundaries: for each layer its inputs, one per micro-batch; last, what the head takes. Where nothing is
+        trained nobody needs the others, and only the last is returned.
     """
     hidden: list[Tensor] = [batch.tokens_T for batch in batches]
     boundaries = []
     for loaded in layers:
-        if updater is not None:
-            updater.before_forward(loaded)
+        if is_training:
             boundaries.append(hidden)
-        parameters = loaded.layout.views(loaded.tensors["weight"])
+        parameters = loaded.parameters()
         with torch.no_grad():
             hidden = [
                 functional_call(loaded.module, parameters, (x, batch)) for x, batch in zip(hidden, batches, strict=True)
@@ -150,39 +110,44 @@ def forward(
 
 
 def backward(
-    layers: Iterator[Loaded],
+    layers: Iterator[Passage],
     boundaries: list[list[Tensor]],
     gradients: list[Tensor],
     batches: Sequence[PackedBatch],
-    updater: Updater,
+    updater: Trainer,
 ) -> None:
     """Carry the gradients of the head's inputs down through the layers, recomputing each from its boundary.
 
     Boundaries and gradients are consumed: a layer's memory is free as soon as it has been passed.
     """
     for loaded in layers:
-        parameters = trainable_views(loaded)
+        parameters = leaves(loaded)
         inputs = boundaries.pop()
         for b, batch in enumerate(batches):
             x = inputs[b].detach()
             x.requires_grad_(x.is_floating_point())
-            torch.autograd.backward(functional_call(loaded.module, parameters, (x, batch)), gradients[b])
+            output = functional_call(loaded.module, parameters, (x, batch))
+            if b == 0:  # not before: while this was recomputed, the gradient of the layer above could leave
+                sum_gradients(loaded, parameters)
+            torch.autograd.backward(output, gradients[b])
             if x.grad is not None:
                 gradients[b] = x.grad
         updater.after_backward(loaded)
 
 
-def trainable_views(loaded: Loaded) -> dict[str, Tensor]:
-    """Return a layer's parameters such that autograd sums their gradients into the layer's flat gradient, in fp32."""
-    parameters = {name: view.detach() for name, view in loaded.layout.views(loaded.tensors["weight"]).items()}
-    sums = loaded.layout.views(loaded.tensors["grad"].zero_())
+def leaves(loaded: Passage) -> dict[str, Tensor]:
+    """Return a layer's parameters as leaves of a graph."""
+    return {name: view.detach().requires_grad_() for name, view in loaded.parameters().items()}
+
+
+def sum_gradients(loaded: Passage, parameters: dict[str, Tensor]) -> None:
+    """Have autograd sum the gradients of these leaves into the layer's flat gradient, in fp32."""
+    sums = loaded.layout.views(loaded.gradient())
     for name, parameter in parameters.items():
-        parameter.requires_grad_()
         if parameter.dtype == sums[name].dtype:
             parameter.grad = sums[name]
         else:
             parameter.register_post_accumulate_grad_hook(_adder(sums[name]))  # type: ignore[no-untyped-call]
-    return parameters
 
 
 def _adder(total: Tensor) -> Callable[[Tensor], None]:
@@ -194,18 +159,21 @@ def _adder(total: Tensor) -> Callable[[Tensor], None]:
     return add
 
 
-def head_gradients(head: Loaded, hidden: list[Tensor], batches: Sequence[PackedBatch]) -> tuple[StepLoss, list[Tensor]]:
+def head_gradients(
+    head: Passage, hidden: list[Tensor], batches: Sequence[PackedBatch]
+) -> tuple[StepLoss, list[Tensor]]:
     """Compute the loss, the head's gradient and the gradients of its inputs.
 
     Args:
-        head: the head, with a ``grad`` tensor to sum into.
+        head: the head.
         hidden: the head's inputs, one [T, D] per micro-batch; freed on the way.
         batches: the micro-batches of the whole step.
 
     Returns:
         The loss of the step, and for each micro-batch d(mean loss)/d(hidden), [T, D].
     """
-    parameters = trainable_views(head)
+    parameters = leaves(head)
+    sum_gradients(head, parameters)
     num_targets = sum(batch.num_targets for batch in batches)
     total, gradients = 0.0, []
     for b, batch in enumerate(batches):
@@ -222,7 +190,7 @@ def head_gradients(head: Loaded, hidden: list[Tensor], batches: Sequence[PackedB
     return StepLoss(total, num_targets), gradients
 
 
-def target_chunks(head: Loaded, batch: PackedBatch) -> Sequence[Tensor]:
+def target_chunks(head: Passage, batch: PackedBatch) -> Sequence[Tensor]:
     """Return the positions that carry a target, in chunks whose logits stay below `HEAD_CHUNK_BYTES`."""
     positions = (batch.targets_T != NO_TARGET).nonzero().squeeze(-1)
     vocabulary = max(shape[0] for shape in head.layout.shapes.values() if len(shape) == 2)
@@ -232,7 +200,7 @@ def target_chunks(head: Loaded, batch: PackedBatch) -> Sequence[Tensor]:
 def evaluate_losses(stack: LayerStack, batches: Sequence[PackedBatch]) -> list[StepLoss]:
     """Return the loss of each batch; nothing is trained."""
     hidden, head = _below_head(stack, batches)
-    parameters = head.layout.views(head.tensors["weight"])
+    parameters = head.parameters()
     losses = []
     for x_TD, batch in zip(hidden, batches, strict=True):
         total = 0.0
@@ -249,11 +217,11 @@ def next_token_logits(stack: LayerStack, batch: PackedBatch) -> Tensor:
     hidden, head = _below_head(stack, [batch])
     last = torch.tensor(batch.cu_seqlens[1:], device=stack.device) - 1
     with torch.no_grad():
-        logits: Tensor = functional_call(head.module, head.layout.views(head.tensors["weight"]), (hidden[0][last],))
+        logits: Tensor = functional_call(head.module, head.parameters(), (hidden[0][last],))
     return logits
 
 
-def _below_head(stack: LayerStack, batches: Sequence[PackedBatch]) -> tuple[list[Tensor], Loaded]:
+def _below_head(stack: LayerStack, batches: Sequence[PackedBatch]) -> tuple[list[Tensor], Passage]:
     top = len(stack.layers) - 1
     layers = stream(stack, [Visit(layer) for layer in range(top + 1)])
     (hidden,) = forward(islice(layers, top), batches)

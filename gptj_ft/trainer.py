@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate
 from types import FrameType
 from typing import Any
@@ -18,13 +19,14 @@ from gptj_ft.data.batches import Rows, rows_of_step
 from gptj_ft.errors import GptjFtError, Interrupted
 from gptj_ft.formats.huggingface import write_model
 from gptj_ft.home import remember_run
+from gptj_ft.model import parameters_of
 from gptj_ft.optimizer import Schedule
 from gptj_ft.progress import StepProgress, StepReport
 from gptj_ft.run import Run, record_environment
 from gptj_ft.session import Session
-from gptj_ft.stack import LayerStack, Visit
+from gptj_ft.stack import LayerStack
 from gptj_ft.state import open_state
-from gptj_ft.streaming import StepLoss, evaluate_losses, stream, train_step
+from gptj_ft.streaming import StepLoss, evaluate_losses, train_step
 from gptj_ft.tuning import Tuning, template_of
 
 PASS_TOKENS = 32768  # of hidden states held at once when only a loss is wanted
@@ -91,8 +93,6 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
                 optimizer.begin(lr)
                 loss = train_step(stack, optimizer, batches)
                 grad_norm = optimizer.end()
-                if is_durable:
-                    stack.drain()
                 seconds = time.monotonic() - step_started
                 report = StepReport(
                     optimizer.step, loss.mean, lr, grad_norm, sum(len(batch.tokens_T) for batch in batches),
@@ -102,7 +102,9 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
                 run.append_metrics(asdict(report))
                 run.log(progress.show(report))
                 if is_durable:
-                    checkpoint.commit(run, optimizer.step, optimizer.pending, facts)
+                    # The next step may begin meanwhile: whatever it writes comes after this.
+                    step, update, known = optimizer.step, optimizer.pending, dict(facts)
+                    stack.stores["grad"].then(partial(checkpoint.commit, run, step, update, known))
                 target_tokens, train_seconds = target_tokens + loss.num_targets, train_seconds + seconds
 
                 if optimizer.step == session.num_steps:
@@ -114,6 +116,7 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
                     checkpoint.save(run, stack, optimizer.step, facts)
                     saved_at = time.monotonic()
                 if stop.requested:
+                    stack.drain()
                     raise Interrupted(
                         f"stopped after step {optimizer.step} of {session.num_steps}, everything is saved; go on with\n"
                         f"gptj-ft finetune --resume {run.folder}"
@@ -155,8 +158,8 @@ def export(session: Session, run: Run, stack: LayerStack, step: int, facts: dict
     tuning = Tuning(str(session.model.resolve()), template_of(session.recipe), data, metrics)
 
     def layers() -> Iterator[dict[str, torch.Tensor]]:
-        for loaded in stream(stack, [Visit(layer, (stack.parameter,)) for layer in range(len(stack.layers))]):
-            yield {name: view.cpu() for name, view in loaded.layout.views(loaded.tensors[stack.parameter]).items()}
+        for layer in range(len(stack.layers)):
+            yield {name: view.cpu() for name, view in parameters_of(stack, layer).items()}
 
     try:
         write_model(run.model, session.architecture, layers(), dtype=None, source=session.model, extra=tuning.to_dict())

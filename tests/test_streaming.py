@@ -15,10 +15,11 @@ from gptj_ft.formats.huggingface import open_checkpoint
 from gptj_ft.layers import NO_TARGET, pack
 from gptj_ft.model import load_weights, reading_stack, training_stack
 from gptj_ft.optimizer import AdamW
+from gptj_ft.passage import Visit
 from gptj_ft.recipe import Recipe
-from gptj_ft.stack import Visit
+from gptj_ft.stack import Room
 from gptj_ft.stores import Layout
-from gptj_ft.stores.placement import Placement
+from gptj_ft.stores.placement import Placement, training_dtypes
 from gptj_ft.streaming import evaluate_losses, forward, next_token_logits, stream, train_step
 
 CPU = torch.device("cpu")
@@ -33,10 +34,14 @@ def documents(vocab_size: int) -> list[list[int]]:
     return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-def open_training(folder: Path, tmp: Path, placement=("device", "device"), recipe=Recipe(), dtype=torch.float32):
+def open_training(
+    folder: Path, tmp: Path, placement=("device", "device"), recipe=Recipe(), dtypes=training_dtypes(torch.float32),
+    room=Room(part_numel=2048, parts=3),
+):  # fmt: skip
+    """Open a training stack; parts are small, so that a layer has several and the pool is shorter than a layer."""
     architecture = read_architecture(folder)
     stack = training_stack(
-        architecture, Placement(*placement), dtype, CPU, tmp / "-".join(placement), recipe.read_ahead,
+        architecture, Placement(*placement), dtypes, CPU, tmp / "-".join(placement), room,
         keep_gradients=recipe.clip_norm is not None,
     )  # fmt: skip
     with open_checkpoint(folder) as checkpoint:
@@ -48,9 +53,9 @@ def lr_of(step: int) -> float:
     return 1e-2 * (step + 1) / STEPS
 
 
-def train(stack, recipe: Recipe, budget: int = 40, steps: int = STEPS):
+def train(stack, recipe: Recipe, budget: int = 40, steps: int = STEPS, late: int = 0):
     """Train; return (loss, norm) of each step and every layer's flat weights."""
-    optimizer, curve = AdamW(stack, recipe), []
+    optimizer, curve = AdamW(stack, recipe, late=late), []
     docs = documents(stack.layouts[0].shapes["wte.weight"][0])
     for step in range(steps):
         optimizer.begin(lr_of(step))
@@ -58,7 +63,7 @@ def train(stack, recipe: Recipe, budget: int = 40, steps: int = STEPS):
         curve.append((loss.mean, optimizer.end()))
     optimizer.flush()
     weights = [
-        {name: view.clone() for name, view in loaded.layout.views(loaded.tensors["weight"]).items()}
+        {name: view.clone() for name, view in loaded.parameters().items()}
         for loaded in stream(stack, [Visit(layer) for layer in range(len(stack.layers))])
     ]
     stack.close()
@@ -99,9 +104,10 @@ def test_loss_and_gradients_match_transformers(oracle, model_folder: Path, tmp_p
     family, total = read_architecture(model_folder).family, len(stack.layers)
     theirs = dict(oracle.named_parameters())
     compared = 0
-    for loaded in stream(stack, [Visit(layer, ("grad",)) for layer in range(total)]):
-        for name, gradient in loaded.layout.views(loaded.tensors["grad"]).items():
-            assert relative(gradient, theirs[family.name_of(loaded.index, name, total)].grad) < 1e-5, name
+    for layer in range(total):
+        flat = torch.cat([part.clone() for _, part in stack.read_parts("grad", layer)])
+        for name, gradient in stack.layouts[layer].views(flat).items():
+            assert relative(gradient, theirs[family.name_of(layer, name, total)].grad) < 1e-5, name
             compared += 1
     assert compared == len(theirs)
 
@@ -154,13 +160,32 @@ def assert_identical(run, expected) -> None:
             assert torch.equal(ours[name], tensor), name
 
 
-@pytest.mark.parametrize("read_ahead", [0, 1, 3])
+ROOMS = {
+    "no read-ahead": Room(0, gradients=1, parts=1, part_numel=2048),
+    "little": Room(1, gradients=1, parts=2, part_numel=2048),
+    "much": Room(3, gradients=2, parts=100, part_numel=4096),
+    "whole layers": Room(1),
+}
+
+
+@pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS)
 @pytest.mark.parametrize(("weights", "state"), list(itertools.product(PLACES, PLACES)))
-def test_placement_and_read_ahead_never_change_a_bit(
-    weights: str, state: str, read_ahead: int, narrow_folder: Path, resident_run, tmp_path: Path
+def test_placement_and_room_never_change_a_bit(
+    weights: str, state: str, room: Room, narrow_folder: Path, resident_run, tmp_path: Path
 ) -> None:
-    recipe = Recipe(read_ahead=read_ahead)
-    assert_identical(train(open_training(narrow_folder, tmp_path, (weights, state), recipe), recipe), resident_run)
+    stack = open_training(narrow_folder, tmp_path, (weights, state), room=room)
+    assert_identical(train(stack, Recipe()), resident_run)
+
+
+@pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS)
+@pytest.mark.parametrize("placement", [("device", "disk"), ("host", "host"), ("disk", "disk")])
+@pytest.mark.parametrize("late", [1, 2])
+def test_an_update_kept_in_backward_equals_one_kept_in_forward(
+    late: int, placement, room: Room, narrow_folder: Path, resident_run, tmp_path: Path
+) -> None:
+    assert_identical(
+        train(open_training(narrow_folder, tmp_path, placement, room=room), Recipe(), late=late), resident_run
+    )
 
 
 @pytest.mark.parametrize("placement", [("device", "device"), ("host", "host"), ("disk", "disk")])
@@ -174,8 +199,9 @@ def test_update_in_backward_equals_just_in_time_update(placement, narrow_folder:
 @pytest.mark.parametrize("placement", [("device", "device"), ("host", "disk"), ("disk", "disk")])
 def test_bf16_placements_agree_to_the_bit_and_keep_a_master(placement, narrow_folder: Path, tmp_path: Path) -> None:
     recipe = Recipe()
-    expected = train(open_training(narrow_folder, tmp_path / "a", dtype=torch.bfloat16), recipe)
-    stack = open_training(narrow_folder, tmp_path / "b", placement, dtype=torch.bfloat16)
+    dtypes = training_dtypes(torch.bfloat16)
+    expected = train(open_training(narrow_folder, tmp_path / "a", dtypes=dtypes), recipe)
+    stack = open_training(narrow_folder, tmp_path / "b", placement, dtypes=dtypes)
     assert stack.dtypes["master"] == torch.float32
     assert_identical(train(stack, recipe), expected)
     full = train(open_training(narrow_folder, tmp_path / "c"), recipe)
@@ -230,7 +256,7 @@ def test_forward_without_an_updater_keeps_no_boundaries(model_folder: Path) -> N
 def test_a_gradient_that_is_not_finite_stops_before_it_touches_a_weight(narrow_folder: Path, tmp_path: Path) -> None:
     stack = open_training(narrow_folder, tmp_path)
     (loaded,) = stream(stack, [Visit(2)])
-    loaded.layout.views(loaded.tensors["weight"])["mlp.fc_out.bias"][0] = torch.inf
+    loaded.parameters()["mlp.fc_out.bias"][0] = torch.inf
     optimizer = AdamW(stack, Recipe())
     optimizer.begin(1e-3)
     train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))

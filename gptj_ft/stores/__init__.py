@@ -7,11 +7,11 @@ in every place, because a BLAS may round differently by alignment.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ T = TypeVar("T")
 Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq", "grad"]
 
 PARAMETER_ALIGNMENT = 32  # elements: 64 bytes in bf16, a cache line and the widest vector register
+PART_NUMEL = 1 << 22  # elements moved, checked and updated at once: 16 MiB in fp32
 FLAT_ALIGNMENT = 2048  # elements: a 4096-byte page in bf16, so that kinds in a file start on page boundaries
 
 
@@ -60,32 +61,46 @@ class Layout:
 
 
 class LayerStore(Protocol):
-    """Holds some kinds of every layer. Transfers are asynchronous; what is read follows what was written before."""
+    """Holds some kinds of every layer, in whole or in spans of elements. Transfers are asynchronous.
+
+    A read sees what was committed before it was asked for; what is written after that commit it may see or not.
+    """
 
     resident: bool
     """Whether `read` returns the store's own tensor, on the device, to be used and changed in place."""
 
-    def read(self, kind: Kind, layer: int, out: Tensor | None, after: Sequence[Future[None]] = ()) -> Future[Tensor]:
-        """Fetch a flat tensor.
+    def read(
+        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Future[Any]] = ()
+    ) -> Future[Tensor]:
+        """Fetch a flat tensor, or as many elements of it as ``out`` holds.
 
         Args:
             kind: what to read.
             layer: its layer.
-            out: where it goes on the device; resident stores ignore it.
+            out: where it goes on the device; resident stores ignore it and return the whole.
+            start: the first element.
             after: transfers that still use ``out`` and must end first.
         """
 
-    def write(self, kind: Kind, layer: int, values: Tensor) -> Future[None]:
-        """Keep new values. They must not change until the transfer ends."""
+    def write(self, kind: Kind, layer: int, values: Tensor, start: int = 0) -> Future[None]:
+        """Keep new values from element ``start`` on. They must not change until the transfer ends."""
 
     def commit(self, layer: int, step: int) -> None:
         """Every kind of the layer has been written: together they are its state after ``step``."""
+
+    def then(self, task: Callable[[], None]) -> Future[None]:
+        """Run a task after everything written so far, and before anything written later."""
 
     def drain(self) -> None:
         """Wait for every transfer; raise what any of them raised."""
 
     def close(self) -> None:
-        """Drain and give the memory back."""
+        """End every transfer and give the memory back."""
+
+
+def parts(numel: int, part_numel: int) -> list[slice]:
+    """Cut a flat tensor into parts, the last of which may be smaller."""
+    return [slice(start, min(start + part_numel, numel)) for start in range(0, numel, part_numel)]
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

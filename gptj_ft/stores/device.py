@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,15 +24,22 @@ class DeviceStore:
             for layer, layout in enumerate(layouts)
         }
 
-    def read(self, kind: Kind, layer: int, out: Tensor | None, after: Sequence[Future[None]] = ()) -> Future[Tensor]:
+    def read(
+        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Future[Any]] = ()
+    ) -> Future[Tensor]:
         return finished(self._tensors[kind, layer])
 
-    def write(self, kind: Kind, layer: int, values: Tensor) -> Future[None]:
-        assert values.data_ptr() == self._tensors[kind, layer].data_ptr(), "resident tensors are changed in place"
+    def write(self, kind: Kind, layer: int, values: Tensor, start: int = 0) -> Future[None]:
+        own = self._tensors[kind, layer][start:]
+        assert values.data_ptr() == own.data_ptr(), "resident tensors are changed in place"
         return finished(None)
 
     def commit(self, layer: int, step: int) -> None:
         pass
+
+    def then(self, task: Callable[[], None]) -> Future[None]:
+        task()
+        return finished(None)
 
     def drain(self) -> None:
         pass

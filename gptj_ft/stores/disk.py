@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gptj_ft.errors import DataError
 from gptj_ft.stores import Kind, Layout
 from gptj_ft.stores.blockio import disk_error, open_direct, sync, sync_folder
 from gptj_ft.stores.queue import TransferQueue
-from gptj_ft.stores.statefile import StateFile, layer_path
+from gptj_ft.stores.statefile import Digests, StateFile, layer_path
 
 
 class DiskStore:
     """Keeps its kinds in ``PREFIX-003.safetensors``.
 
-    New values go to a new file beside the old one; `commit` stamps it with the step and renames it over the old.
-    Between the first write of a layer and its commit, the layer must not be read.
+    New values go to a new file beside the old one; `commit` stamps it with the step and renames it over the old. Reads
+    before that see the old one. What an earlier process wrote is checked against its digests when it is first read.
 
     A durable store has every commit on the disk before the next transfer of its queue is written. Stores that share a
     queue are written in one order: that of the calls.
@@ -35,50 +37,64 @@ class DiskStore:
         kinds: Mapping[Kind, torch.dtype],
         queue: TransferQueue,
         durable: bool,
+        part_numel: int,
     ) -> None:
         self._queue, self._durable = queue, durable
-        self._files = [StateFile(layout, kinds) for layout in layouts]
+        self._files = [StateFile(layout, kinds, part_numel) for layout in layouts]
         self._paths = [layer_path(prefix, layer) for layer in range(len(layouts))]
-        self._open: dict[int, int] = {}  # layer -> descriptor of its new file
+        self._new: dict[int, tuple[int, Digests]] = {}  # layer -> descriptor and digests of the file being written
+        self._unchecked: dict[int, Digests | None] = dict.fromkeys(range(len(layouts)))  # found, not written here
         prefix.parent.mkdir(parents=True, exist_ok=True)
 
-    def read(self, kind: Kind, layer: int, out: Tensor | None, after: Sequence[Future[None]] = ()) -> Future[Tensor]:
+    def read(
+        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Future[Any]] = ()
+    ) -> Future[Tensor]:
         assert out is not None
 
         def load() -> Tensor:
-            assert layer not in self._open, f"layer {layer} is read between its write and its commit"
+            path, file = self._paths[layer], self._files[layer]
+            if layer in self._unchecked and self._unchecked[layer] is None:
+                self._unchecked[layer] = file.check(path)[1]
             staging = out if out.device.type == "cpu" else torch.empty_like(out, device="cpu", pin_memory=True)
-            descriptor = open_direct(self._paths[layer], os.O_RDONLY)
+            descriptor = open_direct(path, os.O_RDONLY)
             try:
-                self._files[layer].read(descriptor, kind, staging)
+                file.read(descriptor, kind, staging, start, self._unchecked.get(layer))
+            except DataError as error:
+                raise DataError(f"{path}: {error}; go back to a checkpoint, or to a copy of the run") from error
             finally:
                 os.close(descriptor)
             return out if staging is out else out.copy_(staging)
 
         return self._queue.read(layer, after, load)
 
-    def write(self, kind: Kind, layer: int, values: Tensor) -> Future[None]:
+    def write(self, kind: Kind, layer: int, values: Tensor, start: int = 0) -> Future[None]:
         def save() -> None:
-            if layer not in self._open:
-                self._open[layer] = self._create(layer)
-            self._files[layer].write(self._open[layer], kind, values.cpu())
+            file = self._files[layer]
+            if layer not in self._new:
+                self._new[layer] = self._create(layer), file.no_digests()
+            descriptor, digests = self._new[layer]
+            file.write(descriptor, kind, values.cpu(), start, digests)
 
-        return self._queue.write(layer, save)
+        return self._queue.write(save)
 
     def commit(self, layer: int, step: int) -> None:
         def rename() -> None:
-            descriptor = self._open.pop(layer)
+            descriptor, digests = self._new.pop(layer)
             try:
-                self._files[layer].write_header(descriptor, step)
+                self._files[layer].write_header(descriptor, step, digests)
                 if self._durable:
-                    sync(descriptor, self._new(layer))
+                    sync(descriptor, self._new_path(layer))
             finally:
                 os.close(descriptor)
-            os.replace(self._new(layer), self._paths[layer])
+            os.replace(self._new_path(layer), self._paths[layer])
+            self._unchecked.pop(layer, None)
             if self._durable:
                 sync_folder(self._paths[layer].parent)
 
-        self._queue.write(layer, rename)
+        self._queue.commit(layer, rename)
+
+    def then(self, task: Callable[[], None]) -> Future[None]:
+        return self._queue.write(task)
 
     def drain(self) -> None:
         self._queue.drain()
@@ -86,18 +102,18 @@ class DiskStore:
     def close(self) -> None:
         self._queue.close()
         # A write failed, or the run was cut off before the commit.
-        for layer, descriptor in self._open.items():
+        for layer, (descriptor, _) in self._new.items():
             os.close(descriptor)
-            self._new(layer).unlink(missing_ok=True)
-        self._open.clear()
+            self._new_path(layer).unlink(missing_ok=True)
+        self._new.clear()
 
-    def _new(self, layer: int) -> Path:
+    def _new_path(self, layer: int) -> Path:
         return self._paths[layer].with_suffix(".new")
 
     def _create(self, layer: int) -> int:
         try:
-            descriptor = open_direct(self._new(layer), os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            descriptor = open_direct(self._new_path(layer), os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             os.truncate(descriptor, self._files[layer].num_bytes)
         except OSError as error:
-            raise disk_error(error, str(self._new(layer))) from error
+            raise disk_error(error, str(self._new_path(layer))) from error
         return descriptor

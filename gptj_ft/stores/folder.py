@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from torch import Tensor
 
@@ -20,9 +21,12 @@ class FolderStore:
         self._queue = TransferQueue("folder")
         self._layouts, self._load = layouts, load
 
-    def read(self, kind: Kind, layer: int, out: Tensor | None, after: Sequence[Future[None]] = ()) -> Future[Tensor]:
+    def read(
+        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Future[Any]] = ()
+    ) -> Future[Tensor]:
         assert out is not None
         assert kind == "weight"
+        assert len(out) == self._layouts[layer].numel, "a model folder is read layer by layer"
 
         def copy() -> Tensor:
             tensors = self._load(layer)
@@ -32,10 +36,13 @@ class FolderStore:
 
         return self._queue.read(layer, after, copy)
 
-    def write(self, kind: Kind, layer: int, values: Tensor) -> Future[None]:
+    def write(self, kind: Kind, layer: int, values: Tensor, start: int = 0) -> Future[None]:
         raise AssertionError("a model folder is read only")
 
     def commit(self, layer: int, step: int) -> None:
+        raise AssertionError("a model folder is read only")
+
+    def then(self, task: Callable[[], None]) -> Future[None]:
         raise AssertionError("a model folder is read only")
 
     def drain(self) -> None:

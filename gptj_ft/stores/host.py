@@ -1,9 +1,10 @@
-"""Tensors in host RAM, copied to the device's slots and back."""
+"""Tensors in host RAM, copied to the device's buffers and back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,18 +26,24 @@ class HostStore:
             for layer, layout in enumerate(layouts)
         }
 
-    def read(self, kind: Kind, layer: int, out: Tensor | None, after: Sequence[Future[None]] = ()) -> Future[Tensor]:
+    def read(
+        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Future[Any]] = ()
+    ) -> Future[Tensor]:
         assert out is not None
-        return self._queue.read(layer, after, lambda: out.copy_(self._tensors[kind, layer]))
+        own = self._tensors[kind, layer][start : start + len(out)]
+        return self._queue.read(layer, after, lambda: out.copy_(own))
 
-    def write(self, kind: Kind, layer: int, values: Tensor) -> Future[None]:
+    def write(self, kind: Kind, layer: int, values: Tensor, start: int = 0) -> Future[None]:
         def copy() -> None:
-            self._tensors[kind, layer].copy_(values)
+            self._tensors[kind, layer][start : start + len(values)].copy_(values)
 
-        return self._queue.write(layer, copy)
+        return self._queue.write(copy)
 
     def commit(self, layer: int, step: int) -> None:
-        pass
+        self._queue.commit(layer, lambda: None)
+
+    def then(self, task: Callable[[], None]) -> Future[None]:
+        return self._queue.write(task)
 
     def drain(self) -> None:
         self._queue.drain()

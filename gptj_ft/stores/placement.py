@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from gptj_ft.stores import Kind, LayerStore, Layout
+from gptj_ft.stores import PART_NUMEL, Kind, LayerStore, Layout
 from gptj_ft.stores.device import DeviceStore
 from gptj_ft.stores.disk import DiskStore
 from gptj_ft.stores.host import HostStore
@@ -37,14 +37,12 @@ class Placement:
         return f"weights on {self.weights}, optimizer state on {self.optimizer_state}"
 
 
-def training_dtypes(compute: torch.dtype) -> dict[Kind, torch.dtype]:
-    """Return the kinds of a training run: fp32 all over, and with another compute type a master copy in fp32."""
-    state: dict[Kind, torch.dtype] = dict.fromkeys(("exp_avg", "exp_avg_sq", "grad"), torch.float32)
-    return (
-        {"weight": compute, **state}
-        if compute == torch.float32
-        else {"weight": compute, "master": torch.float32, **state}
-    )
+def training_dtypes(
+    compute: torch.dtype, moments: torch.dtype = torch.float32, gradients: torch.dtype = torch.float32
+) -> dict[Kind, torch.dtype]:
+    """Return the kinds of a training run; with another compute type than fp32 there is a master copy in fp32."""
+    master: dict[Kind, torch.dtype] = {} if compute == torch.float32 else {"master": torch.float32}
+    return {"weight": compute, **master, "exp_avg": moments, "exp_avg_sq": moments, "grad": gradients}
 
 
 def open_stores(
@@ -53,6 +51,7 @@ def open_stores(
     dtypes: Mapping[Kind, torch.dtype],
     device: torch.device,
     folder: Path,
+    part_numel: int = PART_NUMEL,
 ) -> dict[Kind, LayerStore]:
     """Open a store for every kind. Kinds in one place share a store; gradients, written at other times, have their own.
 
@@ -62,10 +61,12 @@ def open_stores(
         dtypes: the kinds to keep.
         device: for what lives there.
         folder: for what lives on disk.
+        part_numel: elements that are moved at once.
     """
     stores: dict[Kind, LayerStore] = {}
     # One queue for all that is on disk: a gradient replaces the one before only when the update by that one is there.
-    queue = TransferQueue("disk")
+    # Two readers: while one waits for its last request, the other's are under way.
+    queue = TransferQueue("disk", readers=2)
     groups: dict[tuple[Place, bool], dict[Kind, torch.dtype]] = {}
     for kind, dtype in dtypes.items():
         groups.setdefault((placement.of(kind), kind == "grad"), {})[kind] = dtype
@@ -77,6 +78,6 @@ def open_stores(
             store = HostStore(layouts, kinds)
         else:
             prefix = folder / ("gradient" if is_gradient else "layer")
-            store = DiskStore(prefix, layouts, kinds, queue, placement.is_durable)
+            store = DiskStore(prefix, layouts, kinds, queue, placement.is_durable, part_numel)
         stores.update(dict.fromkeys(kinds, store))
     return stores
