@@ -22,7 +22,7 @@ from gptj_ft.run import Run
 from gptj_ft.session import Session, make_session
 from gptj_ft.trainer import train
 
-OPERATIONS = ("pwritev", "fsync", "replace", "rename")
+OPERATIONS = ("pwritev", "fsync", "replace", "rename", "link")
 SILENT = Console(file=io.StringIO())
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from gptj_ft.errors import ResourceError
 
 PAGE = 4096
-REQUEST_BYTES = 4 * 2**20
+REQUEST_BYTES = 8 * 2**20
 REQUESTS_IN_FLIGHT = 8
+TRANSFERS = 4  # that are cut into requests at a time
 
 _readers = ThreadPoolExecutor(REQUESTS_IN_FLIGHT, thread_name_prefix="read")
 _writers = ThreadPoolExecutor(REQUESTS_IN_FLIGHT, thread_name_prefix="write")

@@ -37,13 +37,13 @@ class HostStore:
         def copy() -> None:
             self._tensors[kind, layer][start : start + len(values)].copy_(values)
 
-        return self._queue.write(copy)
+        return self._queue.write(layer, copy)
 
     def commit(self, layer: int, step: int) -> None:
         self._queue.commit(layer, lambda: None)
 
     def then(self, task: Callable[[], None]) -> Future[None]:
-        return self._queue.write(task)
+        return self._queue.then(task)
 
     def drain(self) -> None:
         self._queue.drain()

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from gptj_ft.stores import PART_NUMEL, Kind, LayerStore, Layout
+from gptj_ft.stores.blockio import TRANSFERS
 from gptj_ft.stores.device import DeviceStore
 from gptj_ft.stores.disk import DiskStore
 from gptj_ft.stores.host import HostStore
@@ -65,8 +66,7 @@ def open_stores(
     """
     stores: dict[Kind, LayerStore] = {}
     # One queue for all that is on disk: a gradient replaces the one before only when the update by that one is there.
-    # Two readers: while one waits for its last request, the other's are under way.
-    queue = TransferQueue("disk", readers=2)
+    queue = TransferQueue("disk", TRANSFERS)
     groups: dict[tuple[Place, bool], dict[Kind, torch.dtype]] = {}
     for kind, dtype in dtypes.items():
         groups.setdefault((placement.of(kind), kind == "grad"), {})[kind] = dtype
