@@ -178,8 +178,8 @@ class AdamW:
                 )  # fmt: skip
         for kind, exact in zip(MOMENTS, (first, second), strict=True):
             if exact is not tensors[kind]:
-                key = (recipe.seed, update.step, visit.layer, kind, span.start)
-                round_stochastically(exact, tensors[kind], key)
+                key = (recipe.seed, update.step, visit.layer, kind)
+                round_stochastically(exact, tensors[kind], key, span.start)
         if self._stack.parameter == "master":
             tensors["weight"].copy_(parameter)
 
@@ -206,7 +206,7 @@ class AdamW:
         return self._scratch[kind][:numel]
 
 
-def round_stochastically(exact: Tensor, rounded: Tensor, key: tuple[object, ...]) -> None:
+def round_stochastically(exact: Tensor, rounded: Tensor, key: tuple[object, ...], start: int) -> None:
     """Round fp32 to bf16, up or down with the probability that makes the mean right.
 
     Rounding to nearest would lose every change of a moment below half a unit in the last place: for a decay of 0.999
@@ -216,9 +216,10 @@ def round_stochastically(exact: Tensor, rounded: Tensor, key: tuple[object, ...]
         exact: flat, fp32; overwritten.
         rounded: bf16, of the same length.
         key: what makes this rounding unlike any other; the same key gives the same bits.
+        start: number of the first element, where these are part of a longer tensor.
     """
     noise = _noise(exact.device)
-    offset = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") % NOISE
+    offset = (int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") + start) % NOISE
     bits = exact.view(torch.int32)
     for start in range(-offset, len(bits), NOISE):
         part = bits[max(start, 0) : start + NOISE]

@@ -29,12 +29,14 @@ class Room:
         gradients: layers whose gradients are there: with two, one leaves while the other is summed.
         parts: of each kind that only an update needs.
         part_numel: elements of a part.
+        kept: blocks, the last ones, whose activations are kept for backward instead of computed again.
     """
 
     read_ahead: int = 1
     gradients: int = 2
     parts: int = 24
     part_numel: int = PART_NUMEL
+    kept: int = 0
 
 
 @dataclass

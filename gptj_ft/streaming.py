@@ -3,6 +3,7 @@
     forward   for each layer, upwards:     apply its pending update; run every micro-batch; keep the boundaries
     loss      the head, on the positions that carry a target only, in chunks: forward and backward at once
     backward  for each layer, downwards:   run every micro-batch again from its boundary; sum the gradient; send it away
+              (the last layers may be kept instead of run again: see `Graph`)
 
 The layer is the outer loop and the micro-batch the inner one: weights cross the link twice per optimizer step however
 many micro-batches there are. While a layer computes, the next one is being read and the last one written.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -81,16 +82,66 @@ def train_step(stack: LayerStack, updater: Trainer, batches: Sequence[PackedBatc
     up = [updater.visit_up(layer) for layer in range(top + 1)]
     down = [updater.visit_down(layer) for layer in reversed(range(top))]
     layers = stream(stack, [*up, *down], updater)
-    boundaries = forward(islice(layers, top), batches, is_training=True)
+    graphs = {layer: Graph() for layer in range(max(1, top - stack.room.kept), top)}
+    boundaries = forward(islice(layers, top), batches, graphs)
     head = next(layers)
     loss, gradients = head_gradients(head, boundaries.pop(), batches)
     updater.after_backward(head)
-    backward(layers, boundaries, gradients, batches, updater)
+    backward(layers, boundaries, gradients, batches, graphs, updater)
     return loss
 
 
-def forward(layers: Iterator[Passage], batches: Sequence[PackedBatch], is_training: bool = False) -> list[list[Tensor]]:
+class Graph:
+    """The autograd graphs of a layer, one per micro-batch, kept from forward to backward instead of recomputed.
+
+    The layer's weights do not stay in between: what a graph has saved of them is noted as a place in the flat tensor,
+    and looked up in the slot that the layer is in when backward comes to it.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, Tensor] = {}
+        self.inputs: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+        self._weights = torch.empty(0)
+
+    def run(self, loaded: Passage, inputs: Sequence[Tensor], batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Run the layer on every micro-batch; return what it gives, without history."""
+        self.load(loaded)
+        self.parameters = leaves(loaded)
+        self.inputs = [x.detach().requires_grad_() for x in inputs]
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            self.outputs = [
+                functional_call(loaded.module, self.parameters, (x, batch))
+                for x, batch in zip(self.inputs, batches, strict=True)
+            ]
+        return [output.detach() for output in self.outputs]
+
+    def load(self, loaded: Passage) -> None:
+        """Say where the layer's weights are now."""
+        self._weights = loaded.tensors["weight"]
+
+    def _pack(self, saved: Tensor) -> Tensor | tuple[int, torch.Size, tuple[int, ...]]:
+        flat = self._weights
+        if saved.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
+            return saved
+        return int(saved.storage_offset() - flat.storage_offset()), saved.shape, saved.stride()
+
+    def _unpack(self, packed: Tensor | tuple[int, torch.Size, tuple[int, ...]]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        offset, shape, stride = packed
+        return self._weights.as_strided(shape, stride, self._weights.storage_offset() + offset)
+
+
+def forward(
+    layers: Iterator[Passage], batches: Sequence[PackedBatch], graphs: Mapping[int, Graph] | None = None
+) -> list[list[Tensor]]:
     """Run the layers below the head on every micro-batch.
+
+    Args:
+        layers: as they come.
+        batches: the micro-batches.
+        graphs: for training, the layers whose graphs are kept, and where.
 
     Returns:
         The boundaries: for each layer its inputs, one per micro-batch; last, what the head takes. Where nothing is
@@ -99,8 +150,11 @@ def forward(layers: Iterator[Passage], batches: Sequence[PackedBatch], is_traini
     hidden: list[Tensor] = [batch.tokens_T for batch in batches]
     boundaries = []
     for loaded in layers:
-        if is_training:
+        if graphs is not None:
             boundaries.append(hidden)
+        if graphs and loaded.index in graphs:
+            hidden = graphs[loaded.index].run(loaded, hidden, batches)
+            continue
         parameters = loaded.parameters()
         with torch.no_grad():
             hidden = [
@@ -114,20 +168,26 @@ def backward(
     boundaries: list[list[Tensor]],
     gradients: list[Tensor],
     batches: Sequence[PackedBatch],
+    graphs: dict[int, Graph],
     updater: Trainer,
 ) -> None:
-    """Carry the gradients of the head's inputs down through the layers, recomputing each from its boundary.
+    """Carry the gradients of the head's inputs down through the layers, recomputing those without a graph.
 
-    Boundaries and gradients are consumed: a layer's memory is free as soon as it has been passed.
+    Boundaries, gradients and graphs are consumed: a layer's memory is free as soon as it has been passed.
     """
     for loaded in layers:
-        parameters = leaves(loaded)
-        inputs = boundaries.pop()
-        for b, batch in enumerate(batches):
-            x = inputs[b].detach()
-            x.requires_grad_(x.is_floating_point())
-            output = functional_call(loaded.module, parameters, (x, batch))
-            if b == 0:  # not before: while this was recomputed, the gradient of the layer above could leave
+        inputs, graph = boundaries.pop(), graphs.pop(loaded.index, None)
+        if graph is not None:
+            graph.load(loaded)
+        parameters = graph.parameters if graph else leaves(loaded)
+        for b in reversed(range(len(batches))):
+            if graph is not None:
+                x, output = graph.inputs.pop(), graph.outputs.pop()
+            else:
+                x = inputs[b].detach()
+                x.requires_grad_(x.is_floating_point())
+                output = functional_call(loaded.module, parameters, (x, batches[b]))
+            if b == len(batches) - 1:  # not before: while this was recomputed, the gradient above could leave
                 sum_gradients(loaded, parameters)
             torch.autograd.backward(output, gradients[b])
             if x.grad is not None:

@@ -188,6 +188,35 @@ def test_an_update_kept_in_backward_equals_one_kept_in_forward(
     )
 
 
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("kept", [1, 2, 3])
+@pytest.mark.parametrize("placement", [("device", "device"), ("host", "disk"), ("disk", "disk")])
+def test_kept_activations_change_no_bit_and_save_the_recomputation(
+    placement, kept: int, late: int, narrow_folder: Path, resident_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = Room(1, parts=3, part_numel=2048, kept=kept)
+    stack = open_training(narrow_folder, tmp_path, placement, room=room)
+    runs, block = [], type(stack.layers[1])
+    original = block.forward
+    monkeypatch.setattr(block, "forward", lambda self, x, batch: (runs.append(1), original(self, x, batch))[1])
+    assert_identical(train(stack, Recipe(), late=late), resident_run)
+    num_blocks, num_batches = 3, len(micro_batches(documents(101), PROMPTS, 40))
+    assert len(runs) == STEPS * num_batches * (2 * num_blocks - kept)
+
+
+@pytest.mark.parametrize("placement", [("device", "device"), ("disk", "disk")])
+def test_bf16_moments_and_gradients_agree_in_every_placement_and_stay_near_fp32(
+    placement, narrow_folder: Path, resident_run, tmp_path: Path
+) -> None:
+    dtypes = training_dtypes(torch.float32, moments=torch.bfloat16, gradients=torch.bfloat16)
+    expected = train(open_training(narrow_folder, tmp_path / "a", ("host", "host"), dtypes=dtypes), Recipe())
+    for late, room in enumerate(ROOMS.values()):
+        stack = open_training(narrow_folder, tmp_path / str(late), placement, dtypes=dtypes, room=room)
+        assert_identical(train(stack, Recipe(), late=late), expected)
+    assert expected[0] != resident_run[0]
+    assert expected[0][-1][0] == pytest.approx(resident_run[0][-1][0], rel=1e-2)
+
+
 @pytest.mark.parametrize("placement", [("device", "device"), ("host", "host"), ("disk", "disk")])
 def test_update_in_backward_equals_just_in_time_update(placement, narrow_folder: Path, tmp_path: Path) -> None:
     pending = Recipe(clip_norm=1e9)
