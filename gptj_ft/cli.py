@@ -367,7 +367,7 @@ def show_recipe(
 
     resolved = resolve({"recipe": name}, None, _tuple(assignments))
     if as_json:
-        _print_json(resolved.recipe.model_dump(mode="json"))
+        _print_json(resolved.recipe.to_dict())
     else:
         print(dump(resolved.recipe, resolved.origins), end="")
 

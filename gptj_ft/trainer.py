@@ -18,7 +18,6 @@ from gptj_ft.data.batches import Rows, rows_of_step
 from gptj_ft.errors import GptjFtError, Interrupted
 from gptj_ft.formats.huggingface import write_model
 from gptj_ft.home import remember_run
-from gptj_ft.optimizer import Schedule
 from gptj_ft.progress import StepProgress, StepReport
 from gptj_ft.run import Run, record_environment
 from gptj_ft.session import Session
@@ -65,7 +64,6 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
     record_environment(run, str(session.device), torch.get_num_threads())
     stack, optimizer, facts = open_state(session, run)
     is_durable = session.plan.placement.is_durable
-    schedule = Schedule.of(recipe, session.num_steps)
     budget = recipe.micro_batch_tokens
     loss_after: float | None = None
     target_tokens, train_seconds, saved_at = 0, 0.0, time.monotonic()
@@ -87,7 +85,7 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
                 step_started, waited = time.monotonic(), stack.waited_seconds
                 rows = rows_of_step(optimizer.step, len(session.train), recipe.batch_size, recipe.seed)
                 batches = [batch.to(session.device) for batch in session.train.batches(rows, budget)]
-                lr = schedule.lr(optimizer.step + 1)
+                lr = session.schedule.lr(optimizer.step + 1)
                 optimizer.begin(lr)
                 loss = train_step(stack, optimizer, batches)
                 grad_norm = optimizer.end()

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "gptj_ft"
 # Each module may import modules of its own line and of the lines above.
 ORDER = [
     ("__init__", "errors"),
-    ("recipe", "layers", "home", "hub"),
+    ("recipe", "schedule", "layers", "home", "hub"),
     ("machine", "stores", "families", "formats", "data"),
     ("stack",),
     ("streaming", "plan", "tuning", "metrics", "tiny", "convert", "download", "inputs", "model"),
