@@ -19,7 +19,8 @@ class StepReport:
 
     Attributes:
         step: from 1.
-        loss: mean over the step's target tokens, before the update.
+        loss: cross-entropy, mean over the step's target tokens, before the update.
+        z_loss: what the z-loss adds to it, with its weight.
         lr: learning rate.
         grad_norm: global, before clipping.
         tokens: all tokens of the step.
@@ -31,6 +32,7 @@ class StepReport:
 
     step: int
     loss: float
+    z_loss: float
     lr: float
     grad_norm: float
     tokens: int

@@ -128,6 +128,7 @@ class Recipe(Options):
     eps: float = Field(1e-8, gt=0.0, description="added to the root of the second moment (torch's formula)")
     weight_decay: float = Field(0.1, ge=0.0, description="decoupled; biases and layer norms are left out")
     clip_norm: float | None = Field(1.0, gt=0.0, description="global gradient norm; null: no clipping")
+    z_loss: float = Field(0.0, ge=0.0, description="weight of log(Z)^2 beside the loss; GPT-J's pre-training: 1e-4")
     seed: int = Field(0, ge=0, lt=2**63, description="order of the rows, the held-out share, the tiny model")
 
     # Where it runs

@@ -87,14 +87,15 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
                 batches = [batch.to(session.device) for batch in session.train.batches(rows, budget)]
                 lr = session.schedule.lr(optimizer.step + 1)
                 optimizer.begin(lr)
-                loss = train_step(stack, optimizer, batches)
+                loss = train_step(stack, optimizer, batches, recipe.z_loss)
                 grad_norm = optimizer.end()
                 if is_durable:
                     stack.drain()
                 seconds = time.monotonic() - step_started
                 report = StepReport(
-                    optimizer.step, loss.mean, lr, grad_norm, sum(len(batch.tokens_T) for batch in batches),
-                    loss.num_targets, seconds, stack.waited_seconds - waited, used_memory(session.device),
+                    optimizer.step, loss.mean, loss.z_mean, lr, grad_norm,
+                    sum(len(batch.tokens_T) for batch in batches), loss.num_targets, seconds,
+                    stack.waited_seconds - waited, used_memory(session.device),
                 )  # fmt: skip
                 # Before the commit: a line too many is dropped on resume, a line too few would be missing for good.
                 run.append_metrics(asdict(report))

@@ -122,10 +122,10 @@ def test_stopping_and_resuming_equals_a_straight_run_to_the_bit(
     ask_after = {2, 5, 6}
     original = trainer.train_step
 
-    def interrupting(stack, optimizer, batches):
+    def interrupting(stack, optimizer, *rest):
         if optimizer.step + 1 in ask_after:
             os.kill(os.getpid(), signal.SIGINT)
-        return original(stack, optimizer, batches)
+        return original(stack, optimizer, *rest)
 
     monkeypatch.setattr(trainer, "train_step", interrupting)
     done = shell(f"{options} --output stopped")
@@ -150,10 +150,10 @@ def test_resume_with_another_placement_and_read_ahead_changes_no_bit(shell, rows
 
     original = trainer.train_step
 
-    def failing(stack, optimizer, batches):
+    def failing(stack, optimizer, *rest):
         if optimizer.step == 3:
             raise OSError(28, "No space left on device")
-        return original(stack, optimizer, batches)
+        return original(stack, optimizer, *rest)
 
     monkeypatch.setattr(trainer, "train_step", failing)
     done = shell(f"{options} --output cut --weights device --optimizer-state device")
@@ -270,9 +270,9 @@ def test_a_damaged_checkpoint_is_named_and_not_trained_on(shell, rows_file: Path
 
     original = trainer.train_step
 
-    def interrupting(stack, optimizer, batches):
+    def interrupting(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
-        return original(stack, optimizer, batches)
+        return original(*arguments)
 
     monkeypatch.setattr(trainer, "train_step", interrupting)
     assert shell(f"{TINY} --output out").code == 130
