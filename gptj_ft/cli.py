@@ -206,7 +206,7 @@ def finetune(
     from dataclasses import asdict
 
     from gptj_ft import finetune as command
-    from gptj_ft.report import show_data, show_plan
+    from gptj_ft.report import show_data, show_plan, show_training
 
     console = _console(quiet=as_json)
     if resume is not None:
@@ -223,11 +223,7 @@ def finetune(
     if as_json:
         _print_json(asdict(result))
         return
-    if result.loss_before is not None and result.loss_after is not None:
-        print(f"validation loss {result.loss_before:.4f} before, {result.loss_after:.4f} after {result.steps} steps")
-    print(
-        f'tuned model: {result.model}\nnext: gptj-ft evaluate {result.run} --data FILE\n      gptj-ft generate "prompt"'
-    )
+    show_training(_console(stderr=False), result)
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from types import FrameType
 from typing import Any
@@ -18,6 +18,7 @@ from gptj_ft.data.batches import Rows, rows_of_step
 from gptj_ft.errors import GptjFtError, Interrupted
 from gptj_ft.formats.huggingface import write_model
 from gptj_ft.home import remember_run
+from gptj_ft.meters import Meters, Stopwatch, Tally, count_flops, summarize
 from gptj_ft.progress import StepProgress, StepReport
 from gptj_ft.run import Run, record_environment
 from gptj_ft.session import Session
@@ -40,7 +41,8 @@ class TrainResult:
         loss_before: validation loss per target token before training; ``None`` without validation rows.
         loss_after: the same after training.
         seconds: wall time of this session's training.
-        target_tokens_per_second: of this session's steps.
+        tally: all steps of the run together.
+        meters: their rates.
     """
 
     run: str
@@ -49,7 +51,8 @@ class TrainResult:
     loss_before: float | None
     loss_after: float | None
     seconds: float
-    target_tokens_per_second: float
+    tally: Tally
+    meters: Meters
 
 
 def train(session: Session, run: Run, console: Console, quiet: bool = False) -> TrainResult:
@@ -66,7 +69,7 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
     is_durable = session.plan.placement.is_durable
     budget = recipe.micro_batch_tokens
     loss_after: float | None = None
-    target_tokens, train_seconds, saved_at = 0, 0.0, time.monotonic()
+    saved_at = time.monotonic()
     try:
         with StepProgress(console, session.num_steps, optimizer.step, quiet) as progress, StopRequest() as stop:
             while True:
@@ -82,7 +85,7 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
                 if is_end:
                     break
 
-                step_started, waited = time.monotonic(), stack.waited_seconds
+                stopwatch = Stopwatch(stack)
                 rows = rows_of_step(optimizer.step, len(session.train), recipe.batch_size, recipe.seed)
                 batches = [batch.to(session.device) for batch in session.train.batches(rows, budget)]
                 lr = session.schedule.lr(optimizer.step + 1)
@@ -91,18 +94,15 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
                 grad_norm = optimizer.end()
                 if is_durable:
                     stack.drain()
-                seconds = time.monotonic() - step_started
-                report = StepReport(
-                    optimizer.step, loss.mean, loss.z_mean, lr, grad_norm,
-                    sum(len(batch.tokens_T) for batch in batches), loss.num_targets, seconds,
-                    stack.waited_seconds - waited, used_memory(session.device),
-                )  # fmt: skip
+                tally = stopwatch.read(sum(len(batch.tokens_T) for batch in batches), loss.num_targets)
+                flops = count_flops(stack.layouts, tally.tokens, tally.target_tokens)
+                meters = Meters.of(tally, flops, machine.matmul_rate(session.device, session.dtype))
+                report = StepReport(optimizer.step, loss.mean, loss.z_mean, lr, grad_norm, tally, meters)
                 # Before the commit: a line too many is dropped on resume, a line too few would be missing for good.
-                run.append_metrics(asdict(report))
+                run.append_metrics(report.to_dict())
                 run.log(progress.show(report))
                 if is_durable:
                     checkpoint.commit(run, optimizer.step, optimizer.pending, facts)
-                target_tokens, train_seconds = target_tokens + loss.num_targets, train_seconds + seconds
 
                 if optimizer.step == session.num_steps:
                     continue
@@ -123,9 +123,10 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
         stack.close()
     run.discard_state()
     remember_run(run.folder)
+    tally, meters = summarize([line for line in run.metrics() if "loss" in line])
     return TrainResult(
         str(run.folder), str(run.model), optimizer.step, facts["loss_before"], loss_after, time.monotonic() - started,
-        target_tokens / train_seconds if train_seconds else 0.0,
+        tally, meters,
     )  # fmt: skip
 
 
@@ -170,11 +171,6 @@ def export(session: Session, run: Run, stack: LayerStack, step: int, facts: dict
 def is_multiple(step: int, every: int) -> bool:
     """Tell whether something done ``every`` so many steps is due; 0 is never."""
     return every > 0 and step % every == 0
-
-
-def used_memory(device: torch.device) -> int:
-    """Return the memory a run takes: the process's, or on CUDA the device's peak."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else machine.used_memory()
 
 
 class StopRequest:

@@ -104,9 +104,33 @@ def test_a_run_leaves_its_recipe_metrics_log_and_environment_and_no_scratch(shel
     assert "# command line" in run.recipe_file.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("place", ["device", "disk"])
+def test_metrics_and_the_closing_summary_tell_how_fast_it_was(place: str, shell, rows_file: Path) -> None:
+    done = shell(f"{TINY} --max-steps 3 --output out --weights {place} --optimizer-state {place} --json")
+    assert done.code == 0, done.err
+    lines = [line for line in Run(Path("out")).metrics() if "loss" in line]
+    for line in lines:
+        assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["seconds"])
+        assert line["target_tokens_per_second"] == pytest.approx(line["target_tokens"] / line["seconds"])
+        assert line["stall"] == pytest.approx(line["waited_seconds"] / line["seconds"])
+        assert 0 < line["model_gflops"] < line["hardware_gflops"] < 4 / 3 * line["model_gflops"] * 1.001
+        assert 0 < line["mfu"] < line["hfu"] < 2
+        assert 10**8 < line["memory_bytes"] < 10**10
+        assert line["device_memory_bytes"] == 0
+    tally, meters = done.json["tally"], done.json["meters"]
+    assert tally["target_tokens"] == sum(line["target_tokens"] for line in lines)
+    assert tally["memory_bytes"] == max(line["memory_bytes"] for line in lines)
+    assert meters["tokens_per_second"] == pytest.approx(tally["tokens"] / tally["seconds"])
+    shown = shell(f"{TINY} --max-steps 2 --output again").out
+    for text in ("validation loss", "tokens/s", "GFLOP/s", "without recomputation", "waiting", "moved", "peak memory"):
+        assert text in shown
+    assert "next: gptj-ft evaluate again --data FILE" in shown
+
+
 def timeless(lines: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Leave out what differs between two runs of the same numbers."""
-    return [{k: v for k, v in line.items() if k not in ("seconds", "waited_seconds", "memory_bytes")} for line in lines]
+    """Keep what two runs of the same numbers share."""
+    numbers = ("step", "loss", "z_loss", "lr", "grad_norm", "tokens", "target_tokens", "validation_loss")
+    return [{key: value for key, value in line.items() if key in numbers} for line in lines]
 
 
 @pytest.mark.parametrize("place", ["device", "host", "disk"])

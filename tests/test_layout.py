@@ -19,6 +19,7 @@ ORDER = [
     ("recipe", "schedule", "layers", "home", "hub"),
     ("machine", "stores", "families", "formats", "data"),
     ("stack",),
+    ("meters",),
     ("streaming", "plan", "tuning", "metrics", "tiny", "convert", "download", "inputs", "model"),
     ("optimizer", "run", "progress", "checkpoint", "session", "state"),
     ("trainer", "decoding"),
