@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from gptj_ft.options import (
     Json,
     MaxLength,
     MaxSteps,
+    MaxTime,
     Model,
     OptimizerState,
     Precision,
@@ -193,6 +195,7 @@ def finetune(
     precision: Precision = None,
     weights: Weights = None,
     optimizer_state: OptimizerState = None,
+    max_time: MaxTime = None,
     config: Config = None,
     assignments: Assignments = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what it will cost and stop")] = False,
@@ -202,6 +205,7 @@ def finetune(
     as_json: Json = False,
 ) -> None:
     """Fine-tune a model: every parameter, by weight streaming."""
+    began = time.monotonic()
     flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
     from dataclasses import asdict
 
@@ -219,7 +223,7 @@ def finetune(
         if as_json:
             _print_json(prepared.session.plan.to_dict())
         return
-    result = command.execute(prepared, console, as_json)
+    result = command.execute(prepared, console, as_json, began)
     if as_json:
         _print_json(asdict(result))
         return

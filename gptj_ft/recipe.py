@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from gptj_ft.errors import UsageError, did_you_mean
 
@@ -25,6 +36,25 @@ Place = Literal["device", "host", "disk", "auto"]
 Shape = Literal["linear", "cosine", "constant"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+def parse_duration(value: object) -> object:
+    """Return a duration such as ``1h30m`` in seconds; anything but a text is left to the type's own check.
+
+    Raises:
+        PydanticCustomError: not a duration.
+    """
+    if not isinstance(value, str):
+        return value
+    text, total = value.strip().lower(), 0.0
+    if not re.fullmatch(r"(\d+\.?\d*[dhms])+|\d+\.?\d*", text):
+        raise PydanticCustomError("duration", "a duration is seconds, or a text such as 8h, 90m, 1h30m or 2d")
+    for number, unit in re.findall(r"([\d.]+)([dhms]?)", text):
+        total += float(number) * {"d": 86400, "h": 3600, "m": 60}.get(unit, 1)
+    return total
+
+
+Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0.0)]
 
 
 class Options(BaseModel):
@@ -56,13 +86,13 @@ class Piece(Options):
     @model_validator(mode="after")
     def _has_one_rate_if_constant(self) -> Piece:
         if self.shape == "constant" and self.start not in (None, self.end):
-            raise ValueError("a constant piece has one rate, its `end`")
+            raise PydanticCustomError("constant", "a constant piece has one rate, its `end`")
         return self
 
 
 def _reaches_the_peak(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
     if all(1.0 not in (piece.start, piece.end) for piece in pieces):
-        raise ValueError("start and end are shares of lr, so one of them must be 1")
+        raise PydanticCustomError("pieces", "start and end are shares of lr, so one of them must be 1")
     return pieces
 
 
@@ -138,6 +168,9 @@ class Recipe(Options):
     )
     weights: Place = Field("auto", description="where the weights live")
     optimizer_state: Place = Field("auto", description="where gradients, moments and master weights live")
+    max_time: Duration | None = Field(
+        None, description="stop in time, saved, when a session has run as long as this: 8h, 90m, 1h30m; null: no limit"
+    )
     read_ahead: int = Field(1, ge=0, le=8, description="layers read before they are needed")
 
     # What it leaves behind
@@ -157,7 +190,7 @@ class Recipe(Options):
 
 # What a run was told about its surroundings may change on resume without changing a number of it.
 FREE_ON_RESUME = frozenset(
-    {"device", "weights", "optimizer_state", "read_ahead", "save_every", "save_minutes", "output"}
+    {"device", "weights", "optimizer_state", "read_ahead", "save_every", "save_minutes", "max_time", "output"}
 )
 GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "schedule": Piece}
 STRETCHING = ("warmup", "final_lr")  # what a schedule of pieces has no use for
@@ -279,14 +312,14 @@ def build(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -
         # An unknown key says more than what is missing because of it.
         problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
         path = [str(part) for part in problem["loc"] if not str(part).startswith("(")]  # tags of a union
-        key, message = ".".join(path), problem["msg"].removeprefix("Value error, ")
+        key = ".".join(path)
         where = (origins or {}).get(key) or (origins or {}).get(path[0], "recipe")
         if problem["type"] == "extra_forbidden":
             group = GROUPS[path[0]] if len(path) > 1 else Recipe
             hint = did_you_mean(path[-1], group.model_fields)
             hint = hint or (f" (there are {', '.join(group.model_fields)})" if len(path) > 1 else "")
             raise UsageError(f"{where}: unknown option '{key}'{hint}") from error
-        raise UsageError(f"{where}: {key}: {message}, not {problem['input']!r}") from error
+        raise UsageError(f"{where}: {key}: {problem['msg']}, not {problem['input']!r}") from error
 
 
 def dump(recipe: Recipe, origins: Mapping[str, str]) -> str:

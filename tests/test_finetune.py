@@ -166,6 +166,63 @@ def test_stopping_and_resuming_equals_a_straight_run_to_the_bit(
     assert timeless(straight) == timeless(stopped)
 
 
+# 60 s until the first step, 100 s a step; where the state is not on disk, 60 s more to save it. A tenth is kept free.
+@pytest.mark.parametrize(("place", "stops"), [("device", (3, 7, 8)), ("disk", (4, 8, 9))])
+def test_a_run_out_of_time_stops_saved_with_exit_7_and_resumes_to_the_same_weights(
+    place: str, stops: tuple[int, int, int], shell, rows_file: Path, monkeypatch
+) -> None:
+    options = f"{TINY} --epochs 2 --weights {place} --optimizer-state {place}"
+    assert shell(f"{options} --output straight").code == 0
+    clock = FakeClock(monkeypatch)
+    # The limit holds for each session and may be changed; none is so short that it takes no step.
+    for line, step in zip(
+        (f"{options} --output timed --max-time 8m", "finetune --resume timed", "finetune --resume timed --max-time 1s"),
+        stops,
+        strict=True,
+    ):
+        began = clock.elapsed
+        done = shell(line)
+        assert done.code == 7, done.err
+        assert f"stopped after step {step} of 10: another might not end" in done.err
+        assert "gptj-ft finetune --resume timed" in done.err
+        assert clock.elapsed - began <= 480
+    assert shell("finetune --resume timed").code == 0
+    assert_same_weights(Path("straight/model"), Path("timed/model"))
+    assert timeless(Run(Path("straight")).metrics()) == timeless(Run(Path("timed")).metrics())
+
+
+def test_the_last_step_is_not_begun_without_time_for_validation_and_export(shell, rows_file: Path, monkeypatch) -> None:
+    FakeClock(monkeypatch)
+    # 260 s until the second step is done; then 100 for the last, 90 to flush, validate and export, and a tenth of it.
+    done = shell(f"{TINY} --max-steps 3 --output out --max-time 440s")
+    assert (done.code, "stopped after step 2 of 3" in done.err) == (7, True)
+    assert shell("finetune --resume out").code == 0
+
+
+class FakeClock:
+    """Time passes with steps, flushes, validations, checkpoints and the export, and with nothing else."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from gptj_ft import checkpoint, optimizer, trainer
+
+        self.elapsed = 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.elapsed)
+        takes = {"step": 100.0, "flush": 30.0, "validation": 30.0, "save": 30.0, "export": 30.0}
+        monkeypatch.setattr(trainer, "forecast_seconds", lambda session: takes)
+        for owner, name, seconds in (
+            (trainer, "train_step", 100), (trainer, "validate", 30), (checkpoint, "save", 30),
+            (trainer, "export", 30), (optimizer.AdamW, "flush", 30),
+        ):  # fmt: skip
+            monkeypatch.setattr(owner, name, self._slow(getattr(owner, name), seconds))
+
+    def _slow(self, operation, seconds: float):
+        def slow(*arguments, **settings):
+            self.elapsed += seconds
+            return operation(*arguments, **settings)
+
+        return slow
+
+
 def test_resume_with_another_placement_and_read_ahead_changes_no_bit(shell, rows_file: Path, monkeypatch) -> None:
     options = f"{TINY} --epochs 1 --set save_every=2"
     assert shell(f"{options} --output straight --weights device --optimizer-state device").code == 0

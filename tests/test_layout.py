@@ -21,7 +21,7 @@ ORDER = [
     ("stack",),
     ("meters",),
     ("streaming", "plan", "tuning", "metrics", "tiny", "convert", "download", "inputs", "model"),
-    ("optimizer", "run", "progress", "checkpoint", "session", "state"),
+    ("optimizer", "deadline", "run", "progress", "checkpoint", "session", "state"),
     ("trainer", "decoding"),
     ("finetune", "evaluate", "generate"),
     ("report", "options"),
