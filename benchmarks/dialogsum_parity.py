@@ -25,9 +25,9 @@ from transformers import GPTJConfig, GPTJForCausalLM
 
 from gptj_ft.data.batches import Rows, rows_of_step
 from gptj_ft.data.prepare import load
-from gptj_ft.optimizer import Schedule
 from gptj_ft.recipe import Recipe
 from gptj_ft.run import Run
+from gptj_ft.schedule import Schedule
 
 SHAPE = {"vocab_size": 50400, "n_positions": 1024, "n_embd": 384, "n_layer": 8, "n_head": 6, "rotary_dim": 32}
 

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from gptj_ft.options import (
     Json,
     MaxLength,
     MaxSteps,
+    MaxTime,
     Model,
     OptimizerState,
     Precision,
@@ -193,6 +195,7 @@ def finetune(
     precision: Precision = None,
     weights: Weights = None,
     optimizer_state: OptimizerState = None,
+    max_time: MaxTime = None,
     config: Config = None,
     assignments: Assignments = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what it will cost and stop")] = False,
@@ -202,11 +205,12 @@ def finetune(
     as_json: Json = False,
 ) -> None:
     """Fine-tune a model: every parameter, by weight streaming."""
+    began = time.monotonic()
     flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
     from dataclasses import asdict
 
     from gptj_ft import finetune as command
-    from gptj_ft.report import show_data, show_plan
+    from gptj_ft.report import show_data, show_plan, show_training
 
     console = _console(quiet=as_json)
     if resume is not None:
@@ -219,15 +223,11 @@ def finetune(
         if as_json:
             _print_json(prepared.session.plan.to_dict())
         return
-    result = command.execute(prepared, console, as_json)
+    result = command.execute(prepared, console, as_json, began)
     if as_json:
         _print_json(asdict(result))
         return
-    if result.loss_before is not None and result.loss_after is not None:
-        print(f"validation loss {result.loss_before:.4f} before, {result.loss_after:.4f} after {result.steps} steps")
-    print(
-        f'tuned model: {result.model}\nnext: gptj-ft evaluate {result.run} --data FILE\n      gptj-ft generate "prompt"'
-    )
+    show_training(_console(stderr=False), result)
 
 
 @app.command()
@@ -367,7 +367,7 @@ def show_recipe(
 
     resolved = resolve({"recipe": name}, None, _tuple(assignments))
     if as_json:
-        _print_json(resolved.recipe.model_dump(mode="json"))
+        _print_json(resolved.recipe.to_dict())
     else:
         print(dump(resolved.recipe, resolved.origins), end="")
 

@@ -6,6 +6,7 @@
     ├── ResourceError      exit 4   memory or disk
     ├── NetworkError       exit 5
     └── Interrupted        exit 130 stopped on request, after a clean save
+        └── OutOfTime      exit 7   stopped by --max-time, likewise: to be resumed by whoever set it
 
 A message is one or two lines: what, where (file:line), what to do next. What cannot be the user's doing is an `assert`.
 `cli.py` alone turns these into exit codes.
@@ -51,6 +52,15 @@ class Interrupted(GptjFtError):
     """Stopped on request, everything saved."""
 
     exit_code = 130
+
+
+class OutOfTime(Interrupted):
+    """Stopped before the time of the session was over, everything saved.
+
+    A code of its own, because a batch job resumes what ran out of time and not what somebody stopped.
+    """
+
+    exit_code = 7
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

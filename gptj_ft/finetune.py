@@ -87,8 +87,8 @@ def resumed(folder: Path, flags: Mapping[str, Any], config: Path | None, assignm
     return Job(_session(recipe, model, rows, run.folder), rows[0].report, Resolved(recipe, {}), rows, run)
 
 
-def execute(job: Job, console: Console, quiet: bool) -> TrainResult:
-    """Make the run folder if there is none, and train.
+def execute(job: Job, console: Console, quiet: bool, began: float) -> TrainResult:
+    """Make the run folder if there is none, and train; ``began`` is the `time.monotonic` at which the command did.
 
     Raises:
         GptjFtError: as `trainer.train`.
@@ -100,7 +100,7 @@ def execute(job: Job, console: Console, quiet: bool) -> TrainResult:
         if job.rows[1] is not None:
             save(job.rows[1], run.data / "validation")
     console.print(f"run folder {run.folder}", highlight=False)
-    return train(job.session, run, console, quiet)
+    return train(job.session, run, console, quiet, began)
 
 
 def forecast(resolved: Resolved) -> Plan:

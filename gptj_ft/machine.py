@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import resource
 import shutil
+import sys
 import time
 from functools import lru_cache
 from pathlib import Path
@@ -63,9 +64,13 @@ def free_disk(folder: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-def used_memory() -> int:
-    """Return the resident bytes of this process."""
-    return int(psutil.Process(os.getpid()).memory_info().rss)
+def peak_memory() -> int:
+    """Return the most bytes that this process has had resident."""
+    try:  # Linux: getrusage would also count what the parent had when it started this process
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @lru_cache

@@ -1,4 +1,4 @@
-"""AdamW over stores, layer by layer: updates applied just in time, schedules, exact clipping by the global norm.
+"""AdamW over stores, layer by layer: updates applied just in time, exact clipping by the global norm.
 
 The global norm is known only when every layer's gradient is. So a step leaves its update *pending*: the next pass
 upwards applies it to each layer as that layer comes by, and computes with the fresh weights at once. Never stale.
@@ -26,42 +26,6 @@ from gptj_ft.streaming import stream
 
 MOMENTS: tuple[Kind, Kind] = ("exp_avg", "exp_avg_sq")
 NOISE = (1 << 20) + 7  # places; not a divisor of anything, so that parts and steps meet it differently
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Learning rate by step: linear warm-up, then linear, cosine or constant to a final share of the peak.
-
-    Attributes:
-        peak: the highest learning rate.
-        num_steps: steps of the run; the step after the last would have the final rate.
-        num_warmup: steps of the warm-up; its last one has the peak rate.
-        shape: ``linear``, ``cosine`` or ``constant``.
-        final: share of the peak at the end.
-    """
-
-    peak: float
-    num_steps: int
-    num_warmup: int
-    shape: str
-    final: float
-
-    @classmethod
-    def of(cls, recipe: Recipe, num_steps: int) -> Schedule:
-        """Derive the schedule of a run; a warm-up below 1 is a share of the steps."""
-        warmup = recipe.warmup if recipe.warmup >= 1 else recipe.warmup * num_steps
-        return cls(recipe.lr, num_steps, round(warmup), recipe.schedule, recipe.final_lr)
-
-    def lr(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 1."""
-        if step <= self.num_warmup:
-            return self.peak * step / self.num_warmup
-        if self.shape == "constant":
-            return self.peak
-        progress = min(1.0, (step - 1 - self.num_warmup) / (self.num_steps - self.num_warmup))
-        if self.shape == "cosine":
-            progress = (1 - math.cos(math.pi * progress)) / 2
-        return self.peak * (1 - progress * (1 - self.final))
 
 
 @dataclass(frozen=True)

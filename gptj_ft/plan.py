@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gptj_ft.errors import ResourceError
+from gptj_ft.meters import count_flops
 from gptj_ft.recipe import Recipe
 from gptj_ft.stores import Kind, Layout
 from gptj_ft.stores.placement import Place, Placement, training_dtypes
@@ -57,9 +58,8 @@ class Load:
 
     @property
     def flops(self) -> float:
-        """FLOPs of an average step: 2 per weight and token forward, 4 backward, 2 more where a block is recomputed."""
-        blocks = sum(layout.num_parameters for layout in self.layouts[1:-1])
-        return 8.0 * blocks * self.mean_step_tokens + 6.0 * self.layouts[-1].num_parameters * self.mean_step_targets
+        """FLOPs of an average step, recomputation included."""
+        return count_flops(self.layouts, self.mean_step_tokens, self.mean_step_targets).hardware
 
     @property
     def num_parameters(self) -> int:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from types import TracebackType
+from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
+
+from gptj_ft.meters import Meters, Tally
+from gptj_ft.plan import gigabytes
 
 PLAIN_SECONDS = 5.0  # between plain lines
 
@@ -19,25 +25,26 @@ class StepReport:
 
     Attributes:
         step: from 1.
-        loss: mean over the step's target tokens, before the update.
+        loss: cross-entropy, mean over the step's target tokens, before the update.
+        z_loss: what the z-loss adds to it, with its weight.
         lr: learning rate.
         grad_norm: global, before clipping.
-        tokens: all tokens of the step.
-        target_tokens: those with a loss.
-        seconds: wall time of the step.
-        waited_seconds: of them, what the computation stood still for the stores.
-        memory_bytes: resident memory of the process, or on CUDA the peak on the device.
+        tally: what was done and what it took.
+        meters: its rates.
     """
 
     step: int
     loss: float
+    z_loss: float
     lr: float
     grad_norm: float
-    tokens: int
-    target_tokens: int
-    seconds: float
-    waited_seconds: float
-    memory_bytes: int
+    tally: Tally
+    meters: Meters
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the line of ``metrics.jsonl``: all figures side by side."""
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("tally", "meters")}
+        return {**own, **asdict(self.tally), **asdict(self.meters)}
 
 
 class StepProgress:
@@ -45,40 +52,37 @@ class StepProgress:
 
     def __init__(self, console: Console, num_steps: int, done: int, quiet: bool = False) -> None:
         self._console, self._num_steps, self._quiet = console, num_steps, quiet
-        self._recent: deque[tuple[int, float]] = deque(maxlen=20)  # (target tokens, seconds)
+        self._recent: deque[StepReport] = deque(maxlen=20)
         self._last_line = 0.0
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
-        if console.is_terminal and not quiet:
-            self._bar = Progress(
-                TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"),
-                console=console,
-            )  # fmt: skip
-            self._task = self._bar.add_task("starting", total=num_steps, completed=done)
+        self._bar = Progress(
+            TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}")
+        )  # fmt: skip
+        self._task = self._bar.add_task("", total=num_steps, completed=done)
+        # On a terminal: the bar, and under it the figures of the last step.
+        self._panel = Live(self._bar, console=console) if console.is_terminal and not quiet else None
 
     def __enter__(self) -> StepProgress:
-        if self._bar:
-            self._bar.start()
+        if self._panel:
+            self._panel.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._bar:
-            self._bar.stop()
+        if self._panel:
+            self._panel.stop()
 
     def show(self, report: StepReport) -> str:
         """Show a step; return its line, for the log."""
-        self._recent.append((report.target_tokens, report.seconds))
-        seconds = sum(seconds for _, seconds in self._recent)
-        rate = sum(tokens for tokens, _ in self._recent) / seconds
-        remaining = (self._num_steps - report.step) * seconds / len(self._recent)
-        stall = report.waited_seconds / report.seconds
-        line = (
-            f"loss {report.loss:.4f}  lr {report.lr:.2e}  norm {report.grad_norm:.2f}  {rate:,.0f} target tokens/s  "
-            f"{clock(remaining)} left  {report.memory_bytes / 1e9:.1f} GB" + (f"  waiting {stall:.0%}" if stall else "")
-        )
-        whole = f"step {report.step}/{self._num_steps}  {line}"
-        if self._bar:
-            self._bar.update(self._task, completed=report.step, description=line)
+        self._recent.append(report)
+        seconds = [each.tally.seconds for each in self._recent]
+        remaining = (self._num_steps - report.step) * sum(seconds) / len(seconds)
+        learning = f"loss {report.loss:.4f}  lr {report.lr:.2e}  norm {report.grad_norm:.2f}"
+        learning += f"  z-loss {report.z_loss:.2g}" if report.z_loss else ""
+        speed = "  ".join(meter_texts(report.tally, Meters.mean([each.meters for each in self._recent], seconds)))
+        left = f"{clock(remaining)} left"
+        whole = f"step {report.step}/{self._num_steps}  {learning}  {left}  {speed}"
+        if self._panel:
+            self._bar.update(self._task, completed=report.step, description=left)
+            self._panel.update(Group(self._bar, Text(learning), Text(speed, no_wrap=False, overflow="fold")))
         elif not self._quiet and self._is_due(report.step):
             self._console.print(whole, highlight=False)
         return whole
@@ -89,6 +93,21 @@ class StepProgress:
             self._last_line = now
             return True
         return False
+
+
+def meter_texts(tally: Tally, meters: Meters) -> list[str]:
+    """Return the rates of a step as people read them; what does not apply is left out."""
+    texts = [
+        f"{meters.target_tokens_per_second:,.1f} target tokens/s of {meters.tokens_per_second:,.1f}",
+        f"{meters.hardware_gflops:,.1f} GFLOP/s, {meters.hfu:.0%} of matmul",
+    ]
+    if meters.stall >= 0.005:
+        texts.append(f"waiting {meters.stall:.0%}")
+    if tally.bytes_read or tally.bytes_written:
+        texts.append(f"read {gigabytes(tally.bytes_read)}, wrote {gigabytes(tally.bytes_written)}")
+    if tally.device_memory_bytes:
+        texts.append(f"{gigabytes(tally.device_memory_bytes)} on the device")
+    return [*texts, f"{gigabytes(tally.memory_bytes)} of memory"]
 
 
 def clock(seconds: float) -> str:

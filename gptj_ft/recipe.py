@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from gptj_ft.errors import UsageError, did_you_mean
 
@@ -22,13 +33,36 @@ ENVIRONMENT_PREFIX = "GPTJ_FT_"
 NOT_OPTIONS = {"GPTJ_FT_HOME", "GPTJ_FT_TEST_DATA"}
 
 Place = Literal["device", "host", "disk", "auto"]
+Shape = Literal["linear", "cosine", "constant"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+def parse_duration(value: object) -> object:
+    """Return a duration such as ``1h30m`` in seconds; anything but a text is left to the type's own check.
+
+    Raises:
+        PydanticCustomError: not a duration.
+    """
+    if not isinstance(value, str):
+        return value
+    text, total = value.strip().lower(), 0.0
+    if not re.fullmatch(r"(\d+\.?\d*[dhms])+|\d+\.?\d*", text):
+        raise PydanticCustomError("duration", "a duration is seconds, or a text such as 8h, 90m, 1h30m or 2d")
+    for number, unit in re.findall(r"([\d.]+)([dhms]?)", text):
+        total += float(number) * {"d": 86400, "h": 3600, "m": 60}.get(unit, 1)
+    return total
+
+
+Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0.0)]
 
 
 class Options(BaseModel):
-    """Frozen, and unknown keys are errors."""
+    """Frozen; unknown keys are errors, and so are numbers that are not finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, coerce_numbers_to_str=True, allow_inf_nan=False
+    )
 
 
 class Generation(Options):
@@ -39,6 +73,30 @@ class Generation(Options):
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="sample from the smallest set with this probability")
     top_k: int = Field(0, ge=0, description="sample from the k most likely tokens; 0 is all")
     stop: tuple[str, ...] = Field((), description="strings at which writing ends; they are not part of the answer")
+
+
+class Piece(Options):
+    """Part of a schedule that is written out; rates are shares of ``lr``, as ``final_lr`` is."""
+
+    shape: Shape = Field(description="how the rate gets from start to end")
+    start: Fraction | None = Field(None, description="share at its first step; none: the end before it, or 0")
+    end: Fraction = Field(description="share at the step after its last; for good, if no piece follows")
+    steps: int = Field(ge=1, description="optimizer steps")
+
+    @model_validator(mode="after")
+    def _has_one_rate_if_constant(self) -> Piece:
+        if self.shape == "constant" and self.start not in (None, self.end):
+            raise PydanticCustomError("constant", "a constant piece has one rate, its `end`")
+        return self
+
+
+def _reaches_the_peak(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    if all(1.0 not in (piece.start, piece.end) for piece in pieces):
+        raise PydanticCustomError("pieces", "start and end are shares of lr, so one of them must be 1")
+    return pieces
+
+
+Pieces = Annotated[tuple[Piece, ...], AfterValidator(_reaches_the_peak)]
 
 
 class Recipe(Options):
@@ -82,13 +140,25 @@ class Recipe(Options):
         2048, ge=1, description="tokens computed at once; changes memory and rounding, never the batch"
     )
     lr: float = Field(1e-5, gt=0.0, description="peak learning rate")
-    schedule: Literal["linear", "cosine", "constant"] = Field("cosine", description="after the warm-up")
+    schedule: Annotated[
+        Annotated[Shape, Tag("(shape)")] | Annotated[Pieces, Tag("(pieces)")],
+        Discriminator(
+            lambda value: {str: "(shape)", list: "(pieces)", tuple: "(pieces)"}.get(type(value)),
+            custom_error_type="schedule",
+            custom_error_message="linear, cosine, constant or a list of pieces is needed",
+        ),
+    ] = Field(
+        "cosine",
+        description="linear, cosine or constant after the warm-up; or a list of pieces (shape, start, end, steps), in "
+        "place of warmup and final_lr",
+    )
     warmup: float = Field(0.1, ge=0.0, description="below 1: share of all steps; 1 and above: steps")
     final_lr: Fraction = Field(0.1, description="learning rate at the last step, as a share of the peak")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="decay of Adam's two moments")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay of Adam's two moments; below 1")
     eps: float = Field(1e-8, gt=0.0, description="added to the root of the second moment (torch's formula)")
     weight_decay: float = Field(0.1, ge=0.0, description="decoupled; biases and layer norms are left out")
     clip_norm: float | None = Field(1.0, gt=0.0, description="global gradient norm; null: no clipping")
+    z_loss: float = Field(0.0, ge=0.0, description="weight of log(Z)^2 beside the loss; GPT-J's pre-training: 1e-4")
     seed: int = Field(0, ge=0, lt=2**63, description="order of the rows, the held-out share, the tiny model")
 
     # Where it runs
@@ -98,6 +168,9 @@ class Recipe(Options):
     )
     weights: Place = Field("auto", description="where the weights live")
     optimizer_state: Place = Field("auto", description="where gradients, moments and master weights live")
+    max_time: Duration | None = Field(
+        None, description="stop in time, saved, when a session has run as long as this: 8h, 90m, 1h30m; null: no limit"
+    )
     read_ahead: int = Field(1, ge=0, le=8, description="layers read before they are needed")
 
     # What it leaves behind
@@ -109,11 +182,18 @@ class Recipe(Options):
         30.0, gt=0.0, description="minutes after which a checkpoint is due; Ctrl-C saves at once"
     )
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return every option that has a meaning for this run, as JSON has it."""
+        unused = set() if isinstance(self.schedule, str) else set(STRETCHING)
+        return self.model_dump(mode="json", exclude=unused)
+
 
 # What a run was told about its surroundings may change on resume without changing a number of it.
 FREE_ON_RESUME = frozenset(
-    {"device", "weights", "optimizer_state", "read_ahead", "save_every", "save_minutes", "output"}
+    {"device", "weights", "optimizer_state", "read_ahead", "save_every", "save_minutes", "max_time", "output"}
 )
+GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "schedule": Piece}
+STRETCHING = ("warmup", "final_lr")  # what a schedule of pieces has no use for
 
 
 @dataclass(frozen=True)
@@ -187,7 +267,8 @@ def resolve(
         base: (origin, options) that stand in for a preset when no source names one.
 
     Raises:
-        UsageError: an unknown key (with the nearest), a wrong value, or a key given twice on the command line.
+        UsageError: an unknown key (with the nearest), a wrong value, a key given twice on the command line, or one that
+            another makes useless.
     """
     environ = os.environ if environment is None else environment
     flagged = {key: value for key, value in flags.items() if value is not None}
@@ -214,6 +295,8 @@ def resolve(
         for key, value in values.items():
             _assign(merged, key, value, origin)
             origins[key] = origin
+    if isinstance(merged.get("schedule"), list):
+        _drop_what_pieces_replace(merged, origins, sources)
     return Resolved(build(merged, origins), origins)
 
 
@@ -226,19 +309,23 @@ def build(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(str(part) for part in problem["loc"])
-        where = (origins or {}).get(key) or (origins or {}).get(str(problem["loc"][0]), "recipe")
+        # An unknown key says more than what is missing because of it.
+        problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+        path = [str(part) for part in problem["loc"] if not str(part).startswith("(")]  # tags of a union
+        key = ".".join(path)
+        where = (origins or {}).get(key) or (origins or {}).get(path[0], "recipe")
         if problem["type"] == "extra_forbidden":
-            known = Generation.model_fields if key.startswith("generation.") else Recipe.model_fields
-            raise UsageError(f"{where}: unknown option '{key}'{did_you_mean(key.split('.')[-1], known)}") from error
+            group = GROUPS[path[0]] if len(path) > 1 else Recipe
+            hint = did_you_mean(path[-1], group.model_fields)
+            hint = hint or (f" (there are {', '.join(group.model_fields)})" if len(path) > 1 else "")
+            raise UsageError(f"{where}: unknown option '{key}'{hint}") from error
         raise UsageError(f"{where}: {key}: {problem['msg']}, not {problem['input']!r}") from error
 
 
 def dump(recipe: Recipe, origins: Mapping[str, str]) -> str:
     """Return the resolved recipe as YAML, each value that is not a default with its origin as a comment."""
     lines = []
-    for key, value in recipe.model_dump(mode="json").items():
+    for key, value in recipe.to_dict().items():
         text = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=1000).rstrip("\n")
         first, newline, rest = text.partition("\n")
         origin = origins.get(key)
@@ -258,6 +345,26 @@ def _assign(merged: dict[str, Any], key: str, value: Any, origin: str) -> None:
         merged[key] = {**nested, **value}
     else:
         merged[key] = value
+
+
+def _drop_what_pieces_replace(
+    merged: dict[str, Any], origins: dict[str, str], sources: list[tuple[str, dict[str, Any]]]
+) -> None:
+    """Leave out what stretches a named schedule, where pieces are given instead.
+
+    Raises:
+        UsageError: it is named as late as the pieces are: whoever gave it expects it to matter.
+    """
+    last = next(index for index, (_, values) in enumerate(sources) if "schedule" in values)
+    for origin, values in sources[: last + 1]:
+        if clash := next((key for key in STRETCHING if key in values), None):
+            raise UsageError(
+                f"{origin}: {clash} changes nothing, because the schedule ({origins['schedule']}) is a list of pieces: "
+                "leave it out, or add --set schedule=cosine"
+            )
+    for key in STRETCHING:
+        merged.pop(key, None)
+        origins.pop(key, None)
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from gptj_ft.progress import clock
 if TYPE_CHECKING:
     from gptj_ft.data.prepared import Report
     from gptj_ft.evaluate import Evaluation
+    from gptj_ft.trainer import TrainResult
 
 SAMPLE_CHARACTERS = 300
 
@@ -56,6 +57,34 @@ def show_plan(console: Console, plan: Plan) -> None:
     for name, text in rows:
         table.add_row(name, text)
     console.print(table)
+
+
+def show_training(console: Console, result: TrainResult) -> None:
+    """Show what a finished run did and how fast, where the model is, and what to type next."""
+    tally, meters = result.tally, result.meters
+    rows = [
+        ("tokens", f"{tally.tokens:,}, {tally.target_tokens:,} of them trained on, in {clock(tally.seconds)} of steps"),
+        ("tokens/s", f"{meters.target_tokens_per_second:,.1f} trained on, of {meters.tokens_per_second:,.1f}"),
+        ("GFLOP/s", f"{meters.hardware_gflops:,.1f}; {meters.model_gflops:,.1f} without recomputation"),
+        ("of matmul rate", f"{meters.hfu:.1%}; {meters.mfu:.1%} without recomputation"),
+        ("waiting", f"{meters.stall:.1%} of the time, for the stores"),
+        ("moved", f"{gigabytes(tally.bytes_read)} read, {gigabytes(tally.bytes_written)} written by the stores"),
+        ("peak memory", gigabytes(tally.memory_bytes)),
+    ]
+    if tally.device_memory_bytes:
+        rows.append(("on the device", gigabytes(tally.device_memory_bytes)))
+    if result.loss_before is not None and result.loss_after is not None:
+        rows.insert(0, ("validation loss", f"{result.loss_before:.4f} before, {result.loss_after:.4f} after"))
+    table = Table(title=f"{result.steps:,} steps", show_header=False, title_justify="left")
+    for name, text in rows:
+        table.add_row(name, text)
+    console.print(table)
+    lines = [
+        f"tuned model: {result.model}",
+        f"next: gptj-ft evaluate {result.run} --data FILE",
+        '      gptj-ft generate "prompt"',
+    ]
+    console.print(escape("\n".join(lines)), highlight=False)
 
 
 def show_evaluation(console: Console, tuned: Evaluation, baseline: Evaluation | None) -> None:

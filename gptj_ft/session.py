@@ -14,6 +14,7 @@ from gptj_ft.families import Architecture, read_architecture
 from gptj_ft.formats.huggingface import check, open_checkpoint
 from gptj_ft.plan import Free, Load, Plan, choose
 from gptj_ft.recipe import Recipe
+from gptj_ft.schedule import Schedule
 from gptj_ft.stores import Layout
 
 
@@ -28,6 +29,7 @@ class Session:
     validation: Rows
     data_sha256: str
     num_steps: int
+    schedule: Schedule
     device: torch.device
     dtype: torch.dtype
     plan: Plan
@@ -46,7 +48,7 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
 
     Raises:
         ResourceError: it cannot fit.
-        UsageError, DataError: a model folder that cannot be used.
+        UsageError, DataError: a model folder that cannot be used, or a schedule that ends before the run.
     """
     architecture = read_architecture(model)
     check_lengths(recipe, architecture)
@@ -56,6 +58,7 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
     dtype = machine.choose_dtype(recipe.precision, device)
     per_epoch = steps_per_epoch(len(train), recipe.batch_size)
     num_steps = recipe.max_steps or max(1, round(recipe.epochs * per_epoch))
+    schedule = Schedule.of(recipe, num_steps)
     lengths = [len(document) for document in train.documents]
     sizes = [
         sum(lengths[row] for row in rows_of_step(step, len(train), recipe.batch_size, recipe.seed))
@@ -72,7 +75,9 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
         num_steps=num_steps,
     )
     plan = choose(recipe, load, free_resources(device, folder), machine.matmul_rate(device, dtype))
-    return Session(recipe, model, architecture, train, validation, data_sha256, num_steps, device, dtype, plan)
+    return Session(
+        recipe, model, architecture, train, validation, data_sha256, num_steps, schedule, device, dtype, plan
+    )  # fmt: skip
 
 
 def free_resources(device: torch.device, folder: Path) -> Free:

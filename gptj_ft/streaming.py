@@ -45,14 +45,19 @@ class Trainer(Updater, Protocol):
 
 @dataclass(frozen=True)
 class StepLoss:
-    """Sum of the losses of the target tokens, and how many there were."""
+    """Sum of the losses of the target tokens, how many there were, and the sum of their z-losses, kept apart."""
 
     total: float
     num_targets: int
+    z_total: float = 0.0
 
     @property
     def mean(self) -> float:
         return self.total / self.num_targets if self.num_targets else math.nan
+
+    @property
+    def z_mean(self) -> float:
+        return self.z_total / self.num_targets if self.num_targets else math.nan
 
 
 def stream(stack: LayerStack, visits: Sequence[Visit], updater: Updater | None = None) -> Iterator[Passage]:
@@ -73,10 +78,11 @@ def stream(stack: LayerStack, visits: Sequence[Visit], updater: Updater | None =
         loaded.release()
 
 
-def train_step(stack: LayerStack, updater: Trainer, batches: Sequence[PackedBatch]) -> StepLoss:
+def train_step(stack: LayerStack, updater: Trainer, batches: Sequence[PackedBatch], z_loss: float = 0.0) -> StepLoss:
     """Run forward, loss and backward for the micro-batches of one optimizer step.
 
-    The loss is the sum over target tokens divided by the target tokens of the whole step, whatever the micro-batches.
+    The loss is the sum over target tokens divided by the target tokens of the whole step, whatever the micro-batches;
+    ``z_loss`` is the weight of the z-loss, see `head_gradients`.
     """
     top = len(stack.layers) - 1
     up = [updater.visit_up(layer) for layer in range(top + 1)]
@@ -85,7 +91,7 @@ def train_step(stack: LayerStack, updater: Trainer, batches: Sequence[PackedBatc
     graphs = {layer: Graph() for layer in range(max(1, top - stack.room.kept), top)}
     boundaries = forward(islice(layers, top), batches, graphs)
     head = next(layers)
-    loss, gradients = head_gradients(head, boundaries.pop(), batches)
+    loss, gradients = head_gradients(head, boundaries.pop(), batches, z_loss)
     updater.after_backward(head)
     backward(layers, boundaries, gradients, batches, graphs, updater)
     return loss
@@ -220,7 +226,7 @@ def _adder(total: Tensor) -> Callable[[Tensor], None]:
 
 
 def head_gradients(
-    head: Passage, hidden: list[Tensor], batches: Sequence[PackedBatch]
+    head: Passage, hidden: list[Tensor], batches: Sequence[PackedBatch], z_loss: float = 0.0
 ) -> tuple[StepLoss, list[Tensor]]:
     """Compute the loss, the head's gradient and the gradients of its inputs.
 
@@ -228,26 +234,29 @@ def head_gradients(
         head: the head.
         hidden: the head's inputs, one [T, D] per micro-batch; freed on the way.
         batches: the micro-batches of the whole step.
+        z_loss: weight of log(Z)^2, Z the sum of a token's exponentiated logits, which keeps logits from drifting
+            (https://arxiv.org/abs/2204.02311, section 5; GPT-J was pre-trained with 1e-4). 0: not computed.
 
     Returns:
-        The loss of the step, and for each micro-batch d(mean loss)/d(hidden), [T, D].
+        The loss of the step, and for each micro-batch d(mean loss + mean z-loss)/d(hidden), [T, D].
     """
     parameters = leaves(head)
     sum_gradients(head, parameters)
     num_targets = sum(batch.num_targets for batch in batches)
-    total, gradients = 0.0, []
+    total, z_total, gradients = 0.0, 0.0, []
     for b, batch in enumerate(batches):
         gradient_TD = torch.zeros_like(hidden[b])
         for positions_S in target_chunks(head, batch):
             x_SD = hidden[b][positions_S].requires_grad_()
             logits_SV = functional_call(head.module, parameters, (x_SD,))
             loss = F.cross_entropy(logits_SV, batch.targets_T[positions_S], reduction="sum")
-            (loss / num_targets).backward()  # type: ignore[no-untyped-call]
+            z = z_loss * logits_SV.logsumexp(-1).square().sum() if z_loss else loss.new_zeros(())
+            ((loss + z) / num_targets).backward()  # type: ignore[no-untyped-call]
             gradient_TD[positions_S] = x_SD.grad  # type: ignore[assignment]
-            total += loss.item()
+            total, z_total = total + loss.item(), z_total + z.item()
         gradients.append(gradient_TD)
         hidden[b] = gradient_TD.new_empty(0)
-    return StepLoss(total, num_targets), gradients
+    return StepLoss(total, num_targets, z_total), gradients
 
 
 def target_chunks(head: Passage, batch: PackedBatch) -> Sequence[Tensor]:

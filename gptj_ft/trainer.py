@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from types import FrameType
@@ -16,12 +16,15 @@ from rich.console import Console
 
 from gptj_ft import checkpoint, machine
 from gptj_ft.data.batches import Rows, rows_of_step
-from gptj_ft.errors import GptjFtError, Interrupted
+from gptj_ft.deadline import Deadline
+from gptj_ft.errors import GptjFtError, Interrupted, OutOfTime
 from gptj_ft.formats.huggingface import write_model
 from gptj_ft.home import remember_run
+from gptj_ft.meters import Meters, Stopwatch, Tally, count_flops, summarize
 from gptj_ft.model import parameters_of
-from gptj_ft.optimizer import Schedule
-from gptj_ft.progress import StepProgress, StepReport
+from gptj_ft.optimizer import AdamW
+from gptj_ft.plan import DISK_RATE
+from gptj_ft.progress import StepProgress, StepReport, clock
 from gptj_ft.run import Run, record_environment
 from gptj_ft.session import Session
 from gptj_ft.stack import LayerStack
@@ -43,7 +46,8 @@ class TrainResult:
         loss_before: validation loss per target token before training; ``None`` without validation rows.
         loss_after: the same after training.
         seconds: wall time of this session's training.
-        target_tokens_per_second: of this session's steps.
+        tally: all steps of the run together.
+        meters: their rates.
     """
 
     run: str
@@ -52,14 +56,22 @@ class TrainResult:
     loss_before: float | None
     loss_after: float | None
     seconds: float
-    target_tokens_per_second: float
+    tally: Tally
+    meters: Meters
 
 
-def train(session: Session, run: Run, console: Console, quiet: bool = False) -> TrainResult:
+def train(session: Session, run: Run, console: Console, quiet: bool = False, began: float | None = None) -> TrainResult:
     """Train a run, from its newest checkpoint if it has one, and export the model.
 
+    Args:
+        session: what to train.
+        run: its folder.
+        console: for progress.
+        quiet: whether to show none.
+        began: when the session did, by `time.monotonic`; ``max_time`` counts from there. Default: now.
+
     Raises:
-        Interrupted: asked to stop; the state is saved and the message says how to go on.
+        Interrupted, OutOfTime: asked to stop; the state is saved and the message says how to go on.
         ResourceError: memory or disk ran out; the last checkpoint is intact.
         GptjFtError: a gradient was not finite.
     """
@@ -67,18 +79,19 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
     record_environment(run, str(session.device), torch.get_num_threads())
     stack, optimizer, facts = open_state(session, run)
     is_durable = session.plan.placement.is_durable
-    schedule = Schedule.of(recipe, session.num_steps)
     budget = recipe.micro_batch_tokens
     loss_after: float | None = None
-    target_tokens, train_seconds, saved_at = 0, 0.0, time.monotonic()
+    saved_at = time.monotonic()
+    deadline = Deadline(recipe.max_time, started if began is None else began, forecast_seconds(session))
     try:
         with StepProgress(console, session.num_steps, optimizer.step, quiet) as progress, StopRequest() as stop:
             while True:
                 is_end = optimizer.step == session.num_steps
                 is_due = is_end or optimizer.step == 0 or is_multiple(optimizer.step, recipe.validate_every)
                 if len(session.validation) and is_due:
-                    optimizer.flush()
-                    loss_after = validate(stack, session.validation, budget).mean
+                    flush(optimizer, deadline)
+                    with deadline.measure("validation"):
+                        loss_after = validate(stack, session.validation, budget).mean
                     if optimizer.step == 0:
                         facts["loss_before"] = loss_after
                     run.append_metrics({"step": optimizer.step, "validation_loss": loss_after})
@@ -86,50 +99,56 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
                 if is_end:
                     break
 
-                step_started, waited = time.monotonic(), stack.waited_seconds
+                stopwatch = Stopwatch(stack)
                 rows = rows_of_step(optimizer.step, len(session.train), recipe.batch_size, recipe.seed)
                 batches = [batch.to(session.device) for batch in session.train.batches(rows, budget)]
-                lr = schedule.lr(optimizer.step + 1)
+                lr = session.schedule.lr(optimizer.step + 1)
                 optimizer.begin(lr)
-                loss = train_step(stack, optimizer, batches)
+                loss = train_step(stack, optimizer, batches, recipe.z_loss)
                 grad_norm = optimizer.end()
-                seconds = time.monotonic() - step_started
-                report = StepReport(
-                    optimizer.step, loss.mean, lr, grad_norm, sum(len(batch.tokens_T) for batch in batches),
-                    loss.num_targets, seconds, stack.waited_seconds - waited, used_memory(session.device),
-                )  # fmt: skip
+                tally = stopwatch.read(sum(len(batch.tokens_T) for batch in batches), loss.num_targets)
+                flops = count_flops(stack.layouts, tally.tokens, tally.target_tokens)
+                meters = Meters.of(tally, flops, machine.matmul_rate(session.device, session.dtype))
+                report = StepReport(optimizer.step, loss.mean, loss.z_mean, lr, grad_norm, tally, meters)
                 # Before the commit: a line too many is dropped on resume, a line too few would be missing for good.
-                run.append_metrics(asdict(report))
+                run.append_metrics(report.to_dict())
                 run.log(progress.show(report))
                 if is_durable:
                     # The next step may begin meanwhile: whatever it writes comes after this.
                     step, update, known = optimizer.step, optimizer.pending, dict(facts)
                     stack.stores["grad"].then(partial(checkpoint.commit, run, step, update, known))
-                target_tokens, train_seconds = target_tokens + loss.num_targets, train_seconds + seconds
 
+                deadline.record("step", tally.seconds)
                 if optimizer.step == session.num_steps:
                     continue
+                is_late = not deadline.allows(*coming(session, optimizer.step))
                 is_due = time.monotonic() - saved_at > recipe.save_minutes * 60
-                is_due = is_due or stop.requested or is_multiple(optimizer.step, recipe.save_every)
+                is_due = is_due or is_late or stop.requested or is_multiple(optimizer.step, recipe.save_every)
                 if is_due and not is_durable:
-                    optimizer.flush()
-                    checkpoint.save(run, stack, optimizer.step, facts)
+                    flush(optimizer, deadline)
+                    with deadline.measure("save"):
+                        checkpoint.save(run, stack, optimizer.step, facts)
                     saved_at = time.monotonic()
-                if stop.requested:
+                if stop.requested or is_late:
                     stack.drain()
-                    raise Interrupted(
-                        f"stopped after step {optimizer.step} of {session.num_steps}, everything is saved; go on with\n"
-                        f"gptj-ft finetune --resume {run.folder}"
+                    step = f"stopped after step {optimizer.step} of {session.num_steps}"
+                    command = f"gptj-ft finetune --resume {run.folder}"
+                    if stop.requested:
+                        raise Interrupted(f"{step}, everything is saved; go on with\n{command}")
+                    limit = clock(recipe.max_time or 0.0)
+                    raise OutOfTime(
+                        f"{step}: another might not end within {limit}; everything is saved, go on with\n{command}"
                     )
-        optimizer.flush()
+        flush(optimizer, deadline)
         export(session, run, stack, optimizer.step, {**facts, "loss_after": loss_after})
     finally:
         stack.close()
     run.discard_state()
     remember_run(run.folder)
+    tally, meters = summarize([line for line in run.metrics() if "loss" in line])
     return TrainResult(
         str(run.folder), str(run.model), optimizer.step, facts["loss_before"], loss_after, time.monotonic() - started,
-        target_tokens / train_seconds if train_seconds else 0.0,
+        tally, meters,
     )  # fmt: skip
 
 
@@ -171,14 +190,41 @@ def export(session: Session, run: Run, stack: LayerStack, step: int, facts: dict
         ) from error
 
 
+def flush(optimizer: AdamW, deadline: Deadline) -> None:
+    """Apply what is pending to every layer."""
+    if optimizer.pending is None:  # then it takes no time, and the next one would be thought to take none either
+        optimizer.flush()
+        return
+    with deadline.measure("flush"):
+        optimizer.flush()
+
+
+def coming(session: Session, step: int) -> list[str]:
+    """Return what a session does after a step until it can stop again: one more step at least."""
+    validates, every = len(session.validation) > 0, session.recipe.validate_every
+    activities = ["flush", "validation"] if validates and is_multiple(step, every) else []
+    activities.append("step")
+    if step + 1 == session.num_steps:
+        return [*activities, "flush", *(["validation"] if validates else []), "export"]
+    return activities if session.plan.placement.is_durable else [*activities, "flush", "save"]
+
+
+def forecast_seconds(session: Session) -> dict[str, float]:
+    """Return how long a run's activities may take; what is measured later takes its place."""
+    plan = session.plan
+    tokens = sum(len(document) for document in session.validation.documents)
+    return {
+        "step": plan.seconds_per_step,
+        "flush": plan.seconds_per_step,
+        "validation": plan.seconds_per_step * tokens / plan.tokens_per_step,
+        "save": 16 * plan.num_parameters / DISK_RATE,
+        "export": 4 * plan.num_parameters / DISK_RATE,
+    }
+
+
 def is_multiple(step: int, every: int) -> bool:
     """Tell whether something done ``every`` so many steps is due; 0 is never."""
     return every > 0 and step % every == 0
-
-
-def used_memory(device: torch.device) -> int:
-    """Return the memory a run takes: the process's, or on CUDA the device's peak."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else machine.used_memory()
 
 
 class StopRequest:

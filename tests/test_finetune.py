@@ -104,9 +104,33 @@ def test_a_run_leaves_its_recipe_metrics_log_and_environment_and_no_scratch(shel
     assert "# command line" in run.recipe_file.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("place", ["device", "disk"])
+def test_metrics_and_the_closing_summary_tell_how_fast_it_was(place: str, shell, rows_file: Path) -> None:
+    done = shell(f"{TINY} --max-steps 3 --output out --weights {place} --optimizer-state {place} --json")
+    assert done.code == 0, done.err
+    lines = [line for line in Run(Path("out")).metrics() if "loss" in line]
+    for line in lines:
+        assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["seconds"])
+        assert line["target_tokens_per_second"] == pytest.approx(line["target_tokens"] / line["seconds"])
+        assert line["stall"] == pytest.approx(line["waited_seconds"] / line["seconds"])
+        assert 0 < line["model_gflops"] < line["hardware_gflops"] < 4 / 3 * line["model_gflops"] * 1.001
+        assert 0 < line["mfu"] < line["hfu"] < 2
+        assert 10**8 < line["memory_bytes"] < 10**10
+        assert line["device_memory_bytes"] == 0
+    tally, meters = done.json["tally"], done.json["meters"]
+    assert tally["target_tokens"] == sum(line["target_tokens"] for line in lines)
+    assert tally["memory_bytes"] == max(line["memory_bytes"] for line in lines)
+    assert meters["tokens_per_second"] == pytest.approx(tally["tokens"] / tally["seconds"])
+    shown = shell(f"{TINY} --max-steps 2 --output again").out
+    for text in ("validation loss", "tokens/s", "GFLOP/s", "without recomputation", "waiting", "moved", "peak memory"):
+        assert text in shown
+    assert "next: gptj-ft evaluate again --data FILE" in shown
+
+
 def timeless(lines: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Leave out what differs between two runs of the same numbers."""
-    return [{k: v for k, v in line.items() if k not in ("seconds", "waited_seconds", "memory_bytes")} for line in lines]
+    """Keep what two runs of the same numbers share."""
+    numbers = ("step", "loss", "z_loss", "lr", "grad_norm", "tokens", "target_tokens", "validation_loss")
+    return [{key: value for key, value in line.items() if key in numbers} for line in lines]
 
 
 @pytest.mark.parametrize("place", ["device", "host", "disk"])
@@ -122,10 +146,10 @@ def test_stopping_and_resuming_equals_a_straight_run_to_the_bit(
     ask_after = {2, 5, 6}
     original = trainer.train_step
 
-    def interrupting(stack, optimizer, batches):
+    def interrupting(stack, optimizer, *rest):
         if optimizer.step + 1 in ask_after:
             os.kill(os.getpid(), signal.SIGINT)
-        return original(stack, optimizer, batches)
+        return original(stack, optimizer, *rest)
 
     monkeypatch.setattr(trainer, "train_step", interrupting)
     done = shell(f"{options} --output stopped")
@@ -142,6 +166,63 @@ def test_stopping_and_resuming_equals_a_straight_run_to_the_bit(
     assert timeless(straight) == timeless(stopped)
 
 
+# 60 s until the first step, 100 s a step; where the state is not on disk, 60 s more to save it. A tenth is kept free.
+@pytest.mark.parametrize(("place", "stops"), [("device", (3, 7, 8)), ("disk", (4, 8, 9))])
+def test_a_run_out_of_time_stops_saved_with_exit_7_and_resumes_to_the_same_weights(
+    place: str, stops: tuple[int, int, int], shell, rows_file: Path, monkeypatch
+) -> None:
+    options = f"{TINY} --epochs 2 --weights {place} --optimizer-state {place}"
+    assert shell(f"{options} --output straight").code == 0
+    clock = FakeClock(monkeypatch)
+    # The limit holds for each session and may be changed; none is so short that it takes no step.
+    for line, step in zip(
+        (f"{options} --output timed --max-time 8m", "finetune --resume timed", "finetune --resume timed --max-time 1s"),
+        stops,
+        strict=True,
+    ):
+        began = clock.elapsed
+        done = shell(line)
+        assert done.code == 7, done.err
+        assert f"stopped after step {step} of 10: another might not end" in done.err
+        assert "gptj-ft finetune --resume timed" in done.err
+        assert clock.elapsed - began <= 480
+    assert shell("finetune --resume timed").code == 0
+    assert_same_weights(Path("straight/model"), Path("timed/model"))
+    assert timeless(Run(Path("straight")).metrics()) == timeless(Run(Path("timed")).metrics())
+
+
+def test_the_last_step_is_not_begun_without_time_for_validation_and_export(shell, rows_file: Path, monkeypatch) -> None:
+    FakeClock(monkeypatch)
+    # 260 s until the second step is done; then 100 for the last, 90 to flush, validate and export, and a tenth of it.
+    done = shell(f"{TINY} --max-steps 3 --output out --max-time 440s")
+    assert (done.code, "stopped after step 2 of 3" in done.err) == (7, True)
+    assert shell("finetune --resume out").code == 0
+
+
+class FakeClock:
+    """Time passes with steps, flushes, validations, checkpoints and the export, and with nothing else."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from gptj_ft import checkpoint, optimizer, trainer
+
+        self.elapsed = 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.elapsed)
+        takes = {"step": 100.0, "flush": 30.0, "validation": 30.0, "save": 30.0, "export": 30.0}
+        monkeypatch.setattr(trainer, "forecast_seconds", lambda session: takes)
+        for owner, name, seconds in (
+            (trainer, "train_step", 100), (trainer, "validate", 30), (checkpoint, "save", 30),
+            (trainer, "export", 30), (optimizer.AdamW, "flush", 30),
+        ):  # fmt: skip
+            monkeypatch.setattr(owner, name, self._slow(getattr(owner, name), seconds))
+
+    def _slow(self, operation, seconds: float):
+        def slow(*arguments, **settings):
+            self.elapsed += seconds
+            return operation(*arguments, **settings)
+
+        return slow
+
+
 def test_resume_with_another_placement_and_read_ahead_changes_no_bit(shell, rows_file: Path, monkeypatch) -> None:
     options = f"{TINY} --epochs 1 --set save_every=2"
     assert shell(f"{options} --output straight --weights device --optimizer-state device").code == 0
@@ -150,10 +231,10 @@ def test_resume_with_another_placement_and_read_ahead_changes_no_bit(shell, rows
 
     original = trainer.train_step
 
-    def failing(stack, optimizer, batches):
+    def failing(stack, optimizer, *rest):
         if optimizer.step == 3:
             raise OSError(28, "No space left on device")
-        return original(stack, optimizer, batches)
+        return original(stack, optimizer, *rest)
 
     monkeypatch.setattr(trainer, "train_step", failing)
     done = shell(f"{options} --output cut --weights device --optimizer-state device")
@@ -270,9 +351,9 @@ def test_a_damaged_checkpoint_is_named_and_not_trained_on(shell, rows_file: Path
 
     original = trainer.train_step
 
-    def interrupting(stack, optimizer, batches):
+    def interrupting(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
-        return original(stack, optimizer, batches)
+        return original(*arguments)
 
     monkeypatch.setattr(trainer, "train_step", interrupting)
     assert shell(f"{TINY} --output out").code == 130

@@ -16,11 +16,12 @@ PACKAGE = ROOT / "gptj_ft"
 # Each module may import modules of its own line and of the lines above.
 ORDER = [
     ("__init__", "errors"),
-    ("recipe", "layers", "home", "hub"),
+    ("recipe", "schedule", "layers", "home", "hub"),
     ("machine", "stores", "families", "formats", "data"),
     ("stack",),
+    ("meters",),
     ("streaming", "plan", "tuning", "metrics", "tiny", "convert", "download", "inputs", "model"),
-    ("optimizer", "run", "progress", "checkpoint", "session", "state"),
+    ("optimizer", "deadline", "run", "progress", "checkpoint", "session", "state"),
     ("trainer", "decoding"),
     ("finetune", "evaluate", "generate"),
     ("report", "options"),

@@ -63,12 +63,29 @@ def test_learning_rates_are_numbers_however_they_are_written(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("8h", 28800), ("90m", 5400), ("1h30m", 5400), ("2d", 172800), ("45s", 45), ("3600", 3600), ("0.5h", 1800)],
+)
+def test_durations_are_written_as_people_write_them(text: str, seconds: float) -> None:
+    assert resolve({"max_time": text}, environment=NOWHERE).recipe.max_time == seconds
+    assert resolve({}, assignments=(f"max_time={text}",), environment=NOWHERE).recipe.max_time == seconds
+
+
+@pytest.mark.parametrize(
     ("assignment", "message"),
     [
         ("batchsize=3", "unknown option 'batchsize' (did you mean 'batch_size'?)"),
         ("generation.topk=1", "unknown option 'generation.topk' (did you mean 'top_k'?)"),
         ("lr=-1", "lr: Input should be greater than 0, not -1"),
         ("weights=moon", "weights: "),
+        ("betas=[0.9, 1.0]", "betas.1: Input should be less than 1, not 1.0"),
+        ("eps=0", "eps: Input should be greater than 0, not 0"),
+        ("weight_decay=-1", "weight_decay: Input should be greater than or equal to 0"),
+        ("clip_norm=0", "clip_norm: Input should be greater than 0, not 0"),
+        ("lr=.inf", "lr: Input should be a finite number, not inf"),
+        ("z_loss=.nan", "z_loss: Input should be "),
+        ("max_time=8x", "max_time: a duration is seconds, or a text such as 8h, 90m, 1h30m or 2d, not '8x'"),
+        ("max_time=0", "max_time: Input should be greater than 0, not 0"),
         ("lr", "--set takes key=value"),
     ],
 )

@@ -70,13 +70,14 @@ def train(stack, recipe: Recipe, budget: int = 40, steps: int = STEPS, late: int
     return curve, weights
 
 
-def oracle_loss(oracle, docs: list[list[int]]):
+def oracle_loss(oracle, docs: list[list[int]], z_loss: float = 0.0):
     """Mean loss over the target tokens of all documents, each run alone."""
     total, count = torch.zeros(()), 0
     for ids, prompt in zip(docs, PROMPTS, strict=True):
         logits, targets = oracle(torch.tensor([ids])).logits[0, :-1], torch.tensor(ids[1:])
         first = max(prompt, 1) - 1
         total = total + F.cross_entropy(logits[first:], targets[first:], reduction="sum")
+        total = total + z_loss * logits[first:].exp().sum(-1).log().square().sum()
         count += len(ids) - 1 - first
     return total / count
 
@@ -101,7 +102,11 @@ def test_loss_and_gradients_match_transformers(oracle, model_folder: Path, tmp_p
     optimizer = AdamW(stack, Recipe())
     loss = train_step(stack, optimizer, micro_batches(docs, PROMPTS, 40))
     assert loss.mean == pytest.approx(expected.item(), rel=1e-6)
-    family, total = read_architecture(model_folder).family, len(stack.layers)
+    assert_same_gradients(stack, model_folder, oracle)
+
+
+def assert_same_gradients(stack, folder: Path, oracle) -> None:
+    family, total = read_architecture(folder).family, len(stack.layers)
     theirs = dict(oracle.named_parameters())
     compared = 0
     for layer in range(total):
@@ -110,6 +115,27 @@ def test_loss_and_gradients_match_transformers(oracle, model_folder: Path, tmp_p
             assert relative(gradient, theirs[family.name_of(layer, name, total)].grad) < 1e-5, name
             compared += 1
     assert compared == len(theirs)
+
+
+def test_z_loss_and_its_gradients_match_autograd_and_leave_the_loss_as_it_is(
+    oracle, model_folder: Path, tmp_path: Path
+) -> None:
+    docs, z_loss = documents(oracle.config.vocab_size), 0.1
+    plain = oracle_loss(oracle, docs).item()
+    expected = oracle_loss(oracle, docs, z_loss)
+    expected.backward()
+    stack = open_training(model_folder, tmp_path)
+    loss = train_step(stack, AdamW(stack, Recipe()), micro_batches(docs, PROMPTS, 40), z_loss)
+    assert loss.mean == pytest.approx(plain, rel=1e-6)
+    assert loss.z_mean == pytest.approx(expected.item() - plain, rel=1e-5)
+    assert loss.z_mean > 0.1 * plain, "too small for this test to see"
+    assert_same_gradients(stack, model_folder, oracle)
+
+
+def test_no_z_loss_is_computed_unless_asked_for(narrow_folder: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "logsumexp", None)
+    stack = open_training(narrow_folder, tmp_path)
+    assert train_step(stack, AdamW(stack, Recipe()), micro_batches(documents(101), PROMPTS, 40)).z_mean == 0.0
 
 
 def test_ten_adamw_steps_with_clipping_match_torch(oracle, model_folder: Path, tmp_path: Path) -> None:
