@@ -63,7 +63,12 @@ def load_weights(stack: LayerStack, architecture: Architecture, checkpoint: Chec
 
 @contextmanager
 def reading_stack(
-    folder: Path, device: torch.device, compute: torch.dtype, weights: str = "auto", read_ahead: int = 1
+    folder: Path,
+    device: torch.device,
+    compute: torch.dtype,
+    weights: str = "auto",
+    read_ahead: int = 1,
+    memory_cap: int | None = None,
 ) -> Iterator[tuple[Architecture, LayerStack]]:
     """Open a model folder to evaluate it or to write with it.
 
@@ -74,6 +79,7 @@ def reading_stack(
         weights: ``device`` keeps them there; ``disk`` or ``host`` streams them from the folder (which the operating
             system keeps in RAM while there is room); ``auto`` keeps them on the device if they fit.
         read_ahead: layers read before they are needed.
+        memory_cap: most bytes of the device to use, for ``auto``; ``None``: what is free.
 
     Raises:
         UsageError, DataError: as `families.read_architecture` and `formats.huggingface.check`.
@@ -86,7 +92,8 @@ def reading_stack(
         dtypes: dict[Kind, torch.dtype] = {"weight": compute}
         if weights == "auto":
             size = sum(layout.numel for layout in layouts) * compute.itemsize
-            weights = "device" if size < 0.7 * free_memory(device) else "disk"
+            free = free_memory(device)
+            weights = "device" if size < 0.7 * min(free, memory_cap or free) else "disk"
         source = FolderStore(layouts, lambda layer: layer_tensors(architecture, checkpoint, layer))
         stack = LayerStack(layers, dtypes, {"weight": source}, device, read_ahead)
         try:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from gptj_ft.errors import UsageError, did_you_mean
 
@@ -23,6 +24,25 @@ NOT_OPTIONS = {"GPTJ_FT_HOME", "GPTJ_FT_TEST_DATA"}
 
 Place = Literal["device", "host", "disk", "auto"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+SIZE_UNITS = {"": 1, "B": 1, "MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "TB": 10**12, "TiB": 2**40}
+
+
+def parse_size(value: object) -> object:
+    """Return a size such as ``8GiB`` in bytes; anything but a text is left to the type's own check.
+
+    Raises:
+        PydanticCustomError: not a size.
+    """
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", value.strip(), re.IGNORECASE)
+    units = {unit.lower(): size for unit, size in SIZE_UNITS.items()}
+    if match is None or match[2].lower() not in units:
+        raise PydanticCustomError("size", "a size is bytes, or a number with MB, MiB, GB, GiB, TB or TiB")
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 
 
 class Options(BaseModel):
@@ -98,6 +118,9 @@ class Recipe(Options):
     )
     weights: Place = Field("auto", description="where the weights live")
     optimizer_state: Place = Field("auto", description="where gradients, moments and master weights live")
+    device_memory: Size | None = Field(None, description="most device memory to use, e.g. 8GiB; null: what is free")
+    host_memory: Size | None = Field(None, description="most RAM to use, e.g. 6GiB; null: what is free")
+    disk_space: Size | None = Field(None, description="most disk space to use, e.g. 200GB; null: what is free")
     read_ahead: int = Field(1, ge=0, le=8, description="layers read before they are needed")
 
     # What it leaves behind
@@ -112,7 +135,18 @@ class Recipe(Options):
 
 # What a run was told about its surroundings may change on resume without changing a number of it.
 FREE_ON_RESUME = frozenset(
-    {"device", "weights", "optimizer_state", "read_ahead", "save_every", "save_minutes", "output"}
+    {
+        "device",
+        "weights",
+        "optimizer_state",
+        "device_memory",
+        "host_memory",
+        "disk_space",
+        "read_ahead",
+        "save_every",
+        "save_minutes",
+        "output",
+    }
 )
 
 

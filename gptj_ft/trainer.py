@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from gptj_ft import checkpoint, machine
+from gptj_ft.costs import PASS_TOKENS
 from gptj_ft.data.batches import Rows, rows_of_step
 from gptj_ft.errors import GptjFtError, Interrupted
 from gptj_ft.formats.huggingface import write_model
@@ -26,8 +27,6 @@ from gptj_ft.stack import LayerStack, Visit
 from gptj_ft.state import open_state
 from gptj_ft.streaming import StepLoss, evaluate_losses, stream, train_step
 from gptj_ft.tuning import Tuning, template_of
-
-PASS_TOKENS = 32768  # of hidden states held at once when only a loss is wanted
 
 
 @dataclass(frozen=True)
