@@ -38,7 +38,7 @@ class Costs:
     """What a run moves and how long it takes, in bytes and seconds.
 
     Attributes:
-        num_steps: optimizer steps; ``None`` while they are not counted.
+        num_steps: optimizer steps to do; ``None`` while they are not counted.
         forward: of an average step.
         backward: of an average step.
         compute_seconds: of a step's computation alone.

@@ -30,7 +30,7 @@ class Load:
         step_tokens: most tokens in one optimizer step.
         mean_step_tokens: tokens of an average step.
         mean_step_targets: those of them that carry a target.
-        num_steps: optimizer steps; ``None`` while there are no rows to count.
+        num_steps: optimizer steps to do; ``None`` while there are no rows to count.
         longest_row: tokens of the longest row, which no micro-batch divides.
         validation_tokens: tokens of the validation rows.
         validation_targets: those of them that carry a target.

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from gptj_ft import machine
+from gptj_ft.checkpoint import steps_done
 from gptj_ft.data.batches import Rows, rows_of_step, steps_per_epoch
 from gptj_ft.errors import UsageError
 from gptj_ft.families import Architecture, read_architecture
@@ -16,6 +17,7 @@ from gptj_ft.passes import Load
 from gptj_ft.plan import Free, Plan, choose
 from gptj_ft.rates import choose_dtype, rates
 from gptj_ft.recipe import Recipe
+from gptj_ft.run import Run
 from gptj_ft.stores import Layout
 
 
@@ -44,7 +46,7 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
         train: rows to train on.
         validation: rows to measure on; may be none.
         data_sha256: digest of the file the rows came from.
-        folder: the run folder, for the free space of its disk.
+        folder: the run folder, for the space and rate of its disk, and the steps done if it is resumed.
 
     Raises:
         ResourceError: it cannot fit.
@@ -72,7 +74,7 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
         step_tokens=max(sizes),
         mean_step_tokens=sum(sizes) / len(sizes),
         mean_step_targets=(sum(lengths) - sum(train.prompt_lengths)) / per_epoch,
-        num_steps=num_steps,
+        num_steps=num_steps - steps_done(Run(folder)),
         longest_row=max(lengths),
         validation_tokens=validation_tokens,
         validation_targets=validation_tokens - sum(validation.prompt_lengths),
