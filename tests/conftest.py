@@ -20,9 +20,8 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFL
 import torch
 
 torch.set_num_threads(2)
-os.environ["OMP_NUM_THREADS"] = (
-    "2"  # as many in the processes that tests start: what is known of a machine goes by that
-)
+# The processes that tests start, too: what is known of a machine goes by its threads.
+os.environ["OMP_NUM_THREADS"] = "2"
 
 # Two shapes that differ in width of the heads and of the rotary part; vocabularies that are not multiples of anything.
 SHAPES = {
