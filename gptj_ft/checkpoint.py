@@ -60,6 +60,13 @@ def committed(run: Run) -> dict[str, Any] | None:
     return read_json(run.state / COMMIT) if (run.state / COMMIT).is_file() else None
 
 
+def steps_done(run: Run) -> int:
+    """Return the optimizer steps that resuming a run would not do again."""
+    saved = checkpoints(run)
+    last = committed(run) or (read_json(saved[-1] / MANIFEST) if saved else {"step": 0})
+    return int(last["step"])
+
+
 def layers_behind(run: Run, stack: LayerStack, step: int) -> set[int]:
     """Return the layers that the update of a committed step had not reached.
 

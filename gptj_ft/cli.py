@@ -25,7 +25,10 @@ from gptj_ft.options import (
     Config,
     Data,
     Device,
+    DeviceMemory,
+    DiskSpace,
     Epochs,
+    HostMemory,
     Json,
     MaxLength,
     MaxSteps,
@@ -196,6 +199,9 @@ def finetune(
     weights: Weights = None,
     optimizer_state: OptimizerState = None,
     max_time: MaxTime = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    disk_space: DiskSpace = None,
     config: Config = None,
     assignments: Assignments = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what it will cost and stop")] = False,
@@ -243,8 +249,12 @@ def plan(
     precision: Precision = None,
     weights: Weights = None,
     optimizer_state: OptimizerState = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    disk_space: DiskSpace = None,
     config: Config = None,
     assignments: Assignments = None,
+    measure: Annotated[bool, typer.Option("--measure", help="measure device and disk again, first")] = False,
     as_json: Json = False,
 ) -> None:
     """Tell what a run will cost, before it starts; without --data, for rows of the greatest length."""
@@ -252,7 +262,7 @@ def plan(
     from gptj_ft import finetune as command
     from gptj_ft.report import show_plan
 
-    forecast = command.forecast(resolve(flags, config, _tuple(assignments)))
+    forecast = command.forecast(resolve(flags, config, _tuple(assignments)), measure)
     if as_json:
         _print_json(forecast.to_dict())
     else:

@@ -16,6 +16,8 @@ from gptj_ft.home import find_model, is_model
 from gptj_ft.inputs import read_or_prepare
 from gptj_ft.metrics import perplexity, score
 from gptj_ft.model import reading_stack
+from gptj_ft.plan import device_cap
+from gptj_ft.rates import choose_dtype
 from gptj_ft.recipe import Recipe
 from gptj_ft.run import Run
 from gptj_ft.session import check_lengths
@@ -70,8 +72,9 @@ def evaluate_model(
         prepared = select(prepared, range(min(limit, len(prepared.rows))))
     rows, references = Rows.of(prepared.rows), [list(texts) for texts in prepared.rows["references"]]
     device = machine.choose_device(recipe.device)
-    dtype = machine.choose_dtype(recipe.precision, device)
-    with reading_stack(folder, device, dtype, recipe.weights, recipe.read_ahead) as (architecture, stack):
+    dtype = choose_dtype(recipe.precision, device)
+    cap = device_cap(recipe, device.type == "cpu")
+    with reading_stack(folder, device, dtype, recipe.weights, recipe.read_ahead, cap) as (architecture, stack):
         check_lengths(recipe, architecture)
         loss = validate(stack, rows, recipe.micro_batch_tokens)
         answers = [""] * len(rows)

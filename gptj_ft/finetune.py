@@ -9,15 +9,16 @@ from typing import Any
 
 from rich.console import Console
 
-from gptj_ft import machine
 from gptj_ft.data.batches import Rows
 from gptj_ft.data.prepare import Prepared, Report, load, save
 from gptj_ft.errors import UsageError
 from gptj_ft.families import read_architecture
 from gptj_ft.home import is_model
 from gptj_ft.inputs import choose_model, gather
-from gptj_ft.machine import choose_device, choose_dtype
-from gptj_ft.plan import Load, Plan, choose
+from gptj_ft.machine import choose_device
+from gptj_ft.passes import Load
+from gptj_ft.plan import Plan, choose
+from gptj_ft.rates import choose_dtype, rates
 from gptj_ft.recipe import FREE_ON_RESUME, Recipe, Resolved, build, resolve
 from gptj_ft.run import Run, choose_folder, create_run
 from gptj_ft.session import Session, free_resources, make_session
@@ -56,7 +57,10 @@ def fresh(resolved: Resolved) -> Job:
     final = recipe.model_copy(update={"model": str(inputs.model.resolve()), "output": str(folder)})
     report = inputs.train.report
     session = _session(final, inputs.model, (inputs.train, inputs.validation), folder)
-    return Job(session, report, Resolved(final, resolved.origins), (inputs.train, inputs.validation), None)
+    origins = dict(resolved.origins)
+    if final.precision == "auto":
+        origins["precision"] = "chosen by measuring"
+    return Job(session, report, Resolved(session.recipe, origins), (inputs.train, inputs.validation), None)
 
 
 def resumed(folder: Path, flags: Mapping[str, Any], config: Path | None, assignments: tuple[str, ...]) -> Job:
@@ -103,19 +107,25 @@ def execute(job: Job, console: Console, quiet: bool, began: float) -> TrainResul
     return train(job.session, run, console, quiet, began)
 
 
-def forecast(resolved: Resolved) -> Plan:
+def forecast(resolved: Resolved, measure_again: bool = False) -> Plan:
     """Plan a run, from its rows if they are named, else for rows of the greatest length.
+
+    Args:
+        resolved: its options.
+        measure_again: measure what the machine does in a second, though it is known.
 
     Raises:
         ResourceError: it cannot fit.
     """
     recipe = resolved.recipe
+    device = choose_device(recipe.device)
+    if measure_again:
+        rates(device, choose_folder(recipe), again=True)
     if recipe.data is not None:
         return fresh(resolved).session.plan
     if recipe.model == "tiny":
         raise UsageError("the tiny model is made from the rows: add --data FILE")
     architecture = read_architecture(choose_model(recipe, Path()))
-    device = choose_device(recipe.device)
     dtype = choose_dtype(recipe.precision, device)
     length = min(recipe.max_length, architecture.config.n_positions)
     tokens = recipe.batch_size * length
@@ -128,8 +138,10 @@ def forecast(resolved: Resolved) -> Plan:
         mean_step_tokens=tokens,
         mean_step_targets=tokens,
         num_steps=recipe.max_steps,
+        longest_row=length,
     )
-    return choose(recipe, load_, free_resources(device, choose_folder(recipe)), machine.matmul_rate(device, dtype))
+    folder = choose_folder(recipe)
+    return choose(recipe, load_, free_resources(device, folder), rates(device, folder))
 
 
 def _session(recipe: Recipe, model: Path, rows: tuple[Prepared, Prepared | None], folder: Path) -> Session:

@@ -14,6 +14,8 @@ from gptj_ft.data.template import encode_prompt, fields_of
 from gptj_ft.decoding import StreamedModel, write_answers
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.model import reading_stack
+from gptj_ft.plan import device_cap
+from gptj_ft.rates import choose_dtype
 from gptj_ft.recipe import Recipe
 
 
@@ -42,8 +44,9 @@ def answer(folder: Path, recipe: Recipe, prompt: str, more: Mapping[str, str]) -
     values = fill_fields(recipe, prompt, more)
     tokenizer = load_tokenizer(folder)
     device = machine.choose_device(recipe.device)
-    dtype = machine.choose_dtype(recipe.precision, device)
-    with reading_stack(folder, device, dtype, recipe.weights, recipe.read_ahead) as (architecture, stack):
+    dtype = choose_dtype(recipe.precision, device)
+    cap = device_cap(recipe, device.type == "cpu")
+    with reading_stack(folder, device, dtype, recipe.weights, recipe.read_ahead, cap) as (architecture, stack):
         room = min(recipe.max_length, architecture.config.n_positions) - recipe.generation.max_new_tokens
         encoded = encode_prompt(recipe, tokenizer, values, room)
         torch.manual_seed(recipe.seed)

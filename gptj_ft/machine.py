@@ -1,12 +1,10 @@
-"""What this machine has and can do: memory, disk, and the rate of its matrix products."""
+"""What this machine has: its devices, their memory, the room on its disks. What it can do is in `measure`."""
 
 from __future__ import annotations
 
 import resource
 import shutil
 import sys
-import time
-from functools import lru_cache
 from pathlib import Path
 
 import psutil
@@ -33,16 +31,6 @@ def choose_device(name: str) -> torch.device:
         raise UsageError(f"unknown device '{name}': auto, cpu or cuda") from error
 
 
-def choose_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """Return the type of the computation: ``auto`` is bf16 where the device multiplies it fast, else fp32.
-
-    On a CPU with AVX2 only, bf16 products are 6 to 7 times slower than fp32.
-    """
-    if precision == "auto":
-        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-
-
 def free_memory(device: torch.device) -> int:
     """Return the bytes that can still be allocated on a device; for the CPU, RAM."""
     if device.type == "cuda":
@@ -58,10 +46,15 @@ def free_memory(device: torch.device) -> int:
 
 def free_disk(folder: Path) -> int:
     """Return the free bytes of the file system that a folder is, or will be, on."""
+    return shutil.disk_usage(existing_folder(folder)).free
+
+
+def existing_folder(folder: Path) -> Path:
+    """Return a folder, or the nearest above it that exists."""
     existing = folder.resolve()
     while not existing.exists():
         existing = existing.parent
-    return shutil.disk_usage(existing).free
+    return existing
 
 
 def peak_memory() -> int:
@@ -71,18 +64,3 @@ def peak_memory() -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     except (OSError, StopIteration):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-@lru_cache
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure a matrix product: FLOP/s, the best of a few of a size that fills the machine for some milliseconds."""
-    size = 1024 if device.type == "cpu" else 8192
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best = 0.0
-    for _ in range(5):
-        start = time.perf_counter()
-        a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = max(best, 2 * size**3 / (time.perf_counter() - start))
-    return best

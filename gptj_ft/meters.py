@@ -39,11 +39,12 @@ class Flops:
         return self.forward + self.backward + self.recompute
 
 
-def count_flops(layouts: Sequence[Layout], tokens: float, target_tokens: float) -> Flops:
-    """Count the FLOPs of training on some tokens; the embedding only looks up."""
+def count_flops(layouts: Sequence[Layout], tokens: float, target_tokens: float, kept: int = 0) -> Flops:
+    """Count the FLOPs of training on some tokens, the last ``kept`` blocks not recomputed; the embedding only looks up."""
     blocks = sum(layout.num_parameters for layout in layouts[1:-1]) * tokens
+    again = sum(layout.num_parameters for layout in layouts[1 : len(layouts) - 1 - kept]) * tokens
     head = layouts[-1].num_parameters * target_tokens
-    return Flops(2.0 * (blocks + head), 4.0 * (blocks + head), 2.0 * blocks)
+    return Flops(2.0 * (blocks + head), 4.0 * (blocks + head), 2.0 * again)
 
 
 @dataclass(frozen=True)

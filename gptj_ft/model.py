@@ -95,7 +95,12 @@ def parameters_of(stack: LayerStack, layer: int) -> dict[str, Tensor]:
 
 @contextmanager
 def reading_stack(
-    folder: Path, device: torch.device, compute: torch.dtype, weights: str = "auto", read_ahead: int = 1
+    folder: Path,
+    device: torch.device,
+    compute: torch.dtype,
+    weights: str = "auto",
+    read_ahead: int = 1,
+    memory_cap: int | None = None,
 ) -> Iterator[tuple[Architecture, LayerStack]]:
     """Open a model folder to evaluate it or to write with it.
 
@@ -106,6 +111,7 @@ def reading_stack(
         weights: ``device`` keeps them there; ``disk`` or ``host`` streams them from the folder (which the operating
             system keeps in RAM while there is room); ``auto`` keeps them on the device if they fit.
         read_ahead: layers read before they are needed.
+        memory_cap: most bytes of the device to use, for ``auto``; ``None``: what is free.
 
     Raises:
         UsageError, DataError: as `families.read_architecture` and `formats.huggingface.check`.
@@ -118,7 +124,8 @@ def reading_stack(
         dtypes: dict[Kind, torch.dtype] = {"weight": compute}
         if weights == "auto":
             size = sum(layout.numel for layout in layouts) * compute.itemsize
-            weights = "device" if size < 0.7 * free_memory(device) else "disk"
+            free = free_memory(device)
+            weights = "device" if size < 0.7 * min(free, memory_cap or free) else "disk"
         source = FolderStore(layouts, lambda layer: layer_tensors(architecture, checkpoint, layer))
         stack = LayerStack(layers, dtypes, {"weight": source}, device, Room(read_ahead))
         try:

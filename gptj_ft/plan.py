@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 
+from gptj_ft.costs import Costs, cost
 from gptj_ft.errors import ResourceError
-from gptj_ft.meters import count_flops
+from gptj_ft.knobs import advise
+from gptj_ft.measure import Rates
+from gptj_ft.passes import Load
+from gptj_ft.rates import PRECISIONS, reason_for
 from gptj_ft.recipe import Recipe
-from gptj_ft.stores import Kind, Layout
+from gptj_ft.stack import Room
+from gptj_ft.stores import Kind
 from gptj_ft.stores.placement import Place, Placement, training_dtypes
 from gptj_ft.streaming import HEAD_CHUNK_BYTES
 
 PROCESS_BYTES = 500 * 2**20  # the interpreter, torch, transformers, the rows
+FREE_SHARE = 0.8  # of the memory that is left goes to kept activations at most
 SAVED_PER_TOKEN = 20  # tensors of [tokens, width] that one block keeps for its backward, the MLP's counted by 4
-MATMUL_SHARE = 0.75  # of the measured rate that a whole step reaches
-DISK_RATE = 0.5e9  # bytes/s, assumed for a plain SSD
 FASTEST_FIRST: list[tuple[Place, Place]] = [
     ("device", "device"),
     ("device", "host"),
@@ -33,40 +37,6 @@ FASTEST_FIRST: list[tuple[Place, Place]] = [
 
 
 @dataclass(frozen=True)
-class Load:
-    """What a run asks of the machine.
-
-    Attributes:
-        layouts: of each layer of the model.
-        width: of the hidden states.
-        dtype: of the computation.
-        micro_batch_tokens: most tokens computed at once.
-        step_tokens: most tokens in one optimizer step.
-        mean_step_tokens: tokens of an average step.
-        mean_step_targets: those of them that carry a target.
-        num_steps: optimizer steps; ``None`` while there are no rows to count.
-    """
-
-    layouts: Sequence[Layout]
-    width: int
-    dtype: torch.dtype
-    micro_batch_tokens: int
-    step_tokens: int
-    mean_step_tokens: float
-    mean_step_targets: float
-    num_steps: int | None
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of an average step, recomputation included."""
-        return count_flops(self.layouts, self.mean_step_tokens, self.mean_step_targets).hardware
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(layout.num_parameters for layout in self.layouts)
-
-
-@dataclass(frozen=True)
 class Free:
     """What the machine has, in bytes; on a CPU, device and host are the same memory."""
 
@@ -75,52 +45,114 @@ class Free:
     disk: int
     is_shared: bool
 
+    def capped(self, recipe: Recipe) -> Free:
+        """Return what a run may use of it: the caps of its recipe, of which the smaller rules a shared memory."""
+        device = _least(self.device, device_cap(recipe, self.is_shared))
+        host = device if self.is_shared else _least(self.host, recipe.host_memory)
+        return Free(device, host, _least(self.disk, recipe.disk_space), self.is_shared)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a run needs of one resource, and what it may use of it; bytes."""
+
+    resource: str
+    need: int
+    have: int
+
 
 @dataclass(frozen=True)
 class Plan:
-    """A forecast; bytes and seconds."""
+    """A forecast; bytes and seconds.
+
+    Attributes:
+        placement: of the training state.
+        precision: of the computation.
+        reason: for that precision.
+        num_parameters: of the model.
+        tokens_per_step: of an average step.
+        device_bytes: needed on the device.
+        host_bytes: needed in host memory.
+        disk_bytes: needed on the disk at most, with a checkpoint and the tuned model.
+        have: what the run may use.
+        room: how much of the model is on the device at once.
+        costs: what it moves and how long it takes.
+        rates: of the machine, from which that is computed.
+    """
 
     placement: Placement
     precision: str
+    reason: str
     num_parameters: int
-    num_steps: int | None
     tokens_per_step: float
     device_bytes: int
     host_bytes: int
     disk_bytes: int
-    bytes_read_per_step: int
-    bytes_written_per_step: int
-    flops_per_step: float
-    seconds_per_step: float
+    have: Free
+    room: Room
+    costs: Costs
+    rates: Rates
 
     @property
-    def seconds(self) -> float | None:
-        return None if self.num_steps is None else self.seconds_per_step * self.num_steps
+    def needs(self) -> list[Need]:
+        """What is needed beside what may be used, resource by resource."""
+        if self.have.is_shared:
+            memory = [Need("memory", self.device_bytes + self.host_bytes, self.have.device)]
+        else:
+            memory = [
+                Need("device memory", self.device_bytes, self.have.device),
+                Need("host memory", self.host_bytes, self.have.host),
+            ]
+        return [*memory, Need("disk", self.disk_bytes, self.have.disk)]
+
+    @property
+    def lacking(self) -> list[Need]:
+        """The resources of which there is too little."""
+        return [each for each in self.needs if each.need > each.have]
+
+    @property
+    def lack(self) -> int:
+        """Bytes that are missing, over all resources; 0 if the run fits."""
+        return sum(each.need - each.have for each in self.lacking)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast for `--json`."""
-        return {**asdict(self), "seconds": self.seconds}
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("costs", "have")}
+        own |= {"placement": asdict(self.placement), "room": asdict(self.room), "rates": asdict(self.rates)}
+        return {**own, "needs": [asdict(need) for need in self.needs], **self.costs.to_dict()}
 
 
-def choose(recipe: Recipe, load: Load, free: Free, rate: float) -> Plan:
+def choose(recipe: Recipe, load: Load, free: Free, rates: Rates) -> Plan:
     """Return the plan of the fastest placement that fits and that the recipe allows.
 
     Args:
-        recipe: its ``weights`` and ``optimizer_state`` fix a place or leave it ``auto``.
+        recipe: its ``weights`` and ``optimizer_state`` fix a place or leave it ``auto``; its caps are obeyed.
         load: what the run asks for.
         free: what the machine has.
-        rate: FLOP/s of a matrix product in the type of the computation.
+        rates: what the machine does in a second.
 
     Raises:
         ResourceError: nothing allowed fits; says by how much, and the two knobs that help most.
     """
-    plans = [forecast(placement, load, recipe, rate) for placement in candidates(recipe, free)]
-    for plan in plans:
-        if not shortage(plan, free):
+
+    def plans(recipe: Recipe, load: Load) -> Iterator[Plan]:
+        have = free.capped(recipe)
+        return (forecast(placement, load, recipe, rates, have) for placement in candidates(recipe, free))
+
+    def lack(recipe: Recipe, load: Load) -> int:
+        return min(plan.lack for plan in plans(recipe, load))
+
+    tried = []
+    for plan in plans(recipe, load):
+        if not plan.lack:
             return plan
-    leanest = plans[-1]
-    resource, lack = shortage(leanest, free) or ("", "")
-    raise ResourceError(f"does not fit: with {leanest.placement} it {lack}; try {_knobs(resource, recipe)}")
+        tried.append(plan)
+    nearest = min(tried, key=lambda plan: plan.lack)
+    lacks_disk_alone = [plan for plan in tried if [need.resource for need in plan.lacking] == ["disk"]]
+    room = min((plan.disk_bytes for plan in lacks_disk_alone), default=0)
+    elsewhere = [f"--output on a disk with {gigabytes(room)} free"] if room > free.disk else []
+    hint = advise(recipe, load, lack, elsewhere)
+    raise ResourceError(f"does not fit: with {nearest.placement} {_shortage(nearest, free)}; {hint}")
 
 
 def candidates(recipe: Recipe, free: Free) -> list[Placement]:
@@ -139,19 +171,14 @@ def candidates(recipe: Recipe, free: Free) -> list[Placement]:
     ]
 
 
-def forecast(placement: Placement, load: Load, recipe: Recipe, rate: float) -> Plan:
-    """Compute what a placement costs."""
-    dtypes = training_dtypes(load.dtype)
+def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, have: Free) -> Plan:
+    """Compute what a placement needs and costs."""
+    dtypes = training_dtypes(load.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
     stored = {kind: dtype for kind, dtype in dtypes.items() if kind != "grad" or keeps_gradients(recipe, placement)}
-    total = sum(layout.numel for layout in load.layouts)
-    largest = max(layout.numel for layout in load.layouts)
+    total, largest = load.stored_elements, max(layout.numel for layout in load.layouts)
     by_place: dict[Place, int] = {"device": 0, "host": 0, "disk": 0}
-    slots = 0
-    for kind, dtype in dtypes.items():
-        if kind in stored:
-            by_place[placement.of(kind)] += total * dtype.itemsize
-        if kind not in stored or placement.of(kind) != "device":
-            slots += (recipe.read_ahead + 1) * largest * dtype.itemsize
+    for kind, dtype in stored.items():
+        by_place[placement.of(kind)] += total * dtype.itemsize
     biggest_matrix = max(shape.numel() for layout in load.layouts for shape in layout.shapes.values())
     hidden = load.width * load.dtype.itemsize
     activations = SAVED_PER_TOKEN * hidden * min(load.micro_batch_tokens, load.step_tokens)
@@ -159,26 +186,66 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rate: float) -> P
     # Logits of a chunk, their softmax and their gradient.
     vocabulary = max(shape[0] for shape in load.layouts[-1].shapes.values())
     head = 3 * min(HEAD_CHUNK_BYTES, 4 * vocabulary * load.micro_batch_tokens)
-    device = by_place["device"] + slots + biggest_matrix * 4 + activations + boundaries + head
+    fixed = by_place["device"] + biggest_matrix * 4 + activations + boundaries + head
+    beside = by_place["host"] + PROCESS_BYTES
+    free = have.device - fixed - (beside if have.is_shared else 0)
+    # The roomiest that fits, else the leanest.
+    rooms = [Room(recipe.read_ahead, gradients, parts) for gradients, parts in ((2, 48), (2, 24), (1, 16), (1, 6))]
+    room = next((room for room in rooms if _buffer_bytes(room, placement, dtypes, stored, largest) <= free), rooms[-1])
+    buffers = _buffer_bytes(room, placement, dtypes, stored, largest)
+    per_block = SAVED_PER_TOKEN * hidden * load.step_tokens
+    room = replace(room, kept=_kept(recipe, len(load.layouts) - 2, free - buffers, per_block))
+    device = fixed + buffers + room.kept * per_block
+    costs = cost(placement, load, recipe, stored, rates, room.kept)
+    if costs.forward.transfer_seconds(rates) > costs.forward.compute_seconds(load.dtype, rates):
+        costs = min(
+            (costs, cost(placement, load, recipe, stored, rates, room.kept, is_late=True)),
+            key=lambda costs: costs.seconds_per_step,
+        )
     state = total * sum(dtype.itemsize for kind, dtype in dtypes.items() if kind != "grad")
     # A run on disk is its own checkpoint and replaces a layer at a time; others write one before they remove one.
-    saved = (largest * 16 if placement.is_durable else 2 * state) + total * 4
-    reads, writes = _traffic(placement, stored, total)
-    moved = sum(size for place, size in (*reads, *writes) if place == "disk")
+    one = largest * sum(dtype.itemsize for dtype in dtypes.values())
+    saved = (2 * one if placement.is_durable else 2 * state) + total * 4
     return Plan(
         placement=placement,
-        precision={torch.float32: "fp32", torch.bfloat16: "bf16"}[load.dtype],
+        precision={dtype: name for name, dtype in PRECISIONS.items()}[load.dtype],
+        reason=reason_for(recipe.precision, rates.compute),
         num_parameters=load.num_parameters,
-        num_steps=load.num_steps,
         tokens_per_step=load.mean_step_tokens,
         device_bytes=device,
         host_bytes=by_place["host"] + PROCESS_BYTES,
         disk_bytes=by_place["disk"] + saved,
-        bytes_read_per_step=sum(size for _, size in reads),
-        bytes_written_per_step=sum(size for _, size in writes),
-        flops_per_step=load.flops,
-        seconds_per_step=max(load.flops / (rate * MATMUL_SHARE), moved / DISK_RATE),
+        have=have,
+        room=room,
+        costs=costs,
+        rates=rates,
     )
+
+
+def _buffer_bytes(
+    room: Room,
+    placement: Placement,
+    dtypes: Mapping[Kind, torch.dtype],
+    stored: Mapping[Kind, torch.dtype],
+    largest: int,
+) -> int:
+    """Bytes of the buffers on the device: slots for weights, sums of gradients, parts of what only updates need."""
+    part, fp32 = min(room.part_numel, largest), torch.float32
+    streamed = [kind for kind in stored if placement.of(kind) != "device"]
+    size = (room.read_ahead + 1) * largest * dtypes["weight"].itemsize if "weight" in streamed else 0
+    if "grad" in streamed or stored.get("grad") != fp32:
+        size += room.gradients * largest * fp32.itemsize
+    pooled = [dtypes[kind] for kind in streamed if kind != "weight"]
+    scratch = [fp32] * (1 + sum(dtype != fp32 for dtype in pooled))
+    return size + part * (room.parts * sum(dtype.itemsize for dtype in pooled) + sum(x.itemsize for x in scratch))
+
+
+def _kept(recipe: Recipe, num_blocks: int, free: int, per_block: int) -> int:
+    """Return how many blocks keep their activations: as many as the recipe says, or as there is room for."""
+    if isinstance(recipe.activations, int):
+        return min(recipe.activations, num_blocks)
+    fits = max(0, int(FREE_SHARE * free) // per_block)
+    return {"keep": num_blocks, "recompute": 0, "auto": min(fits, num_blocks)}[recipe.activations]
 
 
 def keeps_gradients(recipe: Recipe, placement: Placement) -> bool:
@@ -186,43 +253,26 @@ def keeps_gradients(recipe: Recipe, placement: Placement) -> bool:
     return recipe.clip_norm is not None or placement.is_durable
 
 
-def shortage(plan: Plan, free: Free) -> tuple[str, str] | None:
-    """Return what a plan lacks, memory or disk, and a sentence that says how much; ``None`` if it fits."""
-    memory = plan.device_bytes + plan.host_bytes
-    if free.is_shared and memory > free.device:
-        return "memory", f"needs {gigabytes(memory)} of memory, {gigabytes(free.device)} is free"
-    if not free.is_shared and plan.device_bytes > free.device:
-        return "memory", f"needs {gigabytes(plan.device_bytes)} on the device, {gigabytes(free.device)} is free"
-    if not free.is_shared and plan.host_bytes > free.host:
-        return "memory", f"needs {gigabytes(plan.host_bytes)} of host memory, {gigabytes(free.host)} is free"
-    if plan.disk_bytes > free.disk:
-        return "disk", f"needs {gigabytes(plan.disk_bytes)} of disk, {gigabytes(free.disk)} is free"
-    return None
+def device_cap(recipe: Recipe, is_shared: bool) -> int | None:
+    """Return the cap on the device's memory; where that is host memory too, the smaller of both."""
+    caps = (recipe.device_memory, recipe.host_memory if is_shared else None)
+    return min((cap for cap in caps if cap is not None), default=None)
 
 
 def gigabytes(size: float) -> str:
     """Return bytes as people read them."""
+    if size >= 1e12:
+        return f"{size / 1e12:.1f} TB"
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
-def _traffic(
-    placement: Placement, dtypes: dict[Kind, torch.dtype], total: int
-) -> tuple[list[tuple[Place, int]], list[tuple[Place, int]]]:
-    """Bytes that a step reads from and writes to places that are not the device."""
-    reads: list[tuple[Place, int]] = []
-    writes: list[tuple[Place, int]] = []
-    for kind, dtype in dtypes.items():
-        place, size = placement.of(kind), total * dtype.itemsize
-        if place != "device":
-            reads.append((place, 2 * size if kind == "weight" else size))  # weights: forward and backward
-            writes.append((place, size))
-    return reads, writes
+def _shortage(plan: Plan, free: Free) -> str:
+    """Say what a plan lacks: the first resource of which there is too little."""
+    lacking = plan.lacking[0]
+    there = {"disk": free.disk, "host memory": free.host}.get(lacking.resource, free.device)
+    limit = "free" if lacking.have == there else "allowed"
+    return f"it needs {gigabytes(lacking.need)} of {lacking.resource}, {gigabytes(lacking.have)} is {limit}"
 
 
-def _knobs(resource: str, recipe: Recipe) -> str:
-    """Name the two options that help most."""
-    if resource == "disk":
-        return "--output on a larger disk, or --weights and --optimizer-state elsewhere"
-    if "auto" != recipe.weights != "disk" or "auto" != recipe.optimizer_state != "disk":
-        return "--weights auto --optimizer-state auto, which stream what does not fit"
-    return f"--batch-size below {recipe.batch_size}, or --max-length below {recipe.max_length}"
+def _least(free: int, cap: int | None) -> int:
+    return free if cap is None else min(free, cap)

@@ -57,6 +57,27 @@ def parse_duration(value: object) -> object:
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0.0)]
 
 
+SIZE_UNITS = {"": 1, "B": 1, "MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "TB": 10**12, "TiB": 2**40}
+
+
+def parse_size(value: object) -> object:
+    """Return a size such as ``8GiB`` in bytes; anything but a text is left to the type's own check.
+
+    Raises:
+        PydanticCustomError: not a size.
+    """
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", value.strip(), re.IGNORECASE)
+    units = {unit.lower(): size for unit, size in SIZE_UNITS.items()}
+    if match is None or match[2].lower() not in units:
+        raise PydanticCustomError("size", "a size is bytes, or a number with MB, MiB, GB, GiB, TB or TiB")
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+
+
 class Options(BaseModel):
     """Frozen; unknown keys are errors, and so are numbers that are not finite."""
 
@@ -166,10 +187,22 @@ class Recipe(Options):
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="type of the computation; master weights fp32"
     )
+    moments: Literal["fp32", "bf16"] = Field(
+        "fp32", description="type of Adam's two moments; bf16, rounded stochastically, halves their memory and traffic"
+    )
+    gradients: Literal["fp32", "bf16"] = Field(
+        "fp32", description="type in which gradients wait for their update; they are summed in fp32"
+    )
     weights: Place = Field("auto", description="where the weights live")
     optimizer_state: Place = Field("auto", description="where gradients, moments and master weights live")
     max_time: Duration | None = Field(
         None, description="stop in time, saved, when a session has run as long as this: 8h, 90m, 1h30m; null: no limit"
+    )
+    device_memory: Size | None = Field(None, description="most device memory to use, e.g. 8GiB; null: what is free")
+    host_memory: Size | None = Field(None, description="most RAM to use, e.g. 6GiB; null: what is free")
+    disk_space: Size | None = Field(None, description="most disk space to use, e.g. 200GB; null: what is free")
+    activations: Literal["auto", "keep", "recompute"] | Annotated[int, Field(ge=0)] = Field(
+        "auto", description="blocks whose activations are kept for backward: what fits, all, none, or so many"
     )
     read_ahead: int = Field(1, ge=0, le=8, description="layers read before they are needed")
 
@@ -190,7 +223,20 @@ class Recipe(Options):
 
 # What a run was told about its surroundings may change on resume without changing a number of it.
 FREE_ON_RESUME = frozenset(
-    {"device", "weights", "optimizer_state", "read_ahead", "save_every", "save_minutes", "max_time", "output"}
+    {
+        "device",
+        "weights",
+        "optimizer_state",
+        "device_memory",
+        "host_memory",
+        "disk_space",
+        "activations",
+        "read_ahead",
+        "save_every",
+        "save_minutes",
+        "max_time",
+        "output",
+    }
 )
 GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "schedule": Piece}
 STRETCHING = ("warmup", "final_lr")  # what a schedule of pieces has no use for

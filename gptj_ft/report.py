@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gptj_ft.costs import WARRANTED_BYTES, Costs
 from gptj_ft.plan import Plan, gigabytes
 from gptj_ft.progress import clock
+from gptj_ft.rates import PRECISIONS
 
 if TYPE_CHECKING:
     from gptj_ft.data.prepared import Report
@@ -37,22 +41,16 @@ def show_data(console: Console, report: Report) -> None:
 
 
 def show_plan(console: Console, plan: Plan) -> None:
-    """Show what a run will cost."""
+    """Show what a run will cost: what it needs beside what it may use, what it moves, how long it takes."""
     table = Table(title="What it will cost", show_header=False, title_justify="left")
     rows = [
-        ("parameters", f"{plan.num_parameters:,}, all trained; computed in {plan.precision}"),
+        ("parameters", f"{plan.num_parameters:,}, all trained"),
+        ("computed in", f"{plan.precision}: {plan.reason}"),
         ("placement", str(plan.placement)),
-        ("memory", f"about {gigabytes(plan.device_bytes)} on the device, {gigabytes(plan.host_bytes)} beside it"),
-        ("disk", f"about {gigabytes(plan.disk_bytes)} at most, with a checkpoint and the tuned model"),
-        (
-            "moved per step",
-            f"{gigabytes(plan.bytes_read_per_step)} read, {gigabytes(plan.bytes_written_per_step)} written",
-        ),
-        ("steps", f"{plan.num_steps or 'not counted without rows'}, of {plan.tokens_per_step:,.0f} tokens on average"),
-        (
-            "time",
-            f"about {plan.seconds_per_step:.2g} s a step" + (f", {clock(plan.seconds)} in all" if plan.seconds else ""),
-        ),
+        *((each.resource, f"needs about {gigabytes(each.need)} of {gigabytes(each.have)}") for each in plan.needs),
+        *_transfers(plan.costs),
+        *_times(plan),
+        ("measured", _measured(plan)),
     ]
     for name, text in rows:
         table.add_row(name, text)
@@ -85,6 +83,49 @@ def show_training(console: Console, result: TrainResult) -> None:
         '      gptj-ft generate "prompt"',
     ]
     console.print(escape("\n".join(lines)), highlight=False)
+
+
+def _transfers(costs: Costs) -> Iterator[tuple[str, str]]:
+    read, written = costs.bytes_read_per_step, costs.bytes_written_per_step
+    yield "moved per step", f"{gigabytes(read)} read, {gigabytes(written)} written"
+    texts = [f"{gigabytes(costs.disk_bytes_written_per_step)} a step"] if costs.disk_bytes_written_per_step else []
+    if costs.disk_bytes_written is not None:
+        texts.append(f"{gigabytes(costs.disk_bytes_written)} in all")
+    wear = costs.ssd_wear or 0.0
+    warranty = f": {wear:.1%} of the {WARRANTED_BYTES / 1e12:.0f} TB that a typical 1 TB consumer SSD is warranted for"
+    if texts:
+        yield "disk wear", "writes " + ", ".join(texts) + (warranty if wear >= 0.001 else "")
+
+
+def _times(plan: Plan) -> Iterator[tuple[str, str]]:
+    costs = plan.costs
+    yield "steps", f"{costs.num_steps or 'not counted without rows'}, of {plan.tokens_per_step:,.0f} tokens on average"
+    parts = f"computing {_seconds(costs.compute_seconds)}"
+    if costs.transfer_seconds:
+        parts += f", and beside it moving bytes {_seconds(costs.transfer_seconds)}"
+    yield "a step", f"about {_seconds(costs.seconds_per_step)}: {parts}"
+    if costs.seconds is None:
+        return
+    for what, aside in (("validations", costs.validations), ("checkpoints", costs.checkpoints)):
+        if aside.number * aside.seconds > 0.01 * costs.seconds:
+            yield what, f"{aside.number}, about {_seconds(aside.seconds)} each"
+    finish = datetime.now() + timedelta(seconds=costs.seconds)
+    yield "finish", f"after about {clock(costs.seconds)}: {finish:%a %d %b, %H:%M} if it starts now"
+
+
+def _measured(plan: Plan) -> str:
+    disk, product = plan.rates.disk, plan.rates.compute.matmul(PRECISIONS[plan.precision])
+    product_text = f"{product / 1e9:,.0f} GFLOP/s in {plan.precision}"
+    if plan.rates.is_disk_assumed:
+        return f"{product_text}; for the disk {disk.mixed / 1e9:.1f} GB/s is assumed: there was no room to measure it"
+    return (
+        f"{product_text}; disk reads {disk.read / 1e9:.1f} GB/s, writes {disk.write / 1e9:.1f}, "
+        f"both at once {disk.mixed / 1e9:.1f} (again: plan --measure)"
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < 10 else clock(seconds)
 
 
 def show_evaluation(console: Console, tuned: Evaluation, baseline: Evaluation | None) -> None:

@@ -8,19 +8,23 @@ from pathlib import Path
 import torch
 
 from gptj_ft import machine
+from gptj_ft.checkpoint import steps_done
 from gptj_ft.data.batches import Rows, rows_of_step, steps_per_epoch
 from gptj_ft.errors import UsageError
 from gptj_ft.families import Architecture, read_architecture
 from gptj_ft.formats.huggingface import check, open_checkpoint
-from gptj_ft.plan import Free, Load, Plan, choose
+from gptj_ft.passes import Load
+from gptj_ft.plan import Free, Plan, choose
+from gptj_ft.rates import choose_dtype, rates
 from gptj_ft.recipe import Recipe
+from gptj_ft.run import Run
 from gptj_ft.schedule import Schedule
 from gptj_ft.stores import Layout
 
 
 @dataclass(frozen=True)
 class Session:
-    """All that `train` needs, resolved."""
+    """All that `train` needs, resolved; the recipe's ``precision`` is not ``auto`` any more."""
 
     recipe: Recipe
     model: Path
@@ -44,7 +48,7 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
         train: rows to train on.
         validation: rows to measure on; may be none.
         data_sha256: digest of the file the rows came from.
-        folder: the run folder, for the free space of its disk.
+        folder: the run folder, for the space and rate of its disk, and the steps done if it is resumed.
 
     Raises:
         ResourceError: it cannot fit.
@@ -55,7 +59,7 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
     with open_checkpoint(model) as weights:
         check(architecture, weights)
     device = machine.choose_device(recipe.device)
-    dtype = machine.choose_dtype(recipe.precision, device)
+    dtype = choose_dtype(recipe.precision, device)
     per_epoch = steps_per_epoch(len(train), recipe.batch_size)
     num_steps = recipe.max_steps or max(1, round(recipe.epochs * per_epoch))
     schedule = Schedule.of(recipe, num_steps)
@@ -64,6 +68,7 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
         sum(lengths[row] for row in rows_of_step(step, len(train), recipe.batch_size, recipe.seed))
         for step in range(min(num_steps, per_epoch))
     ]
+    validation_tokens = sum(len(document) for document in validation.documents)
     load = Load(
         layouts=[Layout.of(layer) for layer in architecture.layers()],
         width=architecture.config.n_embd,
@@ -72,9 +77,14 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
         step_tokens=max(sizes),
         mean_step_tokens=sum(sizes) / len(sizes),
         mean_step_targets=(sum(lengths) - sum(train.prompt_lengths)) / per_epoch,
-        num_steps=num_steps,
+        num_steps=num_steps - steps_done(Run(folder)),
+        longest_row=max(lengths),
+        validation_tokens=validation_tokens,
+        validation_targets=validation_tokens - sum(validation.prompt_lengths),
     )
-    plan = choose(recipe, load, free_resources(device, folder), machine.matmul_rate(device, dtype))
+    plan = choose(recipe, load, free_resources(device, folder), rates(device, folder))
+    # Another machine, or this one on another day, might choose another type in the middle of the run.
+    recipe = recipe.model_copy(update={"precision": plan.precision})
     return Session(
         recipe, model, architecture, train, validation, data_sha256, num_steps, schedule, device, dtype, plan
     )  # fmt: skip

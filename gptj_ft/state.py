@@ -10,9 +10,10 @@ from gptj_ft.formats.huggingface import open_checkpoint
 from gptj_ft.model import load_weights, training_stack
 from gptj_ft.optimizer import AdamW, Update
 from gptj_ft.plan import keeps_gradients
+from gptj_ft.rates import PRECISIONS
 from gptj_ft.run import Run, read_json
 from gptj_ft.session import Session
-from gptj_ft.stack import LayerStack, Room
+from gptj_ft.stack import LayerStack
 from gptj_ft.stores.blockio import takes_direct
 from gptj_ft.stores.placement import Placement, training_dtypes
 
@@ -39,12 +40,12 @@ def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str,
         elif saved := checkpoint.checkpoints(run):
             manifest = read_json(saved[-1] / checkpoint.MANIFEST)
             checkpoint.restore(saved[-1], stack, manifest["step"])
-            optimizer = AdamW(stack, session.recipe, manifest["step"])
+            optimizer = AdamW(stack, session.recipe, manifest["step"], late_blocks(session))
             facts |= manifest["facts"]
         else:
             with open_checkpoint(session.model) as weights:
                 load_weights(stack, session.architecture, weights)
-            optimizer = AdamW(stack, session.recipe)
+            optimizer = AdamW(stack, session.recipe, late=late_blocks(session))
         if is_durable and not commit:
             checkpoint.commit(run, optimizer.step, None, facts)
             shutil.rmtree(run.checkpoints, ignore_errors=True)
@@ -58,16 +59,21 @@ def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str,
 def open_stack(session: Session, run: Run, placement: Placement) -> LayerStack:
     """Open the stores of a run, filled or not."""
     keep_gradients = keeps_gradients(session.recipe, placement)
-    dtypes = training_dtypes(session.dtype)
-    room = Room(session.recipe.read_ahead)
+    recipe = session.recipe
+    dtypes = training_dtypes(session.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
     return training_stack(
-        session.architecture, placement, dtypes, session.device, run.state, room, keep_gradients
+        session.architecture, placement, dtypes, session.device, run.state, session.plan.room, keep_gradients
     )
+
+
+def late_blocks(session: Session) -> int:
+    """Return how many blocks are updated in forward and again in backward."""
+    return len(session.architecture.layers()) - 2 if session.plan.costs.is_late else 0
 
 
 def resume_optimizer(session: Session, run: Run, stack: LayerStack, commit: dict[str, Any]) -> AdamW:
     """Return the optimizer of a run on disk as of its last commit."""
-    optimizer = AdamW(stack, session.recipe, commit["step"])
+    optimizer = AdamW(stack, session.recipe, commit["step"], late_blocks(session))
     behind = checkpoint.layers_behind(run, stack, commit["step"])
     optimizer.resume(Update(**commit["update"]) if commit["update"] else None, behind)
     return optimizer

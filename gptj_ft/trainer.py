@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from gptj_ft import checkpoint, machine
+from gptj_ft import checkpoint
+from gptj_ft.costs import PASS_TOKENS
 from gptj_ft.data.batches import Rows, rows_of_step
 from gptj_ft.deadline import Deadline
 from gptj_ft.errors import GptjFtError, Interrupted, OutOfTime
@@ -23,7 +24,6 @@ from gptj_ft.home import remember_run
 from gptj_ft.meters import Meters, Stopwatch, Tally, count_flops, summarize
 from gptj_ft.model import parameters_of
 from gptj_ft.optimizer import AdamW
-from gptj_ft.plan import DISK_RATE
 from gptj_ft.progress import StepProgress, StepReport, clock
 from gptj_ft.run import Run, record_environment
 from gptj_ft.session import Session
@@ -31,8 +31,6 @@ from gptj_ft.stack import LayerStack
 from gptj_ft.state import open_state
 from gptj_ft.streaming import StepLoss, evaluate_losses, train_step
 from gptj_ft.tuning import Tuning, template_of
-
-PASS_TOKENS = 32768  # of hidden states held at once when only a loss is wanted
 
 
 @dataclass(frozen=True)
@@ -107,16 +105,16 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
                 loss = train_step(stack, optimizer, batches, recipe.z_loss)
                 grad_norm = optimizer.end()
                 tally = stopwatch.read(sum(len(batch.tokens_T) for batch in batches), loss.num_targets)
-                flops = count_flops(stack.layouts, tally.tokens, tally.target_tokens)
-                meters = Meters.of(tally, flops, machine.matmul_rate(session.device, session.dtype))
+                flops = count_flops(stack.layouts, tally.tokens, tally.target_tokens, stack.room.kept)
+                meters = Meters.of(tally, flops, session.plan.rates.compute.matmul(session.dtype))
                 report = StepReport(optimizer.step, loss.mean, loss.z_mean, lr, grad_norm, tally, meters)
                 # Before the commit: a line too many is dropped on resume, a line too few would be missing for good.
                 run.append_metrics(report.to_dict())
                 run.log(progress.show(report))
                 if is_durable:
                     # The next step may begin meanwhile: whatever it writes comes after this.
-                    step, update, known = optimizer.step, optimizer.pending, dict(facts)
-                    stack.stores["grad"].then(partial(checkpoint.commit, run, step, update, known))
+                    commit = partial(checkpoint.commit, run, optimizer.step, optimizer.pending, dict(facts))
+                    stack.stores["grad"].then(commit)
 
                 deadline.record("step", tally.seconds)
                 if optimizer.step == session.num_steps:
@@ -211,14 +209,13 @@ def coming(session: Session, step: int) -> list[str]:
 
 def forecast_seconds(session: Session) -> dict[str, float]:
     """Return how long a run's activities may take; what is measured later takes its place."""
-    plan = session.plan
-    tokens = sum(len(document) for document in session.validation.documents)
+    costs = session.plan.costs
     return {
-        "step": plan.seconds_per_step,
-        "flush": plan.seconds_per_step,
-        "validation": plan.seconds_per_step * tokens / plan.tokens_per_step,
-        "save": 16 * plan.num_parameters / DISK_RATE,
-        "export": 4 * plan.num_parameters / DISK_RATE,
+        "step": costs.seconds_per_step,
+        "flush": costs.seconds_per_step,
+        "validation": costs.validations.seconds,
+        "save": costs.checkpoints.seconds,
+        "export": costs.end.seconds,
     }
 
 

@@ -6,15 +6,22 @@ import ipaddress
 import json
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from gptj_ft.measure import Rates
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 
 import torch
 
 torch.set_num_threads(2)
+# The processes that tests start, too: what is known of a machine goes by its threads.
+os.environ["OMP_NUM_THREADS"] = "2"
 
 # Two shapes that differ in width of the heads and of the rotary part; vocabularies that are not multiples of anything.
 SHAPES = {
@@ -36,6 +43,22 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         return connect(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fixed_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rates]:
+    """Have no test measure the machine: it always does the same in a second, in every process that a test starts."""
+    from gptj_ft import measure
+
+    rates = measure.Rates(
+        measure.ComputeRates(fp32=1e11, bf16=2e10, memory=2e10, to_device=1e10, from_device=1e10),
+        measure.DiskRates(read=2e9, write=1e9, mixed=1.5e9),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "measure_compute", lambda device: rates.compute)
+        patch.setattr(measure, "measure_disk", lambda folder: rates.disk)
+        patch.setenv("GPTJ_FT_HOME", str(tmp_path_factory.mktemp("home")))  # for what is made before a test begins
+        yield rates
 
 
 @pytest.fixture(autouse=True)

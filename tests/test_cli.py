@@ -134,18 +134,37 @@ def test_an_unwritable_output_folder_is_refused(shell, model: Path, rows_file: P
     assert Path("file").read_text() == "not a folder"
 
 
-@pytest.mark.parametrize("flag", ["--weights device", "--optimizer-state device"])
-def test_what_does_not_fit_is_refused_with_exit_4_and_a_knob_that_helps(
-    flag: str, shell, rows_file: Path, monkeypatch
+@pytest.mark.parametrize("place", ["device", "disk"])
+def test_what_does_not_fit_is_refused_with_exit_4_and_each_option_that_is_named_makes_it_fit(
+    place: str, shell, rows_file: Path, monkeypatch
 ) -> None:
     from gptj_ft import machine
 
-    monkeypatch.setattr(machine, "free_memory", lambda device: 300 * 10**6)
-    done = shell(f"{FINETUNE} --data rows.jsonl --output out {flag}")
+    line = f"{FINETUNE} --data rows.jsonl --output out --weights {place} --optimizer-state {place}"
+    needed = shell(f"{line} --dry-run --json").json["needs"][0]["need"]
+    monkeypatch.setattr(machine, "free_memory", lambda device: needed - 1)
+    done = shell(line)
     assert done.code == 4
-    assert "0.3 GB is free" in done.err
-    assert "--weights" in done.err
+    assert "0.6 GB is free; try --" in done.err
+    for options in done.err.strip().partition("; try ")[2].split(", or "):
+        fitting = shell(f"{line} {options} --dry-run --json")
+        assert (fitting.code, fitting.json["needs"][0]["need"] < needed) == (0, True), options
+    monkeypatch.setattr(machine, "free_memory", lambda device: 3 * 10**8)
+    assert "helps most, but is not enough" in shell(line).err
     assert not Path("out").exists()
+
+
+def test_caps_are_flags_and_obeyed(shell, rows_file: Path) -> None:
+    line = f"{FINETUNE} --data rows.jsonl --output out"
+    for cap, resource in (("--device-memory", "memory"), ("--host-memory", "memory"), ("--disk-space", "disk")):
+        done = shell(f"{line} {cap} 1MiB")
+        assert (done.code, f"of {resource}, 1.0 MB is allowed" in done.err) == (4, True), done.err
+        assert f"try a larger {cap}" in done.err
+    done = shell(f"{line} --device-memory 8apples")
+    assert (done.code, "device_memory: a size is bytes, or a number with MB" in done.err) == (2, True), done.err
+    assert not Path("out").exists()
+    plan = shell("plan --recipe summarization --model tiny --data rows.jsonl --host-memory 5GB --disk-space 3GB --json")
+    assert [need["have"] for need in plan.json["needs"]] == [5 * 10**9, 3 * 10**9]
 
 
 def test_a_full_disk_is_foreseen(shell, rows_file: Path, monkeypatch) -> None:

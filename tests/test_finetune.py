@@ -155,8 +155,9 @@ def test_stopping_and_resuming_equals_a_straight_run_to_the_bit(
     done = shell(f"{options} --output stopped")
     assert done.code == 130
     assert "finetune --resume stopped" in done.err
-    for step in (5, 6):
-        done = shell("finetune --resume stopped")
+    for before, step in ((2, 5), (5, 6)):
+        assert shell("finetune --resume stopped --dry-run --json").json["num_steps"] == 10 - before
+        done = shell("finetune --resume stopped --host-memory 900GB")
         assert done.code == 130, done.err
         assert f"stopped after step {step} of 10" in done.err
     done = shell("finetune --resume stopped --json")

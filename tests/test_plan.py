@@ -1,22 +1,32 @@
-"""The forecast: which placement is chosen, what it costs, when it refuses."""
+"""The forecast: which placement is chosen, what it needs, how long it takes, when it refuses and what it advises."""
 
 from __future__ import annotations
 
+import io
+import re
 from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
 from gptj_ft.errors import ResourceError
 from gptj_ft.families.gptj import GPTJConfig, build_layers
-from gptj_ft.plan import FASTEST_FIRST, Free, Load, candidates, choose, forecast
+from gptj_ft.measure import ASSUMED_DISK, ComputeRates, DiskRates, Rates
+from gptj_ft.passes import MATMUL_SHARE, Load
+from gptj_ft.plan import FASTEST_FIRST, Free, Plan, candidates, choose, forecast, gigabytes
 from gptj_ft.recipe import Recipe
+from gptj_ft.report import show_plan
 from gptj_ft.stores import Layout
 from gptj_ft.stores.placement import Placement
 
 GB = 10**9
 PLENTY = Free(device=10**13, host=10**13, disk=10**14, is_shared=False)
-RATE = 1e12
+RATES = Rates(
+    ComputeRates(fp32=1e12, bf16=4e12, memory=1e12, to_device=2e10, from_device=1e10),
+    DiskRates(read=2e9, write=1e9, mixed=1.5e9),
+)
+ON_DISK = Placement("disk", "disk")
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +49,10 @@ def test_gpt_j_has_the_parameters_it_is_known_for(six_b: Load) -> None:
 
 
 def test_everything_stays_on_a_device_that_has_room(six_b: Load) -> None:
-    plan = choose(Recipe(), six_b, PLENTY, RATE)
+    plan = choose(Recipe(), six_b, PLENTY, RATES)
     assert plan.placement == Placement("device", "device")
     assert plan.device_bytes > 16 * six_b.num_parameters
-    assert plan.bytes_read_per_step == plan.bytes_written_per_step == 0
+    assert plan.costs.bytes_read_per_step == plan.costs.bytes_written_per_step == 0
 
 
 def test_what_does_not_fit_is_streamed_from_the_fastest_place_that_has_room(six_b: Load) -> None:
@@ -54,14 +64,14 @@ def test_what_does_not_fit_is_streamed_from_the_fastest_place_that_has_room(six_
         (24, 16, ("disk", "disk")),
     ):
         free = replace(PLENTY, device=device * GB, host=host * GB)
-        assert choose(Recipe(), six_b, free, RATE).placement == Placement(*expected), (device, host)
+        assert choose(Recipe(), six_b, free, RATES).placement == Placement(*expected), (device, host)
 
 
 def test_a_cpu_never_copies_from_host_memory_unless_asked_to(six_b: Load) -> None:
     shared = replace(PLENTY, is_shared=True)
     assert all("host" not in (p.weights, p.optimizer_state) for p in candidates(Recipe(), shared))
     assert {p.weights for p in candidates(Recipe(weights="host"), shared)} == {"host"}
-    assert choose(Recipe(weights="host", optimizer_state="host"), six_b, shared, RATE).placement == Placement(
+    assert choose(Recipe(weights="host", optimizer_state="host"), six_b, shared, RATES).placement == Placement(
         "host", "host"
     )
 
@@ -70,41 +80,246 @@ def test_a_cpu_never_copies_from_host_memory_unless_asked_to(six_b: Load) -> Non
 def test_a_placement_that_the_user_names_is_the_one_that_is_planned(weights, state, six_b: Load) -> None:
     for free in (PLENTY, replace(PLENTY, is_shared=True)):
         recipe = Recipe(weights=weights, optimizer_state=state)
-        assert choose(recipe, six_b, free, RATE).placement == Placement(weights, state)
+        assert choose(recipe, six_b, free, RATES).placement == Placement(weights, state)
 
 
 def test_streamed_memory_does_not_grow_with_depth_but_for_the_boundaries() -> None:
     def device_bytes(n_layer: int) -> int:
         layouts = [Layout.of(layer) for layer in build_layers(GPTJConfig(n_layer=n_layer))]
         load = Load(layouts, 4096, torch.float32, 2048, 2048, 2048, 512, 1)
-        return forecast(Placement("disk", "disk"), load, Recipe(), RATE).device_bytes
+        return forecast(Placement("disk", "disk"), load, Recipe(), RATES, PLENTY).device_bytes
 
     assert device_bytes(32) - device_bytes(4) == 28 * 2048 * 4096 * 4
 
 
-def test_a_step_moves_the_bytes_that_the_design_says(six_b: Load) -> None:
-    plan = forecast(Placement("disk", "disk"), six_b, Recipe(), RATE)
-    # Read: weights twice, two moments, the gradient. Written: weights, two moments, the gradient.
-    assert plan.bytes_read_per_step == pytest.approx(20 * six_b.num_parameters, rel=1e-4)
-    assert plan.bytes_written_per_step == pytest.approx(16 * six_b.num_parameters, rel=1e-4)
+def test_each_pass_moves_the_bytes_that_the_design_says(six_b: Load) -> None:
+    costs = planned(six_b).costs
+    per_parameter = [
+        moved["disk"] / six_b.num_parameters
+        for each in (costs.forward, costs.backward)
+        for moved in (each.read, each.written)
+    ]
+    # Forward reads weights, moments and gradients, and writes weights and moments; backward weights and gradients.
+    assert per_parameter == pytest.approx([16, 12, 4, 4], rel=1e-4)
+    assert costs.bytes_read_per_step == pytest.approx(20 * six_b.num_parameters, rel=1e-4)
+    assert costs.bytes_written_per_step == pytest.approx(16 * six_b.num_parameters, rel=1e-4)
+
+
+def test_a_master_copy_is_read_instead_of_the_weights_it_makes_anew(six_b: Load) -> None:
+    costs = planned(replace(six_b, dtype=torch.bfloat16)).costs
+    moved = [costs.forward.read, costs.forward.written, costs.backward.read, costs.backward.written]
+    per_parameter = [each["disk"] / six_b.num_parameters for each in moved]
+    assert per_parameter == pytest.approx([16, 14, 2, 4], rel=1e-4)
+
+
+def test_without_clipping_backward_updates_and_gradients_do_not_move(six_b: Load) -> None:
+    costs = planned(six_b, Placement("host", "host"), Recipe(clip_norm=None)).costs
+    moved = [costs.forward.read, costs.forward.written, costs.backward.read, costs.backward.written]
+    per_parameter = [each.get("host", 0) / six_b.num_parameters for each in moved]
+    assert per_parameter == pytest.approx([4, 0, 12, 12], rel=1e-4)
+
+
+def test_reads_and_writes_share_the_disk_while_there_are_both() -> None:
+    disk = DiskRates(read=2.0, write=1.0, mixed=1.5)
+    assert disk.seconds(10, 0) == 5
+    assert disk.seconds(0, 10) == 10
+    assert disk.seconds(9, 6) == 12 / 1.5 + 3 / 2
+    assert disk.seconds(6, 9) == 12 / 1.5 + 3 / 1
+
+
+def test_a_pass_takes_as_long_as_the_slowest_of_computing_and_moving(six_b: Load) -> None:
+    def seconds(disk: float, compute: float) -> float:
+        rates = Rates(replace(RATES.compute, fp32=compute), DiskRates(disk, disk, disk))
+        return planned(six_b, rates=rates).costs.seconds_per_step
+
+    moved = [28 * six_b.num_parameters, 8 * six_b.num_parameters]
+    forward = 2 * six_b.block_parameters * six_b.mean_step_tokens
+    backward = six_b.flops().hardware - forward
+    update = 28 * six_b.num_parameters / RATES.compute.memory
+    assert seconds(1e9, 1e18) == pytest.approx(sum(moved) / 1e9, rel=1e-3)
+    assert seconds(1e18, 1e12) == pytest.approx(six_b.flops().hardware / 1e12 / MATMUL_SHARE + update, rel=1e-2)
+    # In between, forward waits for the disk and backward, with less to move and more to compute, does not.
+    assert moved[0] / 2e9 > forward / 1e12 / MATMUL_SHARE + update
+    assert moved[1] / 2e9 < backward / 1e12 / MATMUL_SHARE
+    assert seconds(2e9, 1e12) == pytest.approx(moved[0] / 2e9 + backward / 1e12 / MATMUL_SHARE, rel=1e-3)
+
+
+def test_what_is_in_host_memory_crosses_the_link_both_ways_at_once(six_b: Load) -> None:
+    rates = replace(RATES, compute=replace(RATES.compute, fp32=1e18, memory=1e18))
+    seconds = planned(six_b, Placement("host", "host"), rates=rates).costs.seconds_per_step
+    forward, backward = max(16 / 2e10, 12 / 1e10), max(4 / 2e10, 4 / 1e10)
+    assert seconds == pytest.approx((forward + backward) * six_b.num_parameters, rel=1e-3)
+
+
+def test_a_run_on_disk_is_forecast_with_what_it_writes_and_what_that_means_for_an_ssd(six_b: Load) -> None:
+    costs = planned(replace(six_b, num_steps=250)).costs
+    written = (250 * 16 + 12 + 4) * six_b.num_parameters  # steps, the state at the start, the model at the end
+    assert costs.disk_bytes_written == pytest.approx(written, rel=1e-4)
+    assert costs.ssd_wear == pytest.approx(written / 600e12, rel=1e-4)
+    assert costs.checkpoints.number == 0
+    open_end = planned(replace(six_b, num_steps=None)).costs
+    assert (open_end.seconds, open_end.disk_bytes_written, open_end.ssd_wear) == (None, None, None)
+
+
+def test_validations_and_checkpoints_are_counted(six_b: Load) -> None:
+    load = replace(six_b, num_steps=101, validation_tokens=40_000, validation_targets=10_000)
+    resident = Placement("device", "device")
+    plain = planned(six_b, resident).costs
+    costs = planned(load, resident, Recipe(validate_every=25, save_every=20)).costs
+    assert costs.validations.number == 6  # before, after 25, 50, 75 and 100 steps, at the end
+    flops = 2 * six_b.block_parameters * 40_000 + 2 * six_b.head_parameters * 10_000
+    assert costs.validations.seconds == pytest.approx(flops / 1e12 / MATMUL_SHARE, rel=1e-2)
+    assert costs.checkpoints.number == 5
+    assert costs.checkpoints.disk_bytes == pytest.approx(12 * six_b.num_parameters, rel=1e-4)
+    assert costs.checkpoints.seconds == pytest.approx(12 * six_b.num_parameters / 1e9, rel=1e-4)
+    asides = plain.start.seconds + plain.end.seconds + 6 * costs.validations.seconds + 5 * costs.checkpoints.seconds
+    assert costs.seconds == pytest.approx(101 * plain.seconds_per_step + asides)
+    streamed = planned(load).costs
+    update = streamed.forward.transfer_seconds(RATES)
+    weights = 2 * 4 * six_b.num_parameters / 2e9  # more than one pass can hold takes two
+    assert streamed.validations.seconds > update
+    assert streamed.validations.seconds == pytest.approx(update + max(flops / 1e12 / MATMUL_SHARE, weights), rel=1e-3)
+
+
+def test_checkpoints_come_by_the_clock_when_that_is_sooner(six_b: Load) -> None:
+    costs = planned(replace(six_b, num_steps=400), Placement("device", "device"), Recipe(save_minutes=60)).costs
+    assert costs.checkpoints.number == int(400 * costs.seconds_per_step / 3600) > 2
 
 
 def test_flops_are_those_of_forward_recompute_and_backward(six_b: Load) -> None:
     blocks, head = 5_637_947_392, 206_488_800 + 8192
-    assert six_b.flops == pytest.approx(8 * blocks * 2048 + 6 * head * 512, rel=1e-9)
+    assert six_b.flops().hardware == pytest.approx(8 * blocks * 2048 + 6 * head * 512, rel=1e-9)
 
 
 def test_a_run_on_disk_needs_no_room_for_checkpoints(six_b: Load) -> None:
-    on_disk = forecast(Placement("disk", "disk"), six_b, Recipe(), RATE).disk_bytes
+    on_disk = forecast(ON_DISK, six_b, Recipe(), RATES, PLENTY).disk_bytes
     assert on_disk < 21 * six_b.num_parameters  # state 12, gradients 4, the model 4 bytes each, and one more layer
-    in_ram = forecast(Placement("device", "device"), six_b, Recipe(), RATE).disk_bytes
+    in_ram = forecast(Placement("device", "device"), six_b, Recipe(), RATES, PLENTY).disk_bytes
     assert in_ram > 2 * 12 * six_b.num_parameters
 
 
-def test_refusal_names_what_lacks_and_a_knob_that_helps(six_b: Load) -> None:
-    with pytest.raises(ResourceError, match=r"needs .* on the device, 4\.0 GB is free.*--weights auto"):
-        choose(Recipe(weights="device"), six_b, replace(PLENTY, device=4 * GB), RATE)
-    with pytest.raises(ResourceError, match=r"needs .* of memory.*--batch-size below 16, or --max-length"):
-        choose(Recipe(), six_b, replace(PLENTY, device=2 * GB, host=2 * GB, is_shared=True), RATE)
-    with pytest.raises(ResourceError, match=r"needs .* of disk, 9\.0 GB is free; try --output"):
-        choose(Recipe(), six_b, replace(PLENTY, disk=9 * GB), RATE)
+def test_refusal_says_what_lacks_and_how_much(six_b: Load) -> None:
+    with pytest.raises(ResourceError, match=r"needs .* of device memory, 12\.0 GB is free; try --weights auto"):
+        choose(Recipe(weights="device"), six_b, replace(PLENTY, device=12 * GB), RATES)
+    with pytest.raises(ResourceError, match=r"needs .* of memory, 2\.0 GB is free"):
+        choose(Recipe(), six_b, replace(PLENTY, device=2 * GB, host=2 * GB, is_shared=True), RATES)
+    with pytest.raises(ResourceError, match=r"needs .* of disk, 9\.0 GB is free; try --output on a disk with 1\d\d\."):
+        choose(Recipe(), six_b, replace(PLENTY, disk=9 * GB), RATES)
+    with pytest.raises(ResourceError, match=r"needs .* of device memory, 4\.3 GB is allowed"):
+        choose(Recipe(weights="device", device_memory="4GiB"), six_b, PLENTY, RATES)
+
+
+def test_every_option_that_a_refusal_names_makes_the_run_fit_and_no_smaller_change_does(six_b: Load) -> None:
+    def load_of(recipe: Recipe) -> Load:
+        step = recipe.batch_size * recipe.max_length
+        micro = max(recipe.micro_batch_tokens, recipe.max_length)
+        return replace(
+            six_b, micro_batch_tokens=micro, step_tokens=step, mean_step_tokens=step, mean_step_targets=step,
+            longest_row=recipe.max_length,
+        )  # fmt: skip
+
+    large = Recipe(batch_size=64, micro_batch_tokens=16384, max_length=2048, weights="disk", optimizer_state="disk")
+    small = large.model_copy(update={"batch_size": 4})
+    named: set[str] = set()
+    for recipe, share in [(recipe, share) for recipe in (large, small) for share in (0.95, 0.9, 0.7, 0.5, 0.4)]:
+        needed = planned(load_of(recipe), recipe=recipe).device_bytes
+        free = replace(PLENTY, device=int(share * needed))
+        with pytest.raises(ResourceError) as refusal:
+            choose(recipe, load_of(recipe), free, RATES)
+        advice = str(refusal.value).partition("; try ")[2]
+        assert advice, refusal.value
+        ways = advice.split(", or ")
+        assert 1 <= len(ways) <= 2
+        for way in ways:
+            options = dict(re.findall(r"(?:--set |--)([a-z_-]+)[= ](\d+)", way))
+            assert options, way
+            turned = {name.replace("-", "_"): int(value) for name, value in options.items()}
+            named |= set(turned)
+            fits = recipe.model_copy(update=turned)
+            assert not planned(load_of(fits), recipe=fits, have=free).lack, way
+            last = list(turned)[-1]
+            less = fits.model_copy(update={last: 2 * turned[last] or 1})
+            assert planned(load_of(less), recipe=less, have=free).lack, way
+    assert {"read_ahead", "micro_batch_tokens", "batch_size", "max_length"} <= named
+
+
+def test_where_nothing_is_enough_the_refusal_says_so(six_b: Load) -> None:
+    tiny = replace(PLENTY, device=GB // 10, host=GB // 10, is_shared=True)
+    with pytest.raises(ResourceError, match="helps most, but is not enough"):
+        choose(Recipe(), six_b, tiny, RATES)
+
+
+@pytest.mark.parametrize(
+    ("caps", "expected"),
+    [
+        ({"device_memory": "48GB"}, ("device", "host")),
+        ({"device_memory": "24GB"}, ("host", "host")),
+        ({"device_memory": "24GB", "host_memory": "48GB"}, ("host", "disk")),
+        ({"device_memory": "24GB", "host_memory": "16GB"}, ("disk", "disk")),
+    ],
+)
+def test_caps_rule_where_less_is_allowed_than_is_free(caps: dict[str, str], expected, six_b: Load) -> None:
+    plan = choose(Recipe(**caps), six_b, PLENTY, RATES)
+    assert plan.placement == Placement(*expected)
+    assert choose(Recipe(**dict.fromkeys(caps, "900TB")), six_b, PLENTY, RATES).placement == Placement(
+        "device", "device"
+    )
+
+
+def test_on_a_cpu_the_smaller_of_both_memory_caps_rules(six_b: Load) -> None:
+    shared = replace(PLENTY, is_shared=True)
+    for caps in ({"device_memory": "16GB"}, {"host_memory": "16GB"}, {"device_memory": "16GB", "host_memory": "99GB"}):
+        plan = choose(Recipe(**caps), six_b, shared, RATES)
+        assert plan.placement == ON_DISK
+        assert (plan.have.device, plan.have.host) == (16 * GB, 16 * GB)
+
+
+def test_a_cap_on_the_disk_is_obeyed_and_lifting_it_is_advised_where_that_helps(six_b: Load) -> None:
+    recipe = Recipe(disk_space="100GB")
+    assert choose(recipe.model_copy(update={"disk_space": None}), six_b, PLENTY, RATES)
+    with pytest.raises(ResourceError, match=r"of disk, 100\.0 GB is allowed; try a larger --disk-space"):
+        choose(recipe, six_b, PLENTY, RATES)
+    with pytest.raises(ResourceError, match="is free; try --output on a disk with"):
+        choose(recipe, six_b, replace(PLENTY, disk=90 * GB), RATES)
+
+
+def test_the_plan_for_people_shows_need_beside_have_time_and_wear(six_b: Load) -> None:
+    def shown(plan: Plan) -> str:
+        console = Console(file=io.StringIO(), width=150)
+        show_plan(console, plan)
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+    load = replace(six_b, num_steps=250, validation_tokens=10**6, validation_targets=10**5)
+    plan = planned(load, have=replace(PLENTY, device=22 * GB, host=11 * GB, disk=500 * GB))
+    text = shown(plan)
+    for phrase in (
+        f"needs about {gigabytes(plan.device_bytes)} of 22.0 GB", f"{gigabytes(plan.host_bytes)} of 11.0 GB",
+        f"{gigabytes(plan.disk_bytes)} of 500.0 GB", "121.0 GB read, 96.8 GB written",
+        "writes 96.8 GB a step, 24.3 TB in all: 4.1% of the 600 TB that a typical 1 TB consumer SSD",
+        "250, of 2,048 tokens", "if it starts now", "validations", "as fast here", "disk reads 2.0 GB/s",
+    ):  # fmt: skip
+        assert phrase in text, (phrase, text)
+    assert "checkpoints" not in text
+    assumed = shown(planned(load, rates=replace(RATES, disk=ASSUMED_DISK)))
+    assert "0.5 GB/s is assumed: there was no room to measure it" in assumed
+
+
+def test_json_has_all_of_the_plan(six_b: Load) -> None:
+    values = planned(six_b, have=replace(PLENTY, is_shared=True)).to_dict()
+    assert [need["resource"] for need in values["needs"]] == ["memory", "disk"]
+    assert values["needs"][0]["need"] == values["device_bytes"] + values["host_bytes"]
+    for name in (
+        "placement", "precision", "reason", "num_steps", "bytes_read_per_step", "disk_bytes_written", "ssd_wear",
+        "seconds_per_step", "compute_seconds", "transfer_seconds", "seconds", "validations", "checkpoints", "rates",
+    ):  # fmt: skip
+        assert values[name] is not None, name
+
+
+def planned(
+    load: Load,
+    placement: Placement = ON_DISK,
+    recipe: Recipe = Recipe(),
+    rates: Rates = RATES,
+    have: Free = PLENTY,
+) -> Plan:
+    return forecast(placement, load, recipe, rates, have)

@@ -72,6 +72,37 @@ def test_durations_are_written_as_people_write_them(text: str, seconds: float) -
 
 
 @pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8GiB", 8 * 2**30),
+        ("8 gib", 8 * 2**30),
+        ("6GB", 6 * 10**9),
+        ("1.5GiB", 3 * 2**29),
+        ("500MB", 500 * 10**6),
+        ("512MiB", 2**29),
+        ("2TB", 2 * 10**12),
+        ("123456789", 123456789),
+        ("8e9", 8 * 10**9),
+        ("null", None),
+    ],
+)
+def test_a_memory_cap_is_read_in_any_unit(text: str, size: int | None) -> None:
+    for source in ({"assignments": (f"host_memory={text}",)}, {"environment": {"GPTJ_FT_HOST_MEMORY": text}}):
+        resolved = resolve({}, **{"environment": NOWHERE, **source})
+        assert resolved.recipe.host_memory == size
+        assert build(yaml.safe_load(dump(resolved.recipe, resolved.origins))).host_memory == size
+    if text not in ("null", "8e9"):
+        assert resolve({"device_memory": text}, environment=NOWHERE).recipe.device_memory == size
+
+
+@pytest.mark.parametrize("text", ["8 apples", "GiB", "-1GB", "8GiBs", "1,5GB", "0", "0GB", "-5", "''"])
+def test_a_cap_that_is_no_size_is_refused_with_the_option_and_the_value(text: str) -> None:
+    with pytest.raises(UsageError, match=r"command line: disk_space: .*, not ") as error:
+        resolve({}, assignments=(f"disk_space={text}",), environment=NOWHERE)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("assignment", "message"),
     [
         ("batchsize=3", "unknown option 'batchsize' (did you mean 'batch_size'?)"),

@@ -1,0 +1,210 @@
+"""What this machine does in a second, measured: matrix products, memory, the link to the device, the disk."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gptj_ft.stores import allocate
+from gptj_ft.stores.blockio import open_direct, read_bytes, write_bytes
+
+WIDTH, INNER = 4096, 16384  # GPT-J's MLP
+MOST_TOKENS = {"cpu": 1024, "cuda": 8192}  # computed at once; more do not make it faster
+LONGEST_PRODUCT = 2.0  # seconds
+COPY_BYTES = 128 * 2**20
+FILE_BYTES = 512 * 2**20
+CHUNK_BYTES = 128 * 2**20
+LONGEST_TRANSFER = 1.5  # seconds after which a slow disk has shown what it does
+
+
+@dataclass(frozen=True)
+class ComputeRates:
+    """What a device does in a second.
+
+    Attributes:
+        fp32: FLOP/s of a matrix product.
+        bf16: the same in bf16.
+        memory: bytes/s, read and written together, of a copy inside the device's memory.
+        to_device: bytes/s from host memory; where the device is the CPU, of a copy.
+        from_device: bytes/s to host memory.
+    """
+
+    fp32: float
+    bf16: float
+    memory: float
+    to_device: float
+    from_device: float
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as fp32 bf16 is."""
+        return self.bf16 / self.fp32
+
+    def matmul(self, dtype: torch.dtype) -> float:
+        """Return the FLOP/s of a matrix product."""
+        return self.bf16 if dtype == torch.bfloat16 else self.fp32
+
+
+@dataclass(frozen=True)
+class DiskRates:
+    """What a file system does in a second, past the page cache and with several requests in flight; bytes/s.
+
+    Attributes:
+        read: while nothing is written.
+        write: while nothing is read.
+        mixed: read and written together, at the same time.
+    """
+
+    read: float
+    write: float
+    mixed: float
+
+    def seconds(self, read: float, written: float) -> float:
+        """Return how long it takes to read and to write so many bytes, side by side as long as there are both."""
+        both = min(read, written)
+        return 2 * both / self.mixed + (read - both) / self.read + (written - both) / self.write
+
+
+ASSUMED_DISK = DiskRates(read=0.5e9, write=0.5e9, mixed=0.5e9)  # of a plain SSD, where there is no room to measure
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the machine does in a second."""
+
+    compute: ComputeRates
+    disk: DiskRates
+
+    @property
+    def is_disk_assumed(self) -> bool:
+        return self.disk == ASSUMED_DISK
+
+
+def measure_compute(device: torch.device) -> ComputeRates:
+    """Measure a device: some three seconds on two cores."""
+    one, other = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    copy = to_device = from_device = _copy_rate(one, other)
+    if device.type == "cuda":
+        pinned = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+        to_device, from_device = _copy_rate(pinned, one), _copy_rate(one, pinned)
+    del one, other
+    fp32, bf16 = (matmul_rate(device, dtype) for dtype in (torch.float32, torch.bfloat16))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps for later would count as taken
+    return ComputeRates(fp32, bf16, 2 * copy, to_device, from_device)
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype, width: int = WIDTH, inner: int = INNER) -> float:
+    """Measure [tokens, width] @ [width, inner]: FLOP/s, the best over token counts.
+
+    The tokens grow while that helps, and while a product does not take too long.
+    """
+    most = MOST_TOKENS.get(device.type, MOST_TOKENS["cpu"])
+    weight = torch.full((inner, width), 0.01, device=device).to(dtype)
+    tokens, best = most // 64, 0.0
+    while True:
+        seconds = _matmul_seconds(torch.full((tokens, width), 0.01, device=device).to(dtype), weight)
+        rate = 2 * tokens * width * inner / seconds
+        if rate < 1.1 * best or 4 * tokens > most or 4 * seconds > LONGEST_PRODUCT:
+            return max(best, rate)
+        tokens, best = 4 * tokens, rate
+
+
+def _matmul_seconds(x: Tensor, weight: Tensor) -> float:
+    """Return the least time of a product; one that takes long is done once."""
+    seconds = _seconds(lambda: F.linear(x, weight), x.device)
+    repeats = 0 if seconds > LONGEST_PRODUCT / 4 else 2
+    return min([seconds, *(_seconds(lambda: F.linear(x, weight), x.device) for _ in range(repeats))])
+
+
+def measure_disk(folder: Path, file_bytes: int = FILE_BYTES, chunk_bytes: int = CHUNK_BYTES) -> DiskRates:
+    """Measure the file system of a folder in the way that the disk store uses it; leaves nothing behind.
+
+    Args:
+        folder: where to.
+        file_bytes: written to each of two files, or less if that takes long.
+        chunk_bytes: moved by one call.
+
+    Raises:
+        OSError, ResourceError: it cannot be written, or fails.
+    """
+    with _nameless_file(folder) as old, _nameless_file(folder) as new:
+        source, target = _noise(chunk_bytes), _noise(chunk_bytes)
+        written, write = _transfer(lambda offset: _write(old, source, offset), file_bytes, chunk_bytes)
+        if hasattr(os, "posix_fadvise"):  # where direct I/O is not taken, reads must not come from the page cache
+            os.posix_fadvise(old, 0, written, os.POSIX_FADV_DONTNEED)
+        _, read = _transfer(lambda offset: read_bytes(old, target, offset), written, chunk_bytes)
+        mixed = _mixed_rate(lambda offset: _write(new, source, offset), old, target, written)
+    return DiskRates(read, write, mixed)
+
+
+def _mixed_rate(write: Callable[[int], None], old: int, target: memoryview, file_bytes: int) -> float:
+    """Read one file over and over while another is written; return the bytes/s of both together."""
+    part = target[: len(target) // 4]  # small, so that little is read after the last write
+    num_read, start = 0, time.perf_counter()
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(_transfer, write, file_bytes, len(target))
+        while not writing.done():
+            num_read += read_bytes(old, part, num_read % file_bytes)
+    return (writing.result()[0] + num_read) / (time.perf_counter() - start)
+
+
+def _transfer(move: Callable[[int], object], most: int, chunk: int) -> tuple[int, float]:
+    """Move chunks until there are no more or time is up; return the bytes moved and the bytes/s."""
+    start, done, seconds = time.perf_counter(), 0, 0.0
+    while done == 0 or (done < most and seconds < LONGEST_TRANSFER):
+        move(done)
+        done += chunk
+        seconds = time.perf_counter() - start
+    return done, done / seconds
+
+
+def _write(descriptor: int, source: memoryview, offset: int) -> None:
+    write_bytes(descriptor, source, offset)
+    os.fsync(descriptor)  # costs little, and bounds what the page cache takes up where there is no direct I/O
+
+
+@contextmanager
+def _nameless_file(folder: Path) -> Iterator[int]:
+    """Open a new file that is gone as soon as it is closed, or this process ends, however it ends."""
+    path = folder / f".measure-{uuid.uuid4().hex}"
+    descriptor = open_direct(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        path.unlink()
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _noise(size: int) -> memoryview:
+    """Return bytes that no disk can compress, on a page boundary."""
+    words = allocate(size // 8, torch.int64, torch.device("cpu"))
+    words.random_(generator=torch.Generator().manual_seed(0))  # the generator that runs use is left alone
+    return memoryview(words.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _copy_rate(source: Tensor, target: Tensor) -> float:
+    """Return the bytes/s of a copy; the best of three, the first of which has touched the memory."""
+    device = source.device if source.device.type != "cpu" else target.device
+    seconds = min(_seconds(lambda: target.copy_(source, non_blocking=True), device) for _ in range(3))
+    return source.nbytes / seconds
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
