@@ -16,6 +16,7 @@ from gptj_ft.errors import UsageError
 from gptj_ft.families import read_architecture
 from gptj_ft.home import is_model
 from gptj_ft.inputs import choose_model, gather
+from gptj_ft.lock import locked
 from gptj_ft.machine import choose_device, choose_dtype
 from gptj_ft.plan import Load, Plan, choose
 from gptj_ft.recipe import FREE_ON_RESUME, Recipe, Resolved, build, resolve
@@ -63,12 +64,15 @@ def resumed(folder: Path, flags: Mapping[str, Any], config: Path | None, assignm
     """Read a run folder; options that change no number may be given anew.
 
     Raises:
-        UsageError: not a run folder, a finished run, a model that has moved, or an option that would change the result.
+        UsageError: not a run folder, a finished run, one that another process is training, a model that has moved, or
+            an option that would change the result.
     """
     run = Run(folder.expanduser())
     saved = run.recipe()
-    if is_model(run.model):
-        run.discard_state()  # left if the run was cut off in its last moment
+    with locked(run.folder, "training"):  # refused at once, not when all rows are read
+        if is_finished := is_model(run.model):
+            run.discard_state()  # left if the run was cut off in its last moment
+    if is_finished:
         raise UsageError(f"{folder} is finished: its model is {run.model}; for more, finetune --model {run.model}")
     given = resolve(flags, config, assignments, environment={}, base=("run", {})).recipe
     changes = {key: getattr(given, key) for key in given.model_fields_set}
@@ -91,16 +95,19 @@ def execute(job: Job, console: Console, quiet: bool) -> TrainResult:
     """Make the run folder if there is none, and train.
 
     Raises:
+        UsageError: another process is training it.
         GptjFtError: as `trainer.train`.
     """
     run = job.run
     if run is None:
         run = create_run(job.resolved)
-        save(job.rows[0], run.data / "train")
-        if job.rows[1] is not None:
-            save(job.rows[1], run.data / "validation")
-    console.print(f"run folder {run.folder}", highlight=False)
-    return train(job.session, run, console, quiet)
+    with locked(run.folder, "training"):
+        if job.run is None:
+            save(job.rows[0], run.data / "train")
+            if job.rows[1] is not None:
+                save(job.rows[1], run.data / "validation")
+        console.print(f"run folder {run.folder}", highlight=False)
+        return train(job.session, run, console, quiet)
 
 
 def forecast(resolved: Resolved) -> Plan:

@@ -20,7 +20,7 @@ ORDER = [
     ("machine", "stores", "families", "formats", "data"),
     ("stack",),
     ("streaming", "plan", "tuning", "metrics", "tiny", "convert", "download", "inputs", "model"),
-    ("optimizer", "run", "progress", "checkpoint", "session", "state"),
+    ("optimizer", "run", "lock", "progress", "checkpoint", "session", "state"),
     ("trainer", "decoding"),
     ("finetune", "evaluate", "generate"),
     ("report", "options"),
