@@ -193,11 +193,18 @@ def finetune(
     precision: Precision = None,
     weights: Weights = None,
     optimizer_state: OptimizerState = None,
+    validate_every: Annotated[int | None, option_of("validate_every")] = None,
+    save_every: Annotated[int | None, option_of("save_every")] = None,
+    keep: Annotated[str | None, option_of("keep")] = None,
+    export: Annotated[str | None, option_of("export")] = None,
     config: Config = None,
     assignments: Assignments = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what it will cost and stop")] = False,
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="RUN", help="go on with a run; needs nothing else")
+    ] = None,
+    start: Annotated[
+        str | None, typer.Option("--from", metavar="CHECKPOINT", help="with --resume: step-000120, best or last")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -206,11 +213,13 @@ def finetune(
     from dataclasses import asdict
 
     from gptj_ft import finetune as command
-    from gptj_ft.report import show_data, show_plan
+    from gptj_ft.report import describe_best, show_data, show_plan
 
     console = _console(quiet=as_json)
+    if start is not None and resume is None:
+        raise UsageError("--from names a checkpoint of a run: add --resume RUN")
     if resume is not None:
-        prepared = command.resumed(resume, flags, config, _tuple(assignments))
+        prepared = command.resumed(resume, flags, config, _tuple(assignments), start)
     else:
         prepared = command.fresh(resolve(flags, config, _tuple(assignments)))
         show_data(console, prepared.report)
@@ -224,7 +233,10 @@ def finetune(
         _print_json(asdict(result))
         return
     if result.loss_before is not None and result.loss_after is not None:
-        print(f"validation loss {result.loss_before:.4f} before, {result.loss_after:.4f} after {result.steps} steps")
+        steps = result.exported_step
+        print(f"validation loss {result.loss_before:.4f} before, {result.loss_after:.4f} after {steps} steps")
+    if result.best and result.best["step"] != result.exported_step:
+        print(describe_best(result.run, result.best))
     print(
         f'tuned model: {result.model}\nnext: gptj-ft evaluate {result.run} --data FILE\n      gptj-ft generate "prompt"'
     )

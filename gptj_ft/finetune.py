@@ -12,10 +12,12 @@ from rich.console import Console
 from gptj_ft import machine
 from gptj_ft.data.batches import Rows
 from gptj_ft.data.prepare import Prepared, Report, load, save
+from gptj_ft.durable import sync_tree
 from gptj_ft.errors import UsageError
 from gptj_ft.families import read_architecture
 from gptj_ft.home import is_model
 from gptj_ft.inputs import choose_model, gather
+from gptj_ft.keeping import check_keep, find_checkpoint, go_back
 from gptj_ft.lock import locked
 from gptj_ft.machine import choose_device, choose_dtype
 from gptj_ft.plan import Load, Plan, choose
@@ -36,6 +38,7 @@ class Job:
         resolved: the recipe with origins, to be saved in a new run folder.
         rows: training and validation rows, to be saved there.
         run: the folder, when it exists already.
+        start: step of the checkpoint that it goes back to first; ``None``: it goes on where it stopped.
     """
 
     session: Session
@@ -43,6 +46,7 @@ class Job:
     resolved: Resolved
     rows: tuple[Prepared, Prepared | None]
     run: Run | None
+    start: int | None = None
 
 
 def fresh(resolved: Resolved) -> Job:
@@ -60,8 +64,21 @@ def fresh(resolved: Resolved) -> Job:
     return Job(session, report, Resolved(final, resolved.origins), (inputs.train, inputs.validation), None)
 
 
-def resumed(folder: Path, flags: Mapping[str, Any], config: Path | None, assignments: tuple[str, ...]) -> Job:
+def resumed(
+    folder: Path,
+    flags: Mapping[str, Any],
+    config: Path | None,
+    assignments: tuple[str, ...],
+    start: str | None = None,
+) -> Job:
     """Read a run folder; options that change no number may be given anew.
+
+    Args:
+        folder: of the run.
+        flags: options given on the command line.
+        config: a YAML file of options.
+        assignments: ``key=value``.
+        start: name of the checkpoint to go back to, see `keeping.find_checkpoint`.
 
     Raises:
         UsageError: not a run folder, a finished run, one that another process is training, a model that has moved, or
@@ -85,10 +102,14 @@ def resumed(folder: Path, flags: Mapping[str, Any], config: Path | None, assignm
     recipe = build({**saved.model_dump(), **changes, "output": str(run.folder)})
     model = Path(recipe.model or "")
     if not is_model(model):
-        raise UsageError(f"the model that this run started from is not in {model} any more")
+        raise UsageError(
+            f"the model that this run started from is not in {model} any more; if it is elsewhere now, write so in "
+            f"{run.recipe_file}"
+        )
     train, validation = run.data / "train", run.data / "validation"
     rows = (load(train), load(validation) if validation.exists() else None)
-    return Job(_session(recipe, model, rows, run.folder), rows[0].report, Resolved(recipe, {}), rows, run)
+    step = find_checkpoint(run, start) if start is not None else None
+    return Job(_session(recipe, model, rows, run.folder), rows[0].report, Resolved(recipe, {}), rows, run, step)
 
 
 def execute(job: Job, console: Console, quiet: bool) -> TrainResult:
@@ -106,6 +127,10 @@ def execute(job: Job, console: Console, quiet: bool) -> TrainResult:
             save(job.rows[0], run.data / "train")
             if job.rows[1] is not None:
                 save(job.rows[1], run.data / "validation")
+            sync_tree(run.folder)
+        if job.start is not None:
+            go_back(run, job.start)
+            console.print(f"back to step {job.start}; what came after it is done again", highlight=False)
         console.print(f"run folder {run.folder}", highlight=False)
         return train(job.session, run, console, quiet)
 
@@ -141,6 +166,7 @@ def forecast(resolved: Resolved) -> Plan:
 
 def _session(recipe: Recipe, model: Path, rows: tuple[Prepared, Prepared | None], folder: Path) -> Session:
     train, validation = rows
+    check_keep(recipe, len(validation.rows) if validation else 0)
     return make_session(
         recipe,
         model,

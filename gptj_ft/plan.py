@@ -163,6 +163,7 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rate: float) -> P
     state = total * sum(dtype.itemsize for kind, dtype in dtypes.items() if kind != "grad")
     # A run on disk is its own checkpoint and replaces a layer at a time; others write one before they remove one.
     saved = (largest * 16 if placement.is_durable else 2 * state) + total * 4
+    saved += kept_checkpoints(recipe, load.num_steps) * state
     reads, writes = _traffic(placement, stored, total)
     moved = sum(size for place, size in (*reads, *writes) if place == "disk")
     return Plan(
@@ -179,6 +180,13 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rate: float) -> P
         flops_per_step=load.flops,
         seconds_per_step=max(load.flops / (rate * MATMUL_SHARE), moved / DISK_RATE),
     )
+
+
+def kept_checkpoints(recipe: Recipe, num_steps: int | None) -> int:
+    """Return how many checkpoints a run keeps at most, beside the one that it would resume from."""
+    regular = (num_steps or 0) // recipe.save_every if recipe.save_every else 0
+    newest = regular if recipe.num_newest_kept is None else min(regular, recipe.num_newest_kept)
+    return newest + recipe.keeps_best
 
 
 def keeps_gradients(recipe: Recipe, placement: Placement) -> bool:

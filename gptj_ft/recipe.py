@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from gptj_ft.errors import UsageError, did_you_mean
 
@@ -23,6 +23,22 @@ NOT_OPTIONS = {"GPTJ_FT_HOME", "GPTJ_FT_TEST_DATA"}
 
 Place = Literal["device", "host", "disk", "auto"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+def _words(value: Any) -> Any:
+    """Take ``best,last``, and a bare number, for the list that they mean."""
+    return str(value).split(",") if isinstance(value, str | int) else value
+
+
+def _keep_words(value: tuple[str, ...]) -> tuple[str, ...]:
+    words = tuple(word.strip() for word in value)
+    wrong = [word for word in words if word not in ("last", "best", "all") and not re.fullmatch("[1-9][0-9]*", word)]
+    if wrong or not words:
+        raise ValueError("use last, best, all or a number, with commas between them")
+    return words
+
+
+Keep = Annotated[tuple[str, ...], BeforeValidator(_words), AfterValidator(_keep_words)]
 
 
 class Options(BaseModel):
@@ -103,16 +119,31 @@ class Recipe(Options):
     # What it leaves behind
     validate_every: int = Field(0, ge=0, description="steps between validations; 0: before and after only")
     save_every: int = Field(
-        0, ge=0, description="steps between checkpoints; 0: by time only. A run on disk keeps every step"
+        0, ge=0, description="steps between checkpoints; 0: by time only. A run on disk loses no step anyway"
     )
+    keep: Keep = Field(
+        ("last",),
+        description="checkpoints kept: last, best (lowest validation loss), all of save_every, or the newest N of them",
+    )
+    export: Literal["last", "best"] = Field("last", description="whose state the tuned model has")
     save_minutes: float = Field(
         30.0, gt=0.0, description="minutes after which a checkpoint is due; Ctrl-C saves at once"
     )
 
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the state with the lowest validation loss is kept."""
+        return "best" in self.keep or self.export == "best"
+
+    @property
+    def num_newest_kept(self) -> int | None:
+        """How many of the checkpoints of ``save_every`` are kept; ``None``: all."""
+        return None if "all" in self.keep else max((int(word) for word in self.keep if word.isdigit()), default=0)
+
 
 # What a run was told about its surroundings may change on resume without changing a number of it.
 FREE_ON_RESUME = frozenset(
-    {"device", "weights", "optimizer_state", "read_ahead", "save_every", "save_minutes", "output"}
+    {"device", "weights", "optimizer_state", "read_ahead", "save_every", "save_minutes", "keep", "export", "output"}
 )
 
 
@@ -232,7 +263,8 @@ def build(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -
         if problem["type"] == "extra_forbidden":
             known = Generation.model_fields if key.startswith("generation.") else Recipe.model_fields
             raise UsageError(f"{where}: unknown option '{key}'{did_you_mean(key.split('.')[-1], known)}") from error
-        raise UsageError(f"{where}: {key}: {problem['msg']}, not {problem['input']!r}") from error
+        message = problem["msg"].removeprefix("Value error, ")
+        raise UsageError(f"{where}: {key}: {message}, not {problem['input']!r}") from error
 
 
 def dump(recipe: Recipe, origins: Mapping[str, str]) -> str:

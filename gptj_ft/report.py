@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -56,6 +57,16 @@ def show_plan(console: Console, plan: Plan) -> None:
     for name, text in rows:
         table.add_row(name, text)
     console.print(table)
+
+
+def describe_best(run: str, best: Mapping[str, Any]) -> str:
+    """Say that the validation loss was lowest before the end, and how to have that state."""
+    where = (
+        f"it is kept: `gptj-ft runs export {run} FOLDER --from best`"
+        if best["checkpoint"]
+        else "--keep best,last keeps that state, --export best exports it"
+    )
+    return f"the validation loss was lowest after {best['step']} steps, {best['validation_loss']:.4f}; {where}"
 
 
 def show_evaluation(console: Console, tuned: Evaluation, baseline: Evaluation | None) -> None:

@@ -18,6 +18,7 @@ from gptj_ft.data.batches import Rows, rows_of_step
 from gptj_ft.errors import GptjFtError, Interrupted
 from gptj_ft.formats.huggingface import write_model
 from gptj_ft.home import remember_run
+from gptj_ft.keeping import Keeper, is_multiple
 from gptj_ft.optimizer import Schedule
 from gptj_ft.progress import StepProgress, StepReport
 from gptj_ft.run import Run, record_environment
@@ -38,8 +39,11 @@ class TrainResult:
         run: its folder.
         model: the tuned model's folder.
         steps: optimizer steps done.
+        exported_step: of them, those that the tuned model has behind it.
         loss_before: validation loss per target token before training; ``None`` without validation rows.
-        loss_after: the same after training.
+        loss_after: the same of the tuned model.
+        best: ``step`` with the lowest ``validation_loss``, and its ``checkpoint`` if the tuned model is another state
+            and this one is kept; ``None`` without validation rows.
         seconds: wall time of this session's training.
         target_tokens_per_second: of this session's steps.
     """
@@ -47,8 +51,10 @@ class TrainResult:
     run: str
     model: str
     steps: int
+    exported_step: int
     loss_before: float | None
     loss_after: float | None
+    best: dict[str, Any] | None
     seconds: float
     target_tokens_per_second: float
 
@@ -68,8 +74,9 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
     schedule = Schedule.of(recipe, session.num_steps)
     budget = recipe.micro_batch_tokens
     loss_after: float | None = None
-    target_tokens, train_seconds, saved_at = 0, 0.0, time.monotonic()
+    target_tokens, train_seconds = 0, 0.0
     try:
+        keeper = Keeper(session, run, stack, optimizer, facts)
         with StepProgress(console, session.num_steps, optimizer.step, quiet) as progress, StopRequest() as stop:
             while True:
                 is_end = optimizer.step == session.num_steps
@@ -81,6 +88,7 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
                         facts["loss_before"] = loss_after
                     run.append_metrics({"step": optimizer.step, "validation_loss": loss_after})
                     console.print(f"validation loss after {optimizer.step} steps: {loss_after:.4f}", highlight=False)
+                    keeper.after_validation(loss_after)
                 if is_end:
                     break
 
@@ -107,25 +115,28 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
 
                 if optimizer.step == session.num_steps:
                     continue
-                is_due = time.monotonic() - saved_at > recipe.save_minutes * 60
-                is_due = is_due or stop.requested or is_multiple(optimizer.step, recipe.save_every)
-                if is_due and not is_durable:
-                    optimizer.flush()
-                    checkpoint.save(run, stack, optimizer.step, facts)
-                    saved_at = time.monotonic()
+                keeper.after_step(stop.requested)
                 if stop.requested:
                     raise Interrupted(
                         f"stopped after step {optimizer.step} of {session.num_steps}, everything is saved; go on with\n"
                         f"gptj-ft finetune --resume {run.folder}"
                     )
         optimizer.flush()
-        export(session, run, stack, optimizer.step, {**facts, "loss_after": loss_after})
+        best: dict[str, Any] | None = facts["best"]
+        last: dict[str, Any] = {"step": optimizer.step, "validation_loss": loss_after}
+        exported = best if best and recipe.export == "best" else last
+        export(session, run, stack, optimizer.step, {**facts, "exported": exported})
     finally:
         stack.close()
     run.discard_state()
+    kept = keeper.prune(is_finished=True)
     remember_run(run.folder)
+    if best:
+        is_apart = best["step"] in kept and best["step"] != exported["step"]
+        best = {**best, "checkpoint": str(kept[best["step"]]) if is_apart else None}
     return TrainResult(
-        str(run.folder), str(run.model), optimizer.step, facts["loss_before"], loss_after, time.monotonic() - started,
+        str(run.folder), str(run.model), optimizer.step, exported["step"], facts["loss_before"],
+        exported["validation_loss"], best, time.monotonic() - started,
         target_tokens / train_seconds if train_seconds else 0.0,
     )  # fmt: skip
 
@@ -147,30 +158,39 @@ def validate(stack: LayerStack, rows: Rows, budget_tokens: int) -> StepLoss:
 def export(session: Session, run: Run, stack: LayerStack, step: int, facts: dict[str, Any]) -> None:
     """Write the tuned model; if that fails, a checkpoint where the state is in memory, so that nothing is lost.
 
+    Args:
+        session: of the run.
+        run: where the model goes, and where the checkpoint is whose state it has if that is not the last.
+        stack: the last state.
+        step: of the last state.
+        facts: ``exported`` in them says which state the model has.
+
     Raises:
         GptjFtError: it could not be written; the state of the run was saved.
     """
+    exported = facts["exported"]
     data = {"file": session.recipe.data, "sha256": session.data_sha256, "rows": len(session.train)}
-    metrics = {"validation_loss": facts["loss_after"], "baseline_validation_loss": facts["loss_before"], "steps": step}
+    metrics = {
+        "validation_loss": exported["validation_loss"], "baseline_validation_loss": facts["loss_before"],
+        "steps": exported["step"], "best": facts["best"],
+    }  # fmt: skip
     tuning = Tuning(str(session.model.resolve()), template_of(session.recipe), data, metrics)
 
     def layers() -> Iterator[dict[str, torch.Tensor]]:
         for loaded in stream(stack, [Visit(layer, (stack.parameter,)) for layer in range(len(stack.layers))]):
             yield {name: view.cpu() for name, view in loaded.layout.views(loaded.tensors[stack.parameter]).items()}
 
+    chosen = (
+        layers() if exported["step"] == step else checkpoint.parameters(run.checkpoint(exported["step"]), stack.layouts)
+    )
     try:
-        write_model(run.model, session.architecture, layers(), dtype=None, source=session.model, extra=tuning.to_dict())
+        write_model(run.model, session.architecture, chosen, dtype=None, source=session.model, extra=tuning.to_dict())
     except GptjFtError as error:
         if not session.plan.placement.is_durable:
             checkpoint.save(run, stack, step, facts)
         raise type(error)(
             f"{error}\ntraining is done and saved; `gptj-ft finetune --resume {run.folder}` exports it"
         ) from error
-
-
-def is_multiple(step: int, every: int) -> bool:
-    """Tell whether something done ``every`` so many steps is due; 0 is never."""
-    return every > 0 and step % every == 0
 
 
 def used_memory(device: torch.device) -> int:

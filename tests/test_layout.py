@@ -16,11 +16,11 @@ PACKAGE = ROOT / "gptj_ft"
 # Each module may import modules of its own line and of the lines above.
 ORDER = [
     ("__init__", "errors"),
-    ("recipe", "layers", "home", "hub"),
+    ("recipe", "layers", "home", "hub", "durable"),
     ("machine", "stores", "families", "formats", "data"),
     ("stack",),
     ("streaming", "plan", "tuning", "metrics", "tiny", "convert", "download", "inputs", "model"),
-    ("optimizer", "run", "lock", "progress", "checkpoint", "session", "state"),
+    ("optimizer", "run", "lock", "progress", "checkpoint", "session", "keeping", "state"),
     ("trainer", "decoding"),
     ("finetune", "evaluate", "generate"),
     ("report", "options"),
