@@ -13,7 +13,7 @@ from gptj_ft import machine
 from gptj_ft.data.batches import Rows
 from gptj_ft.data.prepare import Prepared, Report, load, save
 from gptj_ft.durable import sync_tree
-from gptj_ft.errors import UsageError
+from gptj_ft.errors import DataError, UsageError
 from gptj_ft.families import read_architecture
 from gptj_ft.home import is_model
 from gptj_ft.inputs import choose_model, gather
@@ -26,6 +26,7 @@ from gptj_ft.run import Run, choose_folder, create_run
 from gptj_ft.session import Session, free_resources, make_session
 from gptj_ft.stores import Layout
 from gptj_ft.trainer import TrainResult, train
+from gptj_ft.verify import Checker
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,9 @@ def execute(job: Job, console: Console, quiet: bool) -> TrainResult:
                 save(job.rows[1], run.data / "validation")
             sync_tree(run.folder)
         if job.start is not None:
+            layouts = [Layout.of(layer) for layer in job.session.architecture.layers()]
+            if damage := list(Checker(run, layouts).checkpoint(job.start)):
+                raise DataError("\n".join([*damage, "nothing was changed; name another checkpoint with --from"]))
             go_back(run, job.start)
             console.print(f"back to step {job.start}; what came after it is done again", highlight=False)
         console.print(f"run folder {run.folder}", highlight=False)

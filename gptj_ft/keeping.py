@@ -141,11 +141,7 @@ def find_checkpoint(run: Run, name: str) -> int:
 
 
 def go_back(run: Run, step: int) -> None:
-    """Forget what a run did after a checkpoint: it is the newest from now on.
-
-    Raises:
-        DataError: the checkpoint is damaged; nothing was removed.
-    """
+    """Forget what a run did after a checkpoint: it is the newest from now on."""
     for later, folder in reversed(run.whole_checkpoints().items()):
         if later > step:
             remove_folder(folder)

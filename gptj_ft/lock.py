@@ -13,6 +13,7 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gptj_ft.errors import UsageError
@@ -24,6 +25,18 @@ except ImportError:  # not a POSIX system
 
 LOCK = "run.lock"
 PATIENCE_SECONDS = 0.5  # for `holder`, which takes the lock for an instant
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who is at work in a run folder: process number, host name, and what is done there."""
+
+    process: int | None
+    host: str
+    work: str
+
+    def __str__(self) -> str:
+        return f"process {self.process or 'unknown'} on host {self.host} is {self.work} it"
 
 
 @contextmanager
@@ -48,11 +61,11 @@ def locked(folder: Path, work: str) -> Iterator[None]:
         while not _take(descriptor, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 raise UsageError(
-                    f"{folder} is in use: {_describe(descriptor)}; wait until it ends, or stop it with "
+                    f"{folder} is in use: {_holder(descriptor)}; wait until it ends, or stop it with "
                     "Ctrl-C or SIGTERM, and it saves first"
                 )
             time.sleep(0.01)
-        note = {"process": os.getpid(), "host": platform.node(), "work": work}
+        note = asdict(Holder(os.getpid(), platform.node(), work))
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (json.dumps(note) + "\n").encode(), 0)
         yield
@@ -60,13 +73,13 @@ def locked(folder: Path, work: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def holder(folder: Path) -> str | None:
-    """Return who is at work in a run folder: "process 4711 on host box is training it"; ``None`` if nobody is."""
+def holder(folder: Path) -> Holder | None:
+    """Return who is at work in a run folder; ``None`` if nobody is."""
     descriptor = _open(folder, os.O_RDONLY)
     if descriptor is None:
         return None
     try:
-        return None if _take(descriptor, fcntl.LOCK_SH) else _describe(descriptor)
+        return None if _take(descriptor, fcntl.LOCK_SH) else _holder(descriptor)
     finally:
         os.close(descriptor)
 
@@ -94,9 +107,8 @@ def _take(descriptor: int, kind: int) -> bool:
     return True
 
 
-def _describe(descriptor: int) -> str:
+def _holder(descriptor: int) -> Holder:
     try:
-        note = json.loads(os.pread(descriptor, 4096, 0))
-        return f"process {note['process']} on host {note['host']} is {note['work']} it"
-    except (ValueError, KeyError, TypeError):  # it has only just taken the lock
-        return "another process is at work in it"
+        return Holder(**json.loads(os.pread(descriptor, 4096, 0)))
+    except (ValueError, TypeError):  # it has only just taken the lock
+        return Holder(None, platform.node(), "using")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gptj_ft.errors import ResourceError
+from gptj_ft.progress import gigabytes as gigabytes
 from gptj_ft.recipe import Recipe
 from gptj_ft.stores import Kind, Layout
 from gptj_ft.stores.placement import Place, Placement, training_dtypes
@@ -206,11 +207,6 @@ def shortage(plan: Plan, free: Free) -> tuple[str, str] | None:
     if plan.disk_bytes > free.disk:
         return "disk", f"needs {gigabytes(plan.disk_bytes)} of disk, {gigabytes(free.disk)} is free"
     return None
-
-
-def gigabytes(size: float) -> str:
-    """Return bytes as people read them."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
 def _traffic(

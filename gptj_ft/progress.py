@@ -101,3 +101,10 @@ def clock(seconds: float) -> str:
     if minutes < 48 * 60:
         return f"{minutes // 60} h {minutes % 60:02d} min"
     return f"{minutes // 1440} d {minutes % 1440 // 60} h"
+
+
+def gigabytes(size: float) -> str:
+    """Return bytes as people read them."""
+    if size >= 1e12:
+        return f"{size / 1e12:.1f} TB"
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

@@ -130,6 +130,10 @@ class Recipe(Options):
         30.0, gt=0.0, description="minutes after which a checkpoint is due; Ctrl-C saves at once"
     )
 
+    def num_steps(self, num_rows: int) -> int:
+        """Return the optimizer steps of a run on so many rows; the last step of an epoch may take fewer than others."""
+        return self.max_steps or max(1, round(self.epochs * -(-num_rows // self.batch_size)))
+
     @property
     def keeps_best(self) -> bool:
         """Whether the state with the lowest validation loss is kept."""

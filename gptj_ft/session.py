@@ -56,7 +56,7 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
     device = machine.choose_device(recipe.device)
     dtype = machine.choose_dtype(recipe.precision, device)
     per_epoch = steps_per_epoch(len(train), recipe.batch_size)
-    num_steps = recipe.max_steps or max(1, round(recipe.epochs * per_epoch))
+    num_steps = recipe.num_steps(len(train))
     lengths = [len(document) for document in train.documents]
     sizes = [
         sum(lengths[row] for row in rows_of_step(step, len(train), recipe.batch_size, recipe.seed))

@@ -91,7 +91,10 @@ NOTES = [
 @pytest.fixture
 def rows_file(tmp_path: Path) -> Path:
     """Forty rows of text and summary, as a user would have them."""
-    path = tmp_path / "rows.jsonl"
+    return write_rows(tmp_path / "rows.jsonl")
+
+
+def write_rows(path: Path) -> Path:
     lines = []
     for n in range(40):
         note, summary = NOTES[n % len(NOTES)]

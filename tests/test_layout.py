@@ -16,13 +16,13 @@ PACKAGE = ROOT / "gptj_ft"
 # Each module may import modules of its own line and of the lines above.
 ORDER = [
     ("__init__", "errors"),
-    ("recipe", "layers", "home", "hub", "durable"),
+    ("recipe", "layers", "home", "hub", "durable", "lock", "progress"),
     ("machine", "stores", "families", "formats", "data"),
     ("stack",),
     ("streaming", "plan", "tuning", "metrics", "tiny", "convert", "download", "inputs", "model"),
-    ("optimizer", "run", "lock", "progress", "checkpoint", "session", "keeping", "state"),
+    ("optimizer", "run", "checkpoint", "session", "keeping", "verify", "state"),
     ("trainer", "decoding"),
-    ("finetune", "evaluate", "generate"),
+    ("finetune", "evaluate", "generate", "runs", "export"),
     ("report", "options"),
     ("cli",),
     ("__main__",),

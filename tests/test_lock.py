@@ -43,7 +43,7 @@ def test_a_run_being_trained_is_refused_to_others_until_its_process_is_dead(trai
     assert "busy is in use" in done.err
     assert name in done.err
     assert "Ctrl-C" in done.err
-    assert holder(tmp_path / "busy") == name
+    assert str(holder(tmp_path / "busy")) == name
     training.kill()
     training.wait()
     assert holder(tmp_path / "busy") is None
