@@ -10,15 +10,18 @@ A run whose whole state is on disk needs no checkpoints: its state folder is one
 After a crash, layers stamped t are updated from their stored gradients, layers stamped t+1 are done, and gradients of a
 step without its commit are of no interest.
 
-Other runs have ``checkpoints/step-000120/``: the same file for each layer and, written last, ``manifest.json``. It is
-made under a temporary name and renamed when everything in it is on the disk: a folder of that name is whole.
+``checkpoints/step-000120/`` has the same file for each layer and, written last, ``manifest.json``. It is made under a
+temporary name and renamed when everything in it is on the disk: a folder of that name is whole. A run on disk makes it
+of hard links, for a layer's file is never changed, only replaced: that takes no time, and space only as the run moves
+on. Which checkpoints are made and kept is decided in `keeping`.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,16 +30,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptj_ft.durable import link_or_copy, remove_folder, sync_path
 from gptj_ft.errors import DataError, ResourceError
+from gptj_ft.formats.shards import open_shard
 from gptj_ft.optimizer import Update
-from gptj_ft.run import Run, read_json, write_json
+from gptj_ft.run import COMMIT, MANIFEST, Run, read_json, write_json
 from gptj_ft.stack import LayerStack
-from gptj_ft.stores import Kind
-from gptj_ft.stores.blockio import disk_error, open_direct, sync, sync_folder
+from gptj_ft.stores import Kind, Layout
+from gptj_ft.stores.blockio import disk_error, open_direct, sync
 from gptj_ft.stores.statefile import Digests, StateFile, layer_path
-
-MANIFEST = "manifest.json"
-COMMIT = "commit.json"
 
 
 def commit(run: Run, step: int, update: Update | None, facts: Mapping[str, Any]) -> None:
@@ -52,19 +54,12 @@ def commit(run: Run, step: int, update: Update | None, facts: Mapping[str, Any])
         ResourceError: the disk is full or fails; the commit before this one stands.
     """
     write_json(run.state / COMMIT, {"step": step, "update": asdict(update) if update else None, "facts": dict(facts)})
-    sync_folder(run.state)
-
-
-def committed(run: Run) -> dict[str, Any] | None:
-    """Return the last commit of a run on disk; ``None`` if it has none."""
-    return read_json(run.state / COMMIT) if (run.state / COMMIT).is_file() else None
 
 
 def steps_done(run: Run) -> int:
     """Return the optimizer steps that resuming a run would not do again."""
-    saved = checkpoints(run)
-    last = committed(run) or (read_json(saved[-1] / MANIFEST) if saved else {"step": 0})
-    return int(last["step"])
+    last = run.last_commit()
+    return int(last["step"]) if last else max(run.whole_checkpoints(), default=0)
 
 
 def layers_behind(run: Run, stack: LayerStack, step: int) -> set[int]:
@@ -93,7 +88,7 @@ def state_kinds(stack: LayerStack) -> tuple[Kind, ...]:
 
 
 def save(run: Run, stack: LayerStack, step: int, facts: Mapping[str, Any]) -> None:
-    """Write a checkpoint and remove the ones before it. Pending updates must have been flushed.
+    """Write a checkpoint. Pending updates must have been flushed.
 
     Args:
         run: whose checkpoint.
@@ -104,21 +99,38 @@ def save(run: Run, stack: LayerStack, step: int, facts: Mapping[str, Any]) -> No
     Raises:
         ResourceError: no space, or the disk fails; earlier checkpoints are still there.
     """
-    final = _folder(run, step)
-    if (final / MANIFEST).is_file():
-        return  # the same step, saved before
-    temporary = final.with_name(final.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    if not _is_there(run, step, facts):
+        with _new_checkpoint(run, step, facts) as folder:
+            _write_layers(folder, stack, step)
+
+
+def link(run: Run, stack: LayerStack, step: int, facts: Mapping[str, Any]) -> None:
+    """Make a checkpoint of a run on disk, of links to its state. Pending updates must have been flushed.
+
+    Args and errors: as `save`.
+    """
+    if not _is_there(run, step, facts):
+        with _new_checkpoint(run, step, facts) as folder:
+            are_links = _link_layers(run.state, folder, stack)
+        if not are_links:
+            run.log(f"{run.folder} is on a file system without hard links: its checkpoints are copies")
+
+
+def adopt(run: Run, stack: LayerStack, step: int) -> None:
+    """Make a checkpoint the state of a run on disk, of links to it; the state folder must be empty.
+
+    Raises:
+        ResourceError, DataError: as `save` and `read_json`.
+    """
+    folder = run.checkpoint(step)
+    facts = read_json(folder / MANIFEST)["facts"]
     try:
-        temporary.mkdir(parents=True)
-        _write_layers(temporary, stack, step)
-        _publish(temporary, final, step, facts)
-    except (OSError, ResourceError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise (disk_error(error, f"checkpoint {final}") if isinstance(error, OSError) else error) from error
-    for old in checkpoints(run):
-        if old != final:
-            shutil.rmtree(old)
+        _link_layers(folder, run.state, stack)
+        sync_path(run.state)
+        sync_path(run.folder)
+    except OSError as error:
+        raise disk_error(error, str(run.state)) from error
+    commit(run, step, None, facts)
 
 
 def turn_into_checkpoint(run: Run, step: int, facts: Mapping[str, Any]) -> None:
@@ -128,13 +140,12 @@ def turn_into_checkpoint(run: Run, step: int, facts: Mapping[str, Any]) -> None:
     """
     for path in {*run.state.glob("gradient-*"), *run.state.glob("*.new")}:
         path.unlink()
+    final = run.checkpoint(step)
+    if (final / MANIFEST).is_file():  # of the same files, by links
+        remove_folder(run.state)
+        return
     run.checkpoints.mkdir(exist_ok=True)
-    _publish(run.state, _folder(run, step), step, facts)
-
-
-def checkpoints(run: Run) -> list[Path]:
-    """Return the whole checkpoints of a run, oldest first."""
-    return sorted(path.parent for path in run.checkpoints.glob(f"step-*/{MANIFEST}") if path.parent.suffix != ".tmp")
+    _publish(run.state, final, step, facts)
 
 
 def restore(folder: Path, stack: LayerStack, step: int) -> None:
@@ -171,6 +182,17 @@ def _read(form: StateFile, descriptor: int, kind: Kind, digests: Digests, start:
         part.copy_(staging)
 
 
+def parameters(folder: Path, layouts: Sequence[Layout]) -> Iterator[dict[str, Tensor]]:
+    """Yield each layer's parameters, fp32, from a checkpoint's folder.
+
+    Raises:
+        DataError: a file is missing or damaged.
+    """
+    for layer, layout in enumerate(layouts):
+        shard = open_shard(layer_path(folder / "layer", layer))
+        yield layout.views(shard.read("master" if "master" in shard.entries else "weight"))
+
+
 def _write_layers(folder: Path, stack: LayerStack, step: int) -> None:
     kinds = state_kinds(stack)
     for layer, form in enumerate(_forms(stack, kinds)):
@@ -187,16 +209,43 @@ def _write_layers(folder: Path, stack: LayerStack, step: int) -> None:
             os.close(descriptor)
 
 
+def _link_layers(source: Path, target: Path, stack: LayerStack) -> bool:
+    """Give each layer's file a second name; tell whether all are links, not copies."""
+    names = [layer_path(source / "layer", layer).name for layer in range(len(stack.layers))]
+    are_links = [link_or_copy(source / name, target / name) for name in names]
+    return all(are_links)
+
+
+def _is_there(run: Run, step: int, facts: Mapping[str, Any]) -> bool:
+    """Tell whether a step has its checkpoint already; then only its facts change (it has turned out to be the best)."""
+    manifest = run.checkpoint(step) / MANIFEST
+    if manifest.is_file():
+        write_json(manifest, {"step": step, "facts": dict(facts)})
+        return True
+    return False
+
+
+@contextmanager
+def _new_checkpoint(run: Run, step: int, facts: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield a folder to fill; it then becomes the checkpoint."""
+    final = run.checkpoint(step)
+    temporary = final.with_name(final.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        _publish(temporary, final, step, facts)
+    except (OSError, ResourceError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise (disk_error(error, f"checkpoint {final}") if isinstance(error, OSError) else error) from error
+
+
 def _publish(temporary: Path, final: Path, step: int, facts: Mapping[str, Any]) -> None:
     """Complete a checkpoint's folder and give it its name."""
     write_json(temporary / MANIFEST, {"step": step, "facts": dict(facts)})
-    sync_folder(temporary)
     temporary.rename(final)
-    sync_folder(final.parent)
-
-
-def _folder(run: Run, step: int) -> Path:
-    return run.checkpoints / f"step-{step:06d}"
+    for folder in (final.parent, final.parent.parent):
+        sync_path(folder)
 
 
 def _forms(stack: LayerStack, kinds: tuple[Kind, ...]) -> list[StateFile]:

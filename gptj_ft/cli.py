@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gptj_ft import __version__
-from gptj_ft.errors import GptjFtError, ResourceError, UsageError
+from gptj_ft.errors import DataError, GptjFtError, ResourceError, UsageError
 from gptj_ft.options import (
     Assignments,
     BatchSize,
@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 recipes_app = typer.Typer(no_args_is_help=True, help="The presets: list them, show one.")
 app.add_typer(recipes_app, name="recipes")
+runs_app = typer.Typer(help="The runs: list, verify and clean them, export a checkpoint.")
+app.add_typer(runs_app, name="runs")
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
 
 
 @app.callback(invoke_without_command=True)
@@ -202,11 +205,18 @@ def finetune(
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     disk_space: DiskSpace = None,
+    validate_every: Annotated[int | None, option_of("validate_every")] = None,
+    save_every: Annotated[int | None, option_of("save_every")] = None,
+    keep: Annotated[str | None, option_of("keep")] = None,
+    export: Annotated[str | None, option_of("export")] = None,
     config: Config = None,
     assignments: Assignments = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what it will cost and stop")] = False,
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="RUN", help="go on with a run; needs nothing else")
+    ] = None,
+    start: Annotated[
+        str | None, typer.Option("--from", metavar="CHECKPOINT", help="with --resume: step-000120, best or last")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -219,8 +229,10 @@ def finetune(
     from gptj_ft.report import show_data, show_plan, show_training
 
     console = _console(quiet=as_json)
+    if start is not None and resume is None:
+        raise UsageError("--from names a checkpoint of a run: add --resume RUN")
     if resume is not None:
-        prepared = command.resumed(resume, flags, config, _tuple(assignments))
+        prepared = command.resumed(resume, flags, config, _tuple(assignments), start)
     else:
         prepared = command.fresh(resolve(flags, config, _tuple(assignments)))
         show_data(console, prepared.report)
@@ -380,6 +392,87 @@ def show_recipe(
         _print_json(resolved.recipe.to_dict())
     else:
         print(dump(resolved.recipe, resolved.origins), end="")
+
+
+@runs_app.callback(invoke_without_command=True)
+def runs(context: typer.Context, as_json: Json = False) -> None:
+    """List the runs in runs/, or do something with one."""
+    if context.invoked_subcommand is None:
+        list_runs(as_json=as_json)
+
+
+@runs_app.command("list")
+def list_runs(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(metavar="[FOLDER]...", help="runs or folders of runs; default: runs/")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List runs: how far each is, its validation loss before and after, its size."""
+    from gptj_ft.runs import describe, find_runs, summarize
+
+    summaries = [summarize(run) for run in find_runs(folders or [])]
+    if as_json:
+        _print_json({"runs": [summary.to_dict() for summary in summaries]})
+    else:
+        print(describe(summaries) if summaries else "no runs here; `gptj-ft finetune` makes one")
+
+
+@runs_app.command("verify")
+def verify_run(run: RunFolder, as_json: Json = False) -> None:
+    """Read every file of a run and compare it with what was written."""
+    from gptj_ft.progress import gigabytes
+    from gptj_ft.run import Run
+    from gptj_ft.verify import verify
+
+    with _bar("verifying", not as_json) as advance:
+        found = verify(Run(run.expanduser()), advance)
+    if as_json:
+        _print_json(found.to_dict())
+    else:
+        print("".join(f"{problem}\n" for problem in found.problems), end="")
+        print(f"{found.files} files, {gigabytes(found.bytes)} checked: {len(found.problems) or 'no'} problems")
+    if found.problems:
+        raise typer.Exit(DataError.exit_code)
+
+
+@runs_app.command("clean")
+def clean_runs(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would go and stop")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove state and checkpoints of finished runs, and what crashes left behind; never a model or its metrics."""
+    from gptj_ft.progress import gigabytes
+    from gptj_ft.run import Run
+    from gptj_ft.runs import leftovers, remove
+
+    with leftovers([Run(folder.expanduser()) for folder in runs]) as found:
+        for each in found if not as_json else ():
+            print(f"{each.run}: {gigabytes(each.bytes)} {'would be' if dry_run else 'is'} freed")
+            print("".join(f"  {path}\n" for path in each.paths), end="")
+        for each in found if not dry_run else ():
+            remove(each)
+    if as_json:
+        _print_json({"dry_run": dry_run, "runs": [each.to_dict() for each in found]})
+
+
+@runs_app.command("export")
+def export_run(
+    run: RunFolder,
+    target: Annotated[Path, typer.Argument(metavar="DEST", help="model folder")],
+    checkpoint: Annotated[str, typer.Option("--from", metavar="CHECKPOINT", help="step-000120, best or last")] = "best",
+    as_json: Json = False,
+) -> None:
+    """Write a kept checkpoint as a model folder."""
+    from gptj_ft.export import export_checkpoint
+    from gptj_ft.run import Run
+
+    step = export_checkpoint(Run(run.expanduser()), checkpoint, target)
+    if as_json:
+        _print_json({"model": str(target), "step": step})
+    else:
+        print(f"model after {step} steps: {target}\nnext: gptj-ft evaluate {target} --data FILE")
 
 
 def main() -> None:

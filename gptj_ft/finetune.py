@@ -11,10 +11,13 @@ from rich.console import Console
 
 from gptj_ft.data.batches import Rows
 from gptj_ft.data.prepare import Prepared, Report, load, save
-from gptj_ft.errors import UsageError
+from gptj_ft.durable import sync_tree
+from gptj_ft.errors import DataError, UsageError
 from gptj_ft.families import read_architecture
 from gptj_ft.home import is_model
 from gptj_ft.inputs import choose_model, gather
+from gptj_ft.keeping import check_keep, find_checkpoint, go_back
+from gptj_ft.lock import locked
 from gptj_ft.machine import choose_device
 from gptj_ft.passes import Load
 from gptj_ft.plan import Plan, choose
@@ -24,6 +27,7 @@ from gptj_ft.run import Run, choose_folder, create_run
 from gptj_ft.session import Session, free_resources, make_session
 from gptj_ft.stores import Layout
 from gptj_ft.trainer import TrainResult, train
+from gptj_ft.verify import Checker
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Job:
         resolved: the recipe with origins, to be saved in a new run folder.
         rows: training and validation rows, to be saved there.
         run: the folder, when it exists already.
+        start: step of the checkpoint that it goes back to first; ``None``: it goes on where it stopped.
     """
 
     session: Session
@@ -43,6 +48,7 @@ class Job:
     resolved: Resolved
     rows: tuple[Prepared, Prepared | None]
     run: Run | None
+    start: int | None = None
 
 
 def fresh(resolved: Resolved) -> Job:
@@ -63,16 +69,32 @@ def fresh(resolved: Resolved) -> Job:
     return Job(session, report, Resolved(session.recipe, origins), (inputs.train, inputs.validation), None)
 
 
-def resumed(folder: Path, flags: Mapping[str, Any], config: Path | None, assignments: tuple[str, ...]) -> Job:
+def resumed(
+    folder: Path,
+    flags: Mapping[str, Any],
+    config: Path | None,
+    assignments: tuple[str, ...],
+    start: str | None = None,
+) -> Job:
     """Read a run folder; options that change no number may be given anew.
 
+    Args:
+        folder: of the run.
+        flags: options given on the command line.
+        config: a YAML file of options.
+        assignments: ``key=value``.
+        start: name of the checkpoint to go back to, see `keeping.find_checkpoint`.
+
     Raises:
-        UsageError: not a run folder, a finished run, a model that has moved, or an option that would change the result.
+        UsageError: not a run folder, a finished run, one that another process is training, a model that has moved, or
+            an option that would change the result.
     """
     run = Run(folder.expanduser())
     saved = run.recipe()
-    if is_model(run.model):
-        run.discard_state()  # left if the run was cut off in its last moment
+    with locked(run.folder, "training"):  # refused at once, not when all rows are read
+        if is_finished := is_model(run.model):
+            run.discard_state()  # left if the run was cut off in its last moment
+    if is_finished:
         raise UsageError(f"{folder} is finished: its model is {run.model}; for more, finetune --model {run.model}")
     given = resolve(flags, config, assignments, environment={}, base=("run", {})).recipe
     changes = {key: getattr(given, key) for key in given.model_fields_set}
@@ -85,26 +107,40 @@ def resumed(folder: Path, flags: Mapping[str, Any], config: Path | None, assignm
     recipe = build({**saved.model_dump(), **changes, "output": str(run.folder)})
     model = Path(recipe.model or "")
     if not is_model(model):
-        raise UsageError(f"the model that this run started from is not in {model} any more")
+        raise UsageError(
+            f"the model that this run started from is not in {model} any more; if it is elsewhere now, write so in "
+            f"{run.recipe_file}"
+        )
     train, validation = run.data / "train", run.data / "validation"
     rows = (load(train), load(validation) if validation.exists() else None)
-    return Job(_session(recipe, model, rows, run.folder), rows[0].report, Resolved(recipe, {}), rows, run)
+    step = find_checkpoint(run, start) if start is not None else None
+    return Job(_session(recipe, model, rows, run.folder), rows[0].report, Resolved(recipe, {}), rows, run, step)
 
 
 def execute(job: Job, console: Console, quiet: bool, began: float) -> TrainResult:
     """Make the run folder if there is none, and train; ``began`` is the `time.monotonic` at which the command did.
 
     Raises:
+        UsageError: another process is training it.
         GptjFtError: as `trainer.train`.
     """
     run = job.run
     if run is None:
         run = create_run(job.resolved)
-        save(job.rows[0], run.data / "train")
-        if job.rows[1] is not None:
-            save(job.rows[1], run.data / "validation")
-    console.print(f"run folder {run.folder}", highlight=False)
-    return train(job.session, run, console, quiet, began)
+    with locked(run.folder, "training"):
+        if job.run is None:
+            save(job.rows[0], run.data / "train")
+            if job.rows[1] is not None:
+                save(job.rows[1], run.data / "validation")
+            sync_tree(run.folder)
+        if job.start is not None:
+            layouts = [Layout.of(layer) for layer in job.session.architecture.layers()]
+            if damage := list(Checker(run, layouts).checkpoint(job.start)):
+                raise DataError("\n".join([*damage, "nothing was changed; name another checkpoint with --from"]))
+            go_back(run, job.start)
+            console.print(f"back to step {job.start}; what came after it is done again", highlight=False)
+        console.print(f"run folder {run.folder}", highlight=False)
+        return train(job.session, run, console, quiet, began)
 
 
 def forecast(resolved: Resolved, measure_again: bool = False) -> Plan:
@@ -146,6 +182,7 @@ def forecast(resolved: Resolved, measure_again: bool = False) -> Plan:
 
 def _session(recipe: Recipe, model: Path, rows: tuple[Prepared, Prepared | None], folder: Path) -> Session:
     train, validation = rows
+    check_keep(recipe, len(validation.rows) if validation else 0)
     return make_session(
         recipe,
         model,

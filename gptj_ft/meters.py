@@ -40,7 +40,7 @@ class Flops:
 
 
 def count_flops(layouts: Sequence[Layout], tokens: float, target_tokens: float, kept: int = 0) -> Flops:
-    """Count the FLOPs of training on some tokens, the last ``kept`` blocks not recomputed; the embedding only looks up."""
+    """Count the FLOPs of training on some tokens, the last ``kept`` blocks not recomputed; an embedding has none."""
     blocks = sum(layout.num_parameters for layout in layouts[1:-1]) * tokens
     again = sum(layout.num_parameters for layout in layouts[1 : len(layouts) - 1 - kept]) * tokens
     head = layouts[-1].num_parameters * target_tokens

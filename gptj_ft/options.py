@@ -14,7 +14,8 @@ def option_of(field: str) -> Any:
     """Make a flag of a recipe's option; its meaning, choices and default are written there and nowhere else."""
     info = Recipe.model_fields[field]
     choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
-    facts = [*([" | ".join(choices)] if choices else []), *([f"default {info.default}"] if info.default else [])]
+    default = ",".join(info.default) if isinstance(info.default, tuple) else info.default
+    facts = [*([" | ".join(choices)] if choices else []), *([f"default {default}"] if default else [])]
     text = (info.description or "") + (f" [{'; '.join(facts)}]" if facts else "")
     return typer.Option("--" + field.replace("_", "-"), help=text)
 

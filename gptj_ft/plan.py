@@ -13,6 +13,7 @@ from gptj_ft.errors import ResourceError
 from gptj_ft.knobs import advise
 from gptj_ft.measure import Rates
 from gptj_ft.passes import Load
+from gptj_ft.progress import gigabytes as gigabytes
 from gptj_ft.rates import PRECISIONS, reason_for
 from gptj_ft.recipe import Recipe
 from gptj_ft.stack import Room
@@ -206,6 +207,7 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, hav
     # A run on disk is its own checkpoint and replaces a layer at a time; others write one before they remove one.
     one = largest * sum(dtype.itemsize for dtype in dtypes.values())
     saved = (2 * one if placement.is_durable else 2 * state) + total * 4
+    saved += kept_checkpoints(recipe, load.num_steps) * state
     return Plan(
         placement=placement,
         precision={dtype: name for name, dtype in PRECISIONS.items()}[load.dtype],
@@ -248,6 +250,13 @@ def _kept(recipe: Recipe, num_blocks: int, free: int, per_block: int) -> int:
     return {"keep": num_blocks, "recompute": 0, "auto": min(fits, num_blocks)}[recipe.activations]
 
 
+def kept_checkpoints(recipe: Recipe, num_steps: int | None) -> int:
+    """Return how many checkpoints a run keeps at most, beside the one that it would resume from."""
+    regular = (num_steps or 0) // recipe.save_every if recipe.save_every else 0
+    newest = regular if recipe.num_newest_kept is None else min(regular, recipe.num_newest_kept)
+    return newest + recipe.keeps_best
+
+
 def keeps_gradients(recipe: Recipe, placement: Placement) -> bool:
     """Tell whether gradients have a store: to wait for the global norm, or to survive a crash."""
     return recipe.clip_norm is not None or placement.is_durable
@@ -257,13 +266,6 @@ def device_cap(recipe: Recipe, is_shared: bool) -> int | None:
     """Return the cap on the device's memory; where that is host memory too, the smaller of both."""
     caps = (recipe.device_memory, recipe.host_memory if is_shared else None)
     return min((cap for cap in caps if cap is not None), default=None)
-
-
-def gigabytes(size: float) -> str:
-    """Return bytes as people read them."""
-    if size >= 1e12:
-        return f"{size / 1e12:.1f} TB"
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
 def _shortage(plan: Plan, free: Free) -> str:

@@ -78,6 +78,22 @@ def parse_size(value: object) -> object:
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 
 
+def _words(value: Any) -> Any:
+    """Take ``best,last``, and a bare number, for the list that they mean."""
+    return str(value).split(",") if isinstance(value, str | int) else value
+
+
+def _keep_words(value: tuple[str, ...]) -> tuple[str, ...]:
+    words = tuple(word.strip() for word in value)
+    wrong = [word for word in words if word not in ("last", "best", "all") and not re.fullmatch("[1-9][0-9]*", word)]
+    if wrong or not words:
+        raise ValueError("use last, best, all or a number, with commas between them")
+    return words
+
+
+Keep = Annotated[tuple[str, ...], BeforeValidator(_words), AfterValidator(_keep_words)]
+
+
 class Options(BaseModel):
     """Frozen; unknown keys are errors, and so are numbers that are not finite."""
 
@@ -209,8 +225,13 @@ class Recipe(Options):
     # What it leaves behind
     validate_every: int = Field(0, ge=0, description="steps between validations; 0: before and after only")
     save_every: int = Field(
-        0, ge=0, description="steps between checkpoints; 0: by time only. A run on disk keeps every step"
+        0, ge=0, description="steps between checkpoints; 0: by time only. A run on disk loses no step anyway"
     )
+    keep: Keep = Field(
+        ("last",),
+        description="checkpoints kept: last, best (lowest validation loss), all of save_every, or the newest N of them",
+    )
+    export: Literal["last", "best"] = Field("last", description="whose state the tuned model has")
     save_minutes: float = Field(
         30.0, gt=0.0, description="minutes after which a checkpoint is due; Ctrl-C saves at once"
     )
@@ -219,6 +240,20 @@ class Recipe(Options):
         """Return every option that has a meaning for this run, as JSON has it."""
         unused = set() if isinstance(self.schedule, str) else set(STRETCHING)
         return self.model_dump(mode="json", exclude=unused)
+
+    def num_steps(self, num_rows: int) -> int:
+        """Return the optimizer steps of a run on so many rows; the last step of an epoch may take fewer than others."""
+        return self.max_steps or max(1, round(self.epochs * -(-num_rows // self.batch_size)))
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the state with the lowest validation loss is kept."""
+        return "best" in self.keep or self.export == "best"
+
+    @property
+    def num_newest_kept(self) -> int | None:
+        """How many of the checkpoints of ``save_every`` are kept; ``None``: all."""
+        return None if "all" in self.keep else max((int(word) for word in self.keep if word.isdigit()), default=0)
 
 
 # What a run was told about its surroundings may change on resume without changing a number of it.
@@ -235,6 +270,8 @@ FREE_ON_RESUME = frozenset(
         "save_every",
         "save_minutes",
         "max_time",
+        "keep",
+        "export",
         "output",
     }
 )
@@ -365,7 +402,8 @@ def build(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -
             hint = did_you_mean(path[-1], group.model_fields)
             hint = hint or (f" (there are {', '.join(group.model_fields)})" if len(path) > 1 else "")
             raise UsageError(f"{where}: unknown option '{key}'{hint}") from error
-        raise UsageError(f"{where}: {key}: {problem['msg']}, not {problem['input']!r}") from error
+        message = problem["msg"].removeprefix("Value error, ")
+        raise UsageError(f"{where}: {key}: {message}, not {problem['input']!r}") from error
 
 
 def dump(recipe: Recipe, origins: Mapping[str, str]) -> str:

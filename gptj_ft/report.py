@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -73,10 +73,14 @@ def show_training(console: Console, result: TrainResult) -> None:
         rows.append(("on the device", gigabytes(tally.device_memory_bytes)))
     if result.loss_before is not None and result.loss_after is not None:
         rows.insert(0, ("validation loss", f"{result.loss_before:.4f} before, {result.loss_after:.4f} after"))
+        if result.exported_step != result.steps:
+            rows[0] = (rows[0][0], f"{rows[0][1]} (exported: step {result.exported_step})")
     table = Table(title=f"{result.steps:,} steps", show_header=False, title_justify="left")
     for name, text in rows:
         table.add_row(name, text)
     console.print(table)
+    if result.best and result.best["step"] != result.exported_step:
+        console.print(escape(describe_best(result.run, result.best)), highlight=False)
     lines = [
         f"tuned model: {result.model}",
         f"next: gptj-ft evaluate {result.run} --data FILE",
@@ -126,6 +130,16 @@ def _measured(plan: Plan) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.2g} s" if seconds < 10 else clock(seconds)
+
+
+def describe_best(run: str, best: Mapping[str, Any]) -> str:
+    """Say that the validation loss was lowest before the end, and how to have that state."""
+    where = (
+        f"it is kept: `gptj-ft runs export {run} FOLDER --from best`"
+        if best["checkpoint"]
+        else "--keep best,last keeps that state, --export best exports it"
+    )
+    return f"the validation loss was lowest after {best['step']} steps, {best['validation_loss']:.4f}; {where}"
 
 
 def show_evaluation(console: Console, tuned: Evaluation, baseline: Evaluation | None) -> None:

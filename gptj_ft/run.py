@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shutil
 import sys
@@ -14,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from gptj_ft import __version__
+from gptj_ft.durable import append_text, replace_text
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.home import RUNS
 from gptj_ft.recipe import Recipe, Resolved, build, dump, load_options
+
+COMMIT = "commit.json"  # in the state folder of a run whose whole state is on disk: its last step
+MANIFEST = "manifest.json"  # in a checkpoint, written last
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,23 @@ class Run:
     def model(self) -> Path:
         return self.folder / "model"
 
+    def checkpoint(self, step: int) -> Path:
+        """Return the folder of the checkpoint at a step."""
+        return self.checkpoints / f"step-{step:06d}"
+
+    def whole_checkpoints(self) -> dict[int, Path]:
+        """Return the checkpoints by their steps, oldest first; half-written and half-removed ones are none."""
+        found = {}
+        for manifest in self.checkpoints.glob(f"step-*/{MANIFEST}"):
+            number = manifest.parent.name.removeprefix("step-")
+            if number.isdigit():  # not step-000120.tmp
+                found[int(number)] = manifest.parent
+        return dict(sorted(found.items()))
+
+    def last_commit(self) -> dict[str, Any] | None:
+        """Return the last commit of a run whose whole state is on disk; ``None`` if it has none."""
+        return read_json(self.state / COMMIT) if (self.state / COMMIT).is_file() else None
+
     def recipe(self) -> Recipe:
         """Return the recipe that the run was started with.
 
@@ -61,8 +81,7 @@ class Run:
 
     def discard_state(self) -> None:
         """Remove what only an unfinished run needs: the model holds the result."""
-        for folder in (self.state, self.checkpoints):
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self.state, ignore_errors=True)
 
     def log(self, line: str) -> None:
         """Add a line, with the time, to ``log.txt``."""
@@ -70,9 +89,15 @@ class Run:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")
 
     def append_metrics(self, values: Mapping[str, Any]) -> None:
-        """Add a line to ``metrics.jsonl``."""
-        with self.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+        """Add a line to ``metrics.jsonl``, durably.
+
+        Raises:
+            ResourceError: the disk is full, or fails.
+        """
+        try:
+            append_text(self.metrics_file, json.dumps(values) + "\n")
+        except OSError as error:
+            raise ResourceError(f"cannot write {self.metrics_file}: {error.strerror}") from error
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of ``metrics.jsonl``; a last line cut short by a crash is left out."""
@@ -89,9 +114,10 @@ class Run:
         """Drop the lines of what a run resumed after a step will do again."""
         # A validation comes before the step that follows it, so the one at the last step is done again too.
         kept = [json.dumps(line) for line in self.metrics() if line["step"] < step + ("loss" in line)]
-        new = self.metrics_file.with_suffix(".new")
-        new.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        os.replace(new, self.metrics_file)
+        try:
+            replace_text(self.metrics_file, "".join(f"{line}\n" for line in kept))
+        except OSError as error:
+            raise ResourceError(f"cannot write {self.metrics_file}: {error.strerror}") from error
 
 
 def create_run(resolved: Resolved) -> Run:
@@ -148,13 +174,8 @@ def record_environment(run: Run, device: str, threads: int) -> None:
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Replace a JSON file atomically and durably."""
-    new = path.with_suffix(".new")
     try:
-        with new.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(values, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
+        replace_text(path, json.dumps(values, indent=2) + "\n")
     except OSError as error:
         raise ResourceError(f"cannot write {path}: {error.strerror}") from error
 

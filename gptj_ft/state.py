@@ -6,12 +6,13 @@ import shutil
 from typing import Any
 
 from gptj_ft import checkpoint
+from gptj_ft.durable import sync_path
 from gptj_ft.formats.huggingface import open_checkpoint
 from gptj_ft.model import load_weights, training_stack
 from gptj_ft.optimizer import AdamW, Update
 from gptj_ft.plan import keeps_gradients
 from gptj_ft.rates import PRECISIONS
-from gptj_ft.run import Run, read_json
+from gptj_ft.run import MANIFEST, Run, read_json
 from gptj_ft.session import Session
 from gptj_ft.stack import LayerStack
 from gptj_ft.stores.blockio import takes_direct
@@ -23,7 +24,7 @@ def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str,
 
     Returns: the stack, the optimizer at the run's step, and the facts that go into every commit and checkpoint.
     """
-    commit, is_durable = checkpoint.committed(run), session.plan.placement.is_durable
+    commit, is_durable = run.last_commit(), session.plan.placement.is_durable
     if commit and not is_durable:  # the session before had the state on disk, this one has not
         settle(session, run, commit)
         commit = None
@@ -34,21 +35,25 @@ def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str,
     if run.state.is_dir() and not takes_direct(run.state):
         run.log(f"{run.state} is on a file system without direct I/O: transfers go through the page cache")
     try:
+        saved = max(run.whole_checkpoints(), default=None)
+        if is_durable and not commit and saved is not None:
+            checkpoint.adopt(run, stack, saved)
+            commit = run.last_commit()
         if commit:
             optimizer = resume_optimizer(session, run, stack, commit)
             facts |= commit["facts"]
-        elif saved := checkpoint.checkpoints(run):
-            manifest = read_json(saved[-1] / checkpoint.MANIFEST)
-            checkpoint.restore(saved[-1], stack, manifest["step"])
-            optimizer = AdamW(stack, session.recipe, manifest["step"], late_blocks(session))
-            facts |= manifest["facts"]
+        elif saved is not None:
+            folder = run.checkpoint(saved)
+            facts |= read_json(folder / MANIFEST)["facts"]
+            checkpoint.restore(folder, stack, saved)
+            optimizer = AdamW(stack, session.recipe, saved, late_blocks(session))
         else:
             with open_checkpoint(session.model) as weights:
                 load_weights(stack, session.architecture, weights)
             optimizer = AdamW(stack, session.recipe, late=late_blocks(session))
-        if is_durable and not commit:
-            checkpoint.commit(run, optimizer.step, None, facts)
-            shutil.rmtree(run.checkpoints, ignore_errors=True)
+            if is_durable:
+                checkpoint.commit(run, optimizer.step, None, facts)
+                sync_path(run.folder)
         run.forget_metrics_after(optimizer.step)
     except BaseException:
         stack.close()

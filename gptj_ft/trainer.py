@@ -21,6 +21,7 @@ from gptj_ft.deadline import Deadline
 from gptj_ft.errors import GptjFtError, Interrupted, OutOfTime
 from gptj_ft.formats.huggingface import write_model
 from gptj_ft.home import remember_run
+from gptj_ft.keeping import Keeper, is_multiple
 from gptj_ft.meters import Meters, Stopwatch, Tally, count_flops, summarize
 from gptj_ft.model import parameters_of
 from gptj_ft.optimizer import AdamW
@@ -41,8 +42,11 @@ class TrainResult:
         run: its folder.
         model: the tuned model's folder.
         steps: optimizer steps done.
+        exported_step: of them, those that the tuned model has behind it.
         loss_before: validation loss per target token before training; ``None`` without validation rows.
-        loss_after: the same after training.
+        loss_after: the same of the tuned model.
+        best: ``step`` with the lowest ``validation_loss``, and its ``checkpoint`` if the tuned model is another state
+            and this one is kept; ``None`` without validation rows.
         seconds: wall time of this session's training.
         tally: all steps of the run together.
         meters: their rates.
@@ -51,8 +55,10 @@ class TrainResult:
     run: str
     model: str
     steps: int
+    exported_step: int
     loss_before: float | None
     loss_after: float | None
+    best: dict[str, Any] | None
     seconds: float
     tally: Tally
     meters: Meters
@@ -79,9 +85,9 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
     is_durable = session.plan.placement.is_durable
     budget = recipe.micro_batch_tokens
     loss_after: float | None = None
-    saved_at = time.monotonic()
     deadline = Deadline(recipe.max_time, started if began is None else began, forecast_seconds(session))
     try:
+        keeper = Keeper(session, run, stack, optimizer, facts)
         with StepProgress(console, session.num_steps, optimizer.step, quiet) as progress, StopRequest() as stop:
             while True:
                 is_end = optimizer.step == session.num_steps
@@ -94,6 +100,7 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
                         facts["loss_before"] = loss_after
                     run.append_metrics({"step": optimizer.step, "validation_loss": loss_after})
                     console.print(f"validation loss after {optimizer.step} steps: {loss_after:.4f}", highlight=False)
+                    keeper.after_validation(loss_after)
                 if is_end:
                     break
 
@@ -120,13 +127,9 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
                 if optimizer.step == session.num_steps:
                     continue
                 is_late = not deadline.allows(*coming(session, optimizer.step))
-                is_due = time.monotonic() - saved_at > recipe.save_minutes * 60
-                is_due = is_due or is_late or stop.requested or is_multiple(optimizer.step, recipe.save_every)
-                if is_due and not is_durable:
-                    flush(optimizer, deadline)
-                    with deadline.measure("save"):
-                        checkpoint.save(run, stack, optimizer.step, facts)
-                    saved_at = time.monotonic()
+                before = time.monotonic()
+                if keeper.after_step(is_stopping=stop.requested or is_late):
+                    deadline.record("save", time.monotonic() - before)
                 if stop.requested or is_late:
                     stack.drain()
                     step = f"stopped after step {optimizer.step} of {session.num_steps}"
@@ -138,14 +141,22 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
                         f"{step}: another might not end within {limit}; everything is saved, go on with\n{command}"
                     )
         flush(optimizer, deadline)
-        export(session, run, stack, optimizer.step, {**facts, "loss_after": loss_after})
+        best: dict[str, Any] | None = facts["best"]
+        last: dict[str, Any] = {"step": optimizer.step, "validation_loss": loss_after}
+        exported = best if best and recipe.export == "best" else last
+        export(session, run, stack, optimizer.step, {**facts, "exported": exported})
     finally:
         stack.close()
     run.discard_state()
+    kept = keeper.prune(is_finished=True)
     remember_run(run.folder)
     tally, meters = summarize([line for line in run.metrics() if "loss" in line])
+    if best:
+        is_apart = best["step"] in kept and best["step"] != exported["step"]
+        best = {**best, "checkpoint": str(kept[best["step"]]) if is_apart else None}
     return TrainResult(
-        str(run.folder), str(run.model), optimizer.step, facts["loss_before"], loss_after, time.monotonic() - started,
+        str(run.folder), str(run.model), optimizer.step, exported["step"], facts["loss_before"],
+        exported["validation_loss"], best, time.monotonic() - started,
         tally, meters,
     )  # fmt: skip
 
@@ -167,19 +178,33 @@ def validate(stack: LayerStack, rows: Rows, budget_tokens: int) -> StepLoss:
 def export(session: Session, run: Run, stack: LayerStack, step: int, facts: dict[str, Any]) -> None:
     """Write the tuned model; if that fails, a checkpoint where the state is in memory, so that nothing is lost.
 
+    Args:
+        session: of the run.
+        run: where the model goes, and where the checkpoint is whose state it has if that is not the last.
+        stack: the last state.
+        step: of the last state.
+        facts: ``exported`` in them says which state the model has.
+
     Raises:
         GptjFtError: it could not be written; the state of the run was saved.
     """
+    exported = facts["exported"]
     data = {"file": session.recipe.data, "sha256": session.data_sha256, "rows": len(session.train)}
-    metrics = {"validation_loss": facts["loss_after"], "baseline_validation_loss": facts["loss_before"], "steps": step}
+    metrics = {
+        "validation_loss": exported["validation_loss"], "baseline_validation_loss": facts["loss_before"],
+        "steps": exported["step"], "best": facts["best"],
+    }  # fmt: skip
     tuning = Tuning(str(session.model.resolve()), template_of(session.recipe), data, metrics)
 
     def layers() -> Iterator[dict[str, torch.Tensor]]:
         for layer in range(len(stack.layers)):
             yield {name: view.cpu() for name, view in parameters_of(stack, layer).items()}
 
+    chosen = (
+        layers() if exported["step"] == step else checkpoint.parameters(run.checkpoint(exported["step"]), stack.layouts)
+    )
     try:
-        write_model(run.model, session.architecture, layers(), dtype=None, source=session.model, extra=tuning.to_dict())
+        write_model(run.model, session.architecture, chosen, dtype=None, source=session.model, extra=tuning.to_dict())
     except GptjFtError as error:
         if not session.plan.placement.is_durable:
             checkpoint.save(run, stack, step, facts)
@@ -217,11 +242,6 @@ def forecast_seconds(session: Session) -> dict[str, float]:
         "save": costs.checkpoints.seconds,
         "export": costs.end.seconds,
     }
-
-
-def is_multiple(step: int, every: int) -> bool:
-    """Tell whether something done ``every`` so many steps is due; 0 is never."""
-    return every > 0 and step % every == 0
 
 
 class StopRequest:

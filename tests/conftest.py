@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from gptj_ft.measure import Rates
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+# Threads that wait in a spin loop starve each other on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
@@ -112,7 +114,10 @@ NOTES = [
 @pytest.fixture
 def rows_file(tmp_path: Path) -> Path:
     """Forty rows of text and summary, as a user would have them."""
-    path = tmp_path / "rows.jsonl"
+    return write_rows(tmp_path / "rows.jsonl")
+
+
+def write_rows(path: Path) -> Path:
     lines = []
     for n in range(40):
         note, summary = NOTES[n % len(NOTES)]

@@ -3,96 +3,36 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
-from safetensors.torch import load_file
+from small_run import Power, PowerCut, assert_same_weights, new_run, small_session, train, weights_of
 
 from gptj_ft import machine
-from gptj_ft.data.batches import Rows
 from gptj_ft.errors import GptjFtError, ResourceError
-from gptj_ft.recipe import Recipe
 from gptj_ft.run import Run
 from gptj_ft.session import Session, make_session
-from gptj_ft.trainer import train
-
-OPERATIONS = ("pwritev", "fsync", "replace", "rename", "link")
-SILENT = Console(file=io.StringIO())
-
-
-class PowerCut(BaseException):
-    """Nothing of the process runs on after this."""
-
-
-class Power:
-    """Counts disk operations, and fails each from the n-th on: a process that is dead writes nothing more."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, last: int | None = None) -> None:
-        self.count, self._last = 0, last
-        for name in OPERATIONS:
-            monkeypatch.setattr(os, name, self._guard(getattr(os, name)))
-        monkeypatch.setattr(os, "unlink", self._guard(os.unlink, counts=False))
-
-    def _guard(self, operation, counts: bool = True):
-        def guarded(*arguments, **settings):
-            self.count += counts
-            if self._last is not None and self.count > self._last:
-                raise PowerCut
-            return operation(*arguments, **settings)
-
-        return guarded
 
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
-    from conftest import random_gptj
-
-    folder = tmp_path_factory.mktemp("model")
-    random_gptj(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2, rotary_dim=4).save_pretrained(folder)
-    generator = torch.Generator().manual_seed(0)
-    documents = [torch.randint(1, 40, (9,), generator=generator).tolist() for _ in range(6)]
-    recipe = Recipe(
-        weights="disk",
-        optimizer_state="disk",
-        batch_size=2,
-        max_length=32,
-        lr=1e-2,
-        max_steps=3,
-        read_ahead=1,
-        device="cpu",
-    )
-    session = make_session(recipe, folder, Rows(documents, [3] * 6), Rows([], []), "", folder)
-    # The tokenizer is not under test here; the exporter copies whatever the model has.
-    return replace(session, num_steps=3)
+    return small_session(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def straight(session: Session, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     run = new_run(tmp_path_factory.mktemp("straight"))
-    train(session, run, SILENT, quiet=True)
-    return weights_of(run)
-
-
-def new_run(folder: Path) -> Run:
-    run = Run(folder / "run")
-    run.folder.mkdir()
-    return run
-
-
-def weights_of(run: Run) -> dict[str, torch.Tensor]:
-    return {name: tensor for shard in run.model.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    train(session, run)
+    return weights_of(run.model)
 
 
 def count_operations(session: Session, folder: Path) -> int:
     with pytest.MonkeyPatch.context() as patch:
         power = Power(patch)
-        train(session, new_run(folder), SILENT, quiet=True)
+        train(session, new_run(folder))
         return power.count
 
 
@@ -102,9 +42,9 @@ def cut_and_resume(session: Session, run: Run, cuts: list[int]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             Power(patch, last)
             with pytest.raises(PowerCut):
-                train(session, run, SILENT, quiet=True)
+                train(session, run)
     if not run.model.exists():  # the last operations come after the model is there
-        train(session, run, SILENT, quiet=True)
+        train(session, run)
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -134,10 +74,7 @@ def test_power_cuts_while_resuming_from_power_cuts(session: Session, straight, t
 def check(session: Session, straight, folder: Path, cuts: list[int]) -> None:
     run = new_run(folder)
     cut_and_resume(session, run, cuts)
-    ours = weights_of(run)
-    assert ours.keys() == straight.keys()
-    for name, tensor in straight.items():
-        assert torch.equal(ours[name], tensor), (cuts, name)
+    assert_same_weights(weights_of(run.model), straight, cuts)
     shutil.rmtree(run.folder)
 
 
@@ -170,17 +107,16 @@ def test_one_failed_write_anywhere_stops_with_exit_4_and_resumes_to_the_same_wei
         with pytest.MonkeyPatch.context() as patch:
             OneFault(patch, number, code)
             with pytest.raises(GptjFtError) as stopped:
-                train(session, run, SILENT, quiet=True)
+                train(session, run)
         assert stopped.value.exit_code == 4 or "cannot write" in str(stopped.value), (number, stopped.value)
         cut_and_resume(session, run, [])
-        ours = weights_of(run)
-        assert all(torch.equal(ours[name], tensor) for name, tensor in straight.items()), number
+        assert_same_weights(weights_of(run.model), straight, number)
         shutil.rmtree(run.folder)
 
 
 def count_faultable(patch: pytest.MonkeyPatch, session: Session, folder: Path) -> int:
     fault = OneFault(patch, 0, 0)
-    train(session, new_run(folder), SILENT, quiet=True)
+    train(session, new_run(folder))
     shutil.rmtree(folder / "run")
     return fault.count
 
@@ -191,7 +127,7 @@ def test_a_state_that_cannot_be_read_stops_with_exit_4(session: Session, tmp_pat
 
     monkeypatch.setattr(os, "preadv", bad_block)
     with pytest.raises(ResourceError, match="cannot read the state of the run"):
-        train(session, new_run(tmp_path), SILENT, quiet=True)
+        train(session, new_run(tmp_path))
 
 
 def test_resuming_asks_for_no_room_that_the_run_has_already_taken(
@@ -201,7 +137,7 @@ def test_resuming_asks_for_no_room_that_the_run_has_already_taken(
     with pytest.MonkeyPatch.context() as patch:
         Power(patch, 120)
         with pytest.raises(PowerCut):
-            train(session, run, SILENT, quiet=True)
+            train(session, run)
     assert sum(path.stat().st_size for path in run.state.iterdir()) > 0.6 * session.plan.disk_bytes
     monkeypatch.setattr(machine, "free_disk", lambda folder: session.plan.disk_bytes // 2)
     rows = session.train, session.validation

@@ -95,7 +95,7 @@ def test_a_run_leaves_its_recipe_metrics_log_and_environment_and_no_scratch(shel
     assert shell(f"{TINY} --max-steps 3 --output out --weights disk --optimizer-state disk").code == 0
     run = Run(Path("out"))
     assert {path.name for path in run.folder.iterdir()} == {
-        "recipe.yaml", "environment.json", "metrics.jsonl", "log.txt", "data", "model",
+        "recipe.yaml", "environment.json", "metrics.jsonl", "log.txt", "run.lock", "data", "model",
     }  # fmt: skip
     assert run.recipe().lr == 1e-2
     steps = [line for line in run.metrics() if "loss" in line]
@@ -249,7 +249,10 @@ def test_resume_with_another_placement_and_read_ahead_changes_no_bit(shell, rows
 def kill_when(condition, options: str, folder: Path) -> None:
     """Start a run in a process of its own, and kill it as soon as a condition holds."""
     command = [sys.executable, "-m", "gptj_ft", *options.split(), "--output", "killed"]
-    process = subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    # A matrix product may round differently on another number of threads.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    streams = {"stderr": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=folder, env=environment, **streams)
     try:
         deadline = time.monotonic() + 120
         while not condition(folder / "killed"):

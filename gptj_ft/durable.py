@@ -1,0 +1,93 @@
+"""Files and folders that a power cut leaves as they were or as they were to be; links instead of copies."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+# What file systems answer that have no hard links (FAT, some network and FUSE file systems), or have no room for one.
+NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK, errno.EACCES}
+
+
+def sync_path(path: Path) -> None:
+    """Have a file's content, or the names in a folder, on the disk before anything that follows."""
+    if path.is_dir() and os.name != "posix":
+        return  # other systems cannot open a folder
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Have a folder on the disk, with all that is in it and its own name."""
+    for path in folder.rglob("*"):
+        sync_path(path)
+    sync_path(folder)
+    sync_path(folder.parent)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a small file: afterwards it has its old content or the new, whole."""
+    new = path.with_suffix(".new")
+    with new.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+    sync_path(path.parent)
+
+
+def append_text(path: Path, text: str) -> None:
+    """Add to a small file, and wait until the disk has it."""
+    is_new = not path.exists()
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    if is_new:
+        sync_path(path.parent)
+
+
+def link_or_copy(source: Path, target: Path) -> bool:
+    """Give a file that nobody changes a second name; copy it, onto the disk, where that cannot be done.
+
+    Returns: whether it is a link, which takes no space.
+    """
+    try:
+        os.link(source, target)
+        return True
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+    shutil.copyfile(source, target)
+    sync_path(target)
+    return False
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder such that no part of it is ever found under its name."""
+    doomed = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(doomed, ignore_errors=True)
+    try:
+        folder.rename(doomed)
+    except FileNotFoundError:
+        return
+    sync_path(folder.parent)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def disk_bytes(paths: Iterable[Path]) -> int:
+    """Return the disk space that files take, each counted once however many names it has."""
+    found = {}
+    for path in paths:
+        try:
+            status = path.lstat()
+        except FileNotFoundError:  # replaced or removed meanwhile
+            continue
+        found[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return sum(found.values())

@@ -1,0 +1,160 @@
+"""Which checkpoints of a run are made, and which of them stay."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from gptj_ft import checkpoint
+from gptj_ft.durable import remove_folder, sync_path
+from gptj_ft.errors import UsageError
+from gptj_ft.optimizer import AdamW
+from gptj_ft.recipe import Recipe
+from gptj_ft.run import COMMIT, MANIFEST, Run, read_json
+from gptj_ft.session import Session
+from gptj_ft.stack import LayerStack
+
+
+class Keeper:
+    """Makes checkpoints when they are due, and removes those that the recipe does not keep.
+
+    The newest is always kept while the run goes on; a run on disk has it in its state folder. When the run has ended,
+    the tuned model is the last state.
+
+    Args:
+        session: its recipe and its steps.
+        run: whose checkpoints.
+        stack: whose state they hold.
+        optimizer: whose step and pending update.
+        facts: what goes into every commit and checkpoint; ``best`` in it is kept up here: step and validation loss.
+    """
+
+    def __init__(self, session: Session, run: Run, stack: LayerStack, optimizer: AdamW, facts: dict[str, Any]) -> None:
+        self._recipe, self._num_steps = session.recipe, session.num_steps
+        self._is_durable = session.plan.placement.is_durable
+        self._run, self._stack, self._optimizer, self._facts = run, stack, optimizer, facts
+        self._saved_at = time.monotonic()
+        best = facts.setdefault("best", None)
+        if best and self._recipe.keeps_best and best["step"] not in run.whole_checkpoints():
+            facts["best"] = None  # it was not kept then, or the run has gone back behind it
+        self.prune()
+
+    def after_validation(self, loss: float) -> None:
+        """Take note of a validation loss; if it is the lowest so far, keep this state."""
+        best, step = self._facts["best"], self._optimizer.step
+        if step == 0 or (best and not loss < best["validation_loss"]):
+            return
+        self._facts["best"] = {"step": step, "validation_loss": loss}
+        if self._recipe.keeps_best and step < self._num_steps:
+            self._save()
+
+    def after_step(self, is_stopping: bool) -> bool:
+        """Make a checkpoint if one is due: by steps, by time, or because the run is about to stop; tell whether."""
+        recipe, step = self._recipe, self._optimizer.step
+        is_regular = is_multiple(step, recipe.save_every)
+        is_late = time.monotonic() - self._saved_at > recipe.save_minutes * 60
+        if step == self._num_steps:
+            return False  # the model comes next
+        is_kept = is_regular and recipe.num_newest_kept != 0
+        is_due = is_kept if self._is_durable else is_regular or is_late or is_stopping
+        if is_due:
+            self._save()
+        return is_due
+
+    def prune(self, is_finished: bool = False) -> dict[int, Path]:
+        """Remove the checkpoints that are not kept; return those that are."""
+        found, best = self._run.whole_checkpoints(), self._facts["best"]
+        kept = kept_steps(self._recipe, found, best["step"] if best else None)
+        if found and not self._is_durable and not is_finished:
+            kept.add(max(found))
+        for step, folder in found.items():
+            if step not in kept:
+                remove_folder(folder)
+        if is_finished and not kept & found.keys():
+            shutil.rmtree(self._run.checkpoints, ignore_errors=True)
+        return {step: folder for step, folder in found.items() if step in kept}
+
+    def _save(self) -> None:
+        run, step = self._run, self._optimizer.step
+        self._optimizer.flush()
+        if self._is_durable:
+            checkpoint.link(run, self._stack, step, self._facts)
+            # From now on the facts speak of this checkpoint; no other may be removed before that is known.
+            checkpoint.commit(run, step, self._optimizer.pending, self._facts)
+        else:
+            checkpoint.save(run, self._stack, step, self._facts)
+        self._saved_at = time.monotonic()
+        self.prune()
+
+
+def kept_steps(recipe: Recipe, steps: Iterable[int], best: int | None) -> set[int]:
+    """Return the steps of the checkpoints that are kept for good.
+
+    Args:
+        recipe: its ``keep`` and ``save_every``.
+        steps: of all checkpoints.
+        best: the step with the lowest validation loss.
+    """
+    regular = sorted(step for step in steps if is_multiple(step, recipe.save_every))
+    count = len(regular) if recipe.num_newest_kept is None else recipe.num_newest_kept
+    kept = set(regular[max(0, len(regular) - count) :])
+    if recipe.keeps_best and best is not None:
+        kept.add(best)
+    return kept
+
+
+def is_multiple(step: int, every: int) -> bool:
+    """Tell whether something done ``every`` so many steps is due; 0 is never."""
+    return every > 0 and step % every == 0
+
+
+def check_keep(recipe: Recipe, num_validation_rows: int) -> None:
+    """Refuse to keep what there will not be.
+
+    Raises:
+        UsageError: the best without validations during the run, or the newest N or all without ``save_every``.
+    """
+    if recipe.keeps_best and not num_validation_rows:
+        raise UsageError("the best state is the one with the lowest validation loss: add --val-data FILE or holdout")
+    if recipe.keeps_best and not recipe.validate_every:
+        raise UsageError("the best state is found by validations during the run: add --validate-every STEPS")
+    if recipe.num_newest_kept != 0 and not recipe.save_every:
+        raise UsageError(f"--keep {','.join(recipe.keep)} keeps what is saved every N steps: add --save-every N")
+
+
+def find_checkpoint(run: Run, name: str) -> int:
+    """Return the step of the checkpoint that a user means: ``best``, ``last``, ``step-000120`` or ``120``.
+
+    Raises:
+        UsageError: there is none of that name; says which there are.
+    """
+    found = run.whole_checkpoints()
+    number = name.removeprefix("step-")
+    if name == "last" and found:
+        return max(found)
+    if name == "best" and (best := _best_of(run, found)) is not None:
+        return best
+    if number.isdigit() and int(number) in found:
+        return int(number)
+    there = ", ".join(folder.name for folder in found.values()) or "none: --keep best,last or --save-every makes some"
+    raise UsageError(f"no checkpoint '{name}' in {run.checkpoints}; there are {there}")
+
+
+def go_back(run: Run, step: int) -> None:
+    """Forget what a run did after a checkpoint: it is the newest from now on."""
+    for later, folder in reversed(run.whole_checkpoints().items()):
+        if later > step:
+            remove_folder(folder)
+    if (run.state / COMMIT).is_file():  # without it the state is rebuilt from the newest checkpoint
+        (run.state / COMMIT).unlink()
+        sync_path(run.state)
+
+
+def _best_of(run: Run, found: dict[int, Path]) -> int | None:
+    """Return the step that the run knows as its best, if there is a checkpoint of it."""
+    newest = run.last_commit() or (read_json(found[max(found)] / MANIFEST) if found else None)
+    best = newest["facts"].get("best") if newest else None
+    return best["step"] if best and best["step"] in found else None

@@ -1,0 +1,185 @@
+"""The runs there are: how far each has come, what it takes on the disk, and what of that it does not need."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gptj_ft.durable import disk_bytes
+from gptj_ft.errors import GptjFtError, UsageError
+from gptj_ft.home import RUNS, is_model
+from gptj_ft.lock import holder, locked
+from gptj_ft.progress import gigabytes
+from gptj_ft.run import COMMIT, MANIFEST, Run, read_json
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run at a glance.
+
+    Attributes:
+        folder: of the run.
+        recipe: that it started from.
+        status: ``finished``, ``stopped``, or what a process is doing with it now: ``training``.
+        process: that process; ``None`` if there is none.
+        step: steps done, or if the run is stopped those that it goes on from.
+        steps: of the whole run; ``None`` if its rows are not there.
+        saved_at: when its state or model was last written, seconds since 1970; ``None`` if never.
+        loss_before: validation loss before training.
+        loss_after: the newest validation loss after that.
+        checkpoints: steps of those there are.
+        bytes: that it takes on the disk.
+        problem: why nothing more is known of it.
+    """
+
+    folder: str
+    recipe: str
+    status: str
+    process: int | None
+    step: int
+    steps: int | None
+    saved_at: float | None
+    loss_before: float | None
+    loss_after: float | None
+    checkpoints: list[int]
+    bytes: int
+    problem: str | None = None
+
+    @property
+    def name(self) -> str:
+        return Path(self.folder).resolve().name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold; times as ISO 8601."""
+        saved_at = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.saved_at)) if self.saved_at else None
+        return {"name": self.name, **asdict(self), "saved_at": saved_at}
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """What a run does not need, and the disk space that is free without it."""
+
+    run: str
+    paths: list[Path]
+    bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold."""
+        return {"run": self.run, "paths": [str(path) for path in self.paths], "bytes": self.bytes}
+
+
+def find_runs(folders: Sequence[Path]) -> list[Run]:
+    """Return the runs in some folders, each of them a run or a folder of runs; oldest first.
+
+    Args:
+        folders: none: ``runs`` in the working folder.
+
+    Raises:
+        UsageError: there is no such folder.
+    """
+    found = []
+    for folder in folders or [RUNS]:
+        if folders and not folder.is_dir():
+            raise UsageError(f"{folder} is not a folder: name a run, or a folder of runs")
+        inside = [folder] if Run(folder).recipe_file.is_file() else folder.glob("*")
+        found += [run for path in inside if (run := Run(path)).recipe_file.is_file()]
+    return sorted(found, key=lambda run: run.recipe_file.stat().st_mtime)
+
+
+def summarize(run: Run) -> Summary:
+    """Look at a run, which may be changing meanwhile; a damaged one is described as far as it can be read."""
+    worker = holder(run.folder)
+    is_finished = is_model(run.model)
+    status = worker.work if worker else "finished" if is_finished else "stopped"
+    checkpoints = list(run.whole_checkpoints())
+    saved = [run.state / COMMIT, *(run.checkpoint(step) / MANIFEST for step in checkpoints), run.model / "config.json"]
+    lines = run.metrics()
+    losses = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    name, steps, step, problem = "", None, 0, None
+    try:
+        recipe = run.recipe()
+        name = recipe.recipe
+        rows = run.data / "train" / MANIFEST
+        steps = recipe.num_steps(read_json(rows)["windows"]) if rows.is_file() else None
+        commit = run.last_commit()
+        step = commit["step"] if commit else max(checkpoints, default=0)
+    except (GptjFtError, KeyError) as error:
+        problem = str(error)
+    if is_finished or worker:
+        step = max((line["step"] for line in lines if "loss" in line), default=step)
+    return Summary(
+        str(run.folder), name, status, worker.process if worker else None, step, steps,
+        max((path.stat().st_mtime for path in saved if path.is_file()), default=None),
+        losses.get(0), next((losses[step] for step in sorted(losses, reverse=True) if step), None),
+        checkpoints, disk_bytes(run.folder.rglob("*")), problem,
+    )  # fmt: skip
+
+
+def describe(runs: Sequence[Summary]) -> str:
+    """List runs, one a line; whole, however narrow the terminal is, so that it can be searched."""
+    rows = [("run", "recipe", "step", "saved", "status", "validation loss", "disk")]
+    for run in runs:
+        losses = [f"{loss:.4f}" for loss in (run.loss_before, run.loss_after) if loss is not None]
+        saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.saved_at)) if run.saved_at else "never"
+        rows.append(
+            (
+                run.folder, run.recipe, f"{run.step}/{run.steps or '?'}", saved,
+                run.status + (f" ({run.process})" if run.process else ""), " -> ".join(losses) or "-",
+                gigabytes(run.bytes) + (f"  {run.problem}" if run.problem else ""),
+            )
+        )  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+@contextmanager
+def leftovers(runs: Sequence[Run]) -> Iterator[list[Leftovers]]:
+    """Find what runs do not need any more; nobody works on any of them before the end of the ``with`` block.
+
+    A finished run needs neither state nor checkpoints. One that goes on needs everything but what a crash left behind.
+
+    Raises:
+        UsageError: one of them is not a run, or in use.
+    """
+    with ExitStack() as stack:
+        for run in runs:
+            run.recipe()
+            stack.enter_context(locked(run.folder, "cleaning"))
+        yield [Leftovers(str(run.folder), paths := _not_needed(run), _freed_bytes(paths)) for run in runs]
+
+
+def remove(found: Leftovers) -> None:
+    """Remove what `leftovers` has found.
+
+    Raises:
+        UsageError: it cannot be removed.
+    """
+    for path in found.paths:
+        try:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        except OSError as error:
+            raise UsageError(f"cannot remove {path}: {error.strerror}") from error
+
+
+def _not_needed(run: Run) -> list[Path]:
+    found = [*run.folder.glob("*.new"), *run.folder.glob("*.tmp"), *run.folder.glob(".*.partial-*")]
+    found += run.data.glob(".*.writing")
+    if is_model(run.model):
+        return [*found, *(path for path in (run.state, run.checkpoints) if path.exists())]
+    has_commit = (run.state / COMMIT).is_file()
+    found += run.state.glob("*.new") if has_commit else [run.state] if run.state.exists() else []
+    return [*found, *run.checkpoints.glob("*.tmp"), *run.checkpoints.glob("step-*/*.new")]
+
+
+def _freed_bytes(paths: Sequence[Path]) -> int:
+    """Return the space that is free once files are removed: not that of a file which keeps another name elsewhere."""
+    files = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
+    names = Counter((file.stat().st_dev, file.stat().st_ino) for file in files)
+    return disk_bytes(file for file in files if names[file.stat().st_dev, file.stat().st_ino] == file.stat().st_nlink)
