@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from gptj_ft.buffers import Buffers
 from gptj_ft.stores import PART_NUMEL, Kind, LayerStore, Layout, parts
-
-if TYPE_CHECKING:
-    from gptj_ft.passage import Passage
 
 
 @dataclass(frozen=True)
@@ -37,6 +33,13 @@ class Room:
     parts: int = 24
     part_numel: int = PART_NUMEL
     kept: int = 0
+
+
+class Advances(Protocol):
+    """A layer on its way to the device."""
+
+    def advance(self) -> bool:
+        """Take a step if that is possible without waiting; tell whether nothing is left to ask the stores for."""
 
 
 @dataclass
@@ -64,7 +67,7 @@ class LayerStack:
         self.layouts = [Layout.of(layer) for layer in self.layers]
         self.waited_seconds = 0.0
         """Time that the computation has stood still for the stores."""
-        self.coming: deque[Passage] = deque()
+        self.coming: Iterable[Advances] = ()
         self._slots: Buffers | None = None
         self._gradients: Buffers | None = None
         self._pools: dict[Kind, Buffers] = {}
@@ -176,7 +179,7 @@ class LayerStack:
 
     def abandon(self) -> None:
         """Forget the layers on their way: nobody waits for them any more."""
-        self.coming.clear()
+        self.coming = ()
         for buffers in (self._slots, self._gradients, *self._pools.values()):
             if buffers is not None:
                 buffers.abandon()
@@ -185,7 +188,7 @@ class LayerStack:
         """Stop the stores and give their memory and the buffers back."""
         for store in self.unique_stores():
             store.close()
-        self.coming.clear()
+        self.coming = ()
         self._slots = self._gradients = None
         self._pools.clear()
 

@@ -66,7 +66,8 @@ def stream(stack: LayerStack, visits: Sequence[Visit], updater: Updater | None =
     A layer's tensors are valid until the next one is asked for. One stream at a time: a new one ends the last.
     """
     stack.abandon()
-    upcoming, coming = deque(visits), stack.coming
+    upcoming, coming = deque(visits), deque[Passage]()
+    stack.coming = coming
     while upcoming or coming:
         # A layer that is still to be visited may change on that visit: it is not asked for a second time before.
         while upcoming and len(coming) <= stack.room.read_ahead and all(x.index != upcoming[0].layer for x in coming):

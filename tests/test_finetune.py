@@ -106,7 +106,10 @@ def test_a_run_leaves_its_recipe_metrics_log_and_environment_and_no_scratch(shel
 
 @pytest.mark.parametrize("place", ["device", "disk"])
 def test_metrics_and_the_closing_summary_tell_how_fast_it_was(place: str, shell, rows_file: Path) -> None:
-    done = shell(f"{TINY} --max-steps 3 --output out --weights {place} --optimizer-state {place} --json")
+    done = shell(
+        f"{TINY} --max-steps 3 --output out --weights {place} --optimizer-state {place} --json"
+        " --set activations=recompute"
+    )
     assert done.code == 0, done.err
     lines = [line for line in Run(Path("out")).metrics() if "loss" in line]
     for line in lines:

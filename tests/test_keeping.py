@@ -46,10 +46,10 @@ def session(request: pytest.FixtureRequest, model: Path) -> Session:
 def stop_before(patch: pytest.MonkeyPatch, step: int) -> None:
     original = trainer.train_step
 
-    def stopping(stack, optimizer, batches):
+    def stopping(stack, optimizer, *rest):
         if optimizer.step + 1 == step:
             raise Stopped
-        return original(stack, optimizer, batches)
+        return original(stack, optimizer, *rest)
 
     patch.setattr(trainer, "train_step", stopping)
 

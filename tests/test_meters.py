@@ -18,14 +18,19 @@ from gptj_ft.meters import Flops, Meters, Tally, count_flops, summarize
 from gptj_ft.model import load_weights, training_stack
 from gptj_ft.optimizer import AdamW
 from gptj_ft.recipe import Recipe
-from gptj_ft.stores.placement import Placement
+from gptj_ft.stack import Room
+from gptj_ft.stores.placement import Placement, training_dtypes
 from gptj_ft.streaming import train_step
 
 
-def test_flops_with_recomputation_are_those_that_torch_counts_in_a_step(model_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [0, 1])
+def test_flops_with_recomputation_are_those_that_torch_counts_in_a_step(
+    kept: int, model_folder: Path, tmp_path: Path
+) -> None:
     architecture = read_architecture(model_folder)
     stack = training_stack(
-        architecture, Placement("device", "device"), torch.float32, torch.device("cpu"), tmp_path, 1, True
+        architecture, Placement("device", "device"), training_dtypes(torch.float32), torch.device("cpu"), tmp_path,
+        Room(kept=kept),
     )  # fmt: skip
     with open_checkpoint(model_folder) as checkpoint:
         load_weights(stack, architecture, checkpoint)
@@ -37,10 +42,11 @@ def test_flops_with_recomputation_are_those_that_torch_counts_in_a_step(model_fo
     products = sum(
         count for op, count in counter.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm")
     )
-    counted = count_flops(stack.layouts, 70, batch.num_targets)
+    counted = count_flops(stack.layouts, 70, batch.num_targets, kept)
     # Ours counts biases and norms as weights, which is 2 % in a model of this width and nothing in GPT-J's.
     assert counted.hardware == pytest.approx(products, rel=0.03)
-    assert counted.model == counted.hardware - counted.recompute < 0.9 * counted.hardware
+    assert counted.model == pytest.approx(counted.hardware - counted.recompute)
+    assert counted.model < 0.95 * counted.hardware
 
 
 def tally(tokens: int, seconds: float, waited: float = 0.0) -> Tally:
