@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
+from gptj_ft.errors import NotFinite
 from gptj_ft.layers import NO_TARGET, PackedBatch
 from gptj_ft.stack import LayerStack, Loaded, Slot, Visit
 from gptj_ft.stores import Kind, finished
@@ -214,6 +215,9 @@ def head_gradients(
 
     Returns:
         The loss of the step, and for each micro-batch d(mean loss + mean z-loss)/d(hidden), [T, D].
+
+    Raises:
+        NotFinite: the loss; no weight has been touched by this step.
     """
     parameters = trainable_views(head)
     num_targets = sum(batch.num_targets for batch in batches)
@@ -230,6 +234,8 @@ def head_gradients(
             total, z_total = total + loss.item(), z_total + z.item()
         gradients.append(gradient_TD)
         hidden[b] = gradient_TD.new_empty(0)
+    if not math.isfinite(total + z_total):
+        raise NotFinite("the loss is not finite")
     return StepLoss(total, num_targets, z_total), gradients
 
 

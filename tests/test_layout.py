@@ -22,7 +22,7 @@ ORDER = [
     ("meters",),
     ("streaming", "plan", "tuning", "metrics", "tiny", "convert", "download", "inputs", "model"),
     ("optimizer", "deadline", "run", "progress", "checkpoint", "session", "state"),
-    ("trainer", "decoding"),
+    ("guard", "trainer", "decoding"),
     ("finetune", "evaluate", "generate"),
     ("report", "options"),
     ("cli",),
