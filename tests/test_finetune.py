@@ -390,9 +390,7 @@ def test_a_run_whose_loss_is_no_number_stops_before_it_touches_a_weight_and_says
     done = shell(f"{far} --weights {place} --optimizer-state {place} --set clip_norm=null --output out")
     assert done.code == 1, done.err
     *_, first, second = done.err.strip().splitlines()
-    assert first.startswith(
-        "gptj-ft: the loss after step 1 is not finite, first in layer 1 counted from the embedding"
-    )
+    assert first.startswith("gptj-ft: the loss after step 1 is not finite, first in layer 1 counted from the embedding")
     assert "the output of transformer.h.0." in first
     assert "a lower --lr or --set clip_norm=1.0" in second
     assert [line["step"] for line in Run(Path("out")).metrics() if "loss" in line] == [1]
