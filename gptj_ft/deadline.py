@@ -7,6 +7,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from gptj_ft.schedule import is_multiple
+from gptj_ft.session import Session
+
 MARGIN = 1.1  # on what is expected
 RECENT = 10  # steps differ in length: the longest of so many is expected
 
@@ -45,3 +48,25 @@ class Deadline:
             return True
         needed = MARGIN * sum(self.expected(activity) for activity in activities)
         return time.monotonic() - self._began + needed <= self._limit
+
+
+def coming(session: Session, step: int) -> list[str]:
+    """Return what a session does after a step until it can stop again: one more step at least."""
+    validates, every = len(session.validation) > 0, session.recipe.validate_every
+    activities = ["flush", "validation"] if validates and is_multiple(step, every) else []
+    activities.append("step")
+    if step + 1 == session.num_steps:
+        return [*activities, "flush", *(["validation"] if validates else []), "export"]
+    return activities if session.plan.placement.is_durable else [*activities, "flush", "save"]
+
+
+def forecast_seconds(session: Session) -> dict[str, float]:
+    """Return how long a run's activities may take; what is measured later takes its place."""
+    costs = session.plan.costs
+    return {
+        "step": costs.seconds_per_step,
+        "flush": costs.seconds_per_step,
+        "validation": costs.validations.seconds,
+        "save": costs.checkpoints.seconds,
+        "export": costs.end.seconds,
+    }

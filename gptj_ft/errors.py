@@ -5,6 +5,7 @@
     ├── DataError          exit 3   the content of a file: rows, shards
     ├── ResourceError      exit 4   memory or disk
     ├── NetworkError       exit 5
+    ├── NotFinite          exit 1   a loss or a gradient that is no number
     └── Interrupted        exit 130 stopped on request, after a clean save
         └── OutOfTime      exit 7   stopped by --max-time, likewise: to be resumed by whoever set it
 
@@ -46,6 +47,10 @@ class NetworkError(GptjFtError):
     """A download that failed."""
 
     exit_code = 5
+
+
+class NotFinite(GptjFtError):
+    """A loss or a gradient that is no number, or infinite."""
 
 
 class Interrupted(GptjFtError):

@@ -14,6 +14,7 @@ from gptj_ft.errors import UsageError
 from gptj_ft.optimizer import AdamW
 from gptj_ft.recipe import Recipe
 from gptj_ft.run import COMMIT, MANIFEST, Run, read_json
+from gptj_ft.schedule import is_multiple
 from gptj_ft.session import Session
 from gptj_ft.stack import LayerStack
 
@@ -104,11 +105,6 @@ def kept_steps(recipe: Recipe, steps: Iterable[int], best: int | None) -> set[in
     if recipe.keeps_best and best is not None:
         kept.add(best)
     return kept
-
-
-def is_multiple(step: int, every: int) -> bool:
-    """Tell whether something done ``every`` so many steps is due; 0 is never."""
-    return every > 0 and step % every == 0
 
 
 def check_keep(recipe: Recipe, num_validation_rows: int) -> None:

@@ -85,9 +85,14 @@ def fill_layer(stack: LayerStack, layer: int, fill: Callable[[str, Tensor], obje
 
 def parameters_of(stack: LayerStack, layer: int) -> dict[str, Tensor]:
     """Return a layer's parameters in fp32; valid until the next are asked for."""
+    return flat_views(stack, stack.parameter, layer)
+
+
+def flat_views(stack: LayerStack, kind: Kind, layer: int) -> dict[str, Tensor]:
+    """Return a layer's tensors of one kind in fp32, by parameter; valid until the next are asked for."""
     slot, _ = stack.gradients.take(None)
     flat = slot.tensor[: stack.layouts[layer].numel]
-    for start, part in stack.read_parts(stack.parameter, layer):
+    for start, part in stack.read_parts(kind, layer):
         flat[start : start + len(part)] = part
     slot.users -= 1
     return stack.layouts[layer].views(flat)

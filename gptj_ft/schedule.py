@@ -84,3 +84,8 @@ def _stretched(recipe: Recipe, shape: Shape, num_steps: int) -> tuple[Segment, .
     rise = [Segment("linear", peak / warmup, peak, warmup - 1), Segment("constant", peak, peak, 1)] if warmup else []
     fall = Segment(shape, peak, peak if shape == "constant" else peak * recipe.final_lr, max(1, num_steps - warmup))
     return (*rise, fall)
+
+
+def is_multiple(step: int, every: int) -> bool:
+    """Tell whether something done ``every`` so many steps is due; 0 is never."""
+    return every > 0 and step % every == 0

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
+from gptj_ft.errors import NotFinite
 from gptj_ft.layers import NO_TARGET, PackedBatch
 from gptj_ft.passage import Passage, Updater, Visit
 from gptj_ft.stack import LayerStack
@@ -240,6 +241,9 @@ def head_gradients(
 
     Returns:
         The loss of the step, and for each micro-batch d(mean loss + mean z-loss)/d(hidden), [T, D].
+
+    Raises:
+        NotFinite: the loss; no weight has been touched by this step.
     """
     parameters = leaves(head)
     sum_gradients(head, parameters)
@@ -257,6 +261,8 @@ def head_gradients(
             total, z_total = total + loss.item(), z_total + z.item()
         gradients.append(gradient_TD)
         hidden[b] = gradient_TD.new_empty(0)
+    if not math.isfinite(total + z_total):
+        raise NotFinite("the loss is not finite")
     return StepLoss(total, num_targets, z_total), gradients
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -17,16 +18,19 @@ from rich.console import Console
 from gptj_ft import checkpoint
 from gptj_ft.costs import PASS_TOKENS
 from gptj_ft.data.batches import Rows, rows_of_step
-from gptj_ft.deadline import Deadline
-from gptj_ft.errors import GptjFtError, Interrupted, OutOfTime
+from gptj_ft.deadline import Deadline, coming, forecast_seconds
+from gptj_ft.errors import GptjFtError, Interrupted, NotFinite, OutOfTime
 from gptj_ft.formats.huggingface import write_model
+from gptj_ft.guard import explain_gradient, explain_loss
 from gptj_ft.home import remember_run
-from gptj_ft.keeping import Keeper, is_multiple
+from gptj_ft.keeping import Keeper
+from gptj_ft.layers import PackedBatch
 from gptj_ft.meters import Meters, Stopwatch, Tally, count_flops, summarize
 from gptj_ft.model import parameters_of
 from gptj_ft.optimizer import AdamW
 from gptj_ft.progress import StepProgress, StepReport, clock
 from gptj_ft.run import Run, record_environment
+from gptj_ft.schedule import is_multiple
 from gptj_ft.session import Session
 from gptj_ft.stack import LayerStack
 from gptj_ft.state import open_state
@@ -77,7 +81,8 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
     Raises:
         Interrupted, OutOfTime: asked to stop; the state is saved and the message says how to go on.
         ResourceError: memory or disk ran out; the last checkpoint is intact.
-        GptjFtError: a gradient was not finite.
+        NotFinite: a loss or a gradient; the last commit or checkpoint is intact.
+        DataError: a weight of the model.
     """
     recipe, started = session.recipe, time.monotonic()
     record_environment(run, str(session.device), torch.get_num_threads())
@@ -96,6 +101,9 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
                     flush(optimizer, deadline)
                     with deadline.measure("validation"):
                         loss_after = validate(stack, session.validation, budget).mean
+                    if not math.isfinite(loss_after):
+                        again = partial(validate, stack, session.validation, budget)
+                        raise explain_loss("validation loss", optimizer.step, session, stack, again)
                     if optimizer.step == 0:
                         facts["loss_before"] = loss_after
                     run.append_metrics({"step": optimizer.step, "validation_loss": loss_after})
@@ -109,8 +117,7 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
                 batches = [batch.to(session.device) for batch in session.train.batches(rows, budget)]
                 lr = session.schedule.lr(optimizer.step + 1)
                 optimizer.begin(lr)
-                loss = train_step(stack, optimizer, batches, recipe.z_loss)
-                grad_norm = optimizer.end()
+                loss, grad_norm = guarded_step(session, stack, optimizer, batches)
                 tally = stopwatch.read(sum(len(batch.tokens_T) for batch in batches), loss.num_targets)
                 flops = count_flops(stack.layouts, tally.tokens, tally.target_tokens, stack.room.kept)
                 meters = Meters.of(tally, flops, session.plan.rates.compute.matmul(session.dtype))
@@ -159,6 +166,27 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
         exported["validation_loss"], best, time.monotonic() - started,
         tally, meters,
     )  # fmt: skip
+
+
+def guarded_step(
+    session: Session, stack: LayerStack, optimizer: AdamW, batches: Sequence[PackedBatch]
+) -> tuple[StepLoss, float]:
+    """Take one optimizer step; return its loss and gradient norm.
+
+    Raises:
+        NotFinite: one of them; says where it appeared. Nothing of this step is kept.
+        DataError: a weight of the model that training starts from.
+    """
+    try:
+        loss = train_step(stack, optimizer, batches, session.recipe.z_loss)
+    except NotFinite:
+        optimizer.flush()
+        again = partial(evaluate_losses, stack, batches)
+        raise explain_loss("loss", optimizer.step, session, stack, again) from None
+    try:
+        return loss, optimizer.end()
+    except GptjFtError as error:
+        raise explain_gradient(error, session, stack) from error
 
 
 def validate(stack: LayerStack, rows: Rows, budget_tokens: int) -> StepLoss:
@@ -220,28 +248,6 @@ def flush(optimizer: AdamW, deadline: Deadline) -> None:
         return
     with deadline.measure("flush"):
         optimizer.flush()
-
-
-def coming(session: Session, step: int) -> list[str]:
-    """Return what a session does after a step until it can stop again: one more step at least."""
-    validates, every = len(session.validation) > 0, session.recipe.validate_every
-    activities = ["flush", "validation"] if validates and is_multiple(step, every) else []
-    activities.append("step")
-    if step + 1 == session.num_steps:
-        return [*activities, "flush", *(["validation"] if validates else []), "export"]
-    return activities if session.plan.placement.is_durable else [*activities, "flush", "save"]
-
-
-def forecast_seconds(session: Session) -> dict[str, float]:
-    """Return how long a run's activities may take; what is measured later takes its place."""
-    costs = session.plan.costs
-    return {
-        "step": costs.seconds_per_step,
-        "flush": costs.seconds_per_step,
-        "validation": costs.validations.seconds,
-        "save": costs.checkpoints.seconds,
-        "export": costs.end.seconds,
-    }
 
 
 class StopRequest:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hub_server import serve
 from huggingface_hub import constants
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptj_ft.run import Run
@@ -350,6 +350,82 @@ def test_a_model_that_cannot_be_exported_is_not_lost(shell, rows_file: Path, mon
     done = shell("finetune --resume out --json")
     assert done.code == 0, done.err
     assert shell(f"{TINY} --max-steps 2 --output straight --json").json["loss_after"] == done.json["loss_after"]
+    assert_same_weights(Path("straight/model"), Path("out/model"))
+
+
+def spoiled_model(rows_file: Path, **changes: float) -> Path:
+    """A tiny model with some of its tensors scaled; the keys are the ends of their names, dots as underscores."""
+    from gptj_ft.inputs import tiny_model
+
+    model = tiny_model(rows_file, 0)
+    for shard in model.glob("*.safetensors"):
+        tensors = load_file(shard)
+        for name, tensor in tensors.items():
+            for end, factor in changes.items():
+                if name.replace(".", "_").endswith(end):
+                    tensor.mul_(factor)
+        save_file(tensors, shard, metadata={"format": "pt"})
+    return model
+
+
+@pytest.mark.parametrize("options", ["", "--set holdout=0", "--set holdout=0 --set clip_norm=null"])
+def test_a_model_with_weights_that_are_not_finite_is_refused_and_the_tensor_named(
+    options: str, shell, rows_file: Path
+) -> None:
+    model = spoiled_model(rows_file, h_1_mlp_fc_in_bias=float("nan"))
+    done = shell(
+        f"finetune --recipe summarization --data rows.jsonl --batch-size 8 --output out {options} --model", model
+    )
+    assert done.code == 3, done.err
+    assert "transformer.h.1.mlp.fc_in.bias has values that are not finite" in done.err
+    assert not any("loss" in line for line in Run(Path("out")).metrics()), "a step was taken"
+
+
+def test_a_model_whose_values_overflow_is_refused_and_the_module_named(shell, rows_file: Path) -> None:
+    model = spoiled_model(rows_file, h_1_mlp_fc_in_weight=1e25, h_1_mlp_fc_out_weight=1e25)
+    done = shell("finetune --recipe summarization --data rows.jsonl --output out --model", model)
+    assert done.code == 1, done.err
+    assert "validation loss before anything was trained is not finite, first in layer 2" in done.err
+    assert "the output of transformer.h.1.mlp.fc_out" in done.err
+
+
+@pytest.mark.parametrize("place", ["device", "disk"])
+def test_a_run_whose_loss_is_no_number_stops_before_it_touches_a_weight_and_says_where(
+    place: str, shell, rows_file: Path
+) -> None:
+    far = f"{TINY.replace('1e-2', '1e30')} --set warmup=0 --max-steps 3"
+    done = shell(f"{far} --weights {place} --optimizer-state {place} --set clip_norm=null --output out")
+    assert done.code == 1, done.err
+    *_, first, second = done.err.strip().splitlines()
+    assert first.startswith("gptj-ft: the loss after step 1 is not finite, first in layer 1 counted from the embedding")
+    assert "the output of transformer.h.0." in first
+    assert "a lower --lr or --set clip_norm=1.0" in second
+    assert [line["step"] for line in Run(Path("out")).metrics() if "loss" in line] == [1]
+    assert "NaN" not in Path("out/metrics.jsonl").read_text(encoding="utf-8")
+    if place == "disk":  # the commit of step 1 is whole: from there it comes to the same
+        again = shell("finetune --resume out")
+        assert (again.code, first in again.err) == (1, True), again.err
+
+
+def test_a_gradient_that_is_no_number_is_named_with_its_tensors(shell, rows_file: Path, monkeypatch) -> None:
+    from gptj_ft.optimizer import AdamW
+
+    original = AdamW.after_backward
+
+    def poisoned(self, loaded):
+        if loaded.index == 2 and self.step == 1:
+            loaded.layout.views(loaded.tensors["grad"])["mlp.fc_in.bias"][3] = float("inf")
+        original(self, loaded)
+
+    monkeypatch.setattr(AdamW, "after_backward", poisoned)
+    done = shell(f"{TINY} --max-steps 3 --output out --weights disk --optimizer-state disk")
+    assert done.code == 1
+    assert "the gradient of step 2 is not finite, first in layer 2" in done.err
+    assert "in transformer.h.1.mlp.fc_in.bias" in done.err
+    monkeypatch.setattr(AdamW, "after_backward", original)
+    assert shell("finetune --resume out --json").code == 0
+    straight = shell(f"{TINY} --max-steps 3 --output straight --weights disk --optimizer-state disk")
+    assert straight.code == 0
     assert_same_weights(Path("straight/model"), Path("out/model"))
 
 

@@ -25,7 +25,7 @@ ORDER = [
     ("progress", "passes"),
     ("streaming", "plan", "costs", "knobs", "tuning", "metrics", "tiny", "convert", "download", "inputs", "model"),
     ("optimizer", "deadline", "run", "checkpoint", "session", "keeping", "verify", "state"),
-    ("trainer", "decoding"),
+    ("guard", "trainer", "decoding"),
     ("finetune", "evaluate", "generate", "runs", "export"),
     ("report", "options"),
     ("cli",),

@@ -1,0 +1,111 @@
+"""Where numbers stopped being finite: looked for once something has failed, so that good steps pay nothing for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gptj_ft.errors import DataError, GptjFtError, NotFinite
+from gptj_ft.model import flat_views
+from gptj_ft.session import Session
+from gptj_ft.stack import LayerStack
+
+
+class Found(Exception):
+    """The first thing in a forward pass that is not finite."""
+
+    def __init__(self, layer: int, name: str, is_weight: bool) -> None:
+        super().__init__(layer, name)
+        self.layer, self.name, self.is_weight = layer, name, is_weight
+
+
+def explain_loss(
+    what: str, step: int, session: Session, stack: LayerStack, forward: Callable[[], object]
+) -> GptjFtError:
+    """Return the error for a loss that is not finite.
+
+    Args:
+        what: "loss" or "validation loss".
+        step: optimizer steps done before it.
+        session: of the run.
+        stack: the weights it was computed with.
+        forward: computes it once more.
+    """
+    found = find_in_forward(session, stack, forward)
+    if found and found.is_weight and step == 0:
+        return DataError(f"{session.model}: {found.name} has values that are not finite: this model cannot be trained")
+    place = f", first in layer {found.layer} counted from the embedding, in {found.name}" if found else ""
+    when = f"after step {step}" if step else "before anything was trained"
+    if step == 0:
+        help_ = "try another --model" + (", or --precision fp32" if session.dtype != torch.float32 else "")
+    else:
+        help_ = advice(session)
+    return NotFinite(f"the {what} {when} is not finite{place}\n{help_}")
+
+
+def explain_gradient(error: GptjFtError, session: Session, stack: LayerStack) -> GptjFtError:
+    """Return the error of an optimizer that was given a gradient that is not finite, with the tensors it is in."""
+    names = find_in_gradients(session, stack)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return NotFinite(f"{error}; in {', '.join(names[:3])}{more}" if names else str(error))
+
+
+def advice(session: Session) -> str:
+    """Say what may help a run whose numbers have grown out of bounds."""
+    knobs = ["a lower --lr"]
+    if session.recipe.clip_norm is None:
+        knobs.append("--set clip_norm=1.0")
+    if session.dtype != torch.float32:
+        knobs.append("--precision fp32")
+    return f"resumed, this run would get here again: start a new one with {' or '.join(knobs)}"
+
+
+def find_in_forward(session: Session, stack: LayerStack, forward: Callable[[], object]) -> Found | None:
+    """Return the first module whose weights or output are not finite in a forward pass."""
+
+    def watch(layer: int, local: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        def look(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            # Of a layer as a whole, every weight, because it may use some without calling the module they are in.
+            for name, weight in module.named_parameters(recurse=not local):
+                if not is_finite(weight):
+                    raise Found(layer, _name(session, stack, layer, f"{local}.{name}".lstrip(".")), is_weight=True)
+            if not is_finite(output):
+                own = [name for name, _ in module.named_parameters(recurse=False)]
+                name = _name(session, stack, layer, f"{local}.{own[0]}").rpartition(".")[0] if own else "its last sum"
+                raise Found(layer, f"the output of {name}" if own else name, is_weight=False)
+
+        return look
+
+    with ExitStack() as hooks:
+        for layer, module in enumerate(stack.layers):
+            for local, part in module.named_modules():
+                hooks.enter_context(part.register_forward_hook(watch(layer, local)))
+        try:
+            forward()
+        except Found as found:
+            return found
+    return None
+
+
+def find_in_gradients(session: Session, stack: LayerStack) -> list[str]:
+    """Return the tensors whose gradients are not finite, in the layer that backward came to first; none if not kept."""
+    if "grad" not in stack.stores:
+        return []
+    for layer in reversed(range(len(stack.layers))):
+        gradients = flat_views(stack, "grad", layer)
+        if names := [name for name, gradient in gradients.items() if not is_finite(gradient)]:
+            return [_name(session, stack, layer, name) for name in names]
+    return []
+
+
+def is_finite(values: Tensor) -> bool:
+    """Tell whether every element is; without a copy, since a layer may be as large as what is left of the memory."""
+    return not values.numel() or bool(torch.stack(values.detach().aminmax()).isfinite().all())
+
+
+def _name(session: Session, stack: LayerStack, layer: int, local: str) -> str:
+    return session.architecture.family.name_of(layer, local, len(stack.layers))
