@@ -37,6 +37,7 @@ class ComputeRates:
         memory: bytes/s, read and written together, of a copy inside the device's memory.
         to_device: bytes/s from host memory; where the device is the CPU, of a copy.
         from_device: bytes/s to host memory.
+        load: average load of each core in the minute before; others may have slowed this down.
     """
 
     fp32: float
@@ -44,6 +45,7 @@ class ComputeRates:
     memory: float
     to_device: float
     from_device: float
+    load: float = 0.0
 
     @property
     def gain(self) -> float:
@@ -92,6 +94,7 @@ class Rates:
 
 def measure_compute(device: torch.device) -> ComputeRates:
     """Measure a device: some three seconds on two cores."""
+    load = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
     one, other = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     copy = to_device = from_device = _copy_rate(one, other)
     if device.type == "cuda":
@@ -101,7 +104,7 @@ def measure_compute(device: torch.device) -> ComputeRates:
     fp32, bf16 = (matmul_rate(device, dtype) for dtype in (torch.float32, torch.bfloat16))
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what torch keeps for later would count as taken
-    return ComputeRates(fp32, bf16, 2 * copy, to_device, from_device)
+    return ComputeRates(fp32, bf16, 2 * copy, to_device, from_device, load)
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, width: int = WIDTH, inner: int = INNER) -> float:

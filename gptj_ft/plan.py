@@ -269,11 +269,13 @@ def device_cap(recipe: Recipe, is_shared: bool) -> int | None:
 
 
 def _shortage(plan: Plan, free: Free) -> str:
-    """Say what a plan lacks: the first resource of which there is too little."""
-    lacking = plan.lacking[0]
-    there = {"disk": free.disk, "host memory": free.host}.get(lacking.resource, free.device)
-    limit = "free" if lacking.have == there else "allowed"
-    return f"it needs {gigabytes(lacking.need)} of {lacking.resource}, {gigabytes(lacking.have)} is {limit}"
+    """Say what a plan lacks, resource by resource."""
+    there = {"disk": free.disk, "host memory": free.host}
+    parts = []
+    for each in plan.lacking:
+        limit = "free" if each.have == there.get(each.resource, free.device) else "allowed"
+        parts.append(f"{gigabytes(each.need)} of {each.resource}, {gigabytes(each.have)} is {limit}")
+    return "it needs " + ", and ".join(parts)
 
 
 def _least(free: int, cap: int | None) -> int:

@@ -114,8 +114,9 @@ def _recall(part: str, key: str, form: type[T]) -> T | None:
         known = form(**entry)  # type: ignore[arg-type]
     except TypeError:
         return None
-    makes_sense = all(isinstance(rate, float) and 0 < rate < math.inf for rate in asdict(known).values())
-    return known if makes_sense else None
+    values = asdict(known)
+    makes_sense = all(isinstance(value, float) and math.isfinite(value) for value in values.values())
+    return known if makes_sense and all(values[name] > 0 for name in values if name != "load") else None
 
 
 def _keep(part: str, key: str, measured: T) -> T:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gptj_ft.trainer import TrainResult
 
 SAMPLE_CHARACTERS = 300
+BUSY = 0.5  # average load of a core from which on what is measured is not to be trusted
 
 
 def show_data(console: Console, report: Report) -> None:
@@ -122,9 +123,10 @@ def _measured(plan: Plan) -> str:
     product_text = f"{product / 1e9:,.0f} GFLOP/s in {plan.precision}"
     if plan.rates.is_disk_assumed:
         return f"{product_text}; for the disk {disk.mixed / 1e9:.1f} GB/s is assumed: there was no room to measure it"
+    busy = "; the machine was busy then" if plan.rates.compute.load > BUSY else ""
     return (
         f"{product_text}; disk reads {disk.read / 1e9:.1f} GB/s, writes {disk.write / 1e9:.1f}, "
-        f"both at once {disk.mixed / 1e9:.1f} (again: plan --measure)"
+        f"both at once {disk.mixed / 1e9:.1f}{busy} (again: plan --measure)"
     )
 
 
