@@ -77,6 +77,7 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False) -> 
     target_tokens, train_seconds = 0, 0.0
     try:
         keeper = Keeper(session, run, stack, optimizer, facts)
+        keeper.begin()
         with StepProgress(console, session.num_steps, optimizer.step, quiet) as progress, StopRequest() as stop:
             while True:
                 is_end = optimizer.step == session.num_steps
