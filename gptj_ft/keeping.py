@@ -40,7 +40,7 @@ class Keeper:
         facts.setdefault("best", None)
 
     def begin(self) -> None:
-        """Keep what is to be kept from now on: the recipe may say otherwise than before, and a crash came between."""
+        """Keep what is to be kept from now on: the recipe may have changed, and a crash may have come between."""
         best = self._facts["best"]
         if best and self._recipe.keeps_best and best["step"] not in self._run.whole_checkpoints():
             self._facts["best"] = None  # it was not kept then, or the run has gone back behind it

@@ -159,10 +159,8 @@ def record_environment(run: Run, device: str, threads: int) -> None:
         if key in before and before[key] != facts[key]
     ]
     if changes:
-        run.log(
-            f"from here on computed otherwise, by which results may change in their last bits: {'; '.join(changes)}"
-        )
-    path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        run.log(f"computed otherwise from here on, so results may change in their last bits: {'; '.join(changes)}")
+    write_json(path, facts)
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
