@@ -127,7 +127,6 @@ def adopt(run: Run, stack: LayerStack, step: int) -> None:
     try:
         _link_layers(folder, run.state, stack)
         sync_path(run.state)
-        sync_path(run.folder)
     except OSError as error:
         raise disk_error(error, str(run.state)) from error
     commit(run, step, None, facts)

@@ -44,13 +44,10 @@ def replace_text(path: Path, text: str) -> None:
 
 def append_text(path: Path, text: str) -> None:
     """Add to a small file, and wait until the disk has it."""
-    is_new = not path.exists()
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    if is_new:
-        sync_path(path.parent)
 
 
 def link_or_copy(source: Path, target: Path) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,19 +13,19 @@ from rich.console import Console
 
 from gptj_ft.data.batches import Rows
 from gptj_ft.data.prepare import Prepared, Report, load, save
-from gptj_ft.durable import sync_tree
+from gptj_ft.durable import sync_path, sync_tree
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.families import read_architecture
 from gptj_ft.home import is_model
 from gptj_ft.inputs import choose_model, gather
 from gptj_ft.keeping import check_keep, find_checkpoint, go_back
-from gptj_ft.lock import locked
+from gptj_ft.lock import LOCK, locked
 from gptj_ft.machine import choose_device
 from gptj_ft.passes import Load
 from gptj_ft.plan import Plan, choose
 from gptj_ft.rates import choose_dtype, rates
-from gptj_ft.recipe import FREE_ON_RESUME, Recipe, Resolved, build, resolve
-from gptj_ft.run import Run, choose_folder, create_run
+from gptj_ft.recipe import FREE_ON_RESUME, Recipe, Resolved, build, dump, resolve
+from gptj_ft.run import Run, choose_folder
 from gptj_ft.session import Session, free_resources, make_session
 from gptj_ft.stores import Layout
 from gptj_ft.trainer import TrainResult, train
@@ -122,17 +124,11 @@ def execute(job: Job, console: Console, quiet: bool, began: float) -> TrainResul
 
     Raises:
         UsageError: another process is training it.
+        DataError: the checkpoint to go back to is damaged.
         GptjFtError: as `trainer.train`.
     """
-    run = job.run
-    if run is None:
-        run = create_run(job.resolved)
-    with locked(run.folder, "training"):
-        if job.run is None:
-            save(job.rows[0], run.data / "train")
-            if job.rows[1] is not None:
-                save(job.rows[1], run.data / "validation")
-            sync_tree(run.folder)
+    with begin(job) if job.run is None else locked(job.run.folder, "training"):
+        run = job.run or Run(Path(job.session.recipe.output or ""))
         if job.start is not None:
             layouts = [Layout.of(layer) for layer in job.session.architecture.layers()]
             if damage := list(Checker(run, layouts).checkpoint(job.start)):
@@ -141,6 +137,43 @@ def execute(job: Job, console: Console, quiet: bool, began: float) -> TrainResul
             console.print(f"back to step {job.start}; what came after it is done again", highlight=False)
         console.print(f"run folder {run.folder}", highlight=False)
         return train(job.session, run, console, quiet, began)
+
+
+@contextmanager
+def begin(job: Job) -> Iterator[None]:
+    """Make the run folder; it appears under its name, and locked, when it holds all that resuming needs.
+
+    Raises:
+        UsageError: it exists, another process is making it, or it cannot be written.
+        ResourceError: the disk is full.
+    """
+    final = Path(job.session.recipe.output or "")
+    draft = Run(final.with_name(f".{final.name}.starting"))
+    try:
+        draft.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_made(final, error) from error
+    with locked(draft.folder, "training"):
+        for left in draft.folder.iterdir():  # by a process that was killed
+            if left.name != LOCK:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        draft.recipe_file.write_text(dump(job.resolved.recipe, job.resolved.origins), encoding="utf-8")
+        for name, rows in zip(("train", "validation"), job.rows, strict=True):
+            if rows is not None:
+                save(rows, draft.data / name)
+        sync_tree(draft.folder)
+        try:
+            draft.folder.rename(final)
+        except OSError as error:
+            raise UsageError(
+                f"cannot make the run folder {final}: {error.strerror}; name another with --output"
+            ) from error
+        sync_path(final.parent)
+        yield
+
+
+def _not_made(folder: Path, error: OSError) -> UsageError:
+    return UsageError(f"cannot make the run folder {folder}: {error.strerror}; name another with --output")
 
 
 def forecast(resolved: Resolved, measure_again: bool = False) -> Plan:

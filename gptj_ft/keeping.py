@@ -38,9 +38,15 @@ class Keeper:
         self._is_durable = session.plan.placement.is_durable
         self._run, self._stack, self._optimizer, self._facts = run, stack, optimizer, facts
         self._saved_at = time.monotonic()
-        best = facts.setdefault("best", None)
-        if best and self._recipe.keeps_best and best["step"] not in run.whole_checkpoints():
-            facts["best"] = None  # it was not kept then, or the run has gone back behind it
+        facts.setdefault("best", None)
+
+    def begin(self) -> None:
+        """Keep what is to be kept from now on: the recipe may have changed, and a crash may have come between."""
+        best = self._facts["best"]
+        if best and self._recipe.keeps_best and best["step"] not in self._run.whole_checkpoints():
+            self._facts["best"] = None  # it was not kept then, or the run has gone back behind it
+        if self._is_durable and self._optimizer.step:
+            self.after_step(is_stopping=False)  # the step was committed, but perhaps its checkpoint not made any more
         self.prune()
 
     def after_validation(self, loss: float) -> None:

@@ -16,7 +16,7 @@ from gptj_ft import __version__
 from gptj_ft.durable import append_text, replace_text
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.home import RUNS
-from gptj_ft.recipe import Recipe, Resolved, build, dump, load_options
+from gptj_ft.recipe import Recipe, build, load_options
 
 COMMIT = "commit.json"  # in the state folder of a run whose whole state is on disk: its last step
 MANIFEST = "manifest.json"  # in a checkpoint, written last
@@ -120,24 +120,6 @@ class Run:
             raise ResourceError(f"cannot write {self.metrics_file}: {error.strerror}") from error
 
 
-def create_run(resolved: Resolved) -> Run:
-    """Make the run folder: ``--output``, or the next free ``runs/RECIPE-N``.
-
-    Raises:
-        UsageError: it exists, or cannot be written.
-    """
-    folder = choose_folder(resolved.recipe)
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise UsageError(
-            f"cannot make the run folder {folder}: {error.strerror}; name another with --output"
-        ) from error
-    run = Run(folder)
-    run.recipe_file.write_text(dump(resolved.recipe, resolved.origins), encoding="utf-8")
-    return run
-
-
 def choose_folder(recipe: Recipe) -> Path:
     """Return the folder a run will use.
 
@@ -155,7 +137,7 @@ def choose_folder(recipe: Recipe) -> Path:
 
 
 def record_environment(run: Run, device: str, threads: int) -> None:
-    """Write ``environment.json``: what a bit-identical repetition needs to be the same."""
+    """Write ``environment.json``: what a bit-identical repetition needs to be the same; log if it is not any more."""
     from importlib.metadata import version
 
     packages = ("torch", "transformers", "tokenizers", "datasets", "safetensors")
@@ -169,7 +151,16 @@ def record_environment(run: Run, device: str, threads: int) -> None:
         "command": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    (run.folder / "environment.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    path = run.folder / "environment.json"
+    before = read_json(path) if path.is_file() else {}
+    changes = [
+        f"{key} {before[key]}, now {facts[key]}"
+        for key in ("torch", "device", "threads")
+        if key in before and before[key] != facts[key]
+    ]
+    if changes:
+        run.log(f"computed otherwise from here on, so results may change in their last bits: {'; '.join(changes)}")
+    write_json(path, facts)
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

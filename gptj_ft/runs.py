@@ -88,7 +88,7 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
         if folders and not folder.is_dir():
             raise UsageError(f"{folder} is not a folder: name a run, or a folder of runs")
         inside = [folder] if Run(folder).recipe_file.is_file() else folder.glob("*")
-        found += [run for path in inside if (run := Run(path)).recipe_file.is_file()]
+        found += [run for path in inside if (run := Run(path)).recipe_file.is_file() and path.name[:1] != "."]
     return sorted(found, key=lambda run: run.recipe_file.stat().st_mtime)
 
 

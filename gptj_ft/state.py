@@ -6,7 +6,6 @@ import shutil
 from typing import Any
 
 from gptj_ft import checkpoint
-from gptj_ft.durable import sync_path
 from gptj_ft.formats.huggingface import open_checkpoint
 from gptj_ft.model import load_weights, training_stack
 from gptj_ft.optimizer import AdamW, Update
@@ -53,7 +52,7 @@ def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str,
             optimizer = AdamW(stack, session.recipe, late=late_blocks(session))
             if is_durable:
                 checkpoint.commit(run, optimizer.step, None, facts)
-                sync_path(run.folder)
+        # This has the name of the state folder on the disk, too.
         run.forget_metrics_after(optimizer.step)
     except BaseException:
         stack.close()

@@ -93,6 +93,7 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
     deadline = Deadline(recipe.max_time, started if began is None else began, forecast_seconds(session))
     try:
         keeper = Keeper(session, run, stack, optimizer, facts)
+        keeper.begin()
         with StepProgress(console, session.num_steps, optimizer.step, quiet) as progress, StopRequest() as stop:
             while True:
                 is_end = optimizer.step == session.num_steps

@@ -1,20 +1,28 @@
-"""Power cuts: a run on disk, cut off at its n-th disk operation, must end as if nothing had happened."""
+"""Power cuts: a run that is cut off at its n-th disk operation must end as if nothing had happened.
+
+First as a process that is killed: everything it has written is there. Then as a machine that loses its power: only what
+was flushed is there.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+from lossy_disk import LossyDisk
 from small_run import Power, PowerCut, assert_same_weights, new_run, small_session, train, weights_of
 
-from gptj_ft import machine
+from gptj_ft import checkpoint, machine
 from gptj_ft.errors import GptjFtError, ResourceError
 from gptj_ft.run import Run
 from gptj_ft.session import Session, make_session
+from gptj_ft.stores import Layout
+from gptj_ft.verify import Checker
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +84,105 @@ def check(session: Session, straight, folder: Path, cuts: list[int]) -> None:
     cut_and_resume(session, run, cuts)
     assert_same_weights(weights_of(run.model), straight, cuts)
     shutil.rmtree(run.folder)
+
+
+@pytest.fixture(scope="module", params=["disk", "host", "device"])
+def keeping_session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Session:
+    """A run that validates and keeps checkpoints; without state on disk it makes one after each step."""
+    return small_session(
+        tmp_path_factory.mktemp("model"),
+        num_steps=4,
+        keep="best,1",
+        validate_every=1,
+        save_every=2 if request.param == "disk" else 1,
+        weights=request.param,
+        optimizer_state=request.param,
+    )
+
+
+@pytest.fixture(scope="module")
+def kept(keeping_session: Session, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = new_run(tmp_path_factory.mktemp("kept"))
+    train(keeping_session, run)
+    return run
+
+
+def losses_of(run: Run) -> list[tuple[object, ...]]:
+    return [(line["step"], line.get("loss"), line.get("validation_loss")) for line in run.metrics()]
+
+
+def lose_power(session: Session, run: Run, last: int, seed: int | None) -> None:
+    """Cut the power at the n-th operation; what was said to be saved must be there afterwards."""
+    said = [0]
+    with pytest.MonkeyPatch.context() as patch:
+        disk = LossyDisk(patch, run.folder)
+        Power(patch, last)
+        for name, position in (("commit", 1), ("save", 2), ("link", 2)):
+            original = getattr(checkpoint, name)
+
+            def noting(*arguments, original=original, position=position):
+                original(*arguments)
+                said.append(arguments[position])
+
+            patch.setattr(checkpoint, name, noting)
+        with suppress(PowerCut):
+            train(session, run)
+    disk.crash(seed)
+    commit = run.last_commit()
+    saved = [*run.whole_checkpoints(), commit["step"] if commit else 0]
+    assert run.model.exists() or max(saved) >= max(said), (last, seed)
+
+
+def lose_power_and_resume(session: Session, kept: Run, folder: Path, cuts: list[int], seed: int | None) -> None:
+    run = new_run(folder)
+    for last in cuts:
+        if not run.model.exists():
+            lose_power(session, run, last, seed)
+    if not run.model.exists():
+        train(session, run)
+    assert_same_weights(weights_of(run.model), weights_of(kept.model), cuts, seed)
+    assert losses_of(run) == losses_of(kept), (cuts, seed)
+    assert run.whole_checkpoints().keys() >= kept.whole_checkpoints().keys(), (cuts, seed)
+    checker = Checker(run, [Layout.of(layer) for layer in session.architecture.layers()])
+    assert not [problem for step in run.whole_checkpoints() for problem in checker.checkpoint(step)], (cuts, seed)
+    shutil.rmtree(run.folder)
+
+
+def count_lossy_operations(session: Session, folder: Path) -> int:
+    run = new_run(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        disk = LossyDisk(patch, run.folder)
+        power = Power(patch)
+        train(session, run)
+    disk.crash()
+    assert run.model.exists(), "the model is on the disk when the run says that it is"
+    shutil.rmtree(run.folder)
+    return power.count
+
+
+def test_writes_that_are_lost_unless_flushed_cost_no_step_that_was_saved(
+    keeping_session: Session, kept: Run, tmp_path: Path
+) -> None:
+    total = count_lossy_operations(keeping_session, tmp_path)
+    for last in range(1, total, 13):
+        lose_power_and_resume(keeping_session, kept, tmp_path, [last], seed=None)
+        lose_power_and_resume(keeping_session, kept, tmp_path, [last + 6], seed=last)
+
+
+def test_power_that_is_lost_again_while_resuming(keeping_session: Session, kept: Run, tmp_path: Path) -> None:
+    total = count_lossy_operations(keeping_session, tmp_path)
+    for seed in (None, 1, 2):
+        cuts = [total * 3 // 4, 2, 9, total // 3]
+        lose_power_and_resume(keeping_session, kept, tmp_path, cuts, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_every_single_operation_as_the_last_that_reaches_the_disk(
+    seed: int | None, keeping_session: Session, kept: Run, tmp_path: Path
+) -> None:
+    for last in range(count_lossy_operations(keeping_session, tmp_path)):
+        lose_power_and_resume(keeping_session, kept, tmp_path, [last], seed)
 
 
 class OneFault:

@@ -10,7 +10,7 @@ import pytest
 from small_run import assert_same_weights, new_run, small_session, train, weights_of, with_options
 
 from gptj_ft import keeping, trainer
-from gptj_ft.errors import UsageError
+from gptj_ft.errors import ResourceError, UsageError
 from gptj_ft.keeping import find_checkpoint, go_back, kept_steps
 from gptj_ft.model import reading_stack
 from gptj_ft.recipe import build
@@ -168,6 +168,29 @@ def test_without_hard_links_checkpoints_are_copies_and_the_log_says_so(
     assert "without hard links: its checkpoints are copies" in (run.folder / "log.txt").read_text()
     go_back(run, 3)
     train(session, run)
+    assert_same_weights(weights_of(run.model), weights_of(straight.model))
+
+
+def test_a_full_disk_while_a_checkpoint_is_made_stops_with_exit_4_and_resumes(
+    model: Path, straight: Run, tmp_path: Path
+) -> None:
+    session = small_session(model, STEPS, save_every=3, keep="all", validate_every=2)
+    run, link = new_run(tmp_path), os.link
+    links = []
+
+    def fill(source: Path, target: Path) -> None:
+        links.append(target)
+        if len(links) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        link(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "link", fill)
+        with pytest.raises(ResourceError, match="no space left on the disk while writing checkpoint"):
+            train(session, run)
+    assert not list(run.checkpoints.iterdir())
+    train(session, run)
+    assert list(run.whole_checkpoints()) == [3, 6]
     assert_same_weights(weights_of(run.model), weights_of(straight.model))
 
 

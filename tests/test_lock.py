@@ -50,6 +50,22 @@ def test_a_run_being_trained_is_refused_to_others_until_its_process_is_dead(trai
     assert shell("finetune --resume busy --dry-run").code == 0, "a killed process leaves no lock"
 
 
+def test_a_run_folder_appears_whole_and_what_a_killed_process_left_of_one_is_not_in_the_way(
+    rows_file: Path, shell, tmp_path: Path
+) -> None:
+    left = tmp_path / "runs" / ".new.starting"
+    (left / "data" / ".train.writing").mkdir(parents=True)
+    (left / "recipe.yaml").write_text("lr: 3")
+    start = "finetune --recipe summarization --data rows.jsonl --model tiny --max-steps 1 --lr 0.1 --output runs/new"
+    with locked(left, "training"):
+        done = shell(start)
+    assert (done.code, f"process {os.getpid()} on host" in done.err) == (2, True)
+    assert not (tmp_path / "runs" / "new").exists()
+    assert shell(start).code == 0
+    assert Run(tmp_path / "runs" / "new").recipe().lr == 0.1
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["new"]
+
+
 def test_a_look_at_the_lock_refuses_nobody(tmp_path: Path) -> None:
     assert holder(tmp_path) is None
     looker = subprocess.Popen(

@@ -232,7 +232,7 @@ def test_every_option_that_a_refusal_names_makes_the_run_fit_and_no_smaller_chan
     small = large.model_copy(update={"batch_size": 4})
     named: set[str] = set()
     for recipe, share in [(recipe, share) for recipe in (large, small) for share in (0.95, 0.9, 0.7, 0.5, 0.4)]:
-        needed = planned(load_of(recipe), recipe=recipe).device_bytes
+        needed = planned(load_of(recipe), recipe=recipe, have=replace(PLENTY, device=1)).device_bytes  # the least
         free = replace(PLENTY, device=int(share * needed))
         with pytest.raises(ResourceError) as refusal:
             choose(recipe, load_of(recipe), free, RATES)

@@ -30,10 +30,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rows(folder / "rows.jsonl")
     original = trainer.train_step
 
-    def failing(stack, optimizer, batches):
+    def failing(stack, optimizer, *rest):
         if optimizer.step == 7:
             raise OSError(28, "No space left on device")
-        return original(stack, optimizer, batches)
+        return original(stack, optimizer, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -257,6 +257,33 @@ def test_a_run_goes_back_to_a_checkpoint_and_ends_the_same(runs: Path, shell: Sh
     assert "back to step 3" in done.err
     assert "\nstep 4/8" in done.err
     assert_same_weights(weights_of(runs / "stopped/model"), weights_of(made / "runs/done/model"))
+
+
+def test_a_run_that_was_moved_or_copied_goes_on_to_the_same_bits(
+    runs: Path, shell: Shell, made: Path, tmp_path: Path
+) -> None:
+    for line, place in (
+        ("cp -r", "--weights disk --optimizer-state disk"),  # without the links
+        ("cp -a", "--weights device --optimizer-state device"),
+        ("mv", ""),
+    ):
+        elsewhere = tmp_path / "elsewhere" / line.replace(" ", "")
+        elsewhere.parent.mkdir(exist_ok=True)
+        subprocess.run([*line.split(), runs / "stopped", elsewhere], check=True)
+        done = shell(f"finetune --resume {elsewhere} {place} --json")
+        assert done.code == 0, done.err
+        assert done.json["model"] == str(elsewhere / "model")
+        assert_same_weights(weights_of(elsewhere / "model"), weights_of(made / "runs/done/model"), line)
+    assert not (runs / "stopped").exists()
+
+
+def test_the_log_tells_of_another_number_of_threads(runs: Path, shell: Shell) -> None:
+    environment = runs / "stopped" / "environment.json"
+    facts = json.loads(environment.read_text())
+    environment.write_text(json.dumps({**facts, "threads": 99}))
+    assert shell("finetune --resume runs/stopped").code == 0
+    log = (runs / "stopped" / "log.txt").read_text()
+    assert f"may change in their last bits: threads 99, now {facts['threads']}\n" in log
 
 
 def test_going_back_to_a_damaged_checkpoint_changes_nothing(runs: Path, shell: Shell) -> None:

@@ -1,0 +1,89 @@
+"""SIGKILL of the command at random instants: resumed, or begun again where there is no run yet, it ends the same."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fork_server import ForkServer
+from small_run import assert_same_weights, weights_of
+
+from gptj_ft.run import Run
+from gptj_ft.verify import verify
+
+OPTIONS = (
+    "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 2 --set holdout=0.2 "
+    "--max-steps 6 --validate-every 2 --save-every 2 --keep best,all --output run"
+)
+PLACES = ("--weights disk --optimizer-state disk", "--weights host --optimizer-state device", "--weights device")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = new_folder(tmp_path_factory.mktemp("straight") / "straight")
+    assert server.run(OPTIONS, folder)[0] == 0, output_of(folder)
+    return Run(folder / "run")
+
+
+def new_folder(folder: Path) -> Path:
+    folder.mkdir()
+    rows = [{"note": f"Room {n} is cold and dark at night.", "summary": f"Room {n} is cold."} for n in range(10)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    return folder
+
+
+def output_of(folder: Path) -> str:
+    return (folder / "output.txt").read_text(encoding="utf-8")
+
+
+def losses_of(run: Run) -> list[tuple[object, ...]]:
+    return [(line["step"], line.get("loss"), line.get("validation_loss")) for line in run.metrics()]
+
+
+def kill_and_resume(server: ForkServer, straight: Run, folder: Path, place: str, delays: list[float]) -> int:
+    """Kill a run again and again, then let it end; return how often it was alive to be killed."""
+    run, kills = Run(new_folder(folder) / "run"), 0
+    for delay in [*delays, None]:
+        if (run.model / "config.json").is_file():
+            break
+        line = f"finetune --resume run {place}" if run.folder.exists() else f"{OPTIONS} {place}"
+        code, _ = server.run(line, folder, delay)
+        assert code in (0, -9), output_of(folder)
+        kills += code == -9
+    assert_same_weights(weights_of(run.model), weights_of(straight.model), place, delays)
+    assert losses_of(run) == losses_of(straight), (place, delays)
+    assert run.whole_checkpoints().keys() >= straight.whole_checkpoints().keys(), (place, delays)
+    assert not verify(run).problems, (place, delays)
+    shutil.rmtree(folder)
+    return kills
+
+
+def kill_at_random(server: ForkServer, straight: Run, folder: Path, trials: int) -> None:
+    seconds = server.run(OPTIONS, new_folder(folder / "timed"))[1]
+    draw, kills = random.Random(0), 0
+    for trial in range(trials):
+        delays = [draw.uniform(0.0, seconds) for _ in range(draw.choice((1, 1, 2)))]
+        kills += kill_and_resume(server, straight, folder / str(trial), PLACES[trial % len(PLACES)], delays)
+    assert kills > trials / 2, "most were over before they were to be killed"
+
+
+def test_a_command_killed_at_random_instants_ends_the_same(server: ForkServer, straight: Run, tmp_path: Path) -> None:
+    kill_at_random(server, straight, tmp_path, trials=8)
+
+
+@pytest.mark.slow
+def test_a_command_killed_at_200_random_instants_ends_the_same(
+    server: ForkServer, straight: Run, tmp_path: Path
+) -> None:
+    kill_at_random(server, straight, tmp_path, trials=200)
