@@ -179,7 +179,8 @@ def test_a_full_disk_while_a_checkpoint_is_made_stops_with_exit_4_and_resumes(
     links = []
 
     def fill(source: Path, target: Path) -> None:
-        links.append(target)
+        if "checkpoints" in target.parts:  # not the store's own
+            links.append(target)
         if len(links) == 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         link(source, target)

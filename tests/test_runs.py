@@ -184,7 +184,6 @@ def test_a_damaged_tensor_is_named_and_a_shared_file_read_once(runs: Path, shell
     assert len(read) == len(set(read))
 
 
-@pytest.mark.xfail(reason="digests of the tensors are still to come", strict=True)
 @pytest.mark.parametrize("file", ["state/layer-001", "state/gradient-002", "checkpoints/step-000003/layer-000"])
 def test_a_flipped_bit_is_found_and_named(file: str, runs: Path, shell: Shell) -> None:
     path = runs / "stopped" / f"{file}.safetensors"

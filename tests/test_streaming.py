@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from gptj_ft.data.batches import micro_batches
+from gptj_ft.errors import GptjFtError
 from gptj_ft.families import read_architecture
 from gptj_ft.formats.huggingface import open_checkpoint
 from gptj_ft.layers import NO_TARGET, pack
@@ -204,7 +205,7 @@ def test_placement_and_room_never_change_a_bit(
 
 
 @pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS)
-@pytest.mark.parametrize("placement", [("device", "disk"), ("host", "host"), ("disk", "disk")])
+@pytest.mark.parametrize("placement", [("host", "host"), ("disk", "disk")])
 @pytest.mark.parametrize("late", [1, 2])
 def test_an_update_kept_in_backward_equals_one_kept_in_forward(
     late: int, placement, room: Room, narrow_folder: Path, resident_run, tmp_path: Path
@@ -215,8 +216,8 @@ def test_an_update_kept_in_backward_equals_one_kept_in_forward(
 
 
 @pytest.mark.parametrize("late", [0, 2])
-@pytest.mark.parametrize("kept", [1, 2, 3])
-@pytest.mark.parametrize("placement", [("device", "device"), ("host", "disk"), ("disk", "disk")])
+@pytest.mark.parametrize("kept", [1, 3])
+@pytest.mark.parametrize("placement", [("device", "device"), ("disk", "disk")])
 def test_kept_activations_change_no_bit_and_save_the_recomputation(
     placement, kept: int, late: int, narrow_folder: Path, resident_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,10 +315,9 @@ def test_a_gradient_that_is_not_finite_stops_before_it_touches_a_weight(narrow_f
     loaded.parameters()["mlp.fc_out.bias"][0] = torch.inf
     optimizer = AdamW(stack, Recipe())
     optimizer.begin(1e-3)
-    train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
     before = stack.stores["weight"].read("weight", 1, None).result().clone()
-    with pytest.raises(Exception, match="not finite"):
-        optimizer.end()
+    with pytest.raises(GptjFtError, match="not finite"):
+        train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
     optimizer.flush()
     assert torch.equal(before, stack.stores["weight"].read("weight", 1, None).result())
 
