@@ -10,6 +10,7 @@ import errno
 import os
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,18 @@ def test_a_power_cut_at_any_disk_operation_loses_nothing_but_the_step_in_flight(
     assert total > 100
     for last in range(part, total, 12):  # the parts take every third operation; `slow` takes them all
         check(session, straight, tmp_path, [last])
+
+
+@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_power_cut_where_updates_are_kept_in_backward_loses_nothing_either(
+    stride: int, session: Session, straight, tmp_path: Path
+) -> None:
+    costs, room = replace(session.plan.costs, is_late=True), replace(session.plan.room, kept=1)
+    late = replace(session, plan=replace(session.plan, costs=costs, room=room))
+    total = count_operations(late, tmp_path)
+    shutil.rmtree(tmp_path / "run")
+    for last in range(3, total, stride):
+        check(late, straight, tmp_path, [last])
 
 
 @pytest.mark.slow

@@ -257,7 +257,7 @@ def kill_when(condition, options: str, folder: Path) -> None:
     streams = {"stderr": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
     process = subprocess.Popen(command, cwd=folder, env=environment, **streams)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while not condition(folder / "killed"):
             assert process.poll() is None, "the run ended before it could be killed"
             assert time.monotonic() < deadline

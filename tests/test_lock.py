@@ -25,7 +25,7 @@ def training(rows_file: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes
     command = [sys.executable, "-m", "gptj_ft", *LONG.split(), "--weights", "disk", "--optimizer-state", "disk"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not any("loss" in line for line in Run(tmp_path / "busy").metrics()):
             assert process.poll() is None
             assert time.monotonic() < deadline

@@ -197,6 +197,19 @@ def test_a_flipped_bit_is_found_and_named(file: str, runs: Path, shell: Shell) -
     assert any(path.name in problem and "is damaged: " in problem for problem in done.json["problems"])
 
 
+@pytest.mark.parametrize("file", ["layer-001", "gradient-002"])
+def test_a_run_with_a_flipped_bit_is_not_trained_on(file: str, runs: Path, shell: Shell) -> None:
+    path = runs / "stopped" / "state" / f"{file}.safetensors"
+    with path.open("r+b") as opened:
+        opened.seek(-8192, os.SEEK_END)
+        byte = opened.read(1)
+        opened.seek(-8192, os.SEEK_END)
+        opened.write(bytes([byte[0] ^ 1]))
+    done = shell("finetune --resume runs/stopped")
+    assert (done.code, f"{path.name}: " in done.err, " is damaged: " in done.err) == (3, True, True), done.err
+    assert not (runs / "stopped" / "model").exists()
+
+
 def test_cleaning_a_finished_run_leaves_model_and_metrics(runs: Path, shell: Shell) -> None:
     kept = {path: data for path, data in content(runs / "done").items() if "checkpoints" not in path.parts}
     size = shell("runs list runs/done --json").json["runs"][0]["bytes"]
