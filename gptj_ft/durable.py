@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 # What file systems answer that have no hard links (FAT, some network and FUSE file systems), or have no room for one.
@@ -76,6 +76,12 @@ def remove_folder(folder: Path) -> None:
         return
     sync_path(folder.parent)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def files_in(folder: Path) -> Iterator[Path]:
+    """Yield every file below a folder, which may be changing meanwhile."""
+    for parent, _, names in os.walk(folder):
+        yield from (Path(parent, name) for name in names)
 
 
 def disk_bytes(paths: Iterable[Path]) -> int:

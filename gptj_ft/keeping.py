@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Iterable
@@ -52,7 +53,7 @@ class Keeper:
     def after_validation(self, loss: float) -> None:
         """Take note of a validation loss; if it is the lowest so far, keep this state."""
         best, step = self._facts["best"], self._optimizer.step
-        if step == 0 or (best and not loss < best["validation_loss"]):
+        if step == 0 or not math.isfinite(loss) or (best and loss >= best["validation_loss"]):
             return
         self._facts["best"] = {"step": step, "validation_loss": loss}
         if self._recipe.keeps_best and step < self._num_steps:
@@ -120,9 +121,9 @@ def check_keep(recipe: Recipe, num_validation_rows: int) -> None:
         UsageError: the best without validations during the run, or the newest N or all without ``save_every``.
     """
     if recipe.keeps_best and not num_validation_rows:
-        raise UsageError("the best state is the one with the lowest validation loss: add --val-data FILE or holdout")
+        raise UsageError("the best state is the one with the lowest validation loss: add --val-data FILE, or a holdout")
     if recipe.keeps_best and not recipe.validate_every:
-        raise UsageError("the best state is found by validations during the run: add --validate-every STEPS")
+        raise UsageError("the best state is found by validations during the run: add --validate-every N")
     if recipe.num_newest_kept != 0 and not recipe.save_every:
         raise UsageError(f"--keep {','.join(recipe.keep)} keeps what is saved every N steps: add --save-every N")
 

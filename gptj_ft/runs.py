@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gptj_ft.durable import disk_bytes
+from gptj_ft.durable import disk_bytes, files_in
 from gptj_ft.errors import GptjFtError, UsageError
 from gptj_ft.home import RUNS, is_model
 from gptj_ft.lock import holder, locked
@@ -115,9 +115,9 @@ def summarize(run: Run) -> Summary:
         step = max((line["step"] for line in lines if "loss" in line), default=step)
     return Summary(
         str(run.folder), name, status, worker.process if worker else None, step, steps,
-        max((path.stat().st_mtime for path in saved if path.is_file()), default=None),
+        max(filter(None, map(_written_at, saved)), default=None),
         losses.get(0), next((losses[step] for step in sorted(losses, reverse=True) if step), None),
-        checkpoints, disk_bytes(run.folder.rglob("*")), problem,
+        checkpoints, disk_bytes(files_in(run.folder)), problem,
     )  # fmt: skip
 
 
@@ -168,6 +168,13 @@ def remove(found: Leftovers) -> None:
             raise UsageError(f"cannot remove {path}: {error.strerror}") from error
 
 
+def _written_at(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+
+
 def _not_needed(run: Run) -> list[Path]:
     found = [*run.folder.glob("*.new"), *run.folder.glob("*.tmp"), *run.folder.glob(".*.partial-*")]
     found += run.data.glob(".*.writing")
@@ -180,6 +187,6 @@ def _not_needed(run: Run) -> list[Path]:
 
 def _freed_bytes(paths: Sequence[Path]) -> int:
     """Return the space that is free once files are removed: not that of a file which keeps another name elsewhere."""
-    files = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
+    files = [file for path in paths for file in (files_in(path) if path.is_dir() else [path])]
     names = Counter((file.stat().st_dev, file.stat().st_ino) for file in files)
     return disk_bytes(file for file in files if names[file.stat().st_dev, file.stat().st_ino] == file.stat().st_nlink)

@@ -10,7 +10,7 @@ import torch
 from gptj_ft import machine
 from gptj_ft.checkpoint import steps_done
 from gptj_ft.data.batches import Rows, rows_of_step, steps_per_epoch
-from gptj_ft.durable import disk_bytes
+from gptj_ft.durable import disk_bytes, files_in
 from gptj_ft.errors import UsageError
 from gptj_ft.families import Architecture, read_architecture
 from gptj_ft.formats.huggingface import check, open_checkpoint
@@ -93,7 +93,7 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
 
 def free_resources(device: torch.device, folder: Path) -> Free:
     """Return what this machine has for a run: what is free, and the disk space that its folder has taken already."""
-    taken = disk_bytes(folder.rglob("*"))
+    taken = disk_bytes(files_in(folder))
     host = machine.free_memory(torch.device("cpu"))
     is_shared = device.type == "cpu"
     return Free(host if is_shared else machine.free_memory(device), host, machine.free_disk(folder) + taken, is_shared)
