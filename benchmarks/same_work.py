@@ -1,0 +1,150 @@
+"""The work that different trainers are given: one model, one list of steps, one loss.
+
+A process that cannot import `gptj_ft` reads it too: nothing here needs more than torch and `transformers`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import GPTJConfig, GPTJForCausalLM
+
+if TYPE_CHECKING:
+    from gptj_ft.run import Run
+
+NO_TARGET = -100
+# 203,992,288 parameters.
+SHAPE = {"vocab_size": 50400, "n_positions": 1024, "n_embd": 1024, "n_layer": 8, "n_head": 16, "rotary_dim": 32}
+
+
+@dataclass(frozen=True)
+class Step:
+    """The rows and the learning rate of one optimizer step.
+
+    Attributes:
+        lr: learning rate.
+        documents: token ids of each row, EOS included.
+        prompt_lengths: tokens at each row's start that are not trained on, at least 1.
+    """
+
+    lr: float
+    documents: list[list[int]]
+    prompt_lengths: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.documents))
+
+    @property
+    def num_padded(self) -> int:
+        """Tokens when every row is padded to the longest."""
+        return len(self.documents) * max(map(len, self.documents))
+
+    @property
+    def num_targets(self) -> int:
+        return self.num_tokens - sum(self.prompt_lengths)
+
+    def rows(self) -> list[Step]:
+        """Return its rows one by one."""
+        return [Step(self.lr, [row], [prompt]) for row, prompt in zip(self.documents, self.prompt_lengths, strict=True)]
+
+
+@dataclass(frozen=True)
+class Work:
+    """The steps of a `gptj-ft` run and its optimizer's settings."""
+
+    steps: list[Step]
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip_norm: float
+
+    @classmethod
+    def of(cls, run: Run) -> Work:
+        """Read it from the folder of a run that was given ``max_steps``."""
+        from gptj_ft.data.batches import Rows, rows_of_step
+        from gptj_ft.data.prepare import load
+        from gptj_ft.optimizer import Schedule
+
+        recipe, rows = run.recipe(), Rows.of(load(run.data / "train").rows)
+        assert recipe.max_steps is not None
+        schedule, steps = Schedule.of(recipe, recipe.max_steps), []
+        for step in range(recipe.max_steps):
+            chosen = rows_of_step(step, len(rows), recipe.batch_size, recipe.seed)
+            documents = [list(rows.documents[row]) for row in chosen]
+            steps.append(Step(schedule.lr(step + 1), documents, [rows.prompt_lengths[row] for row in chosen]))
+        return cls(steps, recipe.betas, recipe.eps, recipe.weight_decay, recipe.clip_norm or float("inf"))
+
+    def save(self, path: Path) -> None:
+        """Write it for another process."""
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Work:
+        """Read what `save` wrote."""
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**{**values, "steps": [Step(**step) for step in values["steps"]]})
+
+    def write_losses(self, losses: Iterable[float], path: Path) -> None:
+        """Write a line per step, as soon as its loss is there, with the keys of `gptj-ft`'s metrics."""
+        with path.open("w", encoding="utf-8", buffering=1) as lines:
+            for number, (step, loss) in enumerate(zip(self.steps, losses, strict=True), start=1):
+                line = {"step": number, "loss": loss, "tokens": step.num_tokens, "target_tokens": step.num_targets}
+                lines.write(json.dumps(line) + "\n")
+
+
+def make_model(folder: Path, tokenizer: Path, shape: Mapping[str, int] = SHAPE) -> None:
+    """Write a random GPT-J with GPT-2's tokenizer (a folder with vocab.json and merges.txt)."""
+    torch.manual_seed(0)
+    config = GPTJConfig(**shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    GPTJForCausalLM(config).save_pretrained(folder)
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(tokenizer / name, folder / name)
+
+
+def open_model(folder: Path) -> GPTJForCausalLM:
+    """Read it in fp32, with the only attention that `transformers` has for GPT-J on a CPU."""
+    return GPTJForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+
+
+def pad(documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad rows on the right to the longest of them.
+
+    Returns: token ids, attention mask, and at each position the token to predict there or `NO_TARGET`; all [B, L].
+    """
+    width = max(map(len, documents))
+    ids, mask = (torch.zeros(len(documents), width, dtype=torch.int64) for _ in range(2))
+    targets = torch.full((len(documents), width), NO_TARGET)
+    for i, (document, prompt) in enumerate(zip(documents, prompt_lengths, strict=True)):
+        tokens = torch.tensor(document)
+        ids[i, : len(tokens)], mask[i, : len(tokens)] = tokens, 1
+        targets[i, prompt - 1 : len(tokens) - 1] = tokens[prompt:]
+    return ids, mask, targets
+
+
+def loss_of_all_positions(model: Callable[..., Any], step: Step) -> Tensor:
+    """Return the mean loss over a step's targets, from logits at every position, as ``model(labels=...)`` does.
+
+    The targets are shifted and not the logits: there is no copy of a [tokens, vocabulary] tensor.
+    """
+    ids, mask, targets = pad(step.documents, step.prompt_lengths)
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
+
+
+def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return the parameters as `torch.optim` takes them; biases and norms are not decayed."""
+    # DeepSpeed leaves an empty tensor in a parameter's place and its shape in ds_shape.
+    dims = {parameter: len(getattr(parameter, "ds_shape", parameter.shape)) for parameter in model.parameters()}
+    return [
+        {"params": [p for p, dim in dims.items() if dim > 1], "weight_decay": weight_decay},
+        {"params": [p for p, dim in dims.items() if dim == 1], "weight_decay": 0.0},
+    ]

@@ -1,0 +1,97 @@
+"""`gptj-ft finetune` against a plain `transformers` training loop, on the same rows of DialogSum.
+
+Model: a random GPT-J of 8 blocks x n_embd 1024 with 50,400 rows of vocabulary, 204 M parameters, fp32 on the CPU. The
+loop is what one writes for speed: rows padded to the longest of their batch, `AdamW(fused=True)`, `clip_grad_norm_`,
+gradients set to None, no KV cache, no copy of the logits, and the only attention that `transformers` has for GPT-J on
+a CPU: eager (it refuses sdpa for this model, and flash attention needs CUDA). Others show where the difference lies:
+
+    plain       logits at every position, as `model(labels=...)` computes them
+    targets     plain, but the head on the positions that carry a target only
+    rows        targets, but row by row, without padding, gradients accumulated
+    recompute   plain, with gradient checkpointing: less memory, more time
+
+`gptj-ft` runs in the placement it chooses by itself (auto) and with everything on disk (disk). Each trainer has a
+process of its own, one after the other. That every step had the same tokens and the same loss is checked.
+
+    python benchmarks/transformers_loop.py --data train.jsonl --tokenizer gpt2/ --work /tmp/loop
+
+`--set key=value` reaches `gptj-ft`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from same_work import NO_TARGET, Step, Work, decay_groups, loss_of_all_positions, make_model, open_model, pad
+from side_by_side import facts_of, finetune, parser, report, watch
+from torch import Tensor
+from transformers import GPTJForCausalLM
+
+PLACES = ("auto", "disk")
+LOOPS = ("plain", "targets", "rows", "recompute")
+
+
+def train(folder: Path, work: Work, loop: str = "plain") -> Iterator[float]:
+    """Train a model folder; yield the loss of each step."""
+    model = open_model(folder)
+    if loop == "recompute":
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(
+        decay_groups(model, work.weight_decay), betas=work.betas, eps=work.eps, fused=True
+    )  # fmt: skip
+    for step in work.steps:
+        for group in optimizer.param_groups:
+            group["lr"] = step.lr
+        total = 0.0
+        for part in step.rows() if loop == "rows" else [step]:
+            if loop in ("plain", "recompute"):
+                loss = loss_of_all_positions(model, part)
+            else:
+                loss = loss_of_targets(model, part) * (part.num_targets / step.num_targets)
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), work.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield total
+
+
+def loss_of_targets(model: GPTJForCausalLM, step: Step) -> Tensor:
+    """Return the mean loss over a step's targets; the head runs on their positions only."""
+    ids, mask, targets = pad(step.documents, step.prompt_lengths)
+    hidden = model.transformer(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    chosen = targets != NO_TARGET
+    return F.cross_entropy(model.lm_head(hidden[chosen]), targets[chosen])
+
+
+def main() -> None:
+    """Run the trainers one after the other, each in a process of its own, and compare."""
+    options = parser(__doc__)
+    options.add_argument("--places", default=",".join(PLACES), help="of gptj-ft; the first is compared with")
+    options.add_argument("--loops", default=",".join(LOOPS), help="of transformers")
+    options.add_argument("--loop", choices=LOOPS, help="used by the script itself")
+    arguments = options.parse_args()
+    folder = arguments.work
+    if arguments.loop:
+        work = Work.load(folder / "work.json")
+        work.write_losses(train(folder / "model", work, arguments.loop), folder / f"{arguments.loop}.jsonl")
+        return
+    folder.mkdir(parents=True)
+    make_model(folder / "model", arguments.tokenizer)
+    runs = {}
+    for place in arguments.places.split(","):
+        runs[f"gptj-ft, {place}"], run = finetune(arguments, place)
+    work = Work.of(run)
+    work.save(folder / "work.json")
+    for loop in arguments.loops.split(","):
+        command = [sys.executable, __file__, "--loop", loop, "--work", str(folder)]
+        runs[f"transformers, {loop}"] = watch(command, folder / f"{loop}.jsonl")
+    report(runs, work, arguments.warm_up, facts_of(run))
+
+
+if __name__ == "__main__":
+    main()
