@@ -63,7 +63,7 @@ def test_a_power_cut_at_any_disk_operation_loses_nothing_but_the_step_in_flight(
     total = count_operations(session, tmp_path)
     shutil.rmtree(tmp_path / "run")
     assert total > 100
-    for last in range(part, total, 12):  # the parts take every third operation; `slow` takes them all
+    for last in range(part, total, 20):  # the parts take every fifth operation; `slow` takes them all
         check(session, straight, tmp_path, [last])
 
 
