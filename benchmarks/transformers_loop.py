@@ -3,7 +3,7 @@
 Model: a random GPT-J of 8 blocks x n_embd 1024 with 50,400 rows of vocabulary, 204 M parameters, fp32 on the CPU. The
 loop is what one writes for speed: rows padded to the longest of their batch, `AdamW(fused=True)`, `clip_grad_norm_`,
 gradients set to None, no KV cache, no copy of the logits, and the only attention that `transformers` has for GPT-J on
-a CPU: eager (it refuses sdpa for this model, and flash attention needs CUDA). Others show where the difference lies:
+a CPU: eager (by its source it has no sdpa for this model, and flash attention needs CUDA). Others show where the difference lies:
 
     plain       logits at every position, as `model(labels=...)` computes them
     targets     plain, but the head on the positions that carry a target only
@@ -16,6 +16,8 @@ process of its own, one after the other. That every step had the same tokens and
     python benchmarks/transformers_loop.py --data train.jsonl --tokenizer gpt2/ --work /tmp/loop
 
 `--set key=value` reaches `gptj-ft`.
+
+Not run yet in this form.
 """
 
 from __future__ import annotations
