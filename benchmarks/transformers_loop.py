@@ -3,7 +3,8 @@
 Model: a random GPT-J of 8 blocks x n_embd 1024 with 50,400 rows of vocabulary, 204 M parameters, fp32 on the CPU. The
 loop is what one writes for speed: rows padded to the longest of their batch, `AdamW(fused=True)`, `clip_grad_norm_`,
 gradients set to None, no KV cache, no copy of the logits, and the only attention that `transformers` has for GPT-J on
-a CPU: eager (by its source it has no sdpa for this model, and flash attention needs CUDA). Others show where the difference lies:
+a CPU: eager (by its source it has no sdpa for this model, and flash attention needs CUDA). Others show where the
+difference lies:
 
     plain       logits at every position, as `model(labels=...)` computes them
     targets     plain, but the head on the positions that carry a target only
