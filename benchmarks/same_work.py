@@ -72,7 +72,7 @@ class Work:
         """Read it from the folder of a run that was given ``max_steps``."""
         from gptj_ft.data.batches import Rows, rows_of_step
         from gptj_ft.data.prepare import load
-        from gptj_ft.optimizer import Schedule
+        from gptj_ft.schedule import Schedule
 
         recipe, rows = run.recipe(), Rows.of(load(run.data / "train").rows)
         assert recipe.max_steps is not None

@@ -5,6 +5,9 @@ random weights, fp32, clipping on. Each variant runs in a fresh process, one aft
 first step is left out, because it has no update to apply.
 
     python benchmarks/streamed_vs_resident.py --work /tmp/bench --tokens 1024 --steps 4
+
+A variant is a placement and what sets it apart from the options of the whole: ``disk:late=2:parts=60``. Variants that
+differ in placement, late updates or kept activations only must have the same losses, to the bit.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -21,8 +25,12 @@ SHAPE = {"vocab_size": 4096, "n_positions": 2048, "n_embd": 4096, "n_head": 16, 
 ROW = 256  # tokens a document, all of them but the first trained on
 
 
-def run_variant(place: str, arguments: argparse.Namespace) -> dict[str, object]:
+def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object]:
     """Train some steps in one placement; return what was measured."""
+    place, *differences = variant.split(":")
+    for key, value in (difference.split("=") for difference in differences):
+        setattr(arguments, key, type(getattr(arguments, key))(value))
+
     import torch
 
     from gptj_ft.data.batches import micro_batches
@@ -40,7 +48,7 @@ def run_variant(place: str, arguments: argparse.Namespace) -> dict[str, object]:
     types = {"fp32": torch.float32, "bf16": torch.bfloat16}
     dtypes = training_dtypes(torch.float32, types[arguments.moments], types[arguments.gradients])
     layouts = [Layout.of(layer) for layer in layers]
-    stores = open_stores(Placement(place, place), layouts, dtypes, device, arguments.work / place)  # type: ignore[arg-type]
+    stores = open_stores(Placement(place, place), layouts, dtypes, device, arguments.work)  # type: ignore[arg-type]
     room = Room(arguments.read_ahead, arguments.gradient_slots, arguments.parts, kept=arguments.kept)
     stack = LayerStack(layers, dtypes, stores, device, room)
     generator = torch.Generator().manual_seed(0)
@@ -65,12 +73,11 @@ def run_variant(place: str, arguments: argparse.Namespace) -> dict[str, object]:
         seconds.append(time.perf_counter() - start)
         waited.append(stack.waited_seconds - before)
         moved.append(stack.bytes_read + stack.bytes_written - bytes_before)
-        print(f"{place}: step {seconds[-1]:.1f} s, waiting {waited[-1]:.1f} s", file=sys.stderr, flush=True)
+        print(f"{variant}: step {seconds[-1]:.1f} s, waiting {waited[-1]:.1f} s", file=sys.stderr, flush=True)
     stack.drain()
     stack.close()
     blocks = sum(layout.num_parameters for layout in stack.layouts[1:-1])
     return {
-        "place": place,
         "seconds": seconds,
         "waited": waited,
         "losses": losses,
@@ -96,26 +103,35 @@ def main() -> None:
     parser.add_argument("--late", type=int, default=0, help="blocks whose update is kept in backward")
     parser.add_argument("--moments", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--gradients", default="fp32", choices=["fp32", "bf16"])
-    parser.add_argument("--places", default="device,disk")
+    parser.add_argument("--variants", default="device,disk")
     parser.add_argument("--variant", help="used by the script itself")
     arguments = parser.parse_args()
     if arguments.variant:
         print(json.dumps(run_variant(arguments.variant, arguments)))
         return
     results = {}
-    for place in arguments.places.split(","):
-        words = [*sys.argv[1:], "--variant", place]
+    for variant in arguments.variants.split(","):
+        words = [*sys.argv[1:], "--variant", variant]
         done = subprocess.run([sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE)
-        results[place] = json.loads(done.stdout)
-    for place, result in results.items():
+        shutil.rmtree(arguments.work, ignore_errors=True)
+        results[variant] = result = json.loads(done.stdout)
         steady = result["seconds"][1:]
         result["steady_seconds"] = sum(steady) / len(steady)
         result["stall"] = sum(result["waited"][1:]) / sum(steady)
-        print(json.dumps({"place": place, **result}))
-    if len(results) == 2:
-        a, b = results.values()
-        assert a["losses"] == b["losses"], "placements differ"
-        print(f"ratio {b['steady_seconds'] / a['steady_seconds']:.3f}, same losses to the bit")
+        print(json.dumps({"variant": variant, **result}), flush=True)
+
+    def is_rounded(variant: str) -> bool:
+        return "bf16" in (variant if "moments=" in variant else arguments.moments)
+
+    for variant, result in results.items():
+        # What rounds differently has a reference of its own: the first variant with the same moments.
+        like = next(other for other in results if is_rounded(other) == is_rounded(variant))
+        assert result["losses"] == results[like]["losses"], f"{variant} and {like} differ"
+        ratio = result["steady_seconds"] / results[like]["steady_seconds"]
+        print(
+            f"{variant:<32}{result['steady_seconds']:>8.1f} s  {ratio:>5.3f} x {like}, waiting {result['stall']:.1%}, "
+            f"peak {result['peak_rss_bytes'] / 1e9:.1f} GB, same losses to the bit"
+        )
 
 
 if __name__ == "__main__":
