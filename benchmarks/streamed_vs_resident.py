@@ -20,8 +20,27 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 SHAPE = {"vocab_size": 4096, "n_positions": 2048, "n_embd": 4096, "n_head": 16, "rotary_dim": 64}
+PARTS = {
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn"),
+    "attention": ("scaled_dot_product",),
+    "AdamW": ("_fused_adamw_",),
+    "GELU": ("gelu",),
+    "layer norm": ("layer_norm",),
+    "gradient norm": ("linalg_vector_norm",),
+    "copies, zeros, sums": (
+        "aten::copy_",
+        "aten::zero_",
+        "aten::fill_",
+        "aten::cat",
+        "aten::add",
+        "aten::mul",
+        "aten::sum",
+    ),
+    "loss": ("log_softmax", "nll_loss"),
+}
 ROW = 256  # tokens a document, all of them but the first trained on
 
 
@@ -63,7 +82,10 @@ def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object
     batches = micro_batches(documents, [1] * len(documents), arguments.micro_batch)
     optimizer = AdamW(stack, Recipe(), late=arguments.late)
     seconds, waited, losses, moved = [], [], [], []
-    for _ in range(arguments.steps):
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    for step in range(arguments.steps):
+        if arguments.profile and step == arguments.steps - 1:
+            profile.start()
         start, before, bytes_before = time.perf_counter(), stack.waited_seconds, stack.bytes_read + stack.bytes_written
         optimizer.begin(1e-5)
         losses.append(train_step(stack, optimizer, batches).mean)
@@ -74,6 +96,8 @@ def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object
         waited.append(stack.waited_seconds - before)
         moved.append(stack.bytes_read + stack.bytes_written - bytes_before)
         print(f"{variant}: step {seconds[-1]:.1f} s, waiting {waited[-1]:.1f} s", file=sys.stderr, flush=True)
+    if arguments.profile:
+        profile.stop()
     stack.drain()
     stack.close()
     blocks = sum(layout.num_parameters for layout in stack.layouts[1:-1])
@@ -85,7 +109,20 @@ def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "gflops": [(8 - 2 * arguments.kept / arguments.layers) * blocks * tokens / s / 1e9 for s in seconds],
         "parameters": sum(layout.num_parameters for layout in stack.layouts),
+        "profile": shares(profile, seconds[-1]) if arguments.profile else None,
     }
+
+
+def shares(profile: Any, seconds: float) -> dict[str, float]:
+    """Return the share of a step's seconds that each kind of operation took, the largest first."""
+    taken = dict.fromkeys(PARTS, 0.0)
+    for event in profile.key_averages():
+        part = next(
+            (part for part, names in PARTS.items() if any(name in event.key for name in names)), "other operations"
+        )
+        taken[part] = taken.get(part, 0.0) + event.self_cpu_time_total / 1e6 / seconds
+    taken["between operations"] = 1 - sum(taken.values())
+    return dict(sorted(taken.items(), key=lambda item: -item[1]))
 
 
 def main() -> None:
@@ -103,6 +140,7 @@ def main() -> None:
     parser.add_argument("--late", type=int, default=0, help="blocks whose update is kept in backward")
     parser.add_argument("--moments", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--gradients", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--profile", action="store_true", help="where the time of the last step goes")
     parser.add_argument("--variants", default="device,disk")
     parser.add_argument("--variant", help="used by the script itself")
     arguments = parser.parse_args()
@@ -132,6 +170,8 @@ def main() -> None:
             f"{variant:<32}{result['steady_seconds']:>8.1f} s  {ratio:>5.3f} x {like}, waiting {result['stall']:.1%}, "
             f"peak {result['peak_rss_bytes'] / 1e9:.1f} GB, same losses to the bit"
         )
+        for part, share in (result["profile"] or {}).items():
+            print(f"    {share:>6.1%}  {part}")
 
 
 if __name__ == "__main__":

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gptj_ft.stores import allocate
+from gptj_ft.stores import Transfer, allocate
+from gptj_ft.stores.cuda import marks
 
 
 @dataclass(eq=False)
@@ -26,8 +25,13 @@ class Buffer:
 
     tensor: Tensor
     holds: Hashable = None
-    transfers: list[Future[Any]] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
     users: int = 0
+
+    def release(self) -> None:
+        """End a use. A device may be behind the program: whatever is put here next waits until it has caught up."""
+        self.users -= 1
+        self.transfers += marks(self.tensor.device)
 
 
 class Buffers:
@@ -38,6 +42,8 @@ class Buffers:
 
     def __init__(self, count: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._line = [Buffer(allocate(numel, dtype, device)) for _ in range(count)]
+        for buffer in self._line:
+            buffer.transfers += marks(device)  # of the zeros
 
     def has_room(self, content: Hashable) -> bool:
         """Tell whether `take` would return a buffer."""
@@ -48,7 +54,7 @@ class Buffers:
         return any(buffer.holds == content for buffer in self._line)
 
     def take(self, content: Hashable) -> tuple[Buffer, bool]:
-        """Return a buffer for a content, and whether it holds it already; it has one user more until `release`."""
+        """Return a buffer for a content, and whether it holds it already; it has one user more until its `release`."""
         found = [buffer for buffer in self._line if content is not None and buffer.holds == content]
         unused = [buffer for buffer in self._line if not buffer.users]
         buffer = (found or [buffer for buffer in unused if buffer.holds is None] or unused)[0]

@@ -36,7 +36,7 @@ from gptj_ft.formats.shards import open_shard
 from gptj_ft.optimizer import Update
 from gptj_ft.run import COMMIT, MANIFEST, Run, read_json, write_json
 from gptj_ft.stack import LayerStack
-from gptj_ft.stores import Kind, Layout
+from gptj_ft.stores import Kind, Layout, allocate
 from gptj_ft.stores.blockio import disk_error, open_direct, sync
 from gptj_ft.stores.statefile import Digests, StateFile, layer_path
 
@@ -175,10 +175,10 @@ def restore(folder: Path, stack: LayerStack, step: int) -> None:
 
 
 def _read(form: StateFile, descriptor: int, kind: Kind, digests: Digests, start: int, part: Tensor) -> None:
-    staging = part if part.device.type == "cpu" else torch.empty_like(part, device="cpu")
-    form.read(descriptor, kind, staging, start, digests)
-    if staging is not part:
-        part.copy_(staging)
+    host = _host_memory(part)
+    form.read(descriptor, kind, host, start, digests)
+    if host is not part:
+        part.copy_(host)
 
 
 def parameters(folder: Path, layouts: Sequence[Layout]) -> Iterator[dict[str, Tensor]]:
@@ -192,6 +192,11 @@ def parameters(folder: Path, layouts: Sequence[Layout]) -> Iterator[dict[str, Te
         yield layout.views(shard.read("master" if "master" in shard.entries else "weight"))
 
 
+def _host_memory(part: Tensor) -> Tensor:
+    """Return memory for a part that files can be read into and written from, past the page cache: its own on a CPU."""
+    return part if part.device.type == "cpu" else allocate(len(part), part.dtype, torch.device("cpu"))
+
+
 def _write_layers(folder: Path, stack: LayerStack, step: int) -> None:
     kinds = state_kinds(stack)
     for layer, form in enumerate(_forms(stack, kinds)):
@@ -201,7 +206,8 @@ def _write_layers(folder: Path, stack: LayerStack, step: int) -> None:
         try:
             for kind in kinds:
                 for start, part in stack.read_parts(kind, layer):
-                    form.write(descriptor, kind, part.cpu(), start, digests)
+                    host = _host_memory(part)
+                    form.write(descriptor, kind, host if host is part else host.copy_(part), start, digests)
             form.write_header(descriptor, step, digests)
             sync(descriptor, path)
         finally:

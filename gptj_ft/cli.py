@@ -20,8 +20,10 @@ import typer
 from gptj_ft import __version__
 from gptj_ft.errors import DataError, GptjFtError, ResourceError, UsageError
 from gptj_ft.options import (
+    Activations,
     Assignments,
     BatchSize,
+    Boundaries,
     Config,
     Data,
     Device,
@@ -79,7 +81,7 @@ def download(
 
     from gptj_ft.download import download as fetch
     from gptj_ft.home import DEFAULT_REPOSITORY
-    from gptj_ft.plan import gigabytes
+    from gptj_ft.machine import gigabytes
 
     with _bar("downloading", not as_json) as advance:
         report = fetch(
@@ -116,7 +118,7 @@ def convert(
 
     from gptj_ft import home
     from gptj_ft.convert import convert as convert_model
-    from gptj_ft.plan import gigabytes
+    from gptj_ft.machine import gigabytes
 
     if source is None:
         source = home.download_folder(home.DEFAULT_REPOSITORY)
@@ -201,6 +203,8 @@ def finetune(
     precision: Precision = None,
     weights: Weights = None,
     optimizer_state: OptimizerState = None,
+    activations: Activations = None,
+    boundaries: Boundaries = None,
     max_time: MaxTime = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
@@ -261,6 +265,8 @@ def plan(
     precision: Precision = None,
     weights: Weights = None,
     optimizer_state: OptimizerState = None,
+    activations: Activations = None,
+    boundaries: Boundaries = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     disk_space: DiskSpace = None,
@@ -421,7 +427,7 @@ def list_runs(
 @runs_app.command("verify")
 def verify_run(run: RunFolder, as_json: Json = False) -> None:
     """Read every file of a run and compare it with what was written."""
-    from gptj_ft.progress import gigabytes
+    from gptj_ft.machine import gigabytes
     from gptj_ft.run import Run
     from gptj_ft.verify import verify
 
@@ -443,7 +449,7 @@ def clean_runs(
     as_json: Json = False,
 ) -> None:
     """Remove state and checkpoints of finished runs, and what crashes left behind; never a model or its metrics."""
-    from gptj_ft.progress import gigabytes
+    from gptj_ft.machine import gigabytes
     from gptj_ft.run import Run
     from gptj_ft.runs import leftovers, remove
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from gptj_ft.demand import Load, Pass, bytes_moved, state_kinds, training_passes
 from gptj_ft.measure import Rates
-from gptj_ft.passes import Load, Pass, bytes_moved, state_kinds, training_passes
 from gptj_ft.recipe import Recipe
 from gptj_ft.stores import Kind
 from gptj_ft.stores.placement import Placement

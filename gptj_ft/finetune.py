@@ -13,6 +13,7 @@ from rich.console import Console
 
 from gptj_ft.data.batches import Rows
 from gptj_ft.data.prepare import Prepared, Report, load, save
+from gptj_ft.demand import Load
 from gptj_ft.durable import sync_path, sync_tree
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.families import read_architecture
@@ -21,7 +22,6 @@ from gptj_ft.inputs import choose_model, gather
 from gptj_ft.keeping import check_keep, find_checkpoint, go_back
 from gptj_ft.lock import LOCK, locked
 from gptj_ft.machine import choose_device
-from gptj_ft.passes import Load
 from gptj_ft.plan import Plan, choose
 from gptj_ft.rates import choose_dtype, rates
 from gptj_ft.recipe import FREE_ON_RESUME, Recipe, Resolved, build, dump, resolve

@@ -51,7 +51,8 @@ def explain_gradient(error: GptjFtError, session: Session, stack: LayerStack) ->
     """Return the error of an optimizer that was given a gradient that is not finite, with the tensors it is in."""
     names = find_in_gradients(session, stack)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return NotFinite(f"{error}; in {', '.join(names[:3])}{more}" if names else str(error))
+    where = f"; in {', '.join(names[:3])}{more}" if names else ""
+    return NotFinite(f"{error}{where}\n{advice(session)}")
 
 
 def advice(session: Session) -> str:

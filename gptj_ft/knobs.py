@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from gptj_ft.passes import Load
+from gptj_ft.demand import Load
 from gptj_ft.recipe import Recipe
 
 LEAST_LENGTH = 64  # tokens a row; below that a run is of no use
@@ -32,7 +32,7 @@ Lack = Callable[[Recipe, Load], int]
 """Returns the bytes that a run lacks where it lacks the least; 0 if it fits."""
 
 
-def advise(recipe: Recipe, load: Load, lack: Lack, ways: Sequence[str] = ()) -> str:
+def advise(recipe: Recipe, load: Load, lack: Lack, ways: Sequence[str] = (), has_begun: bool = False) -> str:
     """Return which options to change, as a phrase: the two that help most.
 
     Options that change no number of the run come first. Where none is enough alone, pairs are tried.
@@ -42,16 +42,17 @@ def advise(recipe: Recipe, load: Load, lack: Lack, ways: Sequence[str] = ()) -> 
         load: what it asks for.
         lack: what it would lack, were these different.
         ways: other ways to make it fit, which come before all.
+        has_begun: whether the run is resumed, which only takes options that change no number.
     """
-    now = Setting(recipe, load)
-    enough = [first for knob in KNOBS if (first := _first(knob(now), lack))]
+    now, knobs = Setting(recipe, load), HARMLESS if has_begun else (*HARMLESS, *OTHERS)
+    enough = [first for knob in knobs if (first := _first(knob(now), lack))]
     ways = [*ways, *(" ".join(setting.typed) for setting in enough)]
     if ways:
         return "try " + ", or ".join(ways[:2])
-    for one, other in combinations(KNOBS, 2):
+    for one, other in combinations(knobs, 2):
         if both := _first((last for first in one(now) for last in other(first)), lack):
             return "try " + " with ".join(both.typed)
-    furthest = [settings[-1] for knob in KNOBS if (settings := list(knob(now)))]
+    furthest = [settings[-1] for knob in knobs if (settings := list(knob(now)))]
     lacks = {" ".join(setting.typed): lack(setting.recipe, setting.load) for setting in furthest}
     best = sorted((typed for typed in lacks if lacks[typed] < lack(recipe, load)), key=lambda typed: lacks[typed])
     return f"{' with '.join(best[:2])} helps most, but is not enough" if best else "no option makes it fit"
@@ -63,7 +64,7 @@ def _first(settings: Iterator[Setting], lack: Lack) -> Setting | None:
 
 def _stream_more(now: Setting) -> Iterator[Setting]:
     forced: dict[str, Any] = {
-        name: "auto" for name in ("weights", "optimizer_state") if getattr(now.recipe, name) != "auto"
+        name: "auto" for name in ("weights", "optimizer_state", "boundaries") if getattr(now.recipe, name) != "auto"
     }
     if forced:
         yield now.turned(" ".join(f"--{name.replace('_', '-')} auto" for name in forced), **forced)
@@ -100,15 +101,8 @@ def _shorter_rows(now: Setting) -> Iterator[Setting]:
         yield now.turned(f"--max-length {length}", load, max_length=length)
 
 
-# The first three change no number of the run, the fourth only its rounding.
-KNOBS: Sequence[Knob] = (
-    _stream_more,
-    _read_less_ahead,
-    _lift_caps,
-    _compute_less_at_once,
-    _smaller_batches,
-    _shorter_rows,
-)
+HARMLESS: Sequence[Knob] = (_stream_more, _read_less_ahead, _lift_caps)  # change no number of the run
+OTHERS: Sequence[Knob] = (_compute_less_at_once, _smaller_batches, _shorter_rows)  # the first only its rounding
 
 
 def _halves(value: int, least: int) -> Iterator[int]:

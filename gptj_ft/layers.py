@@ -6,14 +6,17 @@ R rotary width, V vocabulary, L length of one document, K length of its keys.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 NO_TARGET = -100
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -57,6 +60,16 @@ class PackedBatch:
     @property
     def num_targets(self) -> int:
         return int((self.targets_T != NO_TARGET).sum())
+
+    @cached_property
+    def cu_seqlens_T(self) -> Tensor:
+        """``cu_seqlens`` on the device, int32."""
+        return torch.tensor(self.cu_seqlens, dtype=torch.int32, device=self.tokens_T.device)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(end - start for start, end in zip(self.cu_seqlens, self.cu_seqlens[1:], strict=False))
 
     def to(self, device: torch.device) -> PackedBatch:
         """Return the batch on a device."""
@@ -110,6 +123,38 @@ def rotate(x_TNH: Tensor, positions_T: Tensor, rotary_dim: int, base: float = 10
     return torch.cat((rotated.to(x_TNH.dtype), x_TNH[..., rotary_dim:]), dim=-1)
 
 
+@lru_cache
+def takes_ragged(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
+    """Tell whether a device has a kernel that attends inside many documents at once, tried forward and backward.
+
+    It is FlashAttention's, for CUDA and half precision; how wide a head may be depends on the device.
+    """
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    x_TNH = torch.ones(3, 1, head_width, dtype=dtype, device=device, requires_grad=True)
+    tokens_T = torch.zeros(3, dtype=torch.int64, device=device)
+    try:
+        with torch.enable_grad():
+            attend_ragged(x_TNH, x_TNH, x_TNH, PackedBatch(tokens_T, tokens_T, tokens_T, (0, 1, 3))).sum().backward()  # type: ignore[no-untyped-call]
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        log.warning("attention goes document by document: %s", str(error).partition("\n")[0])
+        return False
+    return True
+
+
+def attend_ragged(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, batch: PackedBatch) -> Tensor:
+    """`attend` by one kernel for all documents, without a cache; see `takes_ragged`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends = batch.cu_seqlens_T
+    out = varlen_attn(
+        q_TNH.contiguous(), k_TNH.contiguous(), v_TNH.contiguous(), ends, ends, batch.longest, batch.longest,
+        window_size=(-1, 0),
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out
+
+
 def attend(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, batch: PackedBatch, layer: int) -> Tensor:
     """Causal attention inside each document only; scores scaled by 1/sqrt(H), softmax in fp32.
 
@@ -117,6 +162,8 @@ def attend(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, batch: PackedBatch, laye
 
     Returns: [T, N, H].
     """
+    if batch.cache is None and takes_ragged(q_TNH.device, q_TNH.dtype, q_TNH.shape[-1]):
+        return attend_ragged(q_TNH, k_TNH, v_TNH, batch)
     outputs = []
     for document, (start, end) in enumerate(zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)):
         q_LNH, k_KNH, v_KNH = q_TNH[start:end], k_TNH[start:end], v_TNH[start:end]

@@ -7,7 +7,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import psutil
 import torch
 
 from gptj_ft.errors import UsageError
@@ -36,6 +35,8 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
+    import psutil  # the engine alone does without
+
     available = int(psutil.virtual_memory().available)
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     try:  # a container may have less than its machine
@@ -64,3 +65,10 @@ def peak_memory() -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     except (OSError, StopIteration):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def gigabytes(size: float) -> str:
+    """Return bytes as people read them."""
+    if size >= 1e12:
+        return f"{size / 1e12:.1f} TB"
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gptj_ft.boundaries import Away
 from gptj_ft.families import Architecture, read_architecture
 from gptj_ft.formats.huggingface import Checkpoint, check, layer_tensors, open_checkpoint
 from gptj_ft.machine import free_memory
@@ -18,7 +19,7 @@ from gptj_ft.stack import LayerStack, Room
 from gptj_ft.stores import Kind, Layout
 from gptj_ft.stores.device import DeviceStore
 from gptj_ft.stores.folder import FolderStore
-from gptj_ft.stores.placement import Placement, open_stores
+from gptj_ft.stores.placement import Placement, open_boundaries, open_stores
 from gptj_ft.streaming import stream
 
 
@@ -30,6 +31,7 @@ def training_stack(
     folder: Path,
     room: Room = Room(),
     keep_gradients: bool = True,
+    boundary: Layout | None = None,
 ) -> LayerStack:
     """Open empty stores for training a model; `load_weights` or a checkpoint fills them.
 
@@ -41,12 +43,19 @@ def training_stack(
         folder: for what lives on disk.
         room: how much may be on the device at once.
         keep_gradients: whether updates wait for the global norm, so that gradients need a store.
+        boundary: layout of a layer's inputs; needed where the placement keeps them off the device.
     """
     layers = architecture.layers()
     stored = {kind: dtype for kind, dtype in dtypes.items() if kind != "grad" or keep_gradients}
     layouts = [Layout.of(layer) for layer in layers]
     stores = open_stores(placement, layouts, stored, device, folder, room.part_numel)
-    return LayerStack(layers, dtypes, stores, device, room)
+    stack = LayerStack(layers, dtypes, stores, device, room)
+    if placement.boundaries != "device":
+        assert boundary is not None
+        compute, part_numel = stack.compute_dtype, room.part_numel
+        store = open_boundaries(placement, boundary, len(layers), compute, device, folder, part_numel)
+        stack.boundaries = Away(store, boundary.numel, part_numel, compute, device, stack)
+    return stack
 
 
 def load_weights(stack: LayerStack, architecture: Architecture, checkpoint: Checkpoint) -> None:
@@ -79,7 +88,7 @@ def fill_layer(stack: LayerStack, layer: int, fill: Callable[[str, Tensor], obje
             stack.write_parts(kind, layer, lambda start, part: part.copy_(flat[start : start + len(part)]))
         else:
             stack.write_parts(kind, layer, lambda start, part: part.zero_())
-    slot.users -= 1
+    slot.release()
     stack.commit(kinds, layer, 0)
 
 
@@ -94,7 +103,7 @@ def flat_views(stack: LayerStack, kind: Kind, layer: int) -> dict[str, Tensor]:
     flat = slot.tensor[: stack.layouts[layer].numel]
     for start, part in stack.read_parts(kind, layer):
         flat[start : start + len(part)] = part
-    slot.users -= 1
+    slot.release()
     return stack.layouts[layer].views(flat)
 
 
@@ -131,7 +140,7 @@ def reading_stack(
             size = sum(layout.numel for layout in layouts) * compute.itemsize
             free = free_memory(device)
             weights = "device" if size < 0.7 * min(free, memory_cap or free) else "disk"
-        source = FolderStore(layouts, lambda layer: layer_tensors(architecture, checkpoint, layer))
+        source = FolderStore(layouts, lambda layer: layer_tensors(architecture, checkpoint, layer), device)
         stack = LayerStack(layers, dtypes, {"weight": source}, device, Room(read_ahead))
         try:
             if weights == "device":

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.errors import GptjFtError
+from gptj_ft.movement import Movement
 from gptj_ft.passage import Passage, Visit
 from gptj_ft.recipe import Recipe
 from gptj_ft.stack import LayerStack
@@ -66,6 +67,7 @@ class AdamW:
         self._waiting: set[int] = set()  # layers that the pending update has not reached
         self._layer_norms: dict[int, Tensor] = {}
         self._scratch: dict[Kind, Tensor] = {}
+        self._movement = Movement(stack.layouts, range(len(stack.layers))) if step == 0 else None
 
     def begin(self, lr: float) -> None:
         """Start a step at this learning rate."""
@@ -87,7 +89,7 @@ class AdamW:
             first = max(layer for layer, value in self._layer_norms.items() if not math.isfinite(value.item()))
             raise GptjFtError(
                 f"the gradient of step {self.step} is not finite, first in layer {first} counted from the embedding; "
-                "stopped before using it: try a lower --lr, or --precision fp32, from the last checkpoint"
+                "stopped before using it"
             )
         if self._defers:
             limit = self._recipe.clip_norm
@@ -105,6 +107,16 @@ class AdamW:
     def resume(self, update: Update | None, waiting: set[int]) -> None:
         """Take up an update again where some layers are still without it."""
         self._pending, self._waiting = update, waiting
+        if update is not None and update.step == 1:
+            self._movement = Movement(self._stack.layouts, waiting)
+
+    def first_movement(self) -> Movement | None:
+        """Return, once, what the first update has moved; ``None`` before it has reached every layer."""
+        is_through = self.step > 1 or (self.step == 1 and not self._waiting)
+        if not is_through or self._movement is None:
+            return None
+        movement, self._movement = self._movement, None
+        return movement
 
     def flush(self) -> None:
         """Apply what is pending to every layer, and wait until the stores hold it."""
@@ -131,7 +143,8 @@ class AdamW:
         if update.clip != 1.0:
             gradient = torch.mul(gradient, update.clip, out=self._scratch_for("grad", len(gradient)))
         first, second = (self._in_fp32(kind, tensors[kind]) for kind in MOMENTS)
-        step = torch.tensor(float(update.step), device=parameter.device)
+        step = torch.full((), float(update.step), device=parameter.device)
+        before = parameter.clone() if self._movement and update.step == 1 and visit.keeps and update.lr > 0 else None
         split = min(max(self._stack.layouts[visit.layer].num_decayed - span.start, 0), len(parameter))
         for part, decay in ((slice(0, split), recipe.weight_decay), (slice(split, None), 0.0)):
             if parameter[part].numel():
@@ -140,6 +153,8 @@ class AdamW:
                     lr=update.lr, beta1=recipe.betas[0], beta2=recipe.betas[1], weight_decay=decay, eps=recipe.eps,
                     amsgrad=False, maximize=False,
                 )  # fmt: skip
+        if before is not None and self._movement is not None:
+            self._movement.note(visit.layer, span, before, parameter, gradient)
         for kind, exact in zip(MOMENTS, (first, second), strict=True):
             if exact is not tensors[kind]:
                 key = (recipe.seed, update.step, visit.layer, kind)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from gptj_ft.buffers import Buffer
 from gptj_ft.stack import LayerStack
-from gptj_ft.stores import Kind, parts
+from gptj_ft.stores import Kind, Transfer, parts
+from gptj_ft.stores.cuda import Mark, marks
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Part:
     span: slice
     tensors: dict[Kind, Tensor]
     buffers: dict[Kind, Buffer]
-    transfers: list[Future[Any]]
+    transfers: list[Transfer]
 
 
 class Passage:
@@ -77,9 +77,10 @@ class Passage:
         self.tensors: dict[Kind, Tensor] = {}
         self._stack, self._visit, self._updater = stack, visit, updater
         self._slots: dict[Kind, Buffer] = {}
-        self._earlier: list[Future[Any]] = []  # transfers that used the weights' slot before
-        self._transfers: list[Future[Any]] = []
+        self._earlier: list[Transfer] = []  # transfers that used the weights' slot before
+        self._transfers: list[Transfer] = []
         self._comes_in_parts = False  # the weights
+        self._updated: list[Mark] = []  # when the device has done the last part
         self._spans: deque[slice] = deque()
         self._parts: deque[Part] = deque()
         self._bring_weights()
@@ -105,12 +106,14 @@ class Passage:
                 self._parts.append(self._ask(self._spans.popleft()))
             if not self._parts or not (wait or all(transfer.done() for transfer in self._parts[0].transfers)):
                 return not self._spans
-            self._update(self._parts.popleft())
+            with self._stack.updating():
+                self._update(self._parts.popleft())
 
     def finish(self) -> None:
         """Have the layer on the device, updated."""
         self.advance(wait=True)
         assert not self._spans, "a later layer has taken the room"
+        self._wait(self._updated)
         version = self._visit.version
         if self._visit.updates:
             assert self._updater is not None
@@ -149,14 +152,17 @@ class Passage:
         """Update the layer now, with the gradient that is on the device."""
         assert not self._visit.updates
         self._visit = Visit(self.index, updates=True, version=self._visit.version)
-        self._earlier = list(self._slots["weight"].transfers) if "weight" in self._slots else []
+        self._earlier = [
+            *(self._slots["weight"].transfers if "weight" in self._slots else ()),
+            *marks(self._stack.device),
+        ]
         self._prepare_update()
         self.finish()
 
     def release(self) -> None:
         """The consumer has left the layer: its slots may be given to others."""
         for slot in self._slots.values():
-            slot.users -= 1
+            slot.release()
 
     def _bring_weights(self) -> None:
         stack, visit, store = self._stack, self._visit, self._stack.stores["weight"]
@@ -233,9 +239,10 @@ class Passage:
             if kind in part.buffers:
                 holder.holds = None if version is None else (self.index, part.span.start, version)
         for buffer in part.buffers.values():
-            buffer.users -= 1
+            buffer.release()
+        self._updated = marks(stack.device)
 
-    def _wait(self, transfers: Sequence[Future[Any]]) -> None:
+    def _wait(self, transfers: Sequence[Transfer]) -> None:
         with self._stack.waiting():
             for transfer in transfers:
                 transfer.result()

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from gptj_ft.boundaries import NUM_BUFFERS
 from gptj_ft.costs import Costs, cost
+from gptj_ft.demand import Load
 from gptj_ft.errors import ResourceError
 from gptj_ft.knobs import advise
+from gptj_ft.machine import gigabytes
 from gptj_ft.measure import Rates
-from gptj_ft.passes import Load
-from gptj_ft.progress import gigabytes as gigabytes
 from gptj_ft.rates import PRECISIONS, reason_for
 from gptj_ft.recipe import Recipe
 from gptj_ft.stack import Room
@@ -35,6 +36,9 @@ FASTEST_FIRST: list[tuple[Place, Place]] = [
     ("disk", "host"),
     ("disk", "disk"),
 ]
+
+
+BOUNDARIES_FASTEST_FIRST: list[Place] = ["device", "host", "disk"]
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ class Plan:
         return {**own, "needs": [asdict(need) for need in self.needs], **self.costs.to_dict()}
 
 
-def choose(recipe: Recipe, load: Load, free: Free, rates: Rates) -> Plan:
+def choose(recipe: Recipe, load: Load, free: Free, rates: Rates, has_begun: bool = False) -> Plan:
     """Return the plan of the fastest placement that fits and that the recipe allows.
 
     Args:
@@ -131,6 +135,7 @@ def choose(recipe: Recipe, load: Load, free: Free, rates: Rates) -> Plan:
         load: what the run asks for.
         free: what the machine has.
         rates: what the machine does in a second.
+        has_begun: whether it is resumed, so that no option may change that changes a number.
 
     Raises:
         ResourceError: nothing allowed fits; says by how much, and the two knobs that help most.
@@ -152,7 +157,7 @@ def choose(recipe: Recipe, load: Load, free: Free, rates: Rates) -> Plan:
     lacks_disk_alone = [plan for plan in tried if [need.resource for need in plan.lacking] == ["disk"]]
     room = min((plan.disk_bytes for plan in lacks_disk_alone), default=0)
     elsewhere = [f"--output on a disk with {gigabytes(room)} free"] if room > free.disk else []
-    hint = advise(recipe, load, lack, elsewhere)
+    hint = advise(recipe, load, lack, elsewhere, has_begun)
     raise ResourceError(f"does not fit: with {nearest.placement} {_shortage(nearest, free)}; {hint}")
 
 
@@ -166,9 +171,11 @@ def candidates(recipe: Recipe, free: Free) -> list[Placement]:
         return choice == place or (choice == "auto" and not (free.is_shared and place == "host"))
 
     return [
-        Placement(weights, state)
+        Placement(weights, state, boundaries)
         for weights, state in FASTEST_FIRST
         if allows(recipe.weights, weights) and allows(recipe.optimizer_state, state)
+        for boundaries in BOUNDARIES_FASTEST_FIRST
+        if allows(recipe.boundaries, boundaries)
     ]
 
 
@@ -183,13 +190,16 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, hav
     biggest_matrix = max(shape.numel() for layout in load.layouts for shape in layout.shapes.values())
     hidden = load.width * load.dtype.itemsize
     activations = SAVED_PER_TOKEN * hidden * min(load.micro_batch_tokens, load.step_tokens)
-    boundaries = (len(load.layouts) + 1) * hidden * load.step_tokens
+    # Beside those of the blocks there are what the head takes, its gradient, and what a block is just giving; where the
+    # others are elsewhere, there are buffers.
+    beside = 3 + (NUM_BUFFERS if placement.boundaries != "device" else 0)
+    by_place[placement.boundaries] += load.boundary_bytes()
+    boundaries = beside * hidden * load.step_tokens
     # Logits of a chunk, their softmax and their gradient.
     vocabulary = max(shape[0] for shape in load.layouts[-1].shapes.values())
     head = 3 * min(HEAD_CHUNK_BYTES, 4 * vocabulary * load.micro_batch_tokens)
     fixed = by_place["device"] + biggest_matrix * 4 + activations + boundaries + head
-    beside = by_place["host"] + PROCESS_BYTES
-    free = have.device - fixed - (beside if have.is_shared else 0)
+    free = have.device - fixed - (by_place["host"] + PROCESS_BYTES if have.is_shared else 0)
     # The roomiest that fits, else the leanest.
     rooms = [Room(recipe.read_ahead, gradients, parts) for gradients, parts in ((2, 48), (2, 24), (1, 16), (1, 6))]
     room = next((room for room in rooms if _buffer_bytes(room, placement, dtypes, stored, largest) <= free), rooms[-1])

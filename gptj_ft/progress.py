@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
+from gptj_ft.machine import gigabytes
 from gptj_ft.meters import Meters, Tally
 
 PLAIN_SECONDS = 5.0  # between plain lines
@@ -119,10 +120,3 @@ def clock(seconds: float) -> str:
     if minutes < 48 * 60:
         return f"{minutes // 60} h {minutes % 60:02d} min"
     return f"{minutes // 1440} d {minutes % 1440 // 60} h"
-
-
-def gigabytes(size: float) -> str:
-    """Return bytes as people read them."""
-    if size >= 1e12:
-        return f"{size / 1e12:.1f} TB"
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -220,6 +219,7 @@ class Recipe(Options):
     activations: Literal["auto", "keep", "recompute"] | Annotated[int, Field(ge=0)] = Field(
         "auto", description="blocks whose activations are kept for backward: what fits, all, none, or so many"
     )
+    boundaries: Place = Field("auto", description="where the inputs of recomputed layers wait for backward")
     read_ahead: int = Field(1, ge=0, le=8, description="layers read before they are needed")
 
     # What it leaves behind
@@ -266,6 +266,7 @@ FREE_ON_RESUME = frozenset(
         "host_memory",
         "disk_space",
         "activations",
+        "boundaries",
         "read_ahead",
         "save_every",
         "save_minutes",
@@ -319,15 +320,12 @@ def load_options(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: unreadable, not YAML (with the line), or not a mapping.
     """
+    from gptj_ft import yaml_text  # the engine alone does without YAML
+
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_OptionLoader)
+        loaded = yaml_text.parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        raise UsageError(
-            f"{path}:{mark.line + 1 if mark else 1}: not YAML: {getattr(error, 'problem', error)}"
-        ) from error
     if not isinstance(loaded, dict):
         raise UsageError(f"{path}: expected `option: value` lines, found {type(loaded).__name__}")
     return {str(key): value for key, value in loaded.items()}
@@ -353,6 +351,8 @@ def resolve(
         UsageError: an unknown key (with the nearest), a wrong value, a key given twice on the command line, or one that
             another makes useless.
     """
+    from gptj_ft import yaml_text
+
     environ = os.environ if environment is None else environment
     flagged = {key: value for key, value in flags.items() if value is not None}
     for assignment in assignments:
@@ -361,7 +361,7 @@ def resolve(
             raise UsageError(f"--set takes key=value, not '{assignment}'")
         if key in flagged:
             raise UsageError(f"{key} is given twice: as --{key.replace('_', '-')} and as --set {key}")
-        flagged[key] = _parse(text, f"--set {key}")
+        flagged[key] = yaml_text.parse(text, f"--set {key}")
     sources = [
         ("command line", flagged),
         ("environment", _from_environment(environ)),
@@ -408,9 +408,11 @@ def build(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -
 
 def dump(recipe: Recipe, origins: Mapping[str, str]) -> str:
     """Return the resolved recipe as YAML, each value that is not a default with its origin as a comment."""
+    from gptj_ft import yaml_text
+
     lines = []
     for key, value in recipe.to_dict().items():
-        text = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=1000).rstrip("\n")
+        text = yaml_text.dump({key: value})
         first, newline, rest = text.partition("\n")
         origin = origins.get(key)
         # A comment inside a block or quoted scalar would become part of it.
@@ -452,29 +454,13 @@ def _drop_what_pieces_replace(
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    from gptj_ft import yaml_text
+
     found: dict[str, Any] = {}
     for name, text in environ.items():
         if name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_OPTIONS:
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
             if key not in Recipe.model_fields:
                 raise UsageError(f"environment: unknown option {name}{did_you_mean(key, Recipe.model_fields)}")
-            found[key] = _parse(text, name)
+            found[key] = yaml_text.parse(text, name)
     return found
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_OptionLoader)
-    except yaml.YAMLError as error:
-        raise UsageError(f"{where}: cannot read the value '{text}'") from error
-
-
-class _OptionLoader(yaml.SafeLoader):
-    """YAML 1.1 reads ``1e-5`` as a string; people who write learning rates do not."""
-
-
-_OptionLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)$|^[-+]?(?:\d+\.\d*|\.\d+)$"),
-    list("-+.0123456789"),
-)

@@ -11,7 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from gptj_ft.costs import WARRANTED_BYTES, Costs
-from gptj_ft.plan import Plan, gigabytes
+from gptj_ft.machine import gigabytes
+from gptj_ft.plan import Plan
 from gptj_ft.progress import clock
 from gptj_ft.rates import PRECISIONS
 

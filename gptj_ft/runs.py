@@ -15,7 +15,7 @@ from gptj_ft.durable import disk_bytes, files_in
 from gptj_ft.errors import GptjFtError, UsageError
 from gptj_ft.home import RUNS, is_model
 from gptj_ft.lock import holder, locked
-from gptj_ft.progress import gigabytes
+from gptj_ft.machine import gigabytes
 from gptj_ft.run import COMMIT, MANIFEST, Run, read_json
 
 

@@ -10,11 +10,11 @@ import torch
 from gptj_ft import machine
 from gptj_ft.checkpoint import steps_done
 from gptj_ft.data.batches import Rows, rows_of_step, steps_per_epoch
+from gptj_ft.demand import Load
 from gptj_ft.durable import disk_bytes, files_in
 from gptj_ft.errors import UsageError
 from gptj_ft.families import Architecture, read_architecture
 from gptj_ft.formats.huggingface import check, open_checkpoint
-from gptj_ft.passes import Load
 from gptj_ft.plan import Free, Plan, choose
 from gptj_ft.rates import choose_dtype, rates
 from gptj_ft.recipe import Recipe
@@ -25,7 +25,10 @@ from gptj_ft.stores import Layout
 
 @dataclass(frozen=True)
 class Session:
-    """All that `train` needs, resolved; the recipe's ``precision`` is not ``auto`` any more."""
+    """All that `train` needs, resolved; the recipe's ``precision`` is not ``auto`` any more.
+
+    No step of the run has more than ``most_step_tokens``, whatever the order of the rows.
+    """
 
     recipe: Recipe
     model: Path
@@ -34,6 +37,7 @@ class Session:
     validation: Rows
     data_sha256: str
     num_steps: int
+    most_step_tokens: int
     schedule: Schedule
     device: torch.device
     dtype: torch.dtype
@@ -69,6 +73,7 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
         sum(lengths[row] for row in rows_of_step(step, len(train), recipe.batch_size, recipe.seed))
         for step in range(min(num_steps, per_epoch))
     ]
+    most_step_tokens = sum(sorted(lengths)[-recipe.batch_size :])
     validation_tokens = sum(len(document) for document in validation.documents)
     load = Load(
         layouts=[Layout.of(layer) for layer in architecture.layers()],
@@ -83,11 +88,13 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
         validation_tokens=validation_tokens,
         validation_targets=validation_tokens - sum(validation.prompt_lengths),
     )
-    plan = choose(recipe, load, free_resources(device, folder), rates(device, folder))
+    has_begun = Run(folder).recipe_file.is_file()
+    plan = choose(recipe, load, free_resources(device, folder), rates(device, folder), has_begun)
     # Another machine, or this one on another day, might choose another type in the middle of the run.
     recipe = recipe.model_copy(update={"precision": plan.precision})
     return Session(
-        recipe, model, architecture, train, validation, data_sha256, num_steps, schedule, device, dtype, plan
+        recipe, model, architecture, train, validation, data_sha256, num_steps, most_step_tokens, schedule, device,
+        dtype, plan,
     )  # fmt: skip
 
 

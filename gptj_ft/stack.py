@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from gptj_ft.boundaries import Boundaries, Here
 from gptj_ft.buffers import Buffers
-from gptj_ft.stores import PART_NUMEL, Kind, LayerStore, Layout, parts
+from gptj_ft.stores import PART_NUMEL, Kind, LayerStore, Layout, Transfer, parts
+from gptj_ft.stores.cuda import Gaps, marks
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,12 @@ class LayerStack:
 
     def __post_init__(self) -> None:
         self.layouts = [Layout.of(layer) for layer in self.layers]
-        self.waited_seconds = 0.0
-        """Time that the computation has stood still for the stores."""
+        self._waited_seconds = 0.0
+        on_cuda = self.device.type == "cuda"
+        self._gaps = Gaps(self.device) if on_cuda else None
+        self._update_stream = torch.cuda.Stream(self.device) if on_cuda else None  # type: ignore[no-untyped-call]
+        self.boundaries: Boundaries = Here()
+        """The inputs of the layers, between forward and backward."""
         self.coming: Iterable[Advances] = ()
         self._slots: Buffers | None = None
         self._gradients: Buffers | None = None
@@ -83,6 +89,11 @@ class LayerStack:
     def parameter(self) -> Kind:
         """The kind that holds the parameters in fp32: ``master``, or the weights themselves where there is none."""
         return "master" if "master" in self.dtypes else "weight"
+
+    @property
+    def waited_seconds(self) -> float:
+        """Time that the computation has stood still for the stores, so far."""
+        return self._gaps.seconds if self._gaps else self._waited_seconds
 
     @property
     def slots(self) -> Buffers:
@@ -105,17 +116,15 @@ class LayerStack:
             self._pools[kind] = Buffers(self.room.parts, numel, self.dtypes[kind], self.device)
         return self._pools[kind]
 
-    def fetch(
-        self, kind: Kind, layer: int, out: Tensor, start: int, after: Sequence[Future[object]] = ()
-    ) -> Future[Tensor]:
+    def fetch(self, kind: Kind, layer: int, out: Tensor, start: int, after: Sequence[Transfer] = ()) -> Future[Tensor]:
         """Ask a kind's store for elements."""
         self.bytes_read += out.nbytes
         return self.stores[kind].read(kind, layer, out, start, tuple(after))
 
     def send(self, kind: Kind, layer: int, values: Tensor, start: int) -> Future[None]:
-        """Give elements to a kind's store."""
+        """Give elements to a kind's store, as the current stream leaves them."""
         self.bytes_written += values.nbytes
-        return self.stores[kind].write(kind, layer, values, start)
+        return self.stores[kind].write(kind, layer, values, start, marks(self.device))
 
     def pump(self) -> None:
         """Let the layers that are on their way come nearer; called between the operations of a layer."""
@@ -135,7 +144,7 @@ class LayerStack:
             values = buffer.tensor[: span.stop - span.start]
             buffer.transfers.append(self.fetch(kind, layer, values, span.start, buffer.transfers))
             yield span.start, buffer.transfers[-1].result()
-            buffer.users -= 1
+            buffer.release()
 
     def write_parts(self, kind: Kind, layer: int, fill: Callable[[int, Tensor], object]) -> None:
         """Replace a layer's tensor part by part: ``fill(start, part)`` puts in the new values."""
@@ -151,7 +160,7 @@ class LayerStack:
             values = buffer.tensor[: span.stop - span.start]
             fill(span.start, values)
             buffer.transfers.append(self.send(kind, layer, values, span.start))
-            buffer.users -= 1
+            buffer.release()
 
     def commit(self, kinds: Sequence[Kind], layer: int, step: int) -> None:
         """Everything of these kinds has been written: it is the layer's state after ``step``."""
@@ -173,9 +182,16 @@ class LayerStack:
         """Count the time spent inside as waiting for the stores."""
         start = time.perf_counter()
         try:
-            yield
+            with self._gaps.waiting() if self._gaps else nullcontext():
+                yield
         finally:
-            self.waited_seconds += time.perf_counter() - start
+            self._waited_seconds += time.perf_counter() - start
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Run updates beside the computation, where the device can: memory bounds them, products bound the layers."""
+        with torch.cuda.stream(self._update_stream) if self._update_stream else nullcontext():
+            yield
 
     def abandon(self) -> None:
         """Forget the layers on their way: nobody waits for them any more."""
@@ -188,6 +204,7 @@ class LayerStack:
         """Stop the stores and give their memory and the buffers back."""
         for store in self.unique_stores():
             store.close()
+        self.boundaries.close()
         self.coming = ()
         self._slots = self._gradients = None
         self._pools.clear()

@@ -6,6 +6,7 @@ import shutil
 from typing import Any
 
 from gptj_ft import checkpoint
+from gptj_ft.boundaries import boundary_layout
 from gptj_ft.formats.huggingface import open_checkpoint
 from gptj_ft.model import load_weights, training_stack
 from gptj_ft.optimizer import AdamW, Update
@@ -65,8 +66,9 @@ def open_stack(session: Session, run: Run, placement: Placement) -> LayerStack:
     keep_gradients = keeps_gradients(session.recipe, placement)
     recipe = session.recipe
     dtypes = training_dtypes(session.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
+    boundary = boundary_layout(session.most_step_tokens, session.architecture.config.n_embd, recipe.batch_size)
     return training_stack(
-        session.architecture, placement, dtypes, session.device, run.state, session.plan.room, keep_gradients
+        session.architecture, placement, dtypes, session.device, run.state, session.plan.room, keep_gradients, boundary
     )
 
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
+from gptj_ft.boundaries import Boundaries
 from gptj_ft.errors import NotFinite
 from gptj_ft.layers import NO_TARGET, PackedBatch
 from gptj_ft.passage import Passage, Updater, Visit
@@ -91,9 +92,11 @@ def train_step(stack: LayerStack, updater: Trainer, batches: Sequence[PackedBatc
     down = [updater.visit_down(layer) for layer in reversed(range(top))]
     layers = stream(stack, [*up, *down], updater)
     graphs = {layer: Graph() for layer in range(max(1, top - stack.room.kept), top)}
-    boundaries = forward(islice(layers, top), batches, graphs)
+    boundaries = stack.boundaries
+    boundaries.begin()
+    hidden = forward(islice(layers, top), batches, graphs, boundaries)
     head = next(layers)
-    loss, gradients = head_gradients(head, boundaries.pop(), batches, z_loss)
+    loss, gradients = head_gradients(head, hidden, batches, z_loss)
     updater.after_backward(head)
     backward(layers, boundaries, gradients, batches, graphs, updater)
     return loss
@@ -142,38 +145,40 @@ class Graph:
 
 
 def forward(
-    layers: Iterator[Passage], batches: Sequence[PackedBatch], graphs: Mapping[int, Graph] | None = None
-) -> list[list[Tensor]]:
+    layers: Iterator[Passage],
+    batches: Sequence[PackedBatch],
+    graphs: Mapping[int, Graph] | None = None,
+    boundaries: Boundaries | None = None,
+) -> list[Tensor]:
     """Run the layers below the head on every micro-batch.
 
     Args:
         layers: as they come.
         batches: the micro-batches.
         graphs: for training, the layers whose graphs are kept, and where.
+        boundaries: for training, what keeps the inputs of the others.
 
     Returns:
-        The boundaries: for each layer its inputs, one per micro-batch; last, what the head takes. Where nothing is
-        trained nobody needs the others, and only the last is returned.
+        What the head takes, one per micro-batch.
     """
     hidden: list[Tensor] = [batch.tokens_T for batch in batches]
-    boundaries = []
     for loaded in layers:
-        if graphs is not None:
-            boundaries.append(hidden)
         if graphs and loaded.index in graphs:
             hidden = graphs[loaded.index].run(loaded, hidden, batches)
             continue
+        if boundaries is not None:
+            boundaries.put(loaded.index, hidden)
         parameters = loaded.parameters()
         with torch.no_grad():
             hidden = [
                 functional_call(loaded.module, parameters, (x, batch)) for x, batch in zip(hidden, batches, strict=True)
             ]
-    return [*boundaries, hidden]
+    return hidden
 
 
 def backward(
     layers: Iterator[Passage],
-    boundaries: list[list[Tensor]],
+    boundaries: Boundaries,
     gradients: list[Tensor],
     batches: Sequence[PackedBatch],
     graphs: dict[int, Graph],
@@ -184,13 +189,14 @@ def backward(
     Boundaries, gradients and graphs are consumed: a layer's memory is free as soon as it has been passed.
     """
     for loaded in layers:
-        inputs, graph = boundaries.pop(), graphs.pop(loaded.index, None)
+        graph = graphs.pop(loaded.index, None)
+        inputs = boundaries.take(loaded.index) if graph is None else graph.inputs
         if graph is not None:
             graph.load(loaded)
         parameters = graph.parameters if graph else leaves(loaded)
         for b in reversed(range(len(batches))):
             if graph is not None:
-                x, output = graph.inputs.pop(), graph.outputs.pop()
+                x, output = inputs.pop(), graph.outputs.pop()
             else:
                 x = inputs[b].detach()
                 x.requires_grad_(x.is_floating_point())
@@ -300,5 +306,5 @@ def next_token_logits(stack: LayerStack, batch: PackedBatch) -> Tensor:
 def _below_head(stack: LayerStack, batches: Sequence[PackedBatch]) -> tuple[list[Tensor], Passage]:
     top = len(stack.layers) - 1
     layers = stream(stack, [Visit(layer) for layer in range(top + 1)])
-    (hidden,) = forward(islice(layers, top), batches)
+    hidden = forward(islice(layers, top), batches)
     return hidden, next(layers)

@@ -119,6 +119,7 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
                 lr = session.schedule.lr(optimizer.step + 1)
                 optimizer.begin(lr)
                 loss, grad_norm = guarded_step(session, stack, optimizer, batches)
+                warn_unmoved(session, run, optimizer, console)
                 tally = stopwatch.read(sum(len(batch.tokens_T) for batch in batches), loss.num_targets)
                 flops = count_flops(stack.layouts, tally.tokens, tally.target_tokens, stack.room.kept)
                 meters = Meters.of(tally, flops, session.plan.rates.compute.matmul(session.dtype))
@@ -149,6 +150,7 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
                         f"{step}: another might not end within {limit}; everything is saved, go on with\n{command}"
                     )
         flush(optimizer, deadline)
+        warn_unmoved(session, run, optimizer, console)
         best: dict[str, Any] | None = facts["best"]
         last: dict[str, Any] = {"step": optimizer.step, "validation_loss": loss_after}
         exported = best if best and recipe.export == "best" else last
@@ -188,6 +190,15 @@ def guarded_step(
         return loss, optimizer.end()
     except GptjFtError as error:
         raise explain_gradient(error, session, stack) from error
+
+
+def warn_unmoved(session: Session, run: Run, optimizer: AdamW, console: Console) -> None:
+    """Say which tensors the first step has left as they were, as soon as its update has reached every layer."""
+    movement, lr = optimizer.first_movement(), session.schedule.lr(1)
+    warning = movement.warning(session.architecture.family, lr) if movement and lr > 0 else None
+    if warning:
+        run.log(warning)
+        console.print(f"warning: {warning}", highlight=False)
 
 
 def validate(stack: LayerStack, rows: Rows, budget_tokens: int) -> StepLoss:

@@ -16,14 +16,16 @@ PACKAGE = ROOT / "gptj_ft"
 # Each module may import modules of its own line and of the lines above.
 ORDER = [
     ("__init__", "errors"),
-    ("recipe", "schedule", "layers", "home", "hub", "durable", "lock"),
+    ("recipe", "yaml_text", "schedule", "layers", "home", "hub", "durable", "lock"),
     ("machine", "stores", "families", "formats", "data"),
     ("buffers", "measure"),
+    ("boundaries",),
     ("stack",),
     ("passage",),
     ("meters", "rates"),
-    ("progress", "passes"),
+    ("progress", "demand"),
     ("streaming", "plan", "costs", "knobs", "tuning", "metrics", "tiny", "convert", "download", "inputs", "model"),
+    ("movement",),
     ("optimizer", "deadline", "run", "checkpoint", "session", "keeping", "verify", "state"),
     ("guard", "trainer", "decoding"),
     ("finetune", "evaluate", "generate", "runs", "export"),

@@ -10,11 +10,12 @@ import pytest
 import torch
 from rich.console import Console
 
+from gptj_ft.demand import MATMUL_SHARE, Load
 from gptj_ft.errors import ResourceError
 from gptj_ft.families.gptj import GPTJConfig, build_layers
+from gptj_ft.machine import gigabytes
 from gptj_ft.measure import ASSUMED_DISK, ComputeRates, DiskRates, Rates
-from gptj_ft.passes import MATMUL_SHARE, Load
-from gptj_ft.plan import FASTEST_FIRST, Free, Plan, candidates, choose, forecast, gigabytes
+from gptj_ft.plan import FASTEST_FIRST, Free, Plan, candidates, choose, forecast
 from gptj_ft.recipe import Recipe
 from gptj_ft.report import show_plan
 from gptj_ft.stores import Layout
@@ -231,8 +232,10 @@ def test_every_option_that_a_refusal_names_makes_the_run_fit_and_no_smaller_chan
     large = Recipe(batch_size=64, micro_batch_tokens=16384, max_length=2048, weights="disk", optimizer_state="disk")
     small = large.model_copy(update={"batch_size": 4})
     named: set[str] = set()
-    for recipe, share in [(recipe, share) for recipe in (large, small) for share in (0.95, 0.9, 0.7, 0.5, 0.4)]:
-        needed = planned(load_of(recipe), recipe=recipe, have=replace(PLENTY, device=1)).device_bytes  # the least
+    shares = [(large, share) for share in (0.95, 0.9, 0.7, 0.5, 0.4)] + [(small, share) for share in (0.95, 0.8, 0.7)]
+    for recipe, share in shares:
+        leanest, none = Placement("disk", "disk", "disk"), replace(PLENTY, device=1)
+        needed = planned(load_of(recipe), leanest, recipe=recipe, have=none).device_bytes
         free = replace(PLENTY, device=int(share * needed))
         with pytest.raises(ResourceError) as refusal:
             choose(recipe, load_of(recipe), free, RATES)
@@ -246,11 +249,39 @@ def test_every_option_that_a_refusal_names_makes_the_run_fit_and_no_smaller_chan
             turned = {name.replace("-", "_"): int(value) for name, value in options.items()}
             named |= set(turned)
             fits = recipe.model_copy(update=turned)
-            assert not planned(load_of(fits), recipe=fits, have=free).lack, way
+            choose(fits, load_of(fits), free, RATES)
             last = list(turned)[-1]
             less = fits.model_copy(update={last: 2 * turned[last] or 1})
-            assert planned(load_of(less), recipe=less, have=free).lack, way
+            with pytest.raises(ResourceError):
+                choose(less, load_of(less), free, RATES)
     assert {"read_ahead", "micro_batch_tokens", "batch_size", "max_length"} <= named
+
+
+def test_a_run_that_has_begun_is_told_only_what_it_may_still_change(six_b: Load) -> None:
+    recipe = Recipe(weights="disk", optimizer_state="disk", boundaries="disk", read_ahead=2)
+    free = replace(PLENTY, device=int(0.75 * planned(six_b, Placement(*["disk"] * 3), recipe).device_bytes))
+    for has_begun in (False, True):
+        with pytest.raises(ResourceError) as refusal:
+            choose(recipe, six_b, replace(free, device=GB), RATES, has_begun)
+        assert any(word in str(refusal.value) for word in ("batch", "length")) is not has_begun
+        assert "read_ahead=0" in str(refusal.value)
+
+
+def test_layer_inputs_leave_the_device_before_a_run_is_refused(six_b: Load) -> None:
+    many = replace(six_b, step_tokens=100_000, mean_step_tokens=50_000.0)
+    recompute = Recipe(weights="disk", optimizer_state="disk", activations="recompute")
+    here = planned(many, recipe=recompute)
+    assert here.device_bytes - planned(six_b, recipe=recompute).device_bytes == 31 * 4096 * 4 * (100_000 - 2048)
+    one = 4096 * 4 * 100_000
+    free = replace(PLENTY, device=here.device_bytes - 20 * one)
+    on_host = choose(recompute, many, free, RATES)
+    assert on_host.placement == Placement("disk", "disk", "host")
+    assert on_host.host_bytes - here.host_bytes == 28 * one
+    assert on_host.costs.forward.written["host"] == on_host.costs.backward.read["host"] == 28 * one // 2
+    shared = choose(recompute, many, replace(free, is_shared=True), RATES)
+    assert shared.placement == Placement("disk", "disk", "disk")
+    assert shared.disk_bytes - here.disk_bytes == 28 * one
+    assert choose(Recipe(boundaries="disk"), many, PLENTY, RATES).placement == Placement("device", "device", "disk")
 
 
 def test_where_nothing_is_enough_the_refusal_says_so(six_b: Load) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from gptj_ft import boundaries
+from gptj_ft.boundaries import NUM_BUFFERS, Here, boundary_layout
+from gptj_ft.buffers import Buffer, Buffers
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.errors import GptjFtError
 from gptj_ft.families import read_architecture
@@ -21,7 +25,7 @@ from gptj_ft.recipe import Recipe
 from gptj_ft.stack import Room
 from gptj_ft.stores import Layout
 from gptj_ft.stores.placement import Placement, training_dtypes
-from gptj_ft.streaming import evaluate_losses, forward, next_token_logits, stream, train_step
+from gptj_ft.streaming import evaluate_losses, next_token_logits, stream, train_step
 
 CPU = torch.device("cpu")
 PLACES = ("device", "host", "disk")
@@ -44,6 +48,7 @@ def open_training(
     stack = training_stack(
         architecture, Placement(*placement), dtypes, CPU, tmp / "-".join(placement), room,
         keep_gradients=recipe.clip_norm is not None,
+        boundary=boundary_layout(sum(LENGTHS), architecture.config.n_embd, len(LENGTHS)),
     )  # fmt: skip
     with open_checkpoint(folder) as checkpoint:
         load_weights(stack, architecture, checkpoint)
@@ -234,6 +239,92 @@ def test_kept_activations_change_no_bit_and_save_the_recomputation(
     assert len(runs) == STEPS * num_batches * (2 * num_blocks - kept)
 
 
+@pytest.mark.parametrize("budget", [40, 1000])
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("placement", [("device", "device", "host"), ("device", "device", "disk"), ("disk",) * 3])
+def test_layer_inputs_kept_elsewhere_change_no_bit(
+    placement, kept: int, budget: int, narrow_folder: Path, tmp_path: Path
+) -> None:
+    expected = train(open_training(narrow_folder, tmp_path / "a"), Recipe(), budget)
+    stack = open_training(narrow_folder, tmp_path / "b", placement, room=Room(parts=3, part_numel=2048, kept=kept))
+    assert_identical(train(stack, Recipe(), budget), expected)
+    assert stack.bytes_written > 0
+
+
+def test_layer_inputs_kept_elsewhere_take_three_buffers_however_deep_the_model(tmp_path: Path) -> None:
+    from conftest import SHAPES, random_gptj
+
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(boundaries, "Buffers", lambda count, *rest: (made.append(count), Buffers(count, *rest))[1])
+        for depth in (2, 6):
+            folder = tmp_path / str(depth)
+            random_gptj(**{**SHAPES["narrow"], "n_layer": depth}).save_pretrained(folder)
+            train(open_training(folder, folder, ("device", "device", "disk")), Recipe(), steps=1)
+    assert made == [NUM_BUFFERS, NUM_BUFFERS]
+
+
+def test_a_step_that_was_cut_short_leaves_nothing_of_its_layer_inputs(narrow_folder: Path, tmp_path: Path) -> None:
+    expected = train(open_training(narrow_folder, tmp_path / "a"), Recipe(), steps=2)
+    stack = open_training(narrow_folder, tmp_path / "b", ("device", "device", "disk"))
+    batches = micro_batches(documents(101), PROMPTS, 40)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gptj_ft.streaming.head_gradients", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train_step(stack, AdamW(stack, Recipe()), batches)
+    assert_identical(train(stack, Recipe(), steps=2), expected)
+
+
+class UnmarkedBuffer(AssertionError):
+    """Something was put into a buffer that a device might still be reading."""
+
+
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("kept", [0, 2])
+def test_nothing_is_put_into_a_buffer_before_the_device_has_passed_its_last_use(
+    late: int, kept: int, narrow_folder: Path, resident_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a CUDA device needs, on a CPU: each release leaves a mark, and whatever comes next must wait for it."""
+    in_use: dict[int, int] = {}
+    lock = threading.Lock()
+
+    class FakeMark:
+        def __init__(self, buffer: Buffer) -> None:
+            self._address, self._is_passed = buffer.tensor.untyped_storage().data_ptr(), False
+            with lock:
+                in_use[self._address] = in_use.get(self._address, 0) + 1
+
+        def result(self) -> None:
+            with lock:
+                in_use[self._address] -= not self._is_passed
+                self._is_passed = True
+
+        def done(self) -> bool:
+            return self._is_passed
+
+        def exception(self) -> None:
+            return None
+
+    release = Buffer.release
+
+    def marked_release(buffer: Buffer) -> None:
+        release(buffer)
+        buffer.transfers.append(FakeMark(buffer))
+
+    def checked_copy(source: torch.Tensor, target: torch.Tensor) -> None:
+        if in_use.get(target.untyped_storage().data_ptr()):
+            raise UnmarkedBuffer
+        target.copy_(source)
+
+    monkeypatch.setattr(Buffer, "release", marked_release)
+    monkeypatch.setattr("gptj_ft.stores.host.copy", checked_copy)
+    stack = open_training(
+        narrow_folder, tmp_path, ("host", "host", "host"), room=Room(parts=3, part_numel=2048, kept=kept)
+    )
+    assert_identical(train(stack, Recipe(), late=late), resident_run)
+    assert in_use, "no buffer was marked"
+
+
 @pytest.mark.parametrize("placement", [("device", "device"), ("disk", "disk")])
 def test_bf16_moments_and_gradients_agree_in_every_placement_and_stay_near_fp32(
     placement, narrow_folder: Path, resident_run, tmp_path: Path
@@ -305,11 +396,66 @@ def test_no_logits_are_computed_where_there_is_no_target(model_folder: Path, mon
     assert max(seen) <= 7
 
 
-def test_forward_without_an_updater_keeps_no_boundaries(model_folder: Path) -> None:
+def test_evaluation_keeps_no_layer_inputs(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Here, "put", lambda *_: pytest.fail("kept"))
     with reading_stack(model_folder, CPU, torch.float32) as (architecture, stack):
-        batch = pack(documents(architecture.config.vocab_size))
-        layers = stream(stack, [Visit(layer) for layer in range(len(stack.layers) - 1)])
-        assert len(forward(layers, [batch])) == 1
+        evaluate_losses(stack, [pack(documents(architecture.config.vocab_size), PROMPTS)])
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize("place", ["device", "disk"])
+def test_tensors_that_the_first_step_has_not_moved_are_named(
+    place: str, clip: float | None, narrow_folder: Path, tmp_path: Path
+) -> None:
+    recipe = Recipe(clip_norm=clip, weight_decay=0.0)
+    stack = open_training(narrow_folder, tmp_path, (place, place), recipe)
+    mlp = stack.layers[2].mlp
+    mlp.forward = lambda x: F.linear(F.gelu(mlp.fc_in(x), approximate="tanh"), mlp.fc_out.weight)
+    optimizer = AdamW(stack, recipe)
+    optimizer.begin(1e-3)
+    train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
+    optimizer.end()
+    if clip is not None:
+        assert optimizer.first_movement() is None, "the update has not reached any layer"
+    optimizer.flush()
+    movement = optimizer.first_movement()
+    family = read_architecture(narrow_folder).family
+    assert movement is not None
+    warning = movement.warning(family, 1e-3)
+    assert warning == (
+        "the first step has left 1 tensors as they were: no gradient reaches transformer.h.1.mlp.fc_out.bias"
+    )
+    assert optimizer.first_movement() is None, "it is said once"
+    stack.close()
+
+
+def test_a_change_that_rounding_swallows_is_told_from_a_gradient_that_is_missing(
+    narrow_folder: Path, tmp_path: Path
+) -> None:
+    stack = open_training(narrow_folder, tmp_path)
+    optimizer = AdamW(stack, Recipe(weight_decay=0.0))
+    optimizer.begin(1e-12)
+    train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
+    optimizer.end()
+    optimizer.flush()
+    movement = optimizer.first_movement()
+    assert movement is not None
+    warning = str(movement.warning(read_architecture(narrow_folder).family, 1e-12))
+    assert "ln_1.weight" in warning
+    assert "is lost in rounding" in warning
+    assert "no gradient" not in warning
+
+
+def test_nothing_is_said_where_every_tensor_has_moved(narrow_folder: Path, tmp_path: Path) -> None:
+    stack = open_training(narrow_folder, tmp_path)
+    optimizer = AdamW(stack, Recipe())
+    for lr in (1e-3, 1e-3):
+        optimizer.begin(lr)
+        train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
+        optimizer.end()
+    movement = optimizer.first_movement()
+    assert movement is not None
+    assert movement.warning(read_architecture(narrow_folder).family, 1e-3) is None
 
 
 def test_a_gradient_that_is_not_finite_stops_before_it_touches_a_weight(narrow_folder: Path, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -139,6 +138,8 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove what writers of the same folder left that were killed."""
+    import psutil
+
     for left in folder.parent.glob(f".{folder.name}.partial-*"):
         process = left.name.rpartition("-")[2]
         # After a restart of the machine, this process may have the number of the one that was killed.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 T = TypeVar("T")
-Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq", "grad"]
+Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq", "grad", "boundary"]
 
 PARAMETER_ALIGNMENT = 32  # elements: 64 bytes in bf16, a cache line and the widest vector register
 PART_NUMEL = 1 << 22  # elements moved, checked and updated at once: 16 MiB in fp32
@@ -60,6 +60,19 @@ class Layout:
         }
 
 
+class Transfer(Protocol):
+    """Bytes on their way, or other work that one may have to wait for: a `Future`, or a `cuda.Mark`."""
+
+    def result(self) -> Any:
+        """Wait for the end; raise what went wrong."""
+
+    def done(self) -> bool:
+        """Tell whether it has ended."""
+
+    def exception(self) -> BaseException | None:
+        """Return what went wrong, if it has ended."""
+
+
 class LayerStore(Protocol):
     """Holds some kinds of every layer, in whole or in spans of elements. Transfers are asynchronous.
 
@@ -70,7 +83,7 @@ class LayerStore(Protocol):
     """Whether `read` returns the store's own tensor, on the device, to be used and changed in place."""
 
     def read(
-        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Future[Any]] = ()
+        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Transfer] = ()
     ) -> Future[Tensor]:
         """Fetch a flat tensor, or as many elements of it as ``out`` holds.
 
@@ -82,8 +95,10 @@ class LayerStore(Protocol):
             after: transfers that still use ``out`` and must end first.
         """
 
-    def write(self, kind: Kind, layer: int, values: Tensor, start: int = 0) -> Future[None]:
-        """Keep new values from element ``start`` on. They must not change until the transfer ends."""
+    def write(
+        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
+    ) -> Future[None]:
+        """Keep new values from element ``start`` on; they are there after ``after``, and change after this."""
 
     def commit(self, layer: int, step: int) -> None:
         """Every kind of the layer has been written: together they are its state after ``step``."""

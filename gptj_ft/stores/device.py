@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gptj_ft.stores import Kind, Layout, allocate, finished
+from gptj_ft.stores import Kind, Layout, Transfer, allocate, finished
 
 
 class DeviceStore:
@@ -25,11 +24,13 @@ class DeviceStore:
         }
 
     def read(
-        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Future[Any]] = ()
+        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Transfer] = ()
     ) -> Future[Tensor]:
         return finished(self._tensors[kind, layer])
 
-    def write(self, kind: Kind, layer: int, values: Tensor, start: int = 0) -> Future[None]:
+    def write(
+        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
+    ) -> Future[None]:
         own = self._tensors[kind, layer][start:]
         assert values.data_ptr() == own.data_ptr(), "resident tensors are changed in place"
         return finished(None)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from threading import Lock
-from typing import Any
+from threading import Lock, local
 
 import torch
 from torch import Tensor
 
 from gptj_ft.errors import DataError
-from gptj_ft.stores import Kind, Layout
+from gptj_ft.stores import Kind, Layout, Transfer, allocate, parts
 from gptj_ft.stores.blockio import disk_error, open_direct, sync, sync_folder
+from gptj_ft.stores.cuda import copy, pin
 from gptj_ft.stores.queue import TransferQueue
 from gptj_ft.stores.statefile import Digests, StateFile, layer_path
 
@@ -47,11 +47,13 @@ class DiskStore:
         self._new: dict[int, tuple[int, Digests]] = {}  # layer -> descriptor and digests of the file being written
         self._spare = sorted(prefix.parent.glob(f"{prefix.name}-*.spare.new"))  # files that were replaced
         self._lock = Lock()
+        self._part_numel, self._staging = part_numel, local()
+        self._unpin: list[Callable[[], None]] = []
         self._unchecked: dict[int, Digests | None] = dict.fromkeys(range(len(layouts)))  # found, not written here
         prefix.parent.mkdir(parents=True, exist_ok=True)
 
     def read(
-        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Future[Any]] = ()
+        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Transfer] = ()
     ) -> Future[Tensor]:
         assert out is not None
 
@@ -59,28 +61,35 @@ class DiskStore:
             path, file = self._paths[layer], self._files[layer]
             if layer in self._unchecked and self._unchecked[layer] is None:
                 self._unchecked[layer] = file.check(path)[1]
-            staging = out if out.device.type == "cpu" else torch.empty_like(out, device="cpu", pin_memory=True)
             descriptor = open_direct(path, os.O_RDONLY)
             try:
-                file.read(descriptor, kind, staging, start, self._unchecked.get(layer))
+                for at, part, host in self._through_host(out, start):
+                    file.read(descriptor, kind, host, at, self._unchecked.get(layer))
+                    if host is not part:
+                        copy(host, part)
             except DataError as error:
                 raise DataError(f"{path}: {error}; go back to a checkpoint, or to a copy of the run") from error
             finally:
                 os.close(descriptor)
-            return out if staging is out else out.copy_(staging)
+            return out
 
         return self._queue.read(layer, after, load)
 
-    def write(self, kind: Kind, layer: int, values: Tensor, start: int = 0) -> Future[None]:
+    def write(
+        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
+    ) -> Future[None]:
         def save() -> None:
             file = self._files[layer]
             with self._lock:
                 if layer not in self._new:
                     self._new[layer] = self._create(layer), file.no_digests()
             descriptor, digests = self._new[layer]
-            file.write(descriptor, kind, values.cpu(), start, digests)
+            for at, part, host in self._through_host(values, start):
+                if host is not part:
+                    copy(part, host)
+                file.write(descriptor, kind, host, at, digests)
 
-        return self._queue.write(layer, save)
+        return self._queue.write(layer, after, save)
 
     def commit(self, layer: int, step: int) -> None:
         def rename() -> None:
@@ -117,6 +126,25 @@ class DiskStore:
             path.unlink(missing_ok=True)
         self._new.clear()
         self._spare.clear()
+        for unpin in self._unpin:
+            unpin()
+        self._unpin.clear()
+
+    def _through_host(self, values: Tensor, start: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield what a transfer moves, as first element, values and the host memory that a file can be read into.
+
+        On a CPU that is the values themselves; elsewhere it is a part at a time, in memory that this thread keeps.
+        """
+        if values.device.type == "cpu":
+            yield start, values, values
+            return
+        if not hasattr(self._staging, "memory"):
+            self._staging.memory = allocate(self._part_numel, torch.float32, torch.device("cpu"))
+            if unpin := pin(self._staging.memory):
+                self._unpin.append(unpin)
+        for span in parts(len(values), self._part_numel):
+            host = self._staging.memory.view(values.dtype)[: span.stop - span.start]
+            yield start + span.start, values[span], host
 
     def _new_path(self, layer: int) -> Path:
         return self._paths[layer].with_suffix(".new")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
+import torch
 from torch import Tensor
 
-from gptj_ft.stores import Kind, Layout
+from gptj_ft.stores import Kind, Layout, Transfer
+from gptj_ft.stores.cuda import copy
 from gptj_ft.stores.queue import TransferQueue
 
 
@@ -17,26 +18,30 @@ class FolderStore:
 
     resident = False
 
-    def __init__(self, layouts: Sequence[Layout], load: Callable[[int], Mapping[str, Tensor]]) -> None:
-        self._queue = TransferQueue("folder")
+    def __init__(
+        self, layouts: Sequence[Layout], load: Callable[[int], Mapping[str, Tensor]], device: torch.device
+    ) -> None:
+        self._queue = TransferQueue("folder", device=device)
         self._layouts, self._load = layouts, load
 
     def read(
-        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Future[Any]] = ()
+        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Transfer] = ()
     ) -> Future[Tensor]:
         assert out is not None
         assert kind == "weight"
         assert len(out) == self._layouts[layer].numel, "a model folder is read layer by layer"
 
-        def copy() -> Tensor:
+        def load() -> Tensor:
             tensors = self._load(layer)
             for name, view in self._layouts[layer].views(out).items():
-                view.copy_(tensors[name])
+                copy(tensors[name], view)
             return out
 
-        return self._queue.read(layer, after, copy)
+        return self._queue.read(layer, after, load)
 
-    def write(self, kind: Kind, layer: int, values: Tensor, start: int = 0) -> Future[None]:
+    def write(
+        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
+    ) -> Future[None]:
         raise AssertionError("a model folder is read only")
 
     def commit(self, layer: int, step: int) -> None:

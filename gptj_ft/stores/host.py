@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gptj_ft.stores import Kind, Layout, allocate
+from gptj_ft.stores import Kind, Layout, Transfer, allocate
+from gptj_ft.stores.cuda import copy, pin
 from gptj_ft.stores.queue import TransferQueue
+
+log = logging.getLogger(__name__)
 
 
 class HostStore:
@@ -18,26 +21,35 @@ class HostStore:
 
     resident = False
 
-    def __init__(self, layouts: Sequence[Layout], kinds: Mapping[Kind, torch.dtype]) -> None:
-        self._queue = TransferQueue("host")
+    def __init__(self, layouts: Sequence[Layout], kinds: Mapping[Kind, torch.dtype], device: torch.device) -> None:
+        self._queue = TransferQueue("host", 2 if device.type == "cuda" else 1, device)
         self._tensors = {
             (kind, layer): allocate(layout.numel, dtype, torch.device("cpu"))
             for kind, dtype in kinds.items()
             for layer, layout in enumerate(layouts)
         }
+        pinned = [pin(values) for values in self._tensors.values()] if device.type == "cuda" else []
+        self._unpin = [unpin for unpin in pinned if unpin is not None]
+        if len(self._unpin) < len(pinned):
+            log.warning("this system locks no more pages in RAM: some copies to the device will be slower")
 
     def read(
-        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Future[Any]] = ()
+        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Transfer] = ()
     ) -> Future[Tensor]:
         assert out is not None
         own = self._tensors[kind, layer][start : start + len(out)]
-        return self._queue.read(layer, after, lambda: out.copy_(own))
 
-    def write(self, kind: Kind, layer: int, values: Tensor, start: int = 0) -> Future[None]:
-        def copy() -> None:
-            self._tensors[kind, layer][start : start + len(values)].copy_(values)
+        def load() -> Tensor:
+            copy(own, out)
+            return out
 
-        return self._queue.write(layer, copy)
+        return self._queue.read(layer, after, load)
+
+    def write(
+        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
+    ) -> Future[None]:
+        own = self._tensors[kind, layer][start : start + len(values)]
+        return self._queue.write(layer, after, lambda: copy(values, own))
 
     def commit(self, layer: int, step: int) -> None:
         self._queue.commit(layer, lambda: None)
@@ -50,4 +62,7 @@ class HostStore:
 
     def close(self) -> None:
         self._queue.close()
+        for unpin in self._unpin:
+            unpin()
+        self._unpin.clear()
         self._tensors.clear()

@@ -21,12 +21,15 @@ Place = Literal["device", "host", "disk"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the weights live, and where gradients, moments and master weights do."""
+    """Where the weights live, where gradients, moments and master weights do, and the inputs of layers for backward."""
 
     weights: Place
     optimizer_state: Place
+    boundaries: Place = "device"
 
     def of(self, kind: Kind) -> Place:
+        if kind == "boundary":
+            return self.boundaries
         return self.weights if kind == "weight" else self.optimizer_state
 
     @property
@@ -35,7 +38,8 @@ class Placement:
         return self.weights == self.optimizer_state == "disk"
 
     def __str__(self) -> str:
-        return f"weights on {self.weights}, optimizer state on {self.optimizer_state}"
+        away = f", layer inputs on {self.boundaries}" if self.boundaries != "device" else ""
+        return f"weights on {self.weights}, optimizer state on {self.optimizer_state}{away}"
 
 
 def training_dtypes(
@@ -66,7 +70,7 @@ def open_stores(
     """
     stores: dict[Kind, LayerStore] = {}
     # One queue for all that is on disk: a gradient replaces the one before only when the update by that one is there.
-    queue = TransferQueue("disk", TRANSFERS)
+    queue = TransferQueue("disk", TRANSFERS, device)
     groups: dict[tuple[Place, bool], dict[Kind, torch.dtype]] = {}
     for kind, dtype in dtypes.items():
         groups.setdefault((placement.of(kind), kind == "grad"), {})[kind] = dtype
@@ -75,9 +79,36 @@ def open_stores(
         if place == "device":
             store = DeviceStore(layouts, kinds, device)
         elif place == "host":
-            store = HostStore(layouts, kinds)
+            store = HostStore(layouts, kinds, device)
         else:
             prefix = folder / ("gradient" if is_gradient else "layer")
             store = DiskStore(prefix, layouts, kinds, queue, placement.is_durable, part_numel)
         stores.update(dict.fromkeys(kinds, store))
     return stores
+
+
+def open_boundaries(
+    placement: Placement,
+    layout: Layout,
+    num_layers: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    folder: Path,
+    part_numel: int = PART_NUMEL,
+) -> LayerStore:
+    """Open a store for the inputs of layers off the device; they outlive no step, so that nothing of them is durable.
+
+    Args:
+        placement: where to.
+        layout: of one layer's inputs, see `boundaries.boundary_layout`.
+        num_layers: of the model.
+        dtype: of the computation.
+        device: that computes.
+        folder: for what lives on disk.
+        part_numel: elements that are moved at once.
+    """
+    kinds: dict[Kind, torch.dtype] = {"boundary": dtype}
+    if placement.boundaries == "host":
+        return HostStore([layout] * num_layers, kinds, device)
+    queue = TransferQueue("boundary", TRANSFERS, device)
+    return DiskStore(folder / "boundary", [layout] * num_layers, kinds, queue, False, part_numel)

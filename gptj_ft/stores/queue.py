@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from gptj_ft.stores import Transfer
+from gptj_ft.stores.cuda import use_own_stream
 
 T = TypeVar("T")
+CPU = torch.device("cpu")
 
 
 class TransferQueue:
@@ -18,23 +25,25 @@ class TransferQueue:
     Args:
         name: of the threads.
         transfers: how many run at a time in each direction. Where the bytes do not come from a disk, one is enough.
+        device: that they go to.
     """
 
-    def __init__(self, name: str, transfers: int = 1) -> None:
-        self._reader = ThreadPoolExecutor(transfers, thread_name_prefix=f"{name}-read")
-        self._writer = ThreadPoolExecutor(transfers, thread_name_prefix=f"{name}-write")
+    def __init__(self, name: str, transfers: int = 1, device: torch.device = CPU) -> None:
+        begin = partial(use_own_stream, device)
+        self._reader = ThreadPoolExecutor(transfers, f"{name}-read", begin)
+        self._writer = ThreadPoolExecutor(transfers, f"{name}-write", begin)
         self._committer = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-commit")
         self._commits: dict[int, Future[None]] = {}
         self._writes: list[Future[None]] = []  # since the last commit
         self._failure: BaseException | None = None
 
-    def read(self, layer: int, after: Sequence[Future[Any]], task: Callable[[], T]) -> Future[T]:
+    def read(self, layer: int, after: Sequence[Transfer], task: Callable[[], T]) -> Future[T]:
         """Run ``task`` once the layer's last commit and the transfers in ``after`` have ended."""
         return self._reader.submit(_run_after, [*after, *self._last_commit(layer)], task)
 
-    def write(self, layer: int, task: Callable[[], None]) -> Future[None]:
-        """Run ``task`` once the layer's last commit has ended."""
-        self._writes.append(self._writer.submit(_run_after, self._last_commit(layer), task))
+    def write(self, layer: int, after: Sequence[Transfer], task: Callable[[], None]) -> Future[None]:
+        """Run ``task`` once the layer's last commit and the transfers in ``after`` have ended."""
+        self._writes.append(self._writer.submit(_run_after, [*after, *self._last_commit(layer)], task))
         return self._writes[-1]
 
     def commit(self, layer: int, task: Callable[[], None]) -> None:
@@ -69,7 +78,7 @@ class TransferQueue:
         return [self._commits[layer]] if layer in self._commits else []
 
 
-def _run_after(earlier: Sequence[Future[Any]], task: Callable[[], T]) -> T:
+def _run_after(earlier: Sequence[Transfer], task: Callable[[], T]) -> T:
     for transfer in earlier:
         transfer.result()
     return task()

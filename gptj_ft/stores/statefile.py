@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from gptj_ft.errors import DataError
@@ -71,7 +70,7 @@ class StateFile:
         """Write elements of one kind from ``start`` on, and note their digests."""
         for index, part in self._parts_of(start, values):
             view = _bytes_of(part)
-            digests[kind][index] = xxhash.xxh3_64_hexdigest(view)
+            digests[kind][index] = digest(view)
         write_bytes(descriptor, _bytes_of(values), self.offsets[kind] + start * values.itemsize)
 
     def read(self, descriptor: int, kind: Kind, out: Tensor, start: int, digests: Digests | None = None) -> None:
@@ -94,7 +93,7 @@ class StateFile:
         if digests is None:
             return
         for index, part in self._parts_of(start, out):
-            if xxhash.xxh3_64_hexdigest(_bytes_of(part)) != digests[kind][index]:
+            if digest(_bytes_of(part)) != digests[kind][index]:
                 raise DataError(f"{kind} is damaged: {self._name_part(index)} is not what was written")
 
     def check(self, path: Path) -> tuple[int, Digests]:
@@ -172,6 +171,13 @@ class StateFile:
             "xxh3_64": json.dumps({kind: " ".join(of) for kind, of in digests.items()}),
         }
         return json.dumps({"__metadata__": metadata, **tensors}).encode()
+
+
+def digest(view: memoryview) -> str:
+    """Return the XXH3-64 digest of some bytes."""
+    import xxhash  # only what is on disk has digests
+
+    return xxhash.xxh3_64_hexdigest(view)
 
 
 def layer_path(prefix: Path, layer: int) -> Path:

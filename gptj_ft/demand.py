@@ -6,7 +6,7 @@ Reading, writing and computing go on side by side, so a pass takes as long as th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -16,6 +16,7 @@ from gptj_ft.meters import Flops, count_flops
 from gptj_ft.stores import Kind, Layout
 from gptj_ft.stores.placement import Place, Placement
 
+NOTHING: Mapping[Place, int] = {}
 MATMUL_SHARE = 0.9  # of the measured rate that a pass reaches: norms, attention and GELU are not matrix products
 
 
@@ -53,6 +54,10 @@ class Load:
         """Count the FLOPs of an average step, where ``kept`` blocks are not recomputed."""
         return count_flops(self.layouts, self.mean_step_tokens, self.mean_step_targets, kept)
 
+    def boundary_bytes(self, kept: int = 0) -> int:
+        """Bytes of the inputs of all blocks but the last ``kept``, in the step with the most tokens."""
+        return (len(self.layouts) - 2 - kept) * self.width * self.dtype.itemsize * self.step_tokens
+
     @cached_property
     def num_parameters(self) -> int:
         return sum(layout.num_parameters for layout in self.layouts)
@@ -87,6 +92,10 @@ class Pass:
     read: Mapping[Place, int] = field(default_factory=dict)
     written: Mapping[Place, int] = field(default_factory=dict)
 
+    def plus(self, read: Mapping[Place, int] = NOTHING, written: Mapping[Place, int] = NOTHING) -> Pass:
+        """Return the pass with more bytes read and written."""
+        return replace(self, read=_added(self.read, read), written=_added(self.written, written))
+
     def compute_seconds(self, dtype: torch.dtype, rates: Rates) -> float:
         """Return the seconds of the computation alone."""
         return self.flops / (rates.compute.matmul(dtype) * MATMUL_SHARE) + self.updated / rates.compute.memory
@@ -109,8 +118,20 @@ def training_passes(
     """Return the forward and the backward pass of an average step.
 
     Where gradients are stored, the update waits for the next forward pass; else backward applies it. A late update is
-    applied in both and written by the second.
+    applied in both and written by the second. Layer inputs off the device go there in forward and come back later.
     """
+    forward, backward = _passes_of_state(placement, load, stored, kept, is_late)
+    if placement.boundaries == "device":
+        return forward, backward
+    away: dict[Place, int] = {
+        placement.boundaries: round(load.boundary_bytes(kept) * load.mean_step_tokens / load.step_tokens)
+    }
+    return forward.plus(written=away), backward.plus(read=away)
+
+
+def _passes_of_state(
+    placement: Placement, load: Load, stored: Mapping[Kind, torch.dtype], kept: int, is_late: bool
+) -> tuple[Pass, Pass]:
     elements, defers = load.stored_elements, "grad" in stored
     state = state_kinds(stored)
     # A master copy makes the weights anew: they are not read for an update.
@@ -136,6 +157,10 @@ def training_passes(
         Pass(forward_flops, read=moved("weight")),
         Pass(backward_flops, updated, read=moved(*state), written=moved(*state)),
     )
+
+
+def _added(some: Mapping[Place, int], more: Mapping[Place, int]) -> dict[Place, int]:
+    return {place: some.get(place, 0) + more.get(place, 0) for place in {**some, **more}}
 
 
 def state_kinds(stored: Mapping[Kind, torch.dtype]) -> tuple[Kind, ...]:

@@ -1,0 +1,109 @@
+"""What the plan says that a run will cost, beside what it cost: memory and seconds per step.
+
+Random GPT-Js on rows of DialogSum, fp32 on the CPU, in placements and settings of all kinds; each is planned
+(`finetune --dry-run --json`) and then run, in processes of their own. The machine is measured first, as a user would
+have it measured (`plan --measure`), so nothing else should be running.
+
+    python benchmarks/forecast.py --data train.jsonl --tokenizer gpt2/ --work /tmp/forecast
+
+The first step is left out of the seconds: it has no update to apply. Memory is the peak that the kernel counts.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from same_work import SHAPE, make_model
+from side_by_side import parser, watch
+
+from gptj_ft.run import Run
+
+MODELS = {
+    "8 x 1024": SHAPE,
+    "4 x 2048": {**SHAPE, "n_embd": 2048, "n_layer": 4},
+    "16 x 512": {**SHAPE, "n_embd": 512, "n_layer": 16, "n_head": 8},
+}
+ON_DISK = {"weights": "disk", "optimizer_state": "disk"}
+RUNS: list[tuple[str, dict[str, Any]]] = [
+    ("8 x 1024", {}),
+    ("8 x 1024", {"activations": "recompute"}),
+    ("8 x 1024", {**ON_DISK, "activations": "keep"}),
+    ("8 x 1024", {**ON_DISK, "activations": "recompute", "moments": "bf16", "gradients": "bf16"}),
+    ("8 x 1024", {"device_memory": "3GiB"}),
+    ("4 x 2048", {**ON_DISK, "activations": "recompute"}),
+    ("4 x 2048", {"weights": "device", "optimizer_state": "disk", "activations": 2}),
+    ("4 x 2048", {**ON_DISK, "batch_size": 2}),
+    ("16 x 512", {**ON_DISK, "activations": "recompute", "boundaries": "disk", "batch_size": 16}),
+]
+
+
+def main() -> None:
+    """Measure the machine, then plan and run."""
+    options = parser(__doc__)
+    options.add_argument("--only", help="numbers of the runs, from 1; default all")
+    arguments = options.parse_args()
+    arguments.work.mkdir(parents=True)
+    chosen = [int(word) - 1 for word in arguments.only.split(",")] if arguments.only else range(len(RUNS))
+    results = []
+    for number in chosen:
+        name, different = RUNS[number]
+        model = arguments.work / name.replace(" ", "")
+        if not model.exists():
+            make_model(model, arguments.tokenizer, MODELS[name])
+        if not results:
+            subprocess.run(
+                [*command("plan", {"model": model, "output": arguments.work / "run"}), "--measure"], check=True
+            )
+        results.append({"model": name, **different, **plan_and_run(arguments, model, different)})
+        print(json.dumps(results[-1]), flush=True)
+    print(f"{'':<66}{'memory, GB':>22}{'':>7}{'seconds a step':>20}")
+    for result in results:
+        told, was = result["forecast"], result["measured"]
+        what = ", ".join(str(result[key]) for key in result if key not in ("forecast", "measured", "placement"))
+        print(
+            f"{what[:48]:<50}{told['memory'] / 1e9:>12.2f}{was['memory'] / 1e9:>8.2f}"
+            f"{told['memory'] / was['memory'] - 1:>8.0%}{told['seconds']:>12.1f}{was['seconds']:>8.1f}"
+            f"{told['seconds'] / was['seconds'] - 1:>8.0%}"
+        )
+
+
+def plan_and_run(arguments: Any, model: Path, different: dict[str, Any]) -> dict[str, Any]:
+    """Return what was forecast and what was measured."""
+    run = Run(arguments.work / "run")
+    choices = {
+        "recipe": "summarization", "model": model, "data": arguments.data, "output": run.folder, "holdout": 0,
+        "max_steps": arguments.steps, "batch_size": arguments.batch_size, "max_length": arguments.max_length,
+        "precision": "fp32", "device": "cpu", **different,
+    }  # fmt: skip
+    planned = subprocess.run(
+        [*command("finetune", choices), "--dry-run", "--json"], check=True, stdout=subprocess.PIPE, stderr=sys.stderr
+    )
+    plan = json.loads(planned.stdout)
+    watched = watch(command("finetune", choices), run.metrics_file)
+    shutil.rmtree(run.folder)
+    steady = watched.lines[arguments.warm_up :]
+    return {
+        "placement": plan["placement"],
+        "kept": plan["room"]["kept"],
+        "forecast": {"memory": plan["device_bytes"] + plan["host_bytes"], "seconds": plan["seconds_per_step"]},
+        "measured": {
+            "memory": watched.peak_rss_bytes,
+            "seconds": sum(line["seconds"] for line in steady) / len(steady),
+            "stall": sum(line["waited_seconds"] for line in steady) / sum(line["seconds"] for line in steady),
+        },
+    }
+
+
+def command(name: str, choices: dict[str, Any]) -> list[str]:
+    """Return a command line of `gptj-ft`."""
+    words = [word for key, value in choices.items() for word in ("--set", f"{key}={value}")]
+    return [sys.executable, "-m", "gptj_ft", name, *words]
+
+
+if __name__ == "__main__":
+    main()

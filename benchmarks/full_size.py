@@ -1,0 +1,219 @@
+"""All 6,050,882,784 parameters of GPT-J trained from disk in 6 GiB, killed in the middle of a step, and resumed.
+
+Random weights, in fp32; moments and stored gradients in bf16: the run takes 10 bytes a parameter on the disk, 61
+GB, and 2 more for a layer on its way. AdamW, clipping on, 2 steps of 2,048 tokens. A first process trains until it is
+killed (SIGKILL) in the middle of the second step; a second one resumes, ends that step, applies its update to
+every layer; then every file is read and compared with its digests.
+
+    python benchmarks/full_size.py --work /tmp/full --memory 6
+
+The steps are the trainer's own (`AdamW`, `train_step`, `checkpoint.commit`), and what is on the device at once is what
+`plan` allows under the cap; there are no rows to prepare and no model folder to start from, which would be 24 GB more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from side_by_side import memory
+
+from gptj_ft import checkpoint
+from gptj_ft.data.batches import micro_batches
+from gptj_ft.demand import Load
+from gptj_ft.families import Architecture, families
+from gptj_ft.layers import PackedBatch
+from gptj_ft.measure import matmul_rate
+from gptj_ft.meters import Meters, Stopwatch, count_flops
+from gptj_ft.model import fill_layer, training_stack
+from gptj_ft.optimizer import AdamW, Update
+from gptj_ft.plan import Free, Plan, forecast
+from gptj_ft.rates import PRECISIONS, rates
+from gptj_ft.recipe import Recipe
+from gptj_ft.run import Run
+from gptj_ft.stack import LayerStack
+from gptj_ft.stores import Layout
+from gptj_ft.stores.placement import Placement, training_dtypes
+from gptj_ft.streaming import train_step
+from gptj_ft.verify import Checker
+
+# EleutherAI/gpt-j-6b's config.json.
+SHAPE = {"vocab_size": 50400, "n_positions": 2048, "n_embd": 4096, "n_head": 16, "n_layer": 28, "rotary_dim": 64}
+ROW = 256  # tokens a document, all of them but the first trained on
+ON_DISK = Placement("disk", "disk")
+POLL_SECONDS = 0.2
+
+
+class Work:
+    """What both processes do: the model, the recipe, the plan, the documents."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        shape = {**SHAPE, "n_layer": arguments.layers, "n_embd": arguments.width}
+        family = families()["gptj"]
+        self.architecture = Architecture(family, family.read_config(shape), shape)
+        self.layouts = [Layout.of(layer) for layer in self.architecture.layers()]
+        self.device, self.tokens = torch.device("cpu"), arguments.tokens
+        self.recipe = Recipe(
+            moments="bf16", gradients="bf16", micro_batch_tokens=arguments.micro_batch, activations="recompute"
+        )
+        cap = int(arguments.memory * 2**30)
+        self.plan = self._plan(Free(cap, cap, shutil.disk_usage(arguments.work).free, is_shared=True), arguments.work)
+        generator = torch.Generator().manual_seed(1)
+        count = self.tokens // ROW
+        documents = [torch.randint(0, 50257, (ROW,), generator=generator).tolist() for _ in range(count)]
+        self.batches = micro_batches(documents, [1] * count, arguments.micro_batch)
+        self.num_targets = count * (ROW - 1)
+
+    def _plan(self, have: Free, folder: Path) -> Plan:
+        load = Load(
+            self.layouts, self.architecture.config.n_embd, torch.float32, self.recipe.micro_batch_tokens, self.tokens,
+            self.tokens, self.tokens, num_steps=2,
+        )  # fmt: skip
+        return forecast(ON_DISK, load, self.recipe, rates(self.device, folder), have)
+
+    def open(self, run: Run) -> LayerStack:
+        """Open the stores."""
+        dtypes = training_dtypes(torch.float32, PRECISIONS["bf16"], PRECISIONS["bf16"])
+        return training_stack(self.architecture, ON_DISK, dtypes, self.device, run.state, self.plan.room)
+
+
+def say(kind: str, **facts: Any) -> None:
+    """Tell the process that watches."""
+    print(json.dumps({"kind": kind, **facts}), flush=True)
+
+
+def fill(generator: torch.Generator, name: str, view: torch.Tensor) -> None:
+    """Give a parameter random values: GPT-J's own spread for matrices, ones and zeros for norms and biases."""
+    if view.ndim > 1:
+        view.normal_(0, 0.02, generator=generator)
+    else:
+        view.fill_(1.0 if name.endswith("weight") else 0.0)
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Train to the end of the second step, from nothing or from the last commit."""
+    work, run = Work(arguments), Run(arguments.work)
+    stack = work.open(run)
+    late = len(work.layouts) - 2 if work.plan.costs.is_late else 0
+    start = time.perf_counter()
+    if last := run.last_commit():
+        optimizer = AdamW(stack, work.recipe, last["step"], late)
+        behind = checkpoint.layers_behind(run, stack, last["step"])
+        optimizer.resume(Update(**last["update"]), behind)
+        say("resumed", step=last["step"], layers_behind=len(behind), seconds=time.perf_counter() - start)
+    else:
+        generator = torch.Generator().manual_seed(0)
+        for layer in range(len(stack.layers)):
+            fill_layer(stack, layer, partial(fill, generator))
+        stack.drain()
+        optimizer = AdamW(stack, work.recipe, late=late)
+        checkpoint.commit(run, 0, None, {})
+        say("filled", seconds=time.perf_counter() - start)
+    while optimizer.step < 2:
+        stopwatch = Stopwatch(stack)
+        loss = take_step(run, stack, optimizer, work.batches)
+        tally = stopwatch.read(work.tokens, work.num_targets)
+        meters = Meters.of(tally, count_flops(stack.layouts, tally.tokens, tally.target_tokens), arguments.rate)
+        say("step", step=optimizer.step, loss=loss, **vars(tally), **vars(meters))
+    start = time.perf_counter()
+    optimizer.flush()
+    say("flushed", seconds=time.perf_counter() - start)
+    stack.close()
+
+
+def take_step(run: Run, stack: LayerStack, optimizer: AdamW, batches: list[PackedBatch]) -> float:
+    """Take a step and queue its commit, as `trainer.train` does."""
+    optimizer.begin(1e-5)
+    loss = train_step(stack, optimizer, batches).mean
+    optimizer.end()
+    stack.stores["grad"].then(partial(checkpoint.commit, run, optimizer.step, optimizer.pending, {}))
+    return loss
+
+
+def watch(words: list[str], kill_at: float | None) -> tuple[list[dict[str, Any]], int]:
+    """Run a training process.
+
+    Args:
+        words: its arguments.
+        kill_at: kill it this share of a step after its first step; ``None``: let it end.
+
+    Returns: what it said, and its peak resident bytes.
+    """
+    said: list[dict[str, Any]] = []
+    log = Path(words[words.index("--work") + 1]) / f"said-{'first' if kill_at else 'second'}.jsonl"
+    with log.open("w") as out, subprocess.Popen([sys.executable, __file__, *words], stdout=out) as process:
+        peak, first_step = 0, 0.0
+        while process.poll() is None:
+            peak = max(peak, memory(process.pid, "VmHWM"))
+            said = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
+            steps = [line for line in said if line["kind"] == "step"]
+            if kill_at and steps:
+                first_step = first_step or time.perf_counter()
+                if time.perf_counter() - first_step > kill_at * steps[0]["seconds"]:
+                    process.send_signal(signal.SIGKILL)
+            time.sleep(POLL_SECONDS)
+    assert process.returncode == (-signal.SIGKILL if kill_at else 0), f"ended with {process.returncode}"
+    return [json.loads(line) for line in log.read_text().splitlines()], peak
+
+
+def main() -> None:
+    """Train, kill, resume, verify."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="new folder, removed at the end")
+    parser.add_argument("--memory", type=float, default=6.0, help="GiB that the plan may use")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--micro-batch", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=SHAPE["n_layer"], help="fewer only to try the script")
+    parser.add_argument("--width", type=int, default=SHAPE["n_embd"], help="less only to try the script")
+    parser.add_argument("--kill-at", type=float, default=0.6, help="share of the second step")
+    parser.add_argument("--rate", type=float, help="used by the script itself")
+    arguments = parser.parse_args()
+    if arguments.rate:
+        train(arguments)
+        return
+    arguments.work.mkdir(parents=True)
+    work, cpu = Work(arguments), torch.device("cpu")
+    before = matmul_rate(cpu, torch.float32)
+    words = [*sys.argv[1:], "--rate", str(before)]
+    first, first_peak = watch(words, arguments.kill_at)
+    second, second_peak = watch(words, None)
+    after = matmul_rate(cpu, torch.float32)
+    start = time.perf_counter()
+    checker = Checker(Run(arguments.work), work.layouts)
+    problems = list(checker.state())
+    result = {
+        "parameters": work.plan.num_parameters,
+        "forecast": {
+            "memory_bytes": work.plan.device_bytes + work.plan.host_bytes,
+            "seconds_per_step": work.plan.costs.seconds_per_step,
+        },
+        "peak_rss_bytes": [first_peak, second_peak],
+        "matmul_rates": [before, after],
+        "said": [*first, *second],
+        "verified": {"bytes": checker.bytes, "seconds": time.perf_counter() - start, "problems": problems},
+        "disk_bytes": sum(path.stat().st_blocks * 512 for path in arguments.work.rglob("*") if path.is_file()),
+        "room": vars(work.plan.room),
+        "is_late": work.plan.costs.is_late,
+    }
+    print(json.dumps(result))
+    for line in result["said"]:
+        if line["kind"] == "step":
+            shares = {f"{name} of the rate before": line[name] for name in ("hfu", "mfu")}
+            shares |= {"stall": line["stall"]}
+            print(f"step {line['step']}: {line['seconds']:.0f} s, loss {line['loss']:.6f},", shares)
+    print(f"peak RSS {max(first_peak, second_peak) / 2**30:.2f} GiB; damaged: {problems or 'nothing'}")
+    shutil.rmtree(arguments.work)
+    assert not problems
+
+
+if __name__ == "__main__":
+    main()
