@@ -7,7 +7,8 @@ first step is left out, because it has no update to apply.
     python benchmarks/streamed_vs_resident.py --work /tmp/bench --tokens 1024 --steps 4
 
 A variant is a placement and what sets it apart from the options of the whole: ``disk:late=2:parts=60``. Variants that
-differ in placement, late updates or kept activations only must have the same losses, to the bit.
+differ in placement, late updates or kept activations only must have the same losses, to the bit. ``--profile`` tells
+where the time of the last step goes.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object
     from gptj_ft.streaming import train_step
 
     family, device, tokens = families()["gptj"], torch.device("cpu"), arguments.tokens
-    layers = family.build_layers(family.read_config({**SHAPE, "n_layer": arguments.layers}))
+    layers = family.build_layers(family.read_config({**SHAPE, "n_embd": arguments.width, "n_layer": arguments.layers}))
     types = {"fp32": torch.float32, "bf16": torch.bfloat16}
     dtypes = training_dtypes(torch.float32, types[arguments.moments], types[arguments.gradients])
     layouts = [Layout.of(layer) for layer in layers]
@@ -132,6 +133,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--micro-batch", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=SHAPE["n_embd"])
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--read-ahead", type=int, default=1)
     parser.add_argument("--gradient-slots", type=int, default=2)

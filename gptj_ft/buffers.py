@@ -68,4 +68,6 @@ class Buffers:
     def abandon(self) -> None:
         """End every use: nobody comes back for what he took."""
         for buffer in self._line:
-            buffer.users = 0
+            if buffer.users:
+                buffer.users = 1
+                buffer.release()

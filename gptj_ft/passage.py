@@ -243,9 +243,10 @@ class Passage:
         self._updated = marks(stack.device)
 
     def _wait(self, transfers: Sequence[Transfer]) -> None:
-        with self._stack.waiting():
-            for transfer in transfers:
-                transfer.result()
+        if transfers:
+            with self._stack.waiting():
+                for transfer in transfers:
+                    transfer.result()
 
 
 def pack(gradient: Tensor, dtype: torch.dtype, part_numel: int) -> Tensor:
