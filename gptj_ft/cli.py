@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,8 @@ from gptj_ft.options import (
     Epochs,
     HostMemory,
     Json,
+    Map,
+    MaxBadRows,
     MaxLength,
     MaxSteps,
     MaxTime,
@@ -148,6 +151,8 @@ def prepare_data(
     output: Annotated[Path | None, typer.Option("--output", help="new folder; default DATA.prepared")] = None,
     recipe: RecipeName = None,
     model: Model = None,
+    map: Map = None,
+    max_bad_rows: MaxBadRows = None,
     max_length: MaxLength = None,
     seed: Seed = None,
     config: Config = None,
@@ -155,20 +160,19 @@ def prepare_data(
     as_json: Json = False,
 ) -> None:
     """Turn rows into token ids: checked, masked, counted; `finetune --data` takes the folder."""
+    flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
+    flags.pop("output", None)  # here that is the folder of the rows
     from gptj_ft.data.prepare import is_prepared, load_tokenizer, prepare, save
     from gptj_ft.families import read_architecture
     from gptj_ft.inputs import choose_model, data_path
     from gptj_ft.report import show_data
 
-    resolved = resolve(
-        {"recipe": recipe, "model": model, "data": data, "max_length": max_length, "seed": seed},
-        config,
-        _tuple(assignments),
-    )
+    resolved = resolve(flags, config, _tuple(assignments))
     source = data_path(data)
     if is_prepared(source):
         raise UsageError(f"{source} is prepared already: give it to `gptj-ft finetune --data`")
-    folder = output or source.with_name(source.name + ".prepared")
+    name = re.sub(r"[^\w.+-]+", "_", source.name)  # of a pattern, too
+    folder = output or source.with_name(name + ".prepared")
     if folder.exists():
         raise UsageError(f"{folder} exists: name another --output or remove it")
     chosen = choose_model(resolved.recipe, source)
@@ -190,6 +194,8 @@ def finetune(
     recipe: RecipeName = None,
     data: Data = None,
     val_data: Annotated[str | None, option_of("val_data")] = None,
+    map: Map = None,
+    max_bad_rows: MaxBadRows = None,
     model: Model = None,
     output: Annotated[str | None, option_of("output")] = None,
     method: Annotated[str | None, option_of("method")] = None,

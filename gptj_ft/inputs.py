@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gptj_ft.data.prepare import Prepared, check_compatible, is_prepared, load, load_tokenizer, prepare, split
-from gptj_ft.data.records import read_rows, sha256_of
+from gptj_ft.data.records import Findings, read_rows, sha256_of
 from gptj_ft.errors import UsageError
 from gptj_ft.families import read_architecture
 from gptj_ft.home import downloaded_model, find_model, is_model, models
@@ -55,7 +55,9 @@ def data_path(data: str | None) -> Path:
         UsageError: none were named.
     """
     if data is None:
-        raise UsageError("no rows are named: add --data FILE (.jsonl, .json, .csv, .tsv, .txt or prepared data)")
+        raise UsageError(
+            "no rows are named: add --data FILE (jsonl, json, csv, tsv, parquet, txt, a folder of these, or prepared data)"
+        )
     return Path(data).expanduser()
 
 
@@ -66,7 +68,7 @@ def choose_model(recipe: Recipe, source: Path) -> Path:
         UsageError: there is none; says what to type.
     """
     if recipe.model == TINY:
-        return tiny_model(source, recipe.seed)
+        return tiny_model(recipe, source)
     if recipe.model is not None:
         return find_model(recipe.model)
     found = downloaded_model()
@@ -75,7 +77,7 @@ def choose_model(recipe: Recipe, source: Path) -> Path:
     return found
 
 
-def tiny_model(source: Path, seed: int) -> Path:
+def tiny_model(recipe: Recipe, source: Path) -> Path:
     """Return the tiny random model that belongs to some rows; make it, with a tokenizer of theirs, if it is new.
 
     Raises:
@@ -83,14 +85,16 @@ def tiny_model(source: Path, seed: int) -> Path:
     """
     prepared = is_prepared(source)
     digest = load(source).report.data_sha256 if prepared else sha256_of(source)
-    folder = models() / f"{TINY}-{digest[:12]}-{seed}"
+    folder = models() / f"{TINY}-{digest[:12]}-{recipe.seed}"
     if not is_model(folder):
         if prepared:
             raise UsageError(
                 f"{source} was prepared for another model than {folder}: prepare it again with --model tiny"
             )
-        values = (value for row in read_rows(source) for value in row.values.values())
-        make_tiny(folder, (value for value in values if isinstance(value, str)), seed)
+        findings = Findings(recipe.max_bad_rows)
+        rows = read_rows(source, findings, recipe.documents, recipe.quotes)
+        values = (value for row in rows for value in row.values.values())
+        make_tiny(folder, (value for value in values if isinstance(value, str)), recipe.seed)
     return folder
 
 

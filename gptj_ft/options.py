@@ -23,6 +23,8 @@ def option_of(field: str) -> Any:
 RecipeName = Annotated[str | None, option_of("recipe")]
 Data = Annotated[str | None, option_of("data")]
 Model = Annotated[str | None, option_of("model")]
+Map = Annotated[str | None, option_of("map")]
+MaxBadRows = Annotated[int | None, option_of("max_bad_rows")]
 BatchSize = Annotated[int | None, option_of("batch_size")]
 MaxLength = Annotated[int | None, option_of("max_length")]
 MaxSteps = Annotated[int | None, option_of("max_steps")]

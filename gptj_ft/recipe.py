@@ -135,6 +135,19 @@ def _reaches_the_peak(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
 Pieces = Annotated[tuple[Piece, ...], AfterValidator(_reaches_the_peak)]
 
 
+def _read_map(value: Any) -> Any:
+    """Read ``document=body,summary=tl_dr``."""
+    if not isinstance(value, str):
+        return value
+    pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
+    if not all(field.strip() and equals and column.strip() for field, equals, column in pairs):
+        raise PydanticCustomError("map", "field=column pairs are needed, e.g. document=body,summary=tl_dr")
+    return {field.strip(): column.strip() for field, _, column in pairs}
+
+
+ColumnMap = Annotated[dict[str, str], BeforeValidator(_read_map)]
+
+
 class Recipe(Options):
     """A whole run as one value; saved as ``recipe.yaml`` in the run folder."""
 
@@ -145,10 +158,22 @@ class Recipe(Options):
 
     # What on
     model: str | None = Field(None, description="model folder, name of a downloaded model, or 'tiny'")
-    data: str | None = Field(None, description="training rows: .jsonl, .json, .csv, .tsv, .txt or prepared data")
+    data: str | None = Field(
+        None,
+        description="training rows: file, folder or pattern (jsonl, json, csv, tsv, parquet, txt), or prepared data",
+    )
     val_data: str | None = Field(None, description="validation rows; none: a share of the data is held out")
     holdout: Fraction = Field(0.05, description="share of the rows held out when no validation rows are given")
     output: str | None = Field(None, description="run folder, which must not exist; default runs/RECIPE-N")
+
+    documents: Literal["paragraph", "line", "file"] = Field(
+        "paragraph", description="what a row of plain text is: up to a blank line, a line, or the file"
+    )
+    quotes: Literal["auto", "on", "off"] = Field(
+        "auto", description='whether " encloses cells of tables; auto: in CSV, not in TSV'
+    )
+    max_bad_rows: int = Field(0, ge=0, description="records that may be unreadable before the data is refused")
+    map: ColumnMap = Field({}, description="columns by field, e.g. document=body,summary=tl_dr; others are recognised")
 
     # How a row becomes tokens
     prompt: str = Field("", description="text before the answer, with {fields}; empty: train on every token")

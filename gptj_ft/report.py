@@ -22,14 +22,18 @@ if TYPE_CHECKING:
     from gptj_ft.trainer import TrainResult
 
 SAMPLE_CHARACTERS = 300
+FILES_SHOWN = 3
 BUSY = 0.5  # average load of a core from which on what is measured is not to be trusted
 
 
 def show_data(console: Console, report: Report) -> None:
     """Show what was understood of the rows, and what became of each."""
     columns = ", ".join(f"{field} = column '{column}'" for field, column in report.columns.items())
+    files = ", ".join(report.files[:FILES_SHOWN]) + (
+        f" and {len(report.files) - FILES_SHOWN} more" if len(report.files) > FILES_SHOWN else ""
+    )
     lines = [
-        f"{', '.join(report.files)}: {report.rows_read:,} rows read, {report.rows_kept:,} kept",
+        f"{files}: {report.rows_read:,} rows read, {report.rows_kept:,} kept",
         f"  {columns}",
         f"  {report.tokens:,} tokens, {report.target_tokens:,} of them trained on; longest row {report.longest:,}",
     ]
@@ -39,6 +43,7 @@ def show_data(console: Console, report: Report) -> None:
         lines.append(f"  split into {report.windows:,} windows of at most {report.settings['max_length']:,} tokens")
     for reason, skips in report.rows_skipped.items():
         lines.append(f"  skipped {skips.count:,}: {reason} ({', '.join(skips.first)})")
+    lines += [f"  note: {note}" for note in report.notes]
     console.print(escape("\n".join(lines)), highlight=False)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gptj_ft.inputs import tiny_model
+from gptj_ft.recipe import Recipe
 
 FINETUNE = "finetune --recipe summarization --model tiny --max-steps 1"
 
@@ -17,7 +18,7 @@ FINETUNE = "finetune --recipe summarization --model tiny --max-steps 1"
 @pytest.fixture
 def model(rows_file: Path, tmp_path: Path) -> Path:
     """A model folder that may be damaged."""
-    return Path(shutil.copytree(tiny_model(rows_file, 0), tmp_path / "model"))
+    return Path(shutil.copytree(tiny_model(Recipe(), rows_file), tmp_path / "model"))
 
 
 def test_version_and_help_answer(shell) -> None:

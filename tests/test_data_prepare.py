@@ -176,7 +176,7 @@ def test_unreadable_lines_are_found_before_any_row_is_tokenised(tokenizer, tmp_p
 
 def test_a_missing_column_names_the_file(tokenizer, tmp_path):
     path = json_lines(tmp_path / "a.jsonl", [{"story": "a", "summary": "b"}])
-    with pytest.raises(DataError, match=r"a\.jsonl: no column for 'document'.*\n.*--set fields\.document="):
+    with pytest.raises(DataError, match=r"a\.jsonl: no column for 'document'.*\n.*--map document=COLUMN"):
         prepare(recipe(), tokenizer, path, VOCAB)
 
 
@@ -219,7 +219,7 @@ def test_saved_data_loads_as_it_was(prepared, tmp_path):
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["settings"]["max_length"] == 1024
     assert len(manifest["data_sha256"]) == len(manifest["settings_sha256"]) == len(manifest["tokenizer_sha256"]) == 64
-    assert Report.from_dict(manifest).to_dict() == manifest | {"files": tuple(manifest["files"])}
+    assert Report.from_dict(manifest).to_dict() == manifest | {key: tuple(manifest[key]) for key in ("files", "notes")}
 
 
 def test_prepared_data_is_never_overwritten(prepared, tmp_path):

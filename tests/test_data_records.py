@@ -199,7 +199,7 @@ def test_broken_utf8_is_named_with_line_and_column(write, name):
 
 def test_a_csv_row_with_another_number_of_cells_is_refused(write):
     path = write("a.csv", 'a,b\n1,"x\ny"\n1,2,3\n4,5\n6\n')
-    with pytest.raises(DataError, match=r"a\.csv:4: 3 cells, the header has 2; 1 more bad line in this file"):
+    with pytest.raises(DataError, match=r"a\.csv:4: 3 cells, the header has 2; 1 more bad line"):
         rows(path)
 
 

@@ -68,7 +68,7 @@ def test_a_missing_column_says_what_was_sought_what_there_is_and_the_way_out():
     message = str(caught.value)
     assert message.startswith("no column for 'document': looked for document, text, article")
     assert "there are: body_of_note, abstract" in message
-    assert message.endswith("--set fields.document=[YOUR_COLUMN]")
+    assert message.endswith("--map document=COLUMN")
 
 
 def test_only_the_prompts_columns_are_needed_when_asked_for():

@@ -35,9 +35,10 @@ def assert_same_weights(a: Path, b: Path) -> None:
 
 def test_the_six_commands_end_to_end(shell, rows_file: Path, own_home: Path, tmp_path: Path, monkeypatch) -> None:
     from gptj_ft.inputs import tiny_model
+    from gptj_ft.recipe import Recipe
 
     # A tiny model stands on a server that speaks the Hub's protocol, as EleutherAI/gpt-j-6b.
-    published = tiny_model(rows_file, 0)
+    published = tiny_model(Recipe(), rows_file)
     published = published.rename(tmp_path / "published")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with serve(published) as server:
@@ -356,8 +357,9 @@ def test_a_model_that_cannot_be_exported_is_not_lost(shell, rows_file: Path, mon
 def spoiled_model(rows_file: Path, **changes: float) -> Path:
     """A tiny model with some of its tensors scaled; the keys are the ends of their names, dots as underscores."""
     from gptj_ft.inputs import tiny_model
+    from gptj_ft.recipe import Recipe
 
-    model = tiny_model(rows_file, 0)
+    model = tiny_model(Recipe(), rows_file)
     for shard in model.glob("*.safetensors"):
         tensors = load_file(shard)
         for name, tensor in tensors.items():

@@ -208,11 +208,12 @@ def test_plan_evaluate_and_generate_compute_in_the_type_that_is_faster(
 ) -> None:
     from gptj_ft import evaluate, generate
     from gptj_ft.inputs import tiny_model
+    from gptj_ft.recipe import Recipe
 
     options = "--recipe summarization --data rows.jsonl"
     planned = shell(f"plan {options} --model tiny --json").json
     assert (planned["precision"], planned["reason"]) == ("bf16", "bf16 products are 5 times as fast here")
-    folder, used = tiny_model(rows_file, 0), []
+    folder, used = tiny_model(Recipe(), rows_file), []
 
     def spy(folder: Path, device: torch.device, dtype: torch.dtype, *_: object) -> None:
         used.append(dtype)

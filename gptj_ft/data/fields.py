@@ -9,7 +9,7 @@ from typing import Any
 
 from gptj_ft.data.placeholders import fields_of, render
 from gptj_ft.data.template import RowSkipped
-from gptj_ft.errors import DataError
+from gptj_ft.errors import DataError, did_you_mean
 from gptj_ft.recipe import Recipe
 
 
@@ -43,8 +43,15 @@ def choose_columns(found: Iterable[str], recipe: Recipe, fields: Sequence[str] |
         DataError: a field has no column; says what was looked for, what there is, and how to name it.
     """
     columns = list(found)
-    chosen: dict[str, str] = {}
-    for field in recipe_fields(recipe) if fields is None else fields:
+    wanted = recipe_fields(recipe) if fields is None else fields
+    chosen = {field: _mapped(field, columns, recipe) for field in wanted if field in recipe.map}
+    if unknown := recipe.map.keys() - set(recipe_fields(recipe)):
+        raise DataError(
+            f"--map: '{min(unknown)}' is no field of the templates; they have: {', '.join(recipe_fields(recipe))}"
+        )
+    for field in wanted:
+        if field in chosen:
+            continue
         names = recipe.fields.get(field, (field,))
         free = [column for column in columns if column not in chosen.values()]
         # An exact name before one that differs in case.
@@ -54,10 +61,21 @@ def choose_columns(found: Iterable[str], recipe: Recipe, fields: Sequence[str] |
         if column is None:
             raise DataError(
                 f"no column for '{field}': looked for {', '.join(names)}; there are: {', '.join(free) or 'none'}\n"
-                f"name yours with --set fields.{field}=[YOUR_COLUMN]"
+                f"name yours with --map {field}=COLUMN"
             )
         chosen[field] = column
-    return chosen
+    return {field: chosen[field] for field in wanted}
+
+
+def _mapped(field: str, columns: Sequence[str], recipe: Recipe) -> str:
+    """Return the column that the user has named for a field."""
+    column = recipe.map[field]
+    if column not in columns:
+        raise DataError(
+            f"--map {field}={column}: there is no such column{did_you_mean(column, columns)}; there are: "
+            f"{', '.join(columns) or 'none'}"
+        )
+    return column
 
 
 def text_of(value: Any) -> str | None:

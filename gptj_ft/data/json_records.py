@@ -1,30 +1,29 @@
-"""JSON and JSON lines -> rows."""
+"""JSON and JSON lines -> rows, without holding more of a file than a record."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import chain
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from gptj_ft.data.rows import Row, numbered_lines, raise_first
+from gptj_ft.data.files import File
+from gptj_ft.data.rows import Findings, Row, numbered_lines, text_chunks
 from gptj_ft.errors import DataError
 
+CUT_OFF = 16  # characters before the end of what has been read in which an error may only mean that more is needed
 
-def read_json_lines(path: Path) -> Iterator[Row]:
+
+def read_json_lines(file: File, findings: Findings) -> Iterator[Row]:
     """One object a line; blank lines are no rows."""
-    lines = numbered_lines(path)
-    for number, line in lines:
+    for number, line in numbered_lines(file, findings):
         if line.isspace():
             continue
         value = _parse_object(line)
         if isinstance(value, str):
-            later = ((n, _parse_object(text)) for n, text in lines if not text.isspace())
-            bad = ((n, problem) for n, problem in later if isinstance(problem, str))
-            raise_first(path, chain([(number, value)], bad))
+            findings.add(file, number, value)
         else:
-            yield Row(str(path), number, value)
+            yield Row(str(file.path), number, value)
 
 
 def _parse_object(line: str) -> dict[str, Any] | str:
@@ -45,94 +44,171 @@ def _kind(value: object) -> str:
     return names.get(type(value), "a number")
 
 
-def read_json(path: Path) -> Iterator[Row]:
+def read_json(file: File, findings: Findings) -> Iterator[Row]:
     """A list of objects, ``{"data": [...]}`` (flat or SQuAD), one object, or JSON lines after all."""
-    text = "".join(line for _, line in numbered_lines(path))
-    start = len(text) - len(text.lstrip())
-    if start == len(text):
-        return
-    if text[start] == "[":
-        yield from _read_list(path, text, start)
-        return
-    try:
-        value, end = json.JSONDecoder().raw_decode(text, start)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg} (column {error.colno})") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON: {error}") from error
-    if text[end:].strip():
-        yield from read_json_lines(path)
-    elif not isinstance(value, dict):
-        raise DataError(f"{path}: expected objects, found {_kind(value)}")
-    elif not isinstance(value.get("data"), list):
-        yield Row(str(path), 1, value)
-    elif any(isinstance(item, dict) and "paragraphs" in item for item in value["data"]):
-        yield from _read_squad(path, text, value["data"])
-    else:
-        yield from _read_list(path, text, text.index("[", text.index('"data"', start)))
+    text = JsonText(file, findings)
+    first = text.peek()
+    if first == "[":
+        yield from _rows_of(file, findings, text)
+    elif first == "{":
+        text.take()
+        values: dict[str, Any] = {}
+        has_rows = False
+        while text.peek() != "}":
+            if text.peek() != '"':
+                text.expect('"', "Expecting property name enclosed in double quotes")
+            key = text.value().value
+            text.expect(":", "Expecting ':' delimiter")
+            if key == "data" and text.peek() == "[":
+                has_rows = True
+                yield from _rows_of(file, findings, text)
+            else:
+                values[key] = text.value().value
+            if text.peek() != "}":
+                text.expect(",", "Expecting ',' delimiter")
+        text.take()
+        if has_rows and text.peek():
+            raise DataError(f"{file.path}:{text.line}: not JSON: more text after the end of the object")
+        if not has_rows and text.peek():
+            yield from read_json_lines(file, findings)
+        elif not has_rows:
+            yield Row(str(file.path), 1, values)
+    elif first:
+        raise DataError(f"{file.path}: expected objects, found {_kind(text.value().value)}")
 
 
-def _read_list(path: Path, text: str, start: int) -> Iterator[Row]:
-    """Decode a list element by element, so that each row knows its line. ``start`` is at the ``[``."""
-    decoder, line_of = json.JSONDecoder(), _LineCounter(text)
-    position, number = _skip_space(text, start + 1), 0
-    while text[position : position + 1] != "]":
-        number += 1
-        try:
-            value, end = decoder.raw_decode(text, position)
-            end = _skip_space(text, end)
-            if text[end : end + 1] not in (",", "]"):
-                raise json.JSONDecodeError("Expecting ',' or ']'", text, end)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg} (column {error.colno})") from error
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}:{line_of(position, number)}: not JSON: {error}") from error
-        line = line_of(position, number)
-        if not isinstance(value, dict):
-            raise DataError(f"{path}:{line}: expected an object {{...}}, found {_kind(value)}")
-        yield Row(str(path), line, value)
-        position = _skip_space(text, end + 1) if text[end] == "," else end
+@dataclass(frozen=True)
+class Decoded:
+    """A JSON value, the text it was, and the line on which that starts."""
+
+    value: Any
+    text: str
+    line: int
 
 
-def _skip_space(text: str, position: int) -> int:
-    while text[position : position + 1].isspace():
-        position += 1
-    return position
+class JsonText:
+    """A JSON text, read and decoded piece by piece."""
+
+    def __init__(self, file: File, findings: Findings) -> None:
+        self._file, self._chunks = file, text_chunks(file, findings)
+        self._buffer, self._position, self.line = "", 0, 1
+        self._decoder = json.JSONDecoder()
+        self._more()
+        self.is_one_line = "\n" not in self._buffer.strip()
+
+    def peek(self) -> str:
+        """Return the next character that is no blank; empty at the end."""
+        while True:
+            while self._position < len(self._buffer):
+                if not self._buffer[self._position].isspace():
+                    return self._buffer[self._position]
+                self._advance(self._position + 1)
+            if not self._more():
+                return ""
+
+    def take(self) -> None:
+        """Pass over the next character."""
+        self._advance(self._position + 1)
+
+    def expect(self, character: str, complaint: str) -> None:
+        """Pass over a character that must come next.
+
+        Raises:
+            DataError: another one does.
+        """
+        if self.peek() != character:
+            raise self._error(complaint, self._position)
+        self.take()
+
+    def value(self) -> Decoded:
+        """Decode the next value.
+
+        Raises:
+            DataError: it is no JSON.
+        """
+        self.peek()
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._buffer, self._position)
+            except json.JSONDecodeError as error:
+                may_go_on = error.msg.startswith("Unterminated") or error.pos >= len(self._buffer) - CUT_OFF
+                if may_go_on and self._more():
+                    continue
+                raise self._error(error.msg, error.pos) from error
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{self._file.path}:{self.line}: not JSON: {error}") from error
+            if end == len(self._buffer) and self._more():
+                continue  # a number may have more digits
+            decoded = Decoded(value, self._buffer[self._position : end], self.line)
+            self._advance(end)
+            return decoded
+
+    def _advance(self, position: int) -> None:
+        self.line += self._buffer.count("\n", self._position, position)
+        self._position = position
+
+    def _more(self) -> bool:
+        """Read on, as much again as there is: a value of any length is decoded a few times only."""
+        rest, wanted = self._buffer[self._position :], max(1, len(self._buffer) - self._position)
+        pieces, length = [rest], 0
+        for chunk in self._chunks:
+            pieces.append(chunk)
+            length += len(chunk)
+            if length >= wanted:
+                break
+        self._buffer, self._position = "".join(pieces), 0
+        return length > 0
+
+    def _error(self, message: str, position: int) -> DataError:
+        line = self.line + self._buffer.count("\n", self._position, position)
+        start = self._buffer.rfind("\n", 0, position)
+        column = f" (column {position - start})" if start >= 0 or line == 1 else ""
+        return DataError(f"{self._file.path}:{line}: not JSON: {message}{column}")
 
 
-class _LineCounter:
-    """(position, record) -> line, for positions that only grow; the record's number if all is one line."""
+def _rows_of(file: File, findings: Findings, text: JsonText) -> Iterator[Row]:
+    """Yield the rows of a list, at whose ``[`` the text is: objects, or articles in SQuAD's form."""
+    text.take()
+    number = index = 0
+    while text.peek() != "]":
+        item = text.value()
+        if isinstance(item.value, dict) and "paragraphs" in item.value:
+            for row in _questions(file, item, index, number, text.is_one_line):
+                number += 1
+                yield row
+        else:
+            number += 1
+            line = number if text.is_one_line else item.line
+            if isinstance(item.value, dict):
+                yield Row(str(file.path), line, item.value)
+            else:
+                findings.add(file, line, f"expected an object {{...}}, found {_kind(item.value)}")
+        index += 1
+        if text.peek() != "]":
+            text.expect(",", "Expecting ',' or ']'")
+    text.take()
 
-    def __init__(self, text: str) -> None:
-        self.text, self.position, self.line = text, 0, 1
-        self.single = "\n" not in text.strip()
 
-    def __call__(self, position: int, record: int) -> int:
-        self.line += self.text.count("\n", self.position, position)
-        self.position = max(position, self.position)
-        return record if self.single else self.line
-
-
-def _read_squad(path: Path, text: str, articles: list[Any]) -> Iterator[Row]:
+def _questions(file: File, article: Decoded, index: int, number: int, is_one_line: bool) -> Iterator[Row]:
     """SQuAD v1.1 and v2.0 (https://rajpurkar.github.io/SQuAD-explorer): one row per question.
 
     A question that cannot be answered (v2.0) has no answers.
     """
-    line_of, number, position = _LineCounter(text), 0, 0
-    for index, article in enumerate(articles):
-        try:
-            for paragraph in article["paragraphs"]:
-                for question in paragraph["qas"]:
-                    number += 1
-                    # The decoder gives no positions; ids come in file order, so the next occurrence is the question.
-                    position = max(position, text.find(json.dumps(question.get("id", "")), position))
-                    values = {
-                        "title": article.get("title", ""),
-                        "context": paragraph["context"],
-                        "question": question["question"],
-                        "id": question.get("id", ""),
-                        "answers": [answer["text"] for answer in question.get("answers", [])],
-                    }
-                    yield Row(str(path), line_of(position, number), values)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{path}: not SQuAD's form: data[{index}], after question {number}: {error!r}") from error
+    position = 0
+    try:
+        for paragraph in article.value["paragraphs"]:
+            for question in paragraph["qas"]:
+                number += 1
+                # The decoder gives no positions; ids come in file order, so the next occurrence is the question.
+                position = max(position, article.text.find(json.dumps(question.get("id", "")), position))
+                values = {
+                    "title": article.value.get("title", ""),
+                    "context": paragraph["context"],
+                    "question": question["question"],
+                    "id": question.get("id", ""),
+                    "answers": [answer["text"] for answer in question.get("answers", [])],
+                }
+                line = number if is_one_line else article.line + article.text.count("\n", 0, position)
+                yield Row(str(file.path), line, values)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{file.path}: not SQuAD's form: data[{index}], after question {number}: {error!r}") from error

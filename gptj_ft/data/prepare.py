@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptj_ft.data.fields import FieldTexts, choose_columns, read_fields
+from gptj_ft.data.files import find_files
 from gptj_ft.data.prepared import (
     Prepared,
     Report,
@@ -21,7 +22,7 @@ from gptj_ft.data.prepared import (
     settings_of,
     split,
 )
-from gptj_ft.data.records import Row, read_rows, sha256_of
+from gptj_ft.data.records import Findings, Row, read_rows, sha256_of
 from gptj_ft.data.template import Encoded, RowSkipped, assemble, check_templates, eos_of, texts, tokenize
 from gptj_ft.data.tokenizer import load_tokenizer, tokenizer_digest
 from gptj_ft.errors import DataError
@@ -67,7 +68,7 @@ def prepare(
     Args:
         recipe: templates, fields, length policy.
         tokenizer: the model's.
-        source: a file (see `records.FORMATS`).
+        source: a file, a folder or a pattern (see `files.find_files`).
         vocab_size: rows of the model's embedding; no token id may reach it.
         progress: called with the number of rows done.
 
@@ -80,16 +81,20 @@ def prepare(
     columns = _find_columns(source, recipe)
     digest = sha256_of(source)
     tally = _Tally(vocab_size)
-    rows = read_rows(source)
+    findings = Findings(recipe.max_bad_rows)
+    rows = read_rows(source, findings, recipe.documents, recipe.quotes)
     while chunk := list(islice(rows, CHUNK_ROWS)):
         _add_chunk(tally, chunk, recipe, tokenizer, columns)
         if progress:
             progress(tally.counts.rows_read)
+    for where, problem in findings.bad:
+        tally.skip(where, f"cannot be read: {problem}")
     if not tally.counts.rows_kept:
         reasons = "; ".join(f"{reason} ({s.count}, first at {s.first[0]})" for reason, s in tally.skips().items())
         raise DataError(f"{source}: none of the {tally.counts.rows_read} rows can be trained on: {reasons}")
     report = Report(
-        files=(str(source),),
+        files=tuple(str(file.path) for file in find_files(source)),
+        notes=tuple(findings.notes),
         rows_skipped=tally.skips(),
         columns=columns,
         data_sha256=digest,
@@ -104,7 +109,8 @@ def _find_columns(source: Path, recipe: Recipe) -> dict[str, str]:
     """Read the whole file once; choose columns by its first rows, and by all only if those lack one."""
     first: dict[str, None] = {}
     every: dict[str, None] = {}
-    for number, row in enumerate(read_rows(source)):
+    rows = read_rows(source, Findings(recipe.max_bad_rows), recipe.documents, recipe.quotes)
+    for number, row in enumerate(rows):
         # A column of nulls is not there.
         every.update((column, None) for column, value in row.values.items() if value is not None)
         if number < SURVEY_ROWS:
@@ -130,7 +136,7 @@ def _add_chunk(
             found = read_fields(row.values, columns, recipe)
             prompt, completion = texts(recipe, found.values)
         except RowSkipped as reason:
-            tally.skip(row, str(reason))
+            tally.skip(row.where, str(reason))
         else:
             good.append((row, found))
             prompts.append(prompt)
@@ -140,7 +146,7 @@ def _add_chunk(
         try:
             encoded = assemble(recipe, tokenizer, found.values, prompt_ids, completion_ids)
         except RowSkipped as reason:
-            tally.skip(row, str(reason))
+            tally.skip(row.where, str(reason))
         except DataError as error:
             raise DataError(f"{row.where}: {error}") from error
         else:
@@ -171,9 +177,9 @@ class _Tally:
         self.documents: list[dict[str, Any]] = []
         self.chunks: list[Dataset] = []
 
-    def skip(self, row: Row, reason: str) -> None:
+    def skip(self, where: str, reason: str) -> None:
         self.counts.rows_read += 1
-        self.skipped_at.setdefault(reason, []).append(row.where)
+        self.skipped_at.setdefault(reason, []).append(where)
 
     def keep(self, row: Row, references: list[str], encoded: Encoded) -> None:
         """Add a row's documents; a DataError if the model lacks one of the tokens."""

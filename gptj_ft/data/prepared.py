@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 # Raised whenever the same rows and recipe would give other tokens or columns.
-VERSION = 1
-# The options that decide how a row becomes tokens.
-SETTINGS = ("prompt", "completion", "shorten", "too_long", "max_length")
+VERSION = 2
+# The options that decide what is a row and how it becomes tokens.
+SETTINGS = ("prompt", "completion", "shorten", "too_long", "max_length", "documents", "quotes")
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Report:
         columns: field -> column.
         data_sha256: of the file.
         tokenizer_sha256: see `tokenizer_digest`.
+        notes: what is odd about the files.
         settings: the options in `SETTINGS`.
         version: of this layout.
     """
@@ -72,6 +73,7 @@ class Report:
     columns: Mapping[str, str]
     data_sha256: str
     tokenizer_sha256: str
+    notes: tuple[str, ...]
     settings: Mapping[str, Any]
     version: int = VERSION
 
@@ -92,7 +94,7 @@ class Report:
         """Read what `to_dict` returned."""
         known = {name: values[name] for name in cls.__dataclass_fields__}
         skips = {reason: Skips(s["count"], tuple(s["first"])) for reason, s in known["rows_skipped"].items()}
-        return cls(**{**known, "files": tuple(known["files"]), "rows_skipped": skips})
+        return cls(**{**known, "files": tuple(known["files"]), "notes": tuple(known["notes"]), "rows_skipped": skips})
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,8 @@ def check_compatible(prepared: Prepared, recipe: Recipe, tokenizer: PreTrainedTo
         if value != report.settings.get(name)
     ]
     for field, column in report.columns.items():
-        names = recipe.fields.get(field, (field,))
+        mapped = recipe.map.get(field)
+        names = recipe.fields.get(field, (field,)) if mapped is None else (mapped,)
         if column.strip().casefold() not in {name.strip().casefold() for name in names}:
             differences.append(f"'{field}' was taken from column '{column}', now from {', '.join(names)}")
     if tokenizer_digest(tokenizer) != report.tokenizer_sha256:

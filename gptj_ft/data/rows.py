@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+import codecs
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from gptj_ft.errors import DataError, UsageError
+from gptj_ft.data.files import File, opened_file
+from gptj_ft.errors import DataError
+
+CHUNK_BYTES = 2**20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,8 @@ class Row:
 
     Attributes:
         source: the file, as the user named it.
-        line: where the record starts, from 1. In JSON written on a single line: the number of the record.
+        line: where the record starts, from 1. In JSON written on a single line, and in files without lines: the
+            number of the record.
         values: column -> cell.
     """
 
@@ -29,29 +34,98 @@ class Row:
         return f"{self.source}:{self.line}"
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (number, line with its ending); lines end at ``\\n`` only, as in JSON lines."""
-    try:
-        if not path.stat().st_size:
-            raise DataError(f"{path}: the file is empty")
-        with path.open("rb") as file:
-            for number, raw in enumerate(file, 1):
-                try:
-                    yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
-                except UnicodeDecodeError as error:
-                    raise DataError(
-                        f"{path}:{number}: not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}\n"
-                        f"save it as UTF-8, e.g. `iconv -f WINDOWS-1252 -t UTF-8 {path.name}`"
-                    ) from error
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+@dataclass
+class Findings:
+    """What readers notice: records that cannot be read, and what is odd but harmless.
+
+    Attributes:
+        most_bad: records that may be unreadable before reading them is given up.
+        bad: (file:line, what is wrong with it), of as many records.
+        notes: sentences.
+    """
+
+    most_bad: int = 0
+    bad: list[tuple[str, str]] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)
+
+    def add(self, file: File, line: int, problem: str) -> None:
+        """Note a record that cannot be read."""
+        self.bad.append((f"{file.path}:{line}", problem))
+
+    def note(self, text: str) -> None:
+        """Note something odd, once."""
+        self.notes[text] = None
+
+    def check(self) -> None:
+        """Give up if there are too many bad records.
+
+        Raises:
+            DataError: the first of them, and how many more there are.
+        """
+        if len(self.bad) > self.most_bad:
+            where, problem = self.bad[0]
+            more = len(self.bad) - 1
+            also = f"; {more} more bad line{'s' if more > 1 else ''}" if more else ""
+            raise DataError(f"{where}: {problem}{also}")
 
 
-def raise_first(path: Path, problems: Iterable[tuple[int, str]]) -> None:
-    """Raise for the first bad line of a file, and say how many more there are."""
-    rest = iter(problems)
-    first = next(rest, None)
-    if first is not None:
-        more = sum(1 for _ in rest)
-        also = f"; {more} more bad line{'s' if more > 1 else ''} in this file" if more else ""
-        raise DataError(f"{path}:{first[0]}: {first[1]}{also}")
+def numbered_lines(file: File, findings: Findings) -> Iterator[tuple[int, str]]:
+    """Yield (number, line with its ending); lines end at ``\\n`` only, as in JSON lines.
+
+    Raises:
+        DataError: empty, or not UTF-8; names the byte.
+    """
+    number = 0
+    with opened_file(file) as opened:
+        for number, raw in enumerate(opened, 1):
+            line = _without_mark(raw, file, findings) if number == 1 else raw
+            try:
+                yield number, line.decode()
+            except UnicodeDecodeError as error:
+                raise _not_utf8(file, number, raw, raw.find(line) + error.start) from error
+    if not number:
+        raise DataError(f"{file.path}: the file is empty")
+
+
+def text_chunks(file: File, findings: Findings) -> Iterator[str]:
+    """Yield a text in pieces of some `CHUNK_BYTES`, wherever its lines end.
+
+    Raises:
+        DataError: as `numbered_lines`.
+    """
+    decoder, line, tail = codecs.getincrementaldecoder("utf-8")(), 1, b""
+    with opened_file(file) as opened:
+        raw = _without_mark(opened.read(CHUNK_BYTES), file, findings)
+        if not raw:
+            raise DataError(f"{file.path}: the file is empty")
+        while True:
+            try:
+                chunk = decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as error:
+                before = error.object[: error.start]
+                start = before.rfind(b"\n") + 1
+                whole = (b"" if start else tail) + before[start:]
+                number = line + before.count(b"\n")
+                raise _not_utf8(file, number, whole + error.object[error.start :], len(whole)) from error
+            yield chunk
+            if not raw:
+                return
+            line += raw.count(b"\n")
+            tail = raw.rpartition(b"\n")[2] if b"\n" in raw else tail + raw
+            raw = opened.read(CHUNK_BYTES)
+
+
+def _without_mark(raw: bytes, file: File, findings: Findings) -> bytes:
+    """Leave out a byte-order mark at the beginning of a file; note it, and line endings of another system."""
+    if b"\r\n" in raw:
+        findings.note(f"{file.path} has the line endings of Windows, which are read as plain ones")
+    if raw.startswith(BYTE_ORDER_MARK):
+        findings.note(f"{file.path} begins with a byte-order mark, which is left out")
+    return raw.removeprefix(BYTE_ORDER_MARK)
+
+
+def _not_utf8(file: File, line: int, raw: bytes, start: int) -> DataError:
+    return DataError(
+        f"{file.path}:{line}: not UTF-8: byte 0x{raw[start]:02x} at column {start + 1}\n"
+        f"save it as UTF-8, e.g. `iconv -f WINDOWS-1252 -t UTF-8 {file.path.name}`"
+    )

@@ -1,0 +1,255 @@
+"""Which files are read, how they are packed, and what is said when a file is not what its name says."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+
+from gptj_ft.data.records import Findings, read_rows, sha256_of
+from gptj_ft.errors import DataError, UsageError
+
+ROWS = [{"text": f"row {number}", "n": number} for number in range(2500)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+def values(source: Path, findings: Findings | None = None, **options: str) -> list[dict[str, object]]:
+    return [row.values for row in read_rows(source, findings, **options)]
+
+
+def packed_by_zstandard(content: bytes) -> bytes:
+    import pyarrow
+
+    return pyarrow.compress(content, codec="zstd", asbytes=True)
+
+
+PACKERS = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": packed_by_zstandard}
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_packed_files_are_read_and_keep_their_line_numbers(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"rows.jsonl{suffix}"
+    path.write_bytes(PACKERS[suffix](LINES))
+    rows = list(read_rows(path))
+    assert [row.values for row in rows] == ROWS
+    assert rows[-1].where == f"{path}:2500"
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_a_packed_file_that_is_cut_short_or_damaged_is_named(suffix: str, tmp_path: Path) -> None:
+    whole = PACKERS[suffix](LINES)
+    path = tmp_path / f"rows.jsonl{suffix}"
+    for content in (whole[: len(whole) // 2], whole[:40] + bytes(20) + whole[60:]):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"rows\.jsonl\.\w+"):
+            values(path)
+
+
+def test_a_packed_file_under_a_plain_name_is_read_and_that_is_said(tmp_path: Path) -> None:
+    path, findings = tmp_path / "rows.jsonl", Findings()
+    path.write_bytes(gzip.compress(LINES))
+    assert values(path, findings) == ROWS
+    assert list(findings.notes) == [f"{path} is packed by gzip, which its name does not say"]
+    plain = tmp_path / "plain.jsonl.gz"
+    plain.write_bytes(LINES)
+    assert values(plain, findings) == ROWS
+    assert f"{plain} is not packed by gzip as its name says" in findings.notes
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "read_as"),
+    [
+        ("a.jsonl", b'[\n{"a": "1"},\n{"a": "2"}\n]', "json"),
+        ("a.jsonl", b'[{"a": "1"}, {"a": "2"}]', "json"),
+        ("a.csv", b"a\tb\n1\t\n2\t\n", "tsv"),
+    ],
+)
+def test_a_wrong_suffix_is_recognised_and_said(name: str, content: bytes, read_as: str, tmp_path: Path) -> None:
+    path, findings = tmp_path / name, Findings()
+    path.write_bytes(content)
+    assert [row["a"] for row in values(path, findings)] == ["1", "2"]
+    (note,) = findings.notes
+    assert note == f"{path} is read as {read_as}, which it is, not as the {path.suffix[1:]} of its name"
+
+
+@pytest.mark.parametrize("suffix", ["", ".data"])
+def test_json_is_recognised_without_a_suffix(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"rows{suffix}"
+    path.write_bytes(LINES)
+    assert values(path) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"PK\x03\x04rest", "zip archive"),
+        (b"%PDF-1.7", "PDF"),
+        ("\ufeffa,b\n".encode("utf-16-le"), "UTF-16"),
+        (b"\xd0\xcf\x11\xe0old", "Office document"),
+    ],
+)
+def test_files_of_other_kinds_are_refused_with_what_to_do(content: bytes, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=says):
+        values(path)
+
+
+def test_a_mark_and_the_line_endings_of_windows_are_said(tmp_path: Path) -> None:
+    path, findings = tmp_path / "a.jsonl", Findings()
+    path.write_bytes(b'\xef\xbb\xbf{"a": "1"}\r\n{"a": "2"}\r\n')
+    assert [row["a"] for row in values(path, findings)] == ["1", "2"]
+    assert [note.removeprefix(f"{path} ").split(",")[0] for note in findings.notes] == [
+        "has the line endings of Windows",
+        "begins with a byte-order mark",
+    ]
+
+
+# Several files
+
+
+def test_a_folder_and_a_pattern_are_all_their_files_in_order(tmp_path: Path) -> None:
+    for name, text in [("b.jsonl", "2"), ("a.txt", "1"), ("sub/c.csv", "text\n3"), (".hidden.txt", "x"), ("x.md", "x")]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": text}) if name.endswith("jsonl") else text)
+    assert [row["text"] for row in values(tmp_path)] == ["1", "2", "3"]
+    assert [row["text"] for row in values(tmp_path / "*.txt")] == ["1"]
+    assert [row["text"] for row in values(tmp_path / "**" / "*.[ct]*")] == ["1", "3"]
+    with pytest.raises(UsageError, match="no file matches"):
+        values(tmp_path / "*.parquet")
+
+
+def test_a_folder_without_rows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "readme.md").write_text("x")
+    with pytest.raises(UsageError, match="nor are there files of rows in it"):
+        values(tmp_path)
+
+
+def test_the_digest_of_a_folder_changes_with_each_of_its_files(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    digests = {sha256_of(folder)}
+    (folder / "b.txt").write_text("b")
+    digests.add(sha256_of(folder))
+    (folder / "b.txt").write_text("c")
+    digests.add(sha256_of(folder))
+    (folder / "b.txt").rename(folder / "c.txt")
+    digests.add(sha256_of(folder))
+    assert len(digests) == 4
+
+
+# Tables
+
+
+def test_parquet_is_read_in_batches_with_the_number_of_each_row(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    rows = list(read_rows(path))
+    assert [row.values for row in rows] == ROWS
+    assert rows[1500].where == f"{path}:1501"
+    (tmp_path / "named.csv").write_bytes(path.read_bytes())
+    assert values(tmp_path / "named.csv") == ROWS
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=r"rows\.parquet: not a whole Parquet file"):
+        values(path)
+
+
+def test_a_saved_dataset_is_read_and_of_several_splits_train(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    train, other = Dataset.from_list(ROWS), Dataset.from_list(ROWS[:3])
+    train.save_to_disk(str(tmp_path / "one"))
+    assert values(tmp_path / "one") == ROWS
+    findings = Findings()
+    DatasetDict({"test": other, "train": train}).save_to_disk(str(tmp_path / "many"))
+    assert values(tmp_path / "many", findings) == ROWS
+    assert list(findings.notes) == [f"{tmp_path / 'many'}: the split train is read; there are also test"]
+    assert values(tmp_path / "many" / "test") == ROWS[:3]
+    DatasetDict({"test": other}).save_to_disk(str(tmp_path / "none"))
+    with pytest.raises(DataError, match=r"no split called train; name one of .*none/test"):
+        values(tmp_path / "none")
+
+
+@pytest.mark.parametrize(("name", "quotes", "first"), [
+    ("a.csv", "auto", "x,y"), ("a.csv", "off", '"x'), ("a.tsv", "auto", '"x'), ("a.tsv", "on", "x\ty"),
+])  # fmt: skip
+def test_quotes_enclose_cells_where_that_is_asked_for(name: str, quotes: str, first: str, tmp_path: Path) -> None:
+    separator = "," if name.endswith("csv") else "\t"
+    path = tmp_path / name
+    header = "a" if first.startswith("x") else f"a{separator}b"
+    path.write_text(f'{header}\n"x{separator}y"\n')
+    assert values(path, quotes=quotes)[0]["a"] == first
+
+
+# Plain text
+
+
+def test_a_document_is_a_paragraph_a_line_or_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"one\r\ntwo\r\n\r\nthree\r\n")
+    assert [row["text"] for row in values(path)] == ["one\ntwo", "three"]
+    assert [row["text"] for row in values(path, documents="line")] == ["one", "two", "three"]
+    assert [row["text"] for row in values(path, documents="file")] == ["one\ntwo\n\nthree"]
+
+
+# Records that cannot be read
+
+
+def test_some_unreadable_records_are_allowed_if_that_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\noops\n{"a": 2}\n[3]\n')
+    findings = Findings(most_bad=2)
+    assert [row["a"] for row in values(path, findings)] == [1, 2]
+    assert [where for where, _ in findings.bad] == [f"{path}:2", f"{path}:4"]
+    with pytest.raises(DataError, match=r"a\.jsonl:2: not JSON: .*; 1 more bad line"):
+        values(path, Findings(most_bad=1))
+
+
+# Memory
+
+
+@pytest.mark.parametrize("form", ["[{}]", '{{"data": [{}]}}'], ids=["list", "data"])
+def test_a_long_json_list_is_never_held_as_a_whole(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gptj_ft.data import json_records, rows
+
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 1000)
+    longest = 0
+    more = json_records.JsonText._more
+
+    def watched(self: json_records.JsonText) -> bool:
+        nonlocal longest
+        result = more(self)
+        longest = max(longest, len(self._buffer))
+        return result
+
+    monkeypatch.setattr(json_records.JsonText, "_more", watched)
+    path = tmp_path / "a.json"
+    path.write_text(form.format(",".join(json.dumps({"text": "é" * (number % 900)}) for number in range(800))))
+    assert [len(str(row["text"])) for row in values(path)] == [number % 900 for number in range(800)]
+    assert path.stat().st_size > 1_000_000
+    assert longest < 20_000
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7])
+def test_where_a_text_is_cut_into_pieces_makes_no_difference(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gptj_ft.data import rows
+
+    content = '{"v": 1, "data": [\n {"a": 123.5e2, "é": "\\u00e9x"},\n  {"a": -17, "b": [true, null]}, {"a": "ü"}\n]}'
+    expected = json.loads(content)["data"]
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    monkeypatch.setattr(rows, "CHUNK_BYTES", chunk)
+    found = list(read_rows(path))
+    assert [row.values for row in found] == expected
+    path.write_bytes(content.encode()[:60] + b"\xff" + content.encode()[60:])
+    with pytest.raises(DataError, match=r"a\.json:3: not UTF-8: byte 0xff"):
+        values(path)
