@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-recipes_app = typer.Typer(no_args_is_help=True, help="The presets: list them, show one.")
+recipes_app = typer.Typer(no_args_is_help=True, help="The presets: list them, show or copy one.")
 app.add_typer(recipes_app, name="recipes")
 runs_app = typer.Typer(help="The runs: list, verify and clean them, export a checkpoint.")
 app.add_typer(runs_app, name="runs")
@@ -404,6 +404,25 @@ def show_recipe(
         _print_json(resolved.recipe.to_dict())
     else:
         print(dump(resolved.recipe, resolved.origins), end="")
+
+
+@recipes_app.command("copy")
+def copy_recipe(
+    name: Annotated[str, typer.Argument(help="a preset")],
+    target: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="new file; default NAME.yaml")] = None,
+) -> None:
+    """Write a preset to a file of yours, to be changed and given to --config."""
+    from gptj_ft.recipe import preset_file
+
+    target = target or Path(f"{name}.yaml")
+    if target.exists():
+        raise UsageError(f"{target} exists, and is not overwritten: name another file")
+    text = preset_file(name).read_text(encoding="utf-8")
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error.strerror}") from error
+    print(f"{target}\nnext: change it, then gptj-ft finetune --config {target} --data FILE")
 
 
 @runs_app.callback(invoke_without_command=True)

@@ -56,7 +56,7 @@ def data_path(data: str | None) -> Path:
     """
     if data is None:
         raise UsageError(
-            "no rows are named: add --data FILE (jsonl, json, csv, tsv, parquet, txt, a folder of these, or prepared data)"
+            "no rows are named: add --data FILE (jsonl, json, csv, tsv, parquet, txt, a folder of these, or prepared)"
         )
     return Path(data).expanduser()
 

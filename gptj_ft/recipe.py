@@ -159,8 +159,7 @@ class Recipe(Options):
     # What on
     model: str | None = Field(None, description="model folder, name of a downloaded model, or 'tiny'")
     data: str | None = Field(
-        None,
-        description="training rows: file, folder or pattern (jsonl, json, csv, tsv, parquet, txt), or prepared data",
+        None, description="training rows: a file (jsonl, json, csv, tsv, parquet, txt), folder or pattern; or prepared"
     )
     val_data: str | None = Field(None, description="validation rows; none: a share of the data is held out")
     holdout: Fraction = Field(0.05, description="share of the rows held out when no validation rows are given")
@@ -181,6 +180,15 @@ class Recipe(Options):
     fields: dict[str, tuple[str, ...]] = Field(
         {"text": ("text", "content", "body", "article", "document")},
         description="for each field of the templates, the column names recognised, best first",
+    )
+    labels: dict[str, str] = Field(
+        {}, description="what the field {label} may say, and the word to train on; rows with another label are left out"
+    )
+    no_answer: str = Field(
+        "", description="what to answer where the data has no answer (SQuAD v2.0); empty: such rows are left out"
+    )
+    sentences: tuple[str, ...] = Field(
+        ("highlights",), description="columns in which a list is the sentences of one text, not several answers"
     )
     shorten: str = Field("", description="the one field that may be cut when a row is too long")
     too_long: Literal["cut-end", "cut-start", "split", "skip", "error"] = Field(
@@ -324,19 +332,27 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
 
 
-def load_preset(name: str) -> dict[str, Any]:
-    """Return what a preset says.
+def preset_file(name: str) -> Path:
+    """Return the file of a preset.
 
     Raises:
         UsageError: no such preset; names the nearest.
     """
-    path = recipes_folder() / f"{name}.yaml"
     if name not in preset_names():
         raise UsageError(
             f"no recipe '{name}'{did_you_mean(name, preset_names())}; `gptj-ft recipes list` shows: "
             + ", ".join(preset_names())
         )
-    return load_options(path)
+    return recipes_folder() / f"{name}.yaml"
+
+
+def load_preset(name: str) -> dict[str, Any]:
+    """Return what a preset says.
+
+    Raises:
+        UsageError: as `preset_file`.
+    """
+    return load_options(preset_file(name))
 
 
 def load_options(path: Path) -> dict[str, Any]:

@@ -57,6 +57,15 @@ def test_no_two_fields_take_the_same_column():
         choose_columns(["x"], same)
 
 
+def test_a_list_of_highlights_is_one_text_and_a_list_of_targets_several_answers():
+    recipe = Recipe(prompt="{document}", completion=" {summary}", fields={})
+    row = {"document": "d", "Highlights": ["One.", "Two."], "target": ["One.", "Two."]}
+    found = read_fields(row, {"document": "document", "summary": "Highlights"}, recipe)
+    assert found.references == ["One.\nTwo."]
+    found = read_fields(row, {"document": "document", "summary": "target"}, recipe)
+    assert found.references == ["One.", "Two."]
+
+
 def test_a_field_that_the_recipe_does_not_list_goes_by_its_own_name():
     custom = Recipe(prompt="{question}", completion="{reply}", fields={})
     assert choose_columns(["Reply", "question"], custom) == {"question": "question", "reply": "Reply"}

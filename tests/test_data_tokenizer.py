@@ -5,6 +5,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from gptj_ft.data.template import tokenize
 from gptj_ft.data.tokenizer import load_tokenizer, tokenizer_digest
 from gptj_ft.errors import UsageError
 
@@ -36,6 +37,17 @@ def test_a_saved_tokenizer_loads_with_the_same_digest(tmp_path):
     loaded = load_tokenizer(tmp_path)
     assert loaded.eos_token_id == tokenizer.eos_token_id
     assert tokenizer_digest(loaded) == tokenizer_digest(tokenizer)
+
+
+def test_what_looks_like_a_special_token_in_a_text_is_text(tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    text = "it ends with <|endoftext|> here"
+    (ids,) = tokenize(tokenizer, [text])
+    assert tokenizer.eos_token_id not in ids
+    assert tokenizer.decode(ids) == text
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    assert offsets["input_ids"] == ids
 
 
 def test_digest_tells_tokenizers_apart_but_ignores_truncation():

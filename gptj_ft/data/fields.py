@@ -12,6 +12,8 @@ from gptj_ft.data.template import RowSkipped
 from gptj_ft.errors import DataError, did_you_mean
 from gptj_ft.recipe import Recipe
 
+LABEL = "label"  # the field whose values `labels` translates
+
 
 @dataclass(frozen=True)
 class FieldTexts:
@@ -110,8 +112,8 @@ def alternatives_of(value: Any) -> list[str]:
 def read_fields(row: Mapping[str, Any], columns: Mapping[str, str], recipe: Recipe) -> FieldTexts:
     """Return the texts of a row's fields, and the acceptable completions.
 
-    In a field of the completion a list means alternatives (the first is trained on); elsewhere, and in plain text,
-    parts of one text.
+    In a field of the completion a list means alternatives (the first is trained on), unless the recipe says that the
+    column's lists are sentences; elsewhere, and in plain text, parts of one text.
 
     Raises:
         RowSkipped: a column has no value in this row, or one that is no text.
@@ -121,9 +123,15 @@ def read_fields(row: Mapping[str, Any], columns: Mapping[str, str], recipe: Reci
     for field, column in columns.items():
         cell = row.get(column)
         try:
+            if isinstance(cell, list) and _is_of_sentences(column, recipe):
+                cell = "\n".join(part for item in cell if (part := text_of(item)) is not None)
             found = alternatives_of(cell) if field in answers else _as_list(text_of(cell))
         except RowSkipped as reason:
             raise RowSkipped(f"column '{column}': {reason}") from reason
+        if not found and field in answers and recipe.no_answer and isinstance(cell, list | dict):
+            found = [recipe.no_answer]
+        if field == LABEL and recipe.labels:
+            found = [_word_for(label, recipe) for label in found]
         if not found:
             raise RowSkipped(f"no value for column '{column}'")
         if any(not _is_unicode(text) for text in found):
@@ -138,6 +146,24 @@ def read_fields(row: Mapping[str, Any], columns: Mapping[str, str], recipe: Reci
         for choice in range(choices)
     )
     return FieldTexts(values, list(dict.fromkeys(text.strip() for text in completions if text.strip())))
+
+
+def _word_for(label: str, recipe: Recipe) -> str:
+    """Return the word for a label of the data; whole numbers may be written as 1.0 there.
+
+    Raises:
+        RowSkipped: it is not one of those that the recipe knows.
+    """
+    words = {key.strip().casefold(): word for key, word in recipe.labels.items()}
+    text = label.strip().casefold()
+    word = words.get(text) or words.get(text.removesuffix(".0"))
+    if word is None:
+        raise RowSkipped(f"label '{label.strip()[:40]}' is none of {', '.join(recipe.labels)}")
+    return word
+
+
+def _is_of_sentences(column: str, recipe: Recipe) -> bool:
+    return column.strip().casefold() in {name.casefold() for name in recipe.sentences}
 
 
 def _as_list(text: str | None) -> list[str]:

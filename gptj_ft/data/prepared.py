@@ -25,7 +25,18 @@ MANIFEST = "manifest.json"
 # Raised whenever the same rows and recipe would give other tokens or columns.
 VERSION = 2
 # The options that decide what is a row and how it becomes tokens.
-SETTINGS = ("prompt", "completion", "shorten", "too_long", "max_length", "documents", "quotes")
+SETTINGS = (
+    "prompt",
+    "completion",
+    "shorten",
+    "too_long",
+    "max_length",
+    "documents",
+    "quotes",
+    "sentences",
+    "labels",
+    "no_answer",
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +124,7 @@ class Prepared:
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
     """Return the options that decide how a row becomes tokens."""
-    return {name: getattr(recipe, name) for name in SETTINGS}
+    return {name: value for name, value in recipe.to_dict().items() if name in SETTINGS}
 
 
 def is_prepared(folder: Path) -> bool:

@@ -43,6 +43,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         raise UsageError(f"cannot read the tokenizer in {folder}: {reason}") from error
     if not tokenizer.is_fast:
         raise UsageError(f"{folder}: {type(tokenizer).__name__} is not a fast tokenizer; it needs a tokenizer.json")
+    # "<|endoftext|>" in somebody's text is text: a document must not end because its author wrote of one.
+    tokenizer.split_special_tokens = True
     return tokenizer
 
 
