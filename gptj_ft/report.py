@@ -43,6 +43,8 @@ def show_data(console: Console, report: Report) -> None:
         lines.append(f"  split into {report.windows:,} windows of at most {report.settings['max_length']:,} tokens")
     for reason, skips in report.rows_skipped.items():
         lines.append(f"  skipped {skips.count:,}: {reason} ({', '.join(skips.first)})")
+    for what, rows in report.warnings.items():
+        lines.append(f"  warning, {rows.count:,} row{'s' if rows.count > 1 else ''}: {what} ({', '.join(rows.first)})")
     lines += [f"  note: {note}" for note in report.notes]
     console.print(escape("\n".join(lines)), highlight=False)
 

@@ -58,6 +58,8 @@ def test_rows_carry_tokens_prompt_length_references_and_origin(tokenizer, notes,
         "references": "List(Value('string'))",
         "source": "Value('string')",
         "line": "Value('int64')",
+        "group": "Value('int64')",
+        "label": "Value('string')",
     }
 
 
@@ -219,7 +221,7 @@ def test_saved_data_loads_as_it_was(prepared, tmp_path):
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["settings"]["max_length"] == 1024
     assert len(manifest["data_sha256"]) == len(manifest["settings_sha256"]) == len(manifest["tokenizer_sha256"]) == 64
-    assert Report.from_dict(manifest).to_dict() == manifest | {key: tuple(manifest[key]) for key in ("files", "notes")}
+    assert json.loads(json.dumps(Report.from_dict(manifest).to_dict())) == manifest
 
 
 def test_prepared_data_is_never_overwritten(prepared, tmp_path):
@@ -320,9 +322,45 @@ def test_nothing_is_held_out_when_nothing_is_asked_for(prepared):
     assert split(prepared, 0.0, seed=0) == (prepared, None)
 
 
+def rows_of_contract(tokenizer, folder, order):
+    """Six documents with five questions each, in some order."""
+    rows = [
+        {"context": f"{WORDS} {document}", "question": f"{number}?", "answer": "yes"}
+        for document in range(6)
+        for number in range(5)
+    ]
+    folder.mkdir()
+    path = folder / "a.jsonl"
+    path.write_text("".join(json.dumps(rows[index]) + "\n" for index in order))
+    return prepare(recipe("qa"), tokenizer, path, VOCAB), [rows[index] for index in order]
+
+
+def test_rows_that_share_a_document_stay_on_one_side_and_the_order_of_rows_does_not_matter(tokenizer, tmp_path):
+    held = []
+    for name, order in (("a", range(30)), ("b", range(29, -1, -1))):
+        done, rows = rows_of_contract(tokenizer, tmp_path / name, order)
+        train, validation = split(done, 0.34, seed=0)
+        contexts = [{rows[line - 1]["context"] for line in part.rows["line"]} for part in (train, validation)]
+        assert contexts[0].isdisjoint(contexts[1])
+        assert (len(contexts[1]), len(validation.rows)) == (2, 10)
+        held.append(contexts[1])
+    assert held[0] == held[1]
+
+
+def test_each_label_is_held_out_in_its_share(tokenizer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    labels = ["positive"] * 60 + ["negative"] * 30 + ["neutral"] * 10
+    path.write_text("".join(json.dumps({"text": f"t {n}", "label": label}) + "\n" for n, label in enumerate(labels)))
+    done = prepare(recipe("sentiment"), tokenizer, path, VOCAB)
+    _, held = split(done, 0.1, seed=0)
+    found = list(held.rows["label"])
+    assert {label: found.count(label) for label in set(labels)} == {"positive": 6, "negative": 3, "neutral": 1}
+    assert done.rows["references"][0] == ["positive"]
+
+
 def test_windows_of_one_document_stay_on_one_side(tokenizer, tmp_path):
     path = tmp_path / "a.txt"
-    path.write_text("\n\n".join([WORDS * 5] * 6))
+    path.write_text("\n\n".join(f"{number} {WORDS * 5}" for number in range(6)))
     done = prepare(recipe("continuous-pretraining", max_length=16), tokenizer, path, VOCAB)
     train, held = split(done, 0.5, seed=0)
     assert set(train.rows["line"]).isdisjoint(held.rows["line"])

@@ -8,13 +8,15 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gptj_ft.data.fields import FieldTexts, choose_columns, read_fields
+from gptj_ft.data.checks import Checks
+from gptj_ft.data.fields import LABEL, FieldTexts, choose_columns, read_fields
 from gptj_ft.data.files import find_files
 from gptj_ft.data.prepared import (
     Prepared,
     Report,
     Skips,
     check_compatible,
+    group_of,
     is_prepared,
     load,
     save,
@@ -49,7 +51,7 @@ __all__ = [
 CHUNK_ROWS = 1000
 # Columns are chosen by the first rows: a name that turns up once in a million rows must not win.
 SURVEY_ROWS = 1000
-COLUMNS = ("input_ids", "prompt_length", "references", "source", "line")
+COLUMNS = ("input_ids", "prompt_length", "references", "source", "line", "group", "label")
 # Places listed for each reason to skip.
 PLACES_SHOWN = 5
 
@@ -80,7 +82,7 @@ def prepare(
     eos_of(tokenizer)
     columns = _find_columns(source, recipe)
     digest = sha256_of(source)
-    tally = _Tally(vocab_size)
+    tally = _Tally(vocab_size, Checks(recipe))
     findings = Findings(recipe.max_bad_rows)
     rows = read_rows(source, findings, recipe.documents, recipe.quotes)
     while chunk := list(islice(rows, CHUNK_ROWS)):
@@ -96,6 +98,7 @@ def prepare(
         files=tuple(str(file.path) for file in find_files(source)),
         notes=tuple(findings.notes),
         rows_skipped=tally.skips(),
+        warnings={what: Skips(each.count, tuple(each.first)) for what, each in tally.checks.found.items()},
         columns=columns,
         data_sha256=digest,
         tokenizer_sha256=tokenizer_digest(tokenizer),
@@ -138,6 +141,7 @@ def _add_chunk(
         except RowSkipped as reason:
             tally.skip(row.where, str(reason))
         else:
+            tally.checks.look(row.where, found, prompt, completion)
             good.append((row, found))
             prompts.append(prompt)
             completions.append(completion)
@@ -150,7 +154,7 @@ def _add_chunk(
         except DataError as error:
             raise DataError(f"{row.where}: {error}") from error
         else:
-            tally.keep(row, found.references, encoded)
+            tally.keep(row, found.references, encoded, group_of(recipe, found.values), found.values.get(LABEL, ""))
     tally.close_chunk()
 
 
@@ -170,8 +174,8 @@ class _Counts:
 class _Tally:
     """Counts, and the data set as it grows by chunks (ids as Python integers would take 10 times the memory)."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, vocab_size: int, checks: Checks) -> None:
+        self.vocab_size, self.checks = vocab_size, checks
         self.counts = _Counts()
         self.skipped_at: dict[str, list[str]] = {}
         self.documents: list[dict[str, Any]] = []
@@ -181,7 +185,7 @@ class _Tally:
         self.counts.rows_read += 1
         self.skipped_at.setdefault(reason, []).append(where)
 
-    def keep(self, row: Row, references: list[str], encoded: Encoded) -> None:
+    def keep(self, row: Row, references: list[str], encoded: Encoded, group: int, label: str) -> None:
         """Add a row's documents; a DataError if the model lacks one of the tokens."""
         counts = self.counts
         counts.rows_read += 1
@@ -198,13 +202,14 @@ class _Tally:
             # The first token of a document has nothing before it, so it is never a target.
             counts.target_tokens += len(ids) - max(encoded.prompt_length, 1)
             counts.longest = max(counts.longest, len(ids))
-            values = (ids, encoded.prompt_length, references, row.source, row.line)
+            values = (ids, encoded.prompt_length, references, row.source, row.line, group, label)
             self.documents.append(dict(zip(COLUMNS, values, strict=True)))
 
     def close_chunk(self) -> None:
         from datasets import Dataset, Features, List, Value
 
-        types = (List(Value("int32")), Value("int32"), List(Value("string")), Value("string"), Value("int64"))
+        text, number = Value("string"), Value("int64")
+        types = (List(Value("int32")), Value("int32"), List(text), text, number, number, text)
         if self.documents:
             features = Features(dict(zip(COLUMNS, types, strict=True)))
             self.chunks.append(Dataset.from_list(self.documents, features=features))

@@ -6,13 +6,13 @@ import dataclasses
 import errno
 import hashlib
 import json
-import random
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gptj_ft.data.placeholders import fields_of
 from gptj_ft.data.tokenizer import tokenizer_digest
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.recipe import Recipe
@@ -41,7 +41,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Skips:
-    """Rows left out for one reason: how many, and where the first of them are (``file:line``)."""
+    """Rows left out, or warned of, for one reason: how many, and where the first of them are (``file:line``)."""
 
     count: int
     first: tuple[str, ...]
@@ -59,6 +59,7 @@ class Report:
         rows_read: ``rows_kept`` plus all that were skipped.
         rows_kept: rows that are trained on.
         rows_skipped: by reason.
+        warnings: what is wrong with rows that were kept.
         rows_cut: rows of which the `shorten` field lost a part.
         windows: documents in the data set; more than ``rows_kept`` if plain text was split.
         tokens: of all documents, EOS included.
@@ -76,6 +77,7 @@ class Report:
     rows_read: int
     rows_kept: int
     rows_skipped: Mapping[str, Skips]
+    warnings: Mapping[str, Skips]
     rows_cut: int
     windows: int
     tokens: int
@@ -104,8 +106,19 @@ class Report:
     def from_dict(cls, values: Mapping[str, Any]) -> Report:
         """Read what `to_dict` returned."""
         known = {name: values[name] for name in cls.__dataclass_fields__}
-        skips = {reason: Skips(s["count"], tuple(s["first"])) for reason, s in known["rows_skipped"].items()}
-        return cls(**{**known, "files": tuple(known["files"]), "notes": tuple(known["notes"]), "rows_skipped": skips})
+        skips, warnings = (
+            {reason: Skips(s["count"], tuple(s["first"])) for reason, s in known[name].items()}
+            for name in ("rows_skipped", "warnings")
+        )
+        return cls(
+            **{
+                **known,
+                "files": tuple(known["files"]),
+                "notes": tuple(known["notes"]),
+                "rows_skipped": skips,
+                "warnings": warnings,
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -114,7 +127,7 @@ class Prepared:
 
     Attributes:
         rows: ``input_ids`` (int32 list), ``prompt_length``, ``references`` (acceptable completions, for scoring),
-            ``source``, ``line``.
+            ``source``, ``line``, ``group`` (see `group_of`), ``label`` (empty where there is none).
         report: counts and digests.
     """
 
@@ -234,29 +247,53 @@ def select(prepared: Prepared, indices: Iterable[int]) -> Prepared:
 
 
 def split(prepared: Prepared, holdout: float, seed: int) -> tuple[Prepared, Prepared | None]:
-    """Hold out a share of the rows; the same rows for the same seed.
+    """Hold out a share of the rows; the same rows for the same seed, in whatever order they come.
 
-    Windows of one document stay together, unless there is but one document. Each side gets at least one row.
+    Rows that share a document stay together, and so do the windows of one, unless there is but one document. Where
+    rows have labels, each label is held out in its share. Each side gets at least one document.
 
     Args:
         prepared: the data.
-        holdout: share of the rows, 0 to 1; 0 holds out nothing.
+        holdout: share of the documents, 0 to 1; 0 holds out nothing.
         seed: the recipe's.
 
     Returns:
-        (train, held); held is ``None`` when nothing is held out or there are fewer than two rows.
+        (train, held); held is ``None`` when nothing is held out or there are fewer than two documents.
     """
-    origins = list(zip(prepared.rows["source"], prepared.rows["line"], strict=True))
-    if len(set(origins)) == 1:
-        origins = [(str(source), index) for index, (source, _) in enumerate(origins)]
-    groups = list(dict.fromkeys(origins))
-    if holdout == 0 or len(groups) < 2:
+    groups: list[int] = prepared.rows["group"]
+    labels = dict(zip(groups, prepared.rows["label"], strict=True))
+    if len(labels) == 1:  # windows of one document, or one row
+        groups = list(range(len(groups)))
+        labels = dict.fromkeys(groups, "")
+    if holdout == 0 or len(labels) < 2:
         return prepared, None
-    count = min(max(round(holdout * len(groups)), 1), len(groups) - 1)
-    # Python guarantees the sequence of random() for a seed, but not that of sample(), across versions.
-    draw = random.Random(seed)
-    keys = [draw.random() for _ in groups]
-    chosen = {groups[i] for i in sorted(range(len(groups)), key=keys.__getitem__)[:count]}
-    train = [index for index, origin in enumerate(origins) if origin not in chosen]
-    held = [index for index, origin in enumerate(origins) if origin in chosen]
+    count = min(max(round(holdout * len(labels)), 1), len(labels) - 1)
+    chosen = _choose(labels, count, seed)
+    train = [index for index, group in enumerate(groups) if group not in chosen]
+    held = [index for index, group in enumerate(groups) if group in chosen]
     return select(prepared, train), select(prepared, held)
+
+
+def _choose(labels: Mapping[int, str], count: int, seed: int) -> set[int]:
+    """Choose so many groups, of each label in its share; which ones depends on seed and group alone."""
+
+    def key(group: int) -> bytes:
+        return hashlib.blake2b(f"{seed}:{group}".encode(), digest_size=8).digest()
+
+    members: dict[str, list[int]] = {}
+    for group, label in labels.items():
+        members.setdefault(label, []).append(group)
+    shares = {label: count * len(of) / len(labels) for label, of in members.items()}
+    taken = {label: int(share) for label, share in shares.items()}
+    # What rounding down has left goes to the labels that lost most by it.
+    for label in sorted(shares, key=lambda label: (taken[label] - shares[label], label))[: count - sum(taken.values())]:
+        taken[label] += 1
+    return {group for label, of in members.items() for group in sorted(of, key=key)[: taken[label]]}
+
+
+def group_of(recipe: Recipe, values: Mapping[str, str]) -> int:
+    """Return a number for the document of a row: that of its `shorten` field, else of all that the model is given."""
+    inputs = fields_of(recipe.prompt or recipe.completion)
+    names = (recipe.shorten,) if recipe.shorten in inputs else inputs
+    text = "\0".join(values[name].strip() for name in names)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)

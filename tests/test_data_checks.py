@@ -1,0 +1,86 @@
+"""Each check by a row with the fault planted, and rows of which nothing is to be said."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from test_data_tokenizer import make_tokenizer
+
+from gptj_ft.data.checks import delimiters_of
+from gptj_ft.data.prepare import Prepared, prepare
+from gptj_ft.recipe import resolve
+
+NOTE = "The patient came on foot and was given water, rest and a second visit in the spring of the year after. Part "
+
+
+def prepared(tmp_path: Path, rows: list[dict[str, str]], recipe: str = "summarization") -> Prepared:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return prepare(resolve({"recipe": recipe}, environment={}).recipe, make_tokenizer(), path, 50400)
+
+
+def note(number: int, text: str = "", summary: str = "") -> dict[str, str]:
+    return {"document": f"{NOTE}{number}. {text}", "summary": summary or f"Visit {number}."}
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (note(1, "He drank a cafÃ© and left."), "wrongly decoded"),
+        (note(1, "It wasnâ€™t much."), "wrongly decoded"),
+        (note(1, "Broken \ufffd here."), "wrongly decoded"),
+        (note(1, "A bell \x07 rang."), "control characters"),
+        (note(1, "He -lrb- the patient -rrb- left."), "Treebank"),
+        (note(1, summary="<s> He left . </s>"), "Treebank"),
+        ({**note(1), "document": (NOTE * 2).lower()}, "no capital letter"),
+        (note(1, "See <br/> and &amp; more."), "HTML"),
+        (note(1, "Write to ann.lee@example.org."), "personal data"),
+        (note(1, "Call (555) 010-9999 or 555-010-9998."), "personal data"),
+        (note(1, "Number 078-05-1120."), "personal data"),
+        (note(1, "Paid with 4111 1111 1111 1111."), "personal data"),
+        (note(1, "\nSummary: a trap."), "has 'Summary:' in it, as the template has"),
+        (note(1, summary=NOTE * 3), "the answer is longer than what it is drawn from"),
+        (note(0), "the same row again"),
+        (note(0, summary="Another."), "the same question as another row, with another answer"),
+    ],
+)
+def test_a_planted_fault_is_said_with_its_place(fault: dict[str, str], says: str, tmp_path: Path) -> None:
+    report = prepared(tmp_path, [note(0), fault, note(2)]).report
+    ((what, rows),) = report.warnings.items()
+    assert says in what
+    assert (rows.count, rows.first) == (1, (f"{tmp_path / 'rows.jsonl'}:2",))
+    assert report.rows_kept == 3, "a warning leaves no row out"
+
+
+def test_nothing_is_said_of_plain_rows(tmp_path: Path) -> None:
+    texts = [
+        "naïve café, Ångström",
+        "3 < 4 & 5 > 2",
+        "ISBN 978-3-16-148410-0",
+        "1234 5678 9012 3456",
+        "日本語のテキスト" * 20,
+        "Â",
+    ]
+    assert not prepared(tmp_path, [note(number, text) for number, text in enumerate(texts)]).report.warnings
+
+
+def test_personal_data_is_counted_and_never_repeated(shell, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(note(number, f"Mail: p{number}@example.org.")) + "\n" for number in range(9)))
+    done = shell(f"prepare-data --data {path} --recipe summarization --model tiny --output out")
+    assert done.code == 0, done.err
+    assert "warning, 9 rows: what looks like personal data" in done.out.replace("\n", " ")
+    assert "@example.org" not in done.out + done.err
+    assert len(re.findall(r"rows\.jsonl:\d", done.out)) == 5, "the first places, no more"
+
+
+def test_borders_are_what_lines_of_a_prompt_begin_with() -> None:
+    def borders(name: str) -> tuple[str, ...]:
+        return delimiters_of(resolve({"recipe": name}, environment={}).recipe)
+
+    assert borders("summarization") == ("\nSummary:",)
+    assert borders("qa") == ("\nPassage:", "\nQuestion:", "\nAnswer:")
+    assert borders("continuous-pretraining") == ()
