@@ -155,6 +155,7 @@ def prepare_data(
     max_bad_rows: MaxBadRows = None,
     max_length: MaxLength = None,
     seed: Seed = None,
+    show: Annotated[int, typer.Option("--show", min=0, help="print this many rows as the model will see them")] = 1,
     config: Config = None,
     assignments: Assignments = None,
     as_json: Json = False,
@@ -165,7 +166,7 @@ def prepare_data(
     from gptj_ft.data.prepare import is_prepared, load_tokenizer, prepare, save
     from gptj_ft.families import read_architecture
     from gptj_ft.inputs import choose_model, data_path
-    from gptj_ft.report import show_data
+    from gptj_ft.report import show_data, show_examples, show_lengths
 
     resolved = resolve(flags, config, _tuple(assignments))
     source = data_path(data)
@@ -177,15 +178,17 @@ def prepare_data(
         raise UsageError(f"{folder} exists: name another --output or remove it")
     chosen = choose_model(resolved.recipe, source)
     vocab_size = read_architecture(chosen).config.vocab_size
+    tokenizer = load_tokenizer(chosen)
     with _bar("rows", not as_json) as advance:
-        prepared = prepare(
-            resolved.recipe, load_tokenizer(chosen), source, vocab_size, lambda rows: advance(rows, None)
-        )
+        prepared = prepare(resolved.recipe, tokenizer, source, vocab_size, lambda rows: advance(rows, None))
     save(prepared, folder)
     if as_json:
         _print_json({"folder": str(folder), "model": str(chosen), **prepared.report.to_dict()})
     else:
-        show_data(_console(stderr=False), prepared.report)
+        console = _console(stderr=False)
+        show_data(console, prepared.report)
+        show_lengths(console, prepared, resolved.recipe)
+        show_examples(console, prepared, tokenizer.decode, show)
         print(f"written to {folder}\nnext: gptj-ft finetune --recipe {resolved.recipe.recipe} --data {folder}")
 
 

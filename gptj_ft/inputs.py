@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gptj_ft.data.checks import PLACES_SHOWN
 from gptj_ft.data.prepare import Prepared, check_compatible, is_prepared, load, load_tokenizer, prepare, split
+from gptj_ft.data.prepared import Skips
 from gptj_ft.data.records import Findings, read_rows, sha256_of
 from gptj_ft.errors import UsageError
 from gptj_ft.families import read_architecture
@@ -43,9 +45,22 @@ def gather(recipe: Recipe) -> Inputs:
     tokenizer = load_tokenizer(model)
     rows = read_or_prepare(recipe, tokenizer, model, source)
     if recipe.val_data is not None:
-        return Inputs(model, rows, read_or_prepare(recipe, tokenizer, model, data_path(recipe.val_data)))
+        validation = read_or_prepare(recipe, tokenizer, model, data_path(recipe.val_data))
+        return Inputs(model, warn_of_shared(rows, validation), validation)
     train, held_out = split(rows, recipe.holdout, recipe.seed)
     return Inputs(model, train, held_out)
+
+
+def warn_of_shared(train: Prepared, validation: Prepared) -> Prepared:
+    """Return the training rows with a warning in their report if the validation rows have documents of theirs."""
+    held = set(validation.rows["group"])
+    columns = (train.rows[name] for name in ("group", "source", "line"))
+    places = dict.fromkeys(f"{source}:{line}" for group, source, line in zip(*columns, strict=True) if group in held)
+    if not places:
+        return train
+    what = "the same document is in the validation rows, which then do not tell how well the model does on others"
+    warnings = {**train.report.warnings, what: Skips(len(places), tuple(places)[:PLACES_SHOWN])}
+    return replace(train, report=replace(train.report, warnings=warnings))
 
 
 def data_path(data: str | None) -> Path:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from gptj_ft.costs import WARRANTED_BYTES, Costs
+from gptj_ft.data.batches import steps_per_epoch
+from gptj_ft.data.lengths import Lengths, histogram
 from gptj_ft.machine import gigabytes
 from gptj_ft.plan import Plan
 from gptj_ft.progress import clock
 from gptj_ft.rates import PRECISIONS
 
 if TYPE_CHECKING:
-    from gptj_ft.data.prepared import Report
+    from gptj_ft.data.prepared import Prepared, Report
     from gptj_ft.evaluate import Evaluation
+    from gptj_ft.recipe import Recipe
     from gptj_ft.trainer import TrainResult
 
 SAMPLE_CHARACTERS = 300
@@ -47,6 +51,30 @@ def show_data(console: Console, report: Report) -> None:
         lines.append(f"  warning, {rows.count:,} row{'s' if rows.count > 1 else ''}: {what} ({', '.join(rows.first)})")
     lines += [f"  note: {note}" for note in report.notes]
     console.print(escape("\n".join(lines)), highlight=False)
+
+
+def show_lengths(console: Console, prepared: Prepared, recipe: Recipe) -> None:
+    """Show how long prompts and answers are, what padding would have cost, and what an epoch is."""
+    lengths = Lengths.of(prepared)
+    num_steps, rows = recipe.num_steps(len(prepared.rows)), len(prepared.rows)
+    named = [("prompt", lengths.prompts), ("answer", lengths.answers)] if recipe.prompt else [("text", lengths.answers)]
+    lines = [line for name, of in named for line in (f"tokens of the {name}, rows", *histogram(of))]
+    lines += [
+        f"a row fills {lengths.share_of_window:.0%} of max_length on average; padding each batch of {recipe.batch_size} "
+        f"to its longest row would compute {lengths.padding(recipe.batch_size, recipe.seed):.2f} times as many tokens",
+        f"{steps_per_epoch(rows, recipe.batch_size):,} steps an epoch of {rows:,} rows, {num_steps:,} in all",
+    ]
+    console.print(escape("\n".join(lines)), highlight=False)
+
+
+def show_examples(console: Console, prepared: Prepared, decode: Callable[[list[int]], str], count: int) -> None:
+    """Show the first rows as the model will see them: what is trained on between marks, and bold."""
+    for row in prepared.rows.select(range(min(count, len(prepared.rows)))):
+        ids, prompt = row["input_ids"], row["prompt_length"]
+        text = Text(f"{row['source']}:{row['line']}, {len(ids)} tokens, {len(ids) - prompt} trained on\n")
+        text.append(decode(ids[:prompt]), style="dim")
+        text.append("«" + decode(ids[prompt:]) + "»", style="bold")
+        console.print(text, highlight=False)
 
 
 def show_plan(console: Console, plan: Plan) -> None:

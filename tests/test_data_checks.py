@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from test_data_tokenizer import make_tokenizer
 
+from gptj_ft.data.batches import rows_of_step
 from gptj_ft.data.checks import delimiters_of
+from gptj_ft.data.lengths import Lengths, histogram
 from gptj_ft.data.prepare import Prepared, prepare
 from gptj_ft.recipe import resolve
 
@@ -70,7 +72,7 @@ def test_nothing_is_said_of_plain_rows(tmp_path: Path) -> None:
 def test_personal_data_is_counted_and_never_repeated(shell, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(note(number, f"Mail: p{number}@example.org.")) + "\n" for number in range(9)))
-    done = shell(f"prepare-data --data {path} --recipe summarization --model tiny --output out")
+    done = shell(f"prepare-data --data {path} --recipe summarization --model tiny --output out --show 0")
     assert done.code == 0, done.err
     assert "warning, 9 rows: what looks like personal data" in done.out.replace("\n", " ")
     assert "@example.org" not in done.out + done.err
@@ -84,3 +86,44 @@ def test_borders_are_what_lines_of_a_prompt_begin_with() -> None:
     assert borders("summarization") == ("\nSummary:",)
     assert borders("qa") == ("\nPassage:", "\nQuestion:", "\nAnswer:")
     assert borders("continuous-pretraining") == ()
+
+
+def test_rows_are_shown_with_what_is_trained_on_and_how_long_they_are(shell, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(note(number, "word " * (7 * number % 40))) + "\n" for number in range(64)))
+    done = shell(f"prepare-data --data {path} --recipe summarization --model tiny --output out --show 2")
+    assert done.code == 0, done.err
+    text = " ".join(done.out.split())
+    assert "Summary:« Visit 0.<|endoftext|>»" in text
+    assert "Summary:« Visit 1.<|endoftext|>»" in text
+    assert "Visit 2.<|endoftext|>" not in text
+    assert "tokens of the prompt, rows" in text
+    assert "tokens of the answer, rows" in text
+    assert re.search(r"would compute 1\.\d\d times as many tokens", text)
+    assert "2 steps an epoch of 64 rows, 6 in all" in text
+
+
+def test_a_histogram_counts_every_row_once() -> None:
+    lengths = [5, 5, 7, 900, 33, 34, 899]
+    lines = histogram(lengths)
+    assert sum(int(line.rsplit(" ", 1)[1]) for line in lines) == len(lengths)
+    assert len(lines) <= 8
+    assert len(histogram([3, 3])) == 1
+
+
+def test_what_padding_would_cost_is_that_of_the_batches_of_the_run(tmp_path: Path) -> None:
+    data = prepared(tmp_path, [note(number, "word " * (number % 9)) for number in range(21)])
+    lengths = [len(ids) for ids in data.rows["input_ids"]]
+    batches = [[lengths[row] for row in rows_of_step(step, 21, 4, seed=5)] for step in range(6)]
+    expected = sum(max(batch) * len(batch) for batch in batches) / sum(lengths)
+    assert Lengths.of(data).padding(4, seed=5) == pytest.approx(expected)
+
+
+def test_a_document_in_both_parts_is_said_before_training(shell, tmp_path: Path) -> None:
+    for name, numbers in (("train", range(12)), ("val", range(10, 16))):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(note(number)) + "\n" for number in numbers))
+    done = shell("finetune --recipe summarization --data train.jsonl --val-data val.jsonl --model tiny --dry-run")
+    assert done.code == 0, done.err
+    text = " ".join((done.out + done.err).split())
+    assert "warning, 2 rows: the same document is in the validation rows" in text
+    assert "train.jsonl:11" in text
