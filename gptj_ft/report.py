@@ -60,7 +60,7 @@ def show_lengths(console: Console, prepared: Prepared, recipe: Recipe) -> None:
     named = [("prompt", lengths.prompts), ("answer", lengths.answers)] if recipe.prompt else [("text", lengths.answers)]
     lines = [line for name, of in named for line in (f"tokens of the {name}, rows", *histogram(of))]
     lines += [
-        f"a row fills {lengths.share_of_window:.0%} of max_length on average; padding each batch of {recipe.batch_size} "
+        f"a row fills {lengths.share_of_window:.0%} of max_length on average; padding batches of {recipe.batch_size} "
         f"to its longest row would compute {lengths.padding(recipe.batch_size, recipe.seed):.2f} times as many tokens",
         f"{steps_per_epoch(rows, recipe.batch_size):,} steps an epoch of {rows:,} rows, {num_steps:,} in all",
     ]
