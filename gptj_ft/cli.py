@@ -25,6 +25,7 @@ from gptj_ft.options import (
     Assignments,
     BatchSize,
     Boundaries,
+    Cache,
     Config,
     Data,
     Device,
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 recipes_app = typer.Typer(no_args_is_help=True, help="The presets: list them, show or copy one.")
 app.add_typer(recipes_app, name="recipes")
+cache_app = typer.Typer(no_args_is_help=True, help="Rows that are kept as tokens: list them, clear them.")
+app.add_typer(cache_app, name="cache")
 runs_app = typer.Typer(help="The runs: list, verify and clean them, export a checkpoint.")
 app.add_typer(runs_app, name="runs")
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
@@ -153,6 +156,7 @@ def prepare_data(
     model: Model = None,
     map: Map = None,
     max_bad_rows: MaxBadRows = None,
+    cache: Cache = None,
     max_length: MaxLength = None,
     seed: Seed = None,
     show: Annotated[int, typer.Option("--show", min=0, help="print this many rows as the model will see them")] = 1,
@@ -163,7 +167,8 @@ def prepare_data(
     """Turn rows into token ids: checked, masked, counted; `finetune --data` takes the folder."""
     flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
     flags.pop("output", None)  # here that is the folder of the rows
-    from gptj_ft.data.prepare import is_prepared, load_tokenizer, prepare, save
+    from gptj_ft.data.cache import prepare_once
+    from gptj_ft.data.prepare import is_prepared, load_tokenizer, save
     from gptj_ft.families import read_architecture
     from gptj_ft.inputs import choose_model, data_path
     from gptj_ft.report import show_data, show_examples, show_lengths
@@ -180,7 +185,7 @@ def prepare_data(
     vocab_size = read_architecture(chosen).config.vocab_size
     tokenizer = load_tokenizer(chosen)
     with _bar("rows", not as_json) as advance:
-        prepared = prepare(resolved.recipe, tokenizer, source, vocab_size, lambda rows: advance(rows, None))
+        prepared = prepare_once(resolved.recipe, tokenizer, source, vocab_size, lambda rows: advance(rows, None))
     save(prepared, folder)
     if as_json:
         _print_json({"folder": str(folder), "model": str(chosen), **prepared.report.to_dict()})
@@ -199,6 +204,7 @@ def finetune(
     val_data: Annotated[str | None, option_of("val_data")] = None,
     map: Map = None,
     max_bad_rows: MaxBadRows = None,
+    cache: Cache = None,
     model: Model = None,
     output: Annotated[str | None, option_of("output")] = None,
     method: Annotated[str | None, option_of("method")] = None,
@@ -380,6 +386,35 @@ def generate(
         _print_json({"model": str(folder), "prompt_tokens": result.prompt_tokens, "text": result.text})
     else:
         print(result.text)
+
+
+@cache_app.command("list")
+def list_cache(as_json: Json = False) -> None:
+    """List the prepared data that is kept, the largest first."""
+    from gptj_ft.data.cache import cache, kept
+    from gptj_ft.machine import gigabytes
+
+    found = kept()
+    if as_json:
+        rows = [{"folder": str(x.folder), "bytes": x.bytes, "files": x.files, "rows": x.rows} for x in found]
+        _print_json({"folder": str(cache()), "kept": rows})
+        return
+    for each in found:
+        print(f"{gigabytes(each.bytes):>10}  {each.rows:>10,} rows  {', '.join(each.files[:2]) or 'damaged'}")
+    print(f"{gigabytes(sum(each.bytes for each in found))} in {cache()}")
+
+
+@cache_app.command("clear")
+def clear_cache(as_json: Json = False) -> None:
+    """Remove all of it; runs have their own copies."""
+    from gptj_ft.data.cache import clear
+    from gptj_ft.machine import gigabytes
+
+    freed = clear()
+    if as_json:
+        _print_json({"freed_bytes": freed})
+    else:
+        print(f"{gigabytes(freed)} freed")
 
 
 @recipes_app.command("list")

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gptj_ft.data.cache import prepare_once
 from gptj_ft.data.checks import PLACES_SHOWN
-from gptj_ft.data.prepare import Prepared, check_compatible, is_prepared, load, load_tokenizer, prepare, split
+from gptj_ft.data.prepare import Prepared, check_compatible, is_prepared, load, load_tokenizer, split
 from gptj_ft.data.prepared import Skips
 from gptj_ft.data.records import Findings, read_rows, sha256_of
 from gptj_ft.errors import UsageError
@@ -124,4 +125,4 @@ def read_or_prepare(
         prepared = load(source)
         check_compatible(prepared, recipe, tokenizer)
         return prepared
-    return prepare(recipe, tokenizer, source, read_architecture(model).config.vocab_size)
+    return prepare_once(recipe, tokenizer, source, read_architecture(model).config.vocab_size)

@@ -23,6 +23,9 @@ def option_of(field: str) -> Any:
 RecipeName = Annotated[str | None, option_of("recipe")]
 Data = Annotated[str | None, option_of("data")]
 Model = Annotated[str | None, option_of("model")]
+Cache = Annotated[
+    bool | None, typer.Option("--cache/--no-cache", help=Recipe.model_fields["cache"].description, show_default=False)
+]
 Map = Annotated[str | None, option_of("map")]
 MaxBadRows = Annotated[int | None, option_of("max_bad_rows")]
 BatchSize = Annotated[int | None, option_of("batch_size")]

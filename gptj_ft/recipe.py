@@ -172,6 +172,7 @@ class Recipe(Options):
         "auto", description='whether " encloses cells of tables; auto: in CSV, not in TSV'
     )
     max_bad_rows: int = Field(0, ge=0, description="records that may be unreadable before the data is refused")
+    cache: bool = Field(True, description="keep rows as tokens, and take those that are kept, if nothing has changed")
     map: ColumnMap = Field({}, description="columns by field, e.g. document=body,summary=tl_dr; others are recognised")
 
     # How a row becomes tokens

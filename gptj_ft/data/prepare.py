@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gptj_ft.data.checks import Checks
+from gptj_ft.data.checks import Checks, Found
 from gptj_ft.data.fields import LABEL, FieldTexts, choose_columns, read_fields
 from gptj_ft.data.files import find_files
 from gptj_ft.data.prepared import (
@@ -28,6 +31,7 @@ from gptj_ft.data.records import Findings, Row, read_rows, sha256_of
 from gptj_ft.data.template import Encoded, RowSkipped, assemble, check_templates, eos_of, texts, tokenize
 from gptj_ft.data.tokenizer import load_tokenizer, tokenizer_digest
 from gptj_ft.errors import DataError
+from gptj_ft.home import home
 from gptj_ft.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -49,11 +53,10 @@ __all__ = [
 
 # Rows tokenised in one call, which the tokenizer spreads over the cores.
 CHUNK_ROWS = 1000
+CHUNK_CHARACTERS = 4_000_000
 # Columns are chosen by the first rows: a name that turns up once in a million rows must not win.
 SURVEY_ROWS = 1000
 COLUMNS = ("input_ids", "prompt_length", "references", "source", "line", "group", "label")
-# Places listed for each reason to skip.
-PLACES_SHOWN = 5
 
 
 def prepare(
@@ -85,27 +88,36 @@ def prepare(
     tally = _Tally(vocab_size, Checks(recipe))
     findings = Findings(recipe.max_bad_rows)
     rows = read_rows(source, findings, recipe.documents, recipe.quotes)
-    while chunk := list(islice(rows, CHUNK_ROWS)):
-        _add_chunk(tally, chunk, recipe, tokenizer, columns)
-        if progress:
-            progress(tally.counts.rows_read)
-    for where, problem in findings.bad:
-        tally.skip(where, f"cannot be read: {problem}")
-    if not tally.counts.rows_kept:
-        reasons = "; ".join(f"{reason} ({s.count}, first at {s.first[0]})" for reason, s in tally.skips().items())
-        raise DataError(f"{source}: none of the {tally.counts.rows_read} rows can be trained on: {reasons}")
-    report = Report(
-        files=tuple(str(file.path) for file in find_files(source)),
-        notes=tuple(findings.notes),
-        rows_skipped=tally.skips(),
-        warnings={what: Skips(each.count, tuple(each.first)) for what, each in tally.checks.found.items()},
-        columns=columns,
-        data_sha256=digest,
-        tokenizer_sha256=tokenizer_digest(tokenizer),
-        settings=settings_of(recipe),
-        **vars(tally.counts),
-    )
-    return Prepared(tally.rows(), report)
+    # While one chunk is being tokenised, the one before is written and the one after read.
+    with ThreadPoolExecutor(1) as pool, _RowFile() as file:
+        ahead: tuple[list[_Texts], Future[list[list[int]]]] | None = None
+        for chunk in chain(_chunks(rows), [None]):
+            good = _texts_of(tally, chunk, recipe, columns) if chunk is not None else []
+            tokens = pool.submit(
+                tokenize, tokenizer, [text for each in good for text in (each.prompt, each.completion)]
+            )
+            if ahead is not None:
+                file.write(_assembled(tally, recipe, tokenizer, ahead[0], ahead[1].result()))
+                if progress:
+                    progress(tally.counts.rows_read)
+            ahead = good, tokens
+        for where, problem in findings.bad:
+            tally.skip(where, f"cannot be read: {problem}")
+        if not tally.counts.rows_kept:
+            reasons = "; ".join(f"{reason} ({s.count}, first at {s.first[0]})" for reason, s in tally.skips().items())
+            raise DataError(f"{source}: none of the {tally.counts.rows_read} rows can be trained on: {reasons}")
+        report = Report(
+            files=tuple(str(found.path) for found in find_files(source)),
+            notes=tuple(findings.notes),
+            rows_skipped=tally.skips(),
+            warnings={what: Skips(each.count, tuple(each.first)) for what, each in tally.checks.found.items()},
+            columns=columns,
+            data_sha256=digest,
+            tokenizer_sha256=tokenizer_digest(tokenizer),
+            settings=settings_of(recipe),
+            **vars(tally.counts),
+        )
+        return Prepared(file.rows(), report)
 
 
 def _find_columns(source: Path, recipe: Recipe) -> dict[str, str]:
@@ -127,13 +139,33 @@ def _find_columns(source: Path, recipe: Recipe) -> dict[str, str]:
             raise DataError(f"{source}: {error}") from error
 
 
-def _add_chunk(
-    tally: _Tally, chunk: list[Row], recipe: Recipe, tokenizer: PreTrainedTokenizerFast, columns: dict[str, str]
-) -> None:
-    """Tokenise rows together and add each to the tally, or the reason why it is skipped."""
-    good: list[tuple[Row, FieldTexts]] = []
-    prompts: list[str] = []
-    completions: list[str] = []
+@dataclass(frozen=True)
+class _Texts:
+    """A row that can be tokenised."""
+
+    row: Row
+    found: FieldTexts
+    prompt: str
+    completion: str
+
+
+def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    """Yield rows in lists that are short enough to be held several times over, as tokens too."""
+    chunk: list[Row] = []
+    characters = 0
+    for row in rows:
+        chunk.append(row)
+        characters += sum(len(value) for value in row.values.values() if isinstance(value, str))
+        if len(chunk) == CHUNK_ROWS or characters > CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
+
+
+def _texts_of(tally: _Tally, chunk: list[Row], recipe: Recipe, columns: dict[str, str]) -> list[_Texts]:
+    """Put rows into the templates; count those that cannot be."""
+    good = []
     for row in chunk:
         try:
             found = read_fields(row.values, columns, recipe)
@@ -142,20 +174,65 @@ def _add_chunk(
             tally.skip(row.where, str(reason))
         else:
             tally.checks.look(row.where, found, prompt, completion)
-            good.append((row, found))
-            prompts.append(prompt)
-            completions.append(completion)
-    ids = zip(tokenize(tokenizer, prompts), tokenize(tokenizer, completions), strict=True)
-    for (row, found), (prompt_ids, completion_ids) in zip(good, ids, strict=True):
+            good.append(_Texts(row, found, prompt, completion))
+    return good
+
+
+def _assembled(
+    tally: _Tally, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, good: list[_Texts], ids: list[list[int]]
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the documents of rows, with the values of `COLUMNS`; count those that are left out."""
+    for each, prompt_ids, completion_ids in zip(good, ids[::2], ids[1::2], strict=True):
+        row, found = each.row, each.found
         try:
             encoded = assemble(recipe, tokenizer, found.values, prompt_ids, completion_ids)
         except RowSkipped as reason:
             tally.skip(row.where, str(reason))
+            continue
         except DataError as error:
             raise DataError(f"{row.where}: {error}") from error
-        else:
-            tally.keep(row, found.references, encoded, group_of(recipe, found.values), found.values.get(LABEL, ""))
-    tally.close_chunk()
+        tally.keep(row, encoded)
+        origin = (found.references, row.source, row.line, group_of(recipe, found.values), found.values.get(LABEL, ""))
+        for document in encoded.documents:
+            yield (document, encoded.prompt_length, *origin)
+
+
+class _RowFile:
+    """Documents on their way to a data set: in a file, of which no more is in memory than is looked at."""
+
+    def __init__(self) -> None:
+        import pyarrow
+
+        number, text = pyarrow.int64(), pyarrow.string()
+        types = (pyarrow.list_(pyarrow.int32()), pyarrow.int32(), pyarrow.list_(text), text, number, number, text)
+        self._schema = pyarrow.schema(list(zip(COLUMNS, types, strict=True)))
+        home().mkdir(parents=True, exist_ok=True)  # not where temporary files go: that may be memory
+        descriptor, name = tempfile.mkstemp(prefix=".rows-", suffix=".arrow", dir=home())
+        os.close(descriptor)
+        self._path = Path(name)
+        self._writer = pyarrow.ipc.new_stream(name, self._schema)
+
+    def __enter__(self) -> _RowFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._writer.close()
+        self._path.unlink(missing_ok=True)  # what has it open keeps it
+
+    def write(self, documents: Iterable[tuple[Any, ...]]) -> None:
+        """Append documents, given as the values of `COLUMNS`."""
+        import pyarrow
+
+        if columns := list(zip(*documents, strict=True)):
+            arrays = [pyarrow.array(values, field.type) for values, field in zip(columns, self._schema, strict=True)]
+            self._writer.write_batch(pyarrow.record_batch(arrays, schema=self._schema))
+
+    def rows(self) -> Dataset:
+        """Return all documents."""
+        from datasets import Dataset
+
+        self._writer.close()
+        return Dataset.from_file(str(self._path))
 
 
 @dataclass
@@ -172,21 +249,19 @@ class _Counts:
 
 
 class _Tally:
-    """Counts, and the data set as it grows by chunks (ids as Python integers would take 10 times the memory)."""
+    """What becomes of the rows."""
 
     def __init__(self, vocab_size: int, checks: Checks) -> None:
         self.vocab_size, self.checks = vocab_size, checks
         self.counts = _Counts()
-        self.skipped_at: dict[str, list[str]] = {}
-        self.documents: list[dict[str, Any]] = []
-        self.chunks: list[Dataset] = []
+        self._skipped: dict[str, Found] = {}
 
     def skip(self, where: str, reason: str) -> None:
         self.counts.rows_read += 1
-        self.skipped_at.setdefault(reason, []).append(where)
+        self._skipped.setdefault(reason, Found()).add(where)
 
-    def keep(self, row: Row, references: list[str], encoded: Encoded, group: int, label: str) -> None:
-        """Add a row's documents; a DataError if the model lacks one of the tokens."""
+    def keep(self, row: Row, encoded: Encoded) -> None:
+        """Count a row's documents; a DataError if the model lacks one of the tokens."""
         counts = self.counts
         counts.rows_read += 1
         counts.rows_kept += 1
@@ -202,23 +277,6 @@ class _Tally:
             # The first token of a document has nothing before it, so it is never a target.
             counts.target_tokens += len(ids) - max(encoded.prompt_length, 1)
             counts.longest = max(counts.longest, len(ids))
-            values = (ids, encoded.prompt_length, references, row.source, row.line, group, label)
-            self.documents.append(dict(zip(COLUMNS, values, strict=True)))
-
-    def close_chunk(self) -> None:
-        from datasets import Dataset, Features, List, Value
-
-        text, number = Value("string"), Value("int64")
-        types = (List(Value("int32")), Value("int32"), List(text), text, number, number, text)
-        if self.documents:
-            features = Features(dict(zip(COLUMNS, types, strict=True)))
-            self.chunks.append(Dataset.from_list(self.documents, features=features))
-            self.documents = []
-
-    def rows(self) -> Dataset:
-        from datasets import concatenate_datasets
-
-        return concatenate_datasets(self.chunks)
 
     def skips(self) -> dict[str, Skips]:
-        return {reason: Skips(len(at), tuple(at[:PLACES_SHOWN])) for reason, at in self.skipped_at.items()}
+        return {reason: Skips(each.count, tuple(each.first)) for reason, each in self._skipped.items()}

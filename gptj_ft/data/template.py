@@ -96,10 +96,11 @@ def tokenize(tokenizer: PreTrainedTokenizerFast, batch: Sequence[str]) -> list[l
     """Return the token ids of each text, without special tokens added."""
     if not batch:
         return []
-    # verbose=False: a text above the tokenizer's own limit is no news here.
-    encoded = tokenizer(list(batch), add_special_tokens=False, return_attention_mask=False, verbose=False)
-    ids: list[list[int]] = encoded["input_ids"]
-    return ids
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
+    return [encoding.ids for encoding in backend.encode_batch_fast(list(batch), add_special_tokens=False)]
 
 
 def eos_of(tokenizer: PreTrainedTokenizerFast) -> int:

@@ -1,0 +1,102 @@
+"""Prepared data, kept: the same file, tokenizer, templates and limits give the same tokens, so they are made once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gptj_ft.data.prepare import prepare
+from gptj_ft.data.prepared import MANIFEST, VERSION, Prepared, is_prepared, load, save, settings_of
+from gptj_ft.data.records import sha256_of
+from gptj_ft.data.tokenizer import tokenizer_digest
+from gptj_ft.durable import disk_bytes, files_in
+from gptj_ft.errors import DataError, ResourceError, UsageError
+from gptj_ft.home import home
+from gptj_ft.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Data that is kept: its folder, bytes on the disk, the files it came from, and rows."""
+
+    folder: Path
+    bytes: int
+    files: tuple[str, ...]
+    rows: int
+
+
+def prepare_once(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerFast,
+    source: Path,
+    vocab_size: int,
+    progress: Callable[[int], None] | None = None,
+) -> Prepared:
+    """Return rows as tokens: those that are kept from before, else made now, as `prepare` does, and kept.
+
+    What cannot be kept (no space, no permission) is made all the same.
+    """
+    if not recipe.cache:
+        return prepare(recipe, tokenizer, source, vocab_size, progress)
+    folder = cache() / _key(recipe, tokenizer, source, vocab_size)
+    if is_prepared(folder):
+        try:
+            return load(folder)
+        except DataError:  # damaged
+            shutil.rmtree(folder, ignore_errors=True)
+    prepared = prepare(recipe, tokenizer, source, vocab_size, progress)
+    try:
+        save(prepared, folder)
+        return load(folder)
+    except (ResourceError, UsageError):
+        return prepared
+
+
+def kept() -> list[Kept]:
+    """Return what is kept, the largest first."""
+    found = []
+    for folder in cache().glob("*"):
+        if is_prepared(folder):
+            try:
+                manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+                files, rows = tuple(manifest["files"]), int(manifest["rows_kept"])
+            except (OSError, ValueError, KeyError, TypeError):
+                files, rows = (), 0
+            found.append(Kept(folder, disk_bytes(files_in(folder)), files, rows))
+    return sorted(found, key=lambda each: -each.bytes)
+
+
+def clear() -> int:
+    """Remove everything that is kept; return the bytes that are free now."""
+    size = disk_bytes(files_in(cache()))
+    shutil.rmtree(cache(), ignore_errors=True)
+    return size
+
+
+def cache() -> Path:
+    """Return the folder in which prepared data is kept."""
+    return home() / "data"
+
+
+def _key(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, source: Path, vocab_size: int) -> str:
+    """Return the name of what would come out: a digest of all that it depends on."""
+    parts = {
+        "version": VERSION,
+        "source": str(source.resolve()),  # the report names it, row by row
+        "data": sha256_of(source),
+        "tokenizer": tokenizer_digest(tokenizer),
+        "settings": settings_of(recipe),
+        "fields": {name: list(columns) for name, columns in recipe.fields.items()},
+        "map": dict(recipe.map),
+        "max_bad_rows": recipe.max_bad_rows,
+        "vocab_size": vocab_size,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

@@ -1,0 +1,113 @@
+"""What is kept is taken when nothing has changed, and only then."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_data_tokenizer import make_tokenizer
+
+from gptj_ft.data import cache
+from gptj_ft.data.cache import prepare_once
+from gptj_ft.data.prepared import MANIFEST
+from gptj_ft.recipe import Recipe, resolve
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"document": f"D {n}.", "summary": f"S {n}."}) + "\n" for n in range(30)))
+    return path
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
+    """The files that were really prepared."""
+    monkeypatch.setenv("GPTJ_FT_HOME", str(tmp_path / "home"))
+    calls: list[Path] = []
+    original = cache.prepare
+
+    def watched(recipe, tokenizer, source, *rest):
+        calls.append(source)
+        return original(recipe, tokenizer, source, *rest)
+
+    monkeypatch.setattr(cache, "prepare", watched)
+    return calls
+
+
+def recipe(**options: object) -> Recipe:
+    return resolve({"recipe": "summarization", **options}, environment={}).recipe
+
+
+def test_the_same_rows_are_prepared_once_and_come_out_the_same(rows: Path, made: list[Path]) -> None:
+    tokenizer = make_tokenizer()
+    first = prepare_once(recipe(), tokenizer, rows, 50400)
+    again = prepare_once(recipe(lr=1e-3, batch_size=2, seed=9), tokenizer, rows, 50400)
+    assert made == [rows]
+    assert again.rows.to_list() == first.rows.to_list()
+    assert again.report == first.report
+    assert len(cache.kept()) == 1
+
+
+@pytest.mark.parametrize("change", ["data", "tokenizer", "template", "limit", "map", "place"])
+def test_a_change_of_anything_that_matters_prepares_again(change: str, rows: Path, made: list[Path]) -> None:
+    prepare_once(recipe(), make_tokenizer(), rows, 50400)
+    tokenizer, other = make_tokenizer(), recipe()
+    if change == "data":
+        rows.write_text(rows.read_text().replace("D 3.", "E 3."))
+    elif change == "tokenizer":
+        tokenizer = make_tokenizer(vocab_size=300)
+    elif change == "template":
+        other = recipe(prompt="Sum up: {document}\n\nSummary:")
+    elif change == "limit":
+        other = recipe(max_length=512)
+    elif change == "map":
+        other = recipe(map="summary=document,document=summary")
+    else:
+        rows = rows.rename(rows.with_name("others.jsonl"))
+    prepare_once(other, tokenizer, rows, 50400)
+    assert len(made) == 2
+
+
+def test_nothing_is_kept_where_that_is_not_wanted(rows: Path, made: list[Path]) -> None:
+    for _ in range(2):
+        prepare_once(recipe(cache=False), make_tokenizer(), rows, 50400)
+    assert len(made) == 2
+    assert not cache.kept()
+
+
+def test_what_is_damaged_is_made_again(rows: Path, made: list[Path]) -> None:
+    prepare_once(recipe(), make_tokenizer(), rows, 50400)
+    (kept,) = cache.kept()
+    (kept.folder / MANIFEST).write_text("{")
+    prepare_once(recipe(), make_tokenizer(), rows, 50400)
+    assert len(made) == 2
+    prepare_once(recipe(), make_tokenizer(), rows, 50400)
+    assert len(made) == 2
+
+
+def test_a_folder_that_cannot_be_written_costs_the_work_again_and_nothing_else(
+    rows: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gptj_ft.errors import ResourceError
+
+    def refuse(*_: object) -> None:
+        raise ResourceError("no space")
+
+    monkeypatch.setattr(cache, "save", refuse)
+    for _ in range(2):
+        assert len(prepare_once(recipe(), make_tokenizer(), rows, 50400).rows) == 30
+    assert len(made) == 2
+
+
+def test_the_command_lists_and_clears(shell, rows: Path) -> None:
+    command = f"prepare-data --data {rows} --recipe summarization --model tiny --show 0"
+    assert shell(f"{command} --output a").code == 0
+    listed = shell("cache list --json").json["kept"]
+    assert [(each["rows"], each["files"]) for each in listed] == [(30, [str(rows)])]
+    assert "rows.jsonl" in shell("cache list").out
+    assert shell(f"{command} --output b").code == 0
+    assert (Path("a") / MANIFEST).read_text() == (Path("b") / MANIFEST).read_text()
+    assert shell("cache clear").code == 0
+    assert shell("cache list --json").json["kept"] == []
