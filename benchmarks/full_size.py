@@ -115,6 +115,7 @@ def train(arguments: argparse.Namespace) -> None:
         for layer in range(len(stack.layers)):
             fill_layer(stack, layer, partial(fill, generator))
         stack.drain()
+        stack.forget_parts()
         optimizer = AdamW(stack, work.recipe, late=late)
         checkpoint.commit(run, 0, None, {})
         say("filled", seconds=time.perf_counter() - start)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.buffers import Buffer, Buffers
-from gptj_ft.stores import FLAT_ALIGNMENT, PARAMETER_ALIGNMENT, Kind, LayerStore, Layout
+from gptj_ft.stores import FLAT_ALIGNMENT, PARAMETER_ALIGNMENT, Kind, LayerStore, Layout, allocate
 from gptj_ft.stores.cuda import marks
 
 BOUNDARY: Kind = "boundary"
@@ -36,7 +36,11 @@ class Boundaries(Protocol):
 
 
 class Here:
-    """Keeps them on the device."""
+    """Keeps them on the device.
+
+    In memory of their own on a CPU: tensors that outlive a whole pass, strewn between those that live for a moment,
+    leave holes in the heap that nothing else fits into (measured: 0.6 of 6.6 GB with GPT-J 6B).
+    """
 
     def __init__(self) -> None:
         self._inputs: dict[int, list[Tensor]] = {}
@@ -45,7 +49,7 @@ class Here:
         self._inputs.clear()
 
     def put(self, layer: int, inputs: list[Tensor]) -> None:
-        self._inputs[layer] = inputs
+        self._inputs[layer] = [_apart(x) if x.is_floating_point() else x for x in inputs]
 
     def take(self, layer: int) -> list[Tensor]:
         return self._inputs.pop(layer)
@@ -157,6 +161,11 @@ class Away:
         with self._meter.waiting():
             for transfer in buffer.transfers:
                 transfer.result()
+
+
+def _apart(x: Tensor) -> Tensor:
+    """Return a tensor in memory of its own, which goes back to the system when it is not needed any more."""
+    return allocate(x.numel(), x.dtype, x.device).view(x.shape).copy_(x) if x.device.type == "cpu" else x
 
 
 def _views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

@@ -172,6 +172,7 @@ def restore(folder: Path, stack: LayerStack, step: int) -> None:
             os.close(descriptor)
         stack.commit(kinds, layer, step)
     stack.drain()
+    stack.forget_parts()
 
 
 def _read(form: StateFile, descriptor: int, kind: Kind, digests: Digests, start: int, part: Tensor) -> None:

@@ -64,6 +64,7 @@ def load_weights(stack: LayerStack, architecture: Architecture, checkpoint: Chec
         tensors = layer_tensors(architecture, checkpoint, layer)
         fill_layer(stack, layer, partial(_copy, tensors))
     stack.drain()
+    stack.forget_parts()
 
 
 def _copy(tensors: Mapping[str, Tensor], name: str, view: Tensor) -> None:

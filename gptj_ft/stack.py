@@ -162,6 +162,10 @@ class LayerStack:
             buffer.transfers.append(self.send(kind, layer, values, span.start))
             buffer.release()
 
+    def forget_parts(self) -> None:
+        """Give back the buffers for parts, of kinds, perhaps, that no update needs. Nothing may be on its way."""
+        self._pools.clear()
+
     def commit(self, kinds: Sequence[Kind], layer: int, step: int) -> None:
         """Everything of these kinds has been written: it is the layer's state after ``step``."""
         for store in {id(self.stores[kind]): self.stores[kind] for kind in kinds}.values():
