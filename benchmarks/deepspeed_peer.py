@@ -130,6 +130,7 @@ def main(words: Sequence[str]) -> None:
 
     options = parser(__doc__)
     options.add_argument("--environment", type=Path, help="folder of DeepSpeed's, made if missing; default in WORK")
+    options.add_argument("--variant", default="disk", help="of gptj-ft, e.g. disk:device_memory=2.5GiB")
     options.add_argument("--modes", default="nvme", help="any of " + ", ".join(MODES))
     arguments = options.parse_args(words)
     folder: Path = arguments.work
@@ -137,8 +138,8 @@ def main(words: Sequence[str]) -> None:
     place = (arguments.environment or folder / "environment").absolute()
     environment = make_environment(place)
     make_model(folder / "model", arguments.tokenizer)
-    watched, run = finetune(arguments, "disk")
-    runs, work = {"gptj-ft, disk": watched}, Work.of(run)
+    watched, run = finetune(arguments, arguments.variant)
+    runs, work = {f"gptj-ft, {arguments.variant}": watched}, Work.of(run)
     work.save(folder / "work.json")
     for mode in arguments.modes.split(","):
         command = [str(place / "bin" / "python"), __file__, "--mode", mode, "--work", str(folder)]

@@ -57,9 +57,15 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return options
 
 
-def finetune(arguments: argparse.Namespace, place: str) -> tuple[Watched, Run]:
-    """Run `gptj-ft finetune` on ``WORK/model``, with weights and state in one place; keep no tuned model."""
-    run = Run(arguments.work / f"run-{place}")
+def finetune(arguments: argparse.Namespace, variant: str) -> tuple[Watched, Run]:
+    """Run `gptj-ft finetune` on ``WORK/model``; keep no tuned model.
+
+    Args:
+        arguments: of the benchmark.
+        variant: where weights and state are, and what sets it apart: ``disk:activations=keep:device_memory=4GiB``.
+    """
+    place, *different = variant.split(":")
+    run = Run(arguments.work / f"run-{variant.replace(':', '-').replace('=', '-')}")
     options = {
         "recipe": "summarization",
         "model": arguments.work / "model",
@@ -73,7 +79,7 @@ def finetune(arguments: argparse.Namespace, place: str) -> tuple[Watched, Run]:
         "device": "cpu",
         "weights": place,
         "optimizer_state": place,
-        **dict(word.split("=", 1) for word in arguments.set),
+        **dict(word.split("=", 1) for word in (*arguments.set, *different)),
     }
     words = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
     watched = watch([sys.executable, "-m", "gptj_ft", "finetune", *words], run.metrics_file)

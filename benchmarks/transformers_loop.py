@@ -74,7 +74,9 @@ def loss_of_targets(model: GPTJForCausalLM, step: Step) -> Tensor:
 def main() -> None:
     """Run the trainers one after the other, each in a process of its own, and compare."""
     options = parser(__doc__)
-    options.add_argument("--places", default=",".join(PLACES), help="of gptj-ft; the first is compared with")
+    options.add_argument(
+        "--places", default=",".join(PLACES), help="of gptj-ft; the first is compared with; auto:device_memory=4GiB"
+    )
     options.add_argument("--loops", default=",".join(LOOPS), help="of transformers")
     options.add_argument("--loop", choices=LOOPS, help="used by the script itself")
     arguments = options.parse_args()
