@@ -243,7 +243,8 @@ def test_a_full_disk_is_a_resource_error_and_leaves_nothing(prepared, tmp_path, 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(ResourceError, match="no space left"):
         save(prepared, tmp_path / "data")
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.jsonl"]
+    assert [path.name for path in tmp_path.iterdir() if path.name != "home"] == ["notes.jsonl"]
+    assert not [*(tmp_path / "home").iterdir()], "the file of the rows is there only while it is written"
 
 
 def test_a_folder_that_is_not_prepared_data_is_refused(tmp_path):

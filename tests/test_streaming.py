@@ -239,8 +239,7 @@ def test_kept_activations_change_no_bit_and_save_the_recomputation(
     assert len(runs) == STEPS * num_batches * (2 * num_blocks - kept)
 
 
-@pytest.mark.parametrize("budget", [40, 1000])
-@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize(("kept", "budget"), [(0, 40), (1, 1000)])
 @pytest.mark.parametrize("placement", [("device", "device", "host"), ("device", "device", "disk"), ("disk",) * 3])
 def test_layer_inputs_kept_elsewhere_change_no_bit(
     placement, kept: int, budget: int, narrow_folder: Path, tmp_path: Path
@@ -286,10 +285,12 @@ def test_nothing_is_put_into_a_buffer_before_the_device_has_passed_its_last_use(
 ) -> None:
     """What a CUDA device needs, on a CPU: each release leaves a mark, and whatever comes next must wait for it."""
     in_use: dict[int, int] = {}
+    alive: list[Buffer] = []
     lock = threading.Lock()
 
     class FakeMark:
         def __init__(self, buffer: Buffer) -> None:
+            alive.append(buffer)  # or its address might become another's
             self._address, self._is_passed = buffer.tensor.untyped_storage().data_ptr(), False
             with lock:
                 in_use[self._address] = in_use.get(self._address, 0) + 1
@@ -331,7 +332,7 @@ def test_bf16_moments_and_gradients_agree_in_every_placement_and_stay_near_fp32(
 ) -> None:
     dtypes = training_dtypes(torch.float32, moments=torch.bfloat16, gradients=torch.bfloat16)
     expected = train(open_training(narrow_folder, tmp_path / "a", ("host", "host"), dtypes=dtypes), Recipe())
-    for late, room in enumerate(ROOMS.values()):
+    for late, room in enumerate((ROOMS["no read-ahead"], ROOMS["much"])):
         stack = open_training(narrow_folder, tmp_path / str(late), placement, dtypes=dtypes, room=room)
         assert_identical(train(stack, Recipe(), late=late), expected)
     assert expected[0] != resident_run[0]
