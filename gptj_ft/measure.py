@@ -143,10 +143,13 @@ def measure_disk(folder: Path, file_bytes: int = FILE_BYTES, chunk_bytes: int = 
     """
     with _nameless_file(folder) as old, _nameless_file(folder) as new:
         source, target = _noise(chunk_bytes), _noise(chunk_bytes)
-        written, write = _transfer(lambda offset: _write(old, source, offset), file_bytes, chunk_bytes)
+        written, _ = _transfer(lambda offset: _write(old, source, offset), file_bytes, chunk_bytes)
+        # Over what is there, as a run does from its second step on: new blocks can take more than twice as long.
+        _, write = _transfer(lambda offset: _write(old, source, offset), written, chunk_bytes)
         if hasattr(os, "posix_fadvise"):  # where direct I/O is not taken, reads must not come from the page cache
             os.posix_fadvise(old, 0, written, os.POSIX_FADV_DONTNEED)
         _, read = _transfer(lambda offset: read_bytes(old, target, offset), written, chunk_bytes)
+        _transfer(lambda offset: _write(new, source, offset), written, chunk_bytes)
         mixed = _mixed_rate(lambda offset: _write(new, source, offset), old, target, written)
     return DiskRates(read, write, mixed)
 

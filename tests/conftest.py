@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,11 @@ import torch
 torch.set_num_threads(2)
 # The processes that tests start, too: what is known of a machine goes by its threads.
 os.environ["OMP_NUM_THREADS"] = "2"
+
+# Tests wait for the disk nearly as long as they compute, and few of them need a real one.
+MEMORY = Path("/dev/shm")
+if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 * 2**30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 # Two shapes that differ in width of the heads and of the rotary part; vocabularies that are not multiples of anything.
 SHAPES = {

@@ -222,7 +222,7 @@ def test_one_failed_write_anywhere_stops_with_exit_4_and_resumes_to_the_same_wei
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         total = count_faultable(patch, session, tmp_path)
-    for number in range(1, total, 3):
+    for number in range(1, total, 5):
         run = new_run(tmp_path)
         with pytest.MonkeyPatch.context() as patch:
             OneFault(patch, number, code)

@@ -79,7 +79,7 @@ def test_a_slow_disk_is_not_measured_for_longer_than_it_takes_to_know(tmp_path: 
     monkeypatch.setattr(measure, "LONGEST_TRANSFER", 0.0)
     monkeypatch.setattr(measure, "write_bytes", counted)
     measure_disk(tmp_path, file_bytes=64 * MB, chunk_bytes=MB)
-    assert written == [MB, MB], "one chunk alone and one beside reads are enough"
+    assert written == [MB] * 4, "one chunk for each of: new, over it, new, over it beside reads"
 
 
 def test_matmul_rate_counts_two_flops_for_each_weight_and_token(monkeypatch) -> None:
