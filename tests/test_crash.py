@@ -177,7 +177,7 @@ def test_writes_that_are_lost_unless_flushed_cost_no_step_that_was_saved(
     keeping_session: Session, kept: Run, tmp_path: Path
 ) -> None:
     total = count_lossy_operations(keeping_session, tmp_path)
-    for last in range(1, total, 13):
+    for last in range(1, total, 17):
         lose_power_and_resume(keeping_session, kept, tmp_path, [last], seed=None)
         lose_power_and_resume(keeping_session, kept, tmp_path, [last + 6], seed=last)
 
@@ -222,7 +222,7 @@ def test_one_failed_write_anywhere_stops_with_exit_4_and_resumes_to_the_same_wei
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         total = count_faultable(patch, session, tmp_path)
-    for number in range(1, total, 5):
+    for number in range(1, total, 7):
         run = new_run(tmp_path)
         with pytest.MonkeyPatch.context() as patch:
             OneFault(patch, number, code)

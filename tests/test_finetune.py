@@ -297,7 +297,7 @@ def test_a_killed_run_resumes_to_the_same_weights(
         assert first in (before, before + 1), "a committed step was lost"
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("place", ["device", pytest.param("host", marks=pytest.mark.slow)])
 def test_a_run_on_disk_goes_on_in_memory_to_the_same_weights(
     place: str, shell, rows_file: Path, tmp_path: Path
 ) -> None:
