@@ -54,7 +54,9 @@ class LossyDisk:
                     rebuild(entry[0], target / name)
                     continue
                 flushed_content, content = self._content.get(entry[0], b""), newest[entry[0]]
-                choices = [flushed_content, content, content[: len(content) // 2]]
+                # What was only appended to cannot lose what it had.
+                safe = len(flushed_content) if content.startswith(flushed_content) else 0
+                choices = [flushed_content, content, content[: (safe + len(content)) // 2]]
                 # A file that was flushed as it is cannot be half of that.
                 is_flushed = seed is None or content == flushed_content
                 (target / name).write_bytes(flushed_content if is_flushed else draw.choice(choices))
