@@ -11,6 +11,7 @@ import torch
 from gptj_ft.demand import Load, Pass, bytes_moved, state_kinds, training_passes
 from gptj_ft.measure import Rates
 from gptj_ft.recipe import Recipe
+from gptj_ft.stack import Room
 from gptj_ft.stores import Kind
 from gptj_ft.stores.placement import Placement
 
@@ -124,7 +125,7 @@ def cost(
     recipe: Recipe,
     stored: Mapping[Kind, torch.dtype],
     rates: Rates,
-    kept: int = 0,
+    room: Room = Room(),
     is_late: bool = False,
 ) -> Costs:
     """Compute what a run moves and how long it takes.
@@ -135,10 +136,10 @@ def cost(
         recipe: how often it validates and saves.
         stored: the kinds that have a store, and their types; without ``grad`` updates are applied in backward.
         rates: of the machine.
-        kept: blocks that are not recomputed.
+        room: how much of the model is on the device at once.
         is_late: whether updates are applied in forward and again in backward, to be written there.
     """
-    passes = forward, backward = training_passes(placement, load, stored, kept, is_late)
+    passes = forward, backward = training_passes(placement, load, stored, room, is_late)
     state = {kind: stored[kind] for kind in state_kinds(stored)}
     by_place = bytes_moved(placement, state, load.stored_elements)
     state_bytes = load.stored_elements * sum(dtype.itemsize for dtype in state.values())
@@ -146,7 +147,7 @@ def cost(
     filling = Pass(read={"disk": model_bytes}, written=by_place)
     saving = Pass(read=by_place, written={"disk": state_bytes})
     writing = Pass(written={"disk": model_bytes})
-    per_step = sum(each.seconds(load.dtype, rates) for each in passes)
+    per_step = sum(each.seconds(load, rates) for each in passes)
     num_saves = 0 if placement.is_durable else num_checkpoints(recipe, load, per_step)
     per_validation = seconds_per_validation(placement, load, forward, rates)
     return Costs(
@@ -154,7 +155,7 @@ def cost(
         is_late=is_late,
         forward=forward,
         backward=backward,
-        compute_seconds=sum(each.compute_seconds(load.dtype, rates) for each in passes),
+        compute_seconds=sum(each.compute_seconds(load, rates) for each in passes),
         transfer_seconds=sum(each.transfer_seconds(rates) for each in passes),
         seconds_per_step=per_step,
         start=Aside(1, filling.transfer_seconds(rates), by_place.get("disk", 0)),
@@ -174,11 +175,11 @@ def num_validations(recipe: Recipe, load: Load) -> int:
 
 def seconds_per_validation(placement: Placement, load: Load, forward: Pass, rates: Rates) -> float:
     """Return how long one validation takes: the pending update of every layer, then passes over the weights."""
-    update = Pass(0.0, forward.updated, forward.read, forward.written) if forward.updated else Pass()
+    update = Pass(0.0, forward.updated, 0.0, forward.read, forward.written) if forward.updated else Pass()
     passes = -(-load.validation_tokens // PASS_TOKENS)
     flops = 2.0 * load.block_parameters * load.validation_tokens + 2.0 * load.head_parameters * load.validation_targets
     weights = bytes_moved(placement, {"weight": load.dtype}, passes * load.stored_elements)
-    return update.seconds(load.dtype, rates) + Pass(flops, read=weights).seconds(load.dtype, rates)
+    return update.seconds(load, rates) + Pass(flops, read=weights).seconds(load, rates)
 
 
 def num_checkpoints(recipe: Recipe, load: Load, seconds_per_step: float) -> int:

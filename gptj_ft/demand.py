@@ -13,11 +13,16 @@ import torch
 
 from gptj_ft.measure import Rates
 from gptj_ft.meters import Flops, count_flops
+from gptj_ft.stack import Room
 from gptj_ft.stores import Kind, Layout
 from gptj_ft.stores.placement import Place, Placement
 
 NOTHING: Mapping[Place, int] = {}
-MATMUL_SHARE = 0.9  # of the measured rate that a pass reaches: norms, attention and GELU are not matrix products
+# What is no matrix product takes as long as its tensors take through memory. Counted in GPT-J's block, in tensors of
+# [tokens, width] read or written, an MLP's counted by 4: norms, rotation, GELU, sums; backward takes twice as many.
+TOUCHED = 44
+TOUCHED_LOGITS = 12  # tensors of [targets, vocabulary], fp32: softmax, loss and their gradients
+SUMMED = 3  # passes over a gradient by which autograd adds that of a micro-batch
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,25 @@ class Load:
         """Elements of one kind over all layers, padding included."""
         return sum(layout.numel for layout in self.layouts)
 
+    def elements_without(self, bottom: int = 0, top: int = 0) -> int:
+        """Elements of one kind in the layers but the lowest and the highest few."""
+        return sum(layout.numel for layout in self.layouts[bottom : max(bottom, len(self.layouts) - top)])
+
+    @property
+    def touched_by_forward(self) -> float:
+        """Bytes that the blocks' operations between products read and write in one pass over an average step."""
+        return float(TOUCHED * (len(self.layouts) - 2) * self.width * self.dtype.itemsize * self.mean_step_tokens)
+
+    def touched_by_backward(self, kept: int) -> float:
+        """Bytes that backward's read and write, the head and the sums of gradients included."""
+        blocks = len(self.layouts) - 2
+        again = (blocks - kept) / blocks if blocks else 0.0
+        vocabulary = max(shape[0] for shape in self.layouts[-1].shapes.values())
+        logits = TOUCHED_LOGITS * vocabulary * torch.float32.itemsize * self.mean_step_targets
+        micro_batches = -(-self.mean_step_tokens // self.micro_batch_tokens)
+        sums = SUMMED * torch.float32.itemsize * self.num_parameters * micro_batches
+        return (2.0 + again) * self.touched_by_forward + logits + sums
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -83,12 +107,14 @@ class Pass:
     Attributes:
         flops: of matrix products.
         updated: bytes that AdamW reads and writes in the device's memory.
+        touched: bytes that the operations between products read and write there.
         read: bytes, by place.
         written: bytes, by place.
     """
 
     flops: float = 0.0
     updated: int = 0
+    touched: float = 0.0
     read: Mapping[Place, int] = field(default_factory=dict)
     written: Mapping[Place, int] = field(default_factory=dict)
 
@@ -96,9 +122,10 @@ class Pass:
         """Return the pass with more bytes read and written."""
         return replace(self, read=_added(self.read, read), written=_added(self.written, written))
 
-    def compute_seconds(self, dtype: torch.dtype, rates: Rates) -> float:
+    def compute_seconds(self, load: Load, rates: Rates) -> float:
         """Return the seconds of the computation alone."""
-        return self.flops / (rates.compute.matmul(dtype) * MATMUL_SHARE) + self.updated / rates.compute.memory
+        in_memory = (self.updated + self.touched) / rates.compute.memory
+        return self.flops / rates.compute.matmul(load.dtype, load.width) + in_memory
 
     def transfer_seconds(self, rates: Rates) -> float:
         """Return the seconds of the transfers alone: over the disk, and beside that over the link."""
@@ -107,20 +134,21 @@ class Pass:
         leaving = sum(self.written.values()) / rates.compute.from_device
         return max(disk, arriving, leaving)
 
-    def seconds(self, dtype: torch.dtype, rates: Rates) -> float:
+    def seconds(self, load: Load, rates: Rates) -> float:
         """Return the seconds of the pass."""
-        return max(self.compute_seconds(dtype, rates), self.transfer_seconds(rates))
+        return max(self.compute_seconds(load, rates), self.transfer_seconds(rates))
 
 
 def training_passes(
-    placement: Placement, load: Load, stored: Mapping[Kind, torch.dtype], kept: int = 0, is_late: bool = False
+    placement: Placement, load: Load, stored: Mapping[Kind, torch.dtype], room: Room, is_late: bool = False
 ) -> tuple[Pass, Pass]:
     """Return the forward and the backward pass of an average step.
 
     Where gradients are stored, the update waits for the next forward pass; else backward applies it. A late update is
     applied in both and written by the second. Layer inputs off the device go there in forward and come back later.
     """
-    forward, backward = _passes_of_state(placement, load, stored, kept, is_late)
+    forward, backward = _passes_of_state(placement, load, stored, room, is_late)
+    kept = room.kept
     if placement.boundaries == "device":
         return forward, backward
     away: dict[Place, int] = {
@@ -130,9 +158,9 @@ def training_passes(
 
 
 def _passes_of_state(
-    placement: Placement, load: Load, stored: Mapping[Kind, torch.dtype], kept: int, is_late: bool
+    placement: Placement, load: Load, stored: Mapping[Kind, torch.dtype], room: Room, is_late: bool
 ) -> tuple[Pass, Pass]:
-    elements, defers = load.stored_elements, "grad" in stored
+    elements, defers, kept = load.stored_elements, "grad" in stored, room.kept
     state = state_kinds(stored)
     # A master copy makes the weights anew: they are not read for an update.
     old = tuple(kind for kind in state if kind != "weight" or "master" not in state)
@@ -140,22 +168,44 @@ def _passes_of_state(
     forward_flops = 2.0 * load.block_parameters * load.mean_step_tokens
     backward_flops = load.flops(kept).hardware - forward_flops
 
-    def moved(*kinds: Kind) -> dict[Place, int]:
-        return bytes_moved(placement, {kind: stored[kind] for kind in kinds}, elements)
+    # What the last layers of a pass have left in buffers, the next pass finds there.
+    slots, sums = room.read_ahead + 1, room.gradients
+    starting = {kind: load.elements_without(bottom={"weight": slots, "grad": sums}.get(kind, 0)) for kind in stored}
+    returning = {kind: load.elements_without(top={"weight": slots}.get(kind, 1)) for kind in stored}
+    whole = dict.fromkeys(stored, elements)
 
+    def moved(counted: Mapping[Kind, int], *kinds: Kind) -> dict[Place, int]:
+        return bytes_moved(placement, {kind: stored[kind] for kind in kinds}, counted)
+
+    ops = load.touched_by_forward, load.touched_by_backward(kept)
     if defers and is_late:
+        head = {kind: elements - count for kind, count in dict.fromkeys(stored, load.elements_without(top=1)).items()}
+        below = {kind: elements - count for kind, count in head.items()}
         return (
-            Pass(forward_flops, updated, read=moved(*old, "grad")),
-            Pass(backward_flops, updated, read=moved(*old, "grad"), written=moved(*state, "grad")),
+            Pass(forward_flops, updated, ops[0], read=moved(starting, *old, "grad"), written=moved(head, *state)),
+            Pass(
+                backward_flops,
+                updated,
+                ops[1],
+                read=moved(returning, *old, "grad"),
+                written=_added(moved(below, *state), moved(whole, "grad")),
+            ),
         )
     if defers:
         return (
-            Pass(forward_flops, updated, read=moved(*old, "grad"), written=moved(*state)),
-            Pass(backward_flops, read=moved("weight"), written=moved("grad")),
+            Pass(forward_flops, updated, ops[0], read=moved(starting, *old, "grad"), written=moved(whole, *state)),
+            Pass(backward_flops, 0, ops[1], read=moved(returning, "weight"), written=moved(whole, "grad")),
         )
+    others = [kind for kind in state if kind != "weight"]
     return (
-        Pass(forward_flops, read=moved("weight")),
-        Pass(backward_flops, updated, read=moved(*state), written=moved(*state)),
+        Pass(forward_flops, 0, ops[0], read=moved(starting, "weight")),
+        Pass(
+            backward_flops,
+            updated,
+            ops[1],
+            read=_added(moved(returning, "weight"), moved(whole, *others)),
+            written=moved(whole, *state),
+        ),
     )
 
 
@@ -168,10 +218,13 @@ def state_kinds(stored: Mapping[Kind, torch.dtype]) -> tuple[Kind, ...]:
     return tuple(kind for kind in stored if kind != "grad")
 
 
-def bytes_moved(placement: Placement, kinds: Mapping[Kind, torch.dtype], elements: int) -> dict[Place, int]:
-    """Return the bytes of some kinds by place, where that is not the device."""
+def bytes_moved(
+    placement: Placement, kinds: Mapping[Kind, torch.dtype], elements: int | Mapping[Kind, int]
+) -> dict[Place, int]:
+    """Return the bytes of so many elements of some kinds, by place, where that is not the device."""
     moved: dict[Place, int] = {}
     for kind, dtype in kinds.items():
         if (place := placement.of(kind)) != "device":
-            moved[place] = moved.get(place, 0) + elements * dtype.itemsize
+            number = elements if isinstance(elements, int) else elements[kind]
+            moved[place] = moved.get(place, 0) + number * dtype.itemsize
     return moved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import uuid
@@ -19,6 +20,7 @@ from gptj_ft.stores import allocate
 from gptj_ft.stores.blockio import open_direct, read_bytes, write_bytes
 
 WIDTH, INNER = 4096, 16384  # GPT-J's MLP
+NARROW = 512  # its smaller kin's; products of such matrices reach less
 MOST_TOKENS = {"cpu": 1024, "cuda": 8192}  # computed at once; more do not make it faster
 LONGEST_PRODUCT = 2.0  # seconds
 COPY_BYTES = 128 * 2**20
@@ -32,8 +34,10 @@ class ComputeRates:
     """What a device does in a second.
 
     Attributes:
-        fp32: FLOP/s of a matrix product.
+        fp32: FLOP/s of a matrix product, at GPT-J's width.
         bf16: the same in bf16.
+        fp32_narrow: FLOP/s at a width of `NARROW`.
+        bf16_narrow: the same in bf16.
         memory: bytes/s, read and written together, of a copy inside the device's memory.
         to_device: bytes/s from host memory; where the device is the CPU, of a copy.
         from_device: bytes/s to host memory.
@@ -42,6 +46,8 @@ class ComputeRates:
 
     fp32: float
     bf16: float
+    fp32_narrow: float
+    bf16_narrow: float
     memory: float
     to_device: float
     from_device: float
@@ -52,9 +58,12 @@ class ComputeRates:
         """How many times as fast as fp32 bf16 is."""
         return self.bf16 / self.fp32
 
-    def matmul(self, dtype: torch.dtype) -> float:
-        """Return the FLOP/s of a matrix product."""
-        return self.bf16 if dtype == torch.bfloat16 else self.fp32
+    def matmul(self, dtype: torch.dtype, width: int = WIDTH) -> float:
+        """Return the FLOP/s of a matrix product in a model of some width; between the two measured, interpolated."""
+        is_half = dtype == torch.bfloat16
+        narrow, wide = (self.bf16_narrow, self.bf16) if is_half else (self.fp32_narrow, self.fp32)
+        share = math.log(min(max(width, NARROW), WIDTH) / NARROW) / math.log(WIDTH / NARROW)
+        return narrow + share * (wide - narrow)
 
 
 @dataclass(frozen=True)
@@ -101,10 +110,12 @@ def measure_compute(device: torch.device) -> ComputeRates:
         pinned = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
         to_device, from_device = _copy_rate(pinned, one), _copy_rate(one, pinned)
     del one, other
-    fp32, bf16 = (matmul_rate(device, dtype) for dtype in (torch.float32, torch.bfloat16))
+    dtypes = (torch.float32, torch.bfloat16)
+    wide = [matmul_rate(device, dtype) for dtype in dtypes]
+    narrow = [matmul_rate(device, dtype, NARROW, 4 * NARROW) for dtype in dtypes]
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what torch keeps for later would count as taken
-    return ComputeRates(fp32, bf16, 2 * copy, to_device, from_device, load)
+    return ComputeRates(wide[0], wide[1], narrow[0], narrow[1], 2 * copy, to_device, from_device, load)
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, width: int = WIDTH, inner: int = INNER) -> float:

@@ -207,10 +207,10 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, hav
     per_block = SAVED_PER_TOKEN * hidden * load.step_tokens
     room = replace(room, kept=_kept(recipe, len(load.layouts) - 2, free - buffers, per_block))
     device = fixed + buffers + room.kept * per_block
-    costs = cost(placement, load, recipe, stored, rates, room.kept)
-    if costs.forward.transfer_seconds(rates) > costs.forward.compute_seconds(load.dtype, rates):
+    costs = cost(placement, load, recipe, stored, rates, room)
+    if costs.forward.transfer_seconds(rates) > costs.forward.compute_seconds(load, rates):
         costs = min(
-            (costs, cost(placement, load, recipe, stored, rates, room.kept, is_late=True)),
+            (costs, cost(placement, load, recipe, stored, rates, room, is_late=True)),
             key=lambda costs: costs.seconds_per_step,
         )
     state = total * sum(dtype.itemsize for kind, dtype in dtypes.items() if kind != "grad")

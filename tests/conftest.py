@@ -59,7 +59,9 @@ def fixed_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rates]:
     from gptj_ft import measure
 
     rates = measure.Rates(
-        measure.ComputeRates(fp32=1e11, bf16=2e10, memory=2e10, to_device=1e10, from_device=1e10),
+        measure.ComputeRates(
+            fp32=1e11, bf16=2e10, fp32_narrow=1e11, bf16_narrow=2e10, memory=2e10, to_device=1e10, from_device=1e10
+        ),
         measure.DiskRates(read=2e9, write=1e9, mixed=1.5e9),
     )
     with pytest.MonkeyPatch.context() as patch:
