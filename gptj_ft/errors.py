@@ -3,6 +3,7 @@
     GptjFtError            exit 1
     ├── UsageError         exit 2   an option, a recipe, a folder that is not what was asked for
     ├── DataError          exit 3   the content of a file: rows, shards
+    │   └── RowSkipped              a row that is left out, counted and reported
     ├── ResourceError      exit 4   memory or disk
     ├── NetworkError       exit 5
     ├── NotFinite          exit 1   a loss or a gradient that is no number
@@ -35,6 +36,10 @@ class DataError(GptjFtError, ValueError):
     """A file whose content cannot be used."""
 
     exit_code = 3
+
+
+class RowSkipped(DataError):
+    """A row that cannot be used; the message is the reason, the same text for every row with this problem."""
 
 
 class ResourceError(GptjFtError):

@@ -80,7 +80,7 @@ def evaluate_model(
         answers = [""] * len(rows)
         if recipe.metrics:
             model = StreamedModel(architecture, stack)
-            prompts = [ids[:length] for ids, length in zip(rows.documents, rows.prompt_lengths, strict=True)]
+            prompts = [list(rows.prompt(row)) for row in range(len(rows))]
             for done, (row, text) in enumerate(write_answers(model, tokenizer, prompts, recipe.generation), 1):
                 answers[row] = text
                 if progress:

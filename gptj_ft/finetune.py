@@ -219,7 +219,7 @@ def _session(recipe: Recipe, model: Path, rows: tuple[Prepared, Prepared | None]
     return make_session(
         recipe,
         model,
-        Rows.of(train.rows),
+        Rows.of(train.rows, recipe.packing, recipe.max_length),
         Rows.of(validation.rows if validation else None),
         train.report.data_sha256,
         folder,

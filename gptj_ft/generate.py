@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from gptj_ft import machine
+from gptj_ft.data.chat import MESSAGES, asked
 from gptj_ft.data.prepare import load_tokenizer
 from gptj_ft.data.template import encode_prompt, fields_of
 from gptj_ft.decoding import StreamedModel, write_answers
@@ -54,7 +56,7 @@ def answer(folder: Path, recipe: Recipe, prompt: str, more: Mapping[str, str]) -
     return Answer(text, len(encoded.ids), encoded.cut)
 
 
-def fill_fields(recipe: Recipe, prompt: str, more: Mapping[str, str]) -> dict[str, str]:
+def fill_fields(recipe: Recipe, prompt: str, more: Mapping[str, str]) -> dict[str, Any]:
     """Return a text for every field of the prompt template.
 
     The prompt goes to the one field that is left when the others have their texts; a question rather than its passage.
@@ -76,4 +78,4 @@ def fill_fields(recipe: Recipe, prompt: str, more: Mapping[str, str]) -> dict[st
         raise UsageError(
             f"this model's template has the fields {', '.join(names)}: give all but one, e.g. {example}, or use --raw"
         )
-    return {**more, left[0]: prompt}
+    return {**more, left[0]: asked(prompt) if left[0] == MESSAGES else prompt}

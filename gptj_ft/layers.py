@@ -84,6 +84,7 @@ def pack(
     prompt_lengths: Sequence[int] | None = None,
     starts: Sequence[int] | None = None,
     cache: KVCache | None = None,
+    untrained: Sequence[Sequence[int]] | None = None,
 ) -> PackedBatch:
     """Put documents end to end.
 
@@ -92,6 +93,7 @@ def pack(
         prompt_lengths: tokens at each document's start that are not trained on; ``None``: no targets at all.
         starts: position of each document's first token (what its cache already holds); 0 by default.
         cache: keys and values of what came before.
+        untrained: tokens after each document's prompt that are not trained on, as (start, end) pairs in one flat list.
     """
     tokens: list[int] = []
     positions: list[int] = []
@@ -105,6 +107,9 @@ def pack(
         first = max(prompt_lengths[index], 1) - 1 if prompt_lengths is not None else len(ids)
         targets += [NO_TARGET] * min(first, len(ids)) + list(ids[first + 1 :])
         targets += [NO_TARGET] * (len(tokens) - len(targets))
+        gaps = untrained[index] if untrained else ()
+        for left, right in zip(gaps[::2], gaps[1::2], strict=True):  # what predicts them is one position before
+            targets[cu_seqlens[-1] + left - 1 : cu_seqlens[-1] + right - 1] = [NO_TARGET] * (right - left)
         cu_seqlens.append(len(tokens))
     tokens_T, positions_T, targets_T = (torch.tensor(x, dtype=torch.int64) for x in (tokens, positions, targets))
     return PackedBatch(tokens_T, positions_T, targets_T, tuple(cu_seqlens), cache)

@@ -176,8 +176,12 @@ class Recipe(Options):
     map: ColumnMap = Field({}, description="columns by field, e.g. document=body,summary=tl_dr; others are recognised")
 
     # How a row becomes tokens
-    prompt: str = Field("", description="text before the answer, with {fields}; empty: train on every token")
-    completion: str = Field("{text}", description="the text that is trained on, with {fields}; EOS follows")
+    prompt: str = Field(
+        "", description="text before the answer, with {{ fields }} (Jinja), or @FILE; empty: train on every token"
+    )
+    completion: str = Field(
+        "{{ text }}", description="the text that is trained on, with {{ fields }} (Jinja), or @FILE; EOS follows"
+    )
     fields: dict[str, tuple[str, ...]] = Field(
         {"text": ("text", "content", "body", "article", "document")},
         description="for each field of the templates, the column names recognised, best first",
@@ -191,9 +195,17 @@ class Recipe(Options):
     sentences: tuple[str, ...] = Field(
         ("highlights",), description="columns in which a list is the sentences of one text, not several answers"
     )
-    shorten: str = Field("", description="the one field that may be cut when a row is too long")
-    too_long: Literal["cut-end", "cut-start", "split", "skip", "error"] = Field(
+    on_long: Literal["shorten", "split", "skip", "error"] = Field(
         "split", description="rows above max_length: cut the `shorten` field, split plain text, skip, or stop"
+    )
+    shorten: str = Field("", description="the one field that may be cut when a row is too long")
+    cut: Literal["end", "start", "middle", "answer"] = Field(
+        "end", description="what is cut of it: its end, its start, its middle, or what is far from the answer in it"
+    )
+    packing: Literal["off", "apart", "joined"] = Field(
+        "off",
+        description="plain text in windows of max_length, filled with several documents: apart, attention stays inside "
+        "each; joined, it goes across them",
     )
     max_length: int = Field(2048, ge=2, description="tokens of prompt, answer and EOS together")
 
@@ -311,6 +323,7 @@ FREE_ON_RESUME = frozenset(
     }
 )
 GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "schedule": Piece}
+TEMPLATES = ("prompt", "completion")  # which may be files
 STRETCHING = ("warmup", "final_lr")  # what a schedule of pieces has no use for
 
 
@@ -420,6 +433,9 @@ def resolve(
         for key, value in values.items():
             _assign(merged, key, value, origin)
             origins[key] = origin
+    for key in TEMPLATES:
+        if str(merged.get(key, "")).startswith("@"):
+            merged[key] = _template_file(str(merged[key])[1:], key, config if origins[key] == str(config) else None)
     if isinstance(merged.get("schedule"), list):
         _drop_what_pieces_replace(merged, origins, sources)
     return Resolved(build(merged, origins), origins)
@@ -473,6 +489,15 @@ def _assign(merged: dict[str, Any], key: str, value: Any, origin: str) -> None:
         merged[key] = {**nested, **value}
     else:
         merged[key] = value
+
+
+def _template_file(name: str, key: str, config: Path | None) -> str:
+    """Return the text of a template's file, whose name is relative to that of the options it stands in."""
+    path = (config.parent if config else Path()) / Path(name).expanduser()
+    try:
+        return path.read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{key}: cannot read the template {path}: {error}") from error
 
 
 def _drop_what_pieces_replace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timedelta
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.text import Text
 from gptj_ft.costs import WARRANTED_BYTES, Costs
 from gptj_ft.data.batches import steps_per_epoch
 from gptj_ft.data.lengths import Lengths, histogram
+from gptj_ft.data.targets import num_targets
 from gptj_ft.machine import gigabytes
 from gptj_ft.plan import Plan
 from gptj_ft.progress import clock
@@ -42,7 +44,10 @@ def show_data(console: Console, report: Report) -> None:
         f"  {report.tokens:,} tokens, {report.target_tokens:,} of them trained on; longest row {report.longest:,}",
     ]
     if report.rows_cut:
-        lines.append(f"  {report.rows_cut:,} rows shortened in '{report.settings['shorten']}' to fit max_length")
+        what = report.settings["shorten"] or "oldest messages"
+        lines.append(
+            f"  {report.rows_cut:,} rows shortened by {report.tokens_cut:,} tokens of '{what}' to fit max_length"
+        )
     if report.windows > report.rows_kept:
         lines.append(f"  split into {report.windows:,} windows of at most {report.settings['max_length']:,} tokens")
     for reason, skips in report.rows_skipped.items():
@@ -55,14 +60,16 @@ def show_data(console: Console, report: Report) -> None:
 
 def show_lengths(console: Console, prepared: Prepared, recipe: Recipe) -> None:
     """Show how long prompts and answers are, what padding would have cost, and what an epoch is."""
-    lengths = Lengths.of(prepared)
-    num_steps, rows = recipe.num_steps(len(prepared.rows)), len(prepared.rows)
+    lengths = Lengths.of(prepared, recipe.packing)
+    rows = len(lengths.steps)
+    num_steps = recipe.num_steps(rows)
     named = [("prompt", lengths.prompts), ("answer", lengths.answers)] if recipe.prompt else [("text", lengths.answers)]
+    unit = "rows" if recipe.packing == "off" else "windows of several documents"
     lines = [line for name, of in named for line in (f"tokens of the {name}, rows", *histogram(of))]
     lines += [
         f"a row fills {lengths.share_of_window:.0%} of max_length on average; padding batches of {recipe.batch_size} "
         f"to its longest row would compute {lengths.padding(recipe.batch_size, recipe.seed):.2f} times as many tokens",
-        f"{steps_per_epoch(rows, recipe.batch_size):,} steps an epoch of {rows:,} rows, {num_steps:,} in all",
+        f"{steps_per_epoch(rows, recipe.batch_size):,} steps an epoch of {rows:,} {unit}, {num_steps:,} in all",
     ]
     console.print(escape("\n".join(lines)), highlight=False)
 
@@ -71,9 +78,14 @@ def show_examples(console: Console, prepared: Prepared, decode: Callable[[list[i
     """Show the first rows as the model will see them: what is trained on between marks, and bold."""
     for row in prepared.rows.select(range(min(count, len(prepared.rows)))):
         ids, prompt = row["input_ids"], row["prompt_length"]
-        text = Text(f"{row['source']}:{row['line']}, {len(ids)} tokens, {len(ids) - prompt} trained on\n")
-        text.append(decode(ids[:prompt]), style="dim")
-        text.append("«" + decode(ids[prompt:]) + "»", style="bold")
+        borders = [0, prompt, *row["untrained"], len(ids)]
+        trained = num_targets(len(ids), prompt, row["untrained"])
+        text = Text(f"{row['source']}:{row['line']}, {len(ids)} tokens, {trained} trained on\n")
+        for number, (start, end) in enumerate(pairwise(borders)):
+            if number % 2:
+                text.append("«" + decode(ids[start:end]) + "»", style="bold")
+            else:
+                text.append(decode(ids[start:end]), style="dim")
         console.print(text, highlight=False)
 
 

@@ -68,13 +68,12 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
     per_epoch = steps_per_epoch(len(train), recipe.batch_size)
     num_steps = recipe.num_steps(len(train))
     schedule = Schedule.of(recipe, num_steps)
-    lengths = [len(document) for document in train.documents]
+    lengths = train.lengths
     sizes = [
         sum(lengths[row] for row in rows_of_step(step, len(train), recipe.batch_size, recipe.seed))
         for step in range(min(num_steps, per_epoch))
     ]
     most_step_tokens = sum(sorted(lengths)[-recipe.batch_size :])
-    validation_tokens = sum(len(document) for document in validation.documents)
     load = Load(
         layouts=[Layout.of(layer) for layer in architecture.layers()],
         width=architecture.config.n_embd,
@@ -82,11 +81,11 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
         micro_batch_tokens=max(recipe.micro_batch_tokens, max(lengths)),
         step_tokens=max(sizes),
         mean_step_tokens=sum(sizes) / len(sizes),
-        mean_step_targets=(sum(lengths) - sum(train.prompt_lengths)) / per_epoch,
+        mean_step_targets=train.num_targets / per_epoch,
         num_steps=num_steps - steps_done(Run(folder)),
         longest_row=max(lengths),
-        validation_tokens=validation_tokens,
-        validation_targets=validation_tokens - sum(validation.prompt_lengths),
+        validation_tokens=sum(validation.lengths),
+        validation_targets=validation.num_targets,
     )
     has_begun = Run(folder).recipe_file.is_file()
     plan = choose(recipe, load, free_resources(device, folder), rates(device, folder), has_begun)

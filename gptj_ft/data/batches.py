@@ -4,16 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gptj_ft.data.targets import num_targets
 from gptj_ft.layers import PackedBatch, pack
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+Packing = Literal["off", "apart", "joined"]
+Slice = tuple[int, int, int]  # a document, and which of its tokens: the first, and the one after the last
+
+
+@dataclass(frozen=True)
+class Document:
+    """What attention does not leave.
+
+    Attributes:
+        ids: its tokens.
+        prompt_length: tokens at its start that are not trained on.
+        untrained: what else is not, as (start, end) pairs in one flat list.
+    """
+
+    ids: Sequence[int]
+    prompt_length: int = 0
+    untrained: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -23,24 +42,76 @@ class Rows:
     Attributes:
         documents: token ids of each; of a data set, read from its memory-mapped file when asked for.
         prompt_lengths: tokens at each document's start that are not trained on.
+        untrained: of each, what else is not; empty if there is no such row.
+        windows: what a row is made of, where that is not one document: pieces of several.
+        is_joined: whether a window is one document, so that attention goes across its pieces.
     """
 
     documents: Sequence[Sequence[int]]
     prompt_lengths: Sequence[int]
+    untrained: Sequence[Sequence[int]] = ()
+    windows: Sequence[Sequence[Slice]] | None = None
+    is_joined: bool = False
 
     @classmethod
-    def of(cls, rows: Dataset | None) -> Rows:
-        """Return the rows of a data set; none of ``None``."""
-        return cls([], []) if rows is None else cls(rows["input_ids"], list(rows["prompt_length"]))
+    def of(cls, rows: Dataset | None, packing: Packing = "off", length: int = 0) -> Rows:
+        """Return the rows of a data set; none of ``None``.
+
+        Args:
+            rows: prepared ones.
+            packing: ``apart`` or ``joined`` fills windows with documents that are trained on as a whole.
+            length: tokens of a window.
+        """
+        if rows is None:
+            return cls([], [])
+        prompts = list(rows["prompt_length"])
+        untrained = list(rows["untrained"]) if "untrained" in rows.column_names else []
+        plain = cls(rows["input_ids"], prompts, untrained if any(untrained) else [])
+        if packing == "off" or any(prompts) or any(untrained):
+            return plain
+        continues = list(rows["continues"]) if packing == "joined" else [False] * len(prompts)
+        windows = (joined if packing == "joined" else apart)(plain.lengths, continues, length)
+        return cls(plain.documents, prompts, (), windows, packing == "joined")
 
     def __len__(self) -> int:
-        return len(self.prompt_lengths)
+        return len(self.prompt_lengths if self.windows is None else self.windows)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        if self.windows is not None:
+            return [sum(end - start for _, start, end in window) for window in self.windows]
+        return [len(ids) for ids in self.documents]
+
+    @cached_property
+    def num_targets(self) -> int:
+        """Tokens that are trained on, of all rows."""
+        if self.windows is not None:
+            firsts = len(self.windows) if self.is_joined else sum(map(len, self.windows))
+            return sum(self.lengths) - firsts
+        untrained = self.untrained or [()] * len(self.lengths)
+        return sum(map(num_targets, self.lengths, self.prompt_lengths, untrained))
+
+    def row(self, index: int) -> list[Document]:
+        """Return the documents of a row: one, if rows are not packed into windows."""
+        if self.windows is None:
+            untrained = self.untrained[index] if self.untrained else ()
+            return [Document(self.documents[index], self.prompt_lengths[index], untrained)]
+        pieces = [self.documents[document][start:end] for document, start, end in self.windows[index]]
+        return (
+            [Document([token for piece in pieces for token in piece])]
+            if self.is_joined
+            else list(map(Document, pieces))
+        )
+
+    def prompt(self, index: int) -> Sequence[int]:
+        """Return all of a row that comes before its last stretch of targets."""
+        ids, untrained = self.documents[index], self.untrained[index] if self.untrained else ()
+        return ids[: untrained[-1] if untrained else self.prompt_lengths[index]]
 
     def batches(self, rows: Iterable[int], budget_tokens: int) -> list[PackedBatch]:
         """Return some rows as micro-batches; see `micro_batches`."""
-        chosen = list(rows)
-        documents = [self.documents[row] for row in chosen]
-        return micro_batches(documents, [self.prompt_lengths[row] for row in chosen], budget_tokens)
+        return micro_batches([document for row in rows for document in self.row(row)], budget_tokens)
 
 
 def steps_per_epoch(num_rows: int, batch_size: int) -> int:
@@ -75,24 +146,83 @@ def _order_of_epoch(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return np.argsort(keys, kind="stable")
 
 
-def micro_batches(
-    documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int], budget_tokens: int
-) -> list[PackedBatch]:
-    """Pack documents, in order, into micro-batches of at most ``budget_tokens`` tokens; no padding.
+def micro_batches(documents: Sequence[Document], budget_tokens: int) -> list[PackedBatch]:
+    """Pack documents into as few micro-batches of at most ``budget_tokens`` tokens as come of first fit; no padding.
 
-    A document above the budget has a micro-batch to itself.
+    The longest go first, each into the first micro-batch with room (first fit decreasing, within 11/9 of the fewest:
+    Johnson, "Near-optimal bin packing algorithms", 1973). A document above the budget has one to itself. Documents of
+    a micro-batch, and micro-batches by their first one, are in the order given.
 
     Args:
-        documents: token ids of each.
-        prompt_lengths: tokens at each document's start that are not trained on.
+        documents: of one optimizer step.
         budget_tokens: tokens computed at once.
     """
     groups: list[list[int]] = []
-    tokens = 0
-    for index, document in enumerate(documents):
-        if not groups or tokens + len(document) > budget_tokens:
+    room: list[int] = []
+    for index in sorted(range(len(documents)), key=lambda index: (-len(documents[index].ids), index)):
+        length = len(documents[index].ids)
+        group = next((group for group, tokens in enumerate(room) if tokens >= length), len(groups))
+        if group == len(groups):
             groups.append([])
-            tokens = 0
-        groups[-1].append(index)
-        tokens += len(document)
-    return [pack([documents[i] for i in group], [prompt_lengths[i] for i in group]) for group in groups]
+            room.append(budget_tokens)
+        groups[group].append(index)
+        room[group] -= length
+    return [_packed([documents[index] for index in sorted(group)]) for group in sorted(groups, key=min)]
+
+
+def _packed(documents: Sequence[Document]) -> PackedBatch:
+    return pack(
+        [document.ids for document in documents],
+        [document.prompt_length for document in documents],
+        untrained=[document.untrained for document in documents],
+    )
+
+
+def apart(lengths: Sequence[int], continues: Sequence[bool], length: int) -> list[list[Slice]]:
+    """Fill windows with documents, end to end; the last may be short.
+
+    What does not fit goes on in the next window, from the token that the piece ended with, so that every token but a
+    document's first is a target once.
+
+    Args:
+        lengths: tokens of each document; one of a single token has no target, and no place.
+        continues: not looked at: each document is its own.
+        length: tokens of a window, at least 2.
+    """
+    windows: list[list[Slice]] = [[]]
+    room = length
+    for document, tokens in enumerate(lengths):
+        start = 0
+        while tokens - start > 1:
+            if room < 2:  # one token alone has no target
+                windows.append([])
+                room = length
+            end = min(start + room, tokens)
+            windows[-1].append((document, start, end))
+            room -= end - start
+            start = end if end == tokens else end - 1
+    return [window for window in windows if window]
+
+
+def joined(lengths: Sequence[int], continues: Sequence[bool], length: int) -> list[list[Slice]]:
+    """Fill windows with one stream of tokens, each from the token that the last one ended with: the last is short.
+
+    Args:
+        lengths: tokens of each document.
+        continues: whether a document begins with the token that the one before ends with, which is taken once.
+        length: tokens of a window, at least 2.
+    """
+    windows: list[list[Slice]] = []
+    window: list[Slice] = []
+    room = length
+    for document, (tokens, is_more) in enumerate(zip(lengths, continues, strict=True)):
+        start = int(is_more)
+        while start < tokens:
+            end = min(start + room, tokens)
+            window.append((document, start, end))
+            room -= end - start
+            start = end
+            if not room:
+                windows.append(window)
+                window, room = [(document, end - 1, end)], length - 1
+    return windows if sum(end - start for _, start, end in window) < 2 else [*windows, window]

@@ -59,7 +59,9 @@ class Checks:
     def look(self, where: str, found: FieldTexts, prompt: str, completion: str) -> None:
         """Look at a row, before it is shortened."""
         self._look_for_repetition(where, prompt, completion)
-        values = found.values
+        values = {name: str(value) for name, value in found.values.items()}
+        for oddity in found.oddities:
+            self._add(oddity, where)
         for text in values.values():
             for what, shows in ODDITIES.items():
                 if shows(text):
@@ -88,7 +90,7 @@ class Checks:
 
 def delimiters_of(recipe: Recipe) -> tuple[str, ...]:
     """Return the texts of a prompt that a model takes for borders: what a line of its own begins with, and a colon."""
-    texts = [line.strip() for text, _ in parse_template(recipe.prompt) for line in text.split("\n")]
+    texts = [line.strip() for text in parse_template(recipe.prompt).literals for line in text.split("\n")]
     return tuple(dict.fromkeys("\n" + text for text in texts if text.endswith(":") and len(text) > 3))
 
 

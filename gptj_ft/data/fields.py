@@ -7,12 +7,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gptj_ft.data.chat import ASSISTANT, MESSAGES, REPLY, SYSTEM, is_chat, read_conversation, up_to_the_last_answer
 from gptj_ft.data.placeholders import fields_of, render
-from gptj_ft.data.template import RowSkipped
-from gptj_ft.errors import DataError, did_you_mean
+from gptj_ft.errors import DataError, RowSkipped, did_you_mean
 from gptj_ft.recipe import Recipe
 
 LABEL = "label"  # the field whose values `labels` translates
+INPUT = "input"  # what an instruction is about
+# Columns that make a conversation of one question and its answer, where there is none of messages.
+TURNS = {
+    SYSTEM: ("system", "system_prompt"),
+    "user": ("instruction", "prompt", "question", "query"),
+    INPUT: ("input", "context"),
+    ASSISTANT: ("output", "response", "completion", "answer", "reply"),
+}
 
 
 @dataclass(frozen=True)
@@ -20,21 +28,41 @@ class FieldTexts:
     """A row, ready for the templates.
 
     Attributes:
-        values: field -> text; of several answers the first.
+        values: field -> text, or `Conversation`; of several answers the first.
         references: every acceptable completion, stripped; empty for plain text.
+        answer_at: where in the `shorten` field the answer is, in characters; ``None`` if it is not there.
+        oddities: what is wrong with the row, though it can be used.
     """
 
-    values: dict[str, str]
+    values: dict[str, Any]
     references: list[str]
+    answer_at: int | None = None
+    oddities: tuple[str, ...] = ()
 
 
 def recipe_fields(recipe: Recipe) -> tuple[str, ...]:
-    """Return the fields of both templates, in order."""
-    return tuple(dict.fromkeys(fields_of(recipe.prompt) + fields_of(recipe.completion)))
+    """Return the fields of both templates that the data has to fill, in order."""
+    names = dict.fromkeys(fields_of(recipe.prompt) + fields_of(recipe.completion))
+    return tuple(name for name in names if name != REPLY or not is_chat(recipe))
+
+
+class UnknownColumn(DataError):
+    """It is not clear which column a field is.
+
+    Attributes:
+        field: of the templates.
+        choices: the columns it may be.
+    """
+
+    def __init__(self, message: str, field: str, choices: Sequence[str]) -> None:
+        super().__init__(message)
+        self.field, self.choices = field, tuple(choices)
 
 
 def choose_columns(found: Iterable[str], recipe: Recipe, fields: Sequence[str] | None = None) -> dict[str, str]:
-    """Return field -> column: for each field the first recognised name that is there, whatever its case.
+    """Return field -> column: for each field the one recognised name that is there, whatever its case.
+
+    Of several, that of the field itself is taken, or the one that the recipe names first with nothing in doubt.
 
     Args:
         found: the columns of the data.
@@ -42,10 +70,15 @@ def choose_columns(found: Iterable[str], recipe: Recipe, fields: Sequence[str] |
         fields: those needed; all of the templates' by default. No two take the same column.
 
     Raises:
-        DataError: a field has no column; says what was looked for, what there is, and how to name it.
+        UnknownColumn: a field has no column, or several; says what was looked for, what there is, how to name it.
     """
     columns = list(found)
     wanted = recipe_fields(recipe) if fields is None else fields
+    if is_chat(recipe) and MESSAGES not in recipe.map:
+        names = {name.casefold() for name in recipe.fields.get(MESSAGES, (MESSAGES,))}
+        turns = {role: next((c for c in columns if c.strip().casefold() in of), None) for role, of in TURNS.items()}
+        if not any(column.strip().casefold() in names for column in columns) and turns["user"] and turns[ASSISTANT]:
+            return {role: column for role, column in turns.items() if column is not None}
     chosen = {field: _mapped(field, columns, recipe) for field in wanted if field in recipe.map}
     if unknown := recipe.map.keys() - set(recipe_fields(recipe)):
         raise DataError(
@@ -58,14 +91,23 @@ def choose_columns(found: Iterable[str], recipe: Recipe, fields: Sequence[str] |
         free = [column for column in columns if column not in chosen.values()]
         # An exact name before one that differs in case.
         by_name = {column.strip().casefold(): column for column in reversed(free)} | {column: column for column in free}
-        matches = (by_name.get(name) or by_name.get(name.strip().casefold()) for name in names)
-        column = next((match for match in matches if match is not None), None)
-        if column is None:
-            raise DataError(
+        found = (by_name.get(name) or by_name.get(name.strip().casefold()) for name in names)
+        matches = list(dict.fromkeys(match for match in found if match is not None))
+        if not matches:
+            raise UnknownColumn(
                 f"no column for '{field}': looked for {', '.join(names)}; there are: {', '.join(free) or 'none'}\n"
-                f"name yours with --map {field}=COLUMN"
+                f"name yours with --map {field}={free[0] if len(free) == 1 else 'COLUMN'}",
+                field,
+                free,
             )
-        chosen[field] = column
+        if len(matches) > 1 and matches[0].strip().casefold() not in (field, names[0].strip().casefold()):
+            raise UnknownColumn(
+                f"'{field}' may be any of the columns {', '.join(matches)}; there are: {', '.join(free)}\n"
+                f"say which with --map {field}={matches[0]}",
+                field,
+                matches,
+            )
+        chosen[field] = matches[0]
     return {field: chosen[field] for field in wanted}
 
 
@@ -118,6 +160,8 @@ def read_fields(row: Mapping[str, Any], columns: Mapping[str, str], recipe: Reci
     Raises:
         RowSkipped: a column has no value in this row, or one that is no text.
     """
+    if is_chat(recipe):
+        return _read_chat(row, columns)
     answers = set(fields_of(recipe.completion)) - set(fields_of(recipe.prompt)) if recipe.prompt else set()
     alternatives: dict[str, list[str]] = {}
     for field, column in columns.items():
@@ -145,7 +189,43 @@ def read_fields(row: Mapping[str, Any], columns: Mapping[str, str], recipe: Reci
         render(recipe.completion, {field: found[min(choice, len(found) - 1)] for field, found in alternatives.items()})
         for choice in range(choices)
     )
-    return FieldTexts(values, list(dict.fromkeys(text.strip() for text in completions if text.strip())))
+    references = list(dict.fromkeys(text.strip() for text in completions if text.strip()))
+    return FieldTexts(values, references, _answer_at(row, columns, recipe, values, answers))
+
+
+def _read_chat(row: Mapping[str, Any], columns: Mapping[str, str]) -> FieldTexts:
+    if MESSAGES in columns:
+        conversation = read_conversation(row.get(columns[MESSAGES]))
+    else:
+        cells = {role: text_of(row.get(column)) or "" for role, column in columns.items()}
+        asked = "\n\n".join(text for text in (cells["user"], cells.get(INPUT, "")) if text.strip())
+        contents = {SYSTEM: cells.get(SYSTEM, ""), "user": asked, ASSISTANT: cells[ASSISTANT]}
+        turns = [{"role": role, "content": text} for role, text in contents.items() if role != SYSTEM or text.strip()]
+        conversation = read_conversation(turns)
+    used = up_to_the_last_answer(conversation)
+    if any(not _is_unicode(message["content"]) for message in used):
+        raise RowSkipped("half a surrogate pair, which is no character")
+    left_out = len(conversation) - len(used)
+    oddities = ("messages after the assistant's last one, which are left out",) if left_out else ()
+    return FieldTexts({MESSAGES: used}, [used[-1]["content"]], None, oddities)
+
+
+def _answer_at(
+    row: Mapping[str, Any], columns: Mapping[str, str], recipe: Recipe, values: Mapping[str, str], answers: set[str]
+) -> int | None:
+    """Return where the answer is in the document: where the data says, if that is so, else where it is found."""
+    if recipe.cut != "answer" or recipe.shorten not in values:
+        return None
+    document = values[recipe.shorten]
+    for field in answers & values.keys():
+        cell = row.get(columns[field])
+        told = cell.get("answer_start") if isinstance(cell, dict) else None
+        start = told[0] if isinstance(told, list) and told else None
+        if isinstance(start, int) and document.startswith(values[field], start):
+            return start
+        if (found := document.find(values[field])) >= 0:
+            return found
+    return None
 
 
 def _word_for(label: str, recipe: Recipe) -> str:

@@ -206,7 +206,10 @@ def _questions(file: File, article: Decoded, index: int, number: int, is_one_lin
                     "context": paragraph["context"],
                     "question": question["question"],
                     "id": question.get("id", ""),
-                    "answers": [answer["text"] for answer in question.get("answers", [])],
+                    "answers": {
+                        "text": [answer["text"] for answer in question.get("answers", [])],
+                        "answer_start": [answer.get("answer_start") for answer in question.get("answers", [])],
+                    },
                 }
                 line = number if is_one_line else article.line + article.text.count("\n", 0, position)
                 yield Row(str(file.path), line, values)

@@ -1,36 +1,78 @@
-"""Templates: text with ``{fields}`` in it. Strict about the template, indifferent to what the values hold."""
+"""Templates: Jinja, without a way out. Strict about the template, indifferent to what the values hold."""
 
 from __future__ import annotations
 
-import string
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gptj_ft.errors import UsageError
 
+# Templates come with recipes and models of others: they compute text and can reach nothing else.
+_ENVIRONMENT = ImmutableSandboxedEnvironment(
+    undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False
+)
+
+
+@dataclass(frozen=True)
+class Template:
+    """A template that has been parsed.
+
+    Attributes:
+        fields: each once, in order of their first use.
+        uses: how often each is named.
+        literals: the texts between them.
+        compiled: what renders it.
+    """
+
+    fields: tuple[str, ...]
+    uses: Mapping[str, int]
+    literals: tuple[str, ...]
+    compiled: jinja2.Template
+
 
 @lru_cache
-def parse_template(template: str) -> tuple[tuple[str, str], ...]:
-    """Return (text, field after it or ``""``) pairs; ``{{`` and ``}}`` are braces.
+def parse_template(source: str) -> Template:
+    """Parse a template: ``{{ field }}`` stands for a value.
 
     Raises:
-        UsageError: unbalanced braces, or more than a name between them.
+        UsageError: it is no Jinja, or has single braces where fields are meant.
     """
     try:
-        parts = list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise UsageError(f"template {template!r}: {error}; write {{{{ and }}}} for braces") from error
-    for _, name, spec, conversion in parts:
-        if name is not None and (not name.isidentifier() or spec or conversion):
-            raise UsageError(f"template {template!r}: '{{{name}}}' is no field; write {{name}}, and {{{{ for a brace")
-    return tuple((text, name or "") for text, name, _, _ in parts)
+        tree = _ENVIRONMENT.parse(source)
+        compiled = _ENVIRONMENT.from_string(source)
+    except jinja2.TemplateError as error:
+        raise UsageError(f"template {source!r}: {error}") from error
+    free = meta.find_undeclared_variables(tree)
+    names = [node.name for node in tree.find_all(nodes.Name) if node.name in free]
+    if not names and (lone := re.search(r"\{(\w+)\}", source)):
+        raise UsageError(f"template {source!r}: write {{{{ {lone[1]} }}}} for a field, not {lone[0]}")
+    return Template(
+        fields=tuple(dict.fromkeys(names)),
+        uses={name: names.count(name) for name in names},
+        literals=tuple(node.data for node in tree.find_all(nodes.TemplateData)),
+        compiled=compiled,
+    )
 
 
-def fields_of(template: str) -> tuple[str, ...]:
+def fields_of(source: str) -> tuple[str, ...]:
     """Return the fields of a template, each once, in order."""
-    return tuple(dict.fromkeys(name for _, name in parse_template(template) if name))
+    return parse_template(source).fields
 
 
-def render(template: str, values: Mapping[str, str]) -> str:
-    """Put values in the place of fields; what a value holds, braces too, stays as it is."""
-    return "".join(text + (values[name] if name else "") for text, name in parse_template(template))
+def render(source: str, values: Mapping[str, Any]) -> str:
+    """Put values in the place of fields; what a value holds, braces too, stays as it is.
+
+    Raises:
+        UsageError: the template asks for what a value does not have.
+    """
+    try:
+        return parse_template(source).compiled.render(values)
+    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
+        raise UsageError(f"template {source!r}: {error}") from error

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import tempfile
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptj_ft.data.checks import Checks, Found
-from gptj_ft.data.fields import LABEL, FieldTexts, choose_columns, read_fields
+from gptj_ft.data.fields import LABEL, FieldTexts, UnknownColumn, choose_columns, read_fields
 from gptj_ft.data.files import find_files
 from gptj_ft.data.prepared import (
     Prepared,
@@ -22,15 +23,26 @@ from gptj_ft.data.prepared import (
     group_of,
     is_prepared,
     load,
+    number_of,
     save,
     select,
     settings_of,
     split,
 )
 from gptj_ft.data.records import Findings, Row, read_rows, sha256_of
-from gptj_ft.data.template import Encoded, RowSkipped, assemble, check_templates, eos_of, texts, tokenize
+from gptj_ft.data.template import (
+    Encoded,
+    Part,
+    assemble,
+    check_templates,
+    eos_of,
+    from_tokens,
+    parts,
+    tokenize,
+)
+from gptj_ft.data.targets import num_targets
 from gptj_ft.data.tokenizer import load_tokenizer, tokenizer_digest
-from gptj_ft.errors import DataError
+from gptj_ft.errors import DataError, RowSkipped
 from gptj_ft.home import home
 from gptj_ft.recipe import Recipe
 
@@ -56,7 +68,10 @@ CHUNK_ROWS = 1000
 CHUNK_CHARACTERS = 4_000_000
 # Columns are chosen by the first rows: a name that turns up once in a million rows must not win.
 SURVEY_ROWS = 1000
-COLUMNS = ("input_ids", "prompt_length", "references", "source", "line", "group", "label")
+COLUMNS = (
+    "input_ids", "prompt_length", "untrained", "references", "source", "line", "group", "label", "continues",
+)  # fmt: skip
+TOKENS, TRAINED = "input_ids", "trained"  # columns of rows that come as tokens
 
 
 def prepare(
@@ -93,9 +108,7 @@ def prepare(
         ahead: tuple[list[_Texts], Future[list[list[int]]]] | None = None
         for chunk in chain(_chunks(rows), [None]):
             good = _texts_of(tally, chunk, recipe, columns) if chunk is not None else []
-            tokens = pool.submit(
-                tokenize, tokenizer, [text for each in good for text in (each.prompt, each.completion)]
-            )
+            tokens = pool.submit(tokenize, tokenizer, [text for each in good for text, _ in each.parts])
             if ahead is not None:
                 file.write(_assembled(tally, recipe, tokenizer, ahead[0], ahead[1].result()))
                 if progress:
@@ -130,11 +143,15 @@ def _find_columns(source: Path, recipe: Recipe) -> dict[str, str]:
         every.update((column, None) for column, value in row.values.items() if value is not None)
         if number < SURVEY_ROWS:
             first.update(every)
+    if TOKENS in first and TOKENS not in recipe.fields and not recipe.map:
+        return {column: column for column in (TOKENS, TRAINED) if column in first}
     try:
         return choose_columns(first, recipe)
     except DataError:
         try:
             return choose_columns(every, recipe)
+        except UnknownColumn as error:
+            raise UnknownColumn(f"{source}: {error}", error.field, error.choices) from error
         except DataError as error:
             raise DataError(f"{source}: {error}") from error
 
@@ -145,8 +162,7 @@ class _Texts:
 
     row: Row
     found: FieldTexts
-    prompt: str
-    completion: str
+    parts: list[Part]  # empty if it came as tokens
 
 
 def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
@@ -155,7 +171,7 @@ def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
     characters = 0
     for row in rows:
         chunk.append(row)
-        characters += sum(len(value) for value in row.values.values() if isinstance(value, str))
+        characters += sum(len(value) for value in row.values.values() if isinstance(value, str | list))
         if len(chunk) == CHUNK_ROWS or characters > CHUNK_CHARACTERS:
             yield chunk
             chunk, characters = [], 0
@@ -164,17 +180,20 @@ def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
 
 
 def _texts_of(tally: _Tally, chunk: list[Row], recipe: Recipe, columns: dict[str, str]) -> list[_Texts]:
-    """Put rows into the templates; count those that cannot be."""
+    """Put rows into the templates; count those that cannot be. Rows that come as tokens have no texts."""
     good = []
     for row in chunk:
+        if TOKENS in columns:
+            good.append(_Texts(row, FieldTexts({}, []), []))
+            continue
         try:
             found = read_fields(row.values, columns, recipe)
-            prompt, completion = texts(recipe, found.values)
+            texts = parts(recipe, found.values)
         except RowSkipped as reason:
             tally.skip(row.where, str(reason))
         else:
-            tally.checks.look(row.where, found, prompt, completion)
-            good.append(_Texts(row, found, prompt, completion))
+            tally.checks.look(row.where, found, "".join(text for text, _ in texts[:-1]), texts[-1][0])
+            good.append(_Texts(row, found, texts))
     return good
 
 
@@ -182,19 +201,41 @@ def _assembled(
     tally: _Tally, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, good: list[_Texts], ids: list[list[int]]
 ) -> Iterator[tuple[Any, ...]]:
     """Yield the documents of rows, with the values of `COLUMNS`; count those that are left out."""
-    for each, prompt_ids, completion_ids in zip(good, ids[::2], ids[1::2], strict=True):
-        row, found = each.row, each.found
+    rest = iter(ids)
+    for each in good:
+        row, found, own = each.row, each.found, list(islice(rest, len(each.parts)))
         try:
-            encoded = assemble(recipe, tokenizer, found.values, prompt_ids, completion_ids)
+            if each.parts:
+                encoded = assemble(recipe, tokenizer, found.values, each.parts, own, found.answer_at)
+                group = group_of(recipe, found.values)
+            else:
+                tokens = _tokens_of(row)
+                encoded = from_tokens(recipe, tokens, row.values.get(TRAINED))
+                group = number_of(array("q", tokens).tobytes())
         except RowSkipped as reason:
             tally.skip(row.where, str(reason))
             continue
         except DataError as error:
             raise DataError(f"{row.where}: {error}") from error
         tally.keep(row, encoded)
-        origin = (found.references, row.source, row.line, group_of(recipe, found.values), found.values.get(LABEL, ""))
-        for document in encoded.documents:
-            yield (document, encoded.prompt_length, *origin)
+        label = found.values.get(LABEL, "")
+        for number, document in enumerate(encoded.documents):
+            yield (
+                document, encoded.prompt_length, encoded.untrained, found.references, row.source, row.line, group,
+                label, number > 0,
+            )  # fmt: skip
+
+
+def _tokens_of(row: Row) -> list[int]:
+    """Return the tokens of a row that comes as tokens.
+
+    Raises:
+        RowSkipped: they are none.
+    """
+    tokens = row.values.get(TOKENS)
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
+        raise RowSkipped("input_ids is no list of token ids")
+    return tokens
 
 
 class _RowFile:
@@ -203,8 +244,9 @@ class _RowFile:
     def __init__(self) -> None:
         import pyarrow
 
-        number, text = pyarrow.int64(), pyarrow.string()
-        types = (pyarrow.list_(pyarrow.int32()), pyarrow.int32(), pyarrow.list_(text), text, number, number, text)
+        number, text, small = pyarrow.int64(), pyarrow.string(), pyarrow.int32()
+        several = pyarrow.list_(small)
+        types = (several, small, several, pyarrow.list_(text), text, number, number, text, pyarrow.bool_())
         self._schema = pyarrow.schema(list(zip(COLUMNS, types, strict=True)))
         home().mkdir(parents=True, exist_ok=True)  # not where temporary files go: that may be memory
         descriptor, name = tempfile.mkstemp(prefix=".rows-", suffix=".arrow", dir=home())
@@ -242,6 +284,7 @@ class _Counts:
     rows_read: int = 0
     rows_kept: int = 0
     rows_cut: int = 0
+    tokens_cut: int = 0
     windows: int = 0
     tokens: int = 0
     target_tokens: int = 0
@@ -265,7 +308,8 @@ class _Tally:
         counts = self.counts
         counts.rows_read += 1
         counts.rows_kept += 1
-        counts.rows_cut += encoded.cut
+        counts.rows_cut += encoded.tokens_cut > 0
+        counts.tokens_cut += encoded.tokens_cut
         for ids in encoded.documents:
             if max(ids) >= self.vocab_size:
                 raise DataError(
@@ -274,8 +318,7 @@ class _Tally:
                 )
             counts.windows += 1
             counts.tokens += len(ids)
-            # The first token of a document has nothing before it, so it is never a target.
-            counts.target_tokens += len(ids) - max(encoded.prompt_length, 1)
+            counts.target_tokens += num_targets(len(ids), encoded.prompt_length, encoded.untrained)
             counts.longest = max(counts.longest, len(ids))
 
     def skips(self) -> dict[str, Skips]:

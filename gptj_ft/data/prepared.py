@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptj_ft.data.placeholders import fields_of
+from gptj_ft.data.targets import num_targets
 from gptj_ft.data.tokenizer import tokenizer_digest
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.recipe import Recipe
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 # Raised whenever the same rows and recipe would give other tokens or columns.
-VERSION = 2
+VERSION = 3
 # The options that decide what is a row and how it becomes tokens.
 SETTINGS = (
     "prompt",
     "completion",
     "shorten",
-    "too_long",
+    "on_long",
+    "cut",
     "max_length",
     "documents",
     "quotes",
@@ -61,6 +63,7 @@ class Report:
         rows_skipped: by reason.
         warnings: what is wrong with rows that were kept.
         rows_cut: rows of which the `shorten` field lost a part.
+        tokens_cut: that were lost so.
         windows: documents in the data set; more than ``rows_kept`` if plain text was split.
         tokens: of all documents, EOS included.
         target_tokens: those that are trained on.
@@ -79,6 +82,7 @@ class Report:
     rows_skipped: Mapping[str, Skips]
     warnings: Mapping[str, Skips]
     rows_cut: int
+    tokens_cut: int
     windows: int
     tokens: int
     target_tokens: int
@@ -127,7 +131,8 @@ class Prepared:
 
     Attributes:
         rows: ``input_ids`` (int32 list), ``prompt_length``, ``references`` (acceptable completions, for scoring),
-            ``source``, ``line``, ``group`` (see `group_of`), ``label`` (empty where there is none).
+            ``source``, ``line``, ``group`` (see `group_of`), ``label`` (empty where there is none), ``untrained``
+            (see `Encoded`), ``continues`` (whether it begins with the token that the one before ends with).
         report: counts and digests.
     """
 
@@ -236,11 +241,12 @@ def select(prepared: Prepared, indices: Iterable[int]) -> Prepared:
     """
     rows = prepared.rows.select(list(indices))
     lengths = [len(ids) for ids in rows["input_ids"]]
+    targets = (num_targets(*row) for row in zip(lengths, rows["prompt_length"], rows["untrained"], strict=True))
     report = dataclasses.replace(
         prepared.report,
         windows=len(rows),
         tokens=sum(lengths),
-        target_tokens=sum(lengths) - sum(max(prompt, 1) for prompt in rows["prompt_length"]),
+        target_tokens=sum(targets),
         longest=max(lengths, default=0),
     )
     return Prepared(rows, report)
@@ -291,9 +297,13 @@ def _choose(labels: Mapping[int, str], count: int, seed: int) -> set[int]:
     return {group for label, of in members.items() for group in sorted(of, key=key)[: taken[label]]}
 
 
-def group_of(recipe: Recipe, values: Mapping[str, str]) -> int:
+def group_of(recipe: Recipe, values: Mapping[str, Any]) -> int:
     """Return a number for the document of a row: that of its `shorten` field, else of all that the model is given."""
     inputs = fields_of(recipe.prompt or recipe.completion)
     names = (recipe.shorten,) if recipe.shorten in inputs else inputs
-    text = "\0".join(values[name].strip() for name in names)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    return number_of("\0".join(str(values[name]).strip() for name in names).encode())
+
+
+def number_of(content: bytes) -> int:
+    """Return a number for some content, the same for the same."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)

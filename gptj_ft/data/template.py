@@ -3,17 +3,19 @@
     prompt tokens | completion tokens | EOS          loss on completion and EOS
 
 A row above the limit loses part of its `shorten` field and nothing else: instruction, delimiters, the other fields
-and the answer stay whole.
+and the answer stay whole. A conversation loses its oldest messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
 
+from gptj_ft.data.chat import MESSAGES, REPLY, is_chat, parts_of, shorter
 from gptj_ft.data.placeholders import fields_of, parse_template, render
-from gptj_ft.errors import DataError, UsageError, did_you_mean
+from gptj_ft.errors import DataError, RowSkipped, UsageError, did_you_mean
 from gptj_ft.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -21,24 +23,23 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Encoded",
+    "Part",
     "Prompt",
-    "RowSkipped",
     "assemble",
     "check_templates",
     "encode",
     "encode_prompt",
     "eos_of",
     "fields_of",
-    "texts",
+    "from_tokens",
+    "parts",
     "tokenize",
 ]
 
 # How many tokens a cut may move back to fall between two words.
 WORD_TOKENS = 5
-
-
-class RowSkipped(DataError):
-    """A row that cannot be used; the message is the reason, the same text for every row with this problem."""
+GAP = " ... "  # where the middle of a text is left out
+Part = tuple[str, bool]  # a text of a row, and whether it is trained on
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,14 @@ class Encoded:
     Attributes:
         documents: token ids, EOS at the end; more than one when plain text is split into windows.
         prompt_length: tokens at the start that are not trained on.
-        cut: whether the `shorten` field lost a part.
+        untrained: what else is not, as (start, end) pairs in one flat list; of conversations, their questions.
+        tokens_cut: how many tokens a row that was too long has lost.
     """
 
     documents: tuple[list[int], ...]
     prompt_length: int
-    cut: bool
+    untrained: tuple[int, ...] = ()
+    tokens_cut: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,28 +71,38 @@ def check_templates(recipe: Recipe) -> None:
     """Check what the templates and the length policy say of each other.
 
     Raises:
-        UsageError: `shorten` names no field of the prompt, or `split` is asked for with a prompt.
+        UsageError: `shorten` names no field of the prompt, the completion has no field, or `split` is asked for with
+            a prompt.
     """
     cuttable = fields_of(recipe.prompt or recipe.completion)
-    fields_of(recipe.completion)
+    if not fields_of(recipe.completion):
+        raise UsageError(f"completion: there is no field in {recipe.completion!r}, so nothing to train on")
+    if is_chat(recipe) and REPLY not in fields_of(recipe.completion):
+        raise UsageError(f"completion: of a conversation it must have {{{{ {REPLY} }}}}, the assistant's message")
     if recipe.shorten and recipe.shorten not in cuttable:
         hint = did_you_mean(recipe.shorten, cuttable)
         raise UsageError(f"shorten: '{recipe.shorten}' is no field of the prompt{hint}; it has: {', '.join(cuttable)}")
-    if recipe.too_long == "split" and recipe.prompt:
-        raise UsageError("too_long: 'split' is for plain text (an empty prompt); use cut-end, cut-start, skip or error")
+    if recipe.on_long == "split" and recipe.prompt:
+        raise UsageError("on_long: 'split' is for plain text (an empty prompt); use shorten, skip or error")
 
 
-def texts(recipe: Recipe, values: Mapping[str, str]) -> tuple[str, str]:
-    """Return the texts of prompt and completion.
+def parts(recipe: Recipe, values: Mapping[str, Any]) -> list[Part]:
+    """Return the texts of a row: prompt and completion; of a conversation, as many of both as there are answers.
+
+    Args:
+        recipe: its templates.
+        values: field -> text, or `Conversation`.
 
     Raises:
         RowSkipped: a field of the prompt, or the whole completion, is blank.
     """
     _require_content(recipe.prompt, values)
+    if is_chat(recipe):
+        return parts_of(recipe, values[MESSAGES])
     completion = render(recipe.completion, values)
     if not completion.strip():
         raise RowSkipped("the completion is empty")
-    return render(recipe.prompt, values), completion
+    return [(render(recipe.prompt, values) if recipe.prompt else "", False), (completion, True)]
 
 
 def tokenize(tokenizer: PreTrainedTokenizerFast, batch: Sequence[str]) -> list[list[int]]:
@@ -117,53 +130,88 @@ def eos_of(tokenizer: PreTrainedTokenizerFast) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def encode(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, values: Mapping[str, str]) -> Encoded:
+def encode(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, values: Mapping[str, Any], answer_at: int | None = None
+) -> Encoded:
     """Return a row as tokens: prompt, completion, EOS; at most `max_length` of them.
 
     Args:
         recipe: its templates and length policy.
         tokenizer: a fast tokenizer with an EOS token.
         values: field -> text.
+        answer_at: where in the `shorten` field the answer is, in characters, if that is known.
 
     Raises:
         RowSkipped: blank, or too long and not to be shortened.
         DataError: too long, and the policy is `error`.
         UsageError: no EOS token.
     """
-    prompt, completion = texts(recipe, values)
-    prompt_ids, completion_ids = tokenize(tokenizer, [prompt, completion])
-    return assemble(recipe, tokenizer, values, prompt_ids, completion_ids)
+    texts = parts(recipe, values)
+    ids = tokenize(tokenizer, [text for text, _ in texts])
+    return assemble(recipe, tokenizer, values, texts, ids, answer_at)
 
 
 def assemble(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerFast,
-    values: Mapping[str, str],
-    prompt_ids: list[int],
-    completion_ids: list[int],
+    values: Mapping[str, Any],
+    texts: Sequence[Part],
+    ids: Sequence[list[int]],
+    answer_at: int | None = None,
 ) -> Encoded:
     """Join a row's tokens, and apply the length policy; the second half of `encode`, for tokens made in batches."""
-    eos = eos_of(tokenizer)
-    num_tokens = len(prompt_ids) + len(completion_ids) + 1
-    if num_tokens <= recipe.max_length:
-        return Encoded(([*prompt_ids, *completion_ids, eos],), len(prompt_ids), cut=False)
-    if recipe.too_long == "error":
-        raise DataError(
-            f"{num_tokens} tokens with EOS, max_length is {recipe.max_length}; raise it, or set too_long to "
-            "cut-end, cut-start or skip"
-        )
-    if recipe.too_long == "skip":
-        raise RowSkipped("longer than max_length")
-    if recipe.too_long == "split":
-        return Encoded(_windows([*completion_ids, eos], recipe.max_length), 0, cut=False)
-    if recipe.prompt:
-        prompt_ids = _shorten(recipe, tokenizer, values, prompt_ids, recipe.max_length - len(completion_ids) - 1)
-    else:
-        completion_ids = _shorten(recipe, tokenizer, values, completion_ids, recipe.max_length - 1)
-    return Encoded(([*prompt_ids, *completion_ids, eos],), len(prompt_ids), cut=True)
+    eos, limit = eos_of(tokenizer), recipe.max_length
+    num_tokens = sum(map(len, ids)) + 1
+    if num_tokens <= limit:
+        return _joined(texts, ids, eos)
+    _refuse_if_not_to_be_shortened(recipe, num_tokens)
+    if recipe.on_long == "split":
+        return Encoded(_windows([*ids[-1], eos], limit), 0)
+    if is_chat(recipe):
+        for fewer in shorter(values[MESSAGES]):
+            texts = parts_of(recipe, fewer)
+            ids = tokenize(tokenizer, [text for text, _ in texts])
+            if (rest := sum(map(len, ids)) + 1) <= limit:
+                return _joined(texts, ids, eos, num_tokens - rest)
+        raise RowSkipped("too long: no room for the last question and its answer")
+    part = 0 if recipe.prompt else 1
+    room = limit - 1 - sum(len(each) for index, each in enumerate(ids) if index != part)
+    cut = _shorten(recipe, tokenizer, values, ids[part], room, answer_at)
+    whole = [cut if index == part else each for index, each in enumerate(ids)]
+    return _joined(texts, whole, eos, num_tokens - sum(map(len, whole)) - 1)
 
 
-def encode_prompt(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, values: Mapping[str, str], room: int) -> Prompt:
+def from_tokens(recipe: Recipe, ids: list[int], trained: Sequence[int] | None) -> Encoded:
+    """Return a row that came as tokens, as it is; one that is too long is split if all of it is trained on.
+
+    Args:
+        recipe: its length policy.
+        ids: the tokens.
+        trained: (start, end) pairs, in one flat list, of the tokens that are targets; ``None``: all but the first.
+
+    Raises:
+        RowSkipped: no token is trained on, or too long.
+        DataError: too long, and the policy is `error`; or pairs that are none.
+    """
+    spans = [1, len(ids)] if trained is None else list(trained)
+    borders = [0, *spans]
+    if len(spans) % 2 or any(one > other for one, other in pairwise(borders)) or borders[-1] > len(ids):
+        raise DataError("'trained' is no list of (start, end) pairs inside the row's tokens")
+    pairs = [(max(start, 1), end) for start, end in zip(spans[::2], spans[1::2], strict=True) if end > max(start, 1)]
+    if not pairs:
+        raise RowSkipped("no token that is trained on")
+    last = pairs[-1][1]  # what follows the last target is of no use
+    ids = ids[:last]
+    if len(ids) > recipe.max_length:
+        if recipe.on_long == "split" and len(pairs) == 1 and pairs[0][0] == 1:
+            return Encoded(_windows(ids, recipe.max_length), 0)
+        _refuse_if_not_to_be_shortened(recipe, len(ids))
+        raise RowSkipped("longer than max_length, and tokens cannot be shortened")
+    gaps = tuple(border for (_, end), (start, _) in pairwise(pairs) for border in (end, start))
+    return Encoded((ids,), pairs[0][0] if pairs[0][0] > 1 else 0, gaps)
+
+
+def encode_prompt(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, values: Mapping[str, Any], room: int) -> Prompt:
     """Return the prompt of one row, shortened as in training.
 
     Without a prompt template (plain text) the text itself is continued, and of a long one its end is kept.
@@ -187,15 +235,38 @@ def encode_prompt(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, values: Ma
         return Prompt(ids, cut=False)
     if not recipe.prompt:
         return Prompt(ids[-room:], cut=True)
-    if recipe.too_long in ("skip", "error"):
-        raise DataError(f"the prompt takes {len(ids)} tokens, there is room for {room} (too_long: {recipe.too_long})")
-    return Prompt(_shorten(recipe, tokenizer, values, ids, room), cut=True)
+    if recipe.on_long in ("skip", "error"):
+        raise DataError(f"the prompt takes {len(ids)} tokens, there is room for {room} (on_long: {recipe.on_long})")
+    if is_chat(recipe):
+        for fewer in shorter(values[MESSAGES]):
+            ids = tokenize(tokenizer, [render(template, {**values, MESSAGES: fewer})])[0]
+            if len(ids) <= room:
+                return Prompt(ids, cut=True)
+        raise DataError(f"the last message alone takes {len(ids)} tokens, there is room for {room}")
+    return Prompt(_shorten(recipe, tokenizer, values, ids, room, None), cut=True)
 
 
-def _require_content(template: str, values: Mapping[str, str]) -> None:
+def _joined(texts: Sequence[Part], ids: Sequence[list[int]], eos: int, tokens_cut: int = 0) -> Encoded:
+    borders = list(accumulate(map(len, ids), initial=0))
+    spans = zip(texts, pairwise(borders), strict=True)
+    untrained = [span for (_, is_trained), span in spans if not is_trained]
+    whole = [token for part in ids for token in part] + [eos]
+    return Encoded((whole,), untrained[0][1], tuple(border for span in untrained[1:] for border in span), tokens_cut)
+
+
+def _require_content(template: str, values: Mapping[str, Any]) -> None:
     for name in fields_of(template):
-        if not values.get(name, "").strip():
+        if not str(values.get(name, "")).strip():
             raise RowSkipped(f"the field '{name}' is empty")
+
+
+def _refuse_if_not_to_be_shortened(recipe: Recipe, num_tokens: int) -> None:
+    if recipe.on_long == "error":
+        raise DataError(
+            f"{num_tokens} tokens with EOS, max_length is {recipe.max_length}; raise it, or set on_long to shorten or skip"
+        )
+    if recipe.on_long == "skip":
+        raise RowSkipped("longer than max_length")
 
 
 def _windows(ids: list[int], length: int) -> tuple[list[int], ...]:
@@ -204,7 +275,12 @@ def _windows(ids: list[int], length: int) -> tuple[list[int], ...]:
 
 
 def _shorten(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, values: Mapping[str, str], ids: list[int], room: int
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerFast,
+    values: Mapping[str, Any],
+    ids: list[int],
+    room: int,
+    answer_at: int | None,
 ) -> list[int]:
     """Return the tokens of the prompt with the longest part of the `shorten` field for which they fit in ``room``.
 
@@ -213,36 +289,82 @@ def _shorten(
     """
     template = recipe.prompt or recipe.completion
     if recipe.shorten not in fields_of(template):
-        raise RowSkipped("longer than max_length, and no field to `shorten` is named (plain text: too_long: split)")
+        raise RowSkipped("longer than max_length, and no field to `shorten` is named (plain text: on_long: split)")
     text = values[recipe.shorten]
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
-    uses = sum(name == recipe.shorten for _, name in parse_template(template))
+    uses = parse_template(template).uses[recipe.shorten]
+    part_of = _Cut(text, offsets, _keeper(recipe.cut, offsets, answer_at))
 
     def with_part(keep: int) -> list[int]:
-        part = _part(text, offsets, keep, recipe.too_long)
-        return tokenize(tokenizer, [render(template, {**values, recipe.shorten: part})])[0]
+        return tokenize(tokenizer, [render(template, {**values, recipe.shorten: part_of.text(keep)})])[0]
 
     keep, fitting = len(offsets), ids
     while keep > 0 and len(fitting) > room:
         keep -= max(1, (len(fitting) - room) // uses)
         fitting = with_part(keep) if keep > 0 else ids
-    if keep <= 0 or not _part(text, offsets, keep, recipe.too_long).strip():
+    if keep <= 0 or not part_of.text(keep).strip():
         raise RowSkipped(f"too long: no room for any part of '{recipe.shorten}'")
     while keep < len(offsets) and len(longer := with_part(keep + 1)) <= room:
         keep, fitting = keep + 1, longer
     for fewer in range(keep, max(keep - WORD_TOKENS, 0), -1):
-        if _ends_between_words(text, offsets, fewer, recipe.too_long):
-            shorter = fitting if fewer == keep else with_part(fewer)
-            return shorter if len(shorter) <= room else fitting
+        if part_of.is_between_words(fewer):
+            shorter_ids = fitting if fewer == keep else with_part(fewer)
+            return shorter_ids if len(shorter_ids) <= room else fitting
     return fitting
 
 
-def _part(text: str, offsets: Sequence[tuple[int, int]], keep: int, too_long: str) -> str:
-    """Return what the first (cut-end) or last (cut-start) ``keep`` tokens of a text cover."""
-    return text[: offsets[keep - 1][1]] if too_long == "cut-end" else text[offsets[-keep][0] :]
+Keeper = Callable[[int], list[tuple[int, int]]]  # of so many tokens: which, as (first, end) spans
 
 
-def _ends_between_words(text: str, offsets: Sequence[tuple[int, int]], keep: int, too_long: str) -> bool:
-    at = offsets[keep - 1][1] if too_long == "cut-end" else offsets[-keep][0]
-    # Offsets may leave out the blank that belongs to a token, so both sides count.
-    return text[at - 1 : at].isspace() or text[at : at + 1].isspace()
+def _keeper(cut: str, offsets: Sequence[tuple[int, int]], answer_at: int | None) -> Keeper:
+    """Return what says which tokens of a text stay."""
+    count = len(offsets)
+    if cut == "start":
+        return lambda keep: [(count - keep, count)]
+    if cut == "middle":
+        return lambda keep: [(0, -(-keep // 2)), (count - keep // 2, count)] if keep < count else [(0, count)]
+    if cut == "answer" and answer_at is not None:
+        at = next((index for index, (_, end) in enumerate(offsets) if end > answer_at), count - 1)
+
+        def around(keep: int) -> list[tuple[int, int]]:
+            first = min(max(at - keep // 2, 0), count - keep)
+            return [(first, first + keep)]
+
+        return around
+    return lambda keep: [(0, keep)]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A text of which so many tokens stay.
+
+    Attributes:
+        whole: the text.
+        offsets: of its tokens, in characters.
+        keeper: which stay.
+    """
+
+    whole: str
+    offsets: Sequence[tuple[int, int]]
+    keeper: Keeper
+
+    def text(self, keep: int) -> str:
+        """Return what ``keep`` tokens cover."""
+        return GAP.join(self.whole[start:end] for start, end in self._spans(keep) if end > start)
+
+    def is_between_words(self, keep: int) -> bool:
+        """Tell whether every cut falls between two words."""
+        borders = [at for span in self._spans(keep) for at in span]
+        # Offsets may leave out the blank that belongs to a token, so both sides count.
+        return all(
+            at in (0, len(self.whole)) or self.whole[at - 1 : at].isspace() or self.whole[at : at + 1].isspace()
+            for at in borders
+        )
+
+    def _spans(self, keep: int) -> list[tuple[int, int]]:
+        count = len(self.offsets)
+        return [
+            (self.offsets[first][0] if first else 0, self.offsets[end - 1][1] if end < count else len(self.whole))
+            for first, end in self.keeper(keep)
+            if end > first
+        ]
