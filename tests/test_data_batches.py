@@ -3,7 +3,8 @@ import sys
 
 import pytest
 
-from gptj_ft.data.batches import Rows, micro_batches, rows_of_step, steps_per_epoch
+from gptj_ft.data.batches import Rows, apart, joined, micro_batches, rows_of_step, steps_per_epoch
+from gptj_ft.data.targets import num_targets
 from gptj_ft.layers import NO_TARGET
 
 
@@ -37,12 +38,27 @@ def test_order_is_the_same_on_every_machine_and_version():
     assert rows_of_step(0, 10, 10, seed=0) == [3, 2, 1, 8, 6, 0, 7, 4, 5, 9]
 
 
-def test_packed_documents_have_no_padding_and_keep_their_order():
+def packed_ids(documents, budget):
+    return [batch.tokens_T.tolist() for batch in micro_batches(documents, [0] * len(documents), budget)]
+
+
+def test_packed_documents_have_no_padding_and_as_few_micro_batches_as_fit():
     documents = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]]
-    packed = micro_batches(documents, [1, 0, 2, 1], budget_tokens=5)
-    assert [batch.tokens_T.tolist() for batch in packed] == [[1, 2, 3, 4, 5], [6, 7, 8, 9], [10, 11]]
-    assert [batch.cu_seqlens for batch in packed] == [(0, 3, 5), (0, 4), (0, 2)]
-    assert sum(len(batch.tokens_T) for batch in packed) == sum(map(len, documents))
+    packed = micro_batches(documents, [0] * 4, budget_tokens=6)
+    assert [batch.tokens_T.tolist() for batch in packed] == [[1, 2, 3, 10, 11], [4, 5, 6, 7, 8, 9]]
+    assert [batch.cu_seqlens for batch in packed] == [(0, 3, 5), (0, 2, 6)]
+    assert packed_ids(documents, 11) == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize("budget", [1, 7, 40, 100])
+def test_every_document_of_a_step_is_in_one_micro_batch_and_none_is_above_the_budget(budget):
+    documents = [[index] * (index * 37 % 41 + 1) for index in range(60)]
+    packed = packed_ids(documents, budget)
+    assert sorted(token for batch in packed for token in batch) == sorted(token for ids in documents for token in ids)
+    assert all(len(batch) <= budget or len(set(batch)) == 1 for batch in packed)
+    tokens = sum(map(len, documents))
+    alone = sum(len(ids) > budget for ids in documents)
+    assert len(packed) <= alone + 11 / 9 * -(-tokens // budget) + 1 or budget < 41
 
 
 def test_targets_are_the_tokens_after_the_prompt():
@@ -51,9 +67,69 @@ def test_targets_are_the_tokens_after_the_prompt():
     assert batch.positions_T.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3]
 
 
+def test_what_is_not_trained_on_after_the_prompt_is_no_target():
+    [batch] = micro_batches([[9, 9], [1, 2, 3, 4, 5, 6, 7]], [0, 2], 9, [[], [3, 5]])
+    assert batch.targets_T.tolist() == [9, *[NO_TARGET] * 2, 3, *[NO_TARGET] * 2, 6, 7, NO_TARGET]
+    assert batch.num_targets == num_targets(2, 0) + num_targets(7, 2, [3, 5]) == 4
+
+
 def test_a_document_above_the_budget_is_a_micro_batch_of_its_own():
-    packed = micro_batches([[1], [2, 2, 2, 2], [3], [4]], [0] * 4, budget_tokens=2)
-    assert [batch.tokens_T.tolist() for batch in packed] == [[1], [2, 2, 2, 2], [3, 4]]
+    assert packed_ids([[1], [2, 2, 2, 2], [3], [4]], 2) == [[1, 3], [2, 2, 2, 2], [4]]
+
+
+LENGTHS = [3, 9, 2, 1, 14, 5, 5, 2, 30]
+
+
+@pytest.mark.parametrize("length", [2, 3, 7, 8, 100])
+def test_windows_of_documents_apart_have_every_token_once_as_target_and_are_full_but_the_last(length):
+    windows = apart(LENGTHS, [], length)
+    targets = [(document, at) for window in windows for document, start, end in window for at in range(start + 1, end)]
+    assert targets == [(document, at) for document, tokens in enumerate(LENGTHS) for at in range(1, tokens)]
+    sizes = [sum(end - start for _, start, end in window) for window in windows]
+    assert all(length - 1 <= size <= length for size in sizes[:-1])
+    assert 2 <= sizes[-1] <= length
+    assert all(end - start > 1 for window in windows for _, start, end in window)
+
+
+@pytest.mark.parametrize("length", [2, 3, 7, 8, 100])
+def test_windows_of_documents_joined_have_every_token_but_the_first_once_as_target(length):
+    # The third document begins with the token that the second ends with, which is not read twice.
+    continues = [number == 2 for number in range(len(LENGTHS))]
+    windows = joined(LENGTHS, continues, length)
+    stream = [(document, at) for document, tokens in enumerate(LENGTHS) for at in range(continues[document], tokens)]
+    read = [[(document, at) for document, start, end in window for at in range(start, end)] for window in windows]
+    assert [token for window in read for token in window[1:]] == stream[1:]
+    assert all(len(window) == length for window in read[:-1])
+    assert 2 <= len(read[-1]) <= length
+
+
+def test_packed_rows_are_windows_and_attention_stays_inside_documents_or_does_not():
+    from datasets import Dataset
+
+    data = {"input_ids": [[1, 2, 3], [4, 5], [6, 7]], "prompt_length": [0] * 3, "untrained": [[]] * 3}
+    rows = Dataset.from_dict({**data, "continues": [False] * 3})
+    of = {packing: Rows.of(rows, packing, 4) for packing in ("off", "apart", "joined")}
+    assert {packing: len(each) for packing, each in of.items()} == {"off": 3, "apart": 2, "joined": 2}
+    assert [batch.cu_seqlens for batch in of["apart"].batches([0], 9)] == [(0, 3)]
+    assert [batch.cu_seqlens for batch in of["apart"].batches([1], 9)] == [(0, 2, 4)]
+    assert [batch.cu_seqlens for batch in of["joined"].batches([1], 9)] == [(0, 4)]
+    for each in of.values():
+        batches = each.batches(range(len(each)), 5)
+        assert each.num_targets == sum(batch.num_targets for batch in batches)
+        assert each.lengths == [sum(len(x.ids) for x in each.row(index)) for index in range(len(each))]
+    assert of["joined"].num_targets == 6
+
+
+def test_rows_with_a_prompt_are_never_packed_into_windows():
+    from datasets import Dataset
+
+    rows = Dataset.from_dict({"input_ids": [[1, 2], [3, 4]], "prompt_length": [0, 1], "untrained": [[], []]})
+    assert len(Rows.of(rows, "apart", 8)) == 2
+
+
+def test_the_prompt_of_a_conversation_is_all_before_its_last_answer():
+    rows = Rows([[1, 2, 3, 4, 5, 6]] * 2, [2, 2], [[3, 4], []])
+    assert [rows.prompt(index) for index in range(2)] == [[1, 2, 3, 4], [1, 2]]
 
 
 def test_rows_of_a_data_set_are_packed_in_the_order_asked_for():

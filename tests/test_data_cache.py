@@ -59,7 +59,7 @@ def test_a_change_of_anything_that_matters_prepares_again(change: str, rows: Pat
     elif change == "tokenizer":
         tokenizer = make_tokenizer(vocab_size=300)
     elif change == "template":
-        other = recipe(prompt="Sum up: {document}\n\nSummary:")
+        other = recipe(prompt="Sum up: {{ document }}\n\nSummary:")
     elif change == "limit":
         other = recipe(max_length=512)
     elif change == "map":

@@ -193,7 +193,7 @@ def test_no_row_left_says_why(tokenizer, tmp_path):
 def test_policy_error_names_file_and_line(tokenizer, tmp_path):
     path = json_lines(tmp_path / "a.jsonl", [{"note": "a", "summary": "b"}, {"note": WORDS * 9, "summary": "b"}])
     with pytest.raises(DataError, match=r"a\.jsonl:2: \d+ tokens with EOS, max_length is 60"):
-        prepare(recipe(too_long="error", max_length=60), tokenizer, path, VOCAB)
+        prepare(recipe(on_long="error", max_length=60), tokenizer, path, VOCAB)
 
 
 def test_a_token_the_model_does_not_have_is_refused(tokenizer, notes):
@@ -287,9 +287,9 @@ def test_the_recipe_it_was_prepared_with_is_compatible(prepared, tokenizer):
     ("options", "message"),
     [
         ({"max_length": 512}, "max_length is 512, was 1024"),
-        ({"prompt": "{document}\n\nTL;DR:"}, "prompt is "),
-        ({"completion": "{summary}"}, "completion is "),
-        ({"too_long": "skip"}, "too_long is 'skip', was 'cut-end'"),
+        ({"prompt": "{{ document }}\n\nTL;DR:"}, "prompt is "),
+        ({"completion": "{{ summary }}"}, "completion is "),
+        ({"on_long": "skip"}, "on_long is 'skip', was 'shorten'"),
         ({"fields": {"document": ["body"]}}, "'document' was taken from column 'note', now from body"),
     ],
 )

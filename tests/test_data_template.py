@@ -1,10 +1,10 @@
 import pytest
 from test_data_tokenizer import make_tokenizer
 
-from gptj_ft.data.fields import alternatives_of, choose_columns, read_fields, text_of
+from gptj_ft.data.fields import UnknownColumn, alternatives_of, choose_columns, read_fields, text_of
 from gptj_ft.data.placeholders import fields_of, render
-from gptj_ft.data.template import RowSkipped, check_templates, encode, encode_prompt
-from gptj_ft.errors import DataError, UsageError
+from gptj_ft.data.template import check_templates, encode, encode_prompt, from_tokens
+from gptj_ft.errors import DataError, RowSkipped, UsageError
 from gptj_ft.recipe import Recipe, resolve
 
 WORDS = "the patient came from the village with a cough and was given water "
@@ -27,23 +27,62 @@ def decode(tokenizer, ids):
 
 
 def test_braces_in_a_document_stay_as_they_are():
-    assert render("{{x}} {a}|{b}", {"a": "{b} {0} }{", "b": "{{}}"}) == "{x} {b} {0} }{|{{}}"
+    values = {"a": "{{ b }} {% if %} <&>", "b": "{{}}"}
+    assert render("{x} {{ a }}|{{b}}\n", values) == "{x} {{ b }} {% if %} <&>|{{}}\n"
 
 
-@pytest.mark.parametrize("template", ["{", "}", "{}", "{0}", "{a.b}", "{a[0]}", "{a:>9}", "{a!r}"])
-def test_a_template_holds_names_only(template):
+def test_the_fields_of_a_template_are_what_it_does_not_set_itself_in_order():
+    template = "{{ b }}{% for m in messages %}{{ m.role }} {{ a }}{% endfor %}{% set c = b %}{{ c }}"
+    assert fields_of(template) == ("b", "messages", "a")
+
+
+@pytest.mark.parametrize("template", ["{{", "{{ }}", "{{ a", "{% for %}", "{% nothing %}", "{{ a | unknown }}"])
+def test_what_is_no_template_is_refused(template):
     with pytest.raises(UsageError, match="template"):
         fields_of(template)
+
+
+def test_single_braces_around_a_name_are_refused_with_what_to_write():
+    with pytest.raises(UsageError, match=r"write \{\{ document \}\} for a field, not \{document\}"):
+        fields_of("Summarize {document}:")
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ a.__class__.__mro__ }}", "{{ a.missing }}", "{{ a + 1 }}", "{{ missing }}", "{{ a | list | tojson(9, 9) }}"],
+)
+def test_a_template_reaches_nothing_but_its_values(template):
+    with pytest.raises(UsageError, match="template"):
+        render(template, {"a": "text"})
+
+
+def test_a_template_may_be_a_file(tmp_path):
+    (tmp_path / "mine.jinja").write_text("Sum up {{ document }}\n")
+    (tmp_path / "config.yaml").write_text("recipe: summarization\nprompt: '@mine.jinja'\n")
+    assert resolve({}, tmp_path / "config.yaml", environment={}).recipe.prompt == "Sum up {{ document }}"
+    assert recipe(prompt=f"@{tmp_path / 'mine.jinja'}").prompt == "Sum up {{ document }}"
+    with pytest.raises(UsageError, match=r"prompt: cannot read the template .*none\.jinja"):
+        recipe(prompt=f"@{tmp_path / 'none.jinja'}")
 
 
 # Columns
 
 
 def test_columns_are_chosen_best_first_whatever_their_case():
-    assert choose_columns(["id", "Dialogue", "text", "Section_Text"], recipe()) == {
-        "document": "text",
+    assert choose_columns(["id", "Document", "text", "Section_Text"], recipe()) == {
+        "document": "Document",
         "summary": "Section_Text",
     }
+
+
+def test_several_columns_that_may_be_a_field_are_not_chosen_from():
+    with pytest.raises(UnknownColumn, match=r"'document' may be any of the columns text, Dialogue;") as caught:
+        choose_columns(["id", "Dialogue", "text", "summary"], recipe())
+    assert caught.value.field == "document"
+    assert caught.value.choices == ("text", "Dialogue")
+    assert str(caught.value).endswith("say which with --map document=text")
+    chosen = choose_columns(["id", "Dialogue", "text", "summary"], recipe(map="document=Dialogue"))
+    assert chosen == {"document": "Dialogue", "summary": "summary"}
 
 
 def test_no_two_fields_take_the_same_column():
@@ -52,13 +91,13 @@ def test_no_two_fields_take_the_same_column():
         "question": "prompt",
         "answer": "output",
     }
-    same = Recipe(prompt="{a}", completion="{b}", fields={"a": ("x",), "b": ("x",)})
+    same = Recipe(prompt="{{ a }}", completion="{{ b }}", fields={"a": ("x",), "b": ("x",)})
     with pytest.raises(DataError, match="no column for 'b': looked for x; there are: none"):
         choose_columns(["x"], same)
 
 
 def test_a_list_of_highlights_is_one_text_and_a_list_of_targets_several_answers():
-    recipe = Recipe(prompt="{document}", completion=" {summary}", fields={})
+    recipe = Recipe(prompt="{{ document }}", completion=" {{ summary }}", fields={})
     row = {"document": "d", "Highlights": ["One.", "Two."], "target": ["One.", "Two."]}
     found = read_fields(row, {"document": "document", "summary": "Highlights"}, recipe)
     assert found.references == ["One.\nTwo."]
@@ -67,7 +106,7 @@ def test_a_list_of_highlights_is_one_text_and_a_list_of_targets_several_answers(
 
 
 def test_a_field_that_the_recipe_does_not_list_goes_by_its_own_name():
-    custom = Recipe(prompt="{question}", completion="{reply}", fields={})
+    custom = Recipe(prompt="{{ question }}", completion="{{ reply }}", fields={})
     assert choose_columns(["Reply", "question"], custom) == {"question": "question", "reply": "Reply"}
 
 
@@ -160,7 +199,7 @@ def test_a_row_is_prompt_completion_and_eos_tokenised_apart(tokenizer):
     assert decode(tokenizer, prompt) == "Summarize the following text.\n\nThe cough.\n\nSummary:"
     assert decode(tokenizer, answer) == " Cough {x}."
     assert prompt == tokenizer("Summarize the following text.\n\nThe cough.\n\nSummary:")["input_ids"]
-    assert not encoded.cut
+    assert encoded.tokens_cut == 0
 
 
 LONG_DOCUMENTS = [
@@ -168,18 +207,20 @@ LONG_DOCUMENTS = [
     "x" * 500,  # no blank to cut at
     "😀 water 水を飲む " * 40,  # several tokens a character
     "\n\n".join([WORDS.strip()] * 20),
-    "{document} {summary} }{ " * 30,
+    "{{ document }} {% summary }{ " * 30,
 ]
 
 
 @pytest.mark.parametrize("document", LONG_DOCUMENTS)
-@pytest.mark.parametrize("too_long", ["cut-end", "cut-start"])
+@pytest.mark.parametrize("side", ["end", "start"])
 @pytest.mark.parametrize("max_length", [60, 61, 62, 63, 64, 100])
-def test_a_cut_touches_the_document_only_and_eos_stays(tokenizer, document, too_long, max_length):
-    cut = recipe(too_long=too_long, max_length=max_length)
+def test_a_cut_touches_the_document_only_and_eos_stays(tokenizer, document, side, max_length):
+    cut = recipe(cut=side, max_length=max_length)
     encoded = encode(cut, tokenizer, {"document": document, "summary": "He had a cough."})
     [ids] = encoded.documents
-    assert encoded.cut
+    values = {"document": document, "summary": "He had a cough."}
+    whole = len(encode(recipe(max_length=2048), tokenizer, values).documents[0])
+    assert encoded.tokens_cut == whole - len(ids) > 0
     assert len(ids) <= max_length
     assert ids[-1] == tokenizer.eos_token_id
     assert decode(tokenizer, ids[encoded.prompt_length : -1]) == " He had a cough."
@@ -188,18 +229,18 @@ def test_a_cut_touches_the_document_only_and_eos_stays(tokenizer, document, too_
     assert prompt.endswith("\n\nSummary:")
     part = prompt.removeprefix("Summarize the following text.\n\n").removesuffix("\n\nSummary:")
     assert part
-    assert document.startswith(part) if too_long == "cut-end" else document.endswith(part)
+    assert document.startswith(part) if side == "end" else document.endswith(part)
 
 
 @pytest.mark.parametrize("document", [*LONG_DOCUMENTS, "the\n" * 60, "a\n\n\nb" * 40, "\n \n\n\nx" * 40])
 def test_a_cut_keeps_the_longest_part_that_fits(tokenizer, document, monkeypatch):
     monkeypatch.setattr("gptj_ft.data.template.WORD_TOKENS", 0)
-    template = "Read.\n{a}\n\nSummary:"
+    template = "Read.\n{{ a }}\n\nSummary:"
     ends = sorted({end for _, end in tokenizer(document, return_offsets_mapping=True)["offset_mapping"]})
-    lengths = {end: len(tokenizer(template.replace("{a}", document[:end]))["input_ids"]) for end in ends}
+    lengths = {end: len(tokenizer(template.replace("{{ a }}", document[:end]))["input_ids"]) for end in ends}
     for max_length in range(lengths[ends[0]] + 12, lengths[ends[-1]], 7):
         cut = Recipe(
-            prompt=template, completion="{b}", fields={}, shorten="a", max_length=max_length, too_long="cut-end"
+            prompt=template, completion="{{ b }}", fields={}, shorten="a", max_length=max_length, on_long="shorten"
         )
         encoded = encode(cut, tokenizer, {"a": document, "b": "x"})
         prompt = decode(tokenizer, encoded.documents[0][: encoded.prompt_length])
@@ -208,12 +249,12 @@ def test_a_cut_keeps_the_longest_part_that_fits(tokenizer, document, monkeypatch
         assert len(part) == max(end for end in ends if lengths[end] <= max_length - 2)
 
 
-@pytest.mark.parametrize("too_long", ["cut-end", "cut-start"])
-def test_a_cut_falls_between_words_where_one_is_near(tokenizer, too_long):
+@pytest.mark.parametrize("side", ["end", "start"])
+def test_a_cut_falls_between_words_where_one_is_near(tokenizer, side):
     words = ["patiently", "coughing", "waters", "villagers", "visitors", "seconds"]
     assert all(len(tokenizer(f" {word}")["input_ids"]) > 1 for word in words)
     for max_length in range(60, 90):
-        cut = recipe(too_long=too_long, max_length=max_length)
+        cut = recipe(cut=side, max_length=max_length)
         encoded = encode(cut, tokenizer, {"document": " ".join(words * 20), "summary": "x"})
         prompt = decode(tokenizer, encoded.documents[0][: encoded.prompt_length])
         part = prompt.removeprefix("Summarize the following text.").removesuffix("Summary:")
@@ -221,7 +262,8 @@ def test_a_cut_falls_between_words_where_one_is_near(tokenizer, too_long):
 
 
 def test_a_field_used_twice_is_cut_alike_in_both_places(tokenizer):
-    twice = Recipe(prompt="[{a}]+[{a}]", completion="{b}", fields={}, shorten="a", max_length=60, too_long="cut-end")
+    template = {"prompt": "[{{ a }}]+[{{ a }}]", "completion": "{{ b }}", "fields": {}}
+    twice = Recipe(**template, shorten="a", max_length=60, on_long="shorten")
     encoded = encode(twice, tokenizer, {"a": WORDS * 9, "b": "x"})
     first, second = decode(tokenizer, encoded.documents[0][: encoded.prompt_length]).split("+")
     assert first == second
@@ -239,8 +281,8 @@ def test_training_and_inference_cut_alike(tokenizer):
 
 
 def test_a_prompt_that_cannot_be_shortened_is_a_data_error(tokenizer):
-    with pytest.raises(DataError, match=r"takes \d+ tokens, there is room for 20 \(too_long: skip\)"):
-        encode_prompt(recipe(too_long="skip"), tokenizer, {"document": WORDS}, room=20)
+    with pytest.raises(DataError, match=r"takes \d+ tokens, there is room for 20 \(on_long: skip\)"):
+        encode_prompt(recipe(on_long="skip"), tokenizer, {"document": WORDS}, room=20)
     with pytest.raises(DataError, match="the field 'document' is empty"):
         encode_prompt(recipe(), tokenizer, {"document": " "}, room=20)
     with pytest.raises(UsageError, match="no room"):
@@ -259,7 +301,7 @@ def test_plain_text_to_continue_keeps_its_end(tokenizer):
     [
         ({"document": " \n", "summary": "x"}, {}, "the field 'document' is empty"),
         ({"document": "x", "summary": " "}, {}, "the completion is empty"),
-        ({"document": WORDS * 9, "summary": "x"}, {"too_long": "skip", "max_length": 60}, "longer than max_length"),
+        ({"document": WORDS * 9, "summary": "x"}, {"on_long": "skip", "max_length": 60}, "longer than max_length"),
         ({"document": "x", "summary": WORDS * 9}, {"max_length": 60}, "no room for any part of 'document'"),
         ({"document": WORDS * 9, "summary": "x"}, {"max_length": 15}, "no room for any part of 'document'"),
         ({"document": WORDS * 9, "summary": "x"}, {"shorten": "", "max_length": 60}, "no field to `shorten` is named"),
@@ -272,7 +314,7 @@ def test_a_row_that_cannot_be_used_says_why(tokenizer, values, options, reason):
 
 def test_policy_error_stops(tokenizer):
     with pytest.raises(DataError, match=r"\d+ tokens with EOS, max_length is 60") as caught:
-        encode(recipe(too_long="error", max_length=60), tokenizer, {"document": WORDS * 9, "summary": "x"})
+        encode(recipe(on_long="error", max_length=60), tokenizer, {"document": WORDS * 9, "summary": "x"})
     assert not isinstance(caught.value, RowSkipped)
 
 
@@ -290,10 +332,10 @@ def test_split_trains_every_token_once(tokenizer, max_length):
 
 
 def test_plain_text_may_be_cut_instead_of_split(tokenizer):
-    plain = recipe("continuous-pretraining", too_long="cut-end", shorten="text", max_length=20)
+    plain = recipe("continuous-pretraining", on_long="shorten", shorten="text", max_length=20)
     encoded = encode(plain, tokenizer, {"text": WORDS * 3})
     [ids] = encoded.documents
-    assert encoded.cut
+    assert encoded.tokens_cut > 0
     assert ids[-1] == tokenizer.eos_token_id
     assert (WORDS * 3).startswith(decode(tokenizer, ids[:-1]))
 
@@ -309,4 +351,80 @@ def test_templates_and_policies_that_contradict_each_other_are_refused():
     with pytest.raises(UsageError, match="'summary' is no field of the prompt"):
         check_templates(recipe(shorten="summary"))
     with pytest.raises(UsageError, match="'split' is for plain text"):
-        check_templates(recipe(too_long="split"))
+        check_templates(recipe(on_long="split"))
+    with pytest.raises(UsageError, match="there is no field in"):
+        check_templates(recipe(completion=" yes"))
+    with pytest.raises(UsageError, match="the assistant's message"):
+        check_templates(recipe("chat", completion="{{ answer }}"))
+
+
+@pytest.mark.parametrize("max_length", [60, 61, 75, 90])
+def test_a_cut_in_the_middle_keeps_beginning_and_end(tokenizer, max_length):
+    document = f"First of all. {WORDS * 20}And at last."
+    cut = recipe(cut="middle", max_length=max_length)
+    [ids] = encode(cut, tokenizer, {"document": document, "summary": "x"}).documents
+    prompt = decode(tokenizer, ids)
+    part = prompt.removeprefix("Summarize the following text.\n\n").partition("\n\nSummary:")[0]
+    begin, _, end = part.partition(" ... ")
+    assert len(ids) <= max_length
+    assert document.startswith(begin)
+    assert document.endswith(end)
+    assert begin.startswith("First")
+    assert end.endswith("last.")
+
+
+@pytest.mark.parametrize("before", [0, 1, 20, 39, 40])
+def test_a_cut_of_a_passage_keeps_what_is_around_the_answer(tokenizer, before):
+    passage = WORDS * before + "the answer is forty two, he said. " + WORDS * (40 - before)
+    row = {"context": passage, "question": "What?", "answers": {"text": ["forty two"], "answer_start": [0]}}
+    columns = {"context": "context", "question": "question", "answer": "answers"}
+    qa = recipe("qa", max_length=80)
+    found = read_fields(row, columns, qa)
+    assert found.answer_at == passage.index("forty two"), "what the data says is wrong, so it is looked for"
+    encoded = encode(qa, tokenizer, found.values, found.answer_at)
+    prompt = decode(tokenizer, encoded.documents[0][: encoded.prompt_length])
+    kept = prompt.partition("Passage: ")[2].partition("\n\nQuestion")[0]
+    assert "forty two" in kept
+    assert kept in passage
+    # Where nothing is known of the answer, as when one is asked for, the end is cut.
+    assert passage.startswith(encode_to_text(tokenizer, qa, row, columns))
+
+
+def encode_to_text(tokenizer, recipe, row, columns):
+    values = {name: row[column] for name, column in columns.items() if name != "answer"}
+    prompt = encode_prompt(recipe, tokenizer, values, 70)
+    return decode(tokenizer, prompt.ids).partition("Passage: ")[2].partition("\n\nQuestion")[0]
+
+
+def test_where_the_data_says_the_answer_is_that_one_is_kept():
+    row = {"context": "two and two", "question": "?", "answers": {"text": ["two"], "answer_start": [8]}}
+    columns = {"context": "context", "question": "question", "answer": "answers"}
+    assert read_fields(row, columns, recipe("qa")).answer_at == 8
+    assert read_fields({**row, "answers": "two"}, columns, recipe("qa")).answer_at == 0
+    assert read_fields({**row, "answers": "three"}, columns, recipe("qa")).answer_at is None
+
+
+# Rows that come as tokens
+
+
+def test_tokens_that_come_with_their_targets_are_taken_as_they_are():
+    plain = recipe("continuous-pretraining", max_length=8)
+    assert from_tokens(plain, [5, 6, 7], None).documents == ([5, 6, 7],)
+    encoded = from_tokens(plain, [5, 6, 7, 8, 9, 1, 1], [2, 3, 4, 5])
+    assert (encoded.documents, encoded.prompt_length, encoded.untrained) == (([5, 6, 7, 8, 9],), 2, (3, 4))
+    assert from_tokens(plain, [5, 6, 7], [0, 3]).prompt_length == 0
+
+
+def test_tokens_that_are_too_long_are_split_only_if_all_are_targets():
+    plain = recipe("continuous-pretraining", max_length=4)
+    assert from_tokens(plain, list(range(9)), None).documents == ([0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8])
+    with pytest.raises(RowSkipped, match="cannot be shortened"):
+        from_tokens(plain, list(range(9)), [3, 9])
+    with pytest.raises(RowSkipped, match="no token that is trained on"):
+        from_tokens(plain, list(range(9)), [0, 1])
+
+
+@pytest.mark.parametrize("trained", [[1], [2, 1], [1, 10], [3, 5, 4, 6]])
+def test_targets_that_are_no_pairs_are_an_error(trained):
+    with pytest.raises(DataError, match="no list of"):
+        from_tokens(recipe("continuous-pretraining"), list(range(9)), trained)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,7 @@ Packing = Literal["off", "apart", "joined"]
 Slice = tuple[int, int, int]  # a document, and which of its tokens: the first, and the one after the last
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """What attention does not leave.
 
     Attributes:
@@ -111,7 +110,9 @@ class Rows:
 
     def batches(self, rows: Iterable[int], budget_tokens: int) -> list[PackedBatch]:
         """Return some rows as micro-batches; see `micro_batches`."""
-        return micro_batches([document for row in rows for document in self.row(row)], budget_tokens)
+        documents = [document for row in rows for document in self.row(row)]
+        ids, prompts, untrained = zip(*documents, strict=True) if documents else ((), (), ())
+        return micro_batches(ids, prompts, budget_tokens, untrained)
 
 
 def steps_per_epoch(num_rows: int, batch_size: int) -> int:
@@ -146,7 +147,12 @@ def _order_of_epoch(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return np.argsort(keys, kind="stable")
 
 
-def micro_batches(documents: Sequence[Document], budget_tokens: int) -> list[PackedBatch]:
+def micro_batches(
+    documents: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int],
+    budget_tokens: int,
+    untrained: Sequence[Sequence[int]] | None = None,
+) -> list[PackedBatch]:
     """Pack documents into as few micro-batches of at most ``budget_tokens`` tokens as come of first fit; no padding.
 
     The longest go first, each into the first micro-batch with room (first fit decreasing, within 11/9 of the fewest:
@@ -154,28 +160,26 @@ def micro_batches(documents: Sequence[Document], budget_tokens: int) -> list[Pac
     a micro-batch, and micro-batches by their first one, are in the order given.
 
     Args:
-        documents: of one optimizer step.
+        documents: token ids of each, of one optimizer step.
+        prompt_lengths: tokens at each document's start that are not trained on.
         budget_tokens: tokens computed at once.
+        untrained: what else of each is not, as (start, end) pairs in one flat list.
     """
     groups: list[list[int]] = []
     room: list[int] = []
-    for index in sorted(range(len(documents)), key=lambda index: (-len(documents[index].ids), index)):
-        length = len(documents[index].ids)
+    for index in sorted(range(len(documents)), key=lambda index: (-len(documents[index]), index)):
+        length = len(documents[index])
         group = next((group for group, tokens in enumerate(room) if tokens >= length), len(groups))
         if group == len(groups):
             groups.append([])
             room.append(budget_tokens)
         groups[group].append(index)
         room[group] -= length
-    return [_packed([documents[index] for index in sorted(group)]) for group in sorted(groups, key=min)]
-
-
-def _packed(documents: Sequence[Document]) -> PackedBatch:
-    return pack(
-        [document.ids for document in documents],
-        [document.prompt_length for document in documents],
-        untrained=[document.untrained for document in documents],
-    )
+    gaps = untrained or [()] * len(documents)
+    return [
+        pack([documents[i] for i in group], [prompt_lengths[i] for i in group], untrained=[gaps[i] for i in group])
+        for group in sorted(map(sorted, groups))
+    ]
 
 
 def apart(lengths: Sequence[int], continues: Sequence[bool], length: int) -> list[list[Slice]]:

@@ -30,6 +30,7 @@ from gptj_ft.data.prepared import (
     split,
 )
 from gptj_ft.data.records import Findings, Row, read_rows, sha256_of
+from gptj_ft.data.targets import num_targets
 from gptj_ft.data.template import (
     Encoded,
     Part,
@@ -40,7 +41,6 @@ from gptj_ft.data.template import (
     parts,
     tokenize,
 )
-from gptj_ft.data.targets import num_targets
 from gptj_ft.data.tokenizer import load_tokenizer, tokenizer_digest
 from gptj_ft.errors import DataError, RowSkipped
 from gptj_ft.home import home

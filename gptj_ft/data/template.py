@@ -263,7 +263,8 @@ def _require_content(template: str, values: Mapping[str, Any]) -> None:
 def _refuse_if_not_to_be_shortened(recipe: Recipe, num_tokens: int) -> None:
     if recipe.on_long == "error":
         raise DataError(
-            f"{num_tokens} tokens with EOS, max_length is {recipe.max_length}; raise it, or set on_long to shorten or skip"
+            f"{num_tokens} tokens with EOS, max_length is {recipe.max_length}; raise it, or set on_long "
+            "to shorten or skip"
         )
     if recipe.on_long == "skip":
         raise RowSkipped("longer than max_length")

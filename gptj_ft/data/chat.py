@@ -1,0 +1,127 @@
+"""Conversations: what a cell of messages holds, and which parts of it are trained on.
+
+    prompt of the messages before an answer | answer | what the template puts before the next one | answer | ...
+
+Every answer of the assistant is trained on, in one row; the rest is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gptj_ft.data.placeholders import fields_of, render
+from gptj_ft.errors import RowSkipped, UsageError
+from gptj_ft.recipe import Recipe
+
+MESSAGES, REPLY = "messages", "reply"  # the field of a prompt, and what its completion is made of
+ASSISTANT, SYSTEM = "assistant", "system"
+# ShareGPT's names and others' -> those of the template.
+ROLES = {
+    "system": SYSTEM, "developer": SYSTEM,
+    "user": "user", "human": "user", "prompter": "user", "customer": "user",
+    "assistant": ASSISTANT, "gpt": ASSISTANT, "bot": ASSISTANT, "chatbot": ASSISTANT, "model": ASSISTANT,
+    "agent": ASSISTANT,
+}  # fmt: skip
+
+
+class Conversation(tuple[Mapping[str, str], ...]):
+    """Messages, each with ``role`` (system, user, assistant) and ``content``; as text, their contents."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(message["content"] for message in self)
+
+
+def is_chat(recipe: Recipe) -> bool:
+    """Tell whether the recipe's rows are conversations."""
+    return MESSAGES in fields_of(recipe.prompt)
+
+
+def read_conversation(cell: Any) -> Conversation:
+    """Return the messages of a cell: ``[{"role", "content"}]``, ShareGPT's ``[{"from", "value"}]``, or either as JSON.
+
+    Raises:
+        RowSkipped: it is none, or has a message that is no text.
+    """
+    if isinstance(cell, str):
+        try:
+            cell = json.loads(cell)
+        except ValueError as error:
+            raise RowSkipped("the messages are a text, not a list") from error
+    if isinstance(cell, dict) and isinstance(cell.get(MESSAGES), list):
+        cell = cell[MESSAGES]
+    if not isinstance(cell, list):
+        raise RowSkipped("the messages are no list")
+    return Conversation(_message(each) for each in cell)
+
+
+def _message(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise RowSkipped("a message is no object with role and content")
+    role = value.get("role", value.get("from"))
+    content = value.get("content", value.get("value", value.get("text")))
+    if not isinstance(role, str) or role.strip().casefold() not in ROLES:
+        raise RowSkipped(f"a message has the role '{str(role)[:40]}', not system, user or assistant")
+    if isinstance(content, list):  # parts of several kinds
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise RowSkipped("a message is not text alone")
+        content = "\n".join(part["text"] for part in content)
+    if not isinstance(content, str) or not content.strip():
+        raise RowSkipped("a message is empty")
+    return {"role": ROLES[role.strip().casefold()], "content": content.strip()}
+
+
+def asked(text: str) -> Conversation:
+    """Return a conversation that begins with a user's text."""
+    return Conversation([{"role": "user", "content": text.strip()}])
+
+
+def up_to_the_last_answer(conversation: Conversation) -> Conversation:
+    """Leave out what follows the last answer.
+
+    Raises:
+        RowSkipped: there is none, or nothing before it.
+    """
+    answers = [index for index, message in enumerate(conversation) if message["role"] == ASSISTANT]
+    if not answers:
+        raise RowSkipped("no message of the assistant")
+    if answers[-1] == 0:
+        raise RowSkipped("nothing comes before the assistant's message")
+    return Conversation(conversation[: answers[-1] + 1])
+
+
+def parts_of(recipe: Recipe, conversation: Conversation) -> list[tuple[str, bool]]:
+    """Return the texts of a conversation that ends with an answer, each with whether it is trained on.
+
+    Raises:
+        UsageError: what the template makes of the first messages changes when others follow.
+    """
+    done, parts = "", list[tuple[str, bool]]()
+    for index, message in enumerate(conversation):
+        if message["role"] != ASSISTANT or not index:
+            continue
+        before = render(recipe.prompt, {MESSAGES: conversation[:index]})
+        if not before.startswith(done):
+            raise UsageError(
+                "prompt: after an answer it must go on from what it was before, with the answer as the completion "
+                f"writes it; it does not after {done[-40:]!r}"
+            )
+        answer = render(recipe.completion, {REPLY: message["content"], MESSAGES: conversation[:index]})
+        parts += [(before[len(done) :], False), (answer, True)]
+        done = before + answer
+    return parts
+
+
+def shorter(conversation: Conversation) -> Iterable[Conversation]:
+    """Yield the conversation without its oldest messages, one less each time; what the system says stays.
+
+    Each begins with a message of the user, and has all from there on.
+    """
+    system = [message for message in conversation if message["role"] == SYSTEM]
+    others = [message for message in conversation if message["role"] != SYSTEM]
+    for start in range(1, len(others)):
+        if others[start]["role"] == "user":
+            yield Conversation([*system, *others[start:]])
