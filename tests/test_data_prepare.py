@@ -55,11 +55,13 @@ def test_rows_carry_tokens_prompt_length_references_and_origin(tokenizer, notes,
     assert {name: str(feature) for name, feature in prepared.rows.features.items()} == {
         "input_ids": "List(Value('int32'))",
         "prompt_length": "Value('int32')",
+        "untrained": "List(Value('int32'))",
         "references": "List(Value('string'))",
         "source": "Value('string')",
         "line": "Value('int64')",
         "group": "Value('int64')",
         "label": "Value('string')",
+        "continues": "Value('bool')",
     }
 
 

@@ -95,11 +95,11 @@ def test_squad_is_one_row_per_question_and_impossible_ones_have_no_answers(write
             "context": "The Aa is short.",
             "question": "What is short?",
             "id": "q1",
-            "answers": ["The Aa", "Aa"],
+            "answers": {"text": ["The Aa", "Aa"], "answer_start": [0, 4]},
         },
     )
     assert second[0] == 2
-    assert second[1]["answers"] == []
+    assert second[1]["answers"] == {"text": [], "answer_start": []}
     pretty = json.dumps(squad, indent=1)
     lines = [line for line, _ in rows(write("pretty.json", pretty))]
     assert [pretty.splitlines()[line - 1].strip() for line in lines] == ['"id": "q1",', '"id": "q2",']

@@ -10,8 +10,8 @@ import pytest
 from test_data_tokenizer import make_tokenizer
 
 from gptj_ft.data.fields import choose_columns, read_fields
-from gptj_ft.data.placeholders import render
-from gptj_ft.data.template import RowSkipped, check_templates, encode
+from gptj_ft.data.template import check_templates, encode, parts
+from gptj_ft.errors import RowSkipped
 from gptj_ft.recipe import preset_names, resolve
 
 ROWS = {
@@ -28,6 +28,7 @@ ROWS = {
     "autocomplete": ({"text": "Dear all, thank you."}, "Dear all, thank you."),
     "relation-extraction": ({"text": "Ann met Bo.", "triples": ["Ann | met | Bo", "Bo | met | Ann"]},
                             "\nAnn | met | Bo\nBo | met | Ann"),
+    "chat": ({"conversations": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Hello."}]}, " Hello."),
     "continuous-pretraining": ({"text": "Some news."}, "Some news."),
     "trc2": ({"text": "Some news."}, "Some news."),
 }  # fmt: skip
@@ -43,7 +44,7 @@ def test_a_preset_finds_its_columns_and_trains_on_what_it_should(name: str) -> N
     recipe = resolve({"recipe": name}, environment={}).recipe
     check_templates(recipe)
     found = read_fields(row, choose_columns(row, recipe), recipe)
-    assert render(recipe.completion, found.values) == completion
+    assert parts(recipe, found.values)[-1] == (completion, True)
     tokenizer = make_tokenizer()
     encoded = encode(recipe, tokenizer, found.values)
     (ids,) = encoded.documents

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gptj_ft.data.fields import recipe_fields
 from gptj_ft.data.template import fields_of
 from gptj_ft.errors import UsageError
 from gptj_ft.recipe import Recipe, build, dump, load_preset, preset_names, resolve
@@ -24,8 +25,7 @@ def test_every_preset_loads_names_its_source_and_knows_columns_for_its_templates
     assert recipe.recipe == name
     assert len(recipe.about) > 10
     assert len(recipe.source) > 40
-    fields = {*fields_of(recipe.prompt), *fields_of(recipe.completion)}
-    assert fields == set(recipe.fields)
+    assert set(recipe_fields(recipe)) == set(recipe.fields)
     assert recipe.shorten in (*fields_of(recipe.prompt), "")
 
 
