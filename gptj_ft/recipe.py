@@ -198,7 +198,7 @@ class Recipe(Options):
     max_length: int = Field(2048, ge=2, description="tokens of prompt, answer and EOS together")
 
     # How it is judged
-    metrics: tuple[Literal["rouge", "squad"], ...] = Field((), description="scores of written answers")
+    metrics: tuple[Literal["rouge", "squad", "accuracy", "relations"], ...] = Field((), description="scores of answers")
     generation: Generation = Field(default_factory=Generation)  # type: ignore[arg-type]
 
     # How it learns
