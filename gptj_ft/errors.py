@@ -5,6 +5,8 @@
     ├── DataError          exit 3   the content of a file: rows, shards
     ├── ResourceError      exit 4   memory or disk
     ├── NetworkError       exit 5
+    │   ├── Unreachable    no answer from the Hub: no connection, or it is down
+    │   └── NoSuchRevision
     ├── NotFinite          exit 1   a loss or a gradient that is no number
     └── Interrupted        exit 130 stopped on request, after a clean save
         └── OutOfTime      exit 7   stopped by --max-time, likewise: to be resumed by whoever set it
@@ -47,6 +49,14 @@ class NetworkError(GptjFtError):
     """A download that failed."""
 
     exit_code = 5
+
+
+class Unreachable(NetworkError):
+    """No answer from the Hub: no connection, or it is down. What was fetched before may do."""
+
+
+class NoSuchRevision(NetworkError):
+    """A repository without the branch, tag or commit that was asked for."""
 
 
 class NotFinite(GptjFtError):
