@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ import typer
 
 from gptj_ft import __version__
 from gptj_ft.errors import DataError, GptjFtError, ResourceError, UsageError
+from gptj_ft.hub import close_network
 from gptj_ft.options import (
     Activations,
     Assignments,
@@ -40,6 +42,7 @@ from gptj_ft.options import (
     MaxSteps,
     MaxTime,
     Model,
+    Offline,
     OptimizerState,
     Precision,
     RecipeName,
@@ -162,25 +165,29 @@ def prepare_data(
     show: Annotated[int, typer.Option("--show", min=0, help="print this many rows as the model will see them")] = 1,
     config: Config = None,
     assignments: Assignments = None,
+    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Turn rows into token ids: checked, masked, counted; `finetune --data` takes the folder."""
     flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
     flags.pop("output", None)  # here that is the folder of the rows
     from gptj_ft.data.cache import prepare_once
+    from gptj_ft.data.hub_rows import PREFIX, is_reference
     from gptj_ft.data.prepare import is_prepared, load_tokenizer, save
     from gptj_ft.families import read_architecture
     from gptj_ft.inputs import choose_model, data_path
     from gptj_ft.report import show_data, show_examples, show_lengths
 
     resolved = resolve(flags, config, _tuple(assignments))
-    source = data_path(data)
-    if is_prepared(source):
-        raise UsageError(f"{source} is prepared already: give it to `gptj-ft finetune --data`")
-    name = re.sub(r"[^\w.+-]+", "_", source.name)  # of a pattern, too
-    folder = output or source.with_name(name + ".prepared")
+    beside = Path(data.removeprefix(PREFIX).replace("/", "-")) if is_reference(data) else data_path(data)
+    name = re.sub(r"[^\w.+-]+", "_", beside.name)  # of a pattern, too
+    folder = output or beside.with_name(name + ".prepared")
     if folder.exists():
         raise UsageError(f"{folder} exists: name another --output or remove it")
+    resolved = _fetched(resolved, offline, as_json)
+    source = data_path(resolved.recipe.data)
+    if is_prepared(source):
+        raise UsageError(f"{source} is prepared already: give it to `gptj-ft finetune --data`")
     chosen = choose_model(resolved.recipe, source)
     vocab_size = read_architecture(chosen).config.vocab_size
     tokenizer = load_tokenizer(chosen)
@@ -237,6 +244,7 @@ def finetune(
     start: Annotated[
         str | None, typer.Option("--from", metavar="CHECKPOINT", help="with --resume: step-000120, best or last")
     ] = None,
+    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Fine-tune a model: every parameter, by weight streaming."""
@@ -253,7 +261,7 @@ def finetune(
     if resume is not None:
         prepared = command.resumed(resume, flags, config, _tuple(assignments), start)
     else:
-        prepared = command.fresh(resolve(flags, config, _tuple(assignments)))
+        prepared = command.fresh(_fetched(resolve(flags, config, _tuple(assignments)), offline, as_json))
         show_data(console, prepared.report)
     show_plan(console, prepared.session.plan)
     if dry_run:
@@ -288,6 +296,7 @@ def plan(
     config: Config = None,
     assignments: Assignments = None,
     measure: Annotated[bool, typer.Option("--measure", help="measure device and disk again, first")] = False,
+    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Tell what a run will cost, before it starts; without --data, for rows of the greatest length."""
@@ -295,7 +304,7 @@ def plan(
     from gptj_ft import finetune as command
     from gptj_ft.report import show_plan
 
-    forecast = command.forecast(resolve(flags, config, _tuple(assignments)), measure)
+    forecast = command.forecast(_fetched(resolve(flags, config, _tuple(assignments)), offline, as_json), measure)
     if as_json:
         _print_json(forecast.to_dict())
     else:
@@ -317,17 +326,19 @@ def evaluate(
     weights: Weights = None,
     config: Config = None,
     assignments: Assignments = None,
+    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Measure a model, and beside it the one it was tuned from: loss, perplexity and the recipe's scores."""
     from gptj_ft.evaluate import choose_baseline, default_rows, evaluate_model
     from gptj_ft.home import default_model, find_model
+    from gptj_ft.inputs import data_path
     from gptj_ft.report import show_evaluation, show_samples
 
     folder = find_model(model) if model else default_model("evaluate")
     flags = {"recipe": recipe, "device": device, "precision": precision, "weights": weights}
     options = _for_model(folder, flags, config, assignments).recipe
-    rows = Path(data).expanduser() if data else default_rows(folder)
+    rows = data_path(_fetched_rows(data, offline, as_json)) if data else default_rows(folder)
     other = choose_baseline(folder, baseline)
     if other is None and baseline == "auto" and not as_json:
         _console().print("no baseline: what this model was tuned from is not there; --baseline names one")
@@ -546,12 +557,11 @@ def export_run(
 
 def main() -> None:
     """Run the command line."""
-    # Private: libraries neither phone home nor look for newer files. `download` alone uses the network.
+    # Private: libraries neither phone home nor look for newer files. `download` uses the network, and `_fetched_rows`.
     for name in ("HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
         os.environ[name] = "1"
     if "download" not in sys.argv[1:2]:
-        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
-            os.environ[name] = "1"
+        close_network()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         app()
@@ -591,6 +601,23 @@ def _for_model(
     tuning = None if plain else read_tuning(folder)
     base = (f"model {folder}", tuning.template) if tuning else None
     return resolve(flags, config, _tuple(assignments), base=base)
+
+
+def _fetched(resolved: Resolved, offline: bool, as_json: bool) -> Resolved:
+    """Fetch the rows that a recipe names on the Hub, if it does; in the recipe they are known by their commit then."""
+    named = {key: getattr(resolved.recipe, key) for key in ("data", "val_data")}
+    pinned = {key: _fetched_rows(data, offline, as_json) for key, data in named.items() if data is not None}
+    return replace(resolved, recipe=resolved.recipe.model_copy(update=pinned))
+
+
+def _fetched_rows(data: str, offline: bool, as_json: bool) -> str:
+    """Return what names the rows on this machine: what the user wrote, but of what is on the Hub, fetched now."""
+    from gptj_ft.data.hub_rows import fetch, is_reference
+
+    if not is_reference(data):
+        return data
+    with _bar("downloading", not as_json) as advance:
+        return fetch(data, offline, lambda text: _console().print(text, highlight=False, markup=False), advance)
 
 
 def _tuple(assignments: list[str] | None) -> tuple[str, ...]:

@@ -1,30 +1,17 @@
-"""Fetch a model from the Hugging Face Hub: only what is needed, resumable, checked by hash.
-
-huggingface_hub lists and transfers. Its own `snapshot_download` starts a file anew after the program was stopped (its
-partial files have random names), and GPT-J is one file of 24 GB: so partial files are named and kept here.
-"""
+"""Fetch a model from the Hugging Face Hub: only what is needed, resumable, checked by hash."""
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gptj_ft import home
-from gptj_ft.errors import NetworkError, ResourceError, UsageError
-from gptj_ft.hub import hub_errors
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
-    from huggingface_hub.hf_api import ModelInfo
+from gptj_ft.errors import UsageError
+from gptj_ft.hub_files import HubFile, Repository, fetch_files, look_up, writing
 
 SOURCE = "source.json"
 CONFIG = "config.json"
@@ -36,16 +23,6 @@ WEIGHTS = (
     ("pytorch_model.bin", r"pytorch_model\.bin"),
     ("pytorch_model.bin.index.json", r"pytorch_model-\d+-of-\d+\.bin"),
 )
-LISTING_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class HubFile:
-    """A file of a repository; `digest` is its SHA-256 (large files) or its git blob id, SHA-1."""
-
-    name: str
-    bytes: int
-    digest: str
 
 
 @dataclass(frozen=True)
@@ -100,51 +77,27 @@ def download(
     """
     if offline:
         raise UsageError(f"cannot download {repository} with --offline; leave it out, or name a model folder")
-    api = _api(endpoint)
     folder = target or home.download_folder(repository)
-    with hub_errors(repository, api.endpoint):
-        info = api.model_info(repository, revision=revision, files_metadata=True, timeout=LISTING_SECONDS)
-    files, commit = _needed(repository, info), str(info.sha)
-    license_tag = next((tag.removeprefix("license:") for tag in info.tags or [] if tag.startswith("license:")), "")
+    found = look_up(repository, revision, endpoint=endpoint)
+    files, commit = _needed(found), found.commit
+    license_tag = next((tag.removeprefix("license:") for tag in found.tags if tag.startswith("license:")), "")
     total = sum(file.bytes for file in files)
     if dry_run:
         return DownloadReport(folder, files, commit, license_tag, total, fetched=0)
-    with _writing(folder):
+    with writing(folder):
         source = {"repository": repository, "revision": revision, "commit": commit, "license": license_tag}
         _claim(folder, source, files)
-        missing = [file for file in files if not _is_there(folder, file)]
-        fetched = sum(file.bytes - _partial_bytes(folder, file) for file in missing)
-        _check_space(folder, fetched)
-    bar = _Bar(total - fetched, total, progress)
-    for file in missing:
-        with _writing(folder), hub_errors(repository, api.endpoint):
-            _fetch(api, repository, commit, folder, file, bar)
+    fetched = fetch_files(found, files, folder, progress)
     return DownloadReport(folder, files, commit, license_tag, total, fetched)
 
 
-def _api(endpoint: str | None) -> HfApi:
-    # No telemetry: neither library versions in the user agent nor look-ups of who is calling. huggingface_hub reads its
-    # environment when it is first imported, which may have been long ago.
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    from huggingface_hub import HfApi, constants
-
-    constants.HF_HUB_DISABLE_TELEMETRY = True
-    # False, for None would look for a stored login.
-    token = os.environ.get("HF_TOKEN") or False
-    address = endpoint or os.environ.get("HF_ENDPOINT") or None
-    return HfApi(endpoint=address.rstrip("/") if address else None, token=token, library_name="gptj-ft")
-
-
-def _needed(repository: str, info: ModelInfo) -> tuple[HubFile, ...]:
+def _needed(repository: Repository) -> tuple[HubFile, ...]:
     """Return the files to fetch, ``config.json`` last."""
-    there = {}
-    for sibling in info.siblings or []:
-        digest = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
-        there[sibling.rfilename] = HubFile(sibling.rfilename, sibling.size or 0, digest or "")
+    there = repository.files
     form = next(((first, pattern) for first, pattern in WEIGHTS if first in there), None)
     if form is None or CONFIG not in there:
         lacking = CONFIG if form else "weights in safetensors or PyTorch form"
-        raise UsageError(f"{repository} is not a model that can be used: it has no {lacking}")
+        raise UsageError(f"{repository.name} is not a model that can be used: it has no {lacking}")
     first, pattern = form
     weights = [name for name in sorted(there) if name == first or re.fullmatch(pattern, name)]
     names = [*(name for name in COMPANIONS if name in there), *weights, CONFIG]
@@ -175,95 +128,3 @@ def _claim(folder: Path, source: Mapping[str, Any], files: Iterable[HubFile]) ->
     written = path.with_suffix(".partial")
     written.write_text(json.dumps({**source, "files": listed}, indent=2) + "\n", encoding="utf-8")
     written.replace(path)
-
-
-def _is_there(folder: Path, file: HubFile) -> bool:
-    # Its hash was checked before it got its name, and `_claim` made sure that it is of this version.
-    path = folder / file.name
-    return path.is_file() and path.stat().st_size == file.bytes
-
-
-def _partial(folder: Path, file: HubFile) -> Path:
-    return folder / f"{file.name}.partial"
-
-
-def _partial_bytes(folder: Path, file: HubFile) -> int:
-    path = _partial(folder, file)
-    return min(path.stat().st_size, file.bytes) if path.is_file() else 0
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ResourceError(
-            f"the download needs {needed / 1e9:.1f} GB, but {folder} has {free / 1e9:.1f} GB free; "
-            "make room, or set GPTJ_FT_HOME to a folder on another disk"
-        )
-
-
-def _fetch(api: HfApi, repository: str, commit: str, folder: Path, file: HubFile, bar: _Bar) -> None:
-    """Fetch the rest of a file, check its hash, and give it its name."""
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
-
-    partial = _partial(folder, file)
-    start = _partial_bytes(folder, file)
-    url = hf_hub_url(repository, file.name, revision=commit, endpoint=api.endpoint)
-    headers = build_hf_headers(token=api.token, library_name=api.library_name)
-    with partial.open("r+b" if start else "wb") as content:
-        content.seek(start)
-        http_get(
-            url,
-            content,
-            resume_size=start,
-            headers=headers,
-            expected_size=file.bytes,
-            displayed_filename=file.name,
-            tqdm_class=lambda **settings: bar,  # type: ignore[arg-type]
-        )
-        content.truncate()
-        content.flush()
-        os.fsync(content.fileno())
-    if file.digest and _digest(partial, file) != file.digest:
-        partial.unlink()
-        raise NetworkError(f"{file.name} arrived damaged and was removed; type the same command again")
-    partial.replace(folder / file.name)
-
-
-def _digest(path: Path, file: HubFile) -> str:
-    is_sha256 = len(file.digest) == 64
-    # Git hashes a file behind a line that says its size.
-    prefix = b"" if is_sha256 else f"blob {path.stat().st_size}\0".encode()
-    with path.open("rb") as content:
-        return hashlib.file_digest(content, lambda: hashlib.new("sha256" if is_sha256 else "sha1", prefix)).hexdigest()
-
-
-class _Bar:
-    """Stands in for huggingface_hub's progress bars and adds up all files."""
-
-    def __init__(self, done: int, total: int, progress: Callable[[int, int], None] | None) -> None:
-        self.done, self.total, self.progress = done, total, progress
-
-    def update(self, num_bytes: float | None = 1) -> None:
-        self.done += int(num_bytes or 0)
-        if self.progress is not None:
-            self.progress(self.done, self.total)
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ResourceError(
-                f"disk full while writing {folder}; make room, then type the same command again"
-            ) from error
-        raise UsageError(f"cannot write {folder}: {error.strerror or error}") from error

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
+import platform
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -76,6 +78,22 @@ def remove_folder(folder: Path) -> None:
         return
     sync_path(folder.parent)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def draft_of(folder: Path) -> Path:
+    """Return the hidden name, of this process alone, under which a folder is made before it gets its own.
+
+    What processes of this machine that have ended left under such names is removed; of what is on another machine that
+    shares the disk nothing is known, so it stays.
+    """
+    import psutil
+
+    start = f".{folder.name}.{platform.node()}."
+    for draft in folder.parent.glob(f"{glob.escape(start)}*.writing"):
+        process = draft.name.removeprefix(start).removesuffix(".writing")
+        if process.isdigit() and (int(process) == os.getpid() or not psutil.pid_exists(int(process))):
+            shutil.rmtree(draft, ignore_errors=True)
+    return folder.with_name(f"{start}{os.getpid()}.writing")
 
 
 def files_in(folder: Path) -> Iterator[Path]:

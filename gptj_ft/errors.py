@@ -6,6 +6,8 @@
     │   └── RowSkipped              a row that is left out, counted and reported
     ├── ResourceError      exit 4   memory or disk
     ├── NetworkError       exit 5
+    │   ├── Unreachable    no answer from the Hub: no connection, or it is down
+    │   └── NoSuchRevision
     ├── NotFinite          exit 1   a loss or a gradient that is no number
     └── Interrupted        exit 130 stopped on request, after a clean save
         └── OutOfTime      exit 7   stopped by --max-time, likewise: to be resumed by whoever set it
@@ -52,6 +54,14 @@ class NetworkError(GptjFtError):
     """A download that failed."""
 
     exit_code = 5
+
+
+class Unreachable(NetworkError):
+    """No answer from the Hub: no connection, or it is down. What was fetched before may do."""
+
+
+class NoSuchRevision(NetworkError):
+    """A repository without the branch, tag or commit that was asked for."""
 
 
 class NotFinite(GptjFtError):

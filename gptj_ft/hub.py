@@ -1,27 +1,80 @@
-"""What the Hub and the way to it answer when something is wrong, in words that help."""
+"""The Hub: as whom it is asked, when at all, and what its answers mean when something is wrong, in words that help."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from gptj_ft.errors import NetworkError, UsageError
+from gptj_ft.errors import NetworkError, NoSuchRevision, Unreachable, UsageError
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+_closed_here = False
+
+
+def close_network() -> None:
+    """Keep every library of Hugging Face from the network, in this process and those that it starts."""
+    global _closed_here
+    _closed_here = not any(os.environ.get(name, "").lower() in ("1", "on", "yes", "true") for name in OFFLINE)
+    os.environ.update(dict.fromkeys(OFFLINE, "1"))
 
 
 @contextmanager
-def hub_errors(repository: str, endpoint: str) -> Iterator[None]:
+def open_network() -> Iterator[bool]:
+    """Undo `close_network` meanwhile, for huggingface_hub; yield whether there may be a network.
+
+    Not so where the environment has said offline before: that was the user.
+    """
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before and not _closed_here
+    try:
+        yield not constants.HF_HUB_OFFLINE
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def hub_api(endpoint: str | None = None) -> HfApi:
+    """Return the way to the Hub.
+
+    Args:
+        endpoint: its address; ``HF_ENDPOINT``, else https://huggingface.co. A token is taken from ``HF_TOKEN`` only.
+    """
+    # No telemetry: neither library versions in the user agent nor look-ups of who is calling. huggingface_hub reads its
+    # environment when it is first imported, which may have been long ago.
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    from huggingface_hub import HfApi, constants
+
+    constants.HF_HUB_DISABLE_TELEMETRY = True
+    # False, for None would look for a stored login.
+    token = os.environ.get("HF_TOKEN") or False
+    address = endpoint or os.environ.get("HF_ENDPOINT") or None
+    return HfApi(endpoint=address.rstrip("/") if address else None, token=token, library_name="gptj-ft")
+
+
+@contextmanager
+def hub_errors(repository: str, endpoint: str, kind: str = "model") -> Iterator[None]:
     """Turn what goes wrong between here and the Hub into one line and what to do.
 
     Args:
         repository: what is being fetched.
         endpoint: the Hub's address.
+        kind: ``model`` or ``dataset``.
 
     Raises:
         UsageError: a wrong name, or offline by the environment.
+        Unreachable: no connection, or the Hub is down.
+        NoSuchRevision: there is none of this name.
         NetworkError: everything else that is not a fault of the local disk.
     """
     from huggingface_hub import errors
 
+    page = f"{endpoint}/{'datasets/' if kind == 'dataset' else ''}{repository}"
     again = "type the same command again later, it goes on where it stopped"
     try:
         yield
@@ -31,20 +84,21 @@ def hub_errors(repository: str, endpoint: str) -> Iterator[None]:
         raise UsageError(f"cannot download {repository}: HF_HUB_OFFLINE is set in the environment; unset it") from error
     except errors.GatedRepoError as error:
         raise NetworkError(
-            f"{repository} is gated: accept its terms at {endpoint}/{repository}, then set HF_TOKEN to your token"
+            f"{repository} is gated: accept its terms at {page}, then set HF_TOKEN to your token"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise NetworkError(
             f"no repository {repository} at {endpoint}: check the name; if it is private, set HF_TOKEN to your token"
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise NetworkError(f"{repository} has no such revision; look at {endpoint}/{repository}/tree/main") from error
+        raise NoSuchRevision(f"{repository} has no such revision; look at {page}/tree/main") from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
-        raise NetworkError(f"{endpoint} answered {status} for {repository}; {_advice(status, again)}") from error
+        kind_of_error = Unreachable if status >= 500 else NetworkError
+        raise kind_of_error(f"{endpoint} answered {status} for {repository}; {_advice(status, again)}") from error
     except errors.HTTPError as error:  # type: ignore[attr-defined]  # the HTTP client's own root
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise NetworkError(f"no connection to {endpoint} ({reason}); check the network and {again}") from error
+        raise Unreachable(f"no connection to {endpoint} ({reason}); check the network and {again}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise NetworkError(
             f"{endpoint} does not answer as a Hugging Face Hub; check HF_ENDPOINT and proxies"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from gptj_ft.data.cache import prepare_once
 from gptj_ft.data.checks import PLACES_SHOWN
+from gptj_ft.data.hub_rows import is_reference, local_folder
 from gptj_ft.data.prepare import Prepared, check_compatible, is_prepared, load, load_tokenizer, split
 from gptj_ft.data.prepared import Skips
 from gptj_ft.data.records import Findings, read_rows, sha256_of
@@ -65,16 +66,17 @@ def warn_of_shared(train: Prepared, validation: Prepared) -> Prepared:
 
 
 def data_path(data: str | None) -> Path:
-    """Return the path of the rows.
+    """Return the path of the rows; of those on the Hub, where they have been fetched to.
 
     Raises:
-        UsageError: none were named.
+        UsageError: none were named, or they have not been fetched.
     """
     if data is None:
         raise UsageError(
-            "no rows are named: add --data FILE (jsonl, json, csv, tsv, parquet, txt, a folder of these, or prepared)"
+            "no rows are named: add --data FILE (jsonl, json, csv, tsv, parquet, txt, a folder of these, or prepared) "
+            "or --data hub:owner/name"
         )
-    return Path(data).expanduser()
+    return local_folder(data) if is_reference(data) else Path(data).expanduser()
 
 
 def choose_model(recipe: Recipe, source: Path) -> Path:

@@ -1,8 +1,9 @@
 """Scores of written answers, named and computed as published results compute them.
 
 ROUGE: F-measure of the rouge-score package (https://github.com/google-research/google-research/tree/master/rouge) with
-stemming. SQuAD: exact match and F1 of the official scripts (https://rajpurkar.github.io/SQuAD-explorer). All times 100,
-the mean over rows; a row counts its best reference.
+stemming. SQuAD: exact match and F1 of the official scripts (https://rajpurkar.github.io/SQuAD-explorer). Both are means
+over rows; a row counts its best reference. Labels: accuracy and macro-averaged F1. Relations: precision, recall and F1
+of all facts of all rows together. All times 100.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def score(names: Sequence[str], predictions: Sequence[str], references: Sequence
     """Return every score of the named metrics.
 
     Args:
-        names: of ``rouge`` and ``squad``.
+        names: keys of `METRICS`.
         predictions: one text per row.
         references: for each row, all texts that are right.
 
@@ -87,7 +88,63 @@ def squad_rows(predictions: Sequence[str], references: Sequence[Sequence[str]]) 
     return rows
 
 
-METRICS: Mapping[str, Callable[[Sequence[str], Sequence[Sequence[str]]], Scores]] = {"rouge": rouge, "squad": squad}
+def accuracy(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Scores:
+    """Return the share of answers that are right, and F1 averaged over the labels.
+
+    An answer is right if it is one of the row's references; case, and blanks at both ends, do not count. A row's label
+    is the reference that was met, else the first. F1 of a label is 2 tp / (2 tp + fp + fn), where tp counts the rows of
+    the label with it as the answer, fp the other rows with it as the answer, fn the rows of the label with another
+    answer. ``macro_f1`` is the plain mean over the labels that rows have: an answer that is no label lowers the F1 of
+    the row's label only (scikit-learn's ``f1_score(average="macro", labels=those of y_true)``).
+
+    Raises:
+        DataError: no rows, or a row without a reference.
+    """
+    labels, answers = [], []
+    for row, (prediction, targets) in enumerate(_pairs(predictions, references), start=1):
+        if not targets:
+            raise DataError(f"row {row} has no reference, which accuracy needs")
+        answer, accepted = _label(prediction), [_label(target) for target in targets]
+        answers.append(answer)
+        labels.append(answer if answer in accepted else accepted[0])
+    right = Counter(label for label, answer in zip(labels, answers, strict=True) if label == answer)
+    of_label, of_answer = Counter(labels), Counter(answers)
+    # tp + fn are the rows of a label, tp + fp the rows that were given it.
+    f1 = [2.0 * right[label] / (of_label[label] + of_answer[label]) for label in of_label]
+    return {"accuracy": 100.0 * right.total() / len(labels), "macro_f1": 100.0 * math.fsum(f1) / len(f1)}
+
+
+def relations(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Scores:
+    """Return precision, recall and F1 of facts, one ``subject | relation | object`` a line, over all rows together.
+
+    The facts of a text are a set: neither their order nor how often one stands there counts, nor do case and the number
+    of blanks. Of several references a row takes the one with the best F1; a row without one has no facts. With tp facts
+    in both, precision is tp / written, recall tp / expected, F1 2 tp / (written + expected); where nothing was written,
+    or nothing expected, the quotient is 0, but all are 100 if that is so of both: there was nothing to find.
+
+    Raises:
+        DataError: no rows.
+    """
+    both = written = expected = 0
+    for prediction, targets in _pairs(predictions, references):
+        facts = _facts(prediction)
+        right = max((_facts(target) for target in targets or [""]), key=lambda target: _dice(facts, target))
+        both, written, expected = both + len(facts & right), written + len(facts), expected + len(right)
+    if not written and not expected:
+        return {"relations_precision": 100.0, "relations_recall": 100.0, "relations_f1": 100.0}
+    return {
+        "relations_precision": 100.0 * both / max(written, 1),
+        "relations_recall": 100.0 * both / max(expected, 1),
+        "relations_f1": 200.0 * both / (written + expected),
+    }
+
+
+METRICS: Mapping[str, Callable[[Sequence[str], Sequence[Sequence[str]]], Scores]] = {
+    "rouge": rouge,
+    "squad": squad,
+    "accuracy": accuracy,
+    "relations": relations,
+}
 
 
 def normalize_answer(text: str) -> str:
@@ -111,6 +168,21 @@ def _f1(prediction: str, answer: str) -> float:
         return float(predicted == expected)
     common = (Counter(predicted) & Counter(expected)).total()
     return 2.0 * common / (len(predicted) + len(expected))
+
+
+def _label(text: str) -> str:
+    return text.strip().casefold()
+
+
+def _facts(text: str) -> frozenset[tuple[str, ...]]:
+    """Return the lines of a text that are not blank, each as its parts between ``|``."""
+    lines = (line.casefold().split("|") for line in text.splitlines() if line.strip())
+    return frozenset(tuple(" ".join(part.split()) for part in line) for line in lines)
+
+
+def _dice(facts: frozenset[tuple[str, ...]], others: frozenset[tuple[str, ...]]) -> float:
+    """Return the F1 of two sets; 1 if both are empty."""
+    return 2.0 * len(facts & others) / (len(facts) + len(others)) if facts or others else 1.0
 
 
 def _one_sentence_a_line(text: str) -> str:

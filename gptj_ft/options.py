@@ -45,4 +45,7 @@ HostMemory = Annotated[str | None, option_of("host_memory")]
 DiskSpace = Annotated[str | None, option_of("disk_space")]
 Config = Annotated[Path | None, typer.Option("--config", help="YAML file of options")]
 Assignments = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="any option of a recipe")]
+Offline = Annotated[
+    bool, typer.Option("--offline", help="take a hub: data set as it was fetched before; nothing else uses the network")
+]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]

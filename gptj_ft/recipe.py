@@ -159,7 +159,9 @@ class Recipe(Options):
     # What on
     model: str | None = Field(None, description="model folder, name of a downloaded model, or 'tiny'")
     data: str | None = Field(
-        None, description="training rows: a file (jsonl, json, csv, tsv, parquet, txt), folder or pattern; or prepared"
+        None,
+        description="training rows: a file (jsonl, json, csv, tsv, parquet, txt), folder or pattern; or prepared; "
+        "or a data set on the Hub, hub:owner/name",
     )
     val_data: str | None = Field(None, description="validation rows; none: a share of the data is held out")
     holdout: Fraction = Field(0.05, description="share of the rows held out when no validation rows are given")
@@ -210,7 +212,7 @@ class Recipe(Options):
     max_length: int = Field(2048, ge=2, description="tokens of prompt, answer and EOS together")
 
     # How it is judged
-    metrics: tuple[Literal["rouge", "squad"], ...] = Field((), description="scores of written answers")
+    metrics: tuple[Literal["rouge", "squad", "accuracy", "relations"], ...] = Field((), description="scores of answers")
     generation: Generation = Field(default_factory=Generation)  # type: ignore[arg-type]
 
     # How it learns

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,10 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
 
 REPOSITORY = "EleutherAI/gpt-j-6b"
 COMMIT = "47e169305d2e8376be1d31e765533382721b2cc1"
+CONVERTED = "refs/convert/parquet"
 LARGE_BYTES = 10_000  # from here on a file counts as stored in git-lfs: known by its SHA-256, served from elsewhere
 
 
@@ -31,11 +37,21 @@ class Request:
 
 
 @dataclass
+class Revision:
+    """What a data set holds at a revision: a folder of files, and the metadata of its README."""
+
+    folder: Path
+    commit: str
+    card: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass
 class Hub:
-    """A folder served as one repository.
+    """A folder served as one repository, and data sets.
 
     Attributes:
         folder: its files.
+        datasets: by name; of each its revisions, by name too.
         url: where it listens.
         requests: what came, in order.
         cut_after: bytes of a large file after which the connection breaks; ``None`` never.
@@ -45,6 +61,7 @@ class Hub:
     """
 
     folder: Path
+    datasets: dict[str, dict[str, Revision]] = field(default_factory=dict)
     url: str = ""
     requests: list[Request] = field(default_factory=list)
     cut_after: int | None = None
@@ -53,24 +70,50 @@ class Hub:
     error_code: str | None = None
     damage: bool = False
 
-    def files(self) -> list[str]:
-        return sorted(path.name for path in self.folder.iterdir())
-
     def fetched(self) -> list[str]:
         """Return the names of the files that were asked for."""
         return [r.path.rpartition("/")[2] for r in self.requests if r.method == "GET" and "/resolve/" in r.path]
 
-    def info(self) -> dict[str, object]:
-        siblings = []
-        for name in self.files():
-            content = (self.folder / name).read_bytes()
-            entry: dict[str, object] = {"rfilename": name, "size": len(content), "blobId": _git_id(content)}
-            if len(content) >= LARGE_BYTES:
-                digest = hashlib.sha256(content).hexdigest()
-                entry["lfs"] = {"size": len(content), "sha256": digest, "pointerSize": 135}
-            siblings.append(entry)
+    def asked(self, path: str) -> dict[str, object] | None:
+        """Return what the Hub says about a repository at a revision; ``None`` if there is no such revision.
+
+        Raises:
+            KeyError: there is no such repository.
+        """
+        kind, name, revision = re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/revision/(.+))?", path).groups()
+        if (kind, name) == ("models", REPOSITORY):
+            found = Revision(self.folder, COMMIT) if revision in (None, "main", COMMIT) else None
+        else:
+            revisions = self.datasets[name] if kind == "datasets" else {}[name]
+            named = {**revisions, **{each.commit: each for each in revisions.values()}}
+            found = named.get(revision or "main")
+        if found is None:
+            return None
         tags = ["pytorch", "gptj", "license:apache-2.0"]
-        return {"id": REPOSITORY, "modelId": REPOSITORY, "sha": COMMIT, "tags": tags, "siblings": siblings}
+        about = {"id": name, "sha": found.commit, "tags": tags, "siblings": _siblings(found.folder)}
+        return about | ({"modelId": name} if kind == "models" else {"cardData": found.card or None})
+
+    def file(self, path: str) -> Path:
+        """Return the file behind an address of its content."""
+        if path.startswith("/cdn/"):
+            return Path(path.removeprefix("/cdn"))
+        if path.startswith(f"/{REPOSITORY}/resolve/{COMMIT}/"):
+            return self.folder / path.rpartition("/")[2]
+        name, commit, inside = re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/([0-9a-f]+)/(.+)", path).groups()
+        return next(each.folder for each in self.datasets[name].values() if each.commit == commit) / inside
+
+
+def _siblings(folder: Path) -> list[dict[str, object]]:
+    siblings = []
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        name = path.relative_to(folder).as_posix()
+        entry: dict[str, object] = {"rfilename": name, "size": len(content), "blobId": _git_id(content)}
+        if len(content) >= LARGE_BYTES:
+            digest = hashlib.sha256(content).hexdigest()
+            entry["lfs"] = {"size": len(content), "sha256": digest, "pointerSize": 135}
+        siblings.append(entry)
+    return siblings
 
 
 @contextmanager
@@ -92,6 +135,21 @@ def serve(folder: Path, port: int = 0) -> Iterator[Hub]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextmanager
+def reachable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """Serve a folder, and have this process take that for the Hub; it has a network meanwhile."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # what is written before a cut is in whole chunks
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
+    huggingface_hub.close_session()
+    with serve(folder) as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        yield running
+    huggingface_hub.close_session()
 
 
 def _git_id(content: bytes) -> str:
@@ -118,26 +176,31 @@ class _Handler(BaseHTTPRequestHandler):
         )
         if self.hub.status is not None:
             self._send(self.hub.status, b"", {"X-Error-Code": self.hub.error_code or ""})
-        elif path in (
-            f"/api/models/{REPOSITORY}",
-            *(f"/api/models/{REPOSITORY}/revision/{r}" for r in ("main", COMMIT)),
-        ):
-            self._send(200, json.dumps(self.hub.info()).encode(), {"Content-Type": "application/json"})
-        elif path.startswith(f"/api/models/{REPOSITORY}/revision/"):
-            self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
-        elif path.startswith(f"/{REPOSITORY}/resolve/{COMMIT}/"):
-            self._resolve(self.hub.folder / path.rpartition("/")[2])
-        elif path.startswith("/cdn/"):
-            self._file(self.hub.folder / path.rpartition("/")[2])
+        elif path.startswith("/api/"):
+            self._tell(path)
+        elif "/resolve/" in path or path.startswith("/cdn/"):
+            self._resolve(path)
         else:
-            # The Hub answers 401, not 404, for a repository that is not there.
             self._send(401, b"", {"X-Error-Code": "RepoNotFound"})
 
-    def _resolve(self, path: Path) -> None:
+    def _tell(self, path: str) -> None:
+        try:
+            about = self.hub.asked(path)
+        except (KeyError, AttributeError):
+            # The Hub answers 401, not 404, for a repository that is not there.
+            self._send(401, b"", {"X-Error-Code": "RepoNotFound"})
+            return
+        if about is None:
+            self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
+        else:
+            self._send(200, json.dumps(about).encode(), {"Content-Type": "application/json"})
+
+    def _resolve(self, address: str) -> None:
+        path = self.hub.file(address)
         if not path.is_file():
             self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
-        elif path.stat().st_size >= LARGE_BYTES:
-            self._send(302, b"", {"Location": f"/cdn/{path.name}", "X-Repo-Commit": COMMIT})
+        elif path.stat().st_size >= LARGE_BYTES and not address.startswith("/cdn/"):
+            self._send(302, b"", {"Location": f"/cdn{quote(str(path))}", "X-Repo-Commit": COMMIT})
         else:
             self._file(path)
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,6 +103,72 @@ def test_a_folder_that_cannot_be_written_costs_the_work_again_and_nothing_else(
     for _ in range(2):
         assert len(prepare_once(recipe(), make_tokenizer(), rows, 50400).rows) == 30
     assert len(made) == 2
+
+
+# Prepares the rows, and gives what it has written its name only when the other process has written the same, too.
+ONE_OF_TWO = """
+import sys, time
+from pathlib import Path
+from datasets import Dataset
+from test_data_cache import recipe
+from test_data_tokenizer import make_tokenizer
+from gptj_ft.data.cache import prepare_once
+
+me, other = (Path(f"written-{name}") for name in sys.argv[1:3])
+save = Dataset.save_to_disk
+
+def save_and_wait(rows, folder):
+    save(rows, folder)
+    me.touch()
+    deadline = time.monotonic() + 60
+    while not other.exists():
+        assert time.monotonic() < deadline, "the other process has not written"
+        time.sleep(0.01)
+
+Dataset.save_to_disk = save_and_wait
+prepared = prepare_once(recipe(), make_tokenizer(), Path("rows.jsonl"), 50400)
+print(len(prepared.rows), sum(map(sum, prepared.rows["input_ids"])), prepared.rows.cache_files[0]["filename"])
+"""
+
+
+def test_two_processes_that_prepare_the_same_new_file_both_succeed_and_one_result_is_kept(
+    rows: Path, made: list[Path]
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", ONE_OF_TWO, *names], cwd=rows.parent, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for names in ("ab", "ba")
+    ]  # fmt: skip
+    ends = [process.communicate() for process in both]
+    assert [process.returncode for process in both] == [0, 0], ends
+    (kept,) = cache.kept()
+    assert ends[0][0] == ends[1][0], "they have gone on with different rows"
+    assert ends[0][0].startswith("30 ")
+    assert str(kept.folder) in ends[0][0]
+    assert [path.name for path in cache.cache().iterdir()] == [kept.folder.name]
+    prepare_once(recipe(), make_tokenizer(), rows, 50400)
+    assert not made
+
+
+def test_what_processes_that_were_killed_left_behind_goes_and_what_others_are_writing_stays(
+    rows: Path, made: list[Path]
+) -> None:
+    prepare_once(recipe(), make_tokenizer(), rows, 50400)
+    (kept,) = cache.kept()
+    name = kept.folder.name
+    cache.clear()
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    here = platform.node()
+    drafts = {at: cache.cache() / f".{name}.{at}.writing" for at in (f"{here}.{ended.pid}", f"{here}.1", "elsewhere.1")}
+    for draft in drafts.values():
+        draft.mkdir(parents=True)
+    prepare_once(recipe(), make_tokenizer(), rows, 50400)
+    left = {path.name for path in cache.cache().iterdir()}
+    assert left == {name, drafts[f"{here}.1"].name, drafts["elsewhere.1"].name}
 
 
 def test_the_command_lists_and_clears(shell, rows: Path) -> None:

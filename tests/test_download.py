@@ -9,13 +9,11 @@ from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 
-import huggingface_hub
 import pytest
-from hub_server import COMMIT, REPOSITORY, Hub, serve
+from hub_server import COMMIT, REPOSITORY, Hub, reachable, serve
 from huggingface_hub import constants
 
-from gptj_ft import download as download_module
-from gptj_ft import home
+from gptj_ft import home, hub_files
 from gptj_ft.download import download
 from gptj_ft.errors import NetworkError, ResourceError, UsageError
 
@@ -37,16 +35,8 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hub(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "HF_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # what is written before a cut is in whole chunks
-    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
-    huggingface_hub.close_session()
-    with serve(repository) as running:
-        monkeypatch.setenv("HF_ENDPOINT", running.url)
+    with reachable(repository, monkeypatch) as running:
         yield running
-    huggingface_hub.close_session()
 
 
 def names(folder: Path) -> set[str]:
@@ -206,7 +196,7 @@ def test_offline_is_refused_without_a_request(hub: Hub, monkeypatch: pytest.Monk
 
 def test_too_little_disk_is_found_before_anything_is_fetched(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(download_module.shutil, "disk_usage", lambda path: usage(0, 0, 1000))
+    monkeypatch.setattr(hub_files.shutil, "disk_usage", lambda path: usage(0, 0, 1000))
     with pytest.raises(ResourceError, match=r"needs 0\.0 GB, but"):
         download()
     assert hub.fetched() == []

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "gptj_ft"
 # Each module may import modules of its own line and of the lines above.
 ORDER = [
     ("__init__", "errors"),
-    ("recipe", "yaml_text", "schedule", "layers", "home", "hub", "durable", "lock"),
+    ("recipe", "yaml_text", "schedule", "layers", "home", "hub", "hub_files", "durable", "lock"),
     ("machine", "stores", "families", "formats", "data"),
     ("buffers", "measure"),
     ("boundaries",),

@@ -9,7 +9,19 @@ import pytest
 from rouge_score.rouge_scorer import RougeScorer
 
 from gptj_ft.errors import DataError
-from gptj_ft.metrics import normalize_answer, perplexity, rouge, rouge_rows, score, squad, squad_rows
+from gptj_ft.metrics import (
+    METRICS,
+    accuracy,
+    normalize_answer,
+    perplexity,
+    relations,
+    rouge,
+    rouge_rows,
+    score,
+    squad,
+    squad_rows,
+)
+from gptj_ft.recipe import Recipe, load_preset
 
 
 def test_rouge_matches_values_worked_out_by_hand() -> None:
@@ -100,6 +112,75 @@ def test_an_empty_prediction_is_wrong_where_there_is_an_answer() -> None:
     assert squad([""], [["Paris"]]) == {"exact_match": 0.0, "f1": 0.0}
 
 
+def test_accuracy_and_macro_f1_match_values_worked_out_by_hand() -> None:
+    # Rows:    cat cat cat cat dog dog bird        Of 7 answers 4 are right.
+    # Answers: cat cat cat dog dog cat cow
+    # cat:  tp 3, fp 1, fn 1: 6/8.  dog: tp 1, fp 1, fn 1: 2/4.  bird: tp 0: 0.  cow is no label: not averaged.
+    answers = ["cat", "cat", "cat", "dog", "dog", "cat", "cow"]
+    labels = [["cat"]] * 4 + [["dog"]] * 2 + [["bird"]]
+    assert accuracy(answers, labels) == pytest.approx({"accuracy": 400 / 7, "macro_f1": 100 * (3 / 4 + 1 / 2 + 0) / 3})
+
+
+def test_always_answering_the_frequent_label_is_seen_in_macro_f1() -> None:
+    # no: tp 9, fp 1, fn 0: 18/19. yes: 0.
+    scores = accuracy(["no"] * 10, [["no"]] * 9 + [["yes"]])
+    assert scores == pytest.approx({"accuracy": 90, "macro_f1": 100 * (18 / 19) / 2})
+
+
+def test_case_and_outer_blanks_of_a_label_do_not_count_and_all_else_does() -> None:
+    assert accuracy([" Positive\n", "STRASSE"], [["positive"], ["straße"]]) == {"accuracy": 100.0, "macro_f1": 100.0}
+    assert accuracy(["positive.", "not  good", ""], [["positive"], ["not good"], ["good"]])["accuracy"] == 0
+
+
+def test_any_reference_is_right_and_a_miss_counts_against_the_first() -> None:
+    # Met: b. Missed: the label is a, whose F1 is 0; c is no label. b: tp 1, fp 0, fn 0.
+    assert accuracy(["b", "c"], [["a", "b"], ["a", "b"]]) == pytest.approx({"accuracy": 50, "macro_f1": 50})
+
+
+FACTS = "Ann | born in | Bonn\nAnn | works for | Acme\nBob | born in | Bern"
+
+
+def test_relations_match_values_worked_out_by_hand() -> None:
+    # Row 1: 2 of 4 written are among 3. Row 2: 1 of 1 among 2. Row 3: 1 written where there is nothing. Together 3 of 6
+    # written and 3 of 5 expected, F1 6/11. The mean over the rows would be another number.
+    written = ["Ann | born in | Bonn\nBob | born in | Bern\nBob | born in | Bonn\nx | y | z", "a | b | c", "a | b | c"]
+    expected = [[FACTS], ["a | b | c\nd | e | f"], [""]]
+    assert relations(written, expected) == pytest.approx(
+        {"relations_precision": 50, "relations_recall": 60, "relations_f1": 600 / 11}
+    )
+
+
+def test_order_case_blanks_and_repetition_of_facts_do_not_count() -> None:
+    written = "\n bob|BORN   in |Bern\n\nann | works for | acme\nAnn | born in | Bonn\nAnn | born in | Bonn \n"
+    assert relations([written], [[FACTS]])["relations_f1"] == 100
+
+
+def test_subject_and_object_swapped_or_a_part_missing_is_wrong() -> None:
+    assert relations(["Bonn | born in | Ann\nAnn | born in"], [["Ann | born in | Bonn"]])["relations_f1"] == 0
+
+
+def test_nothing_written_where_there_is_nothing_is_right_and_elsewhere_wrong() -> None:
+    zero, all_right = ({f"relations_{name}": value for name in ("precision", "recall", "f1")} for value in (0.0, 100.0))
+    assert relations([" \n", ""], [[""], []]) == all_right
+    assert relations([""], [[FACTS]]) == zero
+    assert relations([FACTS], [[""]]) == zero
+    # Beside other rows, such a row changes nothing.
+    assert relations(["", "a | b | c"], [[""], ["a | b | c"]]) == all_right
+
+
+def test_of_several_references_facts_are_compared_with_the_nearest() -> None:
+    assert relations(["a | b | c"], [[FACTS, "a | b | c\nd | e | f"]]) == pytest.approx(
+        {"relations_precision": 100, "relations_recall": 50, "relations_f1": 200 / 3}
+    )
+
+
+def test_a_recipe_can_ask_for_every_metric_and_recipes_with_labels_or_facts_do() -> None:
+    assert Recipe(metrics=tuple(METRICS)).metrics == tuple(METRICS)
+    for name in ("sentiment", "sst2", "entailment", "mnli"):
+        assert load_preset(name)["metrics"] == ["accuracy"]
+    assert load_preset("relation-extraction")["metrics"] == ["relations"]
+
+
 def test_score_joins_the_metrics_asked_for() -> None:
     assert set(score(["rouge", "squad"], ["a b"], [["a b"]])) == {
         "rouge1", "rouge2", "rougeL", "rougeLsum", "exact_match", "f1",
@@ -112,6 +193,8 @@ def test_nothing_to_score_is_an_error() -> None:
         rouge([], [])
     with pytest.raises(DataError, match="row 2 has no reference"):
         rouge(["a", "b"], [["a"], []])
+    with pytest.raises(DataError, match="row 1 has no reference"):
+        accuracy(["a"], [[]])
 
 
 def test_perplexity_never_overflows() -> None:

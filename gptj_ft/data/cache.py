@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,7 +43,8 @@ def prepare_once(
 ) -> Prepared:
     """Return rows as tokens: those that are kept from before, else made now, as `prepare` does, and kept.
 
-    What cannot be kept (no space, no permission) is made all the same.
+    What cannot be kept (no space, no permission) is made all the same. Where another process has made the same
+    meanwhile, that is taken.
     """
     if not recipe.cache:
         return prepare(recipe, tokenizer, source, vocab_size, progress)
@@ -53,10 +55,11 @@ def prepare_once(
         except DataError:  # damaged
             shutil.rmtree(folder, ignore_errors=True)
     prepared = prepare(recipe, tokenizer, source, vocab_size, progress)
-    try:
+    with suppress(ResourceError, UsageError):
         save(prepared, folder)
+    try:
         return load(folder)
-    except (ResourceError, UsageError):
+    except (DataError, UsageError):
         return prepared
 
 

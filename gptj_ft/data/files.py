@@ -7,6 +7,7 @@ import gzip
 import json
 import lzma
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -143,11 +144,18 @@ def require_file(path: Path) -> None:
     """Check that a path exists.
 
     Raises:
-        UsageError: it does not; names the nearest.
+        UsageError: it does not; names the nearest, or the data set on the Hub that may be meant.
     """
     if not path.exists():
         siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise UsageError(f"no such file: {path}{did_you_mean(path.name, siblings)}")
+        hint = did_you_mean(path.name, siblings)
+        if (
+            not hint
+            and path.suffix.lower() not in (*SUFFIXES, *PACKED)
+            and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path))
+        ):
+            hint = f"; if that is a data set on the Hub, write hub:{path}"
+        raise UsageError(f"no such file: {path}{hint}")
 
 
 def _files_in(folder: Path) -> list[File]:

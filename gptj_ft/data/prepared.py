@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gptj_ft.data.placeholders import fields_of
 from gptj_ft.data.targets import num_targets
 from gptj_ft.data.tokenizer import tokenizer_digest
+from gptj_ft.durable import draft_of
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.recipe import Recipe
 
@@ -151,21 +152,21 @@ def is_prepared(folder: Path) -> bool:
 
 
 def save(prepared: Prepared, folder: Path) -> None:
-    """Write a new folder: all of it or nothing.
+    """Write a new folder: all of it or nothing. Of several processes that write the same one, the first wins.
 
     Raises:
-        UsageError: it exists, or cannot be written.
+        UsageError: it exists, perhaps only since this began, or cannot be written.
         ResourceError: the disk is full.
     """
     import datasets
 
+    exists = f"{folder} exists already, and prepared data is never overwritten; name another folder"
     if folder.exists():
-        raise UsageError(f"{folder} exists already, and prepared data is never overwritten; name another folder")
-    temporary = folder.with_name(f".{folder.name}.writing")
+        raise UsageError(exists)
+    temporary = draft_of(folder)
     datasets.disable_progress_bars()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
         prepared.rows.save_to_disk(str(temporary))
         manifest = json.dumps(prepared.report.to_dict(), indent=2, ensure_ascii=False) + "\n"
         (temporary / MANIFEST).write_text(manifest, encoding="utf-8")
@@ -173,6 +174,8 @@ def save(prepared: Prepared, folder: Path) -> None:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise ResourceError(f"no space left for {folder}; free some, or write to another disk") from error
+        if folder.exists():
+            raise UsageError(exists) from error
         raise UsageError(f"cannot write {folder}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
