@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -43,6 +43,7 @@ from gptj_ft.options import (
     MaxTime,
     Model,
     Offline,
+    OnLong,
     OptimizerState,
     Precision,
     RecipeName,
@@ -54,6 +55,10 @@ from gptj_ft.recipe import Recipe, Resolved, resolve
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from gptj_ft.data.prepared import Prepared
+
+T = TypeVar("T")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 recipes_app = typer.Typer(no_args_is_help=True, help="The presets: list them, show or copy one.")
@@ -161,6 +166,7 @@ def prepare_data(
     max_bad_rows: MaxBadRows = None,
     cache: Cache = None,
     max_length: MaxLength = None,
+    on_long: OnLong = None,
     seed: Seed = None,
     show: Annotated[int, typer.Option("--show", min=0, help="print this many rows as the model will see them")] = 1,
     config: Config = None,
@@ -191,8 +197,12 @@ def prepare_data(
     chosen = choose_model(resolved.recipe, source)
     vocab_size = read_architecture(chosen).config.vocab_size
     tokenizer = load_tokenizer(chosen)
-    with _bar("rows", not as_json) as advance:
-        prepared = prepare_once(resolved.recipe, tokenizer, source, vocab_size, lambda rows: advance(rows, None))
+
+    def work(its: Resolved) -> tuple[Resolved, Prepared]:
+        with _bar("rows", not as_json) as advance:
+            return its, prepare_once(its.recipe, tokenizer, source, vocab_size, lambda rows: advance(rows, None))
+
+    resolved, prepared = _asking(resolved, as_json, work)
     save(prepared, folder)
     if as_json:
         _print_json({"folder": str(folder), "model": str(chosen), **prepared.report.to_dict()})
@@ -220,6 +230,7 @@ def finetune(
     max_steps: MaxSteps = None,
     batch_size: BatchSize = None,
     max_length: MaxLength = None,
+    on_long: OnLong = None,
     seed: Seed = None,
     device: Device = None,
     precision: Precision = None,
@@ -253,7 +264,8 @@ def finetune(
     from dataclasses import asdict
 
     from gptj_ft import finetune as command
-    from gptj_ft.report import show_data, show_plan, show_training
+    from gptj_ft.data.tokenizer import load_tokenizer
+    from gptj_ft.report import show_data, show_examples, show_plan, show_training
 
     console = _console(quiet=as_json)
     if start is not None and resume is None:
@@ -261,8 +273,11 @@ def finetune(
     if resume is not None:
         prepared = command.resumed(resume, flags, config, _tuple(assignments), start)
     else:
-        prepared = command.fresh(_fetched(resolve(flags, config, _tuple(assignments)), offline, as_json))
+        resolved = _fetched(resolve(flags, config, _tuple(assignments)), offline, as_json)
+        prepared = _asking(resolved, as_json, command.fresh)
         show_data(console, prepared.report)
+        if console.is_terminal:  # a log gets no text of the user's
+            show_examples(console, prepared.rows[0], load_tokenizer(prepared.session.model).decode, 1)
     show_plan(console, prepared.session.plan)
     if dry_run:
         if as_json:
@@ -618,6 +633,25 @@ def _fetched_rows(data: str, offline: bool, as_json: bool) -> str:
         return data
     with _bar("downloading", not as_json) as advance:
         return fetch(data, offline, lambda text: _console().print(text, highlight=False, markup=False), advance)
+
+
+def _asking(resolved: Resolved, as_json: bool, work: Callable[[Resolved], T]) -> T:
+    """Do what needs the columns of the data; on a terminal, ask for those that are not clear."""
+    from gptj_ft.data.fields import UnknownColumn
+
+    while True:
+        try:
+            return work(resolved)
+        except UnknownColumn as error:
+            if as_json or not error.choices or not (sys.stdin.isatty() and sys.stderr.isatty()):
+                raise
+            print(str(error).partition("\n")[0], file=sys.stderr)
+            question = f"column for '{error.field}' ({', '.join(error.choices)})"
+            while (column := typer.prompt(question, err=True).strip()) not in error.choices:
+                pass
+            columns = {**resolved.recipe.map, error.field: column}
+            recipe = resolved.recipe.model_copy(update={"map": columns})
+            resolved = Resolved(recipe, {**resolved.origins, "map": "asked"})
 
 
 def _tuple(assignments: list[str] | None) -> tuple[str, ...]:

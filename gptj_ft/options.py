@@ -29,6 +29,7 @@ Cache = Annotated[
 Map = Annotated[str | None, option_of("map")]
 MaxBadRows = Annotated[int | None, option_of("max_bad_rows")]
 BatchSize = Annotated[int | None, option_of("batch_size")]
+OnLong = Annotated[str | None, option_of("on_long")]
 MaxLength = Annotated[int | None, option_of("max_length")]
 MaxSteps = Annotated[int | None, option_of("max_steps")]
 Epochs = Annotated[float | None, option_of("epochs")]

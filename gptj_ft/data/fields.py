@@ -73,42 +73,52 @@ def choose_columns(found: Iterable[str], recipe: Recipe, fields: Sequence[str] |
         UnknownColumn: a field has no column, or several; says what was looked for, what there is, how to name it.
     """
     columns = list(found)
+    if turns := _columns_of_turns(columns, recipe):
+        return turns
     wanted = recipe_fields(recipe) if fields is None else fields
-    if is_chat(recipe) and MESSAGES not in recipe.map:
-        names = {name.casefold() for name in recipe.fields.get(MESSAGES, (MESSAGES,))}
-        turns = {role: next((c for c in columns if c.strip().casefold() in of), None) for role, of in TURNS.items()}
-        if not any(column.strip().casefold() in names for column in columns) and turns["user"] and turns[ASSISTANT]:
-            return {role: column for role, column in turns.items() if column is not None}
     chosen = {field: _mapped(field, columns, recipe) for field in wanted if field in recipe.map}
     if unknown := recipe.map.keys() - set(recipe_fields(recipe)):
         raise DataError(
             f"--map: '{min(unknown)}' is no field of the templates; they have: {', '.join(recipe_fields(recipe))}"
         )
     for field in wanted:
-        if field in chosen:
-            continue
-        names = recipe.fields.get(field, (field,))
-        free = [column for column in columns if column not in chosen.values()]
-        # An exact name before one that differs in case.
-        by_name = {column.strip().casefold(): column for column in reversed(free)} | {column: column for column in free}
-        found = (by_name.get(name) or by_name.get(name.strip().casefold()) for name in names)
-        matches = list(dict.fromkeys(match for match in found if match is not None))
-        if not matches:
-            raise UnknownColumn(
-                f"no column for '{field}': looked for {', '.join(names)}; there are: {', '.join(free) or 'none'}\n"
-                f"name yours with --map {field}={free[0] if len(free) == 1 else 'COLUMN'}",
-                field,
-                free,
-            )
-        if len(matches) > 1 and matches[0].strip().casefold() not in (field, names[0].strip().casefold()):
-            raise UnknownColumn(
-                f"'{field}' may be any of the columns {', '.join(matches)}; there are: {', '.join(free)}\n"
-                f"say which with --map {field}={matches[0]}",
-                field,
-                matches,
-            )
-        chosen[field] = matches[0]
+        if field not in chosen:
+            free = [column for column in columns if column not in chosen.values()]
+            chosen[field] = _recognised(field, free, recipe.fields.get(field, (field,)))
     return {field: chosen[field] for field in wanted}
+
+
+def _recognised(field: str, free: Sequence[str], names: Sequence[str]) -> str:
+    """Return the column of a field, of those that no other has taken."""
+    # An exact name before one that differs in case.
+    by_name = {column.strip().casefold(): column for column in reversed(free)} | {column: column for column in free}
+    found = (by_name.get(name) or by_name.get(name.strip().casefold()) for name in names)
+    matches = list(dict.fromkeys(match for match in found if match is not None))
+    if not matches:
+        raise UnknownColumn(
+            f"no column for '{field}': looked for {', '.join(names)}; there are: {', '.join(free) or 'none'}\n"
+            f"name yours with --map {field}={free[0] if len(free) == 1 else 'COLUMN'}",
+            field,
+            free,
+        )
+    if len(matches) > 1 and matches[0].strip().casefold() not in (field, names[0].strip().casefold()):
+        raise UnknownColumn(
+            f"'{field}' may be any of the columns {', '.join(matches)}; there are: {', '.join(free)}\n"
+            f"say which with --map {field}={matches[0]}",
+            field,
+            matches,
+        )
+    return matches[0]
+
+
+def _columns_of_turns(columns: Sequence[str], recipe: Recipe) -> dict[str, str]:
+    """Return the columns of a question and its answer, where conversations are wanted and there is no other column."""
+    names = {name.casefold() for name in recipe.fields.get(MESSAGES, (MESSAGES,))}
+    if not is_chat(recipe) or MESSAGES in recipe.map or any(column.strip().casefold() in names for column in columns):
+        return {}
+    found = {role: next((x for x in columns if x.strip().casefold() in of), None) for role, of in TURNS.items()}
+    turns = {role: column for role, column in found.items() if column is not None}
+    return turns if {"user", ASSISTANT} <= turns.keys() else {}
 
 
 def _mapped(field: str, columns: Sequence[str], recipe: Recipe) -> str:

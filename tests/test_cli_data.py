@@ -1,0 +1,105 @@
+"""What a user types about data: columns that are not clear, packing, conversations, rows that come as tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_runner import Shell
+
+from gptj_ft.data.prepared import load
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(monkeypatch, capsys)
+
+
+def write(name: str, rows: list[dict[str, object]]) -> Path:
+    path = Path(name)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+NOTES = [{"body": f"The patient came {n} times with a cough.", "article": "x", "tl_dr": f"cough {n}"} for n in range(8)]
+
+
+def test_a_script_is_told_the_columns_that_may_be_meant_and_what_to_type(shell) -> None:
+    write("notes.jsonl", NOTES)
+    told = shell("prepare-data --data notes.jsonl --recipe summarization --model tiny")
+    assert told.code == 3
+    assert "'document' may be any of the columns article, body; there are: body, article, tl_dr" in told.err
+    assert "--map document=article" in told.err
+    assert not Path("notes.jsonl.prepared").exists()
+    done = shell("prepare-data --data notes.jsonl --recipe summarization --model tiny --map document=body,summary=tl_dr")
+    assert done.code == 0
+    assert "document = column 'body'" in done.out
+
+
+def test_on_a_terminal_the_user_is_asked_for_columns_that_are_not_clear(shell, monkeypatch) -> None:
+    write("notes.jsonl", NOTES)
+    asked = []
+
+    def answer(question: str, **_: object) -> str:
+        asked.append(question)
+        return ["nothing", "body", "tl_dr"][len(asked) - 1]
+
+    for stream in ("stdin", "stderr"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
+    monkeypatch.setattr("typer.prompt", answer)
+    done = shell("prepare-data --data notes.jsonl --recipe summarization --model tiny")
+    assert done.code == 0
+    assert asked == ["column for 'document' (article, body)"] * 2 + ["column for 'summary' (article, tl_dr)"]
+    assert load(Path("notes.jsonl.prepared")).report.columns == {"document": "body", "summary": "tl_dr"}
+    # A program that reads JSON is not asked.
+    assert shell("prepare-data --data notes.jsonl --recipe summarization --model tiny --output other --json").code == 3
+
+
+@pytest.mark.parametrize("packing", ["apart", "joined"])
+def test_documents_of_plain_text_fill_windows_and_a_step_takes_windows(shell, packing) -> None:
+    write("texts.jsonl", [{"text": f"A short text, number {n}."} for n in range(40)])
+    options = f"--recipe continuous-pretraining --model tiny --set packing={packing} --max-length 64 --set holdout=0"
+    told = shell(
+        f"finetune {options} --data texts.jsonl --batch-size 2 --epochs 1 --set schedule=constant --output run --json"
+    )
+    assert told.code == 0, told.err
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "tokens" in line and "loss" in line]
+    tokens = load(Path("run/data/train")).report.tokens
+    windows = -(-tokens // 64)
+    assert len(steps) in (-(-windows // 2), -(-(windows + 1) // 2)), "two windows a step, the last one short"
+    assert all(126 <= line["tokens"] <= 128 for line in steps[:-2])
+    trained = sum(line["target_tokens"] for line in steps)
+    assert trained == tokens - (1 if packing == "joined" else 40)
+
+
+def test_a_conversation_is_prepared_trained_and_continued(shell) -> None:
+    turns = [("user", "Who came?"), ("assistant", "A patient."), ("user", "Why?"), ("assistant", "A cough.")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    write("chats.jsonl", [{"messages": messages}, {"messages": messages[:2]}] * 4)
+    shown = shell("prepare-data --data chats.jsonl --recipe chat --model tiny --show 1")
+    assert shown.code == 0, shown.err
+    assert "Assistant:« A patient.»\n\nUser: Why?\n\nAssistant:« A cough.<|endoftext|>»" in shown.out
+    trained = shell("finetune --recipe chat --model tiny --data chats.jsonl --output run --max-steps 1 --json")
+    assert trained.code == 0, trained.err
+    measured = shell("evaluate run --limit 1 --set generation.max_new_tokens=2 --json")
+    assert measured.code == 0, measured.err
+    assert shell('generate "Who came?" --model run --max-new-tokens 2').code == 0
+
+
+def test_rows_that_come_as_tokens_are_trained_on_as_they_are(shell) -> None:
+    write("texts.jsonl", [{"text": "The patient came with a cough."}] * 3)
+    assert shell("prepare-data --data texts.jsonl --recipe continuous-pretraining --model tiny").code == 0
+    model = next((Path("home") / "models").iterdir())
+    write(
+        "tokens.jsonl",
+        [{"input_ids": [5, 6, 7, 8], "trained": [2, 4]}, {"input_ids": [5, "x"]}, {"input_ids": [9, 10]}],
+    )
+    told = shell(f"prepare-data --data tokens.jsonl --recipe summarization --model {model}")
+    assert told.code == 0, told.err
+    assert "skipped 1: input_ids is no list of token ids (tokens.jsonl:2)" in told.out
+    prepared = load(Path("tokens.jsonl.prepared"))
+    assert list(prepared.rows["input_ids"]) == [[5, 6, 7, 8], [9, 10]]
+    assert list(prepared.rows["prompt_length"]) == [2, 0]
+    assert prepared.report.target_tokens == 3
