@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from gptj_ft.data.packing import peeked
 from gptj_ft.data.records import Findings, read_rows, sha256_of
 from gptj_ft.errors import DataError, UsageError
 
@@ -241,6 +242,16 @@ def test_the_members_of_an_archive_are_read_in_their_order(suffix: str, form: in
     assert [row.where for row in rows[2499:]] == [f"{path}/{place}" for place in PLACES[: len(rows) - 2499]]
     assert len(rows) == 2507 - (form == tarfile.USTAR_FORMAT)
     assert not findings.notes
+
+
+def test_bytes_looked_at_are_still_there_to_be_read() -> None:
+    content = random.Random(0).randbytes(10_000)
+    for count in (1, 4095, 5000):
+        head, stream = peeked(io.BytesIO(content))
+        assert head == content[:4096]
+        assert b"".join(iter(lambda: stream.raw.read(count), b"")) == content  # noqa: B023
+        head, stream = peeked(io.BytesIO(content))
+        assert b"".join(iter(lambda: stream.read(count), b"")) == content  # noqa: B023
 
 
 def test_what_is_left_out_of_an_archive_is_noted(tmp_path: Path) -> None:

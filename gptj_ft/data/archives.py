@@ -34,7 +34,7 @@ def read_archive(
             for member in archive:
                 archive.members = []  # type: ignore[attr-defined]  # it would remember all
                 # Only ever a name: nothing is written, so it may be as odd as it likes.
-                path = PurePosixPath(member.name.lstrip("/"))
+                path = PurePosixPath(member.name)
                 if member.isdir() or is_hidden(path):
                     continue
                 content = archive.extractfile(member) if member.isreg() and member.size else None
