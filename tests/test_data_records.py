@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gptj_ft.data.records import read_rows, sha256_of
+from gptj_ft.data.records import Findings, read_rows, sha256_of
 from gptj_ft.errors import DataError, UsageError
 
 
@@ -42,6 +42,22 @@ def test_json_lines_know_their_lines_and_pass_over_blank_ones(write, name):
 @pytest.mark.parametrize("name", ["one.jsonl", "one.json"])
 def test_one_row_without_a_newline_is_a_file(write, name):
     assert rows(write(name, '{"a": "b"}')) == [(1, {"a": "b"})]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 2**20])
+def test_json_lines_under_the_name_of_json_are_read_in_one_go(write, monkeypatch, chunk):
+    from gptj_ft.data import rows as rows_module
+
+    monkeypatch.setattr(rows_module, "CHUNK_BYTES", chunk)
+    assert rows(write("a.json", '\n{"a": 1}\r\n\n{"a": "\\u00e9"}\n{"a": 3}')) == [
+        (2, {"a": 1}), (4, {"a": "é"}), (5, {"a": 3}),
+    ]  # fmt: skip
+    findings = Findings(most_bad=1)
+    found = read_rows(write("b.json", '{"a": 1}\noops\n{"a": 2}\n'), findings)
+    assert [row.values["a"] for row in found] == [1, 2]
+    assert [where.rpartition(":")[2] for where, _ in findings.bad] == ["2"]
+    with pytest.raises(DataError, match=r"c\.json:1: not JSON: more text after the end of the object"):
+        rows(write("c.json", '{"a": 1} {"a": 2}\n'))
 
 
 def test_a_byte_order_mark_is_accepted(write):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import gzip
-import json
 import lzma
 import os
 import re
@@ -12,33 +11,16 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO, cast
+from pathlib import Path, PurePath
+from typing import BinaryIO
 
+from gptj_ft.data.kinds import SUFFIXES, TOKEN_FORMATS, format_and_notes, packing_by_content
+from gptj_ft.data.packing import SNIFFED_BYTES, peeked, suffixes_of, unpacked
 from gptj_ft.errors import DataError, UsageError, did_you_mean
 
-# Suffix -> format. Those of one format are read by the same reader.
-SUFFIXES = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".txt": "txt",
-}
-PACKED = {".gz": "gzip", ".xz": "xz", ".zst": "zstandard"}
-SNIFFED_BYTES = 4096
-# What a file may begin with, and what it is then.
-MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstandard", b"PAR1": "parquet"}
-FOREIGN = {
-    b"PK\x03\x04": "a zip archive (or a spreadsheet): unpack it, or save the sheet as CSV",
-    b"\xd0\xcf\x11\xe0": "an old Office document: save it as CSV or plain text",
-    b"%PDF": "a PDF: convert it to plain text first",
-    b"\xff\xfe": "in UTF-16: save it as UTF-8, e.g. `iconv -f UTF-16 -t UTF-8`",
-    b"\xfe\xff": "in UTF-16: save it as UTF-8, e.g. `iconv -f UTF-16 -t UTF-8`",
-}
 DATASET_FILES = ("dataset_dict.json", "dataset_info.json")  # of a folder that `datasets` has saved
+# What may lie beside files of rows and is none: an index only repeats them, the other says how they were made.
+BESIDE_ROWS = (".index", "data_params.json")
 
 
 @dataclass(frozen=True)
@@ -48,14 +30,16 @@ class File:
     Attributes:
         path: as the user named it, or a folder that `datasets` has saved.
         format: which reader takes it.
-        packing: gzip, xz or zstandard; empty if it is not packed.
+        packing: gzip, xz, zstandard or zlib; empty if it is not packed.
         notes: what is odd about it, in sentences.
+        content: of a member of an archive: the stream to read it from, once, unpacked.
     """
 
     path: Path
     format: str
     packing: str = ""
     notes: tuple[str, ...] = ()
+    content: BinaryIO | None = None
 
 
 def find_files(source: Path) -> list[File]:
@@ -71,9 +55,9 @@ def find_files(source: Path) -> list[File]:
         found = [Path(name) for name in sorted(glob.glob(str(source), recursive=True)) if Path(name).is_file()]
         if not found:
             raise UsageError(f"no file matches {source}")
-        return [identify(path) for path in found]
+        return _of_one_kind(source, [file for path in found for file in _identified(path)])
     require_file(source)
-    return [identify(source)]
+    return _identified(source)
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -81,44 +65,42 @@ def is_saved_dataset(folder: Path) -> bool:
     return any((folder / name).is_file() for name in DATASET_FILES)
 
 
+def _identified(path: Path) -> list[File]:
+    """Return a file with its format, or the files that it is an index of."""
+    file = identify(path)
+    return _files_of_index(file) if file.format == "tfindex" else [file]
+
+
 def identify(path: Path) -> File:
     """Return a file with its format: what its name says, unless its content says otherwise.
 
     Raises:
         UsageError: not readable.
-        DataError: neither name nor content is of a kind that is read here.
+        UnknownFormat: neither name nor content is of a kind that is read here.
     """
-    try:
-        with path.open("rb") as opened:
-            head = opened.read(SNIFFED_BYTES)
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    by_content = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), "")
-    notes = []
-    named = PACKED.get(path.suffix.lower(), "")
-    packing = by_content if by_content in PACKED.values() else ""
-    suffix = Path(path.stem).suffix.lower() if named else path.suffix.lower()
-    if packing and packing != named:
-        notes.append(f"{path} is packed by {packing}, which its name does not say")
-    if named and not packing and head:
-        notes.append(f"{path} is not packed by {named} as its name says")
+    with opened_file(File(path, "")) as raw:
+        head = raw.read(SNIFFED_BYTES)
+    packing = packing_by_content(path, head)
     if packing:
-        with opened_file(File(path, "", packing)) as unpacked:
-            head = unpacked.read(SNIFFED_BYTES)
-        by_content = "parquet" if head.startswith(b"PAR1") else ""
-    for magic, what in FOREIGN.items():
-        if head.startswith(magic):
-            raise DataError(f"{path} is {what}")
-    by_name = SUFFIXES.get(suffix, "")
-    format_ = by_content or _format_of(head, by_name)
-    if not format_:
-        raise DataError(
-            f"{path}: unknown suffix '{suffix}'; rows are read from {', '.join(SUFFIXES)}, also packed as "
-            f"{', '.join(PACKED)}"
-        )
-    if by_name and format_ != by_name:
-        notes.append(f"{path} is read as {format_}, which it is, not as the {by_name} of its name")
-    return File(path, format_, packing, tuple(notes))
+        with opened_file(File(path, "", packing)) as opened:
+            head = opened.read(SNIFFED_BYTES)
+    format_, notes = format_and_notes(path, packing, head)
+    return File(path, format_, packing, notes)
+
+
+def identify_stream(path: Path, raw: BinaryIO) -> File:
+    """Return a member of an archive with its format, and the stream to read it from.
+
+    Raises:
+        UnknownFormat: as `identify`.
+    """
+    with opened_file(File(path, "", content=raw)):
+        head, content = peeked(raw)
+        packing = packing_by_content(path, head)
+        if packing:
+            head, content = peeked(unpacked(content, packing))
+    format_, notes = format_and_notes(path, packing, head)
+    return File(path, format_, "", notes, content)
 
 
 @contextmanager
@@ -130,12 +112,15 @@ def opened_file(file: File) -> Iterator[BinaryIO]:
         DataError: what it is packed by is damaged, or it is cut short.
     """
     try:
-        with file.path.open("rb") as raw, _unpacked(raw, file.packing) as opened:
+        if file.content is not None:
+            yield file.content
+            return
+        with file.path.open("rb") as raw, unpacked(raw, file.packing) as opened:
             yield opened
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise DataError(f"{file.path}: damaged or cut short: {error}") from error
     except OSError as error:
-        if file.packing and error.errno is None:  # zstandard's way to say the same
+        if error.errno is None:  # pyarrow's way to say the same
             raise DataError(f"{file.path}: damaged or cut short: {error}") from error
         raise UsageError(f"cannot read {file.path}: {error.strerror or error}") from error
 
@@ -158,60 +143,62 @@ def require_file(path: Path) -> None:
         raise UsageError(f"no such file: {path}{hint}")
 
 
+def is_hidden(path: PurePath) -> bool:
+    """Tell whether a file, or a folder it is in, is hidden."""
+    return any(part.startswith(".") and part != ".." for part in path.parts)
+
+
 def _files_in(folder: Path) -> list[File]:
     """Return the files of rows in a folder and below; hidden ones, and what is of no known kind, are left out."""
-    found = []
+    found: list[Path] = []
     for path in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        suffix = Path(path.stem).suffix if path.suffix.lower() in PACKED else path.suffix
-        if path.is_file() and not hidden and suffix.lower() in SUFFIXES:
+        suffix = suffixes_of(path)[1]
+        is_rows = suffix in SUFFIXES and suffix not in BESIDE_ROWS and path.name not in BESIDE_ROWS
+        if is_rows and path.is_file() and not is_hidden(path.relative_to(folder)):
             found.append(path)
     if not found:
         raise UsageError(
             f"{folder} is a folder, and not prepared data (no manifest.json in it), nor are there files of rows in it "
             f"({', '.join(SUFFIXES)})"
         )
-    return [identify(path) for path in found]
+    return _of_one_kind(folder, [identify(path) for path in found])
 
 
-def _format_of(head: bytes, by_name: str) -> str:
-    """Return the format of a text by its beginning, where that leaves no doubt; else what its name says."""
-    start = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-    line = head.partition(b"\n")[0]
-    if by_name == "jsonl" and start == b"[" and _begins_a_list_of_objects(line):
-        return "json"
-    if by_name == "csv" and b"\t" in line and b"," not in line:
-        return "tsv"
-    if not by_name:
-        return {b"[": "json", b"{": "jsonl"}.get(start, "")
-    return by_name
+def _of_one_kind(source: Path, files: list[File]) -> list[File]:
+    """Refuse tokens together with texts: the first may well be made from the second."""
+    tokens = next((file.path for file in files if file.format in TOKEN_FORMATS), None)
+    texts = next((file.path for file in files if file.format not in TOKEN_FORMATS), None)
+    if tokens and texts:
+        raise UsageError(
+            f"{source} is tokens ({tokens.name}) and texts ({texts.name}), perhaps the same ones\n"
+            f"name those to train on, e.g. '{tokens.parent}/*{tokens.suffix}'"
+        )
+    return files
 
 
-def _begins_a_list_of_objects(line: bytes) -> bool:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return True  # it goes on in the next lines, or the reader will say what is wrong with it
-    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+def _files_of_index(index: File) -> list[File]:
+    """Return the TFRecords files that an index names, one a line, relative to its folder.
 
-
-@contextmanager
-def _unpacked(raw: BinaryIO, packing: str) -> Iterator[BinaryIO]:
-    if packing == "gzip":
-        with gzip.open(raw) as opened:
-            yield cast(BinaryIO, opened)
-    elif packing == "xz":
-        with lzma.open(raw) as opened:
-            yield cast(BinaryIO, opened)
-    elif packing == "zstandard":
-        import io
-
-        import pyarrow
-
-        with pyarrow.CompressedInputStream(raw, "zstd") as stream:
-            yield cast(BinaryIO, io.BufferedReader(stream))
-    else:
-        yield raw
+    Raises:
+        DataError: one is not there; with file:line.
+    """
+    files = []
+    with opened_file(index) as opened:
+        for number, line in enumerate(opened, 1):
+            name = line.decode("utf-8", "replace").strip()
+            if not name:
+                continue
+            path = index.path.parent / name
+            if not os.path.isfile(path):  # asks without minding what may not be in a path
+                hint = "copy it here first" if "://" in name else "paths are relative to the folder of the index"
+                raise DataError(f"{index.path}:{number}: no such file: {name[:200]!r}; {hint}")
+            file = identify(path)
+            if file.format != "tfrecords":
+                raise DataError(f"{index.path}:{number}: {path} is {file.format}, and an index is of TFRecords")
+            files.append(file)
+    if not files:
+        raise DataError(f"{index.path}: the index names no files")
+    return files
 
 
 def size_of(files: list[File]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,11 @@ CUT_OFF = 16  # characters before the end of what has been read in which an erro
 
 def read_json_lines(file: File, findings: Findings) -> Iterator[Row]:
     """One object a line; blank lines are no rows."""
-    for number, line in numbered_lines(file, findings):
+    return _rows_of_lines(file, findings, numbered_lines(file, findings))
+
+
+def _rows_of_lines(file: File, findings: Findings, lines: Iterable[tuple[int, str]]) -> Iterator[Row]:
+    for number, line in lines:
         if line.isspace():
             continue
         value = _parse_object(line)
@@ -47,7 +51,7 @@ def _kind(value: object) -> str:
 def read_json(file: File, findings: Findings) -> Iterator[Row]:
     """A list of objects, ``{"data": [...]}`` (flat or SQuAD), one object, or JSON lines after all."""
     text = JsonText(file, findings)
-    first = text.peek()
+    first, start = text.peek(), text.line
     if first == "[":
         yield from _rows_of(file, findings, text)
     elif first == "{":
@@ -67,12 +71,13 @@ def read_json(file: File, findings: Findings) -> Iterator[Row]:
             if text.peek() != "}":
                 text.expect(",", "Expecting ',' delimiter")
         text.take()
-        if has_rows and text.peek():
-            raise DataError(f"{file.path}:{text.line}: not JSON: more text after the end of the object")
-        if not has_rows and text.peek():
-            yield from read_json_lines(file, findings)
-        elif not has_rows:
-            yield Row(str(file.path), 1, values)
+        end = text.line
+        if not has_rows:
+            yield Row(str(file.path), start, values)
+        if text.peek():
+            if has_rows or text.line == end:
+                raise DataError(f"{file.path}:{text.line}: not JSON: more text after the end of the object")
+            yield from _rows_of_lines(file, findings, text.lines())
     elif first:
         raise DataError(f"{file.path}: expected objects, found {_kind(text.value().value)}")
 
@@ -142,6 +147,17 @@ class JsonText:
             decoded = Decoded(value, self._buffer[self._position : end], self.line)
             self._advance(end)
             return decoded
+
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """Yield (number, line) of all that follows."""
+        while self._position < len(self._buffer) or self._more():
+            end = self._buffer.find("\n", self._position)
+            while end < 0 and self._more():
+                end = self._buffer.find("\n", self._position)
+            end = len(self._buffer) if end < 0 else end + 1
+            line, number = self._buffer[self._position : end], self.line
+            self._advance(end)
+            yield number, line
 
     def _advance(self, position: int) -> None:
         self.line += self._buffer.count("\n", self._position, position)

@@ -6,10 +6,13 @@ import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from gptj_ft.data.archives import read_archive
 from gptj_ft.data.files import File, find_files, opened_file
+from gptj_ft.data.hdf5_samples import read_samples
 from gptj_ft.data.json_records import read_json, read_json_lines
 from gptj_ft.data.rows import Findings, Row, numbered_lines
 from gptj_ft.data.tables import read_csv, read_parquet, read_quoted_tsv, read_saved_dataset, read_tsv, read_unquoted_csv
+from gptj_ft.data.tfrecords import read_tfrecords
 from gptj_ft.errors import DataError
 
 __all__ = ["Findings", "Row", "read_rows", "sha256_of"]
@@ -41,6 +44,9 @@ def read_rows(
         "parquet": read_parquet,
         "dataset": read_saved_dataset,
         "txt": {"file": read_document, "line": read_lines, "paragraph": read_paragraphs}[documents],
+        "tfrecords": read_tfrecords,
+        "hdf5": read_samples,
+        "tar": lambda file, findings: read_archive(file, findings, readers),
     }
     for file in find_files(source):
         for note in file.notes:

@@ -22,7 +22,7 @@ class Row:
         source: the file, as the user named it.
         line: where the record starts, from 1. In JSON written on a single line, and in files without lines: the
             number of the record.
-        values: column -> cell.
+        values: column -> cell; of a row that comes as tokens, the two columns of `token_row`.
     """
 
     source: str
@@ -32,6 +32,21 @@ class Row:
     @property
     def where(self) -> str:
         return f"{self.source}:{self.line}"
+
+
+def token_row(file: File, line: int, input_ids: list[int], trained: list[int]) -> Row:
+    """Return a row that comes as tokens, not as texts. This is the contract between its readers and what prepares it.
+
+    Args:
+        file: where it is from.
+        line: the number of its record.
+        input_ids: at least one token id, 0 to 2**31 - 1; whether the model has them is not known here. Where a document
+            ended with EOS, so do they; no EOS is to be added.
+        trained: which of them are targets, that is, which the loss is taken on: the bounds of half-open intervals of
+            indices, all in one list, ascending. [1, 5, 8, 9] is tokens 1 to 4, and 8. Token 0 never is, as nothing
+            predicts it. Empty if there is no target: nothing is to be learnt from such a row.
+    """
+    return Row(str(file.path), line, {"input_ids": input_ids, "trained": trained})
 
 
 @dataclass

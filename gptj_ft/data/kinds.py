@@ -1,0 +1,105 @@
+"""What kind a file is: told by its name, unless its first bytes say otherwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from gptj_ft.data.framing import record_length
+from gptj_ft.data.packing import PACKED, begins_zlib, packing_of, suffixes_of
+from gptj_ft.errors import DataError
+
+# Suffix -> format. Those of one format are read by the same reader.
+SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".txt": "txt",
+    ".tar": "tar",
+    ".tfrecords": "tfrecords",
+    ".tfrecord": "tfrecords",
+    ".index": "tfindex",
+    ".h5": "hdf5",
+    ".hdf5": "hdf5",
+}
+TOKEN_FORMATS = ("tfrecords", "tfindex", "hdf5")  # whose rows are tokens already
+# What a file may begin with, and what it is then.
+MAGIC = {b"PAR1": "parquet", b"\x89HDF\r\n\x1a\n": "hdf5"}
+TAR_MAGIC, TAR_MAGIC_AT = b"ustar", 257
+FOREIGN = {
+    b"PK\x03\x04": "a zip archive (or a spreadsheet): unpack it, or save the sheet as CSV",
+    b"\xd0\xcf\x11\xe0": "an old Office document: save it as CSV or plain text",
+    b"%PDF": "a PDF: convert it to plain text first",
+    b"\xff\xfe": "in UTF-16: save it as UTF-8, e.g. `iconv -f UTF-16 -t UTF-8`",
+    b"\xfe\xff": "in UTF-16: save it as UTF-8, e.g. `iconv -f UTF-16 -t UTF-8`",
+}
+
+
+class UnknownFormat(DataError):
+    """Neither name nor content is of a kind that is read here."""
+
+
+def packing_by_content(path: Path, head: bytes) -> str:
+    """Return how a file is packed, by its first bytes."""
+    if record_length(head):
+        return ""  # the length of a record may look like anything
+    if SUFFIXES.get(suffixes_of(path)[1]) == "tfrecords" and begins_zlib(head):
+        return "zlib"  # as that system packs them, where their name holds "zstd"
+    return packing_of(head)
+
+
+def format_and_notes(path: Path, packing: str, head: bytes) -> tuple[str, tuple[str, ...]]:
+    """Return the format of what begins with ``head``, unpacked, and what is odd about its name."""
+    notes = []
+    named, suffix = suffixes_of(path)
+    if packing and packing != named:
+        notes.append(f"{path} is packed by {packing}, which its name does not say")
+    if named and not packing and head:
+        notes.append(f"{path} is not packed by {named} as its name says")
+    by_content = _format_by_content(head)
+    for magic, what in FOREIGN.items():
+        if head.startswith(magic) and not by_content:
+            raise UnknownFormat(f"{path} is {what}")
+    by_name = SUFFIXES.get(suffix, "")
+    format_ = by_content or _format_of(head, by_name)
+    if not format_:
+        raise UnknownFormat(
+            f"{path}: unknown suffix '{suffix}'; rows are read from {', '.join(SUFFIXES)}, also packed as "
+            f"{', '.join(PACKED)}"
+        )
+    if by_name and format_ != by_name:
+        notes.append(f"{path} is read as {format_}, which it is, not as the {by_name} of its name")
+    return format_, tuple(notes)
+
+
+def _format_by_content(head: bytes) -> str:
+    """Return the format that bytes are in beyond doubt, or nothing."""
+    if record_length(head):
+        return "tfrecords"
+    if head.startswith(TAR_MAGIC, TAR_MAGIC_AT):
+        return "tar"
+    return next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), "")
+
+
+def _format_of(head: bytes, by_name: str) -> str:
+    """Return the format of a text by its beginning, where that leaves no doubt; else what its name says."""
+    start = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    line = head.partition(b"\n")[0]
+    if by_name == "jsonl" and start == b"[" and _begins_a_list_of_objects(line):
+        return "json"
+    if by_name == "csv" and b"\t" in line and b"," not in line:
+        return "tsv"
+    if not by_name:
+        return {b"[": "json", b"{": "jsonl"}.get(start, "")
+    return by_name
+
+
+def _begins_a_list_of_objects(line: bytes) -> bool:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return True  # it goes on in the next lines, or the reader will say what is wrong with it
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
