@@ -159,6 +159,12 @@ def prepare_data(
     cache: Cache = None,
     max_length: MaxLength = None,
     seed: Seed = None,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="mend what can be mended, in a new file beside DATA, and go on with that")
+    ] = False,
+    fixed: Annotated[
+        Path | None, typer.Option("--fixed", metavar="FILE", help="with --fix: the new file; default NAME.fixed.jsonl")
+    ] = None,
     show: Annotated[int, typer.Option("--show", min=0, help="print this many rows as the model will see them")] = 1,
     config: Config = None,
     assignments: Assignments = None,
@@ -168,19 +174,27 @@ def prepare_data(
     flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
     flags.pop("output", None)  # here that is the folder of the rows
     from gptj_ft.data.cache import prepare_once
+    from gptj_ft.data.fixed_file import choose_target, fix_rows
     from gptj_ft.data.prepare import is_prepared, load_tokenizer, save
     from gptj_ft.families import read_architecture
-    from gptj_ft.inputs import choose_model, data_path
-    from gptj_ft.report import show_data, show_examples, show_lengths
+    from gptj_ft.inputs import TINY, choose_model, data_path
+    from gptj_ft.report import show_data, show_examples, show_fixes, show_lengths
 
     resolved = resolve(flags, config, _tuple(assignments))
     source = data_path(data)
     if is_prepared(source):
         raise UsageError(f"{source} is prepared already: give it to `gptj-ft finetune --data`")
+    if fixed is not None and not fix:
+        raise UsageError("--fixed names the file that --fix writes: add --fix")
+    original, source = source, choose_target(source, fixed) if fix else source
     name = re.sub(r"[^\w.+-]+", "_", source.name)  # of a pattern, too
     folder = output or source.with_name(name + ".prepared")
     if folder.exists():
         raise UsageError(f"{folder} exists: name another --output or remove it")
+    if resolved.recipe.model != TINY:
+        choose_model(resolved.recipe, source)  # that there is none is said before anything is written
+    with _bar("rows", fix and not as_json) as advance:
+        fixes = fix_rows(resolved.recipe, original, source, lambda rows: advance(rows, None)) if fix else None
     chosen = choose_model(resolved.recipe, source)
     vocab_size = read_architecture(chosen).config.vocab_size
     tokenizer = load_tokenizer(chosen)
@@ -188,9 +202,12 @@ def prepare_data(
         prepared = prepare_once(resolved.recipe, tokenizer, source, vocab_size, lambda rows: advance(rows, None))
     save(prepared, folder)
     if as_json:
-        _print_json({"folder": str(folder), "model": str(chosen), **prepared.report.to_dict()})
+        facts = {"fixes": fixes.to_dict()} if fixes else {}
+        _print_json({"folder": str(folder), "model": str(chosen), **facts, **prepared.report.to_dict()})
     else:
         console = _console(stderr=False)
+        if fixes:
+            show_fixes(console, fixes)
         show_data(console, prepared.report)
         show_lengths(console, prepared, resolved.recipe)
         show_examples(console, prepared, tokenizer.decode, show)

@@ -20,6 +20,7 @@ from gptj_ft.progress import clock
 from gptj_ft.rates import PRECISIONS
 
 if TYPE_CHECKING:
+    from gptj_ft.data.fixed_file import FixReport
     from gptj_ft.data.prepared import Prepared, Report
     from gptj_ft.evaluate import Evaluation
     from gptj_ft.recipe import Recipe
@@ -50,6 +51,22 @@ def show_data(console: Console, report: Report) -> None:
     for what, rows in report.warnings.items():
         lines.append(f"  warning, {rows.count:,} row{'s' if rows.count > 1 else ''}: {what} ({', '.join(rows.first)})")
     lines += [f"  note: {note}" for note in report.notes]
+    console.print(escape("\n".join(lines)), highlight=False)
+
+
+def show_fixes(console: Console, report: FixReport) -> None:
+    """Show what was mended, what was left out, and where that stands."""
+    dropped = report.rows_read - report.rows_written
+    lines = [
+        f"{report.file}: {report.rows_written:,} of {report.rows_read:,} rows, {report.rows_changed:,} of them mended, "
+        f"{dropped:,} dropped; the changes are in {report.diff}"
+    ]
+    lines += [
+        f"  mended {cells:,} cell{'s' if cells > 1 else ''}: {fix}" for fix, cells in report.cells.items() if cells
+    ]
+    for reason, rows in report.rows_dropped.items():
+        lines.append(f"  dropped {rows.count:,}: {reason} ({', '.join(rows.first)})")
+    lines.append("what follows is about that file")
     console.print(escape("\n".join(lines)), highlight=False)
 
 

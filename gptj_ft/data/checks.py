@@ -15,11 +15,27 @@ from gptj_ft.data.placeholders import fields_of, parse_template
 from gptj_ft.recipe import Recipe
 
 PLACES_SHOWN = 5  # for each warning
+FIXES = "`prepare-data --fix` repairs"  # what `fixes` can mend
 
-MOJIBAKE = re.compile("Ã[\u0080-\u00bf‚-™]|â€|Â[\u00a0-\u00bf]|ï»¿|\ufffd")
+# UTF-8 read as Windows-1252: the letters that come first, and what the 64 bytes that may follow are. Some of these also
+# end a sentence or a quotation: after "AMANHÃ" they are right, unless a word goes on.
+MOJIBAKE_LETTERS = "ÃÂâïÐÑãäåæçèéð\ufffd"
+QUOTES = "‚„…‘’“”–—»"
+NEXT = "\u0080-\u00bf€ƒ†‡ˆ‰Š‹ŒŽ•˜™š›œžŸ‚„…‘’“”–—"
+MOJIBAKE = re.compile(  # begins with a set, which `re` finds fast
+    f"[{MOJIBAKE_LETTERS}](?:(?<=Ã)(?:(?![{QUOTES}])[{NEXT}]|[{QUOTES}](?=\\w)|(?<=[a-zß-ÿ]Ã)[{QUOTES}])"
+    f"|(?<=Â)[\u00a0-\u00bf]|(?<=â)(?:€|[‚„†ˆ˜][{NEXT}])|(?<=ï)»¿|(?<=\ufffd)|(?<=[ÐÑ])[{NEXT}][ÐÑ][{NEXT}]"
+    f"|(?<=[ã-é])[{NEXT}]{{2}}[ã-é][{NEXT}]{{2}}|(?<=ð)[{NEXT}]{{3}})"
+)
 CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ue000-\uf8ff]")
-TREEBANK = re.compile(r"-(?:lrb|rrb|lsb|rsb)-|</?s>|``|(?: n't| 's) ", re.IGNORECASE)
-HTML = re.compile(r"</?(?:p|br|div|span|a|b|i|table|td|tr|li|ul|h[1-6])\b[^<>]*>|&(?:amp|nbsp|quot|lt|gt|#\d+);", re.I)
+TREEBANK = re.compile(r"-(?:l[rsc]b|r[rsc]b)-|</?s>|``|(?: n't| 's) ", re.IGNORECASE)
+# Attributes have values, or `i<a and b>c` would be a link.
+TAG = re.compile(
+    r"</?(p|br|div|span|a|b|i|table|td|tr|li|ul|h[1-6])"
+    r"(?:\s+[\w:-]+\s*=\s*(?:\"[^\"<>]*\"|'[^'<>]*'|[^\s\"'<>]+))*\s*/?>",
+    re.IGNORECASE,
+)
+ENTITY = re.compile(r"&(?:amp|nbsp|quot|apos|lt|gt|#\d{1,7}|#x[0-9a-f]{1,6});", re.I)
 EMAIL = re.compile(r"[\w.+-]+@[\w-]+\.[\w.-]*\w")
 PHONE = re.compile(r"(?<![\w.])(?:\+\d{1,3}[ .-]?)?(?:\(\d{2,4}\)|\d{3})[ .-]\d{3,4}[ .-]\d{3,4}(?![\w-])")
 SOCIAL_SECURITY = re.compile(r"(?<![\d-])\d{3}-\d{2}-\d{4}(?![\d-])")
@@ -78,7 +94,7 @@ class Checks:
         if before[1] == where:
             return
         if before[0] == answered:
-            self._add("the same row again", where)
+            self._add("the same row again; `prepare-data --fix` drops it", where)
         else:
             self._add("the same question as another row, with another answer", where)
 
@@ -94,9 +110,12 @@ def delimiters_of(recipe: Recipe) -> tuple[str, ...]:
 
 def is_mojibake(text: str) -> bool:
     """Tell whether a text was decoded by a wrong table: ``Ã©`` for é, ``â€™`` for an apostrophe."""
-    return ("Ã" in text or "â" in text or "Â" in text or "ï" in text or "\ufffd" in text) and bool(
-        MOJIBAKE.search(text)
-    )
+    return not text.isascii() and any(letter in text for letter in MOJIBAKE_LETTERS) and bool(MOJIBAKE.search(text))
+
+
+def has_html(text: str) -> bool:
+    """Tell whether there are tags or entities of HTML in a text."""
+    return ("<" in text and bool(TAG.search(text))) or ("&" in text and bool(ENTITY.search(text)))
 
 
 def is_treebank(text: str) -> bool:
@@ -126,11 +145,12 @@ def _passes_luhn(text: str) -> bool:
 
 
 ODDITIES: Mapping[str, Callable[[str], bool]] = {
-    "letters that look wrongly decoded (Ã©, â€™): save the file as UTF-8 from its source": is_mojibake,
-    "control characters": lambda text: bool(CONTROL.search(text)),
-    "text split into Treebank tokens (-lrb-, do n't, <s>): the model would learn to write so": is_treebank,
+    f"wrongly decoded letters (Ã©, â€™): save the file as UTF-8 from its source; {FIXES} what can be": is_mojibake,
+    f"control characters; {FIXES} them": lambda text: bool(CONTROL.search(text)),
+    f"carriage returns inside the text; {FIXES} them": lambda text: "\r" in text,
+    f"text split into Treebank tokens (-lrb-, do n't, <s>): the model would learn to write so; {FIXES} it": is_treebank,
     "no capital letter in a long text": is_lower_case,
-    "HTML tags or entities": lambda text: ("<" in text or "&" in text) and bool(HTML.search(text)),
+    f"HTML tags or entities; {FIXES} them": has_html,
     "what looks like personal data (e-mail, telephone, social security or card number)": has_personal_data,
 }
 

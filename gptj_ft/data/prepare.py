@@ -83,7 +83,7 @@ def prepare(
     """
     check_templates(recipe)
     eos_of(tokenizer)
-    columns = _find_columns(source, recipe)
+    columns = find_columns(source, recipe)
     digest = sha256_of(source)
     tally = _Tally(vocab_size, Checks(recipe))
     findings = Findings(recipe.max_bad_rows)
@@ -120,7 +120,7 @@ def prepare(
         return Prepared(file.rows(), report)
 
 
-def _find_columns(source: Path, recipe: Recipe) -> dict[str, str]:
+def find_columns(source: Path, recipe: Recipe) -> dict[str, str]:
     """Read the whole file once; choose columns by its first rows, and by all only if those lack one."""
     first: dict[str, None] = {}
     every: dict[str, None] = {}
