@@ -165,7 +165,15 @@ def prepare_data(
     fixed: Annotated[
         Path | None, typer.Option("--fixed", metavar="FILE", help="with --fix: the new file; default NAME.fixed.jsonl")
     ] = None,
-    show: Annotated[int, typer.Option("--show", min=0, help="print this many rows as the model will see them")] = 1,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="new file for counts and lengths: .json or .html")
+    ] = None,
+    show: Annotated[
+        int | None,
+        typer.Option(
+            "--show", min=0, help="show so many rows as the model will see them [default 1]; in the --report, too"
+        ),
+    ] = None,
     config: Config = None,
     assignments: Assignments = None,
     as_json: Json = False,
@@ -176,12 +184,15 @@ def prepare_data(
     from gptj_ft.data.cache import prepare_once
     from gptj_ft.data.fixed_file import choose_target, fix_rows
     from gptj_ft.data.prepare import is_prepared, load_tokenizer, save
+    from gptj_ft.data.report_file import check_report_path, examples_of, facts_of, write_report
     from gptj_ft.families import read_architecture
     from gptj_ft.inputs import TINY, choose_model, data_path
     from gptj_ft.report import show_data, show_examples, show_fixes, show_lengths
 
     resolved = resolve(flags, config, _tuple(assignments))
     source = data_path(data)
+    if report is not None:
+        check_report_path(report)
     if is_prepared(source):
         raise UsageError(f"{source} is prepared already: give it to `gptj-ft finetune --data`")
     if fixed is not None and not fix:
@@ -201,16 +212,21 @@ def prepare_data(
     with _bar("rows", not as_json) as advance:
         prepared = prepare_once(resolved.recipe, tokenizer, source, vocab_size, lambda rows: advance(rows, None))
     save(prepared, folder)
+    origin = {"folder": str(folder), "model": str(chosen), **({"fixes": fixes.to_dict()} if fixes else {})}
+    if report is not None:
+        examples = {"examples": examples_of(prepared, tokenizer.decode, show)} if show else {}
+        write_report(report, {**origin, **facts_of(prepared, resolved.recipe), **examples})
     if as_json:
-        facts = {"fixes": fixes.to_dict()} if fixes else {}
-        _print_json({"folder": str(folder), "model": str(chosen), **facts, **prepared.report.to_dict()})
+        _print_json({**origin, **prepared.report.to_dict()})
     else:
         console = _console(stderr=False)
         if fixes:
             show_fixes(console, fixes)
         show_data(console, prepared.report)
         show_lengths(console, prepared, resolved.recipe)
-        show_examples(console, prepared, tokenizer.decode, show)
+        show_examples(console, prepared, tokenizer.decode, 1 if show is None else show)
+        if report is not None:
+            print(f"report: {report}")
         print(f"written to {folder}\nnext: gptj-ft finetune --recipe {resolved.recipe.recipe} --data {folder}")
 
 

@@ -54,19 +54,32 @@ class Lengths:
         return padded / real
 
 
-def histogram(lengths: Sequence[int]) -> list[str]:
-    """Return lines of a histogram, one for each of a few bins of equal width."""
+@dataclass(frozen=True)
+class Bin:
+    """How many rows have ``first`` to ``last`` tokens, both included."""
+
+    first: int
+    last: int
+    rows: int
+
+
+def bins_of(lengths: Sequence[int]) -> list[Bin]:
+    """Count lengths in a few bins of equal width."""
     low, high = min(lengths), max(lengths)
-    if low == high:
-        return [f"{low:>6}         {'█' * BAR} {len(lengths):,}"]
     width = -(-(high - low + 1) // BINS)
     counts = [0] * (-(-(high - low + 1) // width))
     for length in lengths:
         counts[(length - low) // width] += 1
-    most = max(counts)
+    return [Bin(low + number * width, low + (number + 1) * width - 1, count) for number, count in enumerate(counts)]
+
+
+def histogram(lengths: Sequence[int]) -> list[str]:
+    """Return lines of a histogram, one for each of a few bins of equal width."""
+    bins = bins_of(lengths)
+    most = max(each.rows for each in bins)
     lines = []
-    for number, count in enumerate(counts):
-        first = low + number * width
-        bar = "█" * max(round(BAR * count / most), 1 if count else 0)
-        lines.append(f"{first:>6} - {first + width - 1:<6}{bar} {count:,}")
+    for each in bins:
+        bar = "█" * max(round(BAR * each.rows / most), 1 if each.rows else 0)
+        between = f" - {each.last:<6}" if len(bins) > 1 else " " * 9
+        lines.append(f"{each.first:>6}{between}{bar} {each.rows:,}")
     return lines
