@@ -8,12 +8,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -55,8 +55,6 @@ from gptj_ft.recipe import Recipe, Resolved, resolve
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from gptj_ft.data.prepared import Prepared
 
 T = TypeVar("T")
 
@@ -168,7 +166,21 @@ def prepare_data(
     max_length: MaxLength = None,
     on_long: OnLong = None,
     seed: Seed = None,
-    show: Annotated[int, typer.Option("--show", min=0, help="print this many rows as the model will see them")] = 1,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="mend what can be mended, in a new file beside DATA, and go on with that")
+    ] = False,
+    fixed: Annotated[
+        Path | None, typer.Option("--fixed", metavar="FILE", help="with --fix: the new file; default NAME.fixed.jsonl")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="new file for counts and lengths: .json or .html")
+    ] = None,
+    show: Annotated[
+        int | None,
+        typer.Option(
+            "--show", min=0, help="show so many rows as the model will see them [default 1]; in the --report, too"
+        ),
+    ] = None,
     config: Config = None,
     assignments: Assignments = None,
     offline: Offline = False,
@@ -177,41 +189,27 @@ def prepare_data(
     """Turn rows into token ids: checked, masked, counted; `finetune --data` takes the folder."""
     flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
     flags.pop("output", None)  # here that is the folder of the rows
-    from gptj_ft.data.cache import prepare_once
-    from gptj_ft.data.hub_rows import PREFIX, is_reference
-    from gptj_ft.data.prepare import is_prepared, load_tokenizer, save
-    from gptj_ft.families import read_architecture
-    from gptj_ft.inputs import choose_model, data_path
-    from gptj_ft.report import show_data, show_examples, show_lengths
+    from gptj_ft.preparing import Targets, prepare_rows
+    from gptj_ft.report import show_data, show_examples, show_fixes, show_lengths
 
     resolved = resolve(flags, config, _tuple(assignments))
-    beside = Path(data.removeprefix(PREFIX).replace("/", "-")) if is_reference(data) else data_path(data)
-    name = re.sub(r"[^\w.+-]+", "_", beside.name)  # of a pattern, too
-    folder = output or beside.with_name(name + ".prepared")
-    if folder.exists():
-        raise UsageError(f"{folder} exists: name another --output or remove it")
+    targets = Targets.of(data, output, fix, fixed, report, show or 0)
     resolved = _fetched(resolved, offline, as_json)
-    source = data_path(resolved.recipe.data)
-    if is_prepared(source):
-        raise UsageError(f"{source} is prepared already: give it to `gptj-ft finetune --data`")
-    chosen = choose_model(resolved.recipe, source)
-    vocab_size = read_architecture(chosen).config.vocab_size
-    tokenizer = load_tokenizer(chosen)
-
-    def work(its: Resolved) -> tuple[Resolved, Prepared]:
-        with _bar("rows", not as_json) as advance:
-            return its, prepare_once(its.recipe, tokenizer, source, vocab_size, lambda rows: advance(rows, None))
-
-    resolved, prepared = _asking(resolved, as_json, work)
-    save(prepared, folder)
+    bar = partial(_bar, "rows", not as_json)
+    done = _asking(resolved, as_json, lambda its: prepare_rows(its.recipe, targets, bar))
+    done.write()
     if as_json:
-        _print_json({"folder": str(folder), "model": str(chosen), **prepared.report.to_dict()})
-    else:
-        console = _console(stderr=False)
-        show_data(console, prepared.report)
-        show_lengths(console, prepared, resolved.recipe)
-        show_examples(console, prepared, tokenizer.decode, show)
-        print(f"written to {folder}\nnext: gptj-ft finetune --recipe {resolved.recipe.recipe} --data {folder}")
+        _print_json(done.to_dict())
+        return
+    console = _console(stderr=False)
+    if done.fixes:
+        show_fixes(console, done.fixes)
+    show_data(console, done.prepared.report)
+    show_lengths(console, done.prepared, done.recipe)
+    show_examples(console, done.prepared, done.tokenizer.decode, 1 if show is None else show)
+    if report is not None:
+        print(f"report: {report}")
+    print(f"written to {targets.folder}\nnext: gptj-ft finetune --recipe {done.recipe.recipe} --data {targets.folder}")
 
 
 @app.command()

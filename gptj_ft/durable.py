@@ -8,7 +8,11 @@ import os
 import platform
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TextIO
+
+from gptj_ft.errors import ResourceError, UsageError
 
 # What file systems answer that have no hard links (FAT, some network and FUSE file systems), or have no room for one.
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK, errno.EACCES}
@@ -42,6 +46,54 @@ def replace_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     os.replace(new, path)
     sync_path(path.parent)
+
+
+def require_new(*paths: Path) -> None:
+    """Check that none of some files exists.
+
+    Raises:
+        UsageError: one does.
+    """
+    for path in paths:
+        if path.exists():
+            raise UsageError(f"{path} exists already, and nothing is overwritten; name another, or remove it")
+
+
+@contextmanager
+def new_files(*paths: Path) -> Iterator[list[TextIO]]:
+    """Open new text files, which are there when all of them are whole, or not at all.
+
+    Raises:
+        UsageError: one exists, or cannot be written.
+        ResourceError: the disk is full.
+    """
+    require_new(*paths)
+    temporary = [path.with_name(f".{path.name}.writing") for path in paths]
+    named: list[Path] = []
+    try:
+        with ExitStack() as stack:
+            files: list[TextIO] = [
+                stack.enter_context(path.open("w", encoding="utf-8", newline="\n")) for path in temporary
+            ]
+            yield files
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
+        require_new(*paths)
+        for path, whole in zip(paths, temporary, strict=True):
+            whole.rename(path)
+            named.append(path)
+            sync_path(path.parent)
+    except OSError as error:
+        for path in named:
+            path.unlink(missing_ok=True)
+        names = " and ".join(map(str, paths))
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ResourceError(f"no space left for {names}; free some, or write to another disk") from error
+        raise UsageError(f"cannot write {names}: {error.strerror or error}") from error
+    finally:
+        for path in temporary:
+            path.unlink(missing_ok=True)
 
 
 def append_text(path: Path, text: str) -> None:

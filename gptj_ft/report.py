@@ -15,13 +15,14 @@ from rich.text import Text
 from gptj_ft.costs import WARRANTED_BYTES, Costs
 from gptj_ft.data.batches import steps_per_epoch
 from gptj_ft.data.lengths import Lengths, histogram
-from gptj_ft.data.targets import num_targets
+from gptj_ft.data.targets import num_targets, stretches
 from gptj_ft.machine import gigabytes
 from gptj_ft.plan import Plan
 from gptj_ft.progress import clock
 from gptj_ft.rates import PRECISIONS
 
 if TYPE_CHECKING:
+    from gptj_ft.data.fixed_file import FixReport
     from gptj_ft.data.prepared import Prepared, Report
     from gptj_ft.evaluate import Evaluation
     from gptj_ft.recipe import Recipe
@@ -58,6 +59,22 @@ def show_data(console: Console, report: Report) -> None:
     console.print(escape("\n".join(lines)), highlight=False)
 
 
+def show_fixes(console: Console, report: FixReport) -> None:
+    """Show what was mended, what was left out, and where that stands."""
+    dropped = report.rows_read - report.rows_written
+    lines = [
+        f"{report.file}: {report.rows_written:,} of {report.rows_read:,} rows, {report.rows_changed:,} of them mended, "
+        f"{dropped:,} dropped; the changes are in {report.diff}"
+    ]
+    lines += [
+        f"  mended {cells:,} cell{'s' if cells > 1 else ''}: {fix}" for fix, cells in report.cells.items() if cells
+    ]
+    for reason, rows in report.rows_dropped.items():
+        lines.append(f"  dropped {rows.count:,}: {reason} ({', '.join(rows.first)})")
+    lines.append("what follows is about that file")
+    console.print(escape("\n".join(lines)), highlight=False)
+
+
 def show_lengths(console: Console, prepared: Prepared, recipe: Recipe) -> None:
     """Show how long prompts and answers are, what padding would have cost, and what an epoch is."""
     lengths = Lengths.of(prepared, recipe.packing)
@@ -78,10 +95,9 @@ def show_examples(console: Console, prepared: Prepared, decode: Callable[[list[i
     """Show the first rows as the model will see them: what is trained on between marks, and bold."""
     for row in prepared.rows.select(range(min(count, len(prepared.rows)))):
         ids, prompt = row["input_ids"], row["prompt_length"]
-        borders = [0, prompt, *row["untrained"], len(ids)]
         trained = num_targets(len(ids), prompt, row["untrained"])
         text = Text(f"{row['source']}:{row['line']}, {len(ids)} tokens, {trained} trained on\n")
-        for number, (start, end) in enumerate(pairwise(borders)):
+        for number, (start, end) in enumerate(pairwise(stretches(row))):
             if number % 2:
                 text.append("«" + decode(ids[start:end]) + "»", style="bold")
             else:

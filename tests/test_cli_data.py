@@ -27,12 +27,13 @@ NOTES = [{"body": f"The patient came {n} times with a cough.", "article": "x", "
 
 def test_a_script_is_told_the_columns_that_may_be_meant_and_what_to_type(shell) -> None:
     write("notes.jsonl", NOTES)
-    told = shell("prepare-data --data notes.jsonl --recipe summarization --model tiny")
+    command = "prepare-data --data notes.jsonl --recipe summarization --model tiny"
+    told = shell(command)
     assert told.code == 3
     assert "'document' may be any of the columns article, body; there are: body, article, tl_dr" in told.err
     assert "--map document=article" in told.err
     assert not Path("notes.jsonl.prepared").exists()
-    done = shell("prepare-data --data notes.jsonl --recipe summarization --model tiny --map document=body,summary=tl_dr")
+    done = shell(f"{command} --map document=body,summary=tl_dr")
     assert done.code == 0
     assert "document = column 'body'" in done.out
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gptj_ft.data.packing import peeked
+from gptj_ft.data.compression import peeked
 from gptj_ft.data.records import Findings, read_rows, sha256_of
 from gptj_ft.errors import DataError, UsageError
 

@@ -1,6 +1,7 @@
 import csv
 import dataclasses
 import errno
+import gc
 import json
 import os
 from collections import Counter
@@ -12,6 +13,7 @@ from test_data_tokenizer import make_tokenizer
 from gptj_ft.data.prepare import check_compatible, is_prepared, load, prepare, save, select, split
 from gptj_ft.data.prepared import Prepared, Report
 from gptj_ft.errors import DataError, ResourceError, UsageError
+from gptj_ft.home import home
 from gptj_ft.recipe import resolve
 
 VOCAB = 400
@@ -246,7 +248,29 @@ def test_a_full_disk_is_a_resource_error_and_leaves_nothing(prepared, tmp_path, 
     with pytest.raises(ResourceError, match="no space left"):
         save(prepared, tmp_path / "data")
     assert [path.name for path in tmp_path.iterdir() if path.name != "home"] == ["notes.jsonl"]
-    assert not [*(tmp_path / "home").iterdir()], "the file of the rows is there only while it is written"
+
+
+def test_the_file_of_rows_that_were_not_saved_goes_with_them_or_with_the_next_after_a_crash(tokenizer, notes):
+    (home() / ".rows-999999999-x.arrow").parent.mkdir(parents=True, exist_ok=True)
+    (home() / ".rows-999999999-x.arrow").touch()
+    made = prepare(recipe(), tokenizer, notes, VOCAB)
+    assert [path.name.split("-")[1] for path in home().glob(".rows-*")] == [str(os.getpid())]
+    del made
+    gc.collect()
+    assert not [*home().iterdir()]
+
+
+def test_saving_rows_that_are_a_file_links_it_and_loading_gives_the_same(tokenizer, notes, tmp_path):
+    made = prepare(recipe(), tokenizer, notes, VOCAB)
+    save(made, tmp_path / "a")
+    save(load(tmp_path / "a"), tmp_path / "b")
+    (file,) = (tmp_path / "b").glob("*.arrow")
+    assert file.stat().st_ino == (tmp_path / "a" / file.name).stat().st_ino
+    save(select(made, range(len(made.rows))), tmp_path / "c")
+    for folder in ("a", "b", "c"):
+        loaded = load(tmp_path / folder)
+        assert loaded.rows.to_dict() == made.rows.to_dict()
+        assert loaded.report == made.report
 
 
 def test_a_folder_that_is_not_prepared_data_is_refused(tmp_path):

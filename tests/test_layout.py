@@ -28,7 +28,7 @@ ORDER = [
     ("movement",),
     ("optimizer", "deadline", "run", "checkpoint", "session", "keeping", "verify", "state"),
     ("guard", "trainer", "decoding"),
-    ("finetune", "evaluate", "generate", "runs", "export"),
+    ("finetune", "preparing", "evaluate", "generate", "runs", "export"),
     ("report", "options"),
     ("cli",),
     ("__main__",),

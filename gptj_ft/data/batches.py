@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gptj_ft.data.targets import num_targets
+from gptj_ft.data.targets import lengths_of, num_targets
 from gptj_ft.layers import PackedBatch, pack
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class Rows:
         prompt_lengths: tokens at each document's start that are not trained on.
         untrained: of each, what else is not; empty if there is no such row.
         windows: what a row is made of, where that is not one document: pieces of several.
+        known_lengths: tokens of each document, if they have been counted.
         is_joined: whether a window is one document, so that attention goes across its pieces.
     """
 
@@ -50,6 +51,7 @@ class Rows:
     prompt_lengths: Sequence[int]
     untrained: Sequence[Sequence[int]] = ()
     windows: Sequence[Sequence[Slice]] | None = None
+    known_lengths: Sequence[int] | None = None
     is_joined: bool = False
 
     @classmethod
@@ -65,12 +67,13 @@ class Rows:
             return cls([], [])
         prompts = list(rows["prompt_length"])
         untrained = list(rows["untrained"]) if "untrained" in rows.column_names else []
-        plain = cls(rows["input_ids"], prompts, untrained if any(untrained) else [])
+        lengths = lengths_of(rows).tolist()
+        plain = cls(rows["input_ids"], prompts, untrained if any(untrained) else [], known_lengths=lengths)
         if packing == "off" or any(prompts) or any(untrained):
             return plain
         continues = list(rows["continues"]) if packing == "joined" else [False] * len(prompts)
-        windows = (joined if packing == "joined" else apart)(plain.lengths, continues, length)
-        return cls(plain.documents, prompts, (), windows, packing == "joined")
+        windows = (joined if packing == "joined" else apart)(lengths, continues, length)
+        return cls(plain.documents, prompts, (), windows, lengths, packing == "joined")
 
     def __len__(self) -> int:
         return len(self.prompt_lengths if self.windows is None else self.windows)
@@ -80,7 +83,7 @@ class Rows:
         """Tokens of each row."""
         if self.windows is not None:
             return [sum(end - start for _, start, end in window) for window in self.windows]
-        return [len(ids) for ids in self.documents]
+        return [len(ids) for ids in self.documents] if self.known_lengths is None else list(self.known_lengths)
 
     @cached_property
     def num_targets(self) -> int:

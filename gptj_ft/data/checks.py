@@ -12,17 +12,37 @@ from dataclasses import dataclass, field
 
 from gptj_ft.data.fields import FieldTexts
 from gptj_ft.data.placeholders import fields_of, parse_template
+from gptj_ft.data.repetitions import Repetitions
+from gptj_ft.data.rows import Row
 from gptj_ft.recipe import Recipe
 
 PLACES_SHOWN = 5  # for each warning
+FIXES = "`prepare-data --fix` repairs"  # what `fixes` can mend
 
-MOJIBAKE = re.compile("Ã[\u0080-\u00bf‚-™]|â€|Â[\u00a0-\u00bf]|ï»¿|\ufffd")
+# UTF-8 read as Windows-1252: the letters that come first, and what the 64 bytes that may follow are. Some of these also
+# end a sentence or a quotation: after "AMANHÃ" they are right, unless a word goes on.
+MOJIBAKE_LETTERS = "ÃÂâïÐÑãäåæçèéð\ufffd"
+QUOTES = "‚„…‘’“”–—»"
+NEXT = "\u0080-\u00bf€ƒ†‡ˆ‰Š‹ŒŽ•˜™š›œžŸ‚„…‘’“”–—"
+MOJIBAKE = re.compile(  # begins with a set, which `re` finds fast
+    f"[{MOJIBAKE_LETTERS}](?:(?<=Ã)(?:(?![{QUOTES}])[{NEXT}]|[{QUOTES}](?=\\w)|(?<=[a-zß-ÿ]Ã)[{QUOTES}])"
+    f"|(?<=Â)[\u00a0-\u00bf]|(?<=â)(?:€|[‚„†ˆ˜][{NEXT}])|(?<=ï)»¿|(?<=\ufffd)|(?<=[ÐÑ])[{NEXT}][ÐÑ][{NEXT}]"
+    f"|(?<=[ã-é])[{NEXT}]{{2}}[ã-é][{NEXT}]{{2}}|(?<=ð)[{NEXT}]{{3}})"
+)
 CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ue000-\uf8ff]")
-TREEBANK = re.compile(r"-(?:lrb|rrb|lsb|rsb)-|</?s>|``|(?: n't| 's) ", re.IGNORECASE)
-HTML = re.compile(r"</?(?:p|br|div|span|a|b|i|table|td|tr|li|ul|h[1-6])\b[^<>]*>|&(?:amp|nbsp|quot|lt|gt|#\d+);", re.I)
+TREEBANK_MARKS = ("b-", "B-", "s>", "S>", "``", " n't ", " N'T ", " 's ", " 'S ")  # one of which every match has
+TREEBANK = re.compile(r"-(?:l[rsc]b|r[rsc]b)-|</?s>|``|(?: n't| 's) ", re.IGNORECASE)
+# Attributes have values, or `i<a and b>c` would be a link.
+TAG = re.compile(
+    r"</?(p|br|div|span|a|b|i|table|td|tr|li|ul|h[1-6])"
+    r"(?:\s+[\w:-]+\s*=\s*(?:\"[^\"<>]*\"|'[^'<>]*'|[^\s\"'<>]+))*\s*/?>",
+    re.IGNORECASE,
+)
+ENTITY = re.compile(r"&(?:amp|nbsp|quot|apos|lt|gt|#\d{1,7}|#x[0-9a-f]{1,6});", re.I)
 EMAIL = re.compile(r"[\w.+-]+@[\w-]+\.[\w.-]*\w")
 PHONE = re.compile(r"(?<![\w.])(?:\+\d{1,3}[ .-]?)?(?:\(\d{2,4}\)|\d{3})[ .-]\d{3,4}[ .-]\d{3,4}(?![\w-])")
 SOCIAL_SECURITY = re.compile(r"(?<![\d-])\d{3}-\d{2}-\d{4}(?![\d-])")
+NUMBER = re.compile(r"[\d(][\d() .-]{10}")  # what is in all three: one look instead of three slow ones
 CARD = re.compile(r"(?<!\d)(?:\d[ -]?){12,18}\d(?!\d)")
 MANY_TREEBANK = 2  # marks in one text, before it is called tokenized
 LONG_ENOUGH = 60  # letters of a text that may be called all lower case
@@ -52,13 +72,14 @@ class Checks:
     def __init__(self, recipe: Recipe) -> None:
         self.found: dict[str, Found] = {}
         self._recipe = recipe
-        self._seen: dict[bytes, tuple[bytes, str]] = {}  # of a prompt: digest of its completion, and where
+        self._rows = Repetitions()
         self._delimiters = delimiters_of(recipe)
         self._inputs = fields_of(recipe.prompt)
 
-    def look(self, where: str, found: FieldTexts, prompt: str, completion: str) -> None:
+    def look(self, row: Row, found: FieldTexts, prompt: str, completion: str) -> None:
         """Look at a row, before it is shortened."""
-        self._look_for_repetition(where, prompt, completion)
+        self._rows.add(_digest(prompt or completion), _digest(completion), row.source, row.line)
+        where = row.where
         values = {name: str(value) for name, value in found.values.items()}
         for oddity in found.oddities:
             self._add(oddity, where)
@@ -74,15 +95,16 @@ class Checks:
         if self._recipe.shorten in self._inputs and len(completion) > longest:
             self._add("the answer is longer than what it is drawn from", where)
 
-    def _look_for_repetition(self, where: str, prompt: str, completion: str) -> None:
-        asked, answered = _digest(prompt or completion), _digest(completion)
-        before = self._seen.setdefault(asked, (answered, where))
-        if before[1] == where:
-            return
-        if before[0] == answered:
-            self._add("the same row again", where)
-        else:
-            self._add("the same question as another row, with another answer", where)
+    def close(self) -> None:
+        """Say which rows repeat others, and forget them."""
+        sentences = {
+            True: "the same row again; `prepare-data --fix` drops it",
+            False: "the same question as another row, with another answer",
+        }
+        for is_same, (count, first) in self._rows.found(PLACES_SHOWN).items():
+            if count:
+                self.found[sentences[is_same]] = Found(count, first)
+        self._rows.close()
 
     def _add(self, what: str, where: str) -> None:
         self.found.setdefault(what, Found()).add(where)
@@ -94,15 +116,26 @@ def delimiters_of(recipe: Recipe) -> tuple[str, ...]:
     return tuple(dict.fromkeys("\n" + text for text in texts if text.endswith(":") and len(text) > 3))
 
 
+def has_control(text: str) -> bool:
+    """Tell whether there are control characters but line ends and tabs, or characters of nobody's."""
+    # Most texts are told by the first test, which is fast.
+    return not text.replace("\n", "").replace("\t", "").isprintable() and bool(CONTROL.search(text))
+
+
 def is_mojibake(text: str) -> bool:
     """Tell whether a text was decoded by a wrong table: ``Ã©`` for é, ``â€™`` for an apostrophe."""
-    return ("Ã" in text or "â" in text or "Â" in text or "ï" in text or "\ufffd" in text) and bool(
-        MOJIBAKE.search(text)
-    )
+    return not text.isascii() and bool(MOJIBAKE.search(text))
+
+
+def has_html(text: str) -> bool:
+    """Tell whether there are tags or entities of HTML in a text."""
+    return ("<" in text and bool(TAG.search(text))) or ("&" in text and bool(ENTITY.search(text)))
 
 
 def is_treebank(text: str) -> bool:
     """Tell whether a text is split into tokens as the Penn Treebank does (``-lrb-``, ``do n't``, ``<s>``)."""
+    if not any(mark in text for mark in TREEBANK_MARKS):
+        return False
     return sum(1 for _, _ in zip(TREEBANK.finditer(text), range(MANY_TREEBANK), strict=False)) >= MANY_TREEBANK
 
 
@@ -115,6 +148,8 @@ def has_personal_data(text: str) -> bool:
     """Tell whether there is something that looks like an address, a telephone, a social security or a card number."""
     if "@" in text and EMAIL.search(text):
         return True
+    if not NUMBER.search(text):
+        return False
     if PHONE.search(text) or SOCIAL_SECURITY.search(text):
         return True
     return any(_passes_luhn(match[0]) for match in CARD.finditer(text))
@@ -128,14 +163,15 @@ def _passes_luhn(text: str) -> bool:
 
 
 ODDITIES: Mapping[str, Callable[[str], bool]] = {
-    "letters that look wrongly decoded (Ã©, â€™): save the file as UTF-8 from its source": is_mojibake,
-    "control characters": lambda text: bool(CONTROL.search(text)),
-    "text split into Treebank tokens (-lrb-, do n't, <s>): the model would learn to write so": is_treebank,
+    f"wrongly decoded letters (Ã©, â€™): save the file as UTF-8 from its source; {FIXES} what can be": is_mojibake,
+    f"control characters; {FIXES} them": has_control,
+    f"carriage returns inside the text; {FIXES} them": lambda text: "\r" in text,
+    f"text split into Treebank tokens (-lrb-, do n't, <s>): the model would learn to write so; {FIXES} it": is_treebank,
     "no capital letter in a long text": is_lower_case,
-    "HTML tags or entities": lambda text: ("<" in text or "&" in text) and bool(HTML.search(text)),
+    f"HTML tags or entities; {FIXES} them": has_html,
     "what looks like personal data (e-mail, telephone, social security or card number)": has_personal_data,
 }
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.strip().encode(errors="replace"), digest_size=8).digest()
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.strip().encode(errors="replace"), digest_size=8).digest(), "little")

@@ -161,46 +161,80 @@ def alternatives_of(value: Any) -> list[str]:
     return list(dict.fromkeys(answers))
 
 
-def read_fields(row: Mapping[str, Any], columns: Mapping[str, str], recipe: Recipe) -> FieldTexts:
-    """Return the texts of a row's fields, and the acceptable completions.
+class FieldReader:
+    """Reads the texts of a row's fields, and the acceptable completions.
 
     In a field of the completion a list means alternatives (the first is trained on), unless the recipe says that the
     column's lists are sentences; elsewhere, and in plain text, parts of one text.
-
-    Raises:
-        RowSkipped: a column has no value in this row, or one that is no text.
     """
-    if is_chat(recipe):
-        return _read_chat(row, columns)
-    answers = set(fields_of(recipe.completion)) - set(fields_of(recipe.prompt)) if recipe.prompt else set()
-    alternatives: dict[str, list[str]] = {}
-    for field, column in columns.items():
-        cell = row.get(column)
-        try:
-            if isinstance(cell, list) and _is_of_sentences(column, recipe):
-                cell = "\n".join(part for item in cell if (part := text_of(item)) is not None)
-            found = alternatives_of(cell) if field in answers else _as_list(text_of(cell))
-        except RowSkipped as reason:
-            raise RowSkipped(f"column '{column}': {reason}") from reason
-        if not found and field in answers and recipe.no_answer and isinstance(cell, list | dict):
-            found = [recipe.no_answer]
-        if field == LABEL and recipe.labels:
-            found = [_word_for(label, recipe) for label in found]
+
+    def __init__(self, columns: Mapping[str, str], recipe: Recipe) -> None:
+        self._columns, self._recipe, self._is_chat = columns, recipe, is_chat(recipe)
+        inputs, outputs = set(fields_of(recipe.prompt)), set(fields_of(recipe.completion))
+        self._answers = outputs - inputs if recipe.prompt else set()
+        sentences = {name.casefold() for name in recipe.sentences}
+        self._of_sentences = {column for column in columns.values() if column.strip().casefold() in sentences}
+        self._words = {key.strip().casefold(): word for key, word in recipe.labels.items()}
+
+    def read(self, row: Mapping[str, Any]) -> FieldTexts:
+        """Read a row.
+
+        Raises:
+            RowSkipped: a column has no value in this row, or one that is no text.
+        """
+        if self._is_chat:
+            return _read_chat(row, self._columns)
+        recipe, answers, columns = self._recipe, self._answers, self._columns
+        alternatives = {field: self._alternatives(field, column, row.get(column)) for field, column in columns.items()}
+        values = {field: found[0] for field, found in alternatives.items()}
+        if not answers or not answers <= columns.keys():
+            return FieldTexts(values, [])
+        completions = []
+        for choice in range(max(map(len, alternatives.values()))):
+            chosen = {field: of[min(choice, len(of) - 1)] for field, of in alternatives.items()}
+            completions.append(render(recipe.completion, chosen).strip())
+        references = [text for text in dict.fromkeys(completions) if text]
+        return FieldTexts(values, references, _answer_at(row, columns, recipe, values, answers))
+
+    def _alternatives(self, field: str, column: str, cell: Any) -> list[str]:
+        is_answer = field in self._answers
+        if isinstance(cell, str):
+            found = [cell]
+        else:
+            found = self._texts_in(column, cell, is_answer)
+        if not found and is_answer and self._recipe.no_answer and isinstance(cell, list | dict):
+            found = [self._recipe.no_answer]
+        if field == LABEL and self._words:
+            found = [self._word_for(label) for label in found]
         if not found:
             raise RowSkipped(f"no value for column '{column}'")
-        if any(not _is_unicode(text) for text in found):
+        if not all(map(_is_unicode, found)):
             raise RowSkipped(f"column '{column}': half a surrogate pair, which is no character")
-        alternatives[field] = found
-    values = {field: found[0] for field, found in alternatives.items()}
-    if not answers or not answers <= columns.keys():
-        return FieldTexts(values, [])
-    choices = max(len(found) for found in alternatives.values())
-    completions = (
-        render(recipe.completion, {field: found[min(choice, len(found) - 1)] for field, found in alternatives.items()})
-        for choice in range(choices)
-    )
-    references = list(dict.fromkeys(text.strip() for text in completions if text.strip()))
-    return FieldTexts(values, references, _answer_at(row, columns, recipe, values, answers))
+        return found
+
+    def _texts_in(self, column: str, cell: Any, is_answer: bool) -> list[str]:
+        try:
+            if isinstance(cell, list) and column in self._of_sentences:
+                cell = "\n".join(part for item in cell if (part := text_of(item)) is not None)
+            if is_answer:
+                return alternatives_of(cell)
+            text = text_of(cell)
+        except RowSkipped as reason:
+            raise RowSkipped(f"column '{column}': {reason}") from reason
+        return [] if text is None else [text]
+
+    def _word_for(self, label: str) -> str:
+        """Return the word for a label of the data; whole numbers may be written as 1.0 there."""
+        text = label.strip().casefold()
+        word = self._words.get(text) or self._words.get(text.removesuffix(".0"))
+        if word is None:
+            raise RowSkipped(f"label '{label.strip()[:40]}' is none of {', '.join(self._recipe.labels)}")
+        return word
+
+
+def read_fields(row: Mapping[str, Any], columns: Mapping[str, str], recipe: Recipe) -> FieldTexts:
+    """Read one row; see `FieldReader`."""
+    return FieldReader(columns, recipe).read(row)
 
 
 def _read_chat(row: Mapping[str, Any], columns: Mapping[str, str]) -> FieldTexts:
@@ -238,30 +272,10 @@ def _answer_at(
     return None
 
 
-def _word_for(label: str, recipe: Recipe) -> str:
-    """Return the word for a label of the data; whole numbers may be written as 1.0 there.
-
-    Raises:
-        RowSkipped: it is not one of those that the recipe knows.
-    """
-    words = {key.strip().casefold(): word for key, word in recipe.labels.items()}
-    text = label.strip().casefold()
-    word = words.get(text) or words.get(text.removesuffix(".0"))
-    if word is None:
-        raise RowSkipped(f"label '{label.strip()[:40]}' is none of {', '.join(recipe.labels)}")
-    return word
-
-
-def _is_of_sentences(column: str, recipe: Recipe) -> bool:
-    return column.strip().casefold() in {name.casefold() for name in recipe.sentences}
-
-
-def _as_list(text: str | None) -> list[str]:
-    return [] if text is None else [text]
-
-
 def _is_unicode(text: str) -> bool:
     """JSON can spell half a surrogate pair, which no tokenizer takes."""
+    if text.isascii():
+        return True
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import BinaryIO
 
+from gptj_ft.data.compression import PACKED, SNIFFED_BYTES, peeked, suffixes_of, unpacked
 from gptj_ft.data.kinds import SUFFIXES, TOKEN_FORMATS, format_and_notes, packing_by_content
-from gptj_ft.data.packing import SNIFFED_BYTES, peeked, suffixes_of, unpacked
 from gptj_ft.errors import DataError, UsageError, did_you_mean
 
 DATASET_FILES = ("dataset_dict.json", "dataset_info.json")  # of a folder that `datasets` has saved

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from gptj_ft.data.compression import PACKED, begins_zlib, packing_of, suffixes_of
 from gptj_ft.data.framing import record_length
-from gptj_ft.data.packing import PACKED, begins_zlib, packing_of, suffixes_of
 from gptj_ft.errors import DataError
 
 # Suffix -> format. Those of one format are read by the same reader.

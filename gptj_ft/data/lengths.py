@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gptj_ft.data.batches import Packing, Rows, rows_of_step, steps_per_epoch
 from gptj_ft.data.prepared import Prepared
+from gptj_ft.data.targets import lengths_of
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Numbers = NDArray[np.integer]
 BINS = 8
 BAR = 32  # characters of the longest bar
 STEPS_LOOKED_AT = 2000
@@ -25,46 +33,63 @@ class Lengths:
         window: most that a row may have.
     """
 
-    prompts: Sequence[int]
-    answers: Sequence[int]
-    steps: Sequence[int]
+    prompts: Numbers
+    answers: Numbers
+    steps: Numbers
     window: int
 
     @classmethod
     def of(cls, prepared: Prepared, packing: Packing = "off") -> Lengths:
         """Count the tokens of prepared rows."""
         window = int(prepared.report.settings["max_length"])
-        prompts = list(prepared.rows["prompt_length"])
-        answers = [len(ids) - prompt for ids, prompt in zip(prepared.rows["input_ids"], prompts, strict=True)]
-        return cls(prompts, answers, Rows.of(prepared.rows, packing, window).lengths, window)
+        prompts, rows = _numbers(prepared.rows, "prompt_length"), lengths_of(prepared.rows)
+        steps = rows if packing == "off" else np.array(Rows.of(prepared.rows, packing, window).lengths)
+        return cls(prompts, rows - prompts, steps, window)
 
     @property
     def share_of_window(self) -> float:
         """Share of the window that a row fills on average."""
-        return sum(self.steps) / (len(self.steps) * self.window)
+        return float(self.steps.mean()) / self.window
 
     def padding(self, batch_size: int, seed: int) -> float:
         """Return how many times as many tokens a step would have if its rows were padded to the longest of them."""
-        lengths, padded, real = self.steps, 0, 0
-        for step in islice(range(steps_per_epoch(len(lengths), batch_size)), STEPS_LOOKED_AT):
-            batch = [lengths[row] for row in rows_of_step(step, len(lengths), batch_size, seed)]
-            padded, real = padded + max(batch) * len(batch), real + sum(batch)
+        padded = real = 0
+        for step in range(min(steps_per_epoch(len(self.steps), batch_size), STEPS_LOOKED_AT)):
+            batch = self.steps[rows_of_step(step, len(self.steps), batch_size, seed)]
+            padded, real = padded + int(batch.max()) * len(batch), real + int(batch.sum())
         return padded / real
 
 
-def histogram(lengths: Sequence[int]) -> list[str]:
-    """Return lines of a histogram, one for each of a few bins of equal width."""
-    low, high = min(lengths), max(lengths)
-    if low == high:
-        return [f"{low:>6}         {'█' * BAR} {len(lengths):,}"]
+def _numbers(rows: Dataset, column: str) -> Numbers:
+    batches = [batch[column].to_numpy() for batch in rows.select_columns([column]).with_format("arrow").iter(10_000)]
+    return np.concatenate([np.empty(0, np.int32), *batches])
+
+
+@dataclass(frozen=True)
+class Bin:
+    """How many rows have ``first`` to ``last`` tokens, both included."""
+
+    first: int
+    last: int
+    rows: int
+
+
+def bins_of(lengths: Sequence[int] | Numbers) -> list[Bin]:
+    """Count lengths in a few bins of equal width."""
+    numbers = np.asarray(lengths)
+    low, high = int(numbers.min()), int(numbers.max())
     width = -(-(high - low + 1) // BINS)
-    counts = [0] * (-(-(high - low + 1) // width))
-    for length in lengths:
-        counts[(length - low) // width] += 1
-    most = max(counts)
+    counts = np.bincount((numbers - low) // width, minlength=-(-(high - low + 1) // width)).tolist()
+    return [Bin(low + number * width, low + (number + 1) * width - 1, count) for number, count in enumerate(counts)]
+
+
+def histogram(lengths: Sequence[int] | Numbers) -> list[str]:
+    """Return lines of a histogram, one for each of a few bins of equal width."""
+    bins = bins_of(lengths)
+    most = max(each.rows for each in bins)
     lines = []
-    for number, count in enumerate(counts):
-        first = low + number * width
-        bar = "█" * max(round(BAR * count / most), 1 if count else 0)
-        lines.append(f"{first:>6} - {first + width - 1:<6}{bar} {count:,}")
+    for each in bins:
+        bar = "█" * max(round(BAR * each.rows / most), 1 if each.rows else 0)
+        between = f" - {each.last:<6}" if len(bins) > 1 else " " * 9
+        lines.append(f"{each.first:>6}{between}{bar} {each.rows:,}")
     return lines

@@ -28,12 +28,14 @@ class Template:
         fields: each once, in order of their first use.
         uses: how often each is named.
         literals: the texts between them.
+        pieces: texts and fields in turn, (text, is a field), if there is nothing else in it.
         compiled: what renders it.
     """
 
     fields: tuple[str, ...]
     uses: Mapping[str, int]
     literals: tuple[str, ...]
+    pieces: tuple[tuple[str, bool], ...] | None
     compiled: jinja2.Template
 
 
@@ -57,8 +59,25 @@ def parse_template(source: str) -> Template:
         fields=tuple(dict.fromkeys(names)),
         uses={name: names.count(name) for name in names},
         literals=tuple(node.data for node in tree.find_all(nodes.TemplateData)),
+        pieces=_pieces_of(tree),
         compiled=compiled,
     )
+
+
+def _pieces_of(tree: nodes.Template) -> tuple[tuple[str, bool], ...] | None:
+    """Return texts and fields of a template that has nothing else, which can be joined faster than rendered."""
+    pieces = []
+    for statement in tree.body:
+        if not isinstance(statement, nodes.Output):
+            return None
+        for node in statement.nodes:
+            if isinstance(node, nodes.TemplateData):
+                pieces.append((node.data, False))
+            elif isinstance(node, nodes.Name):
+                pieces.append((node.name, True))
+            else:
+                return None
+    return tuple(pieces)
 
 
 def fields_of(source: str) -> tuple[str, ...]:
@@ -72,7 +91,10 @@ def render(source: str, values: Mapping[str, Any]) -> str:
     Raises:
         UsageError: the template asks for what a value does not have.
     """
+    template = parse_template(source)
+    if template.pieces is not None and all(name in values for name in template.fields):
+        return "".join([str(values[text]) if is_field else text for text, is_field in template.pieces])
     try:
-        return parse_template(source).compiled.render(values)
+        return template.compiled.render(values)
     except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
         raise UsageError(f"template {source!r}: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptj_ft.data.checks import Checks, Found
-from gptj_ft.data.fields import LABEL, FieldTexts, UnknownColumn, choose_columns, read_fields
+from gptj_ft.data.fields import LABEL, FieldReader, FieldTexts, UnknownColumn, choose_columns
 from gptj_ft.data.files import find_files
 from gptj_ft.data.prepared import (
     Prepared,
@@ -68,6 +69,7 @@ CHUNK_ROWS = 1000
 CHUNK_CHARACTERS = 4_000_000
 # Columns are chosen by the first rows: a name that turns up once in a million rows must not win.
 SURVEY_ROWS = 1000
+UNSAVED = ".rows-"  # how files of rows begin that have not been saved
 COLUMNS = (
     "input_ids", "prompt_length", "untrained", "references", "source", "line", "group", "label", "continues",
 )  # fmt: skip
@@ -97,23 +99,27 @@ def prepare(
         DataError: unreadable rows, a missing column, a token the model does not have, or no row left.
     """
     check_templates(recipe)
-    eos_of(tokenizer)
-    columns = _find_columns(source, recipe)
+    eos = eos_of(tokenizer)
+    columns = find_columns(source, recipe)
     digest = sha256_of(source)
-    tally = _Tally(vocab_size, Checks(recipe))
+    reader = None if TOKENS in columns else FieldReader(columns, recipe)
+    # What the tokenizer makes needs no check if all of its tokens are the model's.
+    needs_check = reader is None or max(tokenizer.get_vocab().values()) >= vocab_size
+    tally = _Tally(vocab_size if needs_check else None, Checks(recipe))
     findings = Findings(recipe.max_bad_rows)
     rows = read_rows(source, findings, recipe.documents, recipe.quotes)
     # While one chunk is being tokenised, the one before is written and the one after read.
     with ThreadPoolExecutor(1) as pool, _RowFile() as file:
         ahead: tuple[list[_Texts], Future[list[list[int]]]] | None = None
         for chunk in chain(_chunks(rows), [None]):
-            good = _texts_of(tally, chunk, recipe, columns) if chunk is not None else []
+            good = _texts_of(tally, chunk, recipe, reader) if chunk is not None else []
             tokens = pool.submit(tokenize, tokenizer, [text for each in good for text, _ in each.parts])
             if ahead is not None:
-                file.write(_assembled(tally, recipe, tokenizer, ahead[0], ahead[1].result()))
+                file.write(_assembled(tally, recipe, tokenizer, eos, ahead[0], ahead[1].result()))
                 if progress:
                     progress(tally.counts.rows_read)
             ahead = good, tokens
+        tally.checks.close()
         for where, problem in findings.bad:
             tally.skip(where, f"cannot be read: {problem}")
         if not tally.counts.rows_kept:
@@ -133,7 +139,7 @@ def prepare(
         return Prepared(file.rows(), report)
 
 
-def _find_columns(source: Path, recipe: Recipe) -> dict[str, str]:
+def find_columns(source: Path, recipe: Recipe) -> dict[str, str]:
     """Read the whole file once; choose columns by its first rows, and by all only if those lack one."""
     first: dict[str, None] = {}
     every: dict[str, None] = {}
@@ -179,26 +185,31 @@ def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
         yield chunk
 
 
-def _texts_of(tally: _Tally, chunk: list[Row], recipe: Recipe, columns: dict[str, str]) -> list[_Texts]:
+def _texts_of(tally: _Tally, chunk: list[Row], recipe: Recipe, reader: FieldReader | None) -> list[_Texts]:
     """Put rows into the templates; count those that cannot be. Rows that come as tokens have no texts."""
     good = []
     for row in chunk:
-        if TOKENS in columns:
+        if reader is None:
             good.append(_Texts(row, FieldTexts({}, []), []))
             continue
         try:
-            found = read_fields(row.values, columns, recipe)
+            found = reader.read(row.values)
             texts = parts(recipe, found.values)
         except RowSkipped as reason:
             tally.skip(row.where, str(reason))
         else:
-            tally.checks.look(row.where, found, "".join(text for text, _ in texts[:-1]), texts[-1][0])
+            tally.checks.look(row, found, "".join(text for text, _ in texts[:-1]), texts[-1][0])
             good.append(_Texts(row, found, texts))
     return good
 
 
 def _assembled(
-    tally: _Tally, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, good: list[_Texts], ids: list[list[int]]
+    tally: _Tally,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerFast,
+    eos: int,
+    good: list[_Texts],
+    ids: list[list[int]],
 ) -> Iterator[tuple[Any, ...]]:
     """Yield the documents of rows, with the values of `COLUMNS`; count those that are left out."""
     rest = iter(ids)
@@ -206,7 +217,7 @@ def _assembled(
         row, found, own = each.row, each.found, list(islice(rest, len(each.parts)))
         try:
             if each.parts:
-                encoded = assemble(recipe, tokenizer, found.values, each.parts, own, found.answer_at)
+                encoded = assemble(recipe, tokenizer, eos, found.values, each.parts, own, found.answer_at)
                 group = group_of(recipe, found.values)
             else:
                 tokens = _tokens_of(row)
@@ -238,6 +249,16 @@ def _tokens_of(row: Row) -> list[int]:
     return tokens
 
 
+def _remove_leftovers() -> None:
+    """Remove the files of rows that processes which have ended could not."""
+    import psutil
+
+    for path in home().glob(f"{UNSAVED}*.arrow"):
+        process = path.name.removeprefix(UNSAVED).partition("-")[0]
+        if process.isdigit() and not psutil.pid_exists(int(process)):
+            path.unlink(missing_ok=True)
+
+
 class _RowFile:
     """Documents on their way to a data set: in a file, of which no more is in memory than is looked at."""
 
@@ -249,17 +270,20 @@ class _RowFile:
         types = (several, small, several, pyarrow.list_(text), text, number, number, text, pyarrow.bool_())
         self._schema = pyarrow.schema(list(zip(COLUMNS, types, strict=True)))
         home().mkdir(parents=True, exist_ok=True)  # not where temporary files go: that may be memory
-        descriptor, name = tempfile.mkstemp(prefix=".rows-", suffix=".arrow", dir=home())
+        _remove_leftovers()
+        descriptor, name = tempfile.mkstemp(prefix=f"{UNSAVED}{os.getpid()}-", suffix=".arrow", dir=home())
         os.close(descriptor)
         self._path = Path(name)
         self._writer = pyarrow.ipc.new_stream(name, self._schema)
+        self._is_used = False
 
     def __enter__(self) -> _RowFile:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._writer.close()
-        self._path.unlink(missing_ok=True)  # what has it open keeps it
+        if not self._is_used:
+            self._path.unlink(missing_ok=True)
 
     def write(self, documents: Iterable[tuple[Any, ...]]) -> None:
         """Append documents, given as the values of `COLUMNS`."""
@@ -274,7 +298,10 @@ class _RowFile:
         from datasets import Dataset
 
         self._writer.close()
-        return Dataset.from_file(str(self._path))
+        rows = Dataset.from_file(str(self._path))
+        self._is_used = True  # saving them links the file
+        weakref.finalize(rows, self._path.unlink, missing_ok=True)
+        return rows
 
 
 @dataclass
@@ -294,7 +321,7 @@ class _Counts:
 class _Tally:
     """What becomes of the rows."""
 
-    def __init__(self, vocab_size: int, checks: Checks) -> None:
+    def __init__(self, vocab_size: int | None, checks: Checks) -> None:
         self.vocab_size, self.checks = vocab_size, checks
         self.counts = _Counts()
         self._skipped: dict[str, Found] = {}
@@ -311,7 +338,7 @@ class _Tally:
         counts.rows_cut += encoded.tokens_cut > 0
         counts.tokens_cut += encoded.tokens_cut
         for ids in encoded.documents:
-            if max(ids) >= self.vocab_size:
+            if self.vocab_size is not None and max(ids) >= self.vocab_size:
                 raise DataError(
                     f"{row.where}: token id {max(ids)}, but the model's ids end at {self.vocab_size - 1}; "
                     "the tokenizer is not this model's"

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptj_ft.data.placeholders import fields_of
-from gptj_ft.data.targets import num_targets
+from gptj_ft.data.targets import lengths_of, num_targets
 from gptj_ft.data.tokenizer import tokenizer_digest
 from gptj_ft.durable import draft_of
 from gptj_ft.errors import DataError, ResourceError, UsageError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 MANIFEST = "manifest.json"
+ROWS = "data-00000-of-00001.arrow"  # as `datasets` names the file of a data set that has one
 # Raised whenever the same rows and recipe would give other tokens or columns.
 VERSION = 3
 # The options that decide what is a row and how it becomes tokens.
@@ -167,7 +169,7 @@ def save(prepared: Prepared, folder: Path) -> None:
     datasets.disable_progress_bars()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        prepared.rows.save_to_disk(str(temporary))
+        _save_rows(prepared.rows, temporary)
         manifest = json.dumps(prepared.report.to_dict(), indent=2, ensure_ascii=False) + "\n"
         (temporary / MANIFEST).write_text(manifest, encoding="utf-8")
         temporary.rename(folder)
@@ -179,6 +181,22 @@ def save(prepared: Prepared, folder: Path) -> None:
         raise UsageError(f"cannot write {folder}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _save_rows(rows: Dataset, folder: Path) -> None:
+    """Write a data set as `datasets` does; one that is a whole file already gets that file, unread."""
+    files = [Path(each["filename"]) for each in rows.cache_files]
+    if rows._indices is not None or len(files) != 1 or not files[0].is_file():
+        rows.save_to_disk(str(folder))
+        return
+    rows.select([]).save_to_disk(str(folder))  # for what is beside the rows
+    state = folder / "state.json"
+    facts = {**json.loads(state.read_text(encoding="utf-8")), "_data_files": [{"filename": ROWS}]}
+    state.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    try:
+        os.link(files[0], folder / ROWS)  # neither is ever changed
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(files[0], folder / ROWS)
 
 
 def load(folder: Path) -> Prepared:
@@ -243,7 +261,7 @@ def select(prepared: Prepared, indices: Iterable[int]) -> Prepared:
         indices: positions in its ``rows``.
     """
     rows = prepared.rows.select(list(indices))
-    lengths = [len(ids) for ids in rows["input_ids"]]
+    lengths = lengths_of(rows).tolist()
     targets = (num_targets(*row) for row in zip(lengths, rows["prompt_length"], rows["untrained"], strict=True))
     report = dataclasses.replace(
         prepared.report,

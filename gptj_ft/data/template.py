@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from gptj_ft.data.chat import MESSAGES, REPLY, is_chat, parts_of, shorter
@@ -110,9 +110,13 @@ def tokenize(tokenizer: PreTrainedTokenizerFast, batch: Sequence[str]) -> list[l
     if not batch:
         return []
     backend = tokenizer.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
+    # Changing a tokenizer waits for all that is being encoded by another thread, even where nothing changes.
+    if backend.truncation is not None:
+        backend.no_truncation()
+    if backend.padding is not None:
+        backend.no_padding()
+    if backend.encode_special_tokens != tokenizer.split_special_tokens:
+        backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
     return [encoding.ids for encoding in backend.encode_batch_fast(list(batch), add_special_tokens=False)]
 
 
@@ -148,19 +152,20 @@ def encode(
     """
     texts = parts(recipe, values)
     ids = tokenize(tokenizer, [text for text, _ in texts])
-    return assemble(recipe, tokenizer, values, texts, ids, answer_at)
+    return assemble(recipe, tokenizer, eos_of(tokenizer), values, texts, ids, answer_at)
 
 
 def assemble(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerFast,
+    eos: int,
     values: Mapping[str, Any],
     texts: Sequence[Part],
     ids: Sequence[list[int]],
     answer_at: int | None = None,
 ) -> Encoded:
     """Join a row's tokens, and apply the length policy; the second half of `encode`, for tokens made in batches."""
-    eos, limit = eos_of(tokenizer), recipe.max_length
+    limit = recipe.max_length
     num_tokens = sum(map(len, ids)) + 1
     if num_tokens <= limit:
         return _joined(texts, ids, eos)
@@ -247,10 +252,12 @@ def encode_prompt(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, values: Ma
 
 
 def _joined(texts: Sequence[Part], ids: Sequence[list[int]], eos: int, tokens_cut: int = 0) -> Encoded:
+    whole = [*chain.from_iterable(ids), eos]
+    if len(texts) == 2:  # a prompt and its completion
+        return Encoded((whole,), len(ids[0]), (), tokens_cut)
     borders = list(accumulate(map(len, ids), initial=0))
     spans = zip(texts, pairwise(borders), strict=True)
     untrained = [span for (_, is_trained), span in spans if not is_trained]
-    whole = [token for part in ids for token in part] + [eos]
     return Encoded((whole,), untrained[0][1], tuple(border for span in untrained[1:] for border in span), tokens_cut)
 
 

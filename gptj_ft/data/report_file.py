@@ -1,0 +1,126 @@
+"""Prepared data -> a report to keep or to pass on: JSON for programs, one HTML page for people.
+
+Both hold the same facts. No text of a row is among them unless examples are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from gptj_ft import __version__
+from gptj_ft.data.batches import Rows, steps_per_epoch
+from gptj_ft.data.lengths import Lengths, bins_of
+from gptj_ft.data.prepared import Prepared, split
+from gptj_ft.data.targets import stretches
+from gptj_ft.durable import new_files, require_new
+from gptj_ft.errors import UsageError
+from gptj_ft.recipe import Recipe
+
+
+def check_report_path(path: Path) -> None:
+    """Check that a report can be written there.
+
+    Raises:
+        UsageError: its name ends with neither ``.json`` nor ``.html``, or it exists.
+    """
+    if path.suffix.lower() not in WRITERS:
+        raise UsageError(f"--report {path}: the name must end with {' or '.join(WRITERS)}")
+    require_new(path)
+
+
+def facts_of(prepared: Prepared, recipe: Recipe) -> dict[str, Any]:
+    """Return what there is to say of prepared rows: their report, lengths, what padding would cost, and the split."""
+    lengths = Lengths.of(prepared, recipe.packing)
+    of_field = {"prompt": lengths.prompts, "answer": lengths.answers} if recipe.prompt else {"text": lengths.answers}
+    train, held = split(prepared, 0.0 if recipe.val_data else recipe.holdout, recipe.seed)
+    num_rows = len(Rows.of(train.rows, recipe.packing, recipe.max_length))
+    return {
+        **prepared.report.to_dict(),
+        "lengths": {
+            name: {
+                "shortest": int(of.min()),
+                "mean": float(of.mean()),
+                "longest": int(of.max()),
+                "bins": [asdict(each) for each in bins_of(of)],
+            }
+            for name, of in of_field.items()
+        },
+        "padding": {
+            "share_of_window": lengths.share_of_window,
+            "batch_size": recipe.batch_size,
+            "times_the_tokens": lengths.padding(recipe.batch_size, recipe.seed),
+        },
+        "splits": {
+            name: {
+                "documents": len(part.rows),
+                "tokens": part.report.tokens,
+                "target_tokens": part.report.target_tokens,
+            }
+            for name, part in (("train", train), ("validation", held))
+            if part is not None
+        },
+        "steps_per_epoch": steps_per_epoch(num_rows, recipe.batch_size),
+        "steps": recipe.num_steps(num_rows),
+    }
+
+
+def examples_of(prepared: Prepared, decode: Callable[[list[int]], str], count: int) -> list[dict[str, Any]]:
+    """Return the first rows as the model will see them: their place, what is given and what is trained on."""
+    rows = prepared.rows.select(range(min(count, len(prepared.rows))))
+    return [
+        {
+            "place": f"{row['source']}:{row['line']}",
+            "parts": [
+                {"text": decode(row["input_ids"][start:end]), "is_trained_on": number % 2 == 1}
+                for number, (start, end) in enumerate(pairwise(stretches(row)))
+            ],
+        }
+        for row in rows
+    ]
+
+
+def write_report(path: Path, facts: Mapping[str, Any]) -> None:
+    """Write a new file: what its name says (see `check_report_path`).
+
+    Raises:
+        UsageError: it exists, or cannot be written.
+        ResourceError: the disk is full.
+    """
+    with new_files(path) as (file,):
+        # A name of a file may hold bytes that are no characters.
+        file.write(WRITERS[path.suffix.lower()](facts).encode(errors="backslashreplace").decode())
+
+
+def to_json(facts: Mapping[str, Any]) -> str:
+    """Return the facts as JSON."""
+    return json.dumps(facts, indent=2, ensure_ascii=False, default=str) + "\n"
+
+
+def to_html(facts: Mapping[str, Any]) -> str:
+    """Return the facts as a page that needs nothing else: no script, no network.
+
+    Counts that the page has no place for are listed by their names, so that none is left out.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    counts = {
+        name.replace("_", " "): value
+        for name, value in facts.items()
+        if isinstance(value, int | float) and name != "version"
+    }
+    return environment.get_template("report.html.jinja").render(facts=facts, counts=counts, version=__version__)
+
+
+WRITERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {".json": to_json, ".html": to_html}
