@@ -13,6 +13,7 @@ import io
 import json
 import lzma
 import re
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -29,7 +31,8 @@ from pyarrow import parquet
 from test_data_tokenizer import make_tokenizer
 
 from gptj_ft.data.files import identify, opened_file
-from gptj_ft.data.prepare import prepare
+from gptj_ft.data.prepare import Report, prepare
+from gptj_ft.data.records import read_rows
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.recipe import resolve
 
@@ -183,8 +186,8 @@ PIECES = st.one_of(
     st.sampled_from(
         [b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b'"', b"'", b"}\n{", b"\r", b"\r\n", b"\n\n", b"\n", b"\t", b",", b"\x1a",
          b"[" * 2000, b'{"a":' * 2000, b"\xed\xa0\x80", b"\\u12", b"\\ud800", b"x" * 200_000, b"1e999", b"-", b"NaN",
-         b"]", b"}", b'{"document": "a", "document": "b", "summary": "c"}\n', b'"data": [', b"\xe2\x80\xa8", b"9" * 5000,
-         b"PAR1"]
+         b"]", b"}", b'{"document": "a", "document": "b", "summary": "c"}\n', b'"data": [', b"\xe2\x80\xa8",
+         b"9" * 5000, b"PAR1"]
     ),
 )  # fmt: skip
 ENCODINGS = ("utf-16", "utf-16-le", "utf-32", "latin-1", "cp1252", "utf-8-sig", "utf-7")
@@ -251,23 +254,29 @@ def patience(seconds: int = PATIENCE_SECONDS) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def check(case: Case, folder: Path) -> int | None:
-    """Prepare a file; return how many rows were read, or None if it was refused."""
+def check(case: Case, folder: Path) -> None:
+    """Prepare a file; it must be refused, or its rows counted as an independent reader counts them."""
     path = folder / case.name
     path.write_bytes(case.content)
-    recipe = resolve({"recipe": case.recipe, "cache": False, **case.options}, environment={}).recipe
+    report = prepared(path, case.recipe, case.options)
+    if report is not None:
+        expected = count_rows(path, case.options)
+        assert expected is None or report.rows_read == expected, f"{report.rows_read} rows were read, not {expected}"
+
+
+def prepared(path: Path, preset: str, options: dict[str, Any]) -> Report | None:
+    """Return the report on a path, or None if it was refused with a message that names it."""
+    recipe = resolve({"recipe": preset, "cache": False, **options}, environment={}).recipe
     with patience():
         try:
             report = prepare(recipe, TOKENIZER, path, 50400).report
         except (DataError, UsageError) as error:
             message = str(error)
-            assert case.name in message, f"the message does not name the file: {message[:300]}"
+            assert path.name in message, f"the message does not name the file: {message[:300]}"
             assert len(message) < MESSAGE_CHARACTERS, f"a message of {len(message)} characters: {message[:300]}"
             return None
     assert report.rows_read == report.rows_kept + sum(skips.count for skips in report.rows_skipped.values())
-    expected = count_rows(path, case.options)
-    assert expected is None or report.rows_read == expected, f"{report.rows_read} rows were read, there are {expected}"
-    return report.rows_read
+    return report
 
 
 def count_rows(path: Path, options: dict[str, Any]) -> int | None:
@@ -322,3 +331,41 @@ def test_a_file_is_refused_by_name_or_every_row_is_accounted_for(tmp_path: Path,
 @given(case=cases())
 def test_thousands_of_files_are_refused_by_name_or_every_row_is_accounted_for(tmp_path: Path, case: Case) -> None:
     check(case, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that `datasets` has saved."""
+    folder = tmp_path_factory.mktemp("fuzz") / "saved"
+    rows = [{"document": f"Note {n} is long.", "summary": f"Short {n}", "tags": ["a", None]} for n in range(20)]
+    datasets.disable_progress_bars()
+    datasets.DatasetDict(train=datasets.Dataset.from_list(rows)).save_to_disk(str(folder))
+    return folder
+
+
+@settings(max_examples=60, **QUIET)
+@given(data=st.data())
+def test_a_damaged_folder_of_datasets_is_refused_or_whole(saved: Path, tmp_path: Path, data: st.DataObject) -> None:
+    folder = tmp_path / "copy"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(saved, folder)
+    path = data.draw(st.sampled_from(sorted(path for path in folder.rglob("*") if path.is_file())))
+    # Not written over: what Arrow has mapped of the copy before stays as it was.
+    path.write_bytes(data.draw(damaged(path.read_bytes())))
+    report = prepared(folder, "summarization", {})
+    assert report is None or report.rows_read == 20
+
+
+def test_text_that_is_not_unicode_in_parquet_is_refused(tmp_path: Path) -> None:
+    names = pyarrow.array([b"a", b"caf\xe9"]).view(pyarrow.binary()).cast(pyarrow.string(), safe=False)
+    parquet.write_table(pyarrow.table({"document": names, "summary": names}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows\.parquet: not a whole Parquet file: 'utf-8' codec can't decode"):
+        list(read_rows(tmp_path / "rows.parquet"))
+
+
+def test_a_message_does_not_print_a_text_that_stands_where_the_header_should(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(f"{'secret ' * 900},{'words ' * 900}\na,b\n", encoding="utf-8")
+    recipe = resolve({"recipe": "summarization"}, environment={}).recipe
+    with pytest.raises(DataError, match=r"no column for 'document'") as refused:
+        prepare(recipe, TOKENIZER, tmp_path / "rows.csv", 50400)
+    assert str(refused.value).count("secret") < 10

@@ -13,6 +13,7 @@ from gptj_ft.errors import DataError, did_you_mean
 from gptj_ft.recipe import Recipe
 
 LABEL = "label"  # the field whose values `labels` translates
+NAME_CHARACTERS, NAMES_SHOWN = 40, 20  # of columns, in messages
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def choose_columns(found: Iterable[str], recipe: Recipe, fields: Sequence[str] |
         column = next((match for match in matches if match is not None), None)
         if column is None:
             raise DataError(
-                f"no column for '{field}': looked for {', '.join(names)}; there are: {', '.join(free) or 'none'}\n"
+                f"no column for '{field}': looked for {', '.join(names)}; there are: {_listed(free)}\n"
                 f"name yours with --map {field}=COLUMN"
             )
         chosen[field] = column
@@ -75,9 +76,16 @@ def _mapped(field: str, columns: Sequence[str], recipe: Recipe) -> str:
     if column not in columns:
         raise DataError(
             f"--map {field}={column}: there is no such column{did_you_mean(column, columns)}; there are: "
-            f"{', '.join(columns) or 'none'}"
+            f"{_listed(columns)}"
         )
     return column
+
+
+def _listed(columns: Sequence[str]) -> str:
+    """Return column names for a message; where the header is missing they are the first row's texts, so not in full."""
+    names = [name if len(name) <= NAME_CHARACTERS else f"{name[:NAME_CHARACTERS]}..." for name in columns]
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more or "none"
 
 
 def text_of(value: Any) -> str | None:
