@@ -61,7 +61,7 @@ def read_saved_dataset(file: File, findings: Findings) -> Iterator[Row]:
     try:
         datasets.disable_progress_bars()
         loaded = datasets.load_from_disk(str(file.path))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"{file.path}: has {' or '.join(DATASET_FILES)}, but cannot be read: {_first_line(error)}"
         ) from error
