@@ -191,9 +191,9 @@ PIECES = st.one_of(
     ),
 )  # fmt: skip
 LINES = st.sampled_from(
-    [b"[1]", b'"text"', b"null", b"7", b"{", b"}", b"[" * 2000, b"a,b,c,d", b"a\tb\tc\td", b"a", b" ", b"\t", b"\x1c", b"\0",
+    [b"[1]", b'"text"', b"null", b"7", b"{", b"}", b"[" * 2000, b"a,b,c,d", b"a\tb\tc\td", b"a", b" ", b"\t", b"\x1c",
      b'{"document": "a", "document": "b", "summary": "c"}', b'{"document": {"text": "a"}, "summary": ["b", 7]}', b"{}",
-     b'"']
+     b"\0", b'"']
 )  # fmt: skip
 ENCODINGS = ("utf-16", "utf-16-le", "utf-32", "latin-1", "cp1252", "utf-8-sig", "utf-7")
 LINE_ENDS = (b"\r\n", b"\r", b"\n\r", b"\n\n", b" \n", b"\xc2\x85", b"\xe2\x80\xa8", b"\0\n")
