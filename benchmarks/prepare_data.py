@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--only", default="a,b,d")
     parser.add_argument("--megabytes", type=int, default=100, help="of text, in the large files of a; a quarter in d's")
     parser.add_argument("--sizes", default="0.5,2", help="gigabytes of the files of b")
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--child", choices=list(CHILDREN), help="used by the script itself")
     arguments = parser.parse_args()
     if arguments.child:
@@ -87,12 +87,12 @@ def beside_the_tokenizer(arguments: argparse.Namespace) -> None:
             write(work / name, arguments.data, wanted)
             command = [*PREPARE, "--recipe", recipe, "--model", work / "model", "--data", work / name]
             command += ["--output", prepared]
-            report = run(command, work).says
-            characters = run(child("texts"), work).says["characters"]
-            ours, bare = list[Ended](), list[Ended]()
-            for _ in range(arguments.repetitions):
-                shutil.rmtree(prepared)
-                ours.append(run(command, work))
+            ours, bare = [run(command, work)], list[Ended]()
+            report, characters = ours[0].says, run(child("texts"), work).says["characters"]
+            for repetition in range(arguments.repetitions):
+                if repetition:
+                    shutil.rmtree(prepared)
+                    ours.append(run(command, work))
                 bare.append(run(child("bare"), work))
                 # They are the same texts: token for token, and an EOS after each.
                 assert bare[-1].says["tokens"] + report["windows"] == ours[-1].says["tokens"], (bare[-1], report)
