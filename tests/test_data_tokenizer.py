@@ -1,7 +1,13 @@
 import json
+import os
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -76,3 +82,83 @@ def test_a_broken_tokenizer_is_a_usage_error(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UsageError, match="cannot read the tokenizer in"):
         load_tokenizer(tmp_path)
+
+
+AWKWARD = {
+    "emoji": "👍🏽 👩‍👩‍👧‍👦 🏳️‍🌈 ❤️ 🇫🇷 1️⃣ \U0001fae8",
+    "accents composed": "naïve café Ångström Đà Nẵng ﬁ",
+    "accents decomposed": "nai\u0308ve cafe\u0301 A\u030angstro\u0308m",
+    "scripts": "Привет שלום عربي 你好，世界 こんにちは สวัสดี नमस्ते 한국어",
+    "code": "def f(x):\n\treturn {'a': x[0]->b, \"c\": `d`}  # 0xFF != 1e-5;\n\n\n    if(!p||q&&r){/*<b>*/}",
+    "digits": "3.14159265358979323846 1234567890123456789012345 1,000,000 ½ ²³ ١٢٣ Ⅷ",
+    "leading blanks": "   three blanks   and  two, one at the end ",
+    "tabs and line breaks": "\t\ta\r\nb\n\n\nc\u00a0d\u2003e\u3000f\u2028g\x0bh\x85i",
+    "contractions": "I'll we've DON'T it's 's 'S ’s can't'd",
+    "look-alikes": "a<|endoftext|>b <|endoftext|> <|extratoken_1|><pad></s>[MASK]",
+    "control characters": "nul\x00bell\x07esc\x1b[0m\x7f\ufeffmark\u200bzero\u00adsoft",
+    "long word": "a" * 3000 + "Donaudampfschiffahrt" * 20,
+    "punctuation": "...!?!?——“”‘’…•¿¡ ***###@@@ ~~~ \\\\//",
+    "one blank": " ",
+}
+
+
+def gpt2_folder():
+    folder = Path(os.environ.get("GPTJ_FT_TEST_DATA") or Path(__file__).parents[2] / "shared" / "data")
+    if not (folder / "tokenizers/gpt2/vocab.json").is_file():
+        pytest.skip(f"GPT-2's tokenizer not found: {folder / 'tokenizers/gpt2'} (set GPTJ_FT_TEST_DATA)")
+    return folder / "tokenizers/gpt2"
+
+
+class ReferenceBPE:
+    """Byte-level BPE as GPT-2's `encoder.py` does it (https://github.com/openai/gpt-2), from its two files alone."""
+
+    PATTERN = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+
+    def __init__(self, folder):
+        self._ids = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+        merges = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")[1:]
+        self._ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(merges) if merge}
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [byte for byte in range(256) if byte not in printable]
+        self._letters = {byte: chr(byte) for byte in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
+
+    def encode(self, text):
+        words = ("".join(self._letters[byte] for byte in word.encode()) for word in self.PATTERN.findall(text))
+        return [self._ids[part] for word in words for part in self._merged(word)]
+
+    @cache  # noqa: B019
+    def _merged(self, word):
+        parts = list(word)
+        while len(parts) > 1:
+            rank, pair = min((self._ranks.get(pair, len(self._ranks)), pair) for pair in pairwise(parts))
+            if rank == len(self._ranks):
+                break
+            joined, at = [], 0
+            while at < len(parts):
+                matches = tuple(parts[at : at + 2]) == pair
+                joined.append("".join(pair) if matches else parts[at])
+                at += 2 if matches else 1
+            parts = joined
+        return parts
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return load_tokenizer(gpt2_folder()), ReferenceBPE(gpt2_folder()).encode
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_awkward_text_has_the_tokens_of_the_reference(name, reference):
+    tokenizer, encode = reference
+    text = AWKWARD[name]
+    (ids,) = tokenize(tokenizer, [text])
+    assert ids == encode(text)
+    assert tokenizer.eos_token_id not in ids
+    assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+@settings(max_examples=200, derandomize=True, database=None, deadline=None)
+@given(text=st.one_of(st.text(max_size=40), st.lists(st.sampled_from(list(AWKWARD.values())), max_size=3).map("".join)))
+def test_any_text_has_the_tokens_of_the_reference(text, reference):
+    tokenizer, encode = reference
+    assert tokenize(tokenizer, [text]) == [encode(text)]

@@ -21,6 +21,7 @@ TURNS = {
     INPUT: ("input", "context"),
     ASSISTANT: ("output", "response", "completion", "answer", "reply"),
 }
+NAME_CHARACTERS, NAMES_SHOWN = 40, 20  # of columns, in messages
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,14 @@ def _recognised(field: str, free: Sequence[str], names: Sequence[str]) -> str:
     matches = list(dict.fromkeys(match for match in found if match is not None))
     if not matches:
         raise UnknownColumn(
-            f"no column for '{field}': looked for {', '.join(names)}; there are: {', '.join(free) or 'none'}\n"
+            f"no column for '{field}': looked for {', '.join(names)}; there are: {_listed(free)}\n"
             f"name yours with --map {field}={free[0] if len(free) == 1 else 'COLUMN'}",
             field,
             free,
         )
     if len(matches) > 1 and matches[0].strip().casefold() not in (field, names[0].strip().casefold()):
         raise UnknownColumn(
-            f"'{field}' may be any of the columns {', '.join(matches)}; there are: {', '.join(free)}\n"
+            f"'{field}' may be any of the columns {', '.join(matches)}; there are: {_listed(free)}\n"
             f"say which with --map {field}={matches[0]}",
             field,
             matches,
@@ -127,9 +128,16 @@ def _mapped(field: str, columns: Sequence[str], recipe: Recipe) -> str:
     if column not in columns:
         raise DataError(
             f"--map {field}={column}: there is no such column{did_you_mean(column, columns)}; there are: "
-            f"{', '.join(columns) or 'none'}"
+            f"{_listed(columns)}"
         )
     return column
+
+
+def _listed(columns: Sequence[str]) -> str:
+    """Return column names for a message; where the header is missing they are the first row's texts, so not in full."""
+    names = [name if len(name) <= NAME_CHARACTERS else f"{name[:NAME_CHARACTERS]}..." for name in columns]
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more or "none"
 
 
 def text_of(value: Any) -> str | None:

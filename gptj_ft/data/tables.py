@@ -49,18 +49,19 @@ def read_parquet(file: File, findings: Findings) -> Iterator[Row]:
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(str(file.path), number, values)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
         raise DataError(f"{file.path}: not a whole Parquet file: {_first_line(error)}") from error
 
 
 def read_saved_dataset(file: File, findings: Findings) -> Iterator[Row]:
     """A folder that `datasets` has saved; of several splits the one called train."""
     import datasets
+    import pyarrow
 
     try:
         datasets.disable_progress_bars()
         loaded = datasets.load_from_disk(str(file.path))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"{file.path}: has {' or '.join(DATASET_FILES)}, but cannot be read: {_first_line(error)}"
         ) from error
@@ -72,10 +73,14 @@ def read_saved_dataset(file: File, findings: Findings) -> Iterator[Row]:
         findings.note(f"{file.path}: the split train is read" + (f"; there are also {others}" if others else ""))
         loaded = loaded["train"]
     number = 0
-    for batch in loaded.iter(BATCH_ROWS):
-        for cells in zip(*batch.values(), strict=True):
-            number += 1
-            yield Row(str(file.path), number, dict(zip(batch, cells, strict=True)))
+    try:
+        loaded.data.validate(full=True)  # what a damaged file points to may be no memory of this process
+        for batch in loaded.with_format("arrow").iter(BATCH_ROWS):
+            for values in batch.to_pylist():
+                number += 1
+                yield Row(str(file.path), number, values)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
+        raise DataError(f"{file.path}: damaged: {_first_line(error)}") from error
 
 
 def _read_table(file: File, findings: Findings, **dialect: Any) -> Iterator[Row]:

@@ -109,6 +109,17 @@ def tokenize(tokenizer: PreTrainedTokenizerFast, batch: Sequence[str]) -> list[l
     """Return the token ids of each text, without special tokens added."""
     if not batch:
         return []
+    backend = _backend(tokenizer)
+    return [encoding.ids for encoding in backend.encode_batch_fast(list(batch), add_special_tokens=False)]
+
+
+def _encoding(tokenizer: PreTrainedTokenizerFast, text: str) -> Any:
+    """Return the tokens of one text with their offsets; not after the batch that another thread has begun."""
+    return _backend(tokenizer).encode(text, add_special_tokens=False)
+
+
+def _backend(tokenizer: PreTrainedTokenizerFast) -> Any:
+    """Return what tokenises, set to do nothing else."""
     backend = tokenizer.backend_tokenizer
     # Changing a tokenizer waits for all that is being encoded by another thread, even where nothing changes.
     if backend.truncation is not None:
@@ -117,7 +128,7 @@ def tokenize(tokenizer: PreTrainedTokenizerFast, batch: Sequence[str]) -> list[l
         backend.no_padding()
     if backend.encode_special_tokens != tokenizer.split_special_tokens:
         backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
-    return [encoding.ids for encoding in backend.encode_batch_fast(list(batch), add_special_tokens=False)]
+    return backend
 
 
 def eos_of(tokenizer: PreTrainedTokenizerFast) -> int:
@@ -299,12 +310,12 @@ def _shorten(
     if recipe.shorten not in fields_of(template):
         raise RowSkipped("longer than max_length, and no field to `shorten` is named (plain text: on_long: split)")
     text = values[recipe.shorten]
-    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    offsets = _encoding(tokenizer, text).offsets
     uses = parse_template(template).uses[recipe.shorten]
     part_of = _Cut(text, offsets, _keeper(recipe.cut, offsets, answer_at))
 
     def with_part(keep: int) -> list[int]:
-        return tokenize(tokenizer, [render(template, {**values, recipe.shorten: part_of.text(keep)})])[0]
+        return _encoding(tokenizer, render(template, {**values, recipe.shorten: part_of.text(keep)})).ids
 
     keep, fitting = len(offsets), ids
     while keep > 0 and len(fitting) > room:
