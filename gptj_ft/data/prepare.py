@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import weakref
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
 from pathlib import Path
@@ -67,8 +70,9 @@ __all__ = [
 ]
 
 # Rows tokenised in one call, which the tokenizer spreads over the cores.
-CHUNK_ROWS = 1000
-CHUNK_CHARACTERS = 4_000_000
+CHUNK_ROWS = 500
+CHUNK_CHARACTERS = 2_000_000
+CHUNKS_AHEAD = 3  # so that the tokenizer never waits for rows
 # Columns are chosen by the first rows: a name that turns up once in a million rows must not win.
 SURVEY_ROWS = 1000
 UNSAVED = ".rows-"  # how files of rows begin that have not been saved
@@ -110,17 +114,23 @@ def prepare(
     tally = _Tally(vocab_size if needs_check else None, Checks(recipe))
     findings = Findings(recipe.max_bad_rows)
     rows = read_rows(source, findings, recipe.documents, recipe.quotes)
-    # While one chunk is being tokenised, the one before is written and the one after read.
-    with ThreadPoolExecutor(1) as pool, _RowFile() as file:
-        ahead: tuple[list[_Texts], Future[list[list[int]]]] | None = None
-        for chunk in chain(_chunks(rows), [None]):
-            good = _texts_of(tally, chunk, recipe, reader) if chunk is not None else []
-            tokens = pool.submit(tokenize, tokenizer, [text for each in good for text, _ in each.parts])
-            if ahead is not None:
-                file.write(_assembled(tally, recipe, tokenizer, eos, ahead[0], ahead[1].result()))
-                if progress:
-                    progress(tally.counts.rows_read)
-            ahead = good, tokens
+    # While chunks are being tokenised, those before are written and those after are read.
+    with _no_cycles_sought(), ThreadPoolExecutor(1) as pool, _RowFile() as file:
+        ahead: deque[tuple[list[_Texts], Future[list[list[int]]]]] = deque()
+
+        def finish() -> None:
+            good, ids = ahead.popleft()
+            file.write(_assembled(tally, recipe, tokenizer, eos, good, ids.result()))
+            if progress:
+                progress(tally.counts.rows_read)
+
+        for chunk in _chunks(rows):
+            good = _texts_of(tally, chunk, recipe, reader)
+            ahead.append((good, pool.submit(tokenize, tokenizer, [text for each in good for text, _ in each.parts])))
+            if len(ahead) > CHUNKS_AHEAD:
+                finish()
+        while ahead:
+            finish()
         tally.checks.close()
         for where, problem in findings.bad:
             tally.skip(where, f"cannot be read: {problem}")
@@ -139,6 +149,18 @@ def prepare(
             **vars(tally.counts),
         )
         return Prepared(file.rows(), report)
+
+
+@contextmanager
+def _no_cycles_sought() -> Iterator[None]:
+    """Keep Python from looking for cycles of references among millions of lists, of which none is in one."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def find_columns(source: Path, recipe: Recipe) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+@lru_cache(maxsize=4)
 def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
     """Return what tells two tokenizers apart: a SHA-256 of vocabulary, merges, text splitting and the EOS id."""
     saved = json.loads(tokenizer.backend_tokenizer.to_str())
