@@ -293,6 +293,10 @@ class Recipe(Options):
         """Return the optimizer steps of a run on so many rows; the last step of an epoch may take fewer than others."""
         return self.max_steps or max(1, round(self.epochs * -(-num_rows // self.batch_size)))
 
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Return the steps of a run of so many in which a named schedule rises to its peak."""
+        return round(self.warmup if self.warmup >= 1 else self.warmup * num_steps)
+
     @property
     def keeps_best(self) -> bool:
         """Whether the state with the lowest validation loss is kept."""

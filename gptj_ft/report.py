@@ -79,16 +79,36 @@ def show_lengths(console: Console, prepared: Prepared, recipe: Recipe) -> None:
     """Show how long prompts and answers are, what padding would have cost, and what an epoch is."""
     lengths = Lengths.of(prepared, recipe.packing)
     rows = len(lengths.steps)
-    num_steps = recipe.num_steps(rows)
     named = [("prompt", lengths.prompts), ("answer", lengths.answers)] if recipe.prompt else [("text", lengths.answers)]
     unit = "rows" if recipe.packing == "off" else "windows of several documents"
     lines = [line for name, of in named for line in (f"tokens of the {name}, rows", *histogram(of))]
     lines += [
         f"a row fills {lengths.share_of_window:.0%} of max_length on average; padding batches of {recipe.batch_size} "
         f"to its longest row would compute {lengths.padding(recipe.batch_size, recipe.seed):.2f} times as many tokens",
-        f"{steps_per_epoch(rows, recipe.batch_size):,} steps an epoch of {rows:,} {unit}, {num_steps:,} in all",
+        *_steps_and_split(recipe, rows, unit, int(lengths.steps.sum())),
     ]
     console.print(escape("\n".join(lines)), highlight=False)
+
+
+def _steps_and_split(recipe: Recipe, rows: int, unit: str, tokens: int) -> Iterator[str]:
+    """Say how rows divide into training and validation, and how many steps they are."""
+    held = 0 if recipe.val_data or rows < 2 else min(max(round(recipe.holdout * rows), 1), rows - 1)
+    if recipe.holdout == 0:
+        held = 0
+    train, share = rows - held, held / rows
+    if held:
+        yield (
+            f"about {train:,} {unit} ({tokens * (1 - share):,.0f} tokens) to train on, {held:,} "
+            f"({tokens * share:,.0f}) held out to validate"
+        )
+    num_steps = recipe.num_steps(train)
+    rises = f", {recipe.num_warmup_steps(num_steps):,} of them warm-up" if isinstance(recipe.schedule, str) else ""
+    times = 2 + (num_steps - 1) // recipe.validate_every if recipe.validate_every else 2
+    validated = f"; validated {times} times" if held or recipe.val_data else ""
+    yield (
+        f"{steps_per_epoch(train, recipe.batch_size):,} steps an epoch of {train:,} {unit}, {num_steps:,} in all"
+        f"{rises}{validated}"
+    )
 
 
 def show_examples(console: Console, prepared: Prepared, decode: Callable[[list[int]], str], count: int) -> None:

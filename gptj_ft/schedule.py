@@ -80,7 +80,7 @@ def _stretched(recipe: Recipe, shape: Shape, num_steps: int) -> tuple[Segment, .
     run would have the final one.
     """
     peak = recipe.lr
-    warmup = round(recipe.warmup if recipe.warmup >= 1 else recipe.warmup * num_steps)
+    warmup = recipe.num_warmup_steps(num_steps)
     rise = [Segment("linear", peak / warmup, peak, warmup - 1), Segment("constant", peak, peak, 1)] if warmup else []
     fall = Segment(shape, peak, peak if shape == "constant" else peak * recipe.final_lr, max(1, num_steps - warmup))
     return (*rise, fall)

@@ -100,7 +100,8 @@ def test_rows_are_shown_with_what_is_trained_on_and_how_long_they_are(shell, tmp
     assert "tokens of the prompt, rows" in text
     assert "tokens of the answer, rows" in text
     assert re.search(r"would compute 1\.\d\d times as many tokens", text)
-    assert "2 steps an epoch of 64 rows, 6 in all" in text
+    assert "2 steps an epoch of 61 rows, 6 in all, 1 of them warm-up; validated 2 times" in text
+    assert "about 61 rows" in text
 
 
 def test_a_histogram_counts_every_row_once() -> None:
