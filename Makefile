@@ -16,7 +16,7 @@ demo: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
 
 test: install
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile
 
 lint: install
 	$(BIN)/ruff check .
