@@ -1,8 +1,8 @@
 """What the plan says that a run will cost, beside what it cost: memory and seconds per step.
 
 Random GPT-Js on rows of DialogSum, fp32 on the CPU, in placements and settings of all kinds; each is planned
-(`finetune --dry-run --json`) and then run, in processes of their own. The machine is measured first, as a user would
-have it measured (`plan --measure`), so nothing else should be running.
+(`finetune --dry-run --json`) and then run, in processes of their own. Before each the machine is measured, as a user
+would have it measured (`plan --measure`), because a virtual machine is not the same for long; nothing else should run.
 
     python benchmarks/forecast.py --data train.jsonl --tokenizer gpt2/ --work /tmp/forecast
 
@@ -55,10 +55,8 @@ def main() -> None:
         model = arguments.work / name.replace(" ", "")
         if not model.exists():
             make_model(model, arguments.tokenizer, MODELS[name])
-        if not results:
-            subprocess.run(
-                [*command("plan", {"model": model, "output": arguments.work / "run"}), "--measure"], check=True
-            )
+        measuring = [*command("plan", {"model": model, "output": arguments.work / "run"}), "--measure", "--json"]
+        subprocess.run(measuring, check=True, stdout=subprocess.DEVNULL)
         results.append({"model": name, **different, **plan_and_run(arguments, model, different)})
         print(json.dumps(results[-1]), flush=True)
     print(f"{'':<66}{'memory, GB':>22}{'':>7}{'seconds a step':>20}")

@@ -38,6 +38,7 @@ class Evaluation:
         scores: of the written answers, by name; x100.
         answers: what it wrote, row by row.
         references: what was accepted, row by row.
+        notes: what to know about the figures.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Evaluation:
     scores: dict[str, float]
     answers: list[str]
     references: list[list[str]]
+    notes: tuple[str, ...] = ()
 
     def to_dict(self, texts: bool) -> dict[str, Any]:
         """Return the figures for `--json`; texts only when asked for."""
@@ -67,7 +69,15 @@ def evaluate_model(
         progress: called with (answers written, answers to write).
     """
     tokenizer = load_tokenizer(folder)
+    notes = ()
+    if recipe.cut == "answer" and not is_prepared(data):
+        recipe = recipe.model_copy(update={"cut": "end"})  # who asks does not know where the answer is
     prepared = read_or_prepare(recipe, tokenizer, folder, data)
+    if recipe.cut == "answer" and prepared.report.rows_cut:
+        notes = (
+            f"{prepared.report.rows_cut:,} of these rows were shortened around their answers, which makes them easier "
+            "than what will be asked: name the file they come from with --data for figures without that",
+        )
     if limit is not None:
         prepared = select(prepared, range(min(limit, len(prepared.rows))))
     rows, references = Rows.of(prepared.rows), [list(texts) for texts in prepared.rows["references"]]
@@ -87,7 +97,7 @@ def evaluate_model(
                     progress(done, len(rows))
     return Evaluation(
         str(folder), len(rows), loss.num_targets, loss.mean, perplexity(loss.mean),
-        score(recipe.metrics, answers, references), answers, references,
+        score(recipe.metrics, answers, references), answers, references, notes,
     )  # fmt: skip
 
 

@@ -242,6 +242,8 @@ def show_evaluation(console: Console, tuned: Evaluation, baseline: Evaluation | 
         )
         table.add_row(name, *cells)
     console.print(table)
+    for note in tuned.notes:
+        console.print(f"note: {note}", highlight=False, markup=False)
 
 
 def show_samples(console: Console, tuned: Evaluation, baseline: Evaluation | None, count: int) -> None:

@@ -104,3 +104,48 @@ def test_rows_that_come_as_tokens_are_trained_on_as_they_are(shell) -> None:
     assert list(prepared.rows["input_ids"]) == [[5, 6, 7, 8], [9, 10]]
     assert list(prepared.rows["prompt_length"]) == [2, 0]
     assert prepared.report.target_tokens == 3
+
+
+def test_prepared_files_of_other_systems_are_trained_on_where_those_train(shell, tmp_path) -> None:
+    from test_data_hdf5 import sample
+    from test_data_hdf5 import written as hdf5
+    from test_data_tfrecords import text_record
+    from test_data_tfrecords import written as tfrecords
+
+    write("texts.jsonl", [{"text": "The patient came with a cough."}] * 3)
+    assert shell("prepare-data --data texts.jsonl --recipe continuous-pretraining --model tiny").code == 0
+    model = next((Path("home") / "models").iterdir())
+    tfrecords(tmp_path / "windows.tfrecords", *(text_record(list(range(n, n + 9))) for n in range(1, 5)))
+    hdf5(tmp_path / "samples.h5", [sample([5, 6, 7, 8], {2, 3}, 8), sample([9, 10, 11], {1}, 8)])
+    options = f"--recipe continuous-pretraining --model {model} --max-length 8"
+    told = shell(f"prepare-data --data windows.tfrecords {options}")
+    assert told.code == 0, told.err
+    windows = load(Path("windows.tfrecords.prepared"))
+    assert windows.report.target_tokens == 4 * 8, "2049 tokens are 2048 targets there, in whatever windows here"
+    assert max(map(len, windows.rows["input_ids"])) == 8
+    assert shell(f"prepare-data --data samples.h5 {options}").code == 0
+    samples = load(Path("samples.h5.prepared"))
+    assert list(samples.rows["input_ids"]) == [[5, 6, 7, 8], [9, 10]]
+    assert list(samples.rows["prompt_length"]) == [2, 0]
+    done = shell(f"finetune --data samples.h5 {options} --max-steps 1 --set schedule=constant --output run --json")
+    assert done.code == 0, done.err
+
+
+def test_who_is_evaluated_is_not_shown_where_the_answer_is(shell) -> None:
+    rows = [
+        {
+            "context": f"It was cold. {'A word. ' * 200}The room had number {n}.",
+            "question": "Which?",
+            "answer": f"number {n}",
+        }
+        for n in range(8)
+    ]
+    write("qa.jsonl", rows)
+    options = "--recipe qa --model tiny --max-length 120 --set generation.max_new_tokens=2 --max-steps 1"
+    assert shell(f"finetune {options} --data qa.jsonl --output run --json").code == 0
+    held_out = shell("evaluate run --baseline none")
+    assert "rows were shortened around their answers" in held_out.out
+    assert "shortened around" not in shell("evaluate run --baseline none --data qa.jsonl").out
+    seen = shell("evaluate run --baseline none --data qa.jsonl --show 1 --json")
+    assert seen.code == 0
+    assert seen.json["model"]["notes"] == []

@@ -267,6 +267,8 @@ def test_saving_rows_that_are_a_file_links_it_and_loading_gives_the_same(tokeniz
     (file,) = (tmp_path / "b").glob("*.arrow")
     assert file.stat().st_ino == (tmp_path / "a" / file.name).stat().st_ino
     save(select(made, range(len(made.rows))), tmp_path / "c")
+    save(select(made, range(1, 3)), tmp_path / "part")
+    assert load(tmp_path / "part").rows.to_dict() == made.rows.select([1, 2]).to_dict()
     for folder in ("a", "b", "c"):
         loaded = load(tmp_path / folder)
         assert loaded.rows.to_dict() == made.rows.to_dict()

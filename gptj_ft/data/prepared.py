@@ -186,7 +186,7 @@ def save(prepared: Prepared, folder: Path) -> None:
 def _save_rows(rows: Dataset, folder: Path) -> None:
     """Write a data set as `datasets` does; one that is a whole file already gets that file, unread."""
     files = [Path(each["filename"]) for each in rows.cache_files]
-    if rows._indices is not None or len(files) != 1 or not files[0].is_file():
+    if rows._indices is not None or len(files) != 1 or len(rows) != _rows_in(files[0]):
         rows.save_to_disk(str(folder))
         return
     rows.select([]).save_to_disk(str(folder))  # for what is beside the rows
@@ -197,6 +197,17 @@ def _save_rows(rows: Dataset, folder: Path) -> None:
         os.link(files[0], folder / ROWS)  # neither is ever changed
     except OSError:  # another file system, or one without links
         shutil.copyfile(files[0], folder / ROWS)
+
+
+def _rows_in(file: Path) -> int | None:
+    """Return the rows of an Arrow stream, of which no more than the heads of its batches is looked at."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(file)) as mapped:
+            return int(pyarrow.ipc.open_stream(mapped).read_all().num_rows)
+    except (OSError, pyarrow.ArrowException):
+        return None
 
 
 def load(folder: Path) -> Prepared:
