@@ -69,7 +69,7 @@ def evaluate_model(
         progress: called with (answers written, answers to write).
     """
     tokenizer = load_tokenizer(folder)
-    notes = ()
+    notes: tuple[str, ...] = ()
     if recipe.cut == "answer" and not is_prepared(data):
         recipe = recipe.model_copy(update={"cut": "end"})  # who asks does not know where the answer is
     prepared = read_or_prepare(recipe, tokenizer, folder, data)

@@ -315,7 +315,7 @@ def _shorten(
     part_of = _Cut(text, offsets, _keeper(recipe.cut, offsets, answer_at))
 
     def with_part(keep: int) -> list[int]:
-        return _encoding(tokenizer, render(template, {**values, recipe.shorten: part_of.text(keep)})).ids
+        return list(_encoding(tokenizer, render(template, {**values, recipe.shorten: part_of.text(keep)})).ids)
 
     keep, fitting = len(offsets), ids
     while keep > 0 and len(fitting) > room:
