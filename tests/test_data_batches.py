@@ -82,7 +82,7 @@ LENGTHS = [3, 9, 2, 1, 14, 5, 5, 2, 30]
 
 @pytest.mark.parametrize("length", [2, 3, 7, 8, 100])
 def test_windows_of_documents_apart_have_every_token_once_as_target_and_are_full_but_the_last(length):
-    windows = apart(LENGTHS, [], length)
+    windows = apart(LENGTHS, length)
     targets = [(document, at) for window in windows for document, start, end in window for at in range(start + 1, end)]
     assert targets == [(document, at) for document, tokens in enumerate(LENGTHS) for at in range(1, tokens)]
     sizes = [sum(end - start for _, start, end in window) for window in windows]

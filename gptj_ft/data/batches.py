@@ -71,8 +71,7 @@ class Rows:
         plain = cls(rows["input_ids"], prompts, untrained if any(untrained) else [], known_lengths=lengths)
         if packing == "off" or any(prompts) or any(untrained):
             return plain
-        continues = list(rows["continues"]) if packing == "joined" else [False] * len(prompts)
-        windows = (joined if packing == "joined" else apart)(lengths, continues, length)
+        windows = joined(lengths, rows["continues"], length) if packing == "joined" else apart(lengths, length)
         return cls(plain.documents, prompts, (), windows, lengths, packing == "joined")
 
     def __len__(self) -> int:
@@ -185,7 +184,7 @@ def micro_batches(
     ]
 
 
-def apart(lengths: Sequence[int], continues: Sequence[bool], length: int) -> list[list[Slice]]:
+def apart(lengths: Sequence[int], length: int) -> list[list[Slice]]:
     """Fill windows with documents, end to end; the last may be short.
 
     What does not fit goes on in the next window, from the token that the piece ended with, so that every token but a
@@ -193,7 +192,6 @@ def apart(lengths: Sequence[int], continues: Sequence[bool], length: int) -> lis
 
     Args:
         lengths: tokens of each document; one of a single token has no target, and no place.
-        continues: not looked at: each document is its own.
         length: tokens of a window, at least 2.
     """
     windows: list[list[Slice]] = [[]]

@@ -63,7 +63,7 @@ class UnknownColumn(DataError):
 def choose_columns(found: Iterable[str], recipe: Recipe, fields: Sequence[str] | None = None) -> dict[str, str]:
     """Return field -> column: for each field the one recognised name that is there, whatever its case.
 
-    Of several, that of the field itself is taken, or the one that the recipe names first with nothing in doubt.
+    Of several, the one called as the field is, or as the recipe's first name for it, is taken; else it is not clear.
 
     Args:
         found: the columns of the data.
