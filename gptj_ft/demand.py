@@ -172,15 +172,13 @@ def _passes_of_state(
     slots, sums = room.read_ahead + 1, room.gradients
     starting = {kind: load.elements_without(bottom={"weight": slots, "grad": sums}.get(kind, 0)) for kind in stored}
     returning = {kind: load.elements_without(top={"weight": slots}.get(kind, 1)) for kind in stored}
-    whole = dict.fromkeys(stored, elements)
+    head = load.layouts[-1].numel
 
-    def moved(counted: Mapping[Kind, int], *kinds: Kind) -> dict[Place, int]:
+    def moved(counted: int | Mapping[Kind, int], *kinds: Kind) -> dict[Place, int]:
         return bytes_moved(placement, {kind: stored[kind] for kind in kinds}, counted)
 
     ops = load.touched_by_forward, load.touched_by_backward(kept)
     if defers and is_late:
-        head = {kind: elements - count for kind, count in dict.fromkeys(stored, load.elements_without(top=1)).items()}
-        below = {kind: elements - count for kind, count in head.items()}
         return (
             Pass(forward_flops, updated, ops[0], read=moved(starting, *old, "grad"), written=moved(head, *state)),
             Pass(
@@ -188,13 +186,13 @@ def _passes_of_state(
                 updated,
                 ops[1],
                 read=moved(returning, *old, "grad"),
-                written=_added(moved(below, *state), moved(whole, "grad")),
+                written=_added(moved(elements - head, *state), moved(elements, "grad")),
             ),
         )
     if defers:
         return (
-            Pass(forward_flops, updated, ops[0], read=moved(starting, *old, "grad"), written=moved(whole, *state)),
-            Pass(backward_flops, 0, ops[1], read=moved(returning, "weight"), written=moved(whole, "grad")),
+            Pass(forward_flops, updated, ops[0], read=moved(starting, *old, "grad"), written=moved(elements, *state)),
+            Pass(backward_flops, 0, ops[1], read=moved(returning, "weight"), written=moved(elements, "grad")),
         )
     others = [kind for kind in state if kind != "weight"]
     return (
@@ -203,8 +201,8 @@ def _passes_of_state(
             backward_flops,
             updated,
             ops[1],
-            read=_added(moved(returning, "weight"), moved(whole, *others)),
-            written=moved(whole, *state),
+            read=_added(moved(returning, "weight"), moved(elements, *others)),
+            written=moved(elements, *state),
         ),
     )
 
@@ -221,7 +219,7 @@ def state_kinds(stored: Mapping[Kind, torch.dtype]) -> tuple[Kind, ...]:
 def bytes_moved(
     placement: Placement, kinds: Mapping[Kind, torch.dtype], elements: int | Mapping[Kind, int]
 ) -> dict[Place, int]:
-    """Return the bytes of so many elements of some kinds, by place, where that is not the device."""
+    """Return the bytes of so many elements of some kinds, or of each kind its own, by place but the device."""
     moved: dict[Place, int] = {}
     for kind, dtype in kinds.items():
         if (place := placement.of(kind)) != "device":

@@ -199,9 +199,3 @@ def _files_of_index(index: File) -> list[File]:
     if not files:
         raise DataError(f"{index.path}: the index names no files")
     return files
-
-
-def size_of(files: list[File]) -> int:
-    """Return the bytes of all files, as they are on the disk."""
-    paths = [path for file in files for path in ([file.path] if file.path.is_file() else file.path.rglob("*"))]
-    return sum(os.path.getsize(path) for path in paths if path.is_file())
