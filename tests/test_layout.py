@@ -30,6 +30,7 @@ ORDER = [
     ("guard", "trainer", "decoding"),
     ("finetune", "preparing", "evaluate", "generate", "runs", "export"),
     ("report", "options"),
+    ("commands",),
     ("cli",),
     ("__main__",),
 ]

@@ -1,0 +1,115 @@
+"""The commands about rows: `prepare-data` and `cache`."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gptj_ft.commands.terminal import as_tuple, asking, bar, console_for, fetched, print_json
+from gptj_ft.options import (
+    Assignments,
+    Cache,
+    Config,
+    Json,
+    Map,
+    MaxBadRows,
+    MaxLength,
+    Model,
+    Offline,
+    OnLong,
+    RecipeName,
+    Seed,
+    option_of,
+)
+from gptj_ft.recipe import Recipe, resolve
+
+cache_app = typer.Typer(no_args_is_help=True, help="Rows that are kept as tokens: list them, clear them.")
+
+
+def prepare_data(
+    data: Annotated[str, option_of("data")],
+    output: Annotated[Path | None, typer.Option("--output", help="new folder; default DATA.prepared")] = None,
+    recipe: RecipeName = None,
+    model: Model = None,
+    map: Map = None,
+    max_bad_rows: MaxBadRows = None,
+    cache: Cache = None,
+    max_length: MaxLength = None,
+    on_long: OnLong = None,
+    seed: Seed = None,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="mend what can be mended, in a new file beside DATA, and go on with that")
+    ] = False,
+    fixed: Annotated[
+        Path | None, typer.Option("--fixed", metavar="FILE", help="with --fix: the new file; default NAME.fixed.jsonl")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="new file for counts and lengths: .json or .html")
+    ] = None,
+    show: Annotated[
+        int | None,
+        typer.Option(
+            "--show", min=0, help="show so many rows as the model will see them [default 1]; in the --report, too"
+        ),
+    ] = None,
+    config: Config = None,
+    assignments: Assignments = None,
+    offline: Offline = False,
+    as_json: Json = False,
+) -> None:
+    """Turn rows into token ids: checked, masked, counted; `finetune --data` takes the folder."""
+    flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
+    flags.pop("output", None)  # here that is the folder of the rows
+    from gptj_ft.preparing import Targets, prepare_rows
+    from gptj_ft.report import show_data, show_examples, show_fixes, show_lengths
+
+    resolved = resolve(flags, config, as_tuple(assignments))
+    targets = Targets.of(data, output, fix, fixed, report, show or 0)
+    resolved = fetched(resolved, offline, as_json)
+    rows_bar = partial(bar, "rows", not as_json)
+    done = asking(resolved, as_json, lambda its: prepare_rows(its.recipe, targets, rows_bar))
+    done.write()
+    if as_json:
+        print_json(done.to_dict())
+        return
+    console = console_for(stderr=False)
+    if done.fixes:
+        show_fixes(console, done.fixes)
+    show_data(console, done.prepared.report)
+    show_lengths(console, done.prepared, done.recipe)
+    show_examples(console, done.prepared, done.tokenizer.decode, 1 if show is None else show)
+    if report is not None:
+        print(f"report: {report}")
+    print(f"written to {targets.folder}\nnext: gptj-ft finetune --recipe {done.recipe.recipe} --data {targets.folder}")
+
+
+@cache_app.command("list")
+def list_cache(as_json: Json = False) -> None:
+    """List the prepared data that is kept, the largest first."""
+    from gptj_ft.data.cache import cache, kept
+    from gptj_ft.machine import gigabytes
+
+    found = kept()
+    if as_json:
+        rows = [{"folder": str(x.folder), "bytes": x.bytes, "files": x.files, "rows": x.rows} for x in found]
+        print_json({"folder": str(cache()), "kept": rows})
+        return
+    for each in found:
+        print(f"{gigabytes(each.bytes):>10}  {each.rows:>10,} rows  {', '.join(each.files[:2]) or 'damaged'}")
+    print(f"{gigabytes(sum(each.bytes for each in found))} in {cache()}")
+
+
+@cache_app.command("clear")
+def clear_cache(as_json: Json = False) -> None:
+    """Remove all of it; runs have their own copies."""
+    from gptj_ft.data.cache import clear
+    from gptj_ft.machine import gigabytes
+
+    freed = clear()
+    if as_json:
+        print_json({"freed_bytes": freed})
+    else:
+        print(f"{gigabytes(freed)} freed")

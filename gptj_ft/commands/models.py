@@ -1,0 +1,86 @@
+"""The commands that bring models in: `download` and `convert`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gptj_ft.commands.terminal import bar, print_json
+from gptj_ft.errors import UsageError
+from gptj_ft.options import Json
+
+
+def download(
+    repository: Annotated[str | None, typer.Argument(help="Hub repository; default EleutherAI/gpt-j-6b")] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="folder; default: in the home of models")] = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="branch, tag or commit")] = None,
+    endpoint: Annotated[str | None, typer.Option("--endpoint", help="mirror; default HF_ENDPOINT or the Hub")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="never use the network")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show files and sizes only")] = False,
+    as_json: Json = False,
+) -> None:
+    """Fetch a model from the Hub: the files that are needed, nothing else."""
+    from dataclasses import asdict
+
+    from gptj_ft.download import download as fetch
+    from gptj_ft.home import DEFAULT_REPOSITORY
+    from gptj_ft.machine import gigabytes
+
+    with bar("downloading", not as_json) as advance:
+        report = fetch(
+            repository or DEFAULT_REPOSITORY,
+            output,
+            revision=revision,
+            endpoint=endpoint,
+            offline=offline,
+            dry_run=dry_run,
+            progress=advance,
+        )
+    if as_json:
+        print_json(asdict(report))
+        return
+    for file in report.files:
+        print(f"{gigabytes(file.bytes):>10}  {file.name}")
+    verb = "would go into" if dry_run else "in"
+    print(f"{gigabytes(report.bytes)} {verb} {report.folder}, revision {report.commit[:12]}\nnext: gptj-ft convert")
+
+
+def convert(
+    source: Annotated[
+        Path | None, typer.Argument(metavar="[SRC]", help="Hugging Face folder; default: the download")
+    ] = None,
+    target: Annotated[
+        Path | None, typer.Argument(metavar="[DEST]", help="model folder; default: in the home of models")
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="keep, fp32, bf16 or fp16")] = "keep",
+    as_json: Json = False,
+) -> None:
+    """Turn a checkpoint into a model folder: one shard per layer, which every other tool opens too."""
+    from dataclasses import asdict
+
+    from gptj_ft import home
+    from gptj_ft.convert import convert as convert_model
+    from gptj_ft.machine import gigabytes
+
+    if source is None:
+        source = home.download_folder(home.DEFAULT_REPOSITORY)
+        if not home.is_model(source):
+            raise UsageError(
+                "no model is downloaded to convert: type `gptj-ft download`, or name a folder: `gptj-ft convert SRC`"
+            )
+    if target is None:
+        target = home.model_folder(source.name.split("--")[-1])
+    if dtype not in ("keep", "fp32", "bf16", "fp16"):
+        raise UsageError(f"--dtype {dtype}: keep, fp32, bf16 or fp16")
+    with bar("converting", not as_json) as advance:
+        report = convert_model(source, target, dtype, advance)  # type: ignore[arg-type]
+    if as_json:
+        print_json({**asdict(report), "folder": str(target)})
+    else:
+        print(
+            f"{target}: {report.tensors} tensors, {report.parameters:,} parameters, {gigabytes(report.bytes)} in "
+            f"{report.dtype}, each compared with the source\n"
+            "next: gptj-ft finetune --recipe summarization --data my.jsonl"
+        )

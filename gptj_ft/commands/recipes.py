@@ -1,0 +1,61 @@
+"""`recipes`: the presets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gptj_ft.commands.terminal import as_tuple, print_json
+from gptj_ft.errors import UsageError
+from gptj_ft.options import Assignments, Json
+from gptj_ft.recipe import resolve
+
+recipes_app = typer.Typer(no_args_is_help=True, help="The presets: list them, show or copy one.")
+
+
+@recipes_app.command("list")
+def list_recipes(as_json: Json = False) -> None:
+    """List the presets."""
+    from gptj_ft.recipe import load_preset, preset_names
+
+    abouts = {name: load_preset(name).get("about", "") for name in preset_names()}
+    if as_json:
+        print_json(abouts)
+    else:
+        for name, about in abouts.items():
+            print(f"{name:24} {about}")
+
+
+@recipes_app.command("show")
+def show_recipe(
+    name: Annotated[str, typer.Argument(help="a preset")], assignments: Assignments = None, as_json: Json = False
+) -> None:
+    """Show every option of a preset and where each value comes from."""
+    from gptj_ft.recipe import dump
+
+    resolved = resolve({"recipe": name}, None, as_tuple(assignments))
+    if as_json:
+        print_json(resolved.recipe.to_dict())
+    else:
+        print(dump(resolved.recipe, resolved.origins), end="")
+
+
+@recipes_app.command("copy")
+def copy_recipe(
+    name: Annotated[str, typer.Argument(help="a preset")],
+    target: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="new file; default NAME.yaml")] = None,
+) -> None:
+    """Write a preset to a file of yours, to be changed and given to --config."""
+    from gptj_ft.recipe import preset_file
+
+    target = target or Path(f"{name}.yaml")
+    if target.exists():
+        raise UsageError(f"{target} exists, and is not overwritten: name another file")
+    text = preset_file(name).read_text(encoding="utf-8")
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error.strerror}") from error
+    print(f"{target}\nnext: change it, then gptj-ft finetune --config {target} --data FILE")

@@ -1,0 +1,96 @@
+"""`runs`: what was trained here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gptj_ft.commands.terminal import bar, print_json
+from gptj_ft.errors import DataError
+from gptj_ft.options import Json
+
+runs_app = typer.Typer(help="The runs: list, verify and clean them, export a checkpoint.")
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
+
+
+@runs_app.callback(invoke_without_command=True)
+def runs(context: typer.Context, as_json: Json = False) -> None:
+    """List the runs in runs/, or do something with one."""
+    if context.invoked_subcommand is None:
+        list_runs(as_json=as_json)
+
+
+@runs_app.command("list")
+def list_runs(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(metavar="[FOLDER]...", help="runs or folders of runs; default: runs/")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List runs: how far each is, its validation loss before and after, its size."""
+    from gptj_ft.runs import describe, find_runs, summarize
+
+    summaries = [summarize(run) for run in find_runs(folders or [])]
+    if as_json:
+        print_json({"runs": [summary.to_dict() for summary in summaries]})
+    else:
+        print(describe(summaries) if summaries else "no runs here; `gptj-ft finetune` makes one")
+
+
+@runs_app.command("verify")
+def verify_run(run: RunFolder, as_json: Json = False) -> None:
+    """Read every file of a run and compare it with what was written."""
+    from gptj_ft.machine import gigabytes
+    from gptj_ft.run import Run
+    from gptj_ft.verify import verify
+
+    with bar("verifying", not as_json) as advance:
+        found = verify(Run(run.expanduser()), advance)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        print("".join(f"{problem}\n" for problem in found.problems), end="")
+        print(f"{found.files} files, {gigabytes(found.bytes)} checked: {len(found.problems) or 'no'} problems")
+    if found.problems:
+        raise typer.Exit(DataError.exit_code)
+
+
+@runs_app.command("clean")
+def clean_runs(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would go and stop")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove state and checkpoints of finished runs, and what crashes left behind; never a model or its metrics."""
+    from gptj_ft.machine import gigabytes
+    from gptj_ft.run import Run
+    from gptj_ft.runs import leftovers, remove
+
+    with leftovers([Run(folder.expanduser()) for folder in runs]) as found:
+        for each in found if not as_json else ():
+            print(f"{each.run}: {gigabytes(each.bytes)} {'would be' if dry_run else 'is'} freed")
+            print("".join(f"  {path}\n" for path in each.paths), end="")
+        for each in found if not dry_run else ():
+            remove(each)
+    if as_json:
+        print_json({"dry_run": dry_run, "runs": [each.to_dict() for each in found]})
+
+
+@runs_app.command("export")
+def export_run(
+    run: RunFolder,
+    target: Annotated[Path, typer.Argument(metavar="DEST", help="model folder")],
+    checkpoint: Annotated[str, typer.Option("--from", metavar="CHECKPOINT", help="step-000120, best or last")] = "best",
+    as_json: Json = False,
+) -> None:
+    """Write a kept checkpoint as a model folder."""
+    from gptj_ft.export import export_checkpoint
+    from gptj_ft.run import Run
+
+    step = export_checkpoint(Run(run.expanduser()), checkpoint, target)
+    if as_json:
+        print_json({"model": str(target), "step": step})
+    else:
+        print(f"model after {step} steps: {target}\nnext: gptj-ft evaluate {target} --data FILE")
