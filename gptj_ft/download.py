@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from gptj_ft import home
-from gptj_ft.errors import UsageError
-from gptj_ft.hub_files import HubFile, Repository, fetch_files, look_up, writing
-
-SOURCE = "source.json"
-CONFIG = "config.json"
-COMPANIONS = ("generation_config.json", *home.TOKENIZER_FILES)
-# Best first; of a form in shards, the index and what the pattern matches.
-WEIGHTS = (
-    ("model.safetensors", r"model\.safetensors"),
-    ("model.safetensors.index.json", r"model-\d+-of-\d+\.safetensors"),
-    ("pytorch_model.bin", r"pytorch_model\.bin"),
-    ("pytorch_model.bin.index.json", r"pytorch_model-\d+-of-\d+\.bin"),
-)
+from gptj_ft.durable import replace_text
+from gptj_ft.errors import DataError, UsageError
+from gptj_ft.hub import is_offline
+from gptj_ft.hub_files import HubFile, fetch_files, is_there, writing
+from gptj_ft.hub_models import Wanted, choose_files, read_config
+from gptj_ft.origin import SOURCE, Origin, read_origin
 
 
 @dataclass(frozen=True)
@@ -31,26 +21,28 @@ class DownloadReport:
 
     Attributes:
         folder: where the files are, or would be.
-        files: what is needed of the repository.
-        commit: the revision they are of.
+        repository: that they are of.
+        commit: its revision.
         license: the repository's license tag; empty if it has none.
+        files: what is needed of it.
         bytes: of all files together.
         fetched: bytes that came over the network this time.
+        free_bytes: room on the disk, before.
     """
 
     folder: Path
-    files: tuple[HubFile, ...]
+    repository: str
     commit: str
     license: str
+    files: tuple[HubFile, ...]
     bytes: int
     fetched: int
+    free_bytes: int
 
 
 def download(
-    repository: str = home.DEFAULT_REPOSITORY,
+    wanted: Wanted = Wanted(),
     target: Path | None = None,
-    revision: str | None = None,
-    endpoint: str | None = None,
     *,
     offline: bool = False,
     dry_run: bool = False,
@@ -62,69 +54,78 @@ def download(
     ``config.json`` comes last: a folder without it is no model. A token is taken from ``HF_TOKEN`` only.
 
     Args:
-        repository: ``owner/name`` on the Hub.
+        wanted: which model.
         target: where to; by default under `home.models`.
-        revision: branch, tag or commit; the main branch by default.
-        endpoint: the Hub's address; ``HF_ENDPOINT``, else https://huggingface.co.
-        offline: refuse.
+        offline: take what was fetched before, without a request.
         dry_run: list only; nothing is written.
         progress: called with bytes done and bytes in all.
 
     Raises:
-        UsageError: offline, no model in the repository, or a folder that holds something else or cannot be written.
+        UsageError: offline and not all is there, no supported model in the repository, no such variant, or a folder
+            that holds something else or cannot be written.
         NetworkError: no connection, no such repository or revision, no access, a server's fault, a damaged transfer.
         ResourceError: not enough space on the disk.
     """
-    if offline:
-        raise UsageError(f"cannot download {repository} with --offline; leave it out, or name a model folder")
-    folder = target or home.download_folder(repository)
-    found = look_up(repository, revision, endpoint=endpoint)
-    files, commit = _needed(found), found.commit
+    folder = target or wanted.folder()
+    if offline or is_offline():
+        return _report(folder, _fetched_before(wanted, folder, "--offline" if offline else "HF_HUB_OFFLINE"))
+    found, files = choose_files(wanted)
+    if not is_there(folder, files[-1]):
+        read_config(found)
     license_tag = next((tag.removeprefix("license:") for tag in found.tags if tag.startswith("license:")), "")
-    total = sum(file.bytes for file in files)
+    origin = Origin(wanted.repository, found.commit, license_tag, wanted.revision, files)
+    report = _report(folder, origin)
     if dry_run:
-        return DownloadReport(folder, files, commit, license_tag, total, fetched=0)
+        return report
     with writing(folder):
-        source = {"repository": repository, "revision": revision, "commit": commit, "license": license_tag}
-        _claim(folder, source, files)
-    fetched = fetch_files(found, files, folder, progress)
-    return DownloadReport(folder, files, commit, license_tag, total, fetched)
+        _claim(folder, origin)
+    return _report(folder, origin, fetch_files(found, files, folder, progress), report.free_bytes)
 
 
-def _needed(repository: Repository) -> tuple[HubFile, ...]:
-    """Return the files to fetch, ``config.json`` last."""
-    there = repository.files
-    form = next(((first, pattern) for first, pattern in WEIGHTS if first in there), None)
-    if form is None or CONFIG not in there:
-        lacking = CONFIG if form else "weights in safetensors or PyTorch form"
-        raise UsageError(f"{repository.name} is not a model that can be used: it has no {lacking}")
-    first, pattern = form
-    weights = [name for name in sorted(there) if name == first or re.fullmatch(pattern, name)]
-    names = [*(name for name in COMPANIONS if name in there), *weights, CONFIG]
-    return tuple(there[name] for name in names)
+def _report(folder: Path, origin: Origin, fetched: int = 0, free_bytes: int | None = None) -> DownloadReport:
+    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
+    free_bytes = shutil.disk_usage(there).free if free_bytes is None else free_bytes
+    total = sum(file.bytes for file in origin.files)
+    return DownloadReport(
+        folder, origin.repository, origin.commit, origin.license, origin.files, total, fetched, free_bytes
+    )
 
 
-def _claim(folder: Path, source: Mapping[str, Any], files: Iterable[HubFile]) -> None:
+def _fetched_before(wanted: Wanted, folder: Path, reason: str) -> Origin:
+    """Return what a folder holds.
+
+    Raises:
+        UsageError: not the model that is wanted, or not all of it.
+    """
+    origin, unless = read_origin(folder), f"and {reason} forbids to fetch it; leave that out"
+    if origin is None or origin.repository != wanted.repository or not origin.files:
+        raise UsageError(f"{wanted.repository} is not in {folder}, {unless}")
+    if wanted.revision not in (None, origin.revision) and not origin.commit.startswith(str(wanted.revision)):
+        raise UsageError(f"revision {wanted.revision} is not in {folder}, {unless}")
+    missing = [file for file in origin.files if not is_there(folder, file)]
+    if missing:
+        raise UsageError(
+            f"{folder} lacks {missing[0].name}{f' and {len(missing) - 1} more' if missing[1:] else ''}, {unless}"
+        )
+    return origin
+
+
+def _claim(folder: Path, origin: Origin) -> None:
     """Write ``source.json``, or check that the one there is of the same files.
 
     Raises:
         UsageError: the folder holds another version, or something else.
     """
-    path, listed = folder / SOURCE, [asdict(file) for file in files]
-    if path.is_file():
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-            same, commit = before["files"] == listed, before["commit"]
-        except (ValueError, KeyError, TypeError):
-            same, commit = False, "unknown"
-        if not same:
-            raise UsageError(
-                f"{folder} holds another version; to finish that one name revision {commit}, "
-                "for this one name another folder or remove it"
-            )
-    elif folder.is_dir() and any(folder.iterdir()):
+    try:
+        before = read_origin(folder)
+    except DataError:
+        before = Origin("", "unknown", "")
+    if before is not None and before.files != origin.files:
+        raise UsageError(
+            f"{folder} holds another version; to finish that one name revision {before.commit}, "
+            "for this one name another folder or remove it"
+        )
+    if before is None and folder.is_dir() and any(path.name != "source.new" for path in folder.iterdir()):
         raise UsageError(f"{folder} exists and is no download; name another folder or remove it")
     folder.mkdir(parents=True, exist_ok=True)
-    written = path.with_suffix(".partial")
-    written.write_text(json.dumps({**source, "files": listed}, indent=2) + "\n", encoding="utf-8")
-    written.replace(path)
+    replace_text(folder / SOURCE, origin.to_text())

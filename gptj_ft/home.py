@@ -9,6 +9,7 @@ from pathlib import Path
 from gptj_ft.errors import UsageError, did_you_mean
 
 DEFAULT_REPOSITORY = "EleutherAI/gpt-j-6b"
+DEFAULTS = (DEFAULT_REPOSITORY, f"{DEFAULT_REPOSITORY}-fp16")  # as `download --variant fp16` calls its folder
 RUNS = Path("runs")
 # What a tokenizer may consist of, in Hugging Face's form.
 TOKENIZER_FILES = (
@@ -72,12 +73,14 @@ def find_model(name: str) -> Path:
     raise UsageError(f"no model '{name}': neither a folder nor a model in {models()}{hint}{download}")
 
 
+def default_download() -> Path | None:
+    """Return what `download` has fetched of GPT-J 6B, in fp32 if possible; ``None`` if nothing."""
+    return next(filter(is_model, map(download_folder, DEFAULTS)), None)
+
+
 def downloaded_model() -> Path | None:
     """Return the default model, converted if possible, else as downloaded; ``None`` when there is neither."""
-    for folder in (model_folder(DEFAULT_REPOSITORY), download_folder(DEFAULT_REPOSITORY)):
-        if is_model(folder):
-            return folder
-    return None
+    return next(filter(is_model, map(model_folder, DEFAULTS)), None) or default_download()
 
 
 def remember_run(run: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from urllib.request import getproxies
 
 from gptj_ft.errors import NetworkError, NoSuchRevision, Unreachable, UsageError
 
@@ -39,6 +41,13 @@ def open_network() -> Iterator[bool]:
         constants.HF_HUB_OFFLINE = before
 
 
+def is_offline() -> bool:
+    """Tell whether the environment forbids the network."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
 def hub_api(endpoint: str | None = None) -> HfApi:
     """Return the way to the Hub.
 
@@ -48,8 +57,10 @@ def hub_api(endpoint: str | None = None) -> HfApi:
     # No telemetry: neither library versions in the user agent nor look-ups of who is calling. huggingface_hub reads its
     # environment when it is first imported, which may have been long ago.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi, constants, logging
 
+    # It tells of each attempt; here one line tells of the last.
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     constants.HF_HUB_DISABLE_TELEMETRY = True
     # False, for None would look for a stored login.
     token = os.environ.get("HF_TOKEN") or False
@@ -74,6 +85,7 @@ def hub_errors(repository: str, endpoint: str, kind: str = "model") -> Iterator[
     """
     from huggingface_hub import errors
 
+    endpoint = re.sub("//[^/@]*@", "//", endpoint)  # a password in an address is not for everybody's eyes
     page = f"{endpoint}/{'datasets/' if kind == 'dataset' else ''}{repository}"
     again = "type the same command again later, it goes on where it stopped"
     try:
@@ -98,7 +110,8 @@ def hub_errors(repository: str, endpoint: str, kind: str = "model") -> Iterator[
         raise kind_of_error(f"{endpoint} answered {status} for {repository}; {_advice(status, again)}") from error
     except errors.HTTPError as error:  # type: ignore[attr-defined]  # the HTTP client's own root
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise Unreachable(f"no connection to {endpoint} ({reason}); check the network and {again}") from error
+        check = f"check the network{' and the proxy in HTTPS_PROXY' if getproxies() else ''}"
+        raise Unreachable(f"no connection to {endpoint} ({reason}); {check}, and {again}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise NetworkError(
             f"{endpoint} does not answer as a Hugging Face Hub; check HF_ENDPOINT and proxies"
@@ -110,4 +123,11 @@ def hub_errors(repository: str, endpoint: str, kind: str = "model") -> Iterator[
 
 
 def _advice(status: int, again: str) -> str:
-    return "check the name, and set HF_TOKEN to a token that may read it" if status in (401, 403) else again
+    if status in (401, 403):
+        token = "whether HF_TOKEN is" if os.environ.get("HF_TOKEN") else "set HF_TOKEN to"
+        return f"check the name, and {token} a token that may read it"
+    if status == 407:
+        return "the proxy wants to know who you are: set HTTPS_PROXY to http://name:password@host:port"
+    if status == 429:
+        return f"that is too many requests: wait some minutes, then {again}"
+    return again

@@ -29,11 +29,15 @@ Kind = Literal["model", "dataset"]
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository; `digest` is its SHA-256 (large files) or its git blob id, SHA-1."""
+    """A file of a repository; `digest` is its SHA-256 (large files) or its git blob id, SHA-1.
+
+    On the Hub it may have another name than here, `remote`.
+    """
 
     name: str
     bytes: int
     digest: str
+    remote: str = ""
 
 
 @dataclass(frozen=True)
@@ -173,9 +177,8 @@ def _fetch(repository: Repository, folder: Path, file: HubFile, bar: _Bar) -> No
 
     api, partial = repository.api, _partial(folder, file)
     start = _partial_bytes(folder, file)
-    url = hf_hub_url(
-        repository.name, file.name, repo_type=repository.kind, revision=repository.commit, endpoint=api.endpoint
-    )
+    name, revision = file.remote or file.name, repository.commit
+    url = hf_hub_url(repository.name, name, repo_type=repository.kind, revision=revision, endpoint=api.endpoint)
     headers = build_hf_headers(token=api.token, library_name=api.library_name)
     partial.parent.mkdir(parents=True, exist_ok=True)
     with partial.open("r+b" if start else "wb") as content:

@@ -58,6 +58,9 @@ class Hub:
         cuts: how often it still breaks.
         status: answer everything with this and `error_code`, where set.
         damage: flip a bit in what is sent.
+        stall_after: bytes of a large file after which no more comes, while the connection stays; ``None`` never.
+        storage: address of the server that large files are fetched from; by default this one.
+        branches: other revisions of the model, by name.
     """
 
     folder: Path
@@ -69,6 +72,10 @@ class Hub:
     status: int | None = None
     error_code: str | None = None
     damage: bool = False
+    stall_after: int | None = None
+    storage: str = ""
+    branches: dict[str, Revision] = field(default_factory=dict)
+    closing: threading.Event = field(default_factory=threading.Event)
 
     def fetched(self) -> list[str]:
         """Return the names of the files that were asked for."""
@@ -82,7 +89,8 @@ class Hub:
         """
         kind, name, revision = re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/revision/(.+))?", path).groups()
         if (kind, name) == ("models", REPOSITORY):
-            found = Revision(self.folder, COMMIT) if revision in (None, "main", COMMIT) else None
+            main = revision in (None, "main", COMMIT)
+            found = Revision(self.folder, COMMIT) if main else self.branches.get(revision)
         else:
             revisions = self.datasets[name] if kind == "datasets" else {}[name]
             named = {**revisions, **{each.commit: each for each in revisions.values()}}
@@ -99,6 +107,9 @@ class Hub:
             return Path(path.removeprefix("/cdn"))
         if path.startswith(f"/{REPOSITORY}/resolve/{COMMIT}/"):
             return self.folder / path.rpartition("/")[2]
+        for branch in self.branches.values():
+            if path.startswith(f"/{REPOSITORY}/resolve/{branch.commit}/"):
+                return branch.folder / path.rpartition("/")[2]
         name, commit, inside = re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/([0-9a-f]+)/(.+)", path).groups()
         return next(each.folder for each in self.datasets[name].values() if each.commit == commit) / inside
 
@@ -133,6 +144,7 @@ def serve(folder: Path, port: int = 0) -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.closing.set()
         server.shutdown()
         server.server_close()
 
@@ -164,6 +176,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def do_GET(self) -> None:
+        self._answer()
+
+    def do_CONNECT(self) -> None:  # as a proxy
         self._answer()
 
     def log_message(self, *arguments: object) -> None:
@@ -200,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not path.is_file():
             self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
         elif path.stat().st_size >= LARGE_BYTES and not address.startswith("/cdn/"):
-            self._send(302, b"", {"Location": f"/cdn{quote(str(path))}", "X-Repo-Commit": COMMIT})
+            self._send(302, b"", {"Location": f"{self.hub.storage}/cdn{quote(str(path))}", "X-Repo-Commit": COMMIT})
         else:
             self._file(path)
 
@@ -214,6 +229,10 @@ class _Handler(BaseHTTPRequestHandler):
         body = content[start:]
         if self.hub.damage:
             body = body[:-1] + bytes([body[-1] ^ 1])
+        if self.hub.stall_after is not None and len(content) >= LARGE_BYTES:
+            self._send(status, body, headers, length=self.hub.stall_after)
+            self.hub.closing.wait(20)
+            return
         cut = self.hub.cut_after
         if cut is None or self.hub.cuts == 0 or len(content) < LARGE_BYTES:
             self._send(status, body, headers)

@@ -3,23 +3,31 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub
 import pytest
-from hub_server import COMMIT, REPOSITORY, Hub, reachable, serve
+from hub_server import COMMIT, REPOSITORY, Hub, Revision, reachable, serve
 from huggingface_hub import constants
 
 from gptj_ft import home, hub_files
 from gptj_ft.download import download
 from gptj_ft.errors import NetworkError, ResourceError, UsageError
+from gptj_ft.hub_models import Wanted
 
 SMALL = ("config.json", "generation_config.json", "tokenizer.json", "vocab.json", "merges.txt")
 UNWANTED = ("flax_model.msgpack", "tf_model.h5", "rust_model.ot", "model.onnx", "README.md", ".gitattributes")
 LARGE = 100_000
+CONFIG = {
+    "model_type": "gptj", "vocab_size": 50400, "n_positions": 2048, "n_embd": 4096, "n_layer": 28, "n_head": 16,
+    "rotary_dim": 64, "activation_function": "gelu_new", "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -28,6 +36,7 @@ def repository(tmp_path: Path) -> Path:
     folder.mkdir()
     for name in (*SMALL, *UNWANTED):
         (folder / name).write_text(f'{{"file": "{name}"}}')
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     for name in ("model.safetensors", "pytorch_model.bin"):
         (folder / name).write_bytes(hashlib.shake_256(name.encode()).digest(LARGE))
     return folder
@@ -48,7 +57,9 @@ def test_only_what_is_needed_is_fetched_and_safetensors_win(hub: Hub, repository
     report = download(progress=lambda done, total: steps.append((done, total)))
     assert report.folder == home.models() / "EleutherAI--gpt-j-6b"
     assert names(report.folder) == {*SMALL, "model.safetensors", "source.json"}
-    assert sorted(hub.fetched()) == sorted([*SMALL, "model.safetensors"])
+    assert sorted(hub.fetched()) == sorted(
+        ["config.json", *SMALL, "model.safetensors"]
+    )  # config.json first, too: is it a model?
     assert all((report.folder / name).read_bytes() == (repository / name).read_bytes() for name in hub.fetched())
     assert report.commit == COMMIT
     assert report.license == "apache-2.0"
@@ -77,6 +88,7 @@ def test_shards_are_fetched_with_their_index(hub: Hub, repository: Path, stem: s
 def test_config_comes_last_so_that_half_a_download_is_no_model(hub: Hub) -> None:
     download()
     assert hub.fetched()[-1] == "config.json"
+    assert hub.fetched()[1:-1] == sorted(hub.fetched()[1:-1], key=[*SMALL[1:], "model.safetensors"].index)
 
 
 def test_a_second_download_fetches_nothing(hub: Hub) -> None:
@@ -91,7 +103,7 @@ def test_dry_run_lists_and_writes_nothing(hub: Hub) -> None:
     report = download(dry_run=True)
     assert {file.name for file in report.files} == {*SMALL, "model.safetensors"}
     assert report.bytes > LARGE
-    assert hub.fetched() == []
+    assert hub.fetched() == ["config.json"]
     assert not home.home().exists()
 
 
@@ -134,7 +146,7 @@ def test_a_connection_that_keeps_breaking_is_a_network_error(hub: Hub) -> None:
 
 def test_a_damaged_transfer_is_found_by_its_hash(hub: Hub) -> None:
     hub.damage = True
-    with pytest.raises(NetworkError, match=r"generation_config\.json arrived damaged"):
+    with pytest.raises(NetworkError, match=r"config\.json arrived damaged"):
         download()
     hub.damage = False
     assert home.is_model(download().folder)
@@ -144,7 +156,7 @@ def test_a_server_that_is_down_is_a_network_error(hub: Hub, tmp_path: Path) -> N
     with serve(tmp_path) as other:
         pass
     with pytest.raises(NetworkError, match=f"no connection to {other.url}.*check the network"):
-        download(endpoint=other.url)
+        download(Wanted(endpoint=other.url))
 
 
 @pytest.mark.parametrize(
@@ -156,6 +168,7 @@ def test_a_server_that_is_down_is_a_network_error(hub: Hub, tmp_path: Path) -> N
         (404, "RepoNotFound", "no repository EleutherAI/gpt-j-6b .*check the name"),
         (403, "GatedRepo", "is gated: accept its terms .*HF_TOKEN"),
         (403, None, "answered 403 .*set HF_TOKEN"),
+        (429, None, "answered 429 .*wait some minutes"),
         (200, None, "does not answer as a Hugging Face Hub"),
     ],
 )
@@ -170,11 +183,11 @@ def test_each_answer_of_the_server_is_one_line_that_says_what_to_do(
 
 def test_an_unknown_repository_or_revision_or_a_wrong_name_is_said(hub: Hub) -> None:
     with pytest.raises(NetworkError, match="no repository EleutherAI/gpt-k"):
-        download("EleutherAI/gpt-k")
+        download(Wanted("EleutherAI/gpt-k"))
     with pytest.raises(NetworkError, match="has no such revision"):
-        download(revision="float17")
+        download(Wanted(revision="float17"))
     with pytest.raises(UsageError, match="'a/b/c' is not a repository's name"):
-        download("a/b/c")
+        download(Wanted("a/b/c"))
 
 
 @pytest.mark.parametrize("lacking", ["config.json", "weights"])
@@ -185,12 +198,22 @@ def test_a_repository_that_is_no_model_is_refused(hub: Hub, repository: Path, la
         download()
 
 
-def test_offline_is_refused_without_a_request(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="--offline"):
+def test_offline_takes_what_was_fetched_before_and_asks_nobody(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"EleutherAI/gpt-j-6b is not in .*--offline forbids"):
         download(offline=True)
+    assert hub.requests == []
+    report = download()
+    hub.requests.clear()
+    for wanted in (Wanted(), Wanted(revision=COMMIT[:7])):
+        again = download(wanted, offline=True)
+        assert (again.folder, again.files, again.commit, again.fetched) == (report.folder, report.files, COMMIT, 0)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UsageError, match="HF_HUB_OFFLINE is set"):
-        download()
+    assert download().commit == COMMIT
+    with pytest.raises(UsageError, match=r"revision float16 is not in .*HF_HUB_OFFLINE forbids"):
+        download(Wanted(revision="float16"))
+    (report.folder / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"lacks model\.safetensors, and"):
+        download(offline=True)
     assert hub.requests == []
 
 
@@ -199,7 +222,7 @@ def test_too_little_disk_is_found_before_anything_is_fetched(hub: Hub, monkeypat
     monkeypatch.setattr(hub_files.shutil, "disk_usage", lambda path: usage(0, 0, 1000))
     with pytest.raises(ResourceError, match=r"needs 0\.0 GB, but"):
         download()
-    assert hub.fetched() == []
+    assert hub.fetched() == ["config.json"]
 
 
 def test_a_folder_that_holds_something_else_is_never_written_to(hub: Hub, repository: Path, tmp_path: Path) -> None:
@@ -240,3 +263,150 @@ def test_hf_endpoint_is_respected_in_a_fresh_process(hub: Hub, tmp_path: Path) -
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout == f"{COMMIT}\n"
+
+
+@pytest.fixture
+def float16(hub: Hub, repository: Path, tmp_path: Path) -> Path:
+    """The branch of this name."""
+    folder = tmp_path / "float16"
+    shutil.copytree(repository, folder)
+    (folder / "model.safetensors").write_bytes(b"half" * (LARGE // 8))
+    hub.branches["float16"] = Revision(folder, "f" * 40)
+    return folder
+
+
+def test_fp16_is_the_branch_of_this_name_and_goes_into_a_folder_of_its_own(
+    hub: Hub, float16: Path, repository: Path
+) -> None:
+    half, whole = download(Wanted(variant="fp16")), download(Wanted(variant="fp32"))
+    assert half.folder == home.models() / "EleutherAI--gpt-j-6b-fp16"
+    assert (half.commit, whole.commit) == ("f" * 40, COMMIT)
+    assert (half.folder / "model.safetensors").read_bytes() == (float16 / "model.safetensors").read_bytes()
+    assert (whole.folder / "model.safetensors").read_bytes() == (repository / "model.safetensors").read_bytes()
+    assert home.default_download() == whole.folder
+    shutil.rmtree(whole.folder)
+    assert home.default_download() == half.folder
+
+
+def test_fp16_may_be_a_file_which_gets_the_name_that_it_is_read_by(hub: Hub, repository: Path) -> None:
+    (repository / "model.fp16.safetensors").write_bytes(b"half" * (LARGE // 8))
+    folder = download(Wanted(variant="fp16")).folder
+    assert names(folder) == {*SMALL, "model.safetensors", "source.json"}
+    assert (folder / "model.safetensors").read_bytes() == (repository / "model.fp16.safetensors").read_bytes()
+    assert download(Wanted(variant="fp16")).fetched == 0
+
+
+def test_a_variant_that_is_not_there_is_refused_with_what_to_do(hub: Hub, repository: Path) -> None:
+    with pytest.raises(UsageError, match=r"has no fp16 variant: its weights are float32.*convert --dtype fp16"):
+        download(Wanted(variant="fp16"))
+    (repository / "config.json").write_text(json.dumps({**CONFIG, "torch_dtype": "float16"}))
+    assert download(Wanted(variant="fp16")).commit == COMMIT
+    with pytest.raises(UsageError, match="has no fp32 variant: its weights are float16"):
+        download(Wanted(variant="fp32"))
+
+
+def test_a_model_that_is_not_supported_is_refused_before_its_weights_are_fetched(hub: Hub, repository: Path) -> None:
+    (repository / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UsageError, match=r"^EleutherAI/gpt-j-6b/config\.json: model_type 'llama' is not supported"):
+        download()
+    assert hub.fetched() == ["config.json"]
+    assert not home.home().exists()
+
+
+def test_after_a_kill_it_goes_on_at_the_byte(hub: Hub, repository: Path) -> None:
+    hub.stall_after = 61_000
+    code = (
+        "from huggingface_hub import constants\n"
+        "constants.DOWNLOAD_CHUNK_SIZE = 1000\n"
+        "from gptj_ft.download import download; download()"
+    )
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+    partial = home.download_folder(REPOSITORY) / "model.safetensors.partial"
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    try:
+        until = time.monotonic() + 60
+        while not (partial.exists() and partial.stat().st_size > 50_000):
+            assert process.poll() is None, "it ended before it was killed"
+            assert time.monotonic() < until
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+    there = partial.stat().st_size
+    assert 50_000 < there < LARGE
+    hub.stall_after = None
+    hub.requests.clear()
+    report = download()
+    assert ranges(hub) == [f"bytes={there}-"]
+    assert report.fetched == report.bytes - there - sum((repository / name).stat().st_size for name in SMALL[1:])
+    assert (report.folder / "model.safetensors").read_bytes() == (repository / "model.safetensors").read_bytes()
+
+
+def test_a_server_that_says_nothing_any_more_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
+    hub.stall_after = 0
+    with pytest.raises(NetworkError, match=r"no connection to .*timed out.*type the same command again") as caught:
+        download()
+    assert "\n" not in str(caught.value)
+    assert not home.is_model(home.download_folder(REPOSITORY))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_disk_that_gets_full_is_said_and_what_to_do(hub: Hub) -> None:
+    folder = home.download_folder(REPOSITORY)
+    download()
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.partial").symlink_to("/dev/full")
+    with pytest.raises(ResourceError, match=r"disk full while writing .*make room"):
+        download()
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_proxy_that_refuses_is_said_without_its_password(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    hub.status = 407
+    monkeypatch.setenv(f"{scheme.upper()}_PROXY", hub.url.replace("//", "//me:secret@"))
+    huggingface_hub.close_session()
+    with pytest.raises(NetworkError, match=r"407.*HTTPS_PROXY") as caught:
+        download(Wanted(endpoint=f"{scheme}://hub.invalid"))
+    assert "\n" not in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_password_in_the_address_of_a_mirror_is_not_shown(hub: Hub) -> None:
+    hub.status = 503
+    with pytest.raises(NetworkError, match="http://127") as caught:
+        download(Wanted(endpoint=hub.url.replace("//", "//me:secret@")))
+    assert "secret" not in str(caught.value)
+
+
+def test_the_token_is_not_sent_to_the_server_that_large_files_come_from(
+    hub: Hub, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with serve(repository) as storage:
+        hub.storage = storage.url
+        download()
+    assert [request.path.rpartition("/")[2] for request in storage.requests] == ["model.safetensors"]
+    assert not any("authorization" in request.headers for request in storage.requests)
+    assert all(request.headers["authorization"] == "Bearer hf_secret" for request in hub.requests)
+
+
+def test_a_refused_token_is_not_shown(hub: Hub, shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.status = 403
+    done = shell("download --json")
+    assert done.code == NetworkError.exit_code
+    assert "whether HF_TOKEN is a token that may read it" in done.err
+    assert "hf_secret" not in done.out + done.err
+
+
+def test_the_command_shows_files_license_and_room_and_what_comes_next(hub: Hub, float16: Path, shell) -> None:
+    done = shell("download --dry-run")
+    assert "model.safetensors" in done.out
+    assert "license apache-2.0" in done.out
+    assert "would go into" in done.out
+    assert shell("download").out.endswith("next: gptj-ft convert\n")
+    assert "--variant fp8: fp32 or fp16" in shell("download --variant fp8").err
+    assert shell("download --variant fp16 --json").json["commit"] == "f" * 40

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "gptj_ft"
 # Each module may import modules of its own line and of the lines above.
 ORDER = [
     ("__init__", "errors"),
-    ("recipe", "yaml_text", "schedule", "layers", "home", "hub", "hub_files", "durable", "lock"),
+    ("recipe", "yaml_text", "schedule", "layers", "home", "hub", "hub_files", "origin", "durable", "lock"),
     ("machine", "stores", "families", "formats", "data"),
     ("buffers", "measure"),
     ("boundaries",),
@@ -24,7 +24,8 @@ ORDER = [
     ("passage",),
     ("meters", "rates"),
     ("progress", "demand"),
-    ("streaming", "plan", "costs", "knobs", "tuning", "metrics", "tiny", "convert", "download", "inputs", "model"),
+    ("streaming", "plan", "costs", "knobs", "tuning", "metrics", "tiny", "convert", "inputs", "model"),
+    ("hub_models", "download"),
     ("movement",),
     ("optimizer", "deadline", "run", "checkpoint", "session", "keeping", "verify", "state"),
     ("guard", "trainer", "decoding"),

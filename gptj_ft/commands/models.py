@@ -16,8 +16,11 @@ def download(
     repository: Annotated[str | None, typer.Argument(help="Hub repository; default EleutherAI/gpt-j-6b")] = None,
     output: Annotated[Path | None, typer.Option("--output", help="folder; default: in the home of models")] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="branch, tag or commit")] = None,
+    variant: Annotated[
+        str | None, typer.Option("--variant", help="fp32 or fp16 (GPT-J's takes half the space); default: as published")
+    ] = None,
     endpoint: Annotated[str | None, typer.Option("--endpoint", help="mirror; default HF_ENDPOINT or the Hub")] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="never use the network")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="take what was fetched before; no network")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show files and sizes only")] = False,
     as_json: Json = False,
 ) -> None:
@@ -25,26 +28,26 @@ def download(
     from dataclasses import asdict
 
     from gptj_ft.download import download as fetch
-    from gptj_ft.home import DEFAULT_REPOSITORY
+    from gptj_ft.home import DEFAULT_REPOSITORY, default_download
+    from gptj_ft.hub_models import Wanted
     from gptj_ft.machine import gigabytes
 
+    if variant not in (None, "fp32", "fp16"):
+        raise UsageError(f"--variant {variant}: fp32 or fp16")
+    wanted = Wanted(repository or DEFAULT_REPOSITORY, revision, variant, endpoint)  # type: ignore[arg-type]
     with bar("downloading", not as_json) as advance:
-        report = fetch(
-            repository or DEFAULT_REPOSITORY,
-            output,
-            revision=revision,
-            endpoint=endpoint,
-            offline=offline,
-            dry_run=dry_run,
-            progress=advance,
-        )
+        report = fetch(wanted, output, offline=offline, dry_run=dry_run, progress=advance)
     if as_json:
         print_json(asdict(report))
         return
     for file in report.files:
-        print(f"{gigabytes(file.bytes):>10}  {file.name}")
-    verb = "would go into" if dry_run else "in"
-    print(f"{gigabytes(report.bytes)} {verb} {report.folder}, revision {report.commit[:12]}\nnext: gptj-ft convert")
+        print(f"{gigabytes(file.bytes):>10}  {file.remote or file.name}")
+    print(f"{report.repository}, revision {report.commit[:12]}, license {report.license or 'not stated'}")
+    if dry_run:
+        print(f"{gigabytes(report.bytes)} would go into {report.folder}, where {gigabytes(report.free_bytes)} are free")
+        return
+    print(f"{gigabytes(report.bytes)} in {report.folder}\nnext: gptj-ft convert", end="")
+    print("" if report.folder == default_download() else f" {report.folder}")
 
 
 def convert(
@@ -65,8 +68,8 @@ def convert(
     from gptj_ft.machine import gigabytes
 
     if source is None:
-        source = home.download_folder(home.DEFAULT_REPOSITORY)
-        if not home.is_model(source):
+        source = home.default_download()
+        if source is None:
             raise UsageError(
                 "no model is downloaded to convert: type `gptj-ft download`, or name a folder: `gptj-ft convert SRC`"
             )
