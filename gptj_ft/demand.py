@@ -85,6 +85,11 @@ class Load:
         return sum(layout.numel for layout in self.layouts[bottom : max(bottom, len(self.layouts) - top)])
 
     @property
+    def late_elements(self) -> int:
+        """Elements of one kind in the blocks whose updates can be late: all but the last."""
+        return self.elements_without(bottom=1, top=2)
+
+    @property
     def touched_by_forward(self) -> float:
         """Bytes that the blocks' operations between products read and write in one pass over an average step."""
         return float(TOUCHED * (len(self.layouts) - 2) * self.width * self.dtype.itemsize * self.mean_step_tokens)
@@ -164,34 +169,55 @@ def _passes_of_state(
     state = state_kinds(stored)
     # A master copy makes the weights anew: they are not read for an update.
     old = tuple(kind for kind in state if kind != "weight" or "master" not in state)
-    updated = elements * (sum(stored[kind].itemsize for kind in (*old, *state)) + torch.float32.itemsize)
+    updated = sum(stored[kind].itemsize for kind in (*old, *state)) + torch.float32.itemsize  # an element
     forward_flops = 2.0 * load.block_parameters * load.mean_step_tokens
     backward_flops = load.flops(kept).hardware - forward_flops
 
     # What the last layers of a pass have left in buffers, the next pass finds there.
-    slots, sums = room.read_ahead + 1, room.gradients
+    slots, sums, pool = room.read_ahead + 1, room.gradients, room.parts * room.part_numel
     starting = {kind: load.elements_without(bottom={"weight": slots, "grad": sums}.get(kind, 0)) for kind in stored}
-    returning = {kind: load.elements_without(top={"weight": slots}.get(kind, 1)) for kind in stored}
-    head = load.layouts[-1].numel
+    returning = load.elements_without(top=slots)
+    if elements <= pool:
+        starting |= {kind: 0 for kind in state if kind != "weight"}
 
     def moved(counted: int | Mapping[Kind, int], *kinds: Kind) -> dict[Place, int]:
         return bytes_moved(placement, {kind: stored[kind] for kind in kinds}, counted)
 
     ops = load.touched_by_forward, load.touched_by_backward(kept)
     if defers and is_late:
+        late, bottom, kinds = load.late_elements, load.layouts[0].numel, tuple(dict.fromkeys(("weight", *old)))
+        # Going down, the late blocks are read as they were before forward has updated them; not so gradients.
+        again = dict.fromkeys(old, late)
+        again["weight"] = load.elements_without(top=min(slots, 2)) - (0 if "weight" in old else late)
+        again["grad"] = late - min(late, max(0, pool - (elements - late - bottom)))
+        # Coming from there, forward finds what the pool has beside the parts of the embedding.
+        found = min(late, max(0, pool - bottom))
+        starting |= {kind: elements - found for kind in old if kind != "weight"}
         return (
-            Pass(forward_flops, updated, ops[0], read=moved(starting, *old, "grad"), written=moved(head, *state)),
+            Pass(
+                forward_flops,
+                updated * elements,
+                ops[0],
+                read=moved(starting, *old, "grad"),
+                written=moved(elements - late, *state),
+            ),
             Pass(
                 backward_flops,
-                updated,
+                updated * late,
                 ops[1],
-                read=moved(returning, *old, "grad"),
-                written=_added(moved(elements - head, *state), moved(elements, "grad")),
+                read=moved(again, *kinds, "grad"),
+                written=_added(moved(late, *state), moved(elements, "grad")),
             ),
         )
     if defers:
         return (
-            Pass(forward_flops, updated, ops[0], read=moved(starting, *old, "grad"), written=moved(elements, *state)),
+            Pass(
+                forward_flops,
+                updated * elements,
+                ops[0],
+                read=moved(starting, *old, "grad"),
+                written=moved(elements, *state),
+            ),
             Pass(backward_flops, 0, ops[1], read=moved(returning, "weight"), written=moved(elements, "grad")),
         )
     others = [kind for kind in state if kind != "weight"]
@@ -199,7 +225,7 @@ def _passes_of_state(
         Pass(forward_flops, 0, ops[0], read=moved(starting, "weight")),
         Pass(
             backward_flops,
-            updated,
+            updated * elements,
             ops[1],
             read=_added(moved(returning, "weight"), moved(elements, *others)),
             written=moved(elements, *state),

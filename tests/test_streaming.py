@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import random_gptj
 
 from gptj_ft import boundaries
 from gptj_ft.boundaries import NUM_BUFFERS, Here, boundary_layout
 from gptj_ft.buffers import Buffer, Buffers
 from gptj_ft.data.batches import micro_batches
+from gptj_ft.demand import Load, training_passes
 from gptj_ft.errors import GptjFtError
 from gptj_ft.families import read_architecture
 from gptj_ft.formats.huggingface import open_checkpoint
@@ -481,3 +483,21 @@ def test_parameters_start_on_cache_lines_and_matrices_come_first(model_folder: P
         assert decayed == {name for name, shape in layout.shapes.items() if len(shape) > 1}
         ends = sorted((layout.offsets[name], shape.numel()) for name, shape in layout.shapes.items())
         assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(ends))
+
+@pytest.mark.parametrize(("parts", "late"), [(3, 0), (3, 4), (12, 0), (12, 4), (30, 4), (60, 4), (160, 0)])
+@pytest.mark.parametrize("dtypes", [training_dtypes(torch.float32), training_dtypes(torch.bfloat16)])
+def test_the_bytes_of_a_step_are_those_forecast(tmp_path: Path, parts: int, late: int, dtypes) -> None:
+    folder, room = tmp_path / "model", Room(parts=parts, part_numel=512)
+    random_gptj(vocab_size=90, n_embd=32, n_layer=5, n_head=2, rotary_dim=4).save_pretrained(folder)
+    stack = open_training(folder, tmp_path, ("disk", "disk"), dtypes=dtypes, room=room)
+    optimizer, docs = AdamW(stack, Recipe(), late=late), documents(90)
+    for step in range(3):
+        before = stack.bytes_read, stack.bytes_written
+        optimizer.begin(lr_of(step))
+        train_step(stack, optimizer, micro_batches(docs, PROMPTS, 40))
+        optimizer.end()
+    moved = stack.bytes_read - before[0], stack.bytes_written - before[1]
+    stack.close()
+    load = Load(stack.layouts, 32, dtypes["weight"], 40, 74, 74.0, 50.0, 3)
+    passes = training_passes(Placement("disk", "disk"), load, dtypes, room, is_late=late > 0)
+    assert moved == (sum(each.read["disk"] for each in passes), sum(each.written["disk"] for each in passes))
