@@ -484,6 +484,7 @@ def test_parameters_start_on_cache_lines_and_matrices_come_first(model_folder: P
         ends = sorted((layout.offsets[name], shape.numel()) for name, shape in layout.shapes.items())
         assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(ends))
 
+
 @pytest.mark.parametrize(("parts", "late"), [(3, 0), (3, 4), (12, 0), (12, 4), (30, 4), (60, 4), (160, 0)])
 @pytest.mark.parametrize("dtypes", [training_dtypes(torch.float32), training_dtypes(torch.bfloat16)])
 def test_the_bytes_of_a_step_are_those_forecast(tmp_path: Path, parts: int, late: int, dtypes) -> None:
