@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -175,7 +175,7 @@ def num_validations(recipe: Recipe, load: Load) -> int:
 
 def seconds_per_validation(placement: Placement, load: Load, forward: Pass, rates: Rates) -> float:
     """Return how long one validation takes: the pending update of every layer, then passes over the weights."""
-    update = Pass(0.0, forward.updated, 0.0, forward.read, forward.written) if forward.updated else Pass()
+    update = replace(forward, flops=0.0, passed=0.0) if forward.updated else Pass()
     passes = -(-load.validation_tokens // PASS_TOKENS)
     flops = 2.0 * load.block_parameters * load.validation_tokens + 2.0 * load.head_parameters * load.validation_targets
     weights = bytes_moved(placement, {"weight": load.dtype}, passes * load.stored_elements)

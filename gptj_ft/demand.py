@@ -90,19 +90,28 @@ class Load:
         return self.elements_without(bottom=1, top=2)
 
     @property
-    def touched_by_forward(self) -> float:
+    def hidden_bytes(self) -> float:
+        """Bytes of the hidden states of an average micro-batch."""
+        return self.width * self.dtype.itemsize * min(self.micro_batch_tokens, self.mean_step_tokens)
+
+    @property
+    def passed_by_forward(self) -> float:
         """Bytes that the blocks' operations between products read and write in one pass over an average step."""
         return float(TOUCHED * (len(self.layouts) - 2) * self.width * self.dtype.itemsize * self.mean_step_tokens)
 
-    def touched_by_backward(self, kept: int) -> float:
-        """Bytes that backward's read and write, the head and the sums of gradients included."""
+    def passed_by_backward(self, kept: int) -> float:
+        """Bytes that backward's read and write, those of what is computed again included."""
         blocks = len(self.layouts) - 2
-        again = (blocks - kept) / blocks if blocks else 0.0
+        return (2.0 + ((blocks - kept) / blocks if blocks else 0.0)) * self.passed_by_forward
+
+    @property
+    def touched_by_backward(self) -> float:
+        """Bytes that the head and the sums of gradients read and write."""
         vocabulary = max(shape[0] for shape in self.layouts[-1].shapes.values())
         logits = TOUCHED_LOGITS * vocabulary * torch.float32.itemsize * self.mean_step_targets
         micro_batches = -(-self.mean_step_tokens // self.micro_batch_tokens)
         sums = SUMMED * torch.float32.itemsize * self.num_parameters * micro_batches
-        return (2.0 + again) * self.touched_by_forward + logits + sums
+        return logits + sums
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,8 @@ class Pass:
     Attributes:
         flops: of matrix products.
         updated: bytes that AdamW reads and writes in the device's memory.
-        touched: bytes that the operations between products read and write there.
+        touched: bytes that the operations between products read and write there, in tensors as large as the weights.
+        passed: bytes that they read and write in tensors of hidden states.
         read: bytes, by place.
         written: bytes, by place.
     """
@@ -120,6 +130,7 @@ class Pass:
     flops: float = 0.0
     updated: int = 0
     touched: float = 0.0
+    passed: float = 0.0
     read: Mapping[Place, int] = field(default_factory=dict)
     written: Mapping[Place, int] = field(default_factory=dict)
 
@@ -129,8 +140,9 @@ class Pass:
 
     def compute_seconds(self, load: Load, rates: Rates) -> float:
         """Return the seconds of the computation alone."""
-        in_memory = (self.updated + self.touched) / rates.compute.memory
-        return self.flops / rates.compute.matmul(load.dtype, load.width) + in_memory
+        compute = rates.compute
+        in_memory = (self.updated + self.touched) / compute.memory + self.passed / compute.memory_for(load.hidden_bytes)
+        return self.flops / compute.matmul(load.dtype, load.width) + in_memory
 
     def transfer_seconds(self, rates: Rates) -> float:
         """Return the seconds of the transfers alone: over the disk, and beside that over the link."""
@@ -169,7 +181,7 @@ def _passes_of_state(
     state = state_kinds(stored)
     # A master copy makes the weights anew: they are not read for an update.
     old = tuple(kind for kind in state if kind != "weight" or "master" not in state)
-    updated = sum(stored[kind].itemsize for kind in (*old, *state)) + torch.float32.itemsize  # an element
+    updated = _bytes_to_update(stored, old)
     forward_flops = 2.0 * load.block_parameters * load.mean_step_tokens
     backward_flops = load.flops(kept).hardware - forward_flops
 
@@ -183,7 +195,8 @@ def _passes_of_state(
     def moved(counted: int | Mapping[Kind, int], *kinds: Kind) -> dict[Place, int]:
         return bytes_moved(placement, {kind: stored[kind] for kind in kinds}, counted)
 
-    ops = load.touched_by_forward, load.touched_by_backward(kept)
+    up = Pass(forward_flops, passed=load.passed_by_forward)
+    down = Pass(backward_flops, touched=load.touched_by_backward, passed=load.passed_by_backward(kept))
     if defers and is_late:
         late, bottom, kinds = load.late_elements, load.layouts[0].numel, tuple(dict.fromkeys(("weight", *old)))
         # Going down, the late blocks are read as they were before forward has updated them; not so gradients.
@@ -194,43 +207,55 @@ def _passes_of_state(
         found = min(late, max(0, pool - bottom))
         starting |= {kind: elements - found for kind in old if kind != "weight"}
         return (
-            Pass(
-                forward_flops,
-                updated * elements,
-                ops[0],
+            replace(
+                up,
+                updated=updated * elements,
                 read=moved(starting, *old, "grad"),
                 written=moved(elements - late, *state),
             ),
-            Pass(
-                backward_flops,
-                updated * late,
-                ops[1],
+            replace(
+                down,
+                updated=updated * late,
                 read=moved(again, *kinds, "grad"),
                 written=_added(moved(late, *state), moved(elements, "grad")),
             ),
         )
     if defers:
         return (
-            Pass(
-                forward_flops,
-                updated * elements,
-                ops[0],
+            replace(
+                up,
+                updated=updated * elements,
                 read=moved(starting, *old, "grad"),
                 written=moved(elements, *state),
             ),
-            Pass(backward_flops, 0, ops[1], read=moved(returning, "weight"), written=moved(elements, "grad")),
+            replace(down, read=moved(returning, "weight"), written=moved(elements, "grad")),
         )
     others = [kind for kind in state if kind != "weight"]
     return (
-        Pass(forward_flops, 0, ops[0], read=moved(starting, "weight")),
-        Pass(
-            backward_flops,
-            updated * elements,
-            ops[1],
+        replace(up, read=moved(starting, "weight")),
+        replace(
+            down,
+            updated=updated * elements,
             read=_added(moved(returning, "weight"), moved(elements, *others)),
             written=moved(elements, *state),
         ),
     )
+
+
+def _bytes_to_update(stored: Mapping[Kind, torch.dtype], old: Sequence[Kind]) -> int:
+    """Bytes that an update reads and writes in the device's memory, per element.
+
+    A gradient that had to wait is clipped into a copy; what is not fp32 becomes that first, and moments are rounded
+    with noise (see `optimizer.round_stochastically`): the noise is read and added, and the lower bits are masked.
+    """
+    fp32, noise = torch.float32.itemsize, torch.int32.itemsize
+    size = 2 * fp32 * len(old) + (3 if "grad" in stored else 1) * fp32
+    for kind in (*old, "grad"):
+        if (narrow := stored.get(kind, torch.float32).itemsize) < fp32:
+            size += narrow + fp32 + (0 if kind == "grad" else 4 * fp32 + noise + fp32 + narrow)
+    if "weight" not in old:
+        size += fp32 + stored["weight"].itemsize  # the master copy, rounded to weights
+    return size
 
 
 def _added(some: Mapping[Place, int], more: Mapping[Place, int]) -> dict[Place, int]:

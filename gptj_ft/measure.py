@@ -24,6 +24,7 @@ NARROW = 512  # its smaller kin's; products of such matrices reach less
 MOST_TOKENS = {"cpu": 1024, "cuda": 8192}  # computed at once; more do not make it faster
 LONGEST_PRODUCT = 2.0  # seconds
 COPY_BYTES = 128 * 2**20
+NEAR_BYTES = 4 * 2**20  # of each of two tensors that the caches hold together
 FILE_BYTES = 512 * 2**20
 CHUNK_BYTES = 128 * 2**20
 LONGEST_TRANSFER = 1.5  # seconds after which a slow disk has shown what it does
@@ -39,6 +40,7 @@ class ComputeRates:
         fp32_narrow: FLOP/s at a width of `NARROW`.
         bf16_narrow: the same in bf16.
         memory: bytes/s, read and written together, of a copy inside the device's memory.
+        near_memory: the same of a copy so small that it stays in the caches.
         to_device: bytes/s from host memory; where the device is the CPU, of a copy.
         from_device: bytes/s to host memory.
         load: average load of each core in the minute before; others may have slowed this down.
@@ -49,6 +51,7 @@ class ComputeRates:
     fp32_narrow: float
     bf16_narrow: float
     memory: float
+    near_memory: float
     to_device: float
     from_device: float
     load: float = 0.0
@@ -64,6 +67,11 @@ class ComputeRates:
         narrow, wide = (self.bf16_narrow, self.bf16) if is_half else (self.fp32_narrow, self.fp32)
         share = math.log(min(max(width, NARROW), WIDTH) / NARROW) / math.log(WIDTH / NARROW)
         return narrow + share * (wide - narrow)
+
+    def memory_for(self, size: float) -> float:
+        """Return the bytes/s of operations on tensors of so many bytes; between the two measured, interpolated."""
+        share = math.log(min(max(size, NEAR_BYTES), COPY_BYTES) / NEAR_BYTES) / math.log(COPY_BYTES / NEAR_BYTES)
+        return math.exp((1 - share) * math.log(self.near_memory) + share * math.log(self.memory))
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,7 @@ def measure_compute(device: torch.device) -> ComputeRates:
     load = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
     one, other = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     copy = to_device = from_device = _copy_rate(one, other)
+    near = max(copy, _copy_rate(one[:NEAR_BYTES], other[:NEAR_BYTES]))
     if device.type == "cuda":
         pinned = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
         to_device, from_device = _copy_rate(pinned, one), _copy_rate(one, pinned)
@@ -115,7 +124,7 @@ def measure_compute(device: torch.device) -> ComputeRates:
     narrow = [matmul_rate(device, dtype, NARROW, 4 * NARROW) for dtype in dtypes]
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what torch keeps for later would count as taken
-    return ComputeRates(wide[0], wide[1], narrow[0], narrow[1], 2 * copy, to_device, from_device, load)
+    return ComputeRates(wide[0], wide[1], narrow[0], narrow[1], 2 * copy, 2 * near, to_device, from_device, load)
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, width: int = WIDTH, inner: int = INNER) -> float:

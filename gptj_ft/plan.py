@@ -208,7 +208,8 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, hav
     room = replace(room, kept=_kept(recipe, len(load.layouts) - 2, free - buffers, per_block))
     device = fixed + buffers + room.kept * per_block
     costs = cost(placement, load, recipe, stored, rates, room)
-    if costs.forward.transfer_seconds(rates) > costs.forward.compute_seconds(load, rates):
+    can_be_late = placement.weights != "device" and placement.optimizer_state != "device"  # see `AdamW`
+    if can_be_late and costs.forward.transfer_seconds(rates) > costs.forward.compute_seconds(load, rates):
         costs = min(
             (costs, cost(placement, load, recipe, stored, rates, room, is_late=True)),
             key=lambda costs: costs.seconds_per_step,

@@ -60,7 +60,14 @@ def fixed_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rates]:
 
     rates = measure.Rates(
         measure.ComputeRates(
-            fp32=1e11, bf16=2e10, fp32_narrow=1e11, bf16_narrow=2e10, memory=2e10, to_device=1e10, from_device=1e10
+            fp32=1e11,
+            bf16=2e10,
+            fp32_narrow=1e11,
+            bf16_narrow=2e10,
+            memory=2e10,
+            near_memory=2e10,
+            to_device=1e10,
+            from_device=1e10,
         ),
         measure.DiskRates(read=2e9, write=1e9, mixed=1.5e9),
     )

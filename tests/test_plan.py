@@ -25,7 +25,14 @@ GB = 10**9
 PLENTY = Free(device=10**13, host=10**13, disk=10**14, is_shared=False)
 RATES = Rates(
     ComputeRates(
-        fp32=1e12, bf16=4e12, fp32_narrow=1e12, bf16_narrow=4e12, memory=1e12, to_device=2e10, from_device=1e10
+        fp32=1e12,
+        bf16=4e12,
+        fp32_narrow=1e12,
+        bf16_narrow=4e12,
+        memory=1e12,
+        near_memory=1e12,
+        to_device=2e10,
+        from_device=1e10,
     ),
     DiskRates(read=2e9, write=1e9, mixed=1.5e9),
 )
@@ -137,10 +144,10 @@ def test_narrow_models_and_what_is_no_matrix_product_take_their_time(six_b: Load
     rates = [compute.matmul(torch.float32, width) for width in (64, 512, 1024, 2048, 4096, 8192)]
     assert rates == pytest.approx([2e11, 2e11, 4e11, 6e11, 8e11, 8e11])
     recipe = Recipe(activations="recompute")
-    slow = replace(RATES, compute=replace(RATES.compute, memory=1e10))
+    slow = replace(RATES, compute=replace(RATES.compute, memory=1e10, near_memory=1e10))
     fast, slowed = (planned(six_b, Placement("device", "device"), recipe, rates=each).costs for each in (RATES, slow))
     touched = 4 * 44 * 28 * 4096 * 4 * 2048 + 12 * 50400 * 4 * 512 + 12 * six_b.num_parameters
-    moved = touched + 28 * six_b.stored_elements
+    moved = touched + 36 * six_b.stored_elements
     assert slowed.compute_seconds - fast.compute_seconds == pytest.approx(moved / 1e10 - moved / 1e12)
 
 
@@ -179,7 +186,7 @@ def test_a_pass_takes_as_long_as_the_slowest_of_computing_and_moving(six_b: Load
     moved = [28 * all_of_it - 8 * low, 8 * all_of_it - 4 * high]
     forward = 2 * six_b.block_parameters * six_b.mean_step_tokens
     backward = six_b.flops().hardware - forward
-    update = 28 * six_b.num_parameters / RATES.compute.memory
+    update = 36 * six_b.num_parameters / RATES.compute.memory
     assert seconds(1e9, 1e18) == pytest.approx(sum(moved) / 1e9, rel=1e-3)
     assert seconds(1e18, 1e12) == pytest.approx(six_b.flops().hardware / 1e12 + update, rel=1e-2)
     # In between, forward waits for the disk and backward, with less to move and more to compute, does not.
@@ -196,7 +203,7 @@ def test_a_pass_takes_as_long_as_the_slowest_of_computing_and_moving(six_b: Load
 
 
 def test_what_is_in_host_memory_crosses_the_link_both_ways_at_once(six_b: Load) -> None:
-    rates = replace(RATES, compute=replace(RATES.compute, fp32=1e18, memory=1e18))
+    rates = replace(RATES, compute=replace(RATES.compute, fp32=1e18, memory=1e18, near_memory=1e18))
     seconds = planned(six_b, Placement("host", "host"), rates=rates).costs.seconds_per_step
     low, high = (size / six_b.stored_elements for size in ends(six_b))
     forward, backward = max((16 - 8 * low) / 2e10, 12 / 1e10), max((4 - 4 * high) / 2e10, 4 / 1e10)
