@@ -178,7 +178,7 @@ def seconds_per_validation(placement: Placement, load: Load, forward: Pass, rate
     update = replace(forward, flops=0.0, passed=0.0) if forward.updated else Pass()
     passes = -(-load.validation_tokens // PASS_TOKENS)
     flops = 2.0 * load.block_parameters * load.validation_tokens + 2.0 * load.head_parameters * load.validation_targets
-    weights = bytes_moved(placement, {"weight": load.dtype}, passes * load.stored_elements)
+    weights = bytes_moved(placement, {"weight": load.dtype}, passes * (load.stored_elements + load.lent_elements))
     return update.seconds(load, rates) + Pass(flops, read=weights).seconds(load, rates)
 
 

@@ -14,7 +14,7 @@ import torch
 from gptj_ft.measure import Rates
 from gptj_ft.meters import Flops, count_flops
 from gptj_ft.stack import Room
-from gptj_ft.stores import Kind, Layout
+from gptj_ft.stores import LENDER, Kind, Layout
 from gptj_ft.stores.placement import Place, Placement
 
 NOTHING: Mapping[Place, int] = {}
@@ -73,12 +73,18 @@ class Load:
 
     @property
     def head_parameters(self) -> int:
-        return self.layouts[-1].num_parameters
+        """Parameters that the head computes with, those that it shares with the embedding included."""
+        return self.layouts[-1].num_used
 
     @cached_property
     def stored_elements(self) -> int:
         """Elements of one kind over all layers, padding included."""
         return sum(layout.numel for layout in self.layouts)
+
+    @cached_property
+    def lent_elements(self) -> int:
+        """Elements of one kind in the layers that are read once more for those that borrow from them."""
+        return sum(self.layouts[LENDER].numel for layout in self.layouts if layout.borrowed)
 
     def elements_without(self, bottom: int = 0, top: int = 0) -> int:
         """Elements of one kind in the layers but the lowest and the highest few."""
@@ -107,7 +113,7 @@ class Load:
     @property
     def touched_by_backward(self) -> float:
         """Bytes that the head and the sums of gradients read and write."""
-        vocabulary = max(shape[0] for shape in self.layouts[-1].shapes.values())
+        vocabulary = max(shape[0] for shape in self.layouts[-1].used_shapes.values())
         logits = TOUCHED_LOGITS * vocabulary * torch.float32.itemsize * self.mean_step_targets
         micro_batches = -(-self.mean_step_tokens // self.micro_batch_tokens)
         sums = SUMMED * torch.float32.itemsize * self.num_parameters * micro_batches
@@ -165,6 +171,7 @@ def training_passes(
     applied in both and written by the second. Layer inputs off the device go there in forward and come back later.
     """
     forward, backward = _passes_of_state(placement, load, stored, room, is_late)
+    forward = forward.plus(read=bytes_moved(placement, {"weight": stored["weight"]}, load.lent_elements))
     kept = room.kept
     if placement.boundaries == "device":
         return forward, backward
@@ -186,7 +193,8 @@ def _passes_of_state(
     backward_flops = load.flops(kept).hardware - forward_flops
 
     # What the last layers of a pass have left in buffers, the next pass finds there.
-    slots, sums, pool = room.read_ahead + 1, room.gradients, room.parts * room.part_numel
+    slots, sums = room.read_ahead + 1, room.gradients + bool(load.lent_elements)
+    pool = room.parts * room.part_numel
     starting = {kind: load.elements_without(bottom={"weight": slots, "grad": sums}.get(kind, 0)) for kind in stored}
     returning = load.elements_without(top=slots)
     if elements <= pool:

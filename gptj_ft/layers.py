@@ -1,4 +1,4 @@
-"""What model layers are made of: ragged batches, attention inside documents, rotary positions, the KV cache.
+"""What layers are made of: ragged batches, attention inside documents, rotary positions, KV cache, tied projections.
 
 Axis letters: T tokens of a packed batch, S tokens that carry a target, D model width, N heads, H head width,
 R rotary width, V vocabulary, L length of one document, K length of its keys.
@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 NO_TARGET = -100
 log = logging.getLogger(__name__)
@@ -128,6 +128,28 @@ def rotate(x_TNH: Tensor, positions_T: Tensor, rotary_dim: int, base: float = 10
     return torch.cat((rotated.to(x_TNH.dtype), x_TNH[..., rotary_dim:]), dim=-1)
 
 
+class TiedLinear(nn.Module):
+    """A projection whose weight is a parameter of the model's first layer: its transposed embedding, say.
+
+    The weight is a buffer, and in no ``state_dict``: it is stored, updated and counted where it belongs. Whoever runs
+    the layer hands it in; see `stores.Layout.borrowed`.
+
+    Args:
+        shape: of the weight, (output width, input width).
+        source: its name in the first layer.
+    """
+
+    weight: Tensor
+
+    def __init__(self, shape: tuple[int, int], source: str) -> None:
+        super().__init__()
+        self.source = source
+        self.register_buffer("weight", torch.empty(shape), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
 @lru_cache
 def takes_ragged(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
     """Tell whether a device has a kernel that attends inside many documents at once, tried forward and backward.
@@ -147,28 +169,32 @@ def takes_ragged(device: torch.device, dtype: torch.dtype, head_width: int) -> b
     return True
 
 
-def attend_ragged(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, batch: PackedBatch) -> Tensor:
+def attend_ragged(
+    q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, batch: PackedBatch, scale: float | None = None
+) -> Tensor:
     """`attend` by one kernel for all documents, without a cache; see `takes_ragged`."""
     from torch.nn.attention.varlen import varlen_attn
 
     ends = batch.cu_seqlens_T
     out = varlen_attn(
         q_TNH.contiguous(), k_TNH.contiguous(), v_TNH.contiguous(), ends, ends, batch.longest, batch.longest,
-        window_size=(-1, 0),
+        scale=scale, window_size=(-1, 0),
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out
 
 
-def attend(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, batch: PackedBatch, layer: int) -> Tensor:
-    """Causal attention inside each document only; scores scaled by 1/sqrt(H), softmax in fp32.
+def attend(
+    q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, batch: PackedBatch, layer: int, scale: float | None = None
+) -> Tensor:
+    """Causal attention inside each document only; scores scaled, by 1/sqrt(H) unless told otherwise; softmax in fp32.
 
     With a cache, the queries also see what the cache holds of their document.
 
     Returns: [T, N, H].
     """
     if batch.cache is None and takes_ragged(q_TNH.device, q_TNH.dtype, q_TNH.shape[-1]):
-        return attend_ragged(q_TNH, k_TNH, v_TNH, batch)
+        return attend_ragged(q_TNH, k_TNH, v_TNH, batch, scale)
     outputs = []
     for document, (start, end) in enumerate(zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)):
         q_LNH, k_KNH, v_KNH = q_TNH[start:end], k_TNH[start:end], v_TNH[start:end]
@@ -177,11 +203,11 @@ def attend(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, batch: PackedBatch, laye
         q, k, v = (x.transpose(0, 1)[None] for x in (q_LNH, k_KNH, v_KNH))
         num_queries, num_keys = len(q_LNH), len(k_KNH)
         if num_queries == 1:
-            out = F.scaled_dot_product_attention(q, k, v)
+            out = F.scaled_dot_product_attention(q, k, v, scale=scale)
         elif num_queries == num_keys:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         else:
             mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)

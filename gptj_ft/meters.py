@@ -43,7 +43,7 @@ def count_flops(layouts: Sequence[Layout], tokens: float, target_tokens: float, 
     """Count the FLOPs of training on some tokens, the last ``kept`` blocks not recomputed; an embedding has none."""
     blocks = sum(layout.num_parameters for layout in layouts[1:-1]) * tokens
     again = sum(layout.num_parameters for layout in layouts[1 : len(layouts) - 1 - kept]) * tokens
-    head = layouts[-1].num_parameters * target_tokens
+    head = layouts[-1].num_used * target_tokens
     return Flops(2.0 * (blocks + head), 4.0 * (blocks + head), 2.0 * again)
 
 

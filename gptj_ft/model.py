@@ -80,7 +80,7 @@ def fill_layer(stack: LayerStack, layer: int, fill: Callable[[str, Tensor], obje
         fill: called with each parameter's name and a view, fp32, to put its values into.
     """
     layout, kinds = stack.layouts[layer], tuple(kind for kind in stack.dtypes if kind != "grad")
-    slot, _ = stack.gradients.take(None)  # as large as a layer, and fp32
+    slot, _ = stack.gradients(layer).take(None)  # as large as the layer, and fp32
     flat = slot.tensor[: layout.numel].zero_()
     for name, view in layout.views(flat).items():
         fill(name, view)
@@ -100,7 +100,7 @@ def parameters_of(stack: LayerStack, layer: int) -> dict[str, Tensor]:
 
 def flat_views(stack: LayerStack, kind: Kind, layer: int) -> dict[str, Tensor]:
     """Return a layer's tensors of one kind in fp32, by parameter; valid until the next are asked for."""
-    slot, _ = stack.gradients.take(None)
+    slot, _ = stack.gradients(layer).take(None)
     flat = slot.tensor[: stack.layouts[layer].numel]
     for start, part in stack.read_parts(kind, layer):
         flat[start : start + len(part)] = part

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gptj_ft.buffers import Buffer
 from gptj_ft.stack import LayerStack
-from gptj_ft.stores import Kind, Transfer, parts
+from gptj_ft.stores import LENDER, Kind, Transfer, parts
 from gptj_ft.stores.cuda import Mark, marks
 
 
@@ -77,6 +77,8 @@ class Passage:
         self.tensors: dict[Kind, Tensor] = {}
         self._stack, self._visit, self._updater = stack, visit, updater
         self._slots: dict[Kind, Buffer] = {}
+        self._lender = torch.empty(0)  # weights of the layer that this one borrows from
+        self._lender_sums: list[Buffer] = []
         self._earlier: list[Transfer] = []  # transfers that used the weights' slot before
         self._transfers: list[Transfer] = []
         self._comes_in_parts = False  # the weights
@@ -94,8 +96,8 @@ class Passage:
         return self._stack.layers[self.index]
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the layer's parameters as views of its weights."""
-        return self.layout.views(self.tensors["weight"])
+        """Return the parameters that the layer computes with as views of its weights, and of those it borrows."""
+        return {**self.layout.views(self.tensors["weight"]), **self._borrowed(self._lender)}
 
     def advance(self, wait: bool = False) -> bool:
         """Update what has come, or with ``wait`` everything; tell whether nothing is left to ask the stores for."""
@@ -122,18 +124,39 @@ class Passage:
         if "weight" in self._slots:
             self._slots["weight"].holds = None if version is None else (self.index, version)
 
-    def gradient(self) -> Tensor:
-        """Return zeros to sum the layer's gradient into, fp32; waits for the gradient there before to leave."""
+    def gradients(self) -> dict[str, Tensor]:
+        """Return where to sum the gradients of `parameters`, fp32; waits for the gradient there before to leave.
+
+        They are zeros, but for those of a layer that lends. Its borrower, which backward comes to first, has begun
+        them: the gradient of a parameter that two layers use is one sum, clipped and applied once.
+        """
+        self.tensors["grad"], slot = self._sum_of(self.index)
+        if slot is not None:
+            self._slots["grad"] = slot
+        if not self._stack.lends(self.index):
+            self.tensors["grad"].zero_()
+        if not self.layout.borrowed:
+            return self.layout.views(self.tensors["grad"])
+        begun, slot = self._sum_of(LENDER)
+        self._lender_sums = [slot] if slot is not None else []
+        return {**self.layout.views(self.tensors["grad"]), **self._borrowed(begun.zero_())}
+
+    def _sum_of(self, layer: int) -> tuple[Tensor, Buffer | None]:
+        """Return where a layer's gradient is summed, and the buffer that this is in, if it is not its store."""
         stack = self._stack
         store = stack.stores.get("grad")
         if store is not None and store.resident and stack.dtypes["grad"] == torch.float32:
-            self.tensors["grad"] = store.read("grad", self.index, None).result()
-        else:
-            slot, _ = stack.gradients.take(None)
-            self._wait(slot.transfers)
-            self._slots["grad"] = slot
-            self.tensors["grad"] = slot.tensor[: self.layout.numel]
-        return self.tensors["grad"].zero_()
+            return store.read("grad", layer, None).result(), None
+        slot, _ = stack.gradients(layer).take(None)
+        self._wait(slot.transfers)
+        return slot.tensor[: stack.layouts[layer].numel], slot
+
+    def _borrowed(self, lender: Tensor) -> dict[str, Tensor]:
+        """Return views of what the layer borrows, by its names here, in a flat tensor of the layer it is of."""
+        if not self.layout.borrowed:
+            return {}
+        views = self._stack.layouts[LENDER].views(lender)
+        return {name: views[loan.source] for name, loan in self.layout.borrowed.items()}
 
     def send_gradient(self, step: int) -> None:
         """Give the gradient of a step to its store, rounded to the store's type."""
@@ -161,13 +184,15 @@ class Passage:
 
     def release(self) -> None:
         """The consumer has left the layer: its slots may be given to others."""
-        for slot in self._slots.values():
+        for slot in (*self._slots.values(), *self._lender_sums):
             slot.release()
 
     def _bring_weights(self) -> None:
         stack, visit, store = self._stack, self._visit, self._stack.stores["weight"]
         if store.resident:
             self.tensors["weight"] = store.read("weight", self.index, None).result()
+            if self.layout.borrowed:
+                self._lender = store.read("weight", LENDER, None).result()
             return
         content = None if visit.version is None else (self.index, visit.version)
         slot, is_here = stack.slots.take(content)
@@ -181,14 +206,20 @@ class Passage:
         else:
             self._transfers.append(stack.fetch("weight", self.index, self.tensors["weight"], 0, self._earlier))
             slot.transfers.append(self._transfers[-1])
+        if self.layout.borrowed:
+            # Behind the layer's own, where they begin on a page as well. They have changed since they were last here.
+            self._lender = slot.tensor[self.layout.numel :][: stack.layouts[LENDER].numel]
+            self._transfers.append(stack.fetch("weight", LENDER, self._lender, 0, self._earlier))
+            slot.transfers.append(self._transfers[-1])
 
     def _find_gradient(self) -> None:
-        """Use the gradient where it is still in the slot that it was summed in."""
+        """Use the gradient where it is still in the slot that it was summed in; not on the way down, which needs it."""
         stack, version, dtype = self._stack, self._visit.version, self._stack.dtypes["grad"]
-        if version is not None and not stack.stores["grad"].resident:
+        if version is not None and not self._visit.downwards and not stack.stores["grad"].resident:
             content = (self.index, version + 1)
-            if stack.gradients.holds(content):
-                self._slots["grad"], _ = stack.gradients.take(content)
+            sums = stack.gradients(self.index)
+            if sums.holds(content):
+                self._slots["grad"], _ = sums.take(content)
                 self.tensors["grad"] = self._slots["grad"].tensor.view(dtype)[: self.layout.numel]
 
     def _prepare_update(self) -> None:

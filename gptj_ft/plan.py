@@ -17,7 +17,7 @@ from gptj_ft.machine import gigabytes
 from gptj_ft.measure import Rates
 from gptj_ft.rates import PRECISIONS, reason_for
 from gptj_ft.recipe import Recipe
-from gptj_ft.stack import Room
+from gptj_ft.stack import Room, slot_numel, sum_numel
 from gptj_ft.stores import Kind
 from gptj_ft.stores.placement import Place, Placement, training_dtypes
 from gptj_ft.streaming import HEAD_CHUNK_BYTES
@@ -196,14 +196,14 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, hav
     by_place[placement.boundaries] += load.boundary_bytes()
     boundaries = beside * hidden * load.step_tokens
     # Logits of a chunk, their softmax and their gradient.
-    vocabulary = max(shape[0] for shape in load.layouts[-1].shapes.values())
+    vocabulary = max(shape[0] for shape in load.layouts[-1].used_shapes.values())
     head = 3 * min(HEAD_CHUNK_BYTES, 4 * vocabulary * load.micro_batch_tokens)
     fixed = by_place["device"] + biggest_matrix * 4 + activations + boundaries + head
     free = have.device - fixed - (by_place["host"] + PROCESS_BYTES if have.is_shared else 0)
     # The roomiest that fits, else the leanest.
     rooms = [Room(recipe.read_ahead, gradients, parts) for gradients, parts in ((2, 48), (2, 24), (1, 16), (1, 6))]
-    room = next((room for room in rooms if _buffer_bytes(room, placement, dtypes, stored, largest) <= free), rooms[-1])
-    buffers = _buffer_bytes(room, placement, dtypes, stored, largest)
+    room = next((room for room in rooms if _buffer_bytes(room, placement, dtypes, stored, load) <= free), rooms[-1])
+    buffers = _buffer_bytes(room, placement, dtypes, stored, load)
     per_block = SAVED_PER_TOKEN * hidden * load.step_tokens
     room = replace(room, kept=_kept(recipe, len(load.layouts) - 2, free - buffers, per_block))
     device = fixed + buffers + room.kept * per_block
@@ -240,14 +240,14 @@ def _buffer_bytes(
     placement: Placement,
     dtypes: Mapping[Kind, torch.dtype],
     stored: Mapping[Kind, torch.dtype],
-    largest: int,
+    load: Load,
 ) -> int:
     """Bytes of the buffers on the device: slots for weights, sums of gradients, parts of what only updates need."""
-    part, fp32 = min(room.part_numel, largest), torch.float32
+    part, fp32 = min(room.part_numel, max(layout.numel for layout in load.layouts)), torch.float32
     streamed = [kind for kind in stored if placement.of(kind) != "device"]
-    size = (room.read_ahead + 1) * largest * dtypes["weight"].itemsize if "weight" in streamed else 0
+    size = (room.read_ahead + 1) * slot_numel(load.layouts) * dtypes["weight"].itemsize if "weight" in streamed else 0
     if "grad" in streamed or stored.get("grad") != fp32:
-        size += room.gradients * largest * fp32.itemsize
+        size += (room.gradients * sum_numel(load.layouts) + load.lent_elements) * fp32.itemsize
     pooled = [dtypes[kind] for kind in streamed if kind != "weight"]
     scratch = [fp32] * (1 + sum(dtype != fp32 for dtype in pooled))
     return size + part * (room.parts * sum(dtype.itemsize for dtype in pooled) + sum(x.itemsize for x in scratch))

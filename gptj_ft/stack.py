@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gptj_ft.boundaries import Boundaries, Here
 from gptj_ft.buffers import Buffers
-from gptj_ft.stores import PART_NUMEL, Kind, LayerStore, Layout, Transfer, parts
+from gptj_ft.stores import LENDER, PART_NUMEL, Kind, LayerStore, Layout, Transfer, parts
 from gptj_ft.stores.cuda import Gaps, marks
 
 
@@ -24,7 +24,8 @@ class Room:
 
     Attributes:
         read_ahead: layers whose weights are read before they are needed.
-        gradients: layers whose gradients are there: with two, one leaves while the other is summed.
+        gradients: layers whose gradients are there: with two, one leaves while the other is summed. That of a layer
+            that lends is there beside them.
         parts: of each kind that only an update needs.
         part_numel: elements of a part.
         kept: blocks, the last ones, whose activations are kept for backward instead of computed again.
@@ -75,7 +76,7 @@ class LayerStack:
         """The inputs of the layers, between forward and backward."""
         self.coming: Iterable[Advances] = ()
         self._slots: Buffers | None = None
-        self._gradients: Buffers | None = None
+        self._gradients: dict[bool, Buffers] = {}  # by whether they are of the layer that lends
         self._pools: dict[Kind, Buffers] = {}
         for layer in self.layers:
             for module in layer.modules():
@@ -99,15 +100,27 @@ class LayerStack:
     def slots(self) -> Buffers:
         """The buffers for the weights of whole layers: one more than are read ahead, each as large as the largest."""
         if self._slots is None:
-            self._slots = Buffers(self.room.read_ahead + 1, self._largest, self.compute_dtype, self.device)
+            self._slots = Buffers(self.room.read_ahead + 1, slot_numel(self.layouts), self.compute_dtype, self.device)
         return self._slots
 
-    @property
-    def gradients(self) -> Buffers:
-        """The buffers that gradients are summed in, fp32: one leaves while the other is filled."""
-        if self._gradients is None:
-            self._gradients = Buffers(self.room.gradients, self._largest, torch.float32, self.device)
-        return self._gradients
+    def lends(self, layer: int) -> bool:
+        """Tell whether another layer computes with parameters of this one."""
+        return layer == LENDER and any(layout.borrowed for layout in self.layouts)
+
+    def sources(self, layer: int) -> set[int]:
+        """Return the layers whose weights a layer computes with: itself, and what it borrows from."""
+        return {layer, LENDER} if self.layouts[layer].borrowed else {layer}
+
+    def gradients(self, layer: int) -> Buffers:
+        """Return the buffers that a layer's gradient is summed in, fp32: one leaves while the other is filled.
+
+        A layer that lends has one to itself: who borrows from it begins its gradient, long before backward gets there.
+        """
+        lends = self.lends(layer)
+        if lends not in self._gradients:
+            count, numel = (1, self.layouts[layer].numel) if lends else (self.room.gradients, sum_numel(self.layouts))
+            self._gradients[lends] = Buffers(count, numel, torch.float32, self.device)
+        return self._gradients[lends]
 
     def pool(self, kind: Kind) -> Buffers:
         """Return the buffers for parts of a kind."""
@@ -200,7 +213,7 @@ class LayerStack:
     def abandon(self) -> None:
         """Forget the layers on their way: nobody waits for them any more."""
         self.coming = ()
-        for buffers in (self._slots, self._gradients, *self._pools.values()):
+        for buffers in (self._slots, *self._gradients.values(), *self._pools.values()):
             if buffers is not None:
                 buffers.abandon()
 
@@ -210,9 +223,21 @@ class LayerStack:
             store.close()
         self.boundaries.close()
         self.coming = ()
-        self._slots = self._gradients = None
+        self._slots = None
+        self._gradients.clear()
         self._pools.clear()
 
     @property
     def _largest(self) -> int:
         return max(layout.numel for layout in self.layouts)
+
+
+def slot_numel(layouts: Sequence[Layout]) -> int:
+    """Return the elements of a slot that any layer fits into, with the layer that it borrows from, if it does."""
+    return max(layout.numel + (layouts[LENDER].numel if layout.borrowed else 0) for layout in layouts)
+
+
+def sum_numel(layouts: Sequence[Layout]) -> int:
+    """Return the elements of a buffer in which the gradient of any layer can be summed that does not lend."""
+    lends = any(layout.borrowed for layout in layouts)
+    return max(layout.numel for layer, layout in enumerate(layouts) if not (lends and layer == LENDER))

@@ -71,8 +71,13 @@ def stream(stack: LayerStack, visits: Sequence[Visit], updater: Updater | None =
     upcoming, coming = deque(visits), deque[Passage]()
     stack.coming = coming
     while upcoming or coming:
-        # A layer that is still to be visited may change on that visit: it is not asked for a second time before.
-        while upcoming and len(coming) <= stack.room.read_ahead and all(x.index != upcoming[0].layer for x in coming):
+        # A layer that is still to be visited may change on that visit: it is not asked for a second time before, nor is
+        # a layer that borrows from it.
+        while (
+            upcoming
+            and len(coming) <= stack.room.read_ahead
+            and not stack.sources(upcoming[0].layer) & {x.index for x in coming}
+        ):
             coming.append(Passage(stack, upcoming.popleft(), updater))
         stack.pump()
         loaded = coming.popleft()
@@ -215,8 +220,11 @@ def leaves(loaded: Passage) -> dict[str, Tensor]:
 
 
 def sum_gradients(loaded: Passage, parameters: dict[str, Tensor]) -> None:
-    """Have autograd sum the gradients of these leaves into the layer's flat gradient, in fp32."""
-    sums = loaded.layout.views(loaded.gradient())
+    """Have autograd sum the gradients of these leaves into the layer's flat gradient, in fp32.
+
+    Those of borrowed parameters go into the flat gradient of the layer that they are of.
+    """
+    sums = loaded.gradients()
     for name, parameter in parameters.items():
         if parameter.dtype == sums[name].dtype:
             parameter.grad = sums[name]
@@ -275,7 +283,7 @@ def head_gradients(
 def target_chunks(head: Passage, batch: PackedBatch) -> Sequence[Tensor]:
     """Return the positions that carry a target, in chunks whose logits stay below `HEAD_CHUNK_BYTES`."""
     positions = (batch.targets_T != NO_TARGET).nonzero().squeeze(-1)
-    vocabulary = max(shape[0] for shape in head.layout.shapes.values() if len(shape) == 2)
+    vocabulary = max(shape[0] for shape in head.layout.used_shapes.values() if len(shape) == 2)
     return torch.split(positions, max(1, HEAD_CHUNK_BYTES // (4 * vocabulary))) if len(positions) else ()
 
 

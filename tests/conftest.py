@@ -31,11 +31,20 @@ MEMORY = Path("/dev/shm")
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 * 2**30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
-# Two shapes that differ in width of the heads and of the rotary part; vocabularies that are not multiples of anything.
+# Two shapes of each family that differ in what a config can say; vocabularies that are not multiples of anything.
 SHAPES = {
     "narrow": {"vocab_size": 101, "n_positions": 64, "n_embd": 48, "n_layer": 3, "n_head": 3, "rotary_dim": 8},
     "wide": {"vocab_size": 90, "n_positions": 96, "n_embd": 64, "n_layer": 2, "n_head": 2, "rotary_dim": 32},
 }
+GPT2_SHAPES = {
+    "gpt2": {
+        "vocab_size": 101, "n_positions": 64, "n_embd": 48, "n_layer": 3, "n_head": 3, "activation_function": "gelu",
+    },
+    "gpt2-untied": {
+        "vocab_size": 90, "n_positions": 96, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_inner": 96,
+        "tie_word_embeddings": False, "scale_attn_by_inverse_layer_idx": True,
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -94,21 +103,37 @@ def random_gptj(seed: int = 0, **shape: int):
     """Return a random `transformers` GPT-J whose every parameter matters: norms and biases are not 1 and 0."""
     from transformers import GPTJConfig, GPTJForCausalLM
 
-    config = GPTJConfig(
+    return _random_model(GPTJConfig, GPTJForCausalLM, seed, shape)
+
+
+def random_gpt2(seed: int = 0, **shape: int | str | bool):
+    """Return a random `transformers` GPT-2, likewise."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return _random_model(GPT2Config, GPT2LMHeadModel, seed, shape)
+
+
+def random_model(name: str):
+    """Return a random model of one of the shapes above."""
+    return random_gptj(**SHAPES[name]) if name in SHAPES else random_gpt2(**GPT2_SHAPES[name])
+
+
+def _random_model(config_of, model_of, seed: int, shape):
+    config = config_of(
         **shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, initializer_range=0.1
     )
     torch.manual_seed(seed)
-    model = GPTJForCausalLM(config).float().eval()
+    model = model_of(config).float().eval()
     for parameter in model.parameters():
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, mean=0.3, std=0.3)
     return model
 
 
-@pytest.fixture(params=SHAPES)
+@pytest.fixture(params=[*SHAPES, *GPT2_SHAPES])
 def oracle(request: pytest.FixtureRequest):
-    """A random GPT-J of each shape, as `transformers` has it."""
-    return random_gptj(**SHAPES[request.param])
+    """A random model of each shape, as `transformers` has it."""
+    return random_model(request.param)
 
 
 @pytest.fixture

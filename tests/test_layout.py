@@ -69,7 +69,7 @@ def test_imports_go_one_way(path: Path) -> None:
 def test_the_streaming_core_names_no_family() -> None:
     from gptj_ft.families import families
 
-    for name in ("stack", "streaming", "optimizer", "trainer", "checkpoint", "model"):
+    for name in ("stack", "passage", "streaming", "optimizer", "trainer", "checkpoint", "model", "session", "state"):
         text = (PACKAGE / f"{name}.py").read_text(encoding="utf-8").lower()
         words = text.replace("gptj_ft", "").replace("gptj-ft", "").replace("gptjfterror", "")
         assert not [family for family in families() if family in words]

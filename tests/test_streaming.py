@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import random_gptj
+from conftest import SHAPES, random_gpt2, random_gptj, random_model
 
 from gptj_ft import boundaries
 from gptj_ft.boundaries import NUM_BUFFERS, Here, boundary_layout
@@ -31,6 +31,8 @@ from gptj_ft.streaming import evaluate_losses, next_token_logits, stream, train_
 
 CPU = torch.device("cpu")
 PLACES = ("device", "host", "disk")
+FAMILIES = {"gptj": "narrow", "gpt2": "gpt2"}  # family -> a shape of it, 101 tokens and 3 blocks
+both_families = pytest.mark.parametrize("family", FAMILIES)
 LENGTHS = (5, 17, 9, 30, 2, 11)
 PROMPTS = (2, 3, 1, 10, 0, 5)
 STEPS = 10
@@ -167,24 +169,45 @@ def test_ten_adamw_steps_with_clipping_match_torch(oracle, model_folder: Path, t
         assert curve[step] == pytest.approx((loss.item(), norm.item()), rel=1e-5)
     assert max(norm for _, norm in curve) > 0.2, "clipping was never needed, so this test would not see it"
     family = read_architecture(model_folder).family
-    theirs = dict(oracle.named_parameters())
+    theirs = dict(oracle.named_parameters(remove_duplicate=False))
     for layer, tensors in enumerate(weights):
         for name, ours in tensors.items():
-            assert relative(ours, theirs[family.name_of(layer, name, len(weights))]) < 1e-5, name
+            other = theirs[family.name_of(layer, name, len(weights))].detach()
+            if name == "attn.c_attn.bias":
+                # The keys' third moves all scores of a query alike, which no softmax sees: its gradient is rounding.
+                ours, other = (x.view(3, -1)[[0, 2]] for x in (ours, other))
+            assert relative(ours, other) < 1e-5, name
 
 
 @pytest.fixture(scope="module")
-def narrow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from conftest import SHAPES, random_gptj
-
-    folder = tmp_path_factory.mktemp("narrow")
-    random_gptj(**SHAPES["narrow"]).save_pretrained(folder)
-    return folder
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, folder in folders.items():
+        random_model(FAMILIES[family]).save_pretrained(folder)
+    return folders
 
 
 @pytest.fixture(scope="module")
-def resident_run(narrow_folder: Path, tmp_path_factory: pytest.TempPathFactory):
-    return train(open_training(narrow_folder, tmp_path_factory.mktemp("resident")), Recipe())
+def resident_runs(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory):
+    return {
+        family: train(open_training(folder, tmp_path_factory.mktemp("resident")), Recipe())
+        for family, folder in folders.items()
+    }
+
+
+@pytest.fixture
+def family() -> str:
+    return "gptj"  # of tests that are not run with both
+
+
+@pytest.fixture
+def narrow_folder(family: str, folders: dict[str, Path]) -> Path:
+    return folders[family]
+
+
+@pytest.fixture
+def resident_run(family: str, resident_runs):
+    return resident_runs[family]
 
 
 def assert_identical(run, expected) -> None:
@@ -203,9 +226,11 @@ ROOMS = {
 
 
 @pytest.mark.parametrize(
-    ("weights", "state", "name"),
-    [(*places, "little") for places in itertools.product(PLACES, PLACES)]
-    + [(place, place, name) for place in ("host", "disk") for name in ROOMS if name != "little"],
+    ("family", "weights", "state", "name"),
+    [("gptj", *places, "little") for places in itertools.product(PLACES, PLACES)]
+    + [("gptj", place, place, name) for place in ("host", "disk") for name in ROOMS if name != "little"]
+    + [("gpt2", *places, "little") for places in (("device", "host"), ("host", "device"), ("disk", "host"))]
+    + [("gpt2", place, place, name) for place in ("host", "disk") for name in ROOMS],
 )
 def test_placement_and_room_never_change_a_bit(
     weights: str, state: str, name: str, narrow_folder: Path, resident_run, tmp_path: Path
@@ -215,7 +240,9 @@ def test_placement_and_room_never_change_a_bit(
 
 
 @pytest.mark.parametrize("room", [ROOMS["little"], ROOMS["much"]], ids=["little", "much"])
-@pytest.mark.parametrize("placement", [("host", "host"), ("disk", "disk")])
+@pytest.mark.parametrize(
+    ("family", "placement"), [("gptj", ("host", "host")), ("gptj", ("disk", "disk")), ("gpt2", ("disk", "disk"))]
+)
 @pytest.mark.parametrize("late", [1, 2])
 def test_an_update_kept_in_backward_equals_one_kept_in_forward(
     late: int, placement, room: Room, narrow_folder: Path, resident_run, tmp_path: Path
@@ -227,7 +254,9 @@ def test_an_update_kept_in_backward_equals_one_kept_in_forward(
 
 @pytest.mark.parametrize("late", [0, 2])
 @pytest.mark.parametrize("kept", [1, 3])
-@pytest.mark.parametrize("placement", [("device", "device"), ("disk", "disk")])
+@pytest.mark.parametrize(
+    ("family", "placement"), [("gptj", ("device", "device")), ("gptj", ("disk", "disk")), ("gpt2", ("disk", "disk"))]
+)
 def test_kept_activations_change_no_bit_and_save_the_recomputation(
     placement, kept: int, late: int, narrow_folder: Path, resident_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,8 +282,6 @@ def test_layer_inputs_kept_elsewhere_change_no_bit(
 
 
 def test_layer_inputs_kept_elsewhere_take_three_buffers_however_deep_the_model(tmp_path: Path) -> None:
-    from conftest import SHAPES, random_gptj
-
     made = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(boundaries, "Buffers", lambda count, *rest: (made.append(count), Buffers(count, *rest))[1])
@@ -280,6 +307,7 @@ class UnmarkedBuffer(AssertionError):
     """Something was put into a buffer that a device might still be reading."""
 
 
+@both_families
 @pytest.mark.parametrize("late", [0, 2])
 @pytest.mark.parametrize("kept", [0, 2])
 def test_nothing_is_put_into_a_buffer_before_the_device_has_passed_its_last_use(
@@ -328,6 +356,7 @@ def test_nothing_is_put_into_a_buffer_before_the_device_has_passed_its_last_use(
     assert in_use, "no buffer was marked"
 
 
+@both_families
 @pytest.mark.parametrize("placement", [("device", "device"), ("disk", "disk")])
 def test_bf16_moments_and_gradients_agree_in_every_placement_and_stay_near_fp32(
     placement, narrow_folder: Path, resident_run, tmp_path: Path
@@ -341,6 +370,7 @@ def test_bf16_moments_and_gradients_agree_in_every_placement_and_stay_near_fp32(
     assert expected[0][-1][0] == pytest.approx(resident_run[0][-1][0], rel=1e-2)
 
 
+@both_families
 @pytest.mark.parametrize("placement", [("device", "device"), ("host", "host"), ("disk", "disk")])
 def test_update_in_backward_equals_just_in_time_update(placement, narrow_folder: Path, tmp_path: Path) -> None:
     pending = Recipe(clip_norm=1e9)
@@ -349,6 +379,7 @@ def test_update_in_backward_equals_just_in_time_update(placement, narrow_folder:
     assert_identical(train(open_training(narrow_folder, tmp_path / "b", placement, at_once), at_once), expected)
 
 
+@both_families
 @pytest.mark.parametrize("placement", [("device", "device"), ("host", "disk"), ("disk", "disk")])
 def test_bf16_placements_agree_to_the_bit_and_keep_a_master(placement, narrow_folder: Path, tmp_path: Path) -> None:
     recipe = Recipe()
@@ -449,6 +480,7 @@ def test_a_change_that_rounding_swallows_is_told_from_a_gradient_that_is_missing
     assert "no gradient" not in warning
 
 
+@both_families
 def test_nothing_is_said_where_every_tensor_has_moved(narrow_folder: Path, tmp_path: Path) -> None:
     stack = open_training(narrow_folder, tmp_path)
     optimizer = AdamW(stack, Recipe())
@@ -485,11 +517,16 @@ def test_parameters_start_on_cache_lines_and_matrices_come_first(model_folder: P
         assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(ends))
 
 
-@pytest.mark.parametrize(("parts", "late"), [(3, 0), (3, 4), (12, 0), (12, 4), (30, 4), (60, 4), (160, 0)])
+@pytest.mark.parametrize(
+    ("family", "parts", "late"),
+    [("gptj", *case) for case in ((3, 0), (3, 4), (12, 0), (12, 4), (30, 4), (60, 4), (160, 0))]
+    + [("gpt2", *case) for case in ((3, 0), (12, 4), (160, 0))],
+)
 @pytest.mark.parametrize("dtypes", [training_dtypes(torch.float32), training_dtypes(torch.bfloat16)])
-def test_the_bytes_of_a_step_are_those_forecast(tmp_path: Path, parts: int, late: int, dtypes) -> None:
+def test_the_bytes_of_a_step_are_those_forecast(tmp_path: Path, family: str, parts: int, late: int, dtypes) -> None:
     folder, room = tmp_path / "model", Room(parts=parts, part_numel=512)
-    random_gptj(vocab_size=90, n_embd=32, n_layer=5, n_head=2, rotary_dim=4).save_pretrained(folder)
+    make, more = {"gptj": (random_gptj, {"rotary_dim": 4}), "gpt2": (random_gpt2, {"n_positions": 64})}[family]
+    make(vocab_size=90, n_embd=32, n_layer=5, n_head=2, **more).save_pretrained(folder)
     stack = open_training(folder, tmp_path, ("disk", "disk"), dtypes=dtypes, room=room)
     optimizer, docs = AdamW(stack, Recipe(), late=late), documents(90)
     for step in range(3):

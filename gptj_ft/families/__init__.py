@@ -13,9 +13,12 @@ from typing import Any
 from torch import nn
 
 from gptj_ft.errors import DataError, UsageError, did_you_mean
+from gptj_ft.stores import LENDER, Layout
 
 # Where a tensor of a checkpoint belongs: ("embed" | "block" | "head", name inside that layer).
 Home = tuple[str, str]
+PREFIX = "transformer."  # of all names but the head's; files of a model that was saved without its head lack it
+TRUNK = frozenset({"wte", "wpe", "h", "ln_f"})  # what comes after it
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,26 @@ class Architecture:
         """Return the layers on the ``meta`` device, in streaming order."""
         return self.family.build_layers(self.config)
 
+    def ties(self) -> dict[str, str]:
+        """Return the names of tensors that are others once more: a tied head's, and the embedding's that it is."""
+        layers, name_of = self.layers(), self.family.name_of
+        return {
+            name_of(index, local, len(layers)): name_of(LENDER, loan.source, len(layers))
+            for index, layer in enumerate(layers)
+            for local, loan in Layout.of(layer).borrowed.items()
+        }
+
+
+def full_name(name: str) -> str:
+    """Return a tensor's name in a whole model, given that in a file of whichever form."""
+    return PREFIX + name if name.partition(".")[0] in TRUNK else name
+
 
 def families() -> dict[str, Family]:
     """Return the supported architectures by ``model_type``."""
-    from gptj_ft.families import gptj
+    from gptj_ft.families import gpt2, gptj
 
-    return {family.model_type: family for family in (gptj.FAMILY,)}
+    return {family.model_type: family for family in (gptj.FAMILY, gpt2.FAMILY)}
 
 
 def read_architecture(folder: Path) -> Architecture:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.families import Architecture
+from gptj_ft.families import Architecture, full_name
 from gptj_ft.formats.shards import Shard, open_shard
 from gptj_ft.formats.writing import INDEX, write_model
 
@@ -27,12 +27,16 @@ class Checkpoint:
 
     Attributes:
         folder: the model folder.
-        names: Hugging Face's names of all tensors.
+        names: Hugging Face's names of all tensors, those of a whole model, whatever the files have.
     """
 
     def __init__(self, folder: Path, shards: Mapping[str, Shard]) -> None:
         self.folder = folder
-        self._shards = dict(shards)
+        self._shards = {full_name(name): shard for name, shard in shards.items()}
+        self._own_names = {full_name(name): name for name in shards}
+        if len(self._shards) < len(shards):
+            twice = next(name for name in shards if self._own_names[full_name(name)] != name)
+            raise DataError(f"{folder}: the weights hold {twice} twice, also as {self._own_names[full_name(twice)]}")
         self.names = tuple(self._shards)
         self._names_by_layer: list[dict[str, str]] = []
 
@@ -47,17 +51,17 @@ class Checkpoint:
         return self._names_by_layer[layer]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._shards[name].entries[name].shape
+        return self._shards[name].entries[self._own_names[name]].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._shards[name].entries[name].dtype
+        return self._shards[name].entries[self._own_names[name]].dtype
 
     def file_of(self, name: str) -> Path:
         return self._shards[name].path
 
     def read(self, name: str) -> Tensor:
         """Return a tensor on the CPU, in memory of its own."""
-        return self._shards[name].read(name)
+        return self._shards[name].read(self._own_names[name])
 
     def close(self) -> None:
         """Let go of the files."""
@@ -113,6 +117,8 @@ def _indexed(index: Path) -> dict[str, Shard]:
 def check(architecture: Architecture, checkpoint: Checkpoint) -> list[str]:
     """Check that every tensor is there, in its shape and of a floating point type, and that none is unknown.
 
+    A tied tensor may be there a second time, if that is the same.
+
     Returns: the names of the tensors that are dropped on purpose.
 
     Raises:
@@ -124,10 +130,15 @@ def check(architecture: Architecture, checkpoint: Checkpoint) -> list[str]:
         for index, layer in enumerate(layers)
         for local, tensor in layer.state_dict().items()
     }
+    ties, present = architecture.ties(), set(checkpoint.names)
     dropped, problems = [], []
     for name in checkpoint.names:
         where, found = checkpoint.file_of(name).name, checkpoint.shape(name)
-        if name not in expected:
+        if name in ties:
+            dropped.append(name)
+            if ties[name] in present and not _are_equal(checkpoint, name, ties[name]):
+                problems.append(f"{name} in {where} is not {ties[name]}, as tie_word_embeddings in config.json says")
+        elif name not in expected:
             if _is_dropped(architecture, name, len(layers)):
                 dropped.append(name)
             else:
@@ -136,13 +147,17 @@ def check(architecture: Architecture, checkpoint: Checkpoint) -> list[str]:
             problems.append(f"{name} in {where} has shape {list(found)}, config.json says {list(expected[name])}")
         elif not checkpoint.dtype(name).is_floating_point:
             problems.append(f"{name} in {where} is {checkpoint.dtype(name)}, not floating point")
-    present = set(checkpoint.names)
     problems += [f"{name} of shape {list(expected[name])} is missing" for name in expected if name not in present]
     if problems:
         shown = "; ".join(problems[:PROBLEMS_SHOWN])
         more = f"; and {len(problems) - PROBLEMS_SHOWN} more" if len(problems) > PROBLEMS_SHOWN else ""
         raise DataError(f"{checkpoint.folder}: the weights do not fit config.json: {shown}{more}")
     return dropped
+
+
+def _are_equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    forms = {(checkpoint.shape(name), checkpoint.dtype(name)) for name in (one, other)}
+    return len(forms) == 1 and torch.equal(checkpoint.read(one), checkpoint.read(other))
 
 
 def _is_dropped(architecture: Architecture, name: str, num_layers: int) -> bool:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from gptj_ft.layers import TiedLinear
 
 T = TypeVar("T")
 Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq", "grad", "boundary"]
@@ -22,6 +24,15 @@ Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq", "grad", "boundary"]
 PARAMETER_ALIGNMENT = 32  # elements: 64 bytes in bf16, a cache line and the widest vector register
 PART_NUMEL = 1 << 22  # elements moved, checked and updated at once: 16 MiB in fp32
 FLAT_ALIGNMENT = 2048  # elements: a 4096-byte page in bf16, so that kinds in a file start on page boundaries
+LENDER = 0  # the layer that others may borrow parameters of: the embedding
+
+
+class Loan(NamedTuple):
+    """A parameter of the first layer that another one computes with, too."""
+
+    source: str
+    """Its name in the first layer."""
+    shape: torch.Size
 
 
 @dataclass(frozen=True)
@@ -29,12 +40,14 @@ class Layout:
     """Where each parameter of a layer lies in the layer's flat tensors, in elements.
 
     Matrices come first: weight decay applies to ``flat[:num_decayed]`` and to nothing else (biases, norms, padding).
+    What a layer borrows is no part of its tensors: it has its place, its update and its checksum in the layer it is of.
     """
 
     shapes: Mapping[str, torch.Size]
     offsets: Mapping[str, int]
     num_decayed: int
     numel: int
+    borrowed: Mapping[str, Loan] = field(default_factory=dict)
 
     @classmethod
     def of(cls, layer: nn.Module) -> Layout:
@@ -46,11 +59,25 @@ class Layout:
             offset = _round_up(offset + shapes[name].numel(), PARAMETER_ALIGNMENT)
             if len(shapes[name]) >= 2:
                 num_decayed = offset
-        return cls(shapes, offsets, num_decayed, _round_up(offset, FLAT_ALIGNMENT))
+        borrowed = {
+            f"{path}.weight": Loan(module.source, module.weight.shape)
+            for path, module in layer.named_modules()
+            if isinstance(module, TiedLinear)
+        }
+        return cls(shapes, offsets, num_decayed, _round_up(offset, FLAT_ALIGNMENT), borrowed)
 
     @cached_property
     def num_parameters(self) -> int:
         return sum(shape.numel() for shape in self.shapes.values())
+
+    @cached_property
+    def used_shapes(self) -> dict[str, torch.Size]:
+        """Shapes of all parameters that the layer computes with, those that it borrows included."""
+        return {**self.shapes, **{name: loan.shape for name, loan in self.borrowed.items()}}
+
+    @cached_property
+    def num_used(self) -> int:
+        return sum(shape.numel() for shape in self.used_shapes.values())
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Return each parameter as a view of a flat tensor."""
