@@ -12,7 +12,7 @@ from gptj_ft.data.batches import Rows
 from gptj_ft.data.prepare import is_prepared, load_tokenizer, select
 from gptj_ft.decoding import StreamedModel, write_answers
 from gptj_ft.errors import UsageError
-from gptj_ft.home import find_model, is_model
+from gptj_ft.home import find_model, is_model, models
 from gptj_ft.inputs import read_or_prepare
 from gptj_ft.metrics import perplexity, score
 from gptj_ft.model import reading_stack
@@ -112,8 +112,12 @@ def choose_baseline(folder: Path, name: str) -> Path | None:
         return None
     if name != "auto":
         return find_model(name)
-    tuning = read_tuning(folder)
-    return Path(tuning.base_model) if tuning and is_model(Path(tuning.base_model)) else None
+    if (tuning := read_tuning(folder)) is None:
+        return None
+    run = Run(folder.resolve().parent)
+    bases = [Path(run.recipe().model or "")] if run.model == folder.resolve() and run.recipe_file.is_file() else []
+    bases += [models() / tuning.base_model] if tuning.base_model else []
+    return next(filter(is_model, bases), None)
 
 
 def default_rows(folder: Path) -> Path:

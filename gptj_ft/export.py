@@ -13,7 +13,7 @@ from gptj_ft.home import is_model
 from gptj_ft.keeping import find_checkpoint
 from gptj_ft.run import Run
 from gptj_ft.stores import Layout
-from gptj_ft.tuning import Tuning, template_of
+from gptj_ft.tuned import Trained, files_of
 from gptj_ft.verify import Checker
 
 
@@ -42,18 +42,18 @@ def export_checkpoint(run: Run, name: str, target: Path) -> int:
         raise DataError("\n".join(damage))
     report = load(run.data / "train").report
     losses = {line["step"]: line["validation_loss"] for line in run.metrics() if "validation_loss" in line}
-    tuning = Tuning(
-        str(source),
-        template_of(recipe),
-        {"file": recipe.data, "sha256": report.data_sha256, "rows": report.windows},
-        {"validation_loss": losses.get(step), "baseline_validation_loss": losses.get(0), "steps": step},
-    )
+    held_out = run.data / "validation"
+    data = {
+        "sha256": report.data_sha256, "rows": report.windows,
+        "validation_rows": load(held_out).report.windows if held_out.exists() else 0,
+    }  # fmt: skip
+    metrics = {"validation_loss": losses.get(step), "baseline_validation_loss": losses.get(0), "steps": step}
     write_model(
         target,
         architecture,
         parameters(run.checkpoint(step), layouts),
         dtype=None,
         source=source,
-        extra=tuning.to_dict(),
+        files=files_of(Trained(recipe, source, architecture, data, metrics)),
     )
     return step

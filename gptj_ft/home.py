@@ -48,6 +48,11 @@ def model_folder(repository: str) -> Path:
     return models() / repository.split("/")[-1]
 
 
+def name_in_home(folder: Path) -> str:
+    """Return the name of a model folder that `find_model` knows it by from anywhere; empty if it lies elsewhere."""
+    return folder.name if folder.resolve().parent == models().resolve() else ""
+
+
 def is_model(folder: Path) -> bool:
     """Tell whether a folder looks like a model (it has a ``config.json``)."""
     return (folder / "config.json").is_file()

@@ -35,7 +35,7 @@ from gptj_ft.session import Session
 from gptj_ft.stack import LayerStack
 from gptj_ft.state import open_state
 from gptj_ft.streaming import StepLoss, evaluate_losses, train_step
-from gptj_ft.tuning import Tuning, template_of
+from gptj_ft.tuned import Trained, files_of
 
 
 @dataclass(frozen=True)
@@ -229,12 +229,12 @@ def export(session: Session, run: Run, stack: LayerStack, step: int, facts: dict
         GptjFtError: it could not be written; the state of the run was saved.
     """
     exported = facts["exported"]
-    data = {"file": session.recipe.data, "sha256": session.data_sha256, "rows": len(session.train)}
+    data = {"sha256": session.data_sha256, "rows": len(session.train), "validation_rows": len(session.validation)}
     metrics = {
         "validation_loss": exported["validation_loss"], "baseline_validation_loss": facts["loss_before"],
         "steps": exported["step"], "best": facts["best"],
     }  # fmt: skip
-    tuning = Tuning(str(session.model.resolve()), template_of(session.recipe), data, metrics)
+    files = files_of(Trained(session.recipe, session.model, session.architecture, data, metrics))
 
     def layers() -> Iterator[dict[str, torch.Tensor]]:
         for layer in range(len(stack.layers)):
@@ -244,7 +244,7 @@ def export(session: Session, run: Run, stack: LayerStack, step: int, facts: dict
         layers() if exported["step"] == step else checkpoint.parameters(run.checkpoint(exported["step"]), stack.layouts)
     )
     try:
-        write_model(run.model, session.architecture, chosen, dtype=None, source=session.model, extra=tuning.to_dict())
+        write_model(run.model, session.architecture, chosen, dtype=None, source=session.model, files=files)
     except GptjFtError as error:
         if not session.plan.placement.is_durable:
             checkpoint.save(run, stack, step, facts)

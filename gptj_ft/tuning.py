@@ -24,7 +24,8 @@ class Tuning:
     """The content of ``gptj_ft.json``.
 
     Attributes:
-        base_model: folder of the model that training started from.
+        base_model: name in `home.models` of the model that training started from; empty if it lies elsewhere: this file
+            goes wherever the model goes, and names no folder.
         template: the recipe's `TEMPLATE_KEYS`.
         data: what was trained on, and its digest.
         metrics: validation loss before and after.

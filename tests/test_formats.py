@@ -121,7 +121,7 @@ def test_the_model_folder_has_one_shard_per_layer_and_says_what_it_stores(tmp_pa
     files = {path.name for path in (tmp_path / "model").iterdir()}
     shards = {f"model-{number:05d}-of-00004.safetensors" for number in range(1, 5)}
     companions = {"config.json", "generation_config.json", "tokenizer.json", "vocab.json", "merges.txt", "gptj_ft.json"}
-    assert files == shards | companions | {"model.safetensors.index.json"}
+    assert files == shards | companions | {"model.safetensors.index.json", "LICENSE", "README.md"}
     raw = json.loads((tmp_path / "model/config.json").read_text())
     assert (raw["dtype"], raw["torch_dtype"], raw["n_embd"]) == ("bfloat16", "bfloat16", 16)
     assert json.loads((tmp_path / "model/generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": 0}

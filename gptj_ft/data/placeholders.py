@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from gptj_ft.errors import UsageError
 
 # Templates come with recipes and models of others: they compute text and can reach nothing else.
-_ENVIRONMENT = ImmutableSandboxedEnvironment(
+ENVIRONMENT = ImmutableSandboxedEnvironment(
     undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False
 )
 
@@ -47,8 +47,8 @@ def parse_template(source: str) -> Template:
         UsageError: it is no Jinja, or has single braces where fields are meant.
     """
     try:
-        tree = _ENVIRONMENT.parse(source)
-        compiled = _ENVIRONMENT.from_string(source)
+        tree = ENVIRONMENT.parse(source)
+        compiled = ENVIRONMENT.from_string(source)
     except jinja2.TemplateError as error:
         raise UsageError(f"template {source!r}: {error}") from error
     free = meta.find_undeclared_variables(tree)

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from gptj_ft.errors import ResourceError, UsageError
 from gptj_ft.families import Architecture
 from gptj_ft.formats.shards import write_safetensors
 from gptj_ft.home import TOKENIZER_FILES
+from gptj_ft.origin import SOURCE, read_origin
 
 INDEX = "model.safetensors.index.json"
 TUNING = "gptj_ft.json"
+DESCRIPTION = ("README.md", "LICENSE", "chat_template.jinja")
 
 
 def write_model(
@@ -34,6 +37,7 @@ def write_model(
     dtype: torch.dtype | None,
     source: Path | None = None,
     extra: Mapping[str, Any] | None = None,
+    files: Mapping[str, str] | None = None,
     verify: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a model folder; it appears under its name only when it is whole and on the disk.
@@ -43,8 +47,10 @@ def write_model(
         architecture: the model's; its raw config is stored with the type of the weights set.
         layers: for each layer in streaming order, its tensors by their names in the layer; taken one at a time.
         dtype: the type to store; ``None`` keeps each tensor's own.
-        source: a model folder whose tokenizer files and generation settings are copied.
+        source: a model folder whose tokenizer files, generation settings and origin are copied.
         extra: written as ``gptj_ft.json``.
+        files: texts by file name; with them it is another model than the source, so that what that says of itself is
+            not copied.
         verify: called with the folder under its temporary name, before it appears; what it raises undoes all.
 
     Raises:
@@ -62,6 +68,10 @@ def write_model(
         stored = _write_weights(folder, partial, architecture, layers, dtype)
         with _writing(folder):
             _write_companions(partial, architecture, stored, source, extra)
+            for name, text in (files or {}).items():
+                _write(partial / name, text.encode())
+            if files is None and source is not None:
+                _copy_description(source, partial)
             _sync(partial)
         if verify is not None:
             verify(partial)
@@ -120,9 +130,19 @@ def _write_companions(
         )
     if extra is not None:
         _write_json(partial / TUNING, extra)
+    if source is not None and (origin := read_origin(source)):
+        _write(partial / SOURCE, replace(origin, files=()).to_text().encode())
     # transformers 5 reads `dtype`, version 4 `torch_dtype`. Last, for a folder without config.json is no model.
     name = str(stored).removeprefix("torch.")
-    _write_json(partial / "config.json", {**architecture.raw, "dtype": name, "torch_dtype": name})
+    raw = {key: value for key, value in architecture.raw.items() if key != "_name_or_path"}  # somebody's folder
+    _write_json(partial / "config.json", {**raw, "dtype": name, "torch_dtype": name})
+
+
+def _copy_description(source: Path, partial: Path) -> None:
+    """Copy what a model says of itself, and how to talk to it."""
+    for name in DESCRIPTION:
+        if (source / name).is_file():
+            _write(partial / name, (source / name).read_bytes())
 
 
 @contextmanager

@@ -1,0 +1,82 @@
+"""A recipe's prompt as a chat template of `transformers`, so that servers that speak of messages can use the model.
+
+A prompt of messages takes them all. One with a single field takes the last message of the user, for nothing else was
+trained. One with several fields is no conversation, and gets none.
+"""
+
+from __future__ import annotations
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from gptj_ft.data.chat import ASSISTANT, MESSAGES, SYSTEM, Conversation, is_chat, read_conversation
+from gptj_ft.data.placeholders import ENVIRONMENT, fields_of, render
+from gptj_ft.errors import UsageError
+from gptj_ft.recipe import Recipe
+
+# As transformers makes it, https://github.com/huggingface/transformers/blob/main/src/transformers/utils/chat_template_utils.py
+_THEIRS = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], autoescape=False
+)
+# What `data.chat` makes of messages: no white space around them, and one name for who sets the scene.
+_MESSAGES = (
+    "{%- set gptj_ft = namespace(messages=[]) -%}{%- for message in messages -%}"
+    "{%- set role = 'system' if message.role == 'developer' else message.role -%}"
+    "{%- set one = [{'role': role, 'content': message.content | trim}] -%}"
+    "{%- set gptj_ft.messages = gptj_ft.messages + one -%}{%- endfor -%}{%- set messages = gptj_ft.messages +%}"
+)
+_LAST = "{%%- set %s = (messages | selectattr('role', 'equalto', 'user') | list)[-1].content +%%}"
+_USER = {"role": "user", "content": "  Does {{ this }} work?\n\n  It {% should %}. "}
+_SAMPLES = (
+    [_USER],
+    [_USER, {"role": ASSISTANT, "content": "It does.\n"}, {"role": "user", "content": "Good"}],
+    [{"role": SYSTEM, "content": "Be brief. "}, _USER],
+)
+
+
+def chat_template(recipe: Recipe) -> str | None:
+    """Return a chat template that makes of messages what the recipe's prompt makes of them, to the last character.
+
+    ``None``: the prompt has several fields or none, or comes out otherwise in the environment of `transformers`.
+    """
+    fields = fields_of(recipe.prompt)
+    if len(fields) != 1:
+        return None
+    # The empty text at the end keeps a last line break, which that environment would take away.
+    template = (_MESSAGES if is_chat(recipe) else _LAST % fields[0]) + _portable(recipe.prompt) + "{{ '' }}"
+    return template if _is_same(recipe, template) else None
+
+
+def _portable(source: str) -> str:
+    """Return a template that keeps its white space where blocks are trimmed by default; without its comments."""
+    text = ""
+    for _, kind, value in ENVIRONMENT.lex(source):
+        if kind == "block_begin":
+            text += value if value[2:] else value + "+"
+        elif kind == "block_end":
+            text += value if value[0] in "+-" else "+" + value
+        elif not kind.startswith("comment"):
+            text += value
+    return text
+
+
+def _is_same(recipe: Recipe, template: str) -> bool:
+    compared = 0
+    for sample in _SAMPLES:
+        values = (
+            {MESSAGES: read_conversation(sample)}
+            if is_chat(recipe)
+            else {fields_of(recipe.prompt)[0]: Conversation(sample)[-1]["content"]}
+        )
+        try:
+            ours = render(recipe.prompt, values)
+        except UsageError:  # a template may refuse who sets the scene
+            continue
+        try:
+            theirs = _THEIRS.from_string(template).render(messages=sample, add_generation_prompt=True)
+        except (jinja2.TemplateError, TypeError, ValueError):
+            return False
+        if ours != theirs:
+            return False
+        compared += 1
+    return compared > 0

@@ -1,0 +1,85 @@
+"""What a tuned model folder holds beside weights and tokenizer: how to ask the model, and what it has been through.
+
+Other tools read it, and other people: nothing in it names files, folders, columns' texts or rows of who trained it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gptj_ft.card import Card, write_card
+from gptj_ft.data.chat_template import chat_template
+from gptj_ft.data.tokenizer import load_tokenizer
+from gptj_ft.errors import UsageError
+from gptj_ft.families import Architecture
+from gptj_ft.formats.writing import TUNING
+from gptj_ft.home import name_in_home
+from gptj_ft.origin import read_origin
+from gptj_ft.recipe import Generation, Recipe
+from gptj_ft.tuning import Tuning, template_of
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A state of a run that becomes a model.
+
+    Attributes:
+        recipe: of the run.
+        base: folder of the model that it started from.
+        architecture: of both.
+        data: ``rows`` trained on, ``validation_rows`` held out, ``sha256`` of the file.
+        metrics: ``validation_loss``, ``baseline_validation_loss``, ``steps``.
+    """
+
+    recipe: Recipe
+    base: Path
+    architecture: Architecture
+    data: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+
+
+def files_of(trained: Trained) -> dict[str, str]:
+    """Return the text files of the model folder, by name.
+
+    Raises:
+        DataError: the base's ``source.json`` is damaged.
+    """
+    recipe, config = trained.recipe, trained.architecture.config
+    try:
+        tokenizer = load_tokenizer(trained.base)
+        end, token = tokenizer.eos_token_id, tokenizer.eos_token
+    except UsageError:  # a model of token ids alone
+        end, token = getattr(config, "eos_token_id", None), None
+    begin = trained.architecture.raw.get("bos_token_id")
+    settings = generation_config(recipe.generation, end) | ({} if begin is None else {"bos_token_id": begin})
+    template = chat_template(recipe)
+    tuning = Tuning(name_in_home(trained.base), template_of(recipe), trained.data, trained.metrics)
+    card = Card(recipe, read_origin(trained.base), trained.architecture.family.model_type, trained.data,
+                trained.metrics, token, bool(template))  # fmt: skip
+    files = {
+        TUNING: json.dumps(tuning.to_dict(), indent=2, ensure_ascii=False) + "\n",
+        "generation_config.json": json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
+        "README.md": write_card(card),
+    }
+    return files | ({"chat_template.jinja": template} if template else {})
+
+
+def generation_config(settings: Generation, end: int | None) -> dict[str, Any]:
+    """Return what `transformers` calls the generation settings of a recipe.
+
+    Args:
+        settings: the recipe's.
+        end: id of the token that ends a document, and pads.
+    """
+    config: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "do_sample": settings.temperature > 0}
+    if end is not None:
+        config |= {"eos_token_id": end, "pad_token_id": end}
+    if settings.temperature > 0:
+        config |= {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k}
+    if settings.stop:
+        config["stop_strings"] = list(settings.stop)
+    return config
