@@ -13,14 +13,14 @@ from typing import Annotated
 import typer
 
 from gptj_ft import __version__
-from gptj_ft.commands import answers, data, models, recipes, runs, training
+from gptj_ft.commands import answers, convert, data, models, recipes, runs, training
 from gptj_ft.commands.terminal import print_json
 from gptj_ft.errors import GptjFtError, ResourceError
 from gptj_ft.hub import close_network
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(models.download)
-app.command()(models.convert)
+app.command()(convert.convert)
 app.command("prepare-data")(data.prepare_data)
 app.command()(training.finetune)
 app.command()(training.plan)

@@ -24,7 +24,7 @@ ORDER = [
     ("passage",),
     ("meters", "rates"),
     ("progress", "demand"),
-    ("streaming", "plan", "costs", "knobs", "tuning", "metrics", "tiny", "convert", "inputs", "model"),
+    ("streaming", "plan", "costs", "knobs", "tuning", "metrics", "tiny", "compare", "convert", "inputs", "model"),
     ("hub_models", "download", "card"),
     ("tuned",),
     ("movement",),

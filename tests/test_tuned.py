@@ -13,7 +13,7 @@ import yaml
 from conftest import NOTES
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from gptj_ft.convert import convert
+from gptj_ft.convert import Conversion, convert
 from gptj_ft.data.chat import read_conversation
 from gptj_ft.data.chat_template import chat_template
 from gptj_ft.data.placeholders import fields_of
@@ -170,7 +170,7 @@ def test_a_prompt_with_fences_stays_whole_in_the_card(base: Path, tmp_path: Path
 
 def test_a_converted_tuned_model_keeps_card_template_and_origin(base: Path, tmp_path: Path) -> None:
     folder = tuned(base, preset("summarization"), tmp_path / "tuned")
-    convert(folder, tmp_path / "half", "bf16")
+    convert(folder, tmp_path / "half", Conversion(dtype="bf16"))
     for name in ("README.md", "chat_template.jinja", "generation_config.json", "gptj_ft.json", "source.json"):
         assert (tmp_path / "half" / name).read_bytes() == (folder / name).read_bytes()
 

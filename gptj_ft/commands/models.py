@@ -1,4 +1,4 @@
-"""The commands that bring models in: `download` and `convert`."""
+"""The command that brings models in: `download`."""
 
 from __future__ import annotations
 
@@ -48,42 +48,3 @@ def download(
         return
     print(f"{gigabytes(report.bytes)} in {report.folder}\nnext: gptj-ft convert", end="")
     print("" if report.folder == default_download() else f" {report.folder}")
-
-
-def convert(
-    source: Annotated[
-        Path | None, typer.Argument(metavar="[SRC]", help="Hugging Face folder; default: the download")
-    ] = None,
-    target: Annotated[
-        Path | None, typer.Argument(metavar="[DEST]", help="model folder; default: in the home of models")
-    ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="keep, fp32, bf16 or fp16")] = "keep",
-    as_json: Json = False,
-) -> None:
-    """Turn a checkpoint into a model folder: one shard per layer, which every other tool opens too."""
-    from dataclasses import asdict
-
-    from gptj_ft import home
-    from gptj_ft.convert import convert as convert_model
-    from gptj_ft.machine import gigabytes
-
-    if source is None:
-        source = home.default_download()
-        if source is None:
-            raise UsageError(
-                "no model is downloaded to convert: type `gptj-ft download`, or name a folder: `gptj-ft convert SRC`"
-            )
-    if target is None:
-        target = home.model_folder(source.name.split("--")[-1])
-    if dtype not in ("keep", "fp32", "bf16", "fp16"):
-        raise UsageError(f"--dtype {dtype}: keep, fp32, bf16 or fp16")
-    with bar("converting", not as_json) as advance:
-        report = convert_model(source, target, dtype, advance)  # type: ignore[arg-type]
-    if as_json:
-        print_json({**asdict(report), "folder": str(target)})
-    else:
-        print(
-            f"{target}: {report.tensors} tensors, {report.parameters:,} parameters, {gigabytes(report.bytes)} in "
-            f"{report.dtype}, each compared with the source\n"
-            "next: gptj-ft finetune --recipe summarization --data my.jsonl"
-        )

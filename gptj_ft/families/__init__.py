@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -22,6 +22,23 @@ TRUNK = frozenset({"wte", "wpe", "h", "ln_f"})  # what comes after it
 
 
 @dataclass(frozen=True)
+class Leaf:
+    """A tensor of a mesh-transformer-jax checkpoint, of which each shard holds a part.
+
+    Attributes:
+        name: Hugging Face's, ``{}`` for the number of the block.
+        join: how the parts make the tensor, as Hugging Face has it: one after the other along the first axis
+            (``rows``) or the second (``columns``), ``sum``, or ``first``: that of shard 0 counts. ``added``: summed,
+            and the sum added to every row of the tensor.
+        is_transposed: whether each part has its axes the other way round.
+    """
+
+    name: str
+    join: Literal["rows", "columns", "sum", "first", "added"]
+    is_transposed: bool = False
+
+
+@dataclass(frozen=True)
 class Family:
     """An architecture.
 
@@ -31,12 +48,16 @@ class Family:
         build_layers: config -> the layers, ``Embed``, the blocks, ``Head``, on the ``meta`` device.
         keys: Hugging Face's tensor name -> its home; ``{}`` stands for the block number; ``None`` is dropped on
             purpose.
+        mesh: mesh-transformer-jax's (module, parameter) -> tensor; empty where that has no such model.
+        cerebras: name in a Cerebras checkpoint -> Hugging Face's; ``None`` is dropped on purpose.
     """
 
     model_type: str
     read_config: Callable[[Mapping[str, Any]], Any]
     build_layers: Callable[[Any], list[nn.Module]]
     keys: Mapping[str, Home | None]
+    mesh: Mapping[tuple[str, str], Leaf] = field(default_factory=dict)
+    cerebras: Mapping[str, str | None] = field(default_factory=dict)
 
     def locate(self, name: str, num_layers: int) -> tuple[int, str] | None:
         """Return (layer, name inside it) of a checkpoint's tensor; ``None`` if it is dropped on purpose.
@@ -118,6 +139,20 @@ def read_architecture(folder: Path) -> Architecture:
         raise DataError(f"{path}: not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise DataError(f"{path}: expected an object, found {type(raw).__name__}")
+    return architecture_of(raw, path)
+
+
+def architecture_of(raw: Mapping[str, Any], path: Path) -> Architecture:
+    """Return the architecture that a config describes.
+
+    Args:
+        raw: what ``config.json`` holds, or would hold.
+        path: where that was read.
+
+    Raises:
+        UsageError: an architecture that is not supported.
+        DataError: it contradicts the architecture.
+    """
     model_type, known = str(raw.get("model_type")), families()
     if model_type not in known:
         raise UsageError(

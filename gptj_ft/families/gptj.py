@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gptj_ft.errors import DataError
 from gptj_ft.families import Family
+from gptj_ft.families.gptj_names import CEREBRAS, MESH
 from gptj_ft.layers import PackedBatch, attend, rotate
 
 
@@ -164,4 +165,6 @@ FAMILY = Family(
         "lm_head.weight": ("head", "lm_head.weight"),
         "lm_head.bias": ("head", "lm_head.bias"),
     },
+    mesh=MESH,
+    cerebras=CEREBRAS,
 )

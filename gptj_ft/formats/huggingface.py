@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.families import Architecture, full_name
-from gptj_ft.formats.shards import Shard, open_shard
+from gptj_ft.families import Architecture, Family, full_name
+from gptj_ft.formats.entries import Entry, Shard
+from gptj_ft.formats.shards import open_shard
 from gptj_ft.formats.writing import INDEX, write_model
 
 __all__ = ["Checkpoint", "check", "layer_tensors", "open_checkpoint", "write_model"]
@@ -50,18 +51,25 @@ class Checkpoint:
             ]
         return self._names_by_layer[layer]
 
+    def entry(self, name: str) -> Entry:
+        return self._shards[name].entries[self._own_names[name]]
+
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._shards[name].entries[self._own_names[name]].shape
+        return self.entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._shards[name].entries[self._own_names[name]].dtype
+        return self.entry(name).dtype
 
     def file_of(self, name: str) -> Path:
         return self._shards[name].path
 
-    def read(self, name: str) -> Tensor:
-        """Return a tensor on the CPU, in memory of its own."""
-        return self._shards[name].read(self._own_names[name])
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return a tensor, or its rows from ``start`` to ``stop``, on the CPU, in memory of its own."""
+        return self._shards[name].read(self._own_names[name], start, stop)
+
+    def rows_at_once(self, name: str) -> int:
+        """Return how many rows of a tensor to read at a time."""
+        return self._shards[name].rows_at_once(self._own_names[name])
 
     def close(self) -> None:
         """Let go of the files."""
@@ -139,7 +147,7 @@ def check(architecture: Architecture, checkpoint: Checkpoint) -> list[str]:
             if ties[name] in present and not _are_equal(checkpoint, name, ties[name]):
                 problems.append(f"{name} in {where} is not {ties[name]}, as tie_word_embeddings in config.json says")
         elif name not in expected:
-            if _is_dropped(architecture, name, len(layers)):
+            if is_dropped(family, name, len(layers)):
                 dropped.append(name)
             else:
                 problems.append(f"{name} in {where} is no tensor of this {family.model_type}")
@@ -160,9 +168,10 @@ def _are_equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
     return len(forms) == 1 and torch.equal(checkpoint.read(one), checkpoint.read(other))
 
 
-def _is_dropped(architecture: Architecture, name: str, num_layers: int) -> bool:
+def is_dropped(family: Family, name: str, num_layers: int) -> bool:
+    """Tell whether a tensor of a file is no part of the model, on purpose: masks of old files."""
     try:
-        return architecture.family.locate(name, num_layers) is None
+        return family.locate(name, num_layers) is None
     except KeyError:
         return False
 

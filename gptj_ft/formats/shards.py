@@ -1,26 +1,23 @@
-"""One weight file, safetensors or PyTorch's ``.bin``: checked when it is opened, then read one tensor at a time.
+"""Safetensors (https://huggingface.co/docs/safetensors): checked when opened, then read some rows at a time.
 
-Safetensors (https://huggingface.co/docs/safetensors): 8 bytes, the header's length, little-endian; a JSON header
-``{name: {dtype, shape, data_offsets}}``; then the data. It is read and written here with plain file calls: a memory
-map's touched pages count as used memory, and an `OSError` says which disk error it was.
+8 bytes, the header's length, little-endian; a JSON header ``{name: {dtype, shape, data_offsets}}``; then the data.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gptj_ft.errors import DataError
+from gptj_ft.formats.entries import PIECE_BYTES, Entry, Shard, read_rows
+from gptj_ft.formats.pickles import PickleShard
 
 DTYPES = {
     "F64": torch.float64,
@@ -39,31 +36,8 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
 ALIGNMENT = 64  # where the data starts
 
 
-@dataclass(frozen=True)
-class Entry:
-    """What a file says about one tensor."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-class Shard(Protocol):
-    """A weight file that was opened."""
-
-    path: Path
-    entries: Mapping[str, Entry]
-
-    def read(self, name: str) -> Tensor:
-        """Return a tensor on the CPU, in memory of its own."""
-
-
 def open_shard(path: Path) -> Shard:
-    """Open a weight file by its suffix.
+    """Open a weight file, safetensors or PyTorch's ``.bin``, by its suffix.
 
     Raises:
         DataError: unreadable, truncated, corrupt, or holding more than tensors.
@@ -81,53 +55,11 @@ class SafetensorsShard:
         self.path = path
         self.entries: Mapping[str, Entry] = _read_header(path)
 
-    def read(self, name: str) -> Tensor:
-        entry = self.entries[name]
-        buffer = torch.empty(entry.num_bytes, dtype=torch.uint8)
-        view, done = buffer.numpy().data, 0
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(entry.offset)
-            while done < entry.num_bytes:  # one call reads 2 GiB at most
-                count = file.readinto(view[done:])
-                if not count:
-                    raise DataError(f"{self.path}: truncated while it was being read")
-                done += count
-        return buffer.view(entry.dtype).reshape(entry.shape)
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        return read_rows(self.path, self.entries[name], start, stop)
 
-
-class PickleShard:
-    """A ``torch.save`` file of tensors; nothing but tensors is ever unpickled, and the data are memory-mapped."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.entries: Mapping[str, Entry] = {
-            name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in self._load().items()
-        }
-
-    def read(self, name: str) -> Tensor:
-        # Mapped anew for each tensor (milliseconds): a map's touched pages stay in memory until it is closed.
-        return self._load()[name].clone(memory_format=torch.contiguous_format)
-
-    def _load(self) -> Mapping[str, Tensor]:
-        with self.path.open("rb") as file:
-            is_bare_pickle = file.read(1) == b"\x80"  # since PyTorch 1.6 the pickle is in a zip file
-        if is_bare_pickle:
-            raise DataError(f"{self.path}: saved by PyTorch before 1.6, or no weights; load it there and save it again")
-        try:
-            loaded = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
-        except UnpicklingError as error:
-            raise DataError(
-                f"{self.path}: holds more than tensors, and loading it could run code; it was not loaded. "
-                "Get the model in safetensors form"
-            ) from error
-        except Exception as error:  # a damaged file can raise anything
-            raise DataError(f"{self.path}: truncated or corrupt; get the file again") from error
-        if not isinstance(loaded, dict):
-            raise DataError(f"{self.path}: expected tensors by name, found {type(loaded).__name__}")
-        for name, value in loaded.items():
-            if not isinstance(name, str) or not isinstance(value, Tensor):
-                raise DataError(f"{self.path}: {name!r} is not a tensor but {type(value).__name__}")
-        return loaded
+    def rows_at_once(self, name: str) -> int:
+        return self.entries[name].rows_in(PIECE_BYTES)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> int:
@@ -143,22 +75,27 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dt
     Raises:
         OSError: the disk's own.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        stored = dtype or tensor.dtype
-        begin, end = end, end + tensor.numel() * stored.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[stored], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    entries = {name: Entry(dtype or tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     with path.open("xb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(header_of(entries))
         for tensor in tensors.values():
             stored_tensor = tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype).contiguous()
             file.write(stored_tensor.reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
-    return end
+    return sum(entry.num_bytes for entry in entries.values())
+
+
+def header_of(entries: Mapping[str, Entry]) -> bytes:
+    """Return what a safetensors file of these tensors, in this order, begins with."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, entry in entries.items():
+        begin, end = end, end + entry.num_bytes
+        header[name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
 
 
 def _read_header(path: Path) -> dict[str, Entry]:

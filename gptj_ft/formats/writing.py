@@ -9,7 +9,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,6 @@ def write_model(
     source: Path | None = None,
     extra: Mapping[str, Any] | None = None,
     files: Mapping[str, str] | None = None,
-    verify: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a model folder; it appears under its name only when it is whole and on the disk.
 
@@ -51,7 +50,6 @@ def write_model(
         extra: written as ``gptj_ft.json``.
         files: texts by file name; with them it is another model than the source, so that what that says of itself is
             not copied.
-        verify: called with the folder under its temporary name, before it appears; what it raises undoes all.
 
     Raises:
         UsageError: the folder exists, or cannot be written.
@@ -61,21 +59,21 @@ def write_model(
         raise UsageError(f"output folder {folder} exists; name another or remove it")
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     try:
-        with _writing(folder):
+        with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(folder)
             partial.mkdir()
         stored = _write_weights(folder, partial, architecture, layers, dtype)
-        with _writing(folder):
-            _write_companions(partial, architecture, stored, source, extra)
+        with writing(folder):
+            write_companions(partial, architecture, stored, source, extra)
+            if source is not None:
+                copy_origin(source, partial)
             for name, text in (files or {}).items():
                 _write(partial / name, text.encode())
             if files is None and source is not None:
-                _copy_description(source, partial)
+                copy_description(source, partial)
             _sync(partial)
-        if verify is not None:
-            verify(partial)
-        with _writing(folder):
+        with writing(folder):
             partial.rename(folder)
             _sync(folder.parent)
     except BaseException:
@@ -103,21 +101,22 @@ def _write_weights(
             stored = dtype or (torch.promote_types(stored, tensor.dtype) if stored else tensor.dtype)
             named[name_of(index, local, len(expected))] = tensor
         file_name = f"model-{index + 1:05d}-of-{len(expected):05d}.safetensors"
-        with _writing(folder):
+        with writing(folder):
             total_size += write_safetensors(partial / file_name, named, dtype)
         weight_map |= dict.fromkeys(named, file_name)
         index += 1
         del tensors, named, tensor  # for the same reason
     assert index == len(expected), f"{index} layers, expected {len(expected)}"
     assert stored is not None
-    with _writing(folder):
-        _write_json(partial / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+    with writing(folder):
+        write_json(partial / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
     return stored
 
 
-def _write_companions(
+def write_companions(
     partial: Path, architecture: Architecture, stored: torch.dtype, source: Path | None, extra: Mapping[str, Any] | None
 ) -> None:
+    """Write all that a model folder has beside its weights."""
     for name in TOKENIZER_FILES:
         if source is not None and (source / name).is_file():
             _write(partial / name, (source / name).read_bytes())
@@ -125,20 +124,28 @@ def _write_companions(
         _write(partial / "generation_config.json", (source / "generation_config.json").read_bytes())
     else:
         tokens = {key: getattr(architecture.config, key, None) for key in ("bos_token_id", "eos_token_id")}
-        _write_json(
+        write_json(
             partial / "generation_config.json", {key: value for key, value in tokens.items() if value is not None}
         )
     if extra is not None:
-        _write_json(partial / TUNING, extra)
-    if source is not None and (origin := read_origin(source)):
-        _write(partial / SOURCE, replace(origin, files=()).to_text().encode())
+        write_json(partial / TUNING, extra)
     # transformers 5 reads `dtype`, version 4 `torch_dtype`. Last, for a folder without config.json is no model.
     name = str(stored).removeprefix("torch.")
     raw = {key: value for key, value in architecture.raw.items() if key != "_name_or_path"}  # somebody's folder
-    _write_json(partial / "config.json", {**raw, "dtype": name, "torch_dtype": name})
+    write_json(partial / "config.json", {**raw, "dtype": name, "torch_dtype": name})
 
 
-def _copy_description(source: Path, partial: Path) -> None:
+def copy_origin(source: Path, partial: Path) -> None:
+    """Copy what a folder says of the repository that its weights stem from.
+
+    Raises:
+        DataError: that is damaged.
+    """
+    if origin := read_origin(source):
+        _write(partial / SOURCE, replace(origin, files=()).to_text().encode())
+
+
+def copy_description(source: Path, partial: Path) -> None:
     """Copy what a model says of itself, and how to talk to it."""
     for name in DESCRIPTION:
         if (source / name).is_file():
@@ -146,7 +153,7 @@ def _copy_description(source: Path, partial: Path) -> None:
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def writing(folder: Path) -> Iterator[None]:
     """Turn what goes wrong while writing into the error the user sees."""
     try:
         yield
@@ -167,7 +174,8 @@ def _remove_leftovers(folder: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file, onto the disk."""
     _write(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 

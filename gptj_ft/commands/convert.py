@@ -1,0 +1,140 @@
+"""The command `convert`: checkpoints in and out, and compared."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gptj_ft.commands.terminal import bar, print_json
+from gptj_ft.errors import UsageError
+from gptj_ft.options import Json
+
+if TYPE_CHECKING:
+    from gptj_ft.formats.sources import Form
+
+
+def convert(
+    source: Annotated[
+        Path | None, typer.Argument(metavar="[SRC]", help="checkpoint: folder or file; default: the download")
+    ] = None,
+    target: Annotated[
+        Path | None, typer.Argument(metavar="[DEST]", help="folder to write; default: in the home of models")
+    ] = None,
+    source_form: Annotated[str, typer.Option("--from", help="auto, huggingface, mesh or cerebras")] = "auto",
+    to: Annotated[
+        str, typer.Option("--to", help="folder (one shard per layer), huggingface (usual files) or mesh (slim)")
+    ] = "folder",
+    dtype: Annotated[str, typer.Option("--dtype", help="keep, fp32, bf16 or fp16")] = "keep",
+    config: Annotated[
+        Path | None, typer.Option("--config", help="shape of the model, in the JSON or YAML of any of these systems")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", help="folder whose tokenizer is copied; default: the source's")
+    ] = None,
+    shard_size: Annotated[str, typer.Option("--shard-size", help="of a file, with --to huggingface")] = "5GB",
+    mesh_shards: Annotated[int, typer.Option("--mesh-shards", help="with --to mesh")] = 8,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="read every tensor back and compare it with its source")
+    ] = True,
+    check: Annotated[
+        bool, typer.Option("--check", help="write nothing: compare the checkpoints SRC and DEST, tensor by tensor")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Turn a checkpoint into a model folder (one shard per layer, which every other tool opens too), or back."""
+    from dataclasses import asdict
+
+    from gptj_ft import home
+    from gptj_ft.convert import Conversion
+    from gptj_ft.convert import convert as convert_model
+    from gptj_ft.machine import gigabytes
+
+    named = _one_of("--from", source_form, ("auto", "huggingface", "mesh", "cerebras"))
+    form: Form | None = None if named == "auto" else named  # type: ignore[assignment]
+    if check:
+        _check(source, target, form, config, as_json)
+        return
+    if source is None:
+        source = home.default_download()
+        if source is None:
+            raise UsageError(
+                "no model is downloaded to convert: type `gptj-ft download`, or name a folder: `gptj-ft convert SRC`"
+            )
+    if target is None:
+        target = home.model_folder(source.name.split("--")[-1])
+    conversion = Conversion(
+        form=form,
+        config=config,
+        to=_one_of("--to", to, ("folder", "huggingface", "mesh")),  # type: ignore[arg-type]
+        dtype=_one_of("--dtype", dtype, ("keep", "fp32", "bf16", "fp16")),  # type: ignore[arg-type]
+        shard_bytes=_bytes_of(shard_size),
+        mesh_shards=mesh_shards,
+        tokenizer=tokenizer,
+        verify=verify,
+    )
+    with bar("converting", not as_json) as advance:
+        report = convert_model(source, target, conversion, advance)
+    if report.not_finite:
+        names = ", ".join(report.not_finite[:3]) + (" ..." if len(report.not_finite) > 3 else "")
+        print(
+            f"{source}: NaN or infinity in {len(report.not_finite)} tensors, as in the source: {names}", file=sys.stderr
+        )
+    if as_json:
+        print_json({**asdict(report), "folder": str(target)})
+        return
+    print(
+        f"{target}: {report.tensors} tensors, {report.parameters:,} parameters, {gigabytes(report.bytes)} in "
+        f"{report.dtype}{', each compared with the source' if report.is_verified else ', not compared'}"
+    )
+    if to == "mesh":
+        return
+    if any((target / name).is_file() for name in home.TOKENIZER_FILES):
+        print("next: gptj-ft finetune --recipe summarization --data my.jsonl")
+    else:
+        print("the source has no tokenizer: copy one's files into the folder, or repeat with --tokenizer FOLDER")
+
+
+def _check(first: Path | None, second: Path | None, form: Form | None, config: Path | None, as_json: bool) -> None:
+    """Compare two checkpoints."""
+    from dataclasses import asdict
+    from tempfile import TemporaryDirectory
+
+    from gptj_ft import home
+    from gptj_ft.compare import compare
+    from gptj_ft.formats.sources import open_source
+
+    if first is None or second is None:
+        raise UsageError("--check needs two checkpoints: gptj-ft convert --check A B")
+    home.home().mkdir(parents=True, exist_ok=True)
+    with (
+        TemporaryDirectory(dir=home.home(), prefix="unpacked-") as scratch,
+        open_source(first, form, config, Path(scratch) / "a") as a,
+        open_source(second, None, config, Path(scratch) / "b") as b,
+        bar("comparing", not as_json) as advance,
+    ):
+        found = compare(a, b, advance)
+    if as_json:
+        print_json(asdict(found))
+        return
+    types = found.types[0] if found.types[0] == found.types[1] else f"{found.types[0]} as {found.types[1]}"
+    print(f"{second} is {first}: {found.tensors} tensors, {found.parameters:,} parameters in {types}, bit for bit")
+
+
+def _one_of(option: str, value: str, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise UsageError(f"{option} {value}: {', '.join(choices[:-1])} or {choices[-1]}")
+    return value
+
+
+def _bytes_of(size: str) -> int:
+    from pydantic import TypeAdapter, ValidationError
+
+    from gptj_ft.recipe import Size
+
+    try:
+        return TypeAdapter(Size).validate_python(size)
+    except ValidationError as error:
+        raise UsageError(f"--shard-size {size}: {error.errors()[0]['msg']}") from error

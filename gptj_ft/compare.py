@@ -1,0 +1,133 @@
+"""Two checkpoints, tensor by tensor: what is missing, too many, different, or there under another name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptj_ft.errors import DataError
+from gptj_ft.families import Architecture
+from gptj_ft.formats.huggingface import Checkpoint, check, is_dropped
+from gptj_ft.formats.sources import Source
+from gptj_ft.formats.streamed import ahead, pieces
+
+SHOWN = 10  # differences
+# Fields of a config that change nothing of what a model computes.
+NOT_COMPUTED = ("initializer_range", "bos_token_id", "eos_token_id", "n_positions")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two checkpoints that are the same model.
+
+    Attributes:
+        tensors: how many were compared.
+        parameters: numbers in them.
+        types: of the first and the second: ``float32``, or ``mixed``.
+    """
+
+    tensors: int
+    parameters: int
+    types: tuple[str, str]
+
+
+def compare(first: Source, second: Source, progress: Callable[[int, int], None] | None = None) -> Comparison:
+    """Compare all tensors of two checkpoints, and what their configs say of the computation.
+
+    A tensor of the second is the same if it has the bits that the first's has after the change to its type.
+
+    Args:
+        first: the one that counts.
+        second: the other.
+        progress: called with bytes done and bytes in all, of the first.
+
+    Raises:
+        DataError: every kind of difference with the tensors' names; or a config that contradicts its tensors.
+    """
+    a, b = _parameters(first), _parameters(second)
+    shared = [name for name in a if name in b]
+    done, total = 0, sum(first.checkpoint.entry(name).num_bytes for name in shared)
+    problems = [*_config_differences(first.architecture, second.architecture)]
+    missing, extra = [name for name in a if name not in b], [name for name in b if name not in a]
+    for name in missing:
+        twin = next((other for other in extra if _is_same(first.checkpoint, name, second.checkpoint, other)), None)
+        problems.append(f"{name} is missing" + (f"; {twin} holds the same numbers: renamed" if twin else ""))
+    problems += [f"{name} is too many" for name in extra]
+    for name in shared:
+        if problem := difference(first.checkpoint, second.checkpoint, name):
+            problems.append(problem)
+        done += first.checkpoint.entry(name).num_bytes
+        if progress is not None:
+            progress(done, total)
+    if problems:
+        more = f"\n... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise DataError(f"{second.path} is not {first.path}:\n" + "\n".join(problems[:SHOWN]) + more)
+    for source in (first, second):
+        check(source.architecture, source.checkpoint)
+    types = tuple(_type_of(each.checkpoint, shared) for each in (first, second))
+    numel = sum(torch.Size(first.checkpoint.shape(name)).numel() for name in shared)
+    return Comparison(len(shared), numel, (types[0], types[1]))
+
+
+def difference(first: Checkpoint, second: Checkpoint, name: str, other: str | None = None) -> str:
+    """Tell how a tensor of the second checkpoint differs from the first's, after the change of type; empty if not."""
+    other = other or name
+    mine, theirs = first.entry(name), second.entry(other)
+    if mine.shape != theirs.shape:
+        return f"{name} has shape {list(theirs.shape)}, expected {list(mine.shape)}"
+    start = 0
+    for expected, found in ahead(_pairs(first, second, name, other)):
+        expected = expected.to(theirs.dtype)
+        # As bytes, for a NaN does not equal itself.
+        if not torch.equal(as_bytes(expected), as_bytes(found)):
+            at = int((as_bytes(expected) != as_bytes(found)).nonzero()[0]) // theirs.dtype.itemsize
+            values = f"{float(found.reshape(-1)[at])!r}, expected {float(expected.reshape(-1)[at])!r}"
+            return f"{name} differs: number {start + at} is {values}"
+        start += found.numel()
+    return ""
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _pairs(first: Checkpoint, second: Checkpoint, name: str, other: str) -> Iterator[tuple[Tensor, Tensor]]:
+    rows = max(first.rows_at_once(name), second.rows_at_once(other)) if first.shape(name) else None
+    yield from zip(pieces(first, name, rows), pieces(second, other, rows), strict=True)
+
+
+def _is_same(first: Checkpoint, name: str, second: Checkpoint, other: str) -> bool:
+    return first.shape(name) == second.shape(other) and not difference(first, second, name, other)
+
+
+def _parameters(source: Source) -> list[str]:
+    """Return the tensors of a checkpoint but for those that are dropped on purpose."""
+    family, num_layers = source.architecture.family, len(source.architecture.layers())
+    ties = source.architecture.ties()
+    names = source.checkpoint.names
+    return [name for name in names if name not in ties and not is_dropped(family, name, num_layers)]
+
+
+def _config_differences(first: Architecture, second: Architecture) -> Iterator[str]:
+    a, b = _computed(first), _computed(second)
+    for key in a.keys() | b.keys():
+        if a.get(key) != b.get(key):
+            yield f"config: {key} is {b.get(key)!r}, expected {a.get(key)!r}"
+
+
+def _computed(architecture: Architecture) -> Mapping[str, Any]:
+    config = architecture.config
+    said = {key: value for key, value in vars(config).items() if key not in NOT_COMPUTED}
+    if "n_inner" in said:  # null stands for the usual width
+        said["n_inner"] = config.n_inner or 4 * config.n_embd
+    return {"model_type": architecture.family.model_type, **said}
+
+
+def _type_of(checkpoint: Checkpoint, names: list[str]) -> str:
+    types = {checkpoint.dtype(name) for name in names}
+    return str(types.pop()).removeprefix("torch.") if len(types) == 1 else "mixed"

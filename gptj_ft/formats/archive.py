@@ -1,0 +1,83 @@
+"""A mesh-transformer-jax checkpoint in a tar archive (also packed as zst, xz, gz), unpacked to files of known names."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tarfile
+import zlib
+from lzma import LZMAError
+from pathlib import Path
+
+from gptj_ft.data.compression import SNIFFED_BYTES, packing_of, unpacked
+from gptj_ft.errors import DataError, ResourceError
+from gptj_ft.formats.writing import writing
+
+SUFFIXES = (".tar", ".tar.zst", ".tar.zstd", ".tar.gz", ".tgz", ".tar.xz", ".txz")
+MEMBER = re.compile(r"(?:\./)?(?:[^/]+/)*?(?:(step_\d+)[^/]*/)?(shard_\d{1,3}/\d{1,3}\.npz)")
+COPY_BYTES = 1 << 20
+
+
+def is_archive(path: Path) -> bool:
+    """Tell whether a file is an archive by its name."""
+    return path.is_file() and path.name.lower().endswith(SUFFIXES)
+
+
+def unpack(path: Path, folder: Path) -> None:
+    """Put the ``shard_I/J.npz`` of an archive into a folder; what is there already, whole, is passed over.
+
+    No name of the archive is used: a member is known by the end of its name, and links are refused.
+
+    Raises:
+        DataError: damaged, several checkpoints in one archive, or none.
+        ResourceError: the disk is full.
+    """
+    steps, count = set(), 0
+    try:
+        with path.open("rb") as raw:
+            packing = packing_of(raw.read(SNIFFED_BYTES))
+            raw.seek(0)
+            with tarfile.open(fileobj=unpacked(raw, packing), mode="r|") as archive:
+                for member in archive:
+                    archive.members = []  # type: ignore[attr-defined]  # it would remember all
+                    found = MEMBER.fullmatch(member.name)
+                    if found is None:
+                        continue
+                    if not member.isfile():
+                        raise DataError(f"{path}: {member.name} in it is no file but a link; it was not followed")
+                    steps.add(found[1])
+                    count += 1
+                    if len(steps) > 1:
+                        raise DataError(f"{path} holds several checkpoints; unpack it and name one of its folders")
+                    _save(archive, member, folder / found[2], path)
+    except (tarfile.TarError, EOFError, zlib.error, LZMAError) as error:
+        raise DataError(f"{path}: truncated or corrupt; get the file again") from error
+    except OSError as error:  # pyarrow's, of damaged zstandard, has no number
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}; get the file again") from error
+    if not count:
+        raise DataError(f"{path} holds no checkpoint of mesh-transformer-jax: no shard_0/0.npz in it")
+
+
+def _save(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path, path: Path) -> None:
+    if target.is_file() and target.stat().st_size == member.size:
+        return
+    part = target.with_suffix(".part")
+    with writing(target.parent.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(target.parent).free) < member.size:
+            raise ResourceError(
+                f"{path}: {member.name} unpacks to {member.size / 1e9:.1f} GB, but {target.parent} has "
+                f"{free / 1e9:.1f} GB free; make room, or name a target on another disk"
+            )
+        content = archive.extractfile(member)
+        assert content is not None
+    with part.open("wb") as file:
+        while True:
+            data = content.read(COPY_BYTES)  # outside `writing`: what fails here is the archive
+            if not data:
+                break
+            with writing(target.parent.parent):
+                file.write(data)
+    if part.stat().st_size != member.size:
+        raise DataError(f"{path}: truncated inside {member.name}; get the file again")
+    part.replace(target)

@@ -1,0 +1,95 @@
+"""A model's shape as mesh-transformer-jax, Cerebras or Hugging Face write it -> Hugging Face's ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gptj_ft.errors import DataError, UsageError
+from gptj_ft.yaml_text import parse
+
+# EleutherAI/gpt-j-6b's config.json. What the other systems do not say is taken from here.
+GPTJ_6B: Mapping[str, Any] = {
+    "architectures": ["GPTJForCausalLM"],
+    "model_type": "gptj",
+    "vocab_size": 50400,
+    "n_positions": 2048,
+    "n_embd": 4096,
+    "n_layer": 28,
+    "n_head": 16,
+    "n_inner": None,
+    "rotary_dim": 64,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "initializer_range": 0.02,
+    "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 50256,
+    "eos_token_id": 50256,
+    "use_cache": True,
+}
+MESH_FIELDS = {"layers": "n_layer", "d_model": "n_embd", "n_heads": "n_head", "n_vocab": "vocab_size"}
+MESH_FIELDS |= {"seq": "n_positions", "pe_rotary_dims": "rotary_dim"}
+MESH_FORCED = {"norm": "layernorm", "pe": "rotary"}
+CEREBRAS_FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "n_embd",
+    "num_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+    "filter_size": "n_inner",
+    "nonlinearity": "activation_function",
+    "rotary_dim": "rotary_dim",
+    "layer_norm_epsilon": "layer_norm_epsilon",
+    "share_embedding_weights": "tie_word_embeddings",
+    "initializer_range": "initializer_range",
+}
+CEREBRAS_FORCED = {"position_embedding_type": "rotary", "use_untied_layer_norm": False, "use_bias_in_output": True}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read the shape of a model from a JSON or YAML file of any of the three systems.
+
+    Returns: what Hugging Face would have in ``config.json``.
+
+    Raises:
+        UsageError: no such file, neither JSON nor YAML, or it does not say a shape.
+        DataError: a model that is not GPT-J.
+    """
+    try:
+        loaded = parse(path.read_text(encoding="utf-8"), str(path))  # JSON is YAML
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: neither JSON nor YAML") from error
+    if not isinstance(loaded, dict):
+        raise DataError(f"{path}: expected an object, found {type(loaded).__name__}")
+    if "n_embd" in loaded:
+        return {"model_type": GPTJ_6B["model_type"], **loaded}
+    if "d_model" in loaded:
+        loaded.setdefault("pe_rotary_dims", loaded["d_model"] // max(1, loaded.get("n_heads", 1)))
+        return _translated(path, loaded, MESH_FIELDS, MESH_FORCED, ("layers", "d_model", "n_heads", "n_vocab", "pe"))
+    model = loaded.get("model", loaded)
+    if isinstance(model, dict) and "hidden_size" in model:
+        needed = ("hidden_size", "num_heads", "num_hidden_layers", "vocab_size", "rotary_dim", "nonlinearity")
+        return _translated(path, model, CEREBRAS_FIELDS, CEREBRAS_FORCED, needed)
+    raise UsageError(
+        f"{path} does not say the shape of a model: neither n_embd (Hugging Face), d_model (mesh-transformer-jax) nor "
+        "hidden_size (Cerebras) is in it"
+    )
+
+
+def _translated(
+    path: Path, theirs: Mapping[str, Any], names: Mapping[str, str], forced: Mapping[str, Any], needed: tuple[str, ...]
+) -> dict[str, Any]:
+    for name in needed:
+        if name not in theirs:
+            raise DataError(f"{path}: does not say {name}")
+    for name, value in forced.items():
+        if theirs.get(name, value) != value:
+            raise DataError(f"{path}: {name} is {theirs[name]!r}; GPT-J has {value!r}")
+    said = {ours: theirs[name] for name, ours in names.items() if name in theirs}
+    return {**GPTJ_6B, **said}

@@ -1,0 +1,84 @@
+"""What weight files of every format have in common: named tensors, read whole or some rows at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gptj_ft.errors import DataError
+
+PIECE_BYTES = 32 << 20  # of what is read at a time where a file leaves the choice
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a file says about one tensor.
+
+    Attributes:
+        dtype: of its numbers.
+        shape: as the model has it.
+        offset: of its first byte in the file, where the file has it in one piece.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def rows(self) -> int:
+        """Return the length of the first axis; a scalar counts as one row."""
+        return self.shape[0] if self.shape else 1
+
+    def rows_in(self, num_bytes: int) -> int:
+        """Return how many rows fit into so many bytes, one at least."""
+        return max(1, num_bytes * self.rows // max(1, self.num_bytes))
+
+
+class Shard(Protocol):
+    """A weight file, or several that hold the same tensors in parts, that was opened."""
+
+    path: Path
+    entries: Mapping[str, Entry]
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return a tensor, or its rows from ``start`` to ``stop``, on the CPU, in memory of its own."""
+
+    def rows_at_once(self, name: str) -> int:
+        """Return how many rows to read at a time: few enough for little memory, and none read twice."""
+
+
+def read_rows(path: Path, entry: Entry, start: int = 0, stop: int | None = None) -> Tensor:
+    """Read rows of a tensor that a file has in one piece.
+
+    It is done by plain file calls: a memory map's touched pages count as used memory, and an `OSError` says which disk
+    error it was.
+
+    Raises:
+        DataError: the file has become shorter, or cannot be read.
+    """
+    stop = entry.rows if stop is None else min(stop, entry.rows)
+    shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
+    row_bytes = entry.num_bytes // entry.rows if entry.rows else 0
+    buffer = torch.empty(math.prod(shape) * entry.dtype.itemsize, dtype=torch.uint8)
+    view, done = buffer.numpy().data, 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(entry.offset + start * row_bytes)
+            while done < len(view):  # one call reads 2 GiB at most
+                count = file.readinto(view[done:])
+                if not count:
+                    raise DataError(f"{path}: truncated while it was being read")
+                done += count
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return buffer.view(entry.dtype).reshape(shape)

@@ -1,0 +1,117 @@
+"""Any checkpoint that can be read, opened by what it is: tensors under Hugging Face's names, and an architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from gptj_ft.errors import DataError, UsageError
+from gptj_ft.families import Architecture, architecture_of, families, read_architecture
+from gptj_ft.formats.archive import is_archive, unpack
+from gptj_ft.formats.configs import GPTJ_6B, read_config
+from gptj_ft.formats.huggingface import WEIGHTS, Checkpoint, check, open_checkpoint
+from gptj_ft.formats.mesh import MeshShards, find_step
+
+Form = Literal["huggingface", "mesh", "cerebras"]
+FORMS: tuple[Form, ...] = get_args(Form)
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened checkpoint.
+
+    Attributes:
+        path: as the user named it.
+        form: what it is.
+        architecture: of the model.
+        checkpoint: its tensors.
+        folder: where tokenizer files may be.
+        step: the optimizer step that it says it is of.
+        num_shards: of mesh-transformer-jax, else 0.
+    """
+
+    path: Path
+    form: Form
+    architecture: Architecture
+    checkpoint: Checkpoint
+    folder: Path
+    step: int = 0
+    num_shards: int = 0
+
+
+def form_of(path: Path) -> Form:
+    """Tell what a checkpoint is.
+
+    Raises:
+        UsageError: nothing that is known.
+    """
+    if path.is_dir() and any((path / name).is_file() for name in WEIGHTS):
+        return "huggingface"
+    if is_archive(path) or (path.is_dir() and find_step(path) is not None):
+        return "mesh"
+    if path.is_dir() and (path / CONFIG).is_file():
+        return "huggingface"  # which will say what it lacks
+    if not path.exists():
+        raise UsageError(f"{path} does not exist")
+    raise UsageError(
+        f"{path} is no checkpoint that is known: neither a Hugging Face folder (config.json with safetensors or .bin), "
+        "nor step_N/shard_0 of mesh-transformer-jax, in a folder or a tar archive"
+    )
+
+
+@contextmanager
+def open_source(path: Path, form: Form | None, config: Path | None, scratch: Path) -> Iterator[Source]:
+    """Open a checkpoint.
+
+    Args:
+        path: a folder or a file.
+        form: what it is; ``None``: whatever it looks like.
+        config: the shape of the model, in the JSON of any system, where the checkpoint does not say it.
+        scratch: a folder, which may not exist, for what has to be unpacked first.
+
+    Raises:
+        UsageError: no such checkpoint, or its shape is not known.
+        DataError: it is damaged, or contradicts its config.
+        ResourceError: no room to unpack it.
+    """
+    form = form or form_of(path)
+    if form == "huggingface":
+        if config is None or (path / CONFIG).is_file():
+            architecture = read_architecture(path)
+        else:
+            architecture = architecture_of(read_config(config), config)
+        with open_checkpoint(path) as checkpoint:
+            yield Source(path, form, architecture, checkpoint, path)
+        return
+    folder = path
+    if is_archive(path):
+        unpack(path, scratch)
+        folder = scratch
+    step = find_step(folder)
+    if step is None:
+        raise UsageError(f"{path} holds no checkpoint of mesh-transformer-jax: no shard_0 in it")
+    shards = MeshShards(step, families()["gptj"])
+    with Checkpoint(path, dict.fromkeys(shards.entries, shards)) as checkpoint:
+        near = (step, step.parent) if folder is path else ()  # what is unpacked lies among strangers
+        home = next((each for each in near if (each / CONFIG).is_file()), None)
+        architecture = _architecture(config or (home / CONFIG if home else None), checkpoint)
+        yield Source(path, form, architecture, checkpoint, home or step, shards.step, shards.num_shards)
+
+
+def _architecture(config: Path | None, checkpoint: Checkpoint) -> Architecture:
+    """Return what a config says; without one, GPT-J 6B if every shape is its."""
+    if config is not None:
+        return architecture_of(read_config(config), config)
+    architecture = architecture_of(GPTJ_6B, checkpoint.folder)
+    try:
+        check(architecture, checkpoint)
+    except DataError as error:
+        raise UsageError(
+            f"{checkpoint.folder} does not say the shape of its model, and it is not GPT-J 6B's; "
+            f"name the JSON of its shape with --config ({str(error).partition('config.json: ')[2].partition(';')[0]})"
+        ) from error
+    return architecture
