@@ -108,7 +108,28 @@ class Generation(Options):
     temperature: float = Field(0.0, ge=0.0, description="0 is greedy; above, sampling")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="sample from the smallest set with this probability")
     top_k: int = Field(0, ge=0, description="sample from the k most likely tokens; 0 is all")
+    min_p: Fraction = Field(0.0, description="sample from tokens with this share of the likeliest's probability")
+    num_beams: int = Field(1, ge=1, description="beams of the search; 1: no search")
+    min_new_tokens: int = Field(0, ge=0, description="fewest tokens to write")
+    length_penalty: float = Field(1.0, description="beams are ranked by log-probability / length ** this")
+    early_stopping: bool | Literal["never"] = Field(
+        False, description="end when there are as many finished answers as beams; false: when none is likely to be "
+        "better; never: when none can be"
+    )  # fmt: skip
+    repetition_penalty: float = Field(1.0, gt=0.0, description="above 1, tokens that are there already get less likely")
+    no_repeat_ngram_size: int = Field(0, ge=0, description="so many tokens in a row come once only; 0: no limit")
+    prompt_lookup_num_tokens: int = Field(
+        0, ge=0, description="guess so many tokens from what is there already and check them in one pass; 0: off"
+    )
     stop: tuple[str, ...] = Field((), description="strings at which writing ends; they are not part of the answer")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Generation:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise PydanticCustomError("tokens", "min_new_tokens must be at most max_new_tokens")
+        if self.prompt_lookup_num_tokens and self.num_beams > 1:
+            raise PydanticCustomError("lookup", "prompt_lookup_num_tokens does not go together with num_beams")
+        return self
 
 
 class Piece(Options):

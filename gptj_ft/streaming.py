@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -62,23 +62,25 @@ class StepLoss:
         return self.z_total / self.num_targets if self.num_targets else math.nan
 
 
-def stream(stack: LayerStack, visits: Sequence[Visit], updater: Updater | None = None) -> Iterator[Passage]:
+def stream(stack: LayerStack, visits: Iterable[Visit], updater: Updater | None = None) -> Iterator[Passage]:
     """Yield each visit's layer, on the device and updated, the next ones already on their way.
 
     A layer's tensors are valid until the next one is asked for. One stream at a time: a new one ends the last.
     """
     stack.abandon()
-    upcoming, coming = deque(visits), deque[Passage]()
+    upcoming, coming = iter(visits), deque[Passage]()
     stack.coming = coming
-    while upcoming or coming:
+    following = next(upcoming, None)
+    while following or coming:
         # A layer that is still to be visited may change on that visit: it is not asked for a second time before, nor is
         # a layer that borrows from it.
         while (
-            upcoming
+            following
             and len(coming) <= stack.room.read_ahead
-            and not stack.sources(upcoming[0].layer) & {x.index for x in coming}
+            and not stack.sources(following.layer) & {x.index for x in coming}
         ):
-            coming.append(Passage(stack, upcoming.popleft(), updater))
+            coming.append(Passage(stack, following, updater))
+            following = next(upcoming, None)
         stack.pump()
         loaded = coming.popleft()
         loaded.finish()
@@ -174,7 +176,8 @@ def forward(
         if boundaries is not None:
             boundaries.put(loaded.index, hidden)
         parameters = loaded.parameters()
-        with torch.no_grad():
+        # Nothing that writing leaves behind is ever trained on, so that autograd need not hear of it at all.
+        with torch.no_grad() if batches[0].cache is None else torch.inference_mode():
             hidden = [
                 functional_call(loaded.module, parameters, (x, batch)) for x, batch in zip(hidden, batches, strict=True)
             ]
@@ -300,15 +303,6 @@ def evaluate_losses(stack: LayerStack, batches: Sequence[PackedBatch]) -> list[S
                 total += F.cross_entropy(logits_SV, batch.targets_T[positions_S], reduction="sum").item()
         losses.append(StepLoss(total, batch.num_targets))
     return losses
-
-
-def next_token_logits(stack: LayerStack, batch: PackedBatch) -> Tensor:
-    """Return the logits after the last token of each document, fp32 [documents, V]."""
-    hidden, head = _below_head(stack, [batch])
-    last = torch.tensor(batch.cu_seqlens[1:], device=stack.device) - 1
-    with torch.no_grad():
-        logits: Tensor = functional_call(head.module, head.parameters(), (hidden[0][last],))
-    return logits
 
 
 def _below_head(stack: LayerStack, batches: Sequence[PackedBatch]) -> tuple[list[Tensor], Passage]:

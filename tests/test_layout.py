@@ -16,7 +16,7 @@ PACKAGE = ROOT / "gptj_ft"
 # Each module may import modules of its own line and of the lines above.
 ORDER = [
     ("__init__", "errors"),
-    ("recipe", "yaml_text", "schedule", "layers", "home", "hub", "hub_files", "origin", "durable", "lock"),
+    ("recipe", "yaml_text", "schedule", "kv_cache", "layers", "home", "hub", "hub_files", "origin", "durable", "lock"),
     ("machine", "stores", "families", "formats", "data"),
     ("buffers", "measure"),
     ("boundaries",),
@@ -29,7 +29,7 @@ ORDER = [
     ("tuned",),
     ("movement",),
     ("optimizer", "deadline", "run", "checkpoint", "session", "keeping", "verify", "state"),
-    ("guard", "trainer", "decoding"),
+    ("guard", "trainer", "streamed_model", "decoding"),
     ("finetune", "preparing", "evaluate", "generate", "runs", "export"),
     ("report", "options"),
     ("commands",),

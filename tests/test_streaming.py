@@ -27,7 +27,8 @@ from gptj_ft.recipe import Recipe
 from gptj_ft.stack import Room
 from gptj_ft.stores import Layout
 from gptj_ft.stores.placement import Placement, training_dtypes
-from gptj_ft.streaming import evaluate_losses, next_token_logits, stream, train_step
+from gptj_ft.streamed_model import Passes
+from gptj_ft.streaming import evaluate_losses, stream, train_step
 
 CPU = torch.device("cpu")
 PLACES = ("device", "host", "disk")
@@ -99,7 +100,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_logits_match_transformers(oracle, model_folder: Path) -> None:
     docs = documents(oracle.config.vocab_size)
     with reading_stack(model_folder, CPU, torch.float32) as (_, stack), torch.no_grad():
-        ours = next_token_logits(stack, pack(docs))
+        ours = Passes(stack).next_token_logits(pack(docs))
         theirs = torch.stack([oracle(torch.tensor([ids])).logits[0, -1] for ids in docs])
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -401,7 +402,7 @@ def test_packed_documents_equal_separate_documents(model_folder: Path) -> None:
         assert packed.total == pytest.approx(sum(loss.total for loss in alone), rel=1e-6)
         # and no document sees another: changing one leaves the others' logits as they were
         changed = [docs[0], [(token + 1) % 50 for token in docs[1]], *docs[2:]]
-        before, after = next_token_logits(stack, pack(docs)), next_token_logits(stack, pack(changed))
+        before, after = (Passes(stack).next_token_logits(pack(x)) for x in (docs, changed))
     others = [0, *range(2, len(docs))]
     assert torch.equal(before[others], after[others])
     assert not torch.equal(before[1], after[1])

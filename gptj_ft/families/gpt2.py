@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gptj_ft.errors import DataError
 from gptj_ft.families import Family
-from gptj_ft.layers import PackedBatch, TiedLinear, attend
+from gptj_ft.layers import Linear, PackedBatch, TiedLinear, attend
 
 # "gelu" is the exact form, by the error function; OpenAI's models have the other.
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -169,7 +169,7 @@ class Head(nn.Module):
         self.lm_head: nn.Module = (
             TiedLinear((num_rows, width), "wte.weight")
             if config.tie_word_embeddings
-            else nn.Linear(width, num_rows, bias=False)
+            else Linear(width, num_rows, bias=False)
         )
 
     def forward(self, x_SD: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gptj_ft.errors import DataError
 from gptj_ft.families import Family
 from gptj_ft.families.gptj_names import CEREBRAS, MESH
-from gptj_ft.layers import PackedBatch, attend, rotate
+from gptj_ft.layers import Linear, PackedBatch, attend, rotate
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ class Attention(nn.Module):
     def __init__(self, config: GPTJConfig, index: int) -> None:
         super().__init__()
         self.num_heads, self.rotary_dim, self.index = config.n_head, config.rotary_dim, index
-        self.q_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.k_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.v_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.out_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.q_proj = Linear(config.n_embd, config.n_embd, bias=False)
+        self.k_proj = Linear(config.n_embd, config.n_embd, bias=False)
+        self.v_proj = Linear(config.n_embd, config.n_embd, bias=False)
+        self.out_proj = Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x_TD: Tensor, batch: PackedBatch) -> Tensor:
         q, k, v = (p(x_TD).unflatten(-1, (self.num_heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj))
@@ -100,8 +100,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTJConfig) -> None:
         super().__init__()
-        self.fc_in = nn.Linear(config.n_embd, config.d_inner)
-        self.fc_out = nn.Linear(config.d_inner, config.n_embd)
+        self.fc_in = Linear(config.n_embd, config.d_inner)
+        self.fc_out = Linear(config.d_inner, config.n_embd)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         out: Tensor = self.fc_out(F.gelu(self.fc_in(x_TD), approximate="tanh"))
@@ -129,7 +129,7 @@ class Head(nn.Module):
     def __init__(self, config: GPTJConfig) -> None:
         super().__init__()
         self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size)
+        self.lm_head = Linear(config.n_embd, config.vocab_size)
 
     def forward(self, x_SD: Tensor) -> Tensor:
         logits_SV: Tensor = self.lm_head(self.ln_f(x_SD)).float()

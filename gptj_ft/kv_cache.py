@@ -1,0 +1,168 @@
+"""Keys and values already computed, when a model writes.
+
+Rows that go on from one prompt (its beams) form a *tree* and share memory: the prompt is in it once, what the rows add
+lies side by side, and a mask says which of it each row has seen. So following the beams that survive moves no key.
+
+Axis letters: G trees, W rows of a tree, C new columns, L = W C queries of a tree, S slots, N heads, H head width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MORE_ROOM = 64  # slots, beyond what grows geometrically
+
+
+class KVCache:
+    """The keys and values of every layer; a pass over the layers either fills it with prompts or goes on from them.
+
+    A prompt that is shorter than the longest leaves its first slots unused, so that all trees grow at one slot.
+
+    Attributes:
+        num_slots: in use, of each tree.
+        lengths: tokens of each row, int64 [G W].
+    """
+
+    def __init__(self) -> None:
+        self.num_slots = 0
+        self.lengths = torch.empty(0, dtype=torch.int64)
+        self._width = 1
+        self._follows_beams = False
+        self._crowded = 0  # slots from which on it is worth to look for those that nobody sees
+        self._seen_GWS: Tensor | None = None  # none: every row sees every slot
+        self._mask: Tensor | None = None  # of this pass, added to the scores [G, 1, L, S]
+        self._begin = 0  # where the slots of this pass begin
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [G, N, slots that there is room for, H]
+
+    def begin(self, counts: Sequence[int], width: int, device: torch.device) -> None:
+        """Announce a pass over prompts, one to a tree.
+
+        Args:
+            counts: tokens of each prompt.
+            width: rows that will go on from each.
+            device: where the keys will be.
+        """
+        self.num_slots, self._width = max(counts), width
+        counts_G = torch.tensor(counts, device=device)
+        self.lengths = counts_G.repeat_interleave(width)
+        if min(counts) < self.num_slots:
+            slots = torch.arange(self.num_slots, device=device)
+            self._seen_GWS = (slots >= self.num_slots - counts_G[:, None])[:, None].repeat(1, width, 1)
+
+    def put(self, layer: int, k_TNH: Tensor, v_TNH: Tensor, cu_seqlens: Sequence[int]) -> None:
+        """Keep a layer's keys and values of the prompts."""
+        shape = (len(cu_seqlens) - 1, k_TNH.shape[1], self.num_slots + MORE_ROOM, k_TNH.shape[2])
+        kept = k_TNH.new_zeros(shape), v_TNH.new_zeros(shape)  # what no row sees has to be finite all the same
+        for tree, (start, end) in enumerate(pairwise(cu_seqlens)):
+            for all_GNSH, x_TNH in zip(kept, (k_TNH, v_TNH), strict=True):
+                all_GNSH[tree, :, self.num_slots - (end - start) : self.num_slots] = x_TNH[start:end].transpose(0, 1)
+        self._layers[layer] = kept
+
+    def go_on(self, columns: int, dtype: torch.dtype) -> Tensor:
+        """Announce a pass over the next tokens of every row; return their positions, int64 [rows, columns].
+
+        Args:
+            columns: tokens of each row.
+            dtype: of the attention's scores.
+        """
+        if self._width > 1 and (columns > 1 or not self._follows_beams):
+            self._part()
+        self._begin, size, device = self.num_slots, self._width * columns, self.lengths.device
+        self.num_slots += size
+        self._mask = None
+        if self._seen_GWS is not None or size > 1:
+            trees = len(self.lengths) // self._width
+            old_GLS = self._seen_GWS if self._seen_GWS is not None else _all((1, 1, self._begin), device)
+            new_LL = torch.eye(size, device=device).bool() if self._width > 1 else _all((size, size), device).tril()
+            seen_GLS = torch.cat((old_GLS.expand(trees, size, -1), new_LL.expand(trees, -1, -1)), dim=2)
+            scores = torch.zeros(seen_GLS.shape, dtype=dtype, device=device)
+            self._mask = scores.masked_fill_(~seen_GLS, -math.inf)[:, None]
+            if self._width > 1 or self._seen_GWS is not None:
+                self._seen_GWS = seen_GLS[:, -self._width :]
+        positions = self.lengths[:, None] + torch.arange(columns, device=device)
+        self.lengths = self.lengths + columns
+        return positions
+
+    def attend(self, layer: int, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, scale: float | None = None) -> Tensor:
+        """Attend from the tokens of the pass to what their rows have seen, themselves among it; [T, N, H]."""
+        trees = len(self.lengths) // self._width
+        q, k, v = (x.view(trees, -1, *x.shape[1:]).transpose(1, 2) for x in (q_TNH, k_TNH, v_TNH))
+        kept = self._with_room(layer)
+        for all_GNSH, new_GNLH in zip(kept, (k, v), strict=True):
+            all_GNSH[:, :, self._begin : self.num_slots] = new_GNLH
+        k, v = (x[:, :, : self.num_slots] for x in kept)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask, scale=scale)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    def select(self, rows: Tensor) -> None:
+        """Renumber: row ``i`` becomes what ``rows[i]`` was; others are forgotten (beams, finished rows)."""
+        width = self._width
+        trees = torch.arange(len(self.lengths), device=rows.device) // width
+        if width > 1 and len(rows) == len(trees) and torch.equal(rows // width, trees):
+            self._follows_beams = True
+            self.lengths = self.lengths[rows]
+            if self._seen_GWS is not None:
+                index = (rows % width).view(-1, width, 1).expand_as(self._seen_GWS)
+                self._seen_GWS = self._seen_GWS.gather(1, index)
+                self._forget_unseen(self._seen_GWS)
+            return
+        self._part()
+        self.lengths = self.lengths[rows]
+        self._seen_GWS = None if self._seen_GWS is None else self._seen_GWS[rows]
+        self._layers = {layer: (k[rows], v[rows]) for layer, (k, v) in self._layers.items()}
+
+    def crop(self, columns: int) -> None:
+        """Forget the newest tokens of every row."""
+        assert self._width == 1, "beams are not taken back"
+        self.num_slots -= columns
+        self.lengths = self.lengths - columns
+        if self._seen_GWS is not None:
+            self._seen_GWS = self._seen_GWS[:, :, : self.num_slots]
+
+    def _part(self) -> None:
+        """Give each row a tree of its own."""
+        width, self._width = self._width, 1
+        if width == 1:
+            return
+        self._layers = {
+            layer: (k.repeat_interleave(width, 0), v.repeat_interleave(width, 0))
+            for layer, (k, v) in self._layers.items()
+        }
+        self._seen_GWS = None if self._seen_GWS is None else self._seen_GWS.flatten(0, 1)[:, None]
+
+    def _with_room(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values, with room for the slots of this pass."""
+        kept = self._layers[layer]
+        missing = self.num_slots - kept[0].shape[2]
+        if missing > 0:
+            more = missing + MORE_ROOM + self.num_slots // 2
+            k, v = (F.pad(x, (0, 0, 0, more)) for x in kept)
+            self._layers[layer] = kept = (k, v)
+        return kept
+
+    def _forget_unseen(self, seen_GWS: Tensor) -> None:
+        """Drop slots that no row sees any more, when they are the larger part."""
+        if self.num_slots < self._crowded:
+            return
+        live_GS = seen_GWS.any(1)
+        count = int(live_GS.sum(1).max())
+        self._crowded = 2 * count + MORE_ROOM
+        if self.num_slots < self._crowded:
+            return
+        slots_GS = live_GS.sort(dim=1, descending=True, stable=True).indices[:, :count]
+        self._seen_GWS = seen_GWS.gather(2, slots_GS[:, None].expand(-1, seen_GWS.shape[1], -1))
+        self.num_slots = count
+        for layer, kept in self._layers.items():
+            index = slots_GS[:, None, :, None].expand(-1, kept[0].shape[1], -1, kept[0].shape[3])
+            k, v = (x.gather(2, index) for x in kept)
+            self._layers[layer] = (k, v)
+
+
+def _all(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.ones(shape, dtype=torch.bool, device=device)
