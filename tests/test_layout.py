@@ -30,7 +30,7 @@ ORDER = [
     ("movement",),
     ("optimizer", "deadline", "run", "checkpoint", "session", "keeping", "verify", "state"),
     ("guard", "trainer", "streamed_model", "decoding"),
-    ("finetune", "preparing", "evaluate", "generate", "runs", "export"),
+    ("finetune", "preparing", "evaluate", "generate", "runs", "inventory", "export"),
     ("report", "options"),
     ("commands",),
     ("cli",),

@@ -1,0 +1,50 @@
+"""`models`: what is in the home of models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gptj_ft.commands.terminal import print_json
+from gptj_ft.options import Json
+
+models_app = typer.Typer(help="The models that were downloaded and converted: list and remove them.")
+
+
+@models_app.callback(invoke_without_command=True)
+def models(context: typer.Context, as_json: Json = False) -> None:
+    """List the models: family, parameters, type, size, where each is from."""
+    if context.invoked_subcommand is not None:
+        return
+    from gptj_ft.home import models as home_of_models
+    from gptj_ft.inventory import describe, models_in_home
+
+    entries = models_in_home()
+    if as_json:
+        print_json({"folder": str(home_of_models()), "models": [entry.to_dict() for entry in entries]})
+    else:
+        print(describe(entries) if entries else f"no models in {home_of_models()}; `gptj-ft download` fetches GPT-J 6B")
+
+
+@models_app.command("remove")
+def remove_model(
+    name: Annotated[str, typer.Argument(help="as `gptj-ft models` shows it")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would go and stop")] = False,
+    force: Annotated[bool, typer.Option("--force", help="though a run was started from it")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove a model from the disk."""
+    from gptj_ft.inventory import find, remove, runs_that_need
+    from gptj_ft.machine import gigabytes
+
+    entry = find(name)
+    needed_by = [str(run.folder) for run in runs_that_need(Path(entry.folder))]
+    if not dry_run:
+        remove(entry, force)
+    if as_json:
+        print_json({"dry_run": dry_run, "needed_by": needed_by, **entry.to_dict()})
+        return
+    print(f"{entry.folder}: {gigabytes(entry.bytes)} {'would be' if dry_run else 'is'} freed")
+    print("".join(f"needed by {run}\n" for run in needed_by), end="")
