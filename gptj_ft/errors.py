@@ -8,6 +8,7 @@
     ├── NetworkError       exit 5
     │   ├── Unreachable    no answer from the Hub: no connection, or it is down
     │   └── NoSuchRevision
+    ├── GateError          exit 6   a score is not what --gate asks for
     ├── NotFinite          exit 1   a loss or a gradient that is no number
     └── Interrupted        exit 130 stopped on request, after a clean save
         └── OutOfTime      exit 7   stopped by --max-time, likewise: to be resumed by whoever set it
@@ -62,6 +63,12 @@ class Unreachable(NetworkError):
 
 class NoSuchRevision(NetworkError):
     """A repository without the branch, tag or commit that was asked for."""
+
+
+class GateError(GptjFtError):
+    """A score that is not what was asked for; all else went well."""
+
+    exit_code = 6
 
 
 class NotFinite(GptjFtError):

@@ -1,104 +1,282 @@
-"""Does it help? Loss, and scores of written answers, of a model and of the one it was tuned from, on the same rows."""
+"""Does it help? What a model makes of rows: its loss on them, and the answers that it gives or holds for likeliest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from gptj_ft import machine
-from gptj_ft.data.batches import Rows
-from gptj_ft.data.prepare import is_prepared, load_tokenizer, select
-from gptj_ft.decoding import StreamedModel, write_answers
-from gptj_ft.errors import UsageError
+from gptj_ft.data.batches import Document, Rows
+from gptj_ft.data.prepare import Prepared, is_prepared, load_tokenizer, select
+from gptj_ft.decoding import BATCH_TOKENS, StreamedModel, write_answers
+from gptj_ft.errors import NotFinite, UsageError
+from gptj_ft.families import Architecture
 from gptj_ft.home import find_model, is_model, models
 from gptj_ft.inputs import read_or_prepare
-from gptj_ft.metrics import perplexity, score
+from gptj_ft.journal import Journal
+from gptj_ft.likelihood import candidates, documents_of, log_likelihoods, losses, passes
+from gptj_ft.metrics import Figure, score
+from gptj_ft.metrics import rouge as rouge_metric
+from gptj_ft.metrics.figures import values
+from gptj_ft.metrics.language_model import RowLoss, language_model
+from gptj_ft.metrics.squad import unanswered
 from gptj_ft.model import reading_stack
 from gptj_ft.plan import device_cap
 from gptj_ft.rates import choose_dtype
 from gptj_ft.recipe import Recipe
 from gptj_ft.run import Run
 from gptj_ft.session import check_lengths
-from gptj_ft.trainer import validate
+from gptj_ft.stack import LayerStack
 from gptj_ft.tuning import read_tuning
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Progress = Callable[[int, int], None]  # called with (rows done, rows to do)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One model on some rows.
+    """One model on some rows, or the outputs of any system.
 
     Attributes:
-        model: its folder.
-        rows: how many were used.
-        target_tokens: tokens the loss is over.
-        loss: mean per target token.
-        perplexity: exp(loss).
-        scores: of the written answers, by name; x100.
-        answers: what it wrote, row by row.
+        model: its folder, or the file of outputs.
+        figures: its scores, loss and perplexities among them, by name.
+        places: of each row, its file and line.
+        answers: what it wrote, row by row; empty texts where nothing was to be written.
         references: what was accepted, row by row.
         notes: what to know about the figures.
+        target_tokens: tokens the loss is over; 0 if there is none.
     """
 
     model: str
-    rows: int
-    target_tokens: int
-    loss: float
-    perplexity: float
-    scores: dict[str, float]
+    figures: dict[str, Figure]
+    places: list[str]
     answers: list[str]
     references: list[list[str]]
     notes: tuple[str, ...] = ()
+    target_tokens: int = 0
 
-    def to_dict(self, texts: bool) -> dict[str, Any]:
-        """Return the figures for `--json`; texts only when asked for."""
-        return {key: value for key, value in self.__dict__.items() if texts or key not in ("answers", "references")}
+    @property
+    def rows(self) -> int:
+        return len(self.places)
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """Every score by name."""
+        return values(self.figures, self.rows)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Rows, as one model is asked about them.
+
+    Attributes:
+        documents: for the loss.
+        prompts: for answers.
+        references: what is accepted.
+        places: file and line.
+        facts: what tells these rows from others.
+        notes: what to know about them.
+    """
+
+    documents: list[Document]
+    prompts: list[list[int]]
+    references: list[list[str]]
+    places: list[str]
+    facts: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def make_task(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path, data: Path, limit: int | None) -> Task:
+    """Prepare rows for a model.
+
+    Raises:
+        UsageError, DataError: as `read_or_prepare`.
+    """
+    notes = []
+    if recipe.cut == "answer" and not is_prepared(data):
+        recipe = recipe.model_copy(update={"cut": "end"})  # who asks does not know where the answer is
+    prepared = read_or_prepare(recipe, tokenizer, folder, data)
+    report = prepared.report
+    if recipe.cut == "answer" and report.rows_cut:
+        notes.append(
+            f"{report.rows_cut:,} of these rows were shortened around their answers, which makes them easier "
+            "than what will be asked: name the file they come from with --data for figures without that"
+        )
+    notes += [f"{skips.count:,} rows were left out: {reason}" for reason, skips in report.rows_skipped.items()]
+    if limit is not None:
+        prepared = select(prepared, range(min(limit, len(prepared.rows))))
+    facts = {"data": report.data_sha256, "settings": report.settings_sha256, "tokenizer": report.tokenizer_sha256}
+    return _task(prepared, facts, tuple(notes))
+
+
+def _task(prepared: Prepared, facts: dict[str, Any], notes: tuple[str, ...]) -> Task:
+    rows, table = Rows.of(prepared.rows), prepared.rows
+    documents = [rows.row(index)[0] for index in range(len(rows))]
+    return Task(
+        documents=documents,
+        prompts=[list(rows.prompt(index)) for index in range(len(rows))],
+        references=[list(texts) for texts in table["references"]],
+        places=[f"{source}:{line}" for source, line in zip(table["source"], table["line"], strict=True)],
+        facts={**facts, "rows": len(rows), "tokens": sum(rows.lengths)},
+        notes=notes,
+    )
 
 
 def evaluate_model(
-    folder: Path, recipe: Recipe, data: Path, limit: int | None, progress: Callable[[int, int], None] | None = None
-) -> Evaluation:
-    """Measure a model on rows.
+    folder: Path, recipe: Recipe, data: Path, limit: int | None, progress: Progress | None = None
+) -> tuple[Evaluation, Journal]:
+    """Measure a model on rows; go on where an evaluation like this one was killed.
 
     Args:
         folder: the model folder.
         recipe: templates, metrics, generation settings, device.
         data: a file of rows, or prepared data.
         limit: use only the first rows.
-        progress: called with (answers written, answers to write).
+        progress: called with (rows done, rows to do), first for the losses, then for the answers.
+
+    Returns: the evaluation, and the journal to be closed when nothing can go wrong any more.
+
+    Raises:
+        NotFinite: a loss.
     """
     tokenizer = load_tokenizer(folder)
-    notes: tuple[str, ...] = ()
-    if recipe.cut == "answer" and not is_prepared(data):
-        recipe = recipe.model_copy(update={"cut": "end"})  # who asks does not know where the answer is
-    prepared = read_or_prepare(recipe, tokenizer, folder, data)
-    if recipe.cut == "answer" and prepared.report.rows_cut:
-        notes = (
-            f"{prepared.report.rows_cut:,} of these rows were shortened around their answers, which makes them easier "
-            "than what will be asked: name the file they come from with --data for figures without that",
-        )
-    if limit is not None:
-        prepared = select(prepared, range(min(limit, len(prepared.rows))))
-    rows, references = Rows.of(prepared.rows), [list(texts) for texts in prepared.rows["references"]]
+    task = make_task(recipe, tokenizer, folder, data, limit)
     device = machine.choose_device(recipe.device)
     dtype = choose_dtype(recipe.precision, device)
     cap = device_cap(recipe, device.type == "cpu")
+    journal = Journal({**task.facts, **facts_of(folder, recipe), "dtype": str(dtype), "device": device.type})
     with reading_stack(folder, device, dtype, recipe.weights, recipe.read_ahead, cap) as (architecture, stack):
         check_lengths(recipe, architecture)
-        loss = validate(stack, rows, recipe.micro_batch_tokens)
-        answers = [""] * len(rows)
-        if recipe.metrics:
+        inquiry = Inquiry(recipe, tokenizer, task, journal, progress)
+        rows = inquiry.losses(stack)
+        answers = inquiry.answers(architecture, stack)
+    figures = {**language_model(rows), **scores_of(recipe, answers, task.references)}
+    evaluation = Evaluation(
+        str(folder), figures, task.places, answers, task.references, task.notes, sum(row.targets for row in rows)
+    )
+    return with_warnings(evaluation, recipe), journal
+
+
+def facts_of(folder: Path, recipe: Recipe) -> dict[str, Any]:
+    """Return what, beside the rows, decides what a model makes of them."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    keys = {"metrics", "generation", "completion", "labels", "seed", "micro_batch_tokens"}
+    return {
+        "model": str(folder.resolve()),
+        "files": [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files],
+        "recipe": recipe.model_dump(mode="json", include=keys),
+        "torch": torch.__version__,
+    }
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """What is to be found out about a model, and what is known already.
+
+    Attributes:
+        recipe: metrics and generation settings.
+        tokenizer: of the model.
+        task: the rows.
+        journal: the findings so far.
+        progress: see `evaluate_model`.
+    """
+
+    recipe: Recipe
+    tokenizer: PreTrainedTokenizerFast
+    task: Task
+    journal: Journal
+    progress: Progress | None = None
+
+    def losses(self, stack: LayerStack) -> list[RowLoss]:
+        """Return the loss of each row.
+
+        Raises:
+            NotFinite: one of them.
+        """
+        known, task = self.journal.of("loss"), self.task
+        for rows in passes([len(document.ids) for document in task.documents]):
+            if not known.keys() >= set(rows):
+                documents = [task.documents[row] for row in rows]
+                found = losses(stack, self.tokenizer, documents, self.recipe.micro_batch_tokens)
+                for row, loss in zip(rows, found, strict=True):
+                    if not math.isfinite(loss.total):
+                        raise NotFinite(f"the loss of {task.places[row]} is not a finite number: the model is damaged")
+                self.journal.add("loss", {row: asdict(loss) for row, loss in zip(rows, found, strict=True)})
+            self._show(rows.stop)
+        return [RowLoss(**known[row]) for row in range(len(task.documents))]
+
+    def answers(self, architecture: Architecture, stack: LayerStack) -> list[str]:
+        """Return the answer to each row: of labels the likeliest, else what is written; nothing if no metric asks."""
+        recipe, prompts, known = self.recipe, self.task.prompts, self.journal.of("answer")
+        if not recipe.metrics:
+            return [""] * len(prompts)
+        labels = candidates(recipe, self.tokenizer)
+        if labels:
+            answers = list(labels.values())
+            sizes = [sum(map(len, documents_of(prompt, answers))) for prompt in prompts]
+            self._answer(passes(sizes), partial(self._choose, stack, labels))
+        else:
             model = StreamedModel(architecture, stack)
-            prompts = [list(rows.prompt(row)) for row in range(len(rows))]
-            for done, (row, text) in enumerate(write_answers(model, tokenizer, prompts, recipe.generation), 1):
-                answers[row] = text
-                if progress:
-                    progress(done, len(rows))
-    return Evaluation(
-        str(folder), len(rows), loss.num_targets, loss.mean, perplexity(loss.mean),
-        score(recipe.metrics, answers, references), answers, references, notes,
-    )  # fmt: skip
+            together = _writing_together(prompts, recipe.generation.max_new_tokens)
+            self._answer(together, partial(self._write, model))
+        return [known[row] for row in range(len(prompts))]
+
+    def _answer(self, groups: Iterable[Sequence[int]], find: Callable[[Sequence[int]], Sequence[str]]) -> None:
+        known = self.journal.of("answer")
+        for rows in groups:
+            if not known.keys() >= set(rows):
+                self.journal.add("answer", dict(zip(rows, find(rows), strict=True)))
+            self._show(len(known))
+
+    def _choose(self, stack: LayerStack, labels: Mapping[str, Sequence[int]], rows: Sequence[int]) -> list[str]:
+        prompts, answers = [self.task.prompts[row] for row in rows], list(labels.values())
+        found = log_likelihoods(stack, prompts, answers, self.recipe.micro_batch_tokens)
+        return [max(zip(each, labels, strict=True), key=itemgetter(0))[1] for each in found]
+
+    def _write(self, model: StreamedModel, rows: Sequence[int]) -> list[str]:
+        prompts = [self.task.prompts[row] for row in rows]
+        torch.manual_seed((self.recipe.seed * 1_000_003 + rows[0]) % 2**63)  # the same, whatever was known before
+        return [text for _, text in sorted(write_answers(model, self.tokenizer, prompts, self.recipe.generation))]
+
+    def _show(self, done: int) -> None:
+        if self.progress:
+            self.progress(done, len(self.task.documents))
+
+
+def _writing_together(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Iterator[list[int]]:
+    """Yield rows that are answered together: longest prompts first, so that those of like length are."""
+    order = sorted(range(len(prompts)), key=lambda row: (-len(prompts[row]), row))
+    while order:
+        count = max(1, BATCH_TOKENS // (len(prompts[order[0]]) + max_new_tokens))
+        yield order[:count]
+        order = order[count:]
+
+
+def scores_of(recipe: Recipe, answers: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Figure]:
+    """Return the recipe's scores of answers; where there is no answer, to say so is as good as to say nothing.
+
+    Raises:
+        DataError: a row without what a metric needs.
+    """
+    if "squad" in recipe.metrics:
+        answers = unanswered(answers, recipe.no_answer)
+        references = [unanswered(texts, recipe.no_answer) for texts in references]
+    return score(recipe.metrics, answers, references)
+
+
+def with_warnings(evaluation: Evaluation, recipe: Recipe) -> Evaluation:
+    """Add what makes scores unfit for these rows to the notes."""
+    warning = rouge_metric.warning(evaluation.references) if "rouge" in recipe.metrics else None
+    return replace(evaluation, notes=(*evaluation.notes, warning)) if warning else evaluation
 
 
 def choose_baseline(folder: Path, name: str) -> Path | None:

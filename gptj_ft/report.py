@@ -24,11 +24,9 @@ from gptj_ft.rates import PRECISIONS
 if TYPE_CHECKING:
     from gptj_ft.data.fixed_file import FixReport
     from gptj_ft.data.prepared import Prepared, Report
-    from gptj_ft.evaluate import Evaluation
     from gptj_ft.recipe import Recipe
     from gptj_ft.trainer import TrainResult
 
-SAMPLE_CHARACTERS = 300
 FILES_SHOWN = 3
 BUSY = 0.5  # average load of a core from which on what is measured is not to be trusted
 
@@ -226,33 +224,3 @@ def describe_best(run: str, best: Mapping[str, Any]) -> str:
         else "--keep best,last keeps that state, --export best exports it"
     )
     return f"the validation loss was lowest after {best['step']} steps, {best['validation_loss']:.4f}; {where}"
-
-
-def show_evaluation(console: Console, tuned: Evaluation, baseline: Evaluation | None) -> None:
-    """Show a model's figures, the baseline's beside them if there is one."""
-    table = Table(title=f"{tuned.rows:,} rows, {tuned.target_tokens:,} target tokens", title_justify="left")
-    table.add_column("")
-    for name in (*(["baseline"] if baseline else []), "model", *(["change"] if baseline else [])):
-        table.add_column(name, justify="right")
-    figures = {"loss": tuned.loss, "perplexity": tuned.perplexity, **tuned.scores}
-    before = {"loss": baseline.loss, "perplexity": baseline.perplexity, **baseline.scores} if baseline else {}
-    for name, value in figures.items():
-        cells = (
-            [f"{before[name]:,.2f}", f"{value:,.2f}", f"{value - before[name]:+,.2f}"] if before else [f"{value:,.2f}"]
-        )
-        table.add_row(name, *cells)
-    console.print(table)
-    for note in tuned.notes:
-        console.print(f"note: {note}", highlight=False, markup=False)
-
-
-def show_samples(console: Console, tuned: Evaluation, baseline: Evaluation | None, count: int) -> None:
-    """Show the first answers beside what was expected. Only for users who asked to see their texts."""
-    for row in range(min(count, tuned.rows)):
-        pairs = [("expected", " | ".join(tuned.references[row])), ("model", tuned.answers[row])]
-        if baseline:
-            pairs.insert(1, ("baseline", baseline.answers[row]))
-        console.print(f"\nrow {row + 1}")
-        for name, text in pairs:
-            shown = text if len(text) <= SAMPLE_CHARACTERS else text[:SAMPLE_CHARACTERS] + " ..."
-            console.print(f"  {name:9}", escape(shown), highlight=False)

@@ -286,23 +286,67 @@ def head_gradients(
 def target_chunks(head: Passage, batch: PackedBatch) -> Sequence[Tensor]:
     """Return the positions that carry a target, in chunks whose logits stay below `HEAD_CHUNK_BYTES`."""
     positions = (batch.targets_T != NO_TARGET).nonzero().squeeze(-1)
+    return torch.split(positions, _chunk_size(head)) if len(positions) else ()
+
+
+def _chunk_size(head: Passage) -> int:
     vocabulary = max(shape[0] for shape in head.layout.used_shapes.values() if len(shape) == 2)
-    return torch.split(positions, max(1, HEAD_CHUNK_BYTES // (4 * vocabulary))) if len(positions) else ()
+    return max(1, HEAD_CHUNK_BYTES // (4 * vocabulary))
 
 
 def evaluate_losses(stack: LayerStack, batches: Sequence[PackedBatch]) -> list[StepLoss]:
     """Return the loss of each batch; nothing is trained."""
+    return [
+        StepLoss(-float(found.log_probabilities_S.double().sum()), len(found.log_probabilities_S))
+        for found in score_tokens(stack, batches, [wanted_targets(batch) for batch in batches])
+    ]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Tokens that are asked about: which, and the position before each; a position may stand there several times."""
+
+    positions_S: Tensor
+    tokens_S: Tensor
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What a model makes of tokens: the logarithm of each one's probability, fp32, and whether none is likelier."""
+
+    log_probabilities_S: Tensor
+    is_likeliest_S: Tensor
+
+
+def wanted_targets(batch: PackedBatch) -> Wanted:
+    """Ask about the targets of a batch."""
+    positions = (batch.targets_T != NO_TARGET).nonzero().squeeze(-1)
+    return Wanted(positions, batch.targets_T[positions])
+
+
+def score_tokens(stack: LayerStack, batches: Sequence[PackedBatch], wanted: Sequence[Wanted]) -> list[TokenScores]:
+    """Return how likely each of some tokens is; no more logits exist at once than `HEAD_CHUNK_BYTES`.
+
+    Args:
+        stack: the model; nothing of it is trained.
+        batches: which share a pass over the weights.
+        wanted: what is asked about each batch.
+
+    Returns: the scores of each batch, on the CPU, in the order asked.
+    """
     hidden, head = _below_head(stack, batches)
-    parameters = head.parameters()
-    losses = []
-    for x_TD, batch in zip(hidden, batches, strict=True):
-        total = 0.0
-        with torch.no_grad():
-            for positions_S in target_chunks(head, batch):
+    parameters, size = head.parameters(), _chunk_size(head)
+    scores = []
+    for x_TD, asked in zip(hidden, wanted, strict=True):
+        log_probabilities, likeliest = [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]
+        for start in range(0, len(asked.positions_S), size):
+            positions_S, tokens_S = asked.positions_S[start : start + size], asked.tokens_S[start : start + size]
+            with torch.no_grad():
                 logits_SV = functional_call(head.module, parameters, (x_TD[positions_S],))
-                total += F.cross_entropy(logits_SV, batch.targets_T[positions_S], reduction="sum").item()
-        losses.append(StepLoss(total, batch.num_targets))
-    return losses
+                log_probabilities.append(-F.cross_entropy(logits_SV, tokens_S, reduction="none").cpu())
+                likeliest.append((logits_SV.argmax(-1) == tokens_S).cpu())
+        scores.append(TokenScores(torch.cat(log_probabilities), torch.cat(likeliest)))
+    return scores
 
 
 def _below_head(stack: LayerStack, batches: Sequence[PackedBatch]) -> tuple[list[Tensor], Passage]:

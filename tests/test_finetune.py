@@ -17,6 +17,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gptj_ft.metrics.language_model import NAMES
 from gptj_ft.run import Run
 
 TINY = "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 8 --set holdout=0.1"
@@ -465,8 +466,8 @@ def test_the_other_recipes_train_and_evaluate_on_the_examples(recipe: str, shell
     assert done.json["loss_after"] < done.json["loss_before"]
     done = shell("evaluate out --limit 3 --json")
     assert done.code == 0, done.err
-    expected = {"qa": {"exact_match", "f1"}, "continuous-pretraining": set()}[recipe]
-    assert set(done.json["model"]["scores"]) == expected
+    expected = {"qa": {"exact_match", "f1", "strict_match"}, "continuous-pretraining": set()}[recipe]
+    assert set(done.json["model"]["scores"]) == {*expected, *NAMES}
     if recipe == "qa":
         done = shell("generate --model out --json", "Who came?", "--field", "context=The vet came on Monday.")
         assert done.code == 0, done.err

@@ -1,4 +1,4 @@
-"""The commands that use a model: `evaluate` and `generate`."""
+"""The command that writes: `generate`."""
 
 from __future__ import annotations
 
@@ -9,53 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from gptj_ft.commands.terminal import as_tuple, bar, console_for, fetched_rows, print_json
+from gptj_ft.commands.terminal import as_tuple, console_for, print_json
 from gptj_ft.errors import UsageError
-from gptj_ft.options import Assignments, Config, Data, Device, Json, Offline, Precision, RecipeName, Seed, Weights
+from gptj_ft.options import Device, Json, Precision, Seed, Weights
 from gptj_ft.recipe import Resolved, resolve
-
-
-def evaluate(
-    model: Annotated[str | None, typer.Argument(help="model or run; default: the newest run")] = None,
-    data: Data = None,
-    recipe: RecipeName = None,
-    baseline: Annotated[
-        str, typer.Option("--baseline", help="model to compare with; auto: what it was tuned from; none")
-    ] = "auto",
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="use the first rows only")] = None,
-    show: Annotated[int, typer.Option("--show", min=0, help="print this many answers beside what was expected")] = 0,
-    device: Device = None,
-    precision: Precision = None,
-    weights: Weights = None,
-    config: Config = None,
-    assignments: Assignments = None,
-    offline: Offline = False,
-    as_json: Json = False,
-) -> None:
-    """Measure a model, and beside it the one it was tuned from: loss, perplexity and the recipe's scores."""
-    from gptj_ft.evaluate import choose_baseline, default_rows, evaluate_model
-    from gptj_ft.home import default_model, find_model
-    from gptj_ft.inputs import data_path
-    from gptj_ft.report import show_evaluation, show_samples
-
-    folder = find_model(model) if model else default_model("evaluate")
-    flags = {"recipe": recipe, "device": device, "precision": precision, "weights": weights}
-    options = for_model(folder, flags, config, assignments).recipe
-    rows = data_path(fetched_rows(data, offline, as_json)) if data else default_rows(folder)
-    other = choose_baseline(folder, baseline)
-    if other is None and baseline == "auto" and not as_json:
-        console_for().print("no baseline: what this model was tuned from is not there; --baseline names one")
-    with bar("baseline", not as_json and other is not None) as advance:
-        before = evaluate_model(other, options, rows, limit, advance) if other else None
-    with bar("model", not as_json) as advance:
-        after = evaluate_model(folder, options, rows, limit, advance)
-    if as_json:
-        texts = show > 0
-        print_json({"model": after.to_dict(texts), "baseline": before.to_dict(texts) if before else None})
-        return
-    console = console_for(stderr=False)
-    show_evaluation(console, after, before)
-    show_samples(console, after, before, show)
 
 
 def generate(

@@ -167,21 +167,26 @@ def micro_batches(
         budget_tokens: tokens computed at once.
         untrained: what else of each is not, as (start, end) pairs in one flat list.
     """
+    gaps = untrained or [()] * len(documents)
+    return [
+        pack([documents[i] for i in group], [prompt_lengths[i] for i in group], untrained=[gaps[i] for i in group])
+        for group in first_fit(list(map(len, documents)), budget_tokens)
+    ]
+
+
+def first_fit(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
+    """Return which documents, by their lengths, share a micro-batch; see `micro_batches`."""
     groups: list[list[int]] = []
     room: list[int] = []
-    for index in sorted(range(len(documents)), key=lambda index: (-len(documents[index]), index)):
-        length = len(documents[index])
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        length = lengths[index]
         group = next((group for group, tokens in enumerate(room) if tokens >= length), len(groups))
         if group == len(groups):
             groups.append([])
             room.append(budget_tokens)
         groups[group].append(index)
         room[group] -= length
-    gaps = untrained or [()] * len(documents)
-    return [
-        pack([documents[i] for i in group], [prompt_lengths[i] for i in group], untrained=[gaps[i] for i in group])
-        for group in sorted(map(sorted, groups))
-    ]
+    return sorted(map(sorted, groups))
 
 
 def apart(lengths: Sequence[int], length: int) -> list[list[Slice]]:

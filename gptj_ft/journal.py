@@ -1,0 +1,56 @@
+"""What an evaluation has found out so far, on disk: one that was killed goes on from there and ends with the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from gptj_ft.durable import append_text
+from gptj_ft.errors import ResourceError
+from gptj_ft.home import home
+
+
+class Journal:
+    """Findings by kind and row, in ``evaluations/`` in `home`, under a digest of all that they depend on.
+
+    They may hold texts that a model wrote, so the file is removed when the evaluation is done.
+
+    Args:
+        facts: everything that has a part in the findings; the same facts, the same file. JSON must hold them.
+    """
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        self.path = home() / "evaluations" / f"{digest[:32]}.jsonl"
+        self._found: dict[str, dict[int, Any]] = {}
+        if self.path.is_file():
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                try:
+                    kind, findings = json.loads(line)
+                except ValueError:  # cut short by a crash; what follows, another process has written
+                    continue
+                self._found.setdefault(kind, {}).update({int(row): value for row, value in findings.items()})
+
+    def of(self, kind: str) -> dict[int, Any]:
+        """Return the findings of a kind, by row."""
+        return self._found.setdefault(kind, {})
+
+    def add(self, kind: str, findings: Mapping[int, Any]) -> None:
+        """Note findings, durably.
+
+        Raises:
+            ResourceError: they cannot be written.
+        """
+        self.of(kind).update(findings)
+        line = json.dumps([kind, {str(row): value for row, value in findings.items()}])
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            append_text(self.path, f"\n{line}\n")  # on a line of its own, whatever a crash has left before it
+        except OSError as error:
+            raise ResourceError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Remove the file: all is known."""
+        self.path.unlink(missing_ok=True)

@@ -1,0 +1,151 @@
+"""What a model makes of texts that are there: the loss of each row, and how likely each of several answers is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from gptj_ft.costs import PASS_TOKENS
+from gptj_ft.data.batches import Document, first_fit
+from gptj_ft.data.placeholders import fields_of, render
+from gptj_ft.data.targets import stretches
+from gptj_ft.data.template import eos_of, tokenize
+from gptj_ft.layers import pack
+from gptj_ft.metrics.language_model import RowLoss
+from gptj_ft.recipe import Recipe
+from gptj_ft.stack import LayerStack
+from gptj_ft.streaming import TokenScores, Wanted, score_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+LABEL = "label"  # the field whose words the recipe's `labels` lists
+Asked = tuple[Sequence[int], Sequence[tuple[int, int]]]  # a document; of it, positions and the tokens asked for after
+
+
+def passes(sizes: Sequence[int]) -> Iterator[range]:
+    """Yield which rows share a pass over the weights: in order, as many as `PASS_TOKENS` allows, at least one.
+
+    Args:
+        sizes: tokens of each row.
+    """
+    start = tokens = 0
+    for row, size in enumerate(sizes):
+        if row > start and tokens + size > PASS_TOKENS:
+            yield range(start, row)
+            start, tokens = row, 0
+        tokens += size
+    if start < len(sizes):
+        yield range(start, len(sizes))
+
+
+def losses(
+    stack: LayerStack, tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document], budget_tokens: int
+) -> list[RowLoss]:
+    """Return the loss of each document; all of them share a pass over the weights.
+
+    Args:
+        stack: the model.
+        tokenizer: its tokenizer, for the words and bytes of the targets.
+        documents: each with at least one target.
+        budget_tokens: tokens computed at once.
+    """
+    targets = [_targets(document) for document in documents]
+    asked = [
+        (each.ids, [(at - 1, each.ids[at]) for span in spans for at in span])
+        for each, spans in zip(documents, targets, strict=True)
+    ]
+    found = []
+    for each, spans, scores in zip(documents, targets, _ask(stack, asked, budget_tokens), strict=True):
+        texts = [tokenizer.decode(each.ids[span.start : span.stop], skip_special_tokens=True) for span in spans]
+        found.append(
+            RowLoss(
+                total=-math.fsum(scores.log_probabilities_S.tolist()),
+                targets=len(scores.log_probabilities_S),
+                right=int(scores.is_likeliest_S.sum()),
+                words=sum(len(text.split()) for text in texts),
+                bytes=sum(len(text.encode(errors="replace")) for text in texts),
+            )
+        )
+    return found
+
+
+def candidates(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> dict[str, list[int]]:
+    """Return the answers that a recipe of labels allows, as text and as tokens; none if it allows others.
+
+    The words alone are compared, as GPT-3's authors did (https://arxiv.org/abs/2005.14165, 2.4). EOS counts only where
+    one label's tokens begin another's, which could never be as likely as its own beginning.
+    """
+    if "accuracy" not in recipe.metrics or not recipe.labels or fields_of(recipe.completion) != (LABEL,):
+        return {}
+    texts = dict.fromkeys(render(recipe.completion, {LABEL: word}) for word in recipe.labels.values())
+    tokens = tokenize(tokenizer, list(texts))
+    if any(one is not other and other[: len(one)] == one for one in tokens for other in tokens):
+        tokens = [[*each, eos_of(tokenizer)] for each in tokens]
+    return {text.strip(): ids for text, ids in zip(texts, tokens, strict=True)}
+
+
+def documents_of(prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the fewest documents that have what comes before each token of each answer; the prompt, if that is all."""
+    beginnings = {tuple(answer[:-1]) for answer in answers}
+    longest = [
+        each for each in beginnings if not any(each != other and other[: len(each)] == each for other in beginnings)
+    ]
+    return [[*prompt, *each] for each in sorted(longest)]
+
+
+def log_likelihoods(
+    stack: LayerStack, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], budget_tokens: int
+) -> list[list[float]]:
+    """Return the logarithm of each answer's probability after each prompt; all of them share a pass over the weights.
+
+    Args:
+        stack: the model.
+        prompts: token ids of each, none empty.
+        answers: token ids of each; the same for all prompts.
+        budget_tokens: tokens computed at once.
+    """
+    asked: list[Asked] = []
+    places = []  # of each answer after each prompt: its document and where its first score is
+    for prompt in prompts:
+        documents = documents_of(prompt, answers)
+        queries: list[list[tuple[int, int]]] = [[] for _ in documents]
+        for answer in answers:
+            begins = [*prompt, *answer[:-1]]
+            own = next(n for n, document in enumerate(documents) if document[: len(begins)] == begins)
+            places.append((len(asked) + own, len(queries[own]), len(answer)))
+            queries[own] += [(len(prompt) - 1 + at, token) for at, token in enumerate(answer)]
+        asked += zip(documents, queries, strict=True)
+    scores = _ask(stack, asked, budget_tokens)
+    sums = [math.fsum(scores[n].log_probabilities_S[first : first + count].tolist()) for n, first, count in places]
+    return [sums[start : start + len(answers)] for start in range(0, len(sums), len(answers))]
+
+
+def _targets(document: Document) -> list[range]:
+    """Return which tokens are targets, stretch by stretch; the first never is, as nothing predicts it."""
+    row = {"input_ids": document.ids, "prompt_length": document.prompt_length, "untrained": document.untrained}
+    spans = [range(max(start, 1), end) for start, end in list(pairwise(stretches(row)))[1::2]]
+    return [span for span in spans if span]
+
+
+def _ask(stack: LayerStack, asked: Sequence[Asked], budget_tokens: int) -> list[TokenScores]:
+    """Return the scores of what is asked about each document, in one pass over the weights."""
+    groups = first_fit([len(ids) for ids, _ in asked], budget_tokens)
+    batches, wanted = [], []
+    for group in groups:
+        batch = pack([asked[index][0] for index in group])
+        starts = zip(batch.cu_seqlens, group, strict=False)
+        queries = [(start + at, token) for start, index in starts for at, token in asked[index][1]]
+        positions_S, tokens_S = torch.tensor(queries, dtype=torch.int64).reshape(-1, 2).to(stack.device).unbind(1)
+        batches.append(batch.to(stack.device))
+        wanted.append(Wanted(positions_S, tokens_S))
+    found: dict[int, TokenScores] = {}
+    for group, scores in zip(groups, score_tokens(stack, batches, wanted), strict=True):
+        ends = list(accumulate((len(asked[index][1]) for index in group), initial=0))
+        for index, (start, end) in zip(group, pairwise(ends), strict=True):
+            found[index] = TokenScores(scores.log_probabilities_S[start:end], scores.is_likeliest_S[start:end])
+    return [found[index] for index in range(len(asked))]

@@ -1,0 +1,126 @@
+"""A score as a function of how often each row counts: one formula gives the score, its interval, and that of any part.
+
+Axis letters: N rows, B samples of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float64]
+
+
+class Figure(Protocol):
+    """A score of N rows."""
+
+    def over(self, weights_BN: Vector) -> Vector:
+        """Return its value for each sample, in which row ``n`` stands ``weights_BN[b, n]`` times; [B]."""
+
+    @property
+    def rows_N(self) -> Vector | None:
+        """Its value for each row alone; ``None`` if it says nothing of one row."""
+
+
+def value(figure: Figure, num_rows: int) -> float:
+    """Return the score of all rows."""
+    return float(figure.over(np.ones((1, num_rows)))[0])
+
+
+def same(values: Vector) -> Vector:
+    """Return what is given."""
+    return values
+
+
+def percent(values: Vector) -> Vector:
+    """Return values times 100."""
+    return 100.0 * values
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A sum over the rows divided by another: means, micro-averages, perplexities.
+
+    Attributes:
+        above_N: what is summed.
+        below_N: what that is divided by.
+        finish: what follows.
+        empty: the value where the divisor is 0, before ``finish``.
+    """
+
+    above_N: Vector
+    below_N: Vector
+    finish: Callable[[Vector], Vector] = same
+    empty: float = np.nan
+
+    def over(self, weights_BN: Vector) -> Vector:
+        return self._quotient(weights_BN @ self.above_N, weights_BN @ self.below_N)
+
+    @property
+    def rows_N(self) -> Vector | None:
+        return self._quotient(self.above_N, self.below_N)
+
+    def _quotient(self, above: Vector, below: Vector) -> Vector:
+        quotient = np.full(below.shape, self.empty)
+        np.divide(above, below, out=quotient, where=below != 0)
+        with np.errstate(over="ignore"):  # a perplexity beyond what a float holds is infinite
+            return self.finish(quotient)
+
+
+def mean(values: Sequence[float], of: Sequence[bool] | None = None) -> Ratio:
+    """Return the mean over rows, or over some of them."""
+    values_N = np.asarray(values, dtype=np.float64)
+    counted_N = np.ones_like(values_N) if of is None else np.asarray(of, dtype=np.float64)
+    return Ratio(values_N * counted_N, counted_N)
+
+
+@dataclass(frozen=True)
+class MacroF1:
+    """F1 of each label, averaged over the labels that rows have; times 100.
+
+    F1 of a label is 2 tp / (2 tp + fp + fn). An answer that is no row's label lowers the F1 of the row's label only
+    (scikit-learn's ``f1_score(average="macro", labels=those of y_true)``).
+
+    Attributes:
+        labels: of each row.
+        answers: of each row.
+    """
+
+    labels: Sequence[str]
+    answers: Sequence[str]
+    rows_N: Vector | None = None
+
+    def over(self, weights_BN: Vector) -> Vector:
+        labels_N, answers_N = self._codes
+        num_labels = int(labels_N.max()) + 1
+
+        def counts(codes_N: NDArray[np.int64], chosen_N: NDArray[np.bool_]) -> Vector:
+            codes, weights = codes_N[chosen_N], weights_BN[:, chosen_N]
+            return np.stack([np.bincount(codes, each, num_labels) for each in weights]).astype(np.float64)
+
+        right_BL = counts(labels_N, labels_N == answers_N)
+        of_label_BL = counts(labels_N, np.ones_like(labels_N, dtype=np.bool_))
+        of_answer_BL = counts(answers_N, answers_N < num_labels)
+        there = of_label_BL > 0
+        # tp + fn are the rows of a label, tp + fp the rows that were given it.
+        f1_BL = np.divide(2 * right_BL, of_label_BL + of_answer_BL, out=np.zeros_like(right_BL), where=there)
+        num_there = there.sum(-1)
+        mean_B: Vector = np.full(len(f1_BL), np.nan)
+        np.divide(100.0 * f1_BL.sum(-1), num_there, out=mean_B, where=num_there > 0)
+        return mean_B
+
+    @cached_property
+    def _codes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        codes = {label: code for code, label in enumerate(dict.fromkeys(self.labels))}
+        labels = [codes[label] for label in self.labels]
+        return np.asarray(labels), np.asarray([codes.get(answer, len(codes)) for answer in self.answers])
+
+
+def values(figures: Mapping[str, Figure], num_rows: int) -> dict[str, float]:
+    """Return the score of all rows, by name."""
+    return {name: value(figure, num_rows) for name, figure in figures.items()}
