@@ -68,7 +68,7 @@ def losses(
                 targets=len(scores.log_probabilities_S),
                 right=int(scores.is_likeliest_S.sum()),
                 words=sum(len(text.split()) for text in texts),
-                bytes=sum(len(text.encode(errors="replace")) for text in texts),
+                bytes=_num_bytes(tokenizer, [each.ids[at] for span in spans for at in span]),
             )
         )
     return found
@@ -130,6 +130,15 @@ def _targets(document: Document) -> list[range]:
     row = {"input_ids": document.ids, "prompt_length": document.prompt_length, "untrained": document.untrained}
     spans = [range(max(start, 1), end) for start, end in list(pairwise(stretches(row)))[1::2]]
     return [span for span in spans if span]
+
+
+def _num_bytes(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> int:
+    """Count the bytes that tokens stand for; decoded, half a character would count as another.
+
+    The tokenizers of GPT-2 and GPT-J write a token with a character for each of its bytes.
+    """
+    special = set(tokenizer.all_special_ids)
+    return sum(map(len, tokenizer.convert_ids_to_tokens([each for each in ids if each not in special])))
 
 
 def _ask(stack: LayerStack, asked: Sequence[Asked], budget_tokens: int) -> list[TokenScores]:
