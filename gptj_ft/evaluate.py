@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -15,7 +15,7 @@ import torch
 from gptj_ft import machine
 from gptj_ft.data.batches import Document, Rows
 from gptj_ft.data.prepare import Prepared, is_prepared, load_tokenizer, select
-from gptj_ft.decoding import BATCH_TOKENS, StreamedModel, write_answers
+from gptj_ft.decoding import StreamedModel, batches_by_length, write_answers
 from gptj_ft.errors import NotFinite, UsageError
 from gptj_ft.families import Architecture
 from gptj_ft.home import find_model, is_model, models
@@ -226,7 +226,7 @@ class Inquiry:
             self._answer(passes(sizes), partial(self._choose, stack, labels))
         else:
             model = StreamedModel(architecture, stack)
-            together = _writing_together(prompts, recipe.generation.max_new_tokens)
+            together = batches_by_length([len(prompt) for prompt in prompts], recipe.generation)
             self._answer(together, partial(self._write, model))
         return [known[row] for row in range(len(prompts))]
 
@@ -250,15 +250,6 @@ class Inquiry:
     def _show(self, done: int) -> None:
         if self.progress:
             self.progress(done, len(self.task.documents))
-
-
-def _writing_together(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Iterator[list[int]]:
-    """Yield rows that are answered together: longest prompts first, so that those of like length are."""
-    order = sorted(range(len(prompts)), key=lambda row: (-len(prompts[row]), row))
-    while order:
-        count = max(1, BATCH_TOKENS // (len(prompts[order[0]]) + max_new_tokens))
-        yield order[:count]
-        order = order[count:]
 
 
 def scores_of(recipe: Recipe, answers: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Figure]:

@@ -11,7 +11,7 @@ import torch
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gptj_ft import evaluate, likelihood, streaming
+from gptj_ft import decoding, evaluate, likelihood, streaming
 from gptj_ft.data.batches import Document
 from gptj_ft.data.tokenizer import load_tokenizer
 from gptj_ft.home import home
@@ -214,7 +214,7 @@ def test_an_evaluation_that_was_killed_goes_on_and_ends_with_the_same_figures(
 ) -> None:
     write("notes.jsonl", notes(9))
     line = f"evaluate {folder} {OPTIONS} --data notes.jsonl --set generation.temperature={temperature} --show 9 --json"
-    monkeypatch.setattr(evaluate, "BATCH_TOKENS", 100)  # so that some rows are answered before others
+    monkeypatch.setattr(decoding, "BATCH_TOKENS", 100)  # so that some rows are answered before others
     monkeypatch.setattr(likelihood, "PASS_TOKENS", 100)
     whole = shell(line).json
     calls, original, original_losses = [], evaluate.write_answers, evaluate.losses
