@@ -17,7 +17,7 @@ from gptj_ft.demand import Load
 from gptj_ft.durable import sync_path, sync_tree
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.families import read_architecture
-from gptj_ft.home import is_model
+from gptj_ft.home import TINY_MODELS, is_model
 from gptj_ft.inputs import choose_model, gather
 from gptj_ft.keeping import check_keep, find_checkpoint, go_back
 from gptj_ft.lock import LOCK, locked
@@ -192,7 +192,7 @@ def forecast(resolved: Resolved, measure_again: bool = False) -> Plan:
         rates(device, choose_folder(recipe), again=True)
     if recipe.data is not None:
         return fresh(resolved).session.plan
-    if recipe.model == "tiny":
+    if recipe.model in TINY_MODELS:
         raise UsageError("the tiny model is made from the rows: add --data FILE")
     architecture = read_architecture(choose_model(recipe, Path()))
     dtype = choose_dtype(recipe.precision, device)

@@ -11,6 +11,7 @@ from gptj_ft.errors import UsageError, did_you_mean
 DEFAULT_REPOSITORY = "EleutherAI/gpt-j-6b"
 DEFAULTS = (DEFAULT_REPOSITORY, f"{DEFAULT_REPOSITORY}-fp16")  # as `download --variant fp16` calls its folder
 RUNS = Path("runs")
+TINY_MODELS = {"tiny": "gptj", "tiny-gpt2": "gpt2"}  # made from the rows of a run; name -> ``model_type``
 # What a tokenizer may consist of, in Hugging Face's form.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -73,7 +74,7 @@ def find_model(name: str) -> Path:
     if given.is_dir():
         raise UsageError(f"{given} is not a model folder: it has no config.json")
     known = [path.name for path in models().glob("*") if is_model(path)] if models().is_dir() else []
-    hint = did_you_mean(name, [*known, "tiny"])
+    hint = did_you_mean(name, [*known, *TINY_MODELS])
     download = f"; to fetch it from the Hub type `gptj-ft download {name}`" if name.count("/") == 1 else ""
     raise UsageError(f"no model '{name}': neither a folder nor a model in {models()}{hint}{download}")
 

@@ -14,14 +14,12 @@ from gptj_ft.data.prepared import Skips
 from gptj_ft.data.records import Findings, read_rows, sha256_of
 from gptj_ft.errors import UsageError
 from gptj_ft.families import read_architecture
-from gptj_ft.home import downloaded_model, find_model, is_model, models
+from gptj_ft.home import TINY_MODELS, downloaded_model, find_model, is_model, models
 from gptj_ft.recipe import Recipe
 from gptj_ft.tiny import make_tiny
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-TINY = "tiny"
 
 
 @dataclass(frozen=True)
@@ -80,12 +78,12 @@ def data_path(data: str | None) -> Path:
 
 
 def choose_model(recipe: Recipe, source: Path) -> Path:
-    """Return the folder of the model to start from: the one named, else the downloaded one; ``tiny`` is made here.
+    """Return the folder of the model to start from: the one named, else the downloaded one; a tiny one is made here.
 
     Raises:
         UsageError: there is none; says what to type.
     """
-    if recipe.model == TINY:
+    if recipe.model in TINY_MODELS:
         return tiny_model(recipe, source)
     if recipe.model is not None:
         return find_model(recipe.model)
@@ -101,18 +99,19 @@ def tiny_model(recipe: Recipe, source: Path) -> Path:
     Raises:
         UsageError: the rows are prepared and the model they were prepared for is gone.
     """
-    prepared = is_prepared(source)
+    name, prepared = recipe.model or "tiny", is_prepared(source)
     digest = load(source).report.data_sha256 if prepared else sha256_of(source)
-    folder = models() / f"{TINY}-{digest[:12]}-{recipe.seed}"
+    folder = models() / f"{name}-{digest[:12]}-{recipe.seed}"
     if not is_model(folder):
         if prepared:
             raise UsageError(
-                f"{source} was prepared for another model than {folder}: prepare it again with --model tiny"
+                f"{source} was prepared for another model than {folder}: prepare it again with --model {name}"
             )
         findings = Findings(recipe.max_bad_rows)
         rows = read_rows(source, findings, recipe.documents, recipe.quotes)
         values = (value for row in rows for value in row.values.values())
-        make_tiny(folder, (value for value in values if isinstance(value, str)), recipe.seed)
+        texts = (value for value in values if isinstance(value, str))
+        make_tiny(folder, texts, recipe.seed, model_type=TINY_MODELS[name])
     return folder
 
 

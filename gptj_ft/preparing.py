@@ -16,7 +16,8 @@ from gptj_ft.data.prepare import Prepared, is_prepared, load_tokenizer, save
 from gptj_ft.data.report_file import check_report_path, examples_of, facts_of, write_report
 from gptj_ft.errors import UsageError
 from gptj_ft.families import read_architecture
-from gptj_ft.inputs import TINY, choose_model, data_path
+from gptj_ft.home import TINY_MODELS
+from gptj_ft.inputs import choose_model, data_path
 from gptj_ft.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def prepare_rows(recipe: Recipe, targets: Targets, bar: Bar) -> Preparation:
     source = data_path(recipe.data)
     if is_prepared(source):
         raise UsageError(f"{source} is prepared already: give it to `gptj-ft finetune --data`")
-    if recipe.model != TINY:
+    if recipe.model not in TINY_MODELS:
         choose_model(recipe, source)  # that there is none is said before anything is written
     fixes = None
     if targets.fixed is not None:

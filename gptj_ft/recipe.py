@@ -178,7 +178,7 @@ class Recipe(Options):
     source: str = Field("", description="where its hyper-parameters come from")
 
     # What on
-    model: str | None = Field(None, description="model folder, name of a downloaded model, or 'tiny'")
+    model: str | None = Field(None, description="model folder, name of a downloaded model, 'tiny' or 'tiny-gpt2'")
     data: str | None = Field(
         None,
         description="training rows: a file (jsonl, json, csv, tsv, parquet, txt), folder or pattern; or prepared; "

@@ -1,4 +1,4 @@
-"""A small random GPT-J with a tokenizer of its own, made on the spot: everything but the size is the real thing.
+"""A small random model with a tokenizer of its own, made on the spot: everything but the size is the real thing.
 
 For demonstrations and tests: nothing is downloaded, and the same texts and seed give the same bytes.
 """
@@ -23,16 +23,34 @@ SIZES: Mapping[str, int | float] = {
     "n_embd": 96,
     "n_layer": 2,
     "n_head": 4,
-    "rotary_dim": 12,
     "n_positions": 2048,
     "initializer_range": 0.05,
+}
+# What else the config of a family says: as GPT-J's, and as those of Cerebras-GPT.
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "gptj": {
+        "rotary_dim": 12,
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": False,
+    },
+    "gpt2": {
+        "activation_function": "gelu",
+        "scale_attn_weights": True,
+        "tie_word_embeddings": True,
+    },
 }
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_MULTIPLE = 64  # GPT-J, too, has more rows (50400) than tokens (50257)
 
 
 def make_tiny(
-    folder: Path, texts: Iterable[str], seed: int, *, vocab_target: int = VOCAB_TARGET, **sizes: int | float
+    folder: Path,
+    texts: Iterable[str],
+    seed: int,
+    *,
+    model_type: str = "gptj",
+    vocab_target: int = VOCAB_TARGET,
+    **sizes: int | float,
 ) -> Path:
     """Write a model folder with random fp32 weights and a byte-level BPE tokenizer learned from texts.
 
@@ -40,6 +58,7 @@ def make_tiny(
         folder: where to; it must not exist.
         texts: what the tokenizer learns from; one short text is enough, for any byte can be written in any case.
         seed: of the weights.
+        model_type: the family, one of `FAMILIES`.
         vocab_target: tokens at most; 257 at least, the bytes and ``<|endoftext|>``.
         sizes: fields of ``config.json`` that shall differ from `SIZES`.
 
@@ -50,8 +69,8 @@ def make_tiny(
         ResourceError: the disk is full.
     """
     tokenizer = train_tokenizer(texts, vocab_target)
-    raw = _config(tokenizer, {**SIZES, **sizes})
-    family = families()["gptj"]
+    raw = _config(tokenizer, {"model_type": model_type, **FAMILIES[model_type], **SIZES, **sizes})
+    family = families()[model_type]
     architecture = Architecture(family, family.read_config(raw), raw)
     with tempfile.TemporaryDirectory() as temporary:
         _save_tokenizer(Path(temporary), tokenizer, int(raw["n_positions"]))
@@ -77,21 +96,17 @@ def train_tokenizer(texts: Iterable[str], vocab_target: int) -> Tokenizer:
     return tokenizer
 
 
-def _config(tokenizer: Tokenizer, sizes: Mapping[str, int | float]) -> dict[str, Any]:
+def _config(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> dict[str, Any]:
     end = tokenizer.token_to_id(END_OF_TEXT)
     num_tokens = tokenizer.get_vocab_size()
     return {
-        "architectures": ["GPTJForCausalLM"],
-        "model_type": "gptj",
         "n_inner": None,
-        **sizes,
+        **fields,
         "vocab_size": -(-num_tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
-        "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
         "attn_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "resid_pdrop": 0.0,
-        "tie_word_embeddings": False,
         "bos_token_id": end,
         "eos_token_id": end,
         "use_cache": True,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import random_gpt2
 from lossy_disk import LossyDisk
 from small_run import Power, PowerCut, assert_same_weights, new_run, small_session, train, weights_of
 
@@ -77,6 +78,19 @@ def test_a_power_cut_where_updates_are_kept_in_backward_loses_nothing_either(
     shutil.rmtree(tmp_path / "run")
     for last in range(3, total, stride):
         check(late, straight, tmp_path, [last])
+
+
+@pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_power_cut_where_two_layers_share_a_tensor_loses_nothing_either(stride: int, tmp_path: Path) -> None:
+    random_gpt2(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2).save_pretrained(tmp_path)
+    session = small_session(tmp_path)
+    train(session, run := new_run(tmp_path))
+    straight = weights_of(run.model)
+    shutil.rmtree(run.folder)
+    total = count_operations(session, tmp_path)
+    shutil.rmtree(run.folder)
+    for last in range(5, total, stride):
+        check(session, straight, tmp_path, [last])
 
 
 @pytest.mark.slow

@@ -34,12 +34,15 @@ def assert_same_weights(a: Path, b: Path) -> None:
         assert torch.equal(tensor, theirs[name]), name
 
 
-def test_the_six_commands_end_to_end(shell, rows_file: Path, own_home: Path, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("tiny", ["tiny", "tiny-gpt2"])
+def test_the_six_commands_end_to_end(
+    tiny: str, shell, rows_file: Path, own_home: Path, tmp_path: Path, monkeypatch
+) -> None:
     from gptj_ft.inputs import tiny_model
     from gptj_ft.recipe import Recipe
 
     # A tiny model stands on a server that speaks the Hub's protocol, as EleutherAI/gpt-j-6b.
-    published = tiny_model(Recipe(), rows_file)
+    published = tiny_model(Recipe(model=tiny), rows_file)
     published = published.rename(tmp_path / "published")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with serve(published) as server:
@@ -138,12 +141,15 @@ def timeless(lines: list[dict[str, object]]) -> list[dict[str, object]]:
     return [{key: value for key, value in line.items() if key in numbers} for line in lines]
 
 
-@pytest.mark.parametrize("place", ["device", "host", "disk"])
-@pytest.mark.parametrize("clip", ["1.0", "null"])
+@pytest.mark.parametrize(
+    ("model", "place", "clip"),
+    [("tiny", place, clip) for place in ("device", "host", "disk") for clip in ("1.0", "null")]
+    + [("tiny-gpt2", "disk", "1.0"), ("tiny-gpt2", "host", "null")],
+)
 def test_stopping_and_resuming_equals_a_straight_run_to_the_bit(
-    place: str, clip: str, shell, rows_file: Path, monkeypatch
+    model: str, place: str, clip: str, shell, rows_file: Path, monkeypatch
 ) -> None:
-    options = f"{TINY} --epochs 2 --set clip_norm={clip} --weights {place} --optimizer-state {place}"
+    options = f"{TINY} --model {model} --epochs 2 --set clip_norm={clip} --weights {place} --optimizer-state {place}"
     assert shell(f"{options} --output straight").code == 0
 
     from gptj_ft import trainer

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gptj_ft.errors import UsageError
 from gptj_ft.families import read_architecture
 from gptj_ft.formats.huggingface import check, open_checkpoint
-from gptj_ft.tiny import SIZES, make_tiny
+from gptj_ft.tiny import FAMILIES, SIZES, make_tiny
 
 TEXTS = ["The clinic opens at eight. The nurse called the patient twice, and the patient called back.\n"] * 3
 SMALL = {"n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4}
@@ -47,11 +47,12 @@ def test_texts_and_seed_decide_every_byte_in_any_process(tmp_path: Path) -> None
     assert digest(tmp_path / "here") != digest(tmp_path / "other")
 
 
-def test_transformers_opens_model_and_tokenizer(tmp_path: Path) -> None:
-    folder = make_tiny(tmp_path / "tiny", TEXTS, 0)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_opens_model_and_tokenizer(tmp_path: Path, family: str) -> None:
+    folder = make_tiny(tmp_path / "tiny", TEXTS, 0, model_type=family)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert type(model).__name__ == "GPTJForCausalLM"
-    assert all(getattr(model.config, name) == value for name, value in SIZES.items())
+    expected = {"architectures": [type(model).__name__], **FAMILIES[family], **SIZES}
+    assert all(getattr(model.config, name) == value for name, value in expected.items())
     assert tokenizer.eos_token == tokenizer.bos_token == "<|endoftext|>"
     assert tokenizer.eos_token_id == tokenizer.bos_token_id == model.config.eos_token_id
     assert tokenizer.model_max_length == SIZES["n_positions"]
@@ -86,8 +87,9 @@ def test_the_tokenizer_stops_at_its_target(tmp_path: Path) -> None:
     assert len(AutoTokenizer.from_pretrained(folder)) == 300
 
 
-def test_weights_start_as_those_of_transformers(tmp_path: Path) -> None:
-    folder = make_tiny(tmp_path / "tiny", TEXTS, 0, initializer_range=0.1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_start_as_those_of_transformers(tmp_path: Path, family: str) -> None:
+    folder = make_tiny(tmp_path / "tiny", TEXTS, 0, model_type=family, initializer_range=0.1)
     with open_checkpoint(folder) as checkpoint:
         assert check(read_architecture(folder), checkpoint) == []
         for name in checkpoint.names:

@@ -44,6 +44,7 @@ class Family:
 
     Attributes:
         model_type: Hugging Face's name for it.
+        class_name: of `transformers`' causal language model, for ``architectures`` in ``config.json``.
         read_config: ``config.json`` as a dictionary -> the family's config; refuses what would compute something else.
         build_layers: config -> the layers, ``Embed``, the blocks, ``Head``, on the ``meta`` device.
         keys: Hugging Face's tensor name -> its home; ``{}`` stands for the block number; ``None`` is dropped on
@@ -53,6 +54,7 @@ class Family:
     """
 
     model_type: str
+    class_name: str
     read_config: Callable[[Mapping[str, Any]], Any]
     build_layers: Callable[[Any], list[nn.Module]]
     keys: Mapping[str, Home | None]

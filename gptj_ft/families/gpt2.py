@@ -185,6 +185,7 @@ def build_layers(config: GPT2Config) -> list[nn.Module]:
 
 FAMILY = Family(
     model_type="gpt2",
+    class_name="GPT2LMHeadModel",
     read_config=read_config,
     build_layers=build_layers,
     keys={

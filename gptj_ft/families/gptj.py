@@ -144,6 +144,7 @@ def build_layers(config: GPTJConfig) -> list[nn.Module]:
 
 FAMILY = Family(
     model_type="gptj",
+    class_name="GPTJForCausalLM",
     read_config=read_config,
     build_layers=build_layers,
     keys={

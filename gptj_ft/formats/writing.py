@@ -132,7 +132,8 @@ def write_companions(
     # transformers 5 reads `dtype`, version 4 `torch_dtype`. Last, for a folder without config.json is no model.
     name = str(stored).removeprefix("torch.")
     raw = {key: value for key, value in architecture.raw.items() if key != "_name_or_path"}  # somebody's folder
-    write_json(partial / "config.json", {**raw, "dtype": name, "torch_dtype": name})
+    own = {"architectures": [architecture.family.class_name], "dtype": name, "torch_dtype": name}
+    write_json(partial / "config.json", {**raw, **own})
 
 
 def copy_origin(source: Path, partial: Path) -> None:
