@@ -64,7 +64,7 @@ def generate_tokens(
 
 def search_options(settings: Generation) -> dict[str, Any]:
     """Return what `transformers` calls the settings."""
-    options = settings.model_dump(exclude={"temperature", "top_p", "top_k", "min_p", "stop"})
+    options = settings.model_dump(exclude={"temperature", "top_p", "top_k", "min_p", "stop", "max_prompt_tokens"})
     if not settings.prompt_lookup_num_tokens:
         del options["prompt_lookup_num_tokens"]
     if settings.num_beams == 1:  # they would be warned of

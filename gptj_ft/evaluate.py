@@ -39,6 +39,7 @@ from gptj_ft.tuning import read_tuning
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+UNLIMITED = 2**31 - 1  # tokens of a row
 Progress = Callable[[int, int], None]  # called with (rows done, rows to do)
 
 
@@ -104,6 +105,9 @@ def make_task(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path, 
     notes = []
     if recipe.cut == "answer" and not is_prepared(data):
         recipe = recipe.model_copy(update={"cut": "end"})  # who asks does not know where the answer is
+    most, max_length = recipe.generation.max_prompt_tokens, recipe.max_length
+    if most and recipe.prompt and not is_prepared(data):
+        recipe = recipe.model_copy(update={"max_length": UNLIMITED})  # the whole prompt, of which the end is cut off
     prepared = read_or_prepare(recipe, tokenizer, folder, data)
     report = prepared.report
     if recipe.cut == "answer" and report.rows_cut:
@@ -111,11 +115,17 @@ def make_task(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path, 
             f"{report.rows_cut:,} of these rows were shortened around their answers, which makes them easier "
             "than what will be asked: name the file they come from with --data for figures without that"
         )
+    if most and report.rows_cut:
+        notes.append(
+            f"{report.rows_cut:,} of these rows were shortened when they were prepared, and not to {most:,} tokens as "
+            "generation.max_prompt_tokens says: name the file they come from with --data"
+        )
     notes += [f"{skips.count:,} rows were left out: {reason}" for reason, skips in report.rows_skipped.items()]
     if limit is not None:
         prepared = select(prepared, range(min(limit, len(prepared.rows))))
     facts = {"data": report.data_sha256, "settings": report.settings_sha256, "tokenizer": report.tokenizer_sha256}
-    return _task(prepared, facts, tuple(notes))
+    task = _task(prepared, facts, tuple(notes))
+    return _cut_prompts(task, most, max_length) if most else task
 
 
 def _task(prepared: Prepared, facts: dict[str, Any], notes: tuple[str, ...]) -> Task:
@@ -129,6 +139,23 @@ def _task(prepared: Prepared, facts: dict[str, Any], notes: tuple[str, ...]) -> 
         facts={**facts, "rows": len(rows), "tokens": sum(rows.lengths)},
         notes=notes,
     )
+
+
+def _cut_prompts(task: Task, most: int, max_length: int) -> Task:
+    """Cut the end of longer prompts off; for the loss perhaps more, so that the completion finds room."""
+
+    def cut(document: Document) -> Document:
+        completion = len(document.ids) - document.prompt_length
+        room = min(most, max(max_length - completion, 1))
+        if document.prompt_length <= room:
+            return document
+        lost = document.prompt_length - room
+        ids = [*document.ids[:room], *document.ids[document.prompt_length :]]
+        return Document(ids, room, [at - lost for at in document.untrained])
+
+    prompts = [prompt[:most] for prompt in task.prompts]
+    facts = {**task.facts, "max_prompt_tokens": most, "max_length": max_length}
+    return replace(task, documents=[cut(each) for each in task.documents], prompts=prompts, facts=facts)
 
 
 def evaluate_model(

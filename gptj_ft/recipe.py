@@ -122,6 +122,12 @@ class Generation(Options):
         0, ge=0, description="guess so many tokens from what is there already and check them in one pass; 0: off"
     )
     stop: tuple[str, ...] = Field((), description="strings at which writing ends; they are not part of the answer")
+    max_prompt_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="give only so many tokens of a longer prompt, its end cut off, whatever that is; null: "
+        "the recipe's `on_long` and `cut` decide",
+    )
 
     @model_validator(mode="after")
     def _fits_together(self) -> Generation:

@@ -375,3 +375,29 @@ def test_a_damaged_model_is_named_and_not_scored(shell, folder: Path, monkeypatc
     done = shell(f"evaluate {folder} {OPTIONS} --data notes.jsonl")
     assert done.code == 1
     assert "the loss of notes.jsonl:1 is not a finite number" in done.err
+
+
+def test_the_cnn_dailymail_recipe_asks_what_mlperf_asks(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    recipe = build({**load_preset("cnn-dailymail"), "recipe": "cnn-dailymail", "max_length": 300})
+    settings = recipe.generation
+    assert (settings.num_beams, settings.min_new_tokens, settings.max_new_tokens) == (4, 30, 128)
+    assert (settings.max_prompt_tokens, settings.early_stopping, settings.temperature) == (1919, True, 0)
+    articles = ["Short. ", "Long article. " * 40]
+    write("articles.jsonl", [{"article": text, "highlights": "One.\nTwo."} for text in articles])
+    preamble = (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n### Instruction:\n"
+        "Summarize the following news article:\n\n### Input:\n"
+    )
+    prompts = [tokenizer.encode(f"{preamble}{text}\n\n### Response:") for text in articles]
+    most = len(prompts[0]) + 20
+    assert len(prompts[1]) > most
+    recipe = recipe.model_copy(update={"generation": settings.model_copy(update={"max_prompt_tokens": most})})
+    task = evaluate.make_task(recipe, tokenizer, folder, Path("articles.jsonl"), None)
+    assert task.prompts == [prompts[0], prompts[1][:most]]
+    assert task.references == [["One.\nTwo."]] * 2
+    completion = [*tokenizer.encode("\nOne.\nTwo."), tokenizer.eos_token_id]
+    room = min(most, 300 - len(completion))
+    assert list(task.documents[1].ids) == [*prompts[1][:room], *completion]
+    assert task.documents[1].prompt_length == room

@@ -247,6 +247,8 @@ def encode_prompt(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, values: Ma
     template = recipe.prompt or recipe.completion
     _require_content(template, values)
     ids = tokenize(tokenizer, [render(template, values)])[0]
+    if (most := recipe.generation.max_prompt_tokens) and len(ids) > (most := min(most, room)):
+        return Prompt(ids[:most], cut=True)
     if len(ids) <= room:
         return Prompt(ids, cut=False)
     if not recipe.prompt:
