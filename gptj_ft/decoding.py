@@ -92,11 +92,11 @@ def write_answers(
             yield row, text_of(tokenizer, tokens, settings)
 
 
-def batches_by_length(lengths: Sequence[int], settings: Generation) -> Iterator[list[int]]:
+def batches_by_length(lengths: Sequence[int], settings: Generation, num_return: int = 1) -> Iterator[list[int]]:
     """Yield the rows that share the passes over the weights, given the tokens of their prompts; longest first."""
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     while order:
-        most = lengths[order[0]] + settings.max_new_tokens * settings.num_beams
+        most = lengths[order[0]] + settings.max_new_tokens * max(settings.num_beams, num_return)
         count = 1 if settings.prompt_lookup_num_tokens else max(1, BATCH_TOKENS // most)
         yield order[:count]
         order = order[count:]

@@ -1,59 +1,117 @@
-"""One prompt, one answer, through the template that the model was tuned with."""
+"""A prompt and its answers, through the template that the model was tuned with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gptj_ft import machine
 from gptj_ft.data.chat import MESSAGES, asked
 from gptj_ft.data.prepare import load_tokenizer
-from gptj_ft.data.template import encode_prompt, fields_of
-from gptj_ft.decoding import StreamedModel, write_answers
+from gptj_ft.data.template import Prompt, encode_prompt, fields_of
+from gptj_ft.decoding import StreamedModel, generate_tokens, text_of
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.model import reading_stack
 from gptj_ft.plan import device_cap
 from gptj_ft.rates import choose_dtype
 from gptj_ft.recipe import Recipe
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 
 @dataclass(frozen=True)
 class Answer:
     """What the model wrote, and what it was given."""
 
-    text: str
+    texts: list[str]
     prompt_tokens: int
     was_cut: bool
 
 
-def answer(folder: Path, recipe: Recipe, prompt: str, more: Mapping[str, str]) -> Answer:
-    """Write an answer to one prompt.
+@dataclass(frozen=True)
+class Writer:
+    """A model that is open, and how it is to write.
+
+    Attributes:
+        model: the streamed model.
+        tokenizer: its tokenizer.
+        recipe: template and generation settings.
+        room: most tokens of a prompt.
+    """
+
+    model: StreamedModel
+    tokenizer: PreTrainedTokenizerFast
+    recipe: Recipe
+    room: int
+
+    def encode(self, values: Mapping[str, Any]) -> Prompt:
+        """Return the prompt of a row's fields, shortened as the recipe says."""
+        return encode_prompt(self.recipe, self.tokenizer, values, self.room)
+
+    def write(
+        self, values: Mapping[str, Any], num_return: int = 1, show: Callable[[str], object] | None = None
+    ) -> Answer:
+        """Answer a row's fields; ``show`` is given the text of a single one, as it is written if possible."""
+        from gptj_ft.typewriter import Typewriter
+
+        prompt, settings = self.encode(values), self.recipe.generation
+        as_written = show is not None and settings.num_beams == 1  # which beam is the answer is known in the end
+        streamer = Typewriter(self.tokenizer, settings, show) if show and as_written else None
+        rows = generate_tokens(self.model, self.tokenizer, [prompt.ids], settings, num_return, streamer)
+        texts = [text_of(self.tokenizer, row, settings) for row in rows]
+        if show and not as_written:
+            show(texts[0])
+        return Answer(texts, len(prompt.ids), prompt.cut)
+
+
+@contextmanager
+def open_writer(folder: Path, recipe: Recipe) -> Iterator[Writer]:
+    """Open a model folder to write with.
 
     Args:
         folder: the model folder.
         recipe: template and generation settings; ``seed`` makes sampling repeatable.
-        prompt: text of the field that no other text is given for.
-        more: texts of the template's other fields, by name.
 
     Raises:
-        UsageError: a field that the template does not have, or one without a text.
-        DataError: an empty prompt.
+        UsageError, DataError: as `model.reading_stack`.
     """
-    values = fill_fields(recipe, prompt, more)
     tokenizer = load_tokenizer(folder)
     device = machine.choose_device(recipe.device)
     dtype = choose_dtype(recipe.precision, device)
     cap = device_cap(recipe, device.type == "cpu")
     with reading_stack(folder, device, dtype, recipe.weights, recipe.read_ahead, cap) as (architecture, stack):
         room = min(recipe.max_length, architecture.config.n_positions) - recipe.generation.max_new_tokens
-        encoded = encode_prompt(recipe, tokenizer, values, room)
         torch.manual_seed(recipe.seed)
-        ((_, text),) = write_answers(StreamedModel(architecture, stack), tokenizer, [encoded.ids], recipe.generation)
-    return Answer(text, len(encoded.ids), encoded.cut)
+        yield Writer(StreamedModel(architecture, stack), tokenizer, recipe, room)
+
+
+def check_num_return(recipe: Recipe, num_return: int) -> None:
+    """Check that a search can give so many different answers.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    settings = recipe.generation
+    if num_return > 1 and settings.temperature == 0 and settings.num_beams < num_return:
+        raise UsageError(
+            f"--num-return {num_return}: greedy decoding has one answer; add --temperature 0.8, or "
+            f"--num-beams {num_return}"
+        )
+    if num_return > 1 and settings.temperature > 0 and 1 < settings.num_beams < num_return:
+        raise UsageError(
+            f"--num-return {num_return}: there are {settings.num_beams} beams; add --num-beams {num_return}"
+        )
+    if num_return > 1 and settings.prompt_lookup_num_tokens:
+        raise UsageError(
+            "--num-return: with guesses from the prompt there is one answer; add "
+            "--set generation.prompt_lookup_num_tokens=0"
+        )
 
 
 def fill_fields(recipe: Recipe, prompt: str, more: Mapping[str, str]) -> dict[str, Any]:
@@ -62,7 +120,7 @@ def fill_fields(recipe: Recipe, prompt: str, more: Mapping[str, str]) -> dict[st
     The prompt goes to the one field that is left when the others have their texts; a question rather than its passage.
 
     Raises:
-        UsageError: as `answer`.
+        UsageError: a field that the template does not have, or one without a text.
     """
     names = fields_of(recipe.prompt or recipe.completion)
     for name in more:

@@ -73,6 +73,11 @@ def locked(folder: Path, work: str) -> Iterator[None]:
         os.close(descriptor)
 
 
+def take(descriptor: int) -> bool:
+    """Take the lock of an open file, if no other process has it; it goes when the descriptor is closed."""
+    return fcntl is None or _take(descriptor, fcntl.LOCK_EX)
+
+
 def holder(folder: Path) -> Holder | None:
     """Return who is at work in a run folder; ``None`` if nobody is."""
     descriptor = _open(folder, os.O_RDONLY)

@@ -3,59 +3,185 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gptj_ft.commands.terminal import as_tuple, console_for, print_json
+from gptj_ft.commands.terminal import as_tuple, bar, console_for, print_json
 from gptj_ft.errors import UsageError
-from gptj_ft.options import Device, Json, Precision, Seed, Weights
-from gptj_ft.recipe import Resolved, resolve
+from gptj_ft.options import (
+    Assignments,
+    Config,
+    Device,
+    Json,
+    Map,
+    MaxBadRows,
+    Precision,
+    RecipeName,
+    Seed,
+    Weights,
+)
+from gptj_ft.recipe import Generation, Recipe, Resolved, resolve
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="text for the model's prompt template; - reads standard input")],
+    prompt: Annotated[
+        str | None, typer.Argument(help="text for the model's prompt template; - reads standard input")
+    ] = None,
     model: Annotated[
         str | None, typer.Option("--model", help="model or run; default: the newest run, else the download")
     ] = None,
     fields: Annotated[
         list[str] | None, typer.Option("--field", metavar="NAME=TEXT", help="another field of the template")
     ] = None,
+    rows: Annotated[
+        Path | None, typer.Option("--input", metavar="FILE", help="rows to answer, of any form that --data takes")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="with --input: JSON lines; the same command goes on with it"),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="talk with the model; /help says how")] = False,
+    system: Annotated[str | None, typer.Option("--system", help="with --chat: what the model is told first")] = None,
+    stream: Annotated[bool, typer.Option("--stream", help="show the answer while it is written")] = False,
+    num_return: Annotated[int, typer.Option("--num-return", min=1, help="so many different answers")] = 1,
     max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1)] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", min=0.0, help="0 is greedy")] = None,
     top_p: Annotated[float | None, typer.Option("--top-p")] = None,
     top_k: Annotated[int | None, typer.Option("--top-k", min=0)] = None,
+    num_beams: Annotated[int | None, typer.Option("--num-beams", min=1, help="search with so many beams")] = None,
     seed: Seed = None,
     raw: Annotated[bool, typer.Option("--raw", help="continue the text itself, without the template")] = False,
+    recipe: RecipeName = None,
+    map: Map = None,
+    max_bad_rows: MaxBadRows = None,
     device: Device = None,
     precision: Precision = None,
     weights: Weights = None,
+    config: Config = None,
+    assignments: Assignments = None,
     as_json: Json = False,
 ) -> None:
-    """Write an answer; the prompt template and the settings come with the model."""
-    from gptj_ft.generate import answer
+    """Write answers to a prompt, to the rows of a file, or in a conversation; template and settings are the model's."""
+    given = dict(locals())
+    named = ("max_new_tokens", "temperature", "top_p", "top_k", "num_beams", "seed", "recipe", "map", "max_bad_rows",
+             "device", "precision", "weights")  # fmt: skip
+    flags = {f"generation.{x}" if x in Generation.model_fields else x: given[x] for x in named}
+    text = None if rows or chat else sys.stdin.read() if prompt == "-" or _is_piped(prompt) else prompt
+    _check_kind(prompt, rows, output, chat, stream or as_json)
+    from gptj_ft.generate import check_num_return
     from gptj_ft.home import default_model, find_model
 
     folder = find_model(model) if model else default_model("generate")
-    sampling: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-    }
-    flags: dict[str, Any] = {f"generation.{name}": value for name, value in sampling.items()}
-    flags |= {"seed": seed, "device": device, "precision": precision, "weights": weights}
-    options = for_model(folder, flags, None, None, plain=raw).recipe
-    text = sys.stdin.read() if prompt == "-" else prompt
-    result = answer(folder, options, text, field_texts(fields))
-    if result.was_cut:
-        console_for().print("the prompt was shortened to fit the model's context", highlight=False)
-    if as_json:
-        print_json({"model": str(folder), "prompt_tokens": result.prompt_tokens, "text": result.text})
+    options = for_model(folder, flags, config, assignments, plain=raw).recipe
+    check_num_return(options, num_return)
+    if rows and output:
+        _answer_file(folder, options, rows, output, num_return, as_json)
+    elif chat:
+        _talk(folder, options, system)
     else:
-        print(result.text)
+        _answer(folder, options, str(text), field_texts(fields), Shown(num_return, stream, as_json))
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How answers are shown: how many, while they are written, as JSON."""
+
+    num_return: int
+    stream: bool
+    as_json: bool
+
+
+def _is_piped(prompt: str | None) -> bool:
+    return prompt is None and not sys.stdin.isatty()
+
+
+def _check_kind(prompt: str | None, rows: Path | None, output: Path | None, chat: bool, shows: bool) -> None:
+    """Check that one kind of question is asked, and asked whole."""
+    if sum((prompt is not None, rows is not None, chat)) > 1:
+        raise UsageError("a prompt, --input and --chat are three ways of asking: use one")
+    if (rows is None) != (output is None):
+        raise UsageError(f"{'--input' if rows else '--output'} needs the other: --input rows.jsonl --output out.jsonl")
+    if not (prompt or rows or chat or not sys.stdin.isatty()):
+        raise UsageError('nothing to answer: gptj-ft generate "prompt", or --input FILE --output FILE, or --chat')
+    if chat and shows:
+        raise UsageError("--chat shows its answers as they are written, and no JSON: leave out --stream and --json")
+
+
+def _answer(folder: Path, options: Recipe, text: str, more: Mapping[str, str], shown: Shown) -> None:
+    from gptj_ft.generate import fill_fields, open_writer
+
+    if shown.stream and (shown.as_json or shown.num_return > 1 or options.generation.num_beams > 1):
+        raise UsageError("--stream shows one answer as it comes: not with --json, --num-return or beams")
+    values = fill_fields(options, text, more)
+    with open_writer(folder, options) as writer:
+        result = writer.write(values, shown.num_return, _show if shown.stream else None)
+    if result.was_cut:
+        console_for().print(f"the prompt was shortened to {result.prompt_tokens} tokens, to fit", highlight=False)
+    if shown.as_json:
+        print_json(
+            {"model": str(folder), "prompt_tokens": result.prompt_tokens, "shortened": result.was_cut,
+             "text": result.texts[0], "texts": result.texts}
+        )  # fmt: skip
+    elif shown.stream:
+        print()
+    else:
+        for number, answer in enumerate(result.texts, 1):
+            print(answer if shown.num_return == 1 else f"[{number}] {answer}")
+
+
+def _answer_file(folder: Path, options: Recipe, rows: Path, output: Path, num_return: int, as_json: bool) -> None:
+    from gptj_ft.answer_rows import answer_rows
+    from gptj_ft.generate import open_writer
+
+    with open_writer(folder, options) as writer, bar("rows", not as_json) as advance:
+        done = answer_rows(writer, rows, output, folder, num_return, advance)
+    for where, problem in done.bad:
+        print(f"{where}: {problem}", file=sys.stderr)
+    if as_json:
+        print_json({"model": str(folder), "output": str(output), "rows": done.rows, "found": done.found,
+                    "shortened": done.cut, "bad": len(done.bad)})  # fmt: skip
+        return
+    there = f", {done.found:,} of them were there" if done.found else ""
+    notes = [f"{done.cut:,} prompts were shortened"] * bool(done.cut) + [f"{len(done.bad):,} bad rows"] * bool(done.bad)
+    print("; ".join([f"{done.rows:,} rows in {output}{there}", *notes]))
+
+
+def _talk(folder: Path, options: Recipe, system: str | None) -> None:
+    from gptj_ft.dialogue import HELP, check_is_chat, talk
+    from gptj_ft.generate import open_writer
+
+    check_is_chat(options)
+
+    def note(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    with open_writer(folder, options) as writer:
+        note(HELP)
+        talk(writer, _typed_lines(), system, _show, note)
+
+
+def _typed_lines() -> Iterator[str]:
+    """Yield what is typed, line by line, until it ends; of a pipe, its lines."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401  # arrow keys and what was typed before
+    while True:
+        try:
+            yield input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
 
 
 def for_model(

@@ -1,0 +1,179 @@
+"""Rows of a file to prompts, their answers to a file that is gone on with after a kill.
+
+Rows share passes over the weights in batches that depend on the rows and the settings only, and each batch has a seed
+of its own. So what was killed and gone on with is, answer by answer, what would have been written without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptj_ft.answers_file import AnswersFile
+from gptj_ft.data.chat import ASSISTANT, MESSAGES, Conversation, is_chat, read_conversation
+from gptj_ft.data.fields import FieldReader, choose_columns
+from gptj_ft.data.fields import text_of as cell_text
+from gptj_ft.data.placeholders import fields_of
+from gptj_ft.data.records import Findings, read_rows
+from gptj_ft.decoding import batches_by_length, generate_tokens, text_of
+from gptj_ft.errors import DataError, Interrupted, RowSkipped
+from gptj_ft.generate import Writer
+from gptj_ft.recipe import Recipe
+from gptj_ft.tuning import template_of
+
+SURVEY_ROWS = 1000  # whose columns are looked at
+SEED_STRIDE = 1_000_003  # between the seeds of batches
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row.
+
+    Attributes:
+        head: what its line in the output begins with: line, file if there are several, id if it has one.
+        ids: tokens of its prompt; none: it cannot be answered.
+        cut: whether the prompt was shortened.
+        problem: why it cannot be answered.
+    """
+
+    head: dict[str, Any]
+    ids: list[int]
+    cut: bool = False
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of the rows: all, those that were there already, shortened, and those that cannot be answered."""
+
+    rows: int
+    found: int
+    cut: int
+    bad: list[tuple[str, str]]
+
+
+def answer_rows(
+    writer: Writer,
+    source: Path,
+    output: Path,
+    model: Path,
+    num_return: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> Written:
+    """Answer every row of a file; go on where an earlier call with the same rows and settings was stopped.
+
+    Args:
+        writer: the model.
+        source: the rows.
+        output: gets a line for each row as it is answered; in the order of the rows in the end.
+        model: the model folder, which is noted beside the output.
+        num_return: answers to each row.
+        progress: called with (rows done, rows).
+
+    Raises:
+        DataError: more unreadable or unusable rows than ``max_bad_rows``; nothing has been written.
+        UsageError: the output is of something else.
+        Interrupted: by Ctrl-C.
+    """
+    recipe = writer.recipe
+    findings = Findings(recipe.max_bad_rows)
+    questions = list(read_questions(writer, source, findings))
+    settings = {"model": str(model.resolve()), "num_return": num_return, "seed": recipe.seed,
+                "rows": _digest(questions), **template_of(recipe)}  # fmt: skip
+    answered = [index for index, question in enumerate(questions) if question.ids]
+    lengths = [len(questions[index].ids) for index in answered]
+    with AnswersFile(output, settings) as file:
+        found = len(file.done)
+        file.append((index, _bad_line(question)) for index, question in enumerate(questions) if not question.ids)
+        try:
+            for number, batch in enumerate(batches_by_length(lengths, recipe.generation, num_return)):
+                rows = [answered[each] for each in batch]
+                if not file.done.issuperset(rows):
+                    torch.manual_seed((recipe.seed + number * SEED_STRIDE) % 2**63)
+                    file.append(zip(rows, _answers(writer, [questions[row] for row in rows], num_return), strict=True))
+                if progress:
+                    progress(len(file.done), len(questions))
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"{len(file.done):,} of {len(questions):,} rows are in {output}; the same command goes on from there"
+            ) from None
+        file.finish()
+    return Written(len(questions), found, sum(question.cut for question in questions), findings.bad)
+
+
+def read_questions(writer: Writer, source: Path, findings: Findings) -> Iterator[Question]:
+    """Yield the rows of a file as prompts; those that cannot be used are among the findings, too."""
+    recipe = writer.recipe
+    columns = _columns(source, recipe)
+    files = set[str]()
+    for row in read_rows(source, findings, recipe.documents, recipe.quotes):
+        files.add(row.source)
+        head: dict[str, Any] = {"line": row.line} | ({"file": row.source} if len(files) > 1 else {})
+        head |= {"id": row.values["id"]} if isinstance(row.values.get("id"), str | int) else {}
+        try:
+            prompt = writer.encode(_values(row.values, columns, recipe))
+            yield Question(head, prompt.ids, prompt.cut)
+        except DataError as error:
+            findings.bad.append((row.where, str(error)))
+            yield Question(head, [], problem=str(error))
+
+
+def _columns(source: Path, recipe: Recipe) -> dict[str, str]:
+    """Choose the columns of the prompt's fields; those of an answer are not needed."""
+    found: dict[str, None] = {}
+    for number, row in enumerate(read_rows(source, Findings(recipe.max_bad_rows), recipe.documents, recipe.quotes)):
+        found.update(dict.fromkeys(row.values))
+        if number >= SURVEY_ROWS:
+            break
+    try:
+        return choose_columns(found, recipe, fields_of(recipe.prompt or recipe.completion))
+    except DataError as error:
+        raise DataError(f"{source}: {error}") from error
+
+
+def _values(row: dict[str, Any], columns: dict[str, str], recipe: Recipe) -> dict[str, Any]:
+    if not is_chat(recipe):
+        return FieldReader(columns, recipe).read(row).values
+    if MESSAGES in columns:
+        messages = read_conversation(row.get(columns[MESSAGES]))
+    else:
+        texts = {role: cell_text(row.get(column)) or "" for role, column in columns.items()}
+        asked = "\n\n".join(text for text in (texts["user"], texts.get("input", "")) if text.strip())
+        system = [{"role": "system", "content": texts["system"]}] if texts.get("system", "").strip() else []
+        messages = read_conversation([*system, {"role": "user", "content": asked}])
+    while messages and messages[-1]["role"] == ASSISTANT:  # what is to be written
+        messages = Conversation(messages[:-1])
+    if not messages:
+        raise RowSkipped("no message to answer")
+    return {MESSAGES: messages}
+
+
+def _answers(writer: Writer, questions: Sequence[Question], num_return: int) -> Iterator[dict[str, Any]]:
+    settings, tokenizer = writer.recipe.generation, writer.tokenizer
+    prompts = [question.ids for question in questions]
+    rows = generate_tokens(writer.model, tokenizer, prompts, settings, num_return)
+    for number, question in enumerate(questions):
+        texts = [text_of(tokenizer, row, settings) for row in rows[number * num_return : (number + 1) * num_return]]
+        yield (
+            question.head
+            | {"text": texts[0]}
+            | ({"texts": texts} if num_return > 1 else {})
+            | ({"shortened": True} if question.cut else {})
+        )
+
+
+def _bad_line(question: Question) -> dict[str, Any]:
+    return question.head | {"text": "", "error": question.problem}
+
+
+def _digest(questions: Sequence[Question]) -> str:
+    whole = hashlib.sha256()
+    for question in questions:
+        whole.update(json.dumps([question.head, question.ids, question.problem]).encode())
+    return whole.hexdigest()
