@@ -1,19 +1,28 @@
 """Converting a checkpoint, and proving that nothing was lost."""
 
+import errno
 import json
+import os
+import subprocess
+import sys
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from test_formats import FORMS, logits, make_state, write_source
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gptj_ft import convert as convert_module
+from gptj_ft import home
 from gptj_ft.convert import Conversion, convert
 from gptj_ft.errors import DataError, ResourceError, UsageError
+from gptj_ft.families import read_architecture
+from gptj_ft.formats.draft import drafted
 from gptj_ft.formats.huggingface import Checkpoint, open_checkpoint
 
 State = dict[str, Tensor]
@@ -102,6 +111,147 @@ def test_a_value_too_large_for_fp16_is_refused(tmp_path: Path, state: State) -> 
     with pytest.raises(DataError, match=r"mlp\.fc_out\.bias holds 70000, too large for fp16"):
         convert(source, tmp_path / "out" / "model", Conversion(dtype="fp16"))
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shard_bytes", [10**9, 3000])
+def test_hugging_face_to_folder_and_back_gives_every_bit_back(
+    tmp_path: Path, state: State, dtype: torch.dtype, shard_bytes: int
+) -> None:
+    weights = {name: tensor.to(dtype) for name, tensor in state.items()}
+    convert(write_source(tmp_path / "source", weights, "bin in shards"), tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "back", Conversion(to="huggingface", shard_bytes=shard_bytes))
+    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    assert [file.name for file in files] == ["model.safetensors"] if shard_bytes > 3000 else len(files) > 3
+    assert all(len(file.read_bytes()) < shard_bytes + 2500 for file in files)
+    written = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert written.keys() == weights.keys()
+    assert all(
+        torch.equal(tensor.view(torch.uint8), weights[name].view(torch.uint8)) for name, tensor in written.items()
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert model.dtype == dtype
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+def test_pieces_of_any_size_make_the_same_bytes(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert(source, tmp_path / "one", Conversion(dtype="bf16"))
+    monkeypatch.setattr("gptj_ft.formats.shards.PIECE_BYTES", 200)
+    convert(source, tmp_path / "two", Conversion(dtype="bf16"))
+    for file in (tmp_path / "one").iterdir():
+        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from gptj_ft import convert as module
+from gptj_ft.formats import streamed
+streamed.SYNC_BYTES = 1
+left = int(sys.argv[4])
+def stored(self, name, piece, stored=module._Work._stored):
+    global left
+    left -= 1
+    if left < 0:
+        os._exit(9)
+    return stored(self, name, piece)
+module._Work._stored = stored
+module.convert(Path(sys.argv[1]), Path(sys.argv[2]), module.Conversion(to=sys.argv[3], mesh_shards=2))
+"""
+
+
+@pytest.mark.parametrize("to", ["folder", "huggingface", "mesh"])
+def test_a_killed_conversion_looks_unfinished_and_is_gone_on_with(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    target, conversion = tmp_path / "out" / "model", Conversion(to=to, mesh_shards=2)  # type: ignore[arg-type]
+    convert(source, tmp_path / "whole", conversion)
+    arguments = [sys.executable, "-c", KILLED, str(source), str(target), to, "15"]
+    assert subprocess.run(arguments, check=False).returncode == 9
+    (left,) = target.parent.iterdir()
+    assert left != target
+    assert not home.is_model(left)
+    read: list[str] = []
+    original = Checkpoint.read
+
+    def counted(self: Checkpoint, name: str, *rows: int) -> Tensor:
+        if self.folder == source:
+            read.append(name)
+        return original(self, name, *rows)
+
+    monkeypatch.setattr(Checkpoint, "read", counted)
+    convert(source, target, replace(conversion, verify=False))
+    # What was done is not done again: the first tensors of all are not even read.
+    assert 0 < len(set(read)) < len(read_architecture(source).layers()) * 8
+    assert "transformer.wte.weight" not in read
+    assert list(target.parent.iterdir()) == [target]
+    files = sorted(path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*") if path.is_file())
+    assert files == sorted(path.relative_to(target) for path in target.rglob("*") if path.is_file())
+    for file in files:
+        assert (tmp_path / "whole" / file).read_bytes() == (target / file).read_bytes(), file
+
+
+def test_what_a_killed_conversion_of_something_else_left_is_not_used(tmp_path: Path, source: Path) -> None:
+    target = tmp_path / "model"
+    arguments = [sys.executable, "-c", KILLED, str(source), str(target), "folder", "15"]
+    assert subprocess.run(arguments, check=False).returncode == 9
+    weights = load_file(source / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, source / "model.safetensors")
+    convert(source, target, Conversion(verify=False))
+    with open_checkpoint(target) as model:
+        assert all(torch.equal(model.read(name), tensor + 1) for name, tensor in weights.items())
+
+
+def test_ctrl_c_keeps_what_was_done_and_an_error_does_not(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Checkpoint.read
+
+    def failing(error: BaseException) -> None:
+        def fails(self: Checkpoint, name: str, *rows: int) -> Tensor:
+            if name == "lm_head.bias":
+                raise error
+            return read(self, name, *rows)
+
+        monkeypatch.setattr(Checkpoint, "read", fails)
+
+    failing(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "out" / "model")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".model.converting"]
+    failing(DataError("damaged"))
+    with pytest.raises(DataError, match="damaged"):
+        convert(source, tmp_path / "out" / "model")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("to", ["folder", "huggingface", "mesh"])
+def test_a_full_disk_is_a_resource_error_and_leaves_nothing(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    synced: list[int] = []
+
+    def full(descriptor: int) -> None:
+        synced.append(descriptor)
+        if len(synced) > 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ResourceError, match="disk full while writing"):
+        convert(source, tmp_path / "out" / "model", Conversion(to=to, mesh_shards=2))  # type: ignore[arg-type]
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_two_conversions_into_one_folder_do_not_mix(tmp_path: Path, source: Path) -> None:
+    with drafted(tmp_path / "model", {}), pytest.raises(UsageError, match="is in use"):
+        convert(source, tmp_path / "model")
+
+
+def test_no_verify_reads_nothing_back(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptj_ft.convert.difference", None)
+    assert convert(source, tmp_path / "model", Conversion(verify=False)).is_verified is False
+    with pytest.raises(TypeError):
+        convert(source, tmp_path / "other")
 
 
 def test_a_result_that_differs_never_appears(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

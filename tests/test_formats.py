@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import weakref
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -220,6 +221,52 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, state: State) -
     with pytest.raises(DataError, match=r"pytorch_model\.bin: holds more than tensors"):
         open_checkpoint(source)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_zip_that_would_unfold_is_refused_before_it_does(tmp_path: Path, state: State) -> None:
+    source = write_source(tmp_path / "source", state, "bin")
+    path = source / "pytorch_model.bin"
+    with zipfile.ZipFile(path) as archive:
+        members = {member: archive.read(member) for member in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content + bytes(10**6) if name.endswith("data.pkl") else content)
+    with pytest.raises(DataError, match=r"pytorch_model\.bin: \S+data\.pkl in it is compressed"):
+        open_checkpoint(source)
+
+
+def test_views_and_transposed_tensors_of_a_pickle_are_read_as_they_are(tmp_path: Path, state: State) -> None:
+    weights = {**state}
+    both = torch.randn(3, 16, 16)
+    for number, which in enumerate("qkv"):
+        weights[f"transformer.h.0.attn.{which}_proj.weight"] = both[number]  # one storage
+    weights["transformer.h.1.attn.out_proj.weight"] = both[0].t()
+    source = write_source(tmp_path / "source", weights, "bin")
+    with open_checkpoint(source) as checkpoint:
+        for name, tensor in weights.items():
+            assert torch.equal(checkpoint.read(name), tensor)
+            assert torch.equal(checkpoint.read(name, 3, 9), tensor[3:9])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_link_out_of_the_folder_is_refused_but_for_hugging_faces_own_cache(
+    tmp_path: Path, state: State, form: str
+) -> None:
+    source = write_source(tmp_path / "source", state, form)
+    shard = sorted([*source.glob("*.safetensors"), *source.glob("*.bin")])[-1]
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=f"{shard.name} is a link to .*elsewhere, out of the folder"):
+        open_checkpoint(source)
+    blobs = tmp_path / "models--x--y" / "blobs"
+    blobs.mkdir(parents=True)
+    shard.unlink()
+    (tmp_path / "elsewhere").rename(blobs / "ab12")
+    snapshot = tmp_path / "models--x--y" / "snapshots" / "1234"
+    snapshot.parent.mkdir()
+    source.rename(snapshot)
+    (snapshot / shard.name).symlink_to("../../blobs/ab12")
+    open_checkpoint(snapshot).close()
 
 
 def test_a_pickle_from_before_the_zip_format_is_refused_with_the_reason(tmp_path: Path, state: State) -> None:

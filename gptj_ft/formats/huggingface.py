@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -31,13 +31,28 @@ class Checkpoint:
         names: Hugging Face's names of all tensors, those of a whole model, whatever the files have.
     """
 
-    def __init__(self, folder: Path, shards: Mapping[str, Shard]) -> None:
+    def __init__(
+        self, folder: Path, shards: Mapping[str, Shard], rename: Callable[[str], str | None] = full_name
+    ) -> None:
+        """Open a checkpoint.
+
+        Args:
+            folder: what it is called in messages.
+            shards: the file of each tensor, by its name in there.
+            rename: that name -> Hugging Face's in a whole model; ``None`` for what is left out.
+
+        Raises:
+            DataError: two tensors of the same name.
+        """
         self.folder = folder
-        self._shards = {full_name(name): shard for name, shard in shards.items()}
-        self._own_names = {full_name(name): name for name in shards}
-        if len(self._shards) < len(shards):
-            twice = next(name for name in shards if self._own_names[full_name(name)] != name)
-            raise DataError(f"{folder}: the weights hold {twice} twice, also as {self._own_names[full_name(twice)]}")
+        self._shards: dict[str, Shard] = {}
+        self._own_names: dict[str, str] = {}
+        for own, shard in shards.items():
+            name = rename(own)
+            if name in self._shards:
+                raise DataError(f"{folder}: the weights hold {own} twice, also as {self._own_names[name]}")
+            if name is not None:
+                self._shards[name], self._own_names[name] = shard, own
         self.names = tuple(self._shards)
         self._names_by_layer: list[dict[str, str]] = []
 
@@ -89,15 +104,35 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         UsageError: the folder holds no weights.
         DataError: a file is truncated, corrupt or missing, or the index and the shards contradict each other.
     """
+    return Checkpoint(folder, weights_of(folder))
+
+
+def weights_of(folder: Path) -> dict[str, Shard]:
+    """Return the file of each tensor of a model folder, by its name in there; raises what `open_checkpoint` does."""
     for file_name in WEIGHTS:
         path = folder / file_name
         if path.is_file():
-            return Checkpoint(folder, _indexed(path) if path.suffix == ".json" else _single(path))
+            return _indexed(path) if path.suffix == ".json" else _single(path)
     raise UsageError(f"{folder} holds no weights: looked for {', '.join(WEIGHTS)}")
 
 
+def _inside(path: Path) -> Path:
+    """Check that a file lies in its folder, and is no link to elsewhere on this machine.
+
+    The cache of Hugging Face keeps ``snapshots/COMMIT/NAME`` as links to ``blobs/DIGEST``.
+
+    Raises:
+        DataError: it is one.
+    """
+    folder, target = path.parent.resolve(), path.resolve()
+    cache = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
+    if path.is_symlink() and not any(target.is_relative_to(place) for place in (folder, *cache)):
+        raise DataError(f"{path} is a link to {target}, out of the folder; put the file itself there")
+    return path
+
+
 def _single(path: Path) -> dict[str, Shard]:
-    shard = open_shard(path)
+    shard = open_shard(_inside(path))
     return dict.fromkeys(shard.entries, shard)
 
 
@@ -111,7 +146,7 @@ def _indexed(index: Path) -> dict[str, Shard]:
         path = index.parent / file_name
         if Path(file_name).name != file_name or not path.is_file():
             raise DataError(f"{index}: names {file_name}, which is not in {index.parent}; get the file again")
-        shards[file_name] = open_shard(path)
+        shards[file_name] = open_shard(_inside(path))
     for name, file_name in weight_map.items():
         if name not in shards[file_name].entries:
             raise DataError(f"{shards[file_name].path}: lacks {name}, which {index.name} says it holds")

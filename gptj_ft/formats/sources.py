@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.families import Architecture, architecture_of, families, read_architecture
 from gptj_ft.formats.archive import is_archive, unpack
+from gptj_ft.formats.cerebras import has_cerebras_names, is_hdf5, open_cerebras
 from gptj_ft.formats.configs import GPTJ_6B, read_config
 from gptj_ft.formats.huggingface import WEIGHTS, Checkpoint, check, open_checkpoint
 from gptj_ft.formats.mesh import MeshShards, find_step
@@ -31,7 +32,6 @@ class Source:
         checkpoint: its tensors.
         folder: where tokenizer files may be.
         step: the optimizer step that it says it is of.
-        num_shards: of mesh-transformer-jax, else 0.
     """
 
     path: Path
@@ -40,7 +40,6 @@ class Source:
     checkpoint: Checkpoint
     folder: Path
     step: int = 0
-    num_shards: int = 0
 
 
 def form_of(path: Path) -> Form:
@@ -50,7 +49,9 @@ def form_of(path: Path) -> Form:
         UsageError: nothing that is known.
     """
     if path.is_dir() and any((path / name).is_file() for name in WEIGHTS):
-        return "huggingface"
+        return "cerebras" if has_cerebras_names(path) else "huggingface"
+    if is_hdf5(path):
+        return "cerebras"
     if is_archive(path) or (path.is_dir() and find_step(path) is not None):
         return "mesh"
     if path.is_dir() and (path / CONFIG).is_file():
@@ -59,7 +60,7 @@ def form_of(path: Path) -> Form:
         raise UsageError(f"{path} does not exist")
     raise UsageError(
         f"{path} is no checkpoint that is known: neither a Hugging Face folder (config.json with safetensors or .bin), "
-        "nor step_N/shard_0 of mesh-transformer-jax, in a folder or a tar archive"
+        "nor step_N/shard_0 of mesh-transformer-jax (in a folder or a tar archive), nor a .mdl of Cerebras"
     )
 
 
@@ -80,26 +81,31 @@ def open_source(path: Path, form: Form | None, config: Path | None, scratch: Pat
     """
     form = form or form_of(path)
     if form == "huggingface":
-        if config is None or (path / CONFIG).is_file():
-            architecture = read_architecture(path)
-        else:
-            architecture = architecture_of(read_config(config), config)
+        own = None if config is None or (path / CONFIG).is_file() else config
+        architecture = architecture_of(read_config(own), own) if own else read_architecture(path)
         with open_checkpoint(path) as checkpoint:
             yield Source(path, form, architecture, checkpoint, path)
-        return
-    folder = path
-    if is_archive(path):
-        unpack(path, scratch)
-        folder = scratch
-    step = find_step(folder)
-    if step is None:
-        raise UsageError(f"{path} holds no checkpoint of mesh-transformer-jax: no shard_0 in it")
-    shards = MeshShards(step, families()["gptj"])
-    with Checkpoint(path, dict.fromkeys(shards.entries, shards)) as checkpoint:
-        near = (step, step.parent) if folder is path else ()  # what is unpacked lies among strangers
-        home = next((each for each in near if (each / CONFIG).is_file()), None)
-        architecture = _architecture(config or (home / CONFIG if home else None), checkpoint)
-        yield Source(path, form, architecture, checkpoint, home or step, shards.step, shards.num_shards)
+    elif form == "cerebras":
+        with open_cerebras(path, families()["gptj"]) as (checkpoint, step):
+            beside = [path if path.is_dir() else path.parent]
+            architecture = _architecture(config or _config_in(beside), checkpoint)
+            yield Source(path, form, architecture, checkpoint, path, step)
+    else:
+        if is_archive(path):
+            unpack(path, scratch)
+        folder = scratch if is_archive(path) else find_step(path)
+        if folder is None:
+            raise UsageError(f"{path} holds no checkpoint of mesh-transformer-jax: no shard_0 in it")
+        shards = MeshShards(folder, families()["gptj"])
+        with Checkpoint(path, dict.fromkeys(shards.entries, shards)) as checkpoint:
+            found = None if folder == scratch else _config_in([folder, folder.parent])
+            architecture = _architecture(config or found, checkpoint)
+            home = found.parent if found else folder
+            yield Source(path, form, architecture, checkpoint, home, shards.step)
+
+
+def _config_in(folders: list[Path]) -> Path | None:
+    return next((folder / CONFIG for folder in folders if (folder / CONFIG).is_file()), None)
 
 
 def _architecture(config: Path | None, checkpoint: Checkpoint) -> Architecture:
