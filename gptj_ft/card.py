@@ -85,6 +85,7 @@ def _prompt(card: Card) -> str:
 def _use(card: Card) -> str:
     settings, fields = card.recipe.generation, fields_of(card.recipe.prompt)
     how = f"{'Sampled' if settings.temperature else 'Greedy'}, at most {settings.max_new_tokens} tokens"
+    how += f", {settings.num_beams} beams" if settings.num_beams > 1 else ""
     how += f", up to the first of {', '.join(map(repr, settings.stop))}" if settings.stop else ""
     more = "".join(f' --field {field}="..."' for field in fields[:-1])
     # vLLM takes the temperature from the settings, but not that there is none.

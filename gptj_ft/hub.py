@@ -6,10 +6,10 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from urllib.request import getproxies
 
-from gptj_ft.errors import NetworkError, NoSuchRevision, Unreachable, UsageError
+from gptj_ft.errors import GptjFtError, NetworkError, NoSuchRevision, Unreachable, UsageError
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -69,13 +69,16 @@ def hub_api(endpoint: str | None = None) -> HfApi:
 
 
 @contextmanager
-def hub_errors(repository: str, endpoint: str, kind: str = "model") -> Iterator[None]:
+def hub_errors(
+    repository: str, endpoint: str, kind: str = "model", wants: Literal["read", "write"] = "read"
+) -> Iterator[None]:
     """Turn what goes wrong between here and the Hub into one line and what to do.
 
     Args:
         repository: what is being fetched.
         endpoint: the Hub's address.
         kind: ``model`` or ``dataset``.
+        wants: what is asked of the Hub.
 
     Raises:
         UsageError: a wrong name, or offline by the environment.
@@ -90,10 +93,14 @@ def hub_errors(repository: str, endpoint: str, kind: str = "model") -> Iterator[
     again = "type the same command again later, it goes on where it stopped"
     try:
         yield
+    except GptjFtError:
+        raise
     except errors.HFValidationError as error:
         raise UsageError(f"'{repository}' is not a repository's name; write owner/name") from error
     except errors.OfflineModeIsEnabled as error:
-        raise UsageError(f"cannot download {repository}: HF_HUB_OFFLINE is set in the environment; unset it") from error
+        raise UsageError(
+            f"cannot ask the Hub for {repository}: HF_HUB_OFFLINE is set in the environment; unset it"
+        ) from error
     except errors.GatedRepoError as error:
         raise NetworkError(
             f"{repository} is gated: accept its terms at {page}, then set HF_TOKEN to your token"
@@ -107,7 +114,8 @@ def hub_errors(repository: str, endpoint: str, kind: str = "model") -> Iterator[
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
         kind_of_error = Unreachable if status >= 500 else NetworkError
-        raise kind_of_error(f"{endpoint} answered {status} for {repository}; {_advice(status, again)}") from error
+        advice = _advice(status, wants, again)
+        raise kind_of_error(f"{endpoint} answered {status} for {repository}; {advice}") from error
     except errors.HTTPError as error:  # type: ignore[attr-defined]  # the HTTP client's own root
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         check = f"check the network{' and the proxy in HTTPS_PROXY' if getproxies() else ''}"
@@ -119,13 +127,13 @@ def hub_errors(repository: str, endpoint: str, kind: str = "model") -> Iterator[
     except OSError as error:
         if error.errno is not None:
             raise
-        raise NetworkError(f"transfer from {endpoint} incomplete; {again}") from error
+        raise NetworkError(f"transfer {'from' if wants == 'read' else 'to'} {endpoint} incomplete; {again}") from error
 
 
-def _advice(status: int, again: str) -> str:
+def _advice(status: int, wants: str, again: str) -> str:
     if status in (401, 403):
         token = "whether HF_TOKEN is" if os.environ.get("HF_TOKEN") else "set HF_TOKEN to"
-        return f"check the name, and {token} a token that may read it"
+        return f"check the name, and {token} a token that may {wants} it"
     if status == 407:
         return "the proxy wants to know who you are: set HTTPS_PROXY to http://name:password@host:port"
     if status == 429:

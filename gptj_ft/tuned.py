@@ -14,6 +14,7 @@ from typing import Any
 from gptj_ft.card import Card, write_card
 from gptj_ft.data.chat_template import chat_template
 from gptj_ft.data.tokenizer import load_tokenizer
+from gptj_ft.decoding import search_options
 from gptj_ft.errors import UsageError
 from gptj_ft.families import Architecture
 from gptj_ft.formats.writing import TUNING
@@ -69,17 +70,16 @@ def files_of(trained: Trained) -> dict[str, str]:
 
 
 def generation_config(settings: Generation, end: int | None) -> dict[str, Any]:
-    """Return what `transformers` calls the generation settings of a recipe.
+    """Return the generation settings of a recipe as `transformers` keeps them: what is not its default.
 
     Args:
         settings: the recipe's.
         end: id of the token that ends a document, and pads.
     """
-    config: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "do_sample": settings.temperature > 0}
-    if end is not None:
-        config |= {"eos_token_id": end, "pad_token_id": end}
-    if settings.temperature > 0:
-        config |= {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k}
-    if settings.stop:
-        config["stop_strings"] = list(settings.stop)
-    return config
+    # Guessing ahead changes nothing but the speed, and not all that read this can.
+    plain = search_options(Generation.model_validate({})) | {
+        "prompt_lookup_num_tokens": settings.prompt_lookup_num_tokens
+    }
+    kept = {"max_new_tokens", "do_sample"}
+    options = {key: value for key, value in search_options(settings).items() if key in kept or value != plain.get(key)}
+    return options | ({} if end is None else {"eos_token_id": end, "pad_token_id": end})

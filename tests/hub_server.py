@@ -1,10 +1,11 @@
-"""A Hugging Face Hub on 127.0.0.1: as much of its protocol as a download uses, and faults on request.
+"""A Hugging Face Hub on 127.0.0.1: as much of its protocol as downloads and uploads use, and faults on request.
 
 Run it by hand to download from a folder: ``python tests/hub_server.py FOLDER``, then ``HF_ENDPOINT=http://127.0.0.1:8000``.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -34,6 +35,7 @@ class Request:
     method: str
     path: str
     headers: dict[str, str]
+    body: bytes = b""
 
 
 @dataclass
@@ -43,6 +45,15 @@ class Revision:
     folder: Path
     commit: str
     card: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass
+class Pushed:
+    """A repository that was made here: who may see it, its files, its commits' messages."""
+
+    private: bool
+    files: dict[str, bytes] = field(default_factory=dict)
+    commits: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -61,6 +72,8 @@ class Hub:
         stall_after: bytes of a large file after which no more comes, while the connection stays; ``None`` never.
         storage: address of the server that large files are fetched from; by default this one.
         branches: other revisions of the model, by name.
+        pushed: repositories that were made here, by name.
+        stored: large files that have arrived, by their SHA-256.
     """
 
     folder: Path
@@ -75,6 +88,8 @@ class Hub:
     stall_after: int | None = None
     storage: str = ""
     branches: dict[str, Revision] = field(default_factory=dict)
+    pushed: dict[str, Pushed] = field(default_factory=dict)
+    stored: dict[str, bytes] = field(default_factory=dict)
     closing: threading.Event = field(default_factory=threading.Event)
 
     def fetched(self) -> list[str]:
@@ -88,6 +103,8 @@ class Hub:
             KeyError: there is no such repository.
         """
         kind, name, revision = re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/revision/(.+))?", path).groups()
+        if kind == "models" and name in self.pushed:
+            return {"id": name, "modelId": name, "sha": COMMIT, "private": self.pushed[name].private, "siblings": []}
         if (kind, name) == ("models", REPOSITORY):
             main = revision in (None, "main", COMMIT)
             found = Revision(self.folder, COMMIT) if main else self.branches.get(revision)
@@ -178,6 +195,78 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer()
 
+    def do_POST(self) -> None:
+        body = self._body()
+        path = unquote(urlsplit(self.path).path)
+        self._record(path, body)
+        if self.hub.status is not None:
+            self._send(self.hub.status, b"{}", {"X-Error-Code": self.hub.error_code or ""})
+        elif path == "/api/repos/create":
+            self._create(json.loads(body))
+        elif path == "/api/validate-yaml":
+            self._say({"errors": [], "warnings": []})
+        elif "/preupload/" in path:
+            self._say({"files": [self._upload_mode(file) for file in json.loads(body)["files"]]})
+        elif path.endswith(".git/info/lfs/objects/batch"):
+            self._say({"transfer": "basic", "objects": [self._action(each) for each in json.loads(body)["objects"]]})
+        else:
+            self._commit(path, [json.loads(line) for line in body.splitlines()])
+
+    def do_PUT(self) -> None:
+        body, name = self._body(), self.path.rpartition("/")[2]
+        self._record(self.path, body)
+        if self.hub.cuts:
+            self.hub.cuts -= 1
+            self._send(403, b"", {})
+            return
+        assert hashlib.sha256(body).hexdigest() == name
+        self.hub.stored[name] = body
+        self._send(200, b"", {})
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = b""
+        while length := int(self.rfile.readline(), 16):
+            body += self.rfile.read(length)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def _record(self, path: str, body: bytes) -> None:
+        headers = {key.lower(): value for key, value in self.headers.items()}
+        self.hub.requests.append(Request(self.command, path, headers, body))
+
+    def _say(self, answer: dict[str, object], status: int = 200) -> None:
+        self._send(status, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
+    def _create(self, asked: dict[str, str]) -> None:
+        name = f"{asked['organization']}/{asked['name']}"
+        exists = name in self.hub.pushed
+        self.hub.pushed.setdefault(name, Pushed(asked.get("visibility") == "private"))
+        self._say({"url": f"{self.hub.url}/{name}"}, 409 if exists else 200)
+
+    def _upload_mode(self, file: dict[str, object]) -> dict[str, object]:
+        is_large = file["size"] >= LARGE_BYTES or str(file["path"]).endswith(".safetensors")
+        return {"path": file["path"], "uploadMode": "lfs" if is_large else "regular", "shouldIgnore": False}
+
+    def _action(self, file: dict[str, object]) -> dict[str, object]:
+        upload = {"actions": {"upload": {"href": f"{self.hub.url}/lfs/{file['oid']}"}}}
+        return file | ({} if file["oid"] in self.hub.stored else upload)
+
+    def _commit(self, path: str, lines: list[dict[str, dict[str, str]]]) -> None:
+        name = re.fullmatch(r"/api/models/(.+)/commit/main", path)[1]
+        repository = self.hub.pushed[name]
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "header":
+                repository.commits.append(value["summary"])
+            elif line["key"] == "file":
+                repository.files[value["path"]] = base64.b64decode(value["content"])
+            else:
+                repository.files[value["path"]] = self.hub.stored[value["oid"]]
+        self._say({"commitUrl": f"{self.hub.url}/{name}/commit/{COMMIT}", "commitOid": COMMIT})
+
     def do_CONNECT(self) -> None:  # as a proxy
         self._answer()
 
@@ -186,9 +275,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        self.hub.requests.append(
-            Request(self.command, path, {key.lower(): value for key, value in self.headers.items()})
-        )
+        self._record(path, b"")
         if self.hub.status is not None:
             self._send(self.hub.status, b"", {"X-Error-Code": self.hub.error_code or ""})
         elif path.startswith("/api/"):
@@ -247,7 +334,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body[:length])
             self.wfile.flush()
 

@@ -106,6 +106,10 @@ def test_the_generation_settings_are_those_of_the_recipe_and_valid_elsewhere(bas
     greedy = GenerationConfig.from_pretrained(tuned(base, preset("summarization"), tmp_path / "b"))
     greedy.validate(strict=True)
     assert (greedy.do_sample, greedy.temperature, greedy.stop_strings) == (False, None, None)
+    beams = preset("summarization", generation={"num_beams": 4, "length_penalty": 0.8, "max_new_tokens": 9})
+    searched = GenerationConfig.from_pretrained(tuned(base, beams, tmp_path / "c"))
+    searched.validate(strict=True)
+    assert (searched.num_beams, searched.length_penalty, searched.max_new_tokens) == (4, 0.8, 9)
     assert (greedy.eos_token_id, greedy.pad_token_id, greedy.bos_token_id) == (end, end, end)
 
 

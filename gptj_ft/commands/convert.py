@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gptj_ft.commands.push import send
 from gptj_ft.commands.terminal import bar, print_json
 from gptj_ft.errors import UsageError
 from gptj_ft.options import Json
@@ -42,6 +43,11 @@ def convert(
     check: Annotated[
         bool, typer.Option("--check", help="write nothing: compare the checkpoints SRC and DEST, tensor by tensor")
     ] = False,
+    push: Annotated[
+        str | None, typer.Option("--push", metavar="REPO", help="send DEST, or SRC as it is, to the Hub: owner/name")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="with --push: for everybody to see")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="with --push: show what would be sent and stop")] = False,
     as_json: Json = False,
 ) -> None:
     """Turn a checkpoint into a model folder (one shard per layer, which every other tool opens too), or back."""
@@ -56,6 +62,13 @@ def convert(
     form: Form | None = None if named == "auto" else named  # type: ignore[assignment]
     if check:
         _check(source, target, form, config, as_json)
+        return
+    if push is None and (public or dry_run):
+        raise UsageError("--public and --dry-run go with --push REPO")
+    if push is not None and (target is None or dry_run or to == "mesh"):
+        if source is None or target is not None:
+            raise UsageError("--push sends a model folder that is named and there: gptj-ft convert SRC --push REPO")
+        send(home.find_model(str(source)), push, public, dry_run, as_json)
         return
     if source is None:
         source = home.default_download()
@@ -82,6 +95,9 @@ def convert(
         print(
             f"{source}: NaN or infinity in {len(report.not_finite)} tensors, as in the source: {names}", file=sys.stderr
         )
+    if push is not None:
+        send(target, push, public, dry_run, as_json)
+        return
     if as_json:
         print_json({**asdict(report), "folder": str(target)})
         return
