@@ -41,6 +41,7 @@ class Load:
         longest_row: tokens of the longest row, which no micro-batch divides.
         validation_tokens: tokens of the validation rows.
         validation_targets: those of them that carry a target.
+        context: tokens that the model was made for.
     """
 
     layouts: Sequence[Layout]
@@ -54,6 +55,7 @@ class Load:
     longest_row: int = 1
     validation_tokens: int = 0
     validation_targets: int = 0
+    context: int = 2048
 
     def flops(self, kept: int = 0) -> Flops:
         """Count the FLOPs of an average step, where ``kept`` blocks are not recomputed."""

@@ -16,13 +16,14 @@ from gptj_ft.data.prepare import Prepared, Report, load, save
 from gptj_ft.demand import Load
 from gptj_ft.durable import sync_path, sync_tree
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.families import read_architecture
-from gptj_ft.home import TINY_MODELS, is_model
+from gptj_ft.families import Architecture, read_architecture
+from gptj_ft.home import DEFAULT_REPOSITORY, TINY_MODELS, is_model
 from gptj_ft.inputs import choose_model, gather
 from gptj_ft.keeping import check_keep, find_checkpoint, go_back
 from gptj_ft.lock import LOCK, locked
 from gptj_ft.machine import choose_device
-from gptj_ft.plan import Plan, choose
+from gptj_ft.plan import DoesNotFit, Plan, choose
+from gptj_ft.published import Published, find_published
 from gptj_ft.rates import choose_dtype, rates
 from gptj_ft.recipe import FREE_ON_RESUME, Recipe, Resolved, build, dump, resolve
 from gptj_ft.run import Run, choose_folder
@@ -176,25 +177,55 @@ def _not_made(folder: Path, error: OSError) -> UsageError:
     return UsageError(f"cannot make the run folder {folder}: {error.strerror}; name another with --output")
 
 
-def forecast(resolved: Resolved, measure_again: bool = False) -> Plan:
+@dataclass(frozen=True)
+class Forecast:
+    """What a run would cost.
+
+    Attributes:
+        plan: of the run; where none fits, the nearest.
+        problem: why it does not fit.
+        notes: on how the model is treated.
+        published: the model as it was published, if it is one of those that are known by name.
+    """
+
+    plan: Plan
+    problem: DoesNotFit | None = None
+    notes: tuple[str, ...] = ()
+    published: Published | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it for `--json`."""
+        published = self.published.to_dict() if self.published else None
+        problem = {"error": str(self.problem), "exit_code": self.problem.exit_code} if self.problem else {}
+        return {**self.plan.to_dict(), "notes": list(self.notes), "published": published, **problem}
+
+
+def forecast(resolved: Resolved, measure_again: bool = False) -> Forecast:
     """Plan a run, from its rows if they are named, else for rows of the greatest length.
+
+    Without rows, a published model need not be there: see `published`. Where none is named or downloaded, it is GPT-J.
 
     Args:
         resolved: its options.
         measure_again: measure what the machine does in a second, though it is known.
 
     Raises:
-        ResourceError: it cannot fit.
+        GptjFtError: there are no such rows, or no such model.
     """
     recipe = resolved.recipe
     device = choose_device(recipe.device)
     if measure_again:
         rates(device, choose_folder(recipe), again=True)
     if recipe.data is not None:
-        return fresh(resolved).session.plan
+        try:
+            session = fresh(resolved).session
+        except DoesNotFit as problem:
+            return Forecast(problem.nearest, problem)
+        return Forecast(session.plan, notes=session.architecture.notes)
     if recipe.model in TINY_MODELS:
         raise UsageError("the tiny model is made from the rows: add --data FILE")
-    architecture = read_architecture(choose_model(recipe, Path()))
+    published = find_published(recipe.model or DEFAULT_REPOSITORY)
+    architecture = _architecture(recipe, published)
     dtype = choose_dtype(recipe.precision, device)
     length = min(recipe.max_length, architecture.config.n_positions)
     tokens = recipe.batch_size * length
@@ -207,10 +238,25 @@ def forecast(resolved: Resolved, measure_again: bool = False) -> Plan:
         mean_step_tokens=tokens,
         mean_step_targets=tokens,
         num_steps=recipe.max_steps,
+        context=architecture.config.n_positions,
         longest_row=length,
     )
     folder = choose_folder(recipe)
-    return choose(recipe, load_, free_resources(device, folder), rates(device, folder))
+    try:
+        plan = choose(recipe, load_, free_resources(device, folder), rates(device, folder))
+    except DoesNotFit as problem:
+        return Forecast(problem.nearest, problem, architecture.notes, published)
+    return Forecast(plan, None, architecture.notes, published)
+
+
+def _architecture(recipe: Recipe, published: Published | None) -> Architecture:
+    """Return the architecture of a recipe's model: of what is here, else as it was published."""
+    try:
+        return read_architecture(choose_model(recipe, Path()))
+    except UsageError:
+        if published is None or (recipe.model is not None and Path(recipe.model).exists()):
+            raise
+        return published.architecture
 
 
 def _session(recipe: Recipe, model: Path, rows: tuple[Prepared, Prepared | None], folder: Path) -> Session:

@@ -17,6 +17,7 @@ from gptj_ft.machine import gigabytes
 from gptj_ft.measure import Rates
 from gptj_ft.rates import PRECISIONS, reason_for
 from gptj_ft.recipe import Recipe
+from gptj_ft.scaling import Outlook
 from gptj_ft.stack import Room, slot_numel, sum_numel
 from gptj_ft.stores import Kind
 from gptj_ft.stores.placement import Place, Placement, training_dtypes
@@ -83,6 +84,7 @@ class Plan:
         room: how much of the model is on the device at once.
         costs: what it moves and how long it takes.
         rates: of the machine, from which that is computed.
+        outlook: what the training amounts to.
     """
 
     placement: Placement
@@ -97,6 +99,7 @@ class Plan:
     room: Room
     costs: Costs
     rates: Rates
+    outlook: Outlook
 
     @property
     def needs(self) -> list[Need]:
@@ -124,7 +127,16 @@ class Plan:
         """Return the forecast for `--json`."""
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("costs", "have")}
         own |= {"placement": asdict(self.placement), "room": asdict(self.room), "rates": asdict(self.rates)}
+        own |= {"outlook": self.outlook.to_dict()}
         return {**own, "needs": [asdict(need) for need in self.needs], **self.costs.to_dict()}
+
+
+class DoesNotFit(ResourceError):
+    """Of all that is allowed, the nearest plan needs more than there is."""
+
+    def __init__(self, nearest: Plan, message: str) -> None:
+        super().__init__(message)
+        self.nearest = nearest
 
 
 def choose(recipe: Recipe, load: Load, free: Free, rates: Rates, has_begun: bool = False) -> Plan:
@@ -138,7 +150,7 @@ def choose(recipe: Recipe, load: Load, free: Free, rates: Rates, has_begun: bool
         has_begun: whether it is resumed, so that no option may change that changes a number.
 
     Raises:
-        ResourceError: nothing allowed fits; says by how much, and the two knobs that help most.
+        DoesNotFit: nothing allowed fits; says by how much, and the two knobs that help most.
     """
 
     def plans(recipe: Recipe, load: Load) -> Iterator[Plan]:
@@ -158,7 +170,7 @@ def choose(recipe: Recipe, load: Load, free: Free, rates: Rates, has_begun: bool
     room = min((plan.disk_bytes for plan in lacks_disk_alone), default=0)
     elsewhere = [f"--output on a disk with {gigabytes(room)} free"] if room > free.disk else []
     hint = advise(recipe, load, lack, elsewhere, has_begun)
-    raise ResourceError(f"does not fit: with {nearest.placement} {_shortage(nearest, free)}; {hint}")
+    raise DoesNotFit(nearest, f"does not fit: with {nearest.placement} {_shortage(nearest, free)}; {hint}")
 
 
 def candidates(recipe: Recipe, free: Free) -> list[Placement]:
@@ -232,6 +244,9 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, hav
         room=room,
         costs=costs,
         rates=rates,
+        outlook=Outlook.of(
+            load.layouts, load.width, load.context, (load.mean_step_tokens, load.mean_step_targets), load.num_steps
+        ),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -20,10 +20,12 @@ from gptj_ft.machine import gigabytes
 from gptj_ft.plan import Plan
 from gptj_ft.progress import clock
 from gptj_ft.rates import PRECISIONS
+from gptj_ft.scaling import CONFIRMED_FLOPS, FITTED_FLOPS, TOKENS_PER_PARAMETER, Outlook
 
 if TYPE_CHECKING:
     from gptj_ft.data.fixed_file import FixReport
     from gptj_ft.data.prepared import Prepared, Report
+    from gptj_ft.published import Published
     from gptj_ft.recipe import Recipe
     from gptj_ft.trainer import TrainResult
 
@@ -123,8 +125,15 @@ def show_examples(console: Console, prepared: Prepared, decode: Callable[[list[i
         console.print(text, highlight=False)
 
 
-def show_plan(console: Console, plan: Plan) -> None:
-    """Show what a run will cost: what it needs beside what it may use, what it moves, how long it takes."""
+def show_plan(console: Console, plan: Plan, notes: Sequence[str] = (), published: Published | None = None) -> None:
+    """Show what a run will cost: what it needs beside what it may use, what it moves, how long it takes.
+
+    Args:
+        console: where to.
+        plan: of the run.
+        notes: on how the model is treated.
+        published: the model as it was published, if it is shown beside.
+    """
     table = Table(title="What it will cost", show_header=False, title_justify="left")
     rows = [
         ("parameters", f"{plan.num_parameters:,}, all trained"),
@@ -134,10 +143,31 @@ def show_plan(console: Console, plan: Plan) -> None:
         *_transfers(plan.costs),
         *_times(plan),
         ("measured", _measured(plan)),
+        *_amounts(plan.outlook, published),
+        *(("note", note) for note in notes),
     ]
     for name, text in rows:
         table.add_row(name, text)
     console.print(table)
+
+
+def _amounts(outlook: Outlook, published: Published | None) -> Iterator[tuple[str, str]]:
+    """Say what the training amounts to, and what one from scratch would, by the published law."""
+    if outlook.flops is None:
+        yield "training", f"{outlook.flops_per_step:.2g} FLOPs a step"
+    else:
+        share = f"{outlook.tokens_per_parameter:.2g} a parameter"
+        yield "training", f"{outlook.flops:.2g} FLOPs on {outlook.tokens:,.0f} tokens, {share}"
+    tokens = f"{TOKENS_PER_PARAMETER} tokens a parameter, {outlook.scratch_tokens:.3g}"
+    result = f"{outlook.scratch_flops:.2g} FLOPs and give a loss of {outlook.scratch_pile_loss:.2f} on the Pile"
+    fitted = f"fitted from {FITTED_FLOPS[0]:.2g} to {FITTED_FLOPS[1]:.2g} FLOPs, confirmed at {CONFIRMED_FLOPS:.2g}"
+    there = "" if outlook.is_in_range else "; this is outside, so do not rely on it"
+    yield "from scratch", f"{tokens}, would take {result}, by the law of Cerebras-GPT ({fitted}){there}"
+    if published:
+        yield (
+            "as published",
+            f"{published.tokens:.3g} tokens, {published.flops:.2g} FLOPs; loss on the Pile {published.pile_loss}",
+        )
 
 
 def show_training(console: Console, result: TrainResult) -> None:

@@ -83,6 +83,7 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
         mean_step_tokens=sum(sizes) / len(sizes),
         mean_step_targets=train.num_targets / per_epoch,
         num_steps=num_steps - steps_done(Run(folder)),
+        context=architecture.config.n_positions,
         longest_row=max(lengths),
         validation_tokens=sum(validation.lengths),
         validation_targets=validation.num_targets,

@@ -75,7 +75,7 @@ def test_every_form_becomes_the_same_folder_and_back_without_a_bit_changed(
 def test_a_tensor_under_two_names_is_refused(tmp_path: Path, model) -> None:
     state = {**model.state_dict(), "wte.weight": model.transformer.wte.weight}
     source = write_source(tmp_path / "source", model, state, "bin")
-    with pytest.raises(DataError, match=r"transformer\.wte\.weight twice, also as wte\.weight"):
+    with pytest.raises(DataError, match=r"wte\.weight twice, also as "):
         open_checkpoint(source)
 
 

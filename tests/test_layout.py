@@ -24,6 +24,7 @@ ORDER = [
     ("passage",),
     ("meters", "rates"),
     ("progress", "demand"),
+    ("scaling", "published"),
     ("streaming", "plan", "costs", "knobs", "tuning", "metrics", "tiny", "compare", "convert", "inputs", "model"),
     ("hub_models", "download", "card", "pages"),
     ("movement",),

@@ -105,7 +105,7 @@ def finetune(
         show_data(console, prepared.report)
         if console.is_terminal:  # a log gets no text of the user's
             show_examples(console, prepared.rows[0], load_tokenizer(prepared.session.model).decode, 1)
-    show_plan(console, prepared.session.plan)
+    show_plan(console, prepared.session.plan, prepared.session.architecture.notes)
     if dry_run:
         if as_json:
             print_json(prepared.session.plan.to_dict())
@@ -146,7 +146,11 @@ def plan(
     from gptj_ft.report import show_plan
 
     forecast = command.forecast(fetched(resolve(flags, config, as_tuple(assignments)), offline, as_json), measure)
-    if as_json:
-        print_json(forecast.to_dict())
-    else:
-        show_plan(console_for(stderr=False), forecast)
+    if not as_json:
+        show_plan(console_for(stderr=False), forecast.plan, forecast.notes, forecast.published)
+        if forecast.problem:
+            raise forecast.problem
+        return
+    print_json(forecast.to_dict())
+    if forecast.problem:
+        raise typer.Exit(forecast.problem.exit_code)

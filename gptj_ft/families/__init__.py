@@ -103,6 +103,15 @@ class Architecture:
         """Return the layers on the ``meta`` device, in streaming order."""
         return self.family.build_layers(self.config)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What users should know of how this model is treated here."""
+        rates = {key: value for key, value in self.raw.items() if key.endswith("_pdrop") and value}
+        if not rates:
+            return ()
+        named = ", ".join(f"{key} {value}" for key, value in rates.items())
+        return (f"dropout in config.json ({named}) is not applied: training here is without",)
+
     def ties(self) -> dict[str, str]:
         """Return the names of tensors that are others once more: a tied head's, and the embedding's that it is."""
         layers, name_of = self.layers(), self.family.name_of
