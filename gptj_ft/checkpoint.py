@@ -69,7 +69,7 @@ def layers_behind(run: Run, stack: LayerStack, step: int) -> set[int]:
         DataError: a file is missing, cut short or of a step that it cannot be of.
     """
     behind, gradients = set(), _forms(stack, ("grad",))
-    for layer, form in enumerate(_forms(stack, state_kinds(stack))):
+    for layer, form in _forms(stack, state_kinds(stack)).items():
         path = layer_path(run.state / "layer", layer)
         stamp, _ = form.check(path)
         if stamp == step - 1:
@@ -155,11 +155,11 @@ def restore(folder: Path, stack: LayerStack, step: int) -> None:
     """
     kinds = state_kinds(stack)
     forms = _forms(stack, kinds)
-    for layer, form in enumerate(forms):
+    for layer, form in forms.items():
         path = layer_path(folder / "layer", layer)
         if form.check(path)[0] != step:
             raise DataError(f"{path} is not of step {step}")
-    for layer, form in enumerate(forms):
+    for layer, form in forms.items():
         path = layer_path(folder / "layer", layer)
         _, digests = form.check(path)
         descriptor = open_direct(path, os.O_RDONLY)
@@ -183,12 +183,15 @@ def _read(form: StateFile, descriptor: int, kind: Kind, digests: Digests, start:
 
 
 def parameters(folder: Path, layouts: Sequence[Layout]) -> Iterator[dict[str, Tensor]]:
-    """Yield each layer's parameters, fp32, from a checkpoint's folder.
+    """Yield each layer's trained parameters, fp32, from a checkpoint's folder; of a layer without any, nothing.
 
     Raises:
         DataError: a file is missing or damaged.
     """
     for layer, layout in enumerate(layouts):
+        if not layout.numel:
+            yield {}
+            continue
         shard = open_shard(layer_path(folder / "layer", layer))
         yield layout.views(shard.read("master" if "master" in shard.entries else "weight"))
 
@@ -200,7 +203,7 @@ def _host_memory(part: Tensor) -> Tensor:
 
 def _write_layers(folder: Path, stack: LayerStack, step: int) -> None:
     kinds = state_kinds(stack)
-    for layer, form in enumerate(_forms(stack, kinds)):
+    for layer, form in _forms(stack, kinds).items():
         path = layer_path(folder / "layer", layer)
         digests = form.no_digests()
         descriptor = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -217,7 +220,7 @@ def _write_layers(folder: Path, stack: LayerStack, step: int) -> None:
 
 def _link_layers(source: Path, target: Path, stack: LayerStack) -> bool:
     """Give each layer's file a second name; tell whether all are links, not copies."""
-    names = [layer_path(source / "layer", layer).name for layer in range(len(stack.layers))]
+    names = [layer_path(source / "layer", layer).name for layer in stack.trained]
     are_links = [link_or_copy(source / name, target / name) for name in names]
     return all(are_links)
 
@@ -254,6 +257,7 @@ def _publish(temporary: Path, final: Path, step: int, facts: Mapping[str, Any]) 
         sync_path(folder)
 
 
-def _forms(stack: LayerStack, kinds: tuple[Kind, ...]) -> list[StateFile]:
+def _forms(stack: LayerStack, kinds: tuple[Kind, ...]) -> dict[int, StateFile]:
+    """Return the form of each file, by the number of its layer; layers that are not trained have none."""
     dtypes = {kind: stack.dtypes[kind] for kind in kinds}
-    return [StateFile(layout, dtypes, stack.room.part_numel) for layout in stack.layouts]
+    return {layer: StateFile(stack.layouts[layer], dtypes, stack.room.part_numel) for layer in stack.trained}

@@ -143,8 +143,13 @@ def cost(
     state = {kind: stored[kind] for kind in state_kinds(stored)}
     by_place = bytes_moved(placement, state, load.stored_elements)
     state_bytes = load.stored_elements * sum(dtype.itemsize for dtype in state.values())
-    model_bytes = load.stored_elements * torch.float32.itemsize
-    filling = Pass(read={"disk": model_bytes}, written=by_place)
+    frozen: dict[Kind, torch.dtype] = {"frozen": load.dtype}
+    model_bytes = (load.stored_elements + load.frozen_elements) * torch.float32.itemsize
+    copied = bytes_moved(placement, frozen, load.frozen_elements)
+    copied.pop("disk", None)  # there it is already
+    filling = Pass(
+        read={"disk": model_bytes}, written={**by_place, **{p: by_place.get(p, 0) + n for p, n in copied.items()}}
+    )
     saving = Pass(read=by_place, written={"disk": state_bytes})
     writing = Pass(written={"disk": model_bytes})
     per_step = sum(each.seconds(load, rates) for each in passes)
@@ -179,7 +184,8 @@ def seconds_per_validation(placement: Placement, load: Load, forward: Pass, rate
     passes = -(-load.validation_tokens // PASS_TOKENS)
     flops = 2.0 * load.block_parameters * load.validation_tokens + 2.0 * load.head_parameters * load.validation_targets
     weights = bytes_moved(placement, {"weight": load.dtype}, passes * (load.stored_elements + load.lent_elements))
-    return update.seconds(load, rates) + Pass(flops, read=weights).seconds(load, rates)
+    frozen = bytes_moved(placement, {"frozen": load.dtype}, passes * load.frozen_elements)
+    return update.seconds(load, rates) + Pass(flops, read=weights).plus(read=frozen).seconds(load, rates)
 
 
 def num_checkpoints(recipe: Recipe, load: Load, seconds_per_step: float) -> int:

@@ -30,7 +30,7 @@ class Load:
     """What a run asks of the machine.
 
     Attributes:
-        layouts: of each layer of the model.
+        layouts: of what is trained in each layer of the model.
         width: of the hidden states.
         dtype: of the computation.
         micro_batch_tokens: most tokens computed at once.
@@ -42,6 +42,7 @@ class Load:
         validation_tokens: tokens of the validation rows.
         validation_targets: those of them that carry a target.
         context: tokens that the model was made for.
+        frozen: layouts of what is not trained in each layer; none: everything is trained.
     """
 
     layouts: Sequence[Layout]
@@ -56,27 +57,65 @@ class Load:
     validation_tokens: int = 0
     validation_targets: int = 0
     context: int = 2048
+    frozen: Sequence[Layout] = ()
+
+    @cached_property
+    def whole_layers(self) -> list[list[Layout]]:
+        """The layouts of each layer: of what is trained of it, and of the rest."""
+        return (
+            [list(both) for both in zip(self.layouts, self.frozen, strict=True)]
+            if self.frozen
+            else [[layout] for layout in self.layouts]
+        )
+
+    @cached_property
+    def lowest_trained(self) -> int:
+        """The layer at which backward ends."""
+        return next((index for index, layout in enumerate(self.layouts) if layout.numel), 0)
+
+    @property
+    def num_backward_blocks(self) -> int:
+        """Blocks that backward passes."""
+        return len(self.layouts) - 1 - max(1, self.lowest_trained)
+
+    @property
+    def vocabulary(self) -> int:
+        return max(shape[0] for layout in self.whole_layers[-1] for shape in layout.used_shapes.values())
+
+    @property
+    def frozen_elements(self) -> int:
+        """Elements that are not trained, over all layers, padding included."""
+        return sum(layout.numel for layout in self.frozen)
+
+    def frozen_reads(self, slots: int) -> tuple[int, int]:
+        """Elements that forward and backward read of what is not trained, beside what is still in so many slots."""
+        sizes = [layout.numel for layout in self.frozen]
+        return sum(sizes[slots:]), sum(sizes[self.lowest_trained : max(0, len(sizes) - slots)])
 
     def flops(self, kept: int = 0) -> Flops:
         """Count the FLOPs of an average step, where ``kept`` blocks are not recomputed."""
-        return count_flops(self.layouts, self.mean_step_tokens, self.mean_step_targets, kept)
+        return count_flops(self.layouts, self.mean_step_tokens, self.mean_step_targets, kept, self.frozen)
 
     def boundary_bytes(self, kept: int = 0) -> int:
-        """Bytes of the inputs of all blocks but the last ``kept``, in the step with the most tokens."""
-        return (len(self.layouts) - 2 - kept) * self.width * self.dtype.itemsize * self.step_tokens
+        """Bytes of the inputs of all blocks that backward passes but the last ``kept``, in the largest step."""
+        return max(0, self.num_backward_blocks - kept) * self.width * self.dtype.itemsize * self.step_tokens
 
     @cached_property
     def num_parameters(self) -> int:
+        return sum(layout.num_parameters for both in self.whole_layers for layout in both)
+
+    @cached_property
+    def num_trained(self) -> int:
         return sum(layout.num_parameters for layout in self.layouts)
 
     @cached_property
     def block_parameters(self) -> int:
-        return sum(layout.num_parameters for layout in self.layouts[1:-1])
+        return sum(layout.num_parameters for both in self.whole_layers[1:-1] for layout in both)
 
     @property
     def head_parameters(self) -> int:
         """Parameters that the head computes with, those that it shares with the embedding included."""
-        return self.layouts[-1].num_used
+        return sum(layout.num_used for layout in self.whole_layers[-1])
 
     @cached_property
     def stored_elements(self) -> int:
@@ -109,16 +148,15 @@ class Load:
 
     def passed_by_backward(self, kept: int) -> float:
         """Bytes that backward's read and write, those of what is computed again included."""
-        blocks = len(self.layouts) - 2
-        return (2.0 + ((blocks - kept) / blocks if blocks else 0.0)) * self.passed_by_forward
+        blocks, passed = len(self.layouts) - 2, self.num_backward_blocks
+        return (2.0 * passed + max(0, passed - kept)) / max(1, blocks) * self.passed_by_forward
 
     @property
     def touched_by_backward(self) -> float:
         """Bytes that the head and the sums of gradients read and write."""
-        vocabulary = max(shape[0] for shape in self.layouts[-1].used_shapes.values())
-        logits = TOUCHED_LOGITS * vocabulary * torch.float32.itemsize * self.mean_step_targets
+        logits = TOUCHED_LOGITS * self.vocabulary * torch.float32.itemsize * self.mean_step_targets
         micro_batches = -(-self.mean_step_tokens // self.micro_batch_tokens)
-        sums = SUMMED * torch.float32.itemsize * self.num_parameters * micro_batches
+        sums = SUMMED * torch.float32.itemsize * self.num_trained * micro_batches
         return logits + sums
 
 
@@ -175,6 +213,10 @@ def training_passes(
     forward, backward = _passes_of_state(placement, load, stored, room, is_late)
     forward = forward.plus(read=bytes_moved(placement, {"weight": stored["weight"]}, load.lent_elements))
     kept = room.kept
+    up, down = load.frozen_reads(room.read_ahead + 1)
+    frozen: dict[Kind, torch.dtype] = {"frozen": load.dtype}
+    forward = forward.plus(read=bytes_moved(placement, frozen, up))
+    backward = backward.plus(read=bytes_moved(placement, frozen, down))
     if placement.boundaries == "device":
         return forward, backward
     away: dict[Place, int] = {

@@ -11,8 +11,9 @@ from gptj_ft.families import read_architecture
 from gptj_ft.formats.huggingface import write_model
 from gptj_ft.home import is_model
 from gptj_ft.keeping import find_checkpoint
+from gptj_ft.model import whole_layers
 from gptj_ft.run import Run
-from gptj_ft.stores import Layout
+from gptj_ft.selection import select
 from gptj_ft.tuned import Trained, files_of
 from gptj_ft.verify import Checker
 
@@ -37,8 +38,8 @@ def export_checkpoint(run: Run, name: str, target: Path) -> int:
             f"the model that {run.folder} started from is not in {source} any more: its tokenizer is needed"
         )
     architecture = read_architecture(source)
-    layouts = [Layout.of(layer) for layer in architecture.layers()]
-    if damage := list(Checker(run, layouts).checkpoint(step)):
+    selection = select(architecture, recipe)
+    if damage := list(Checker(run, selection.trained).checkpoint(step)):
         raise DataError("\n".join(damage))
     report = load(run.data / "train").report
     losses = {line["step"]: line["validation_loss"] for line in run.metrics() if "validation_loss" in line}
@@ -51,7 +52,7 @@ def export_checkpoint(run: Run, name: str, target: Path) -> int:
     write_model(
         target,
         architecture,
-        parameters(run.checkpoint(step), layouts),
+        whole_layers(architecture, source, selection, parameters(run.checkpoint(step), selection.trained)),
         dtype=None,
         source=source,
         files=files_of(Trained(recipe, source, architecture, data, metrics)),

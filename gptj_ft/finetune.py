@@ -27,8 +27,8 @@ from gptj_ft.published import Published, find_published
 from gptj_ft.rates import choose_dtype, rates
 from gptj_ft.recipe import FREE_ON_RESUME, Recipe, Resolved, build, dump, resolve
 from gptj_ft.run import Run, choose_folder
+from gptj_ft.selection import select
 from gptj_ft.session import Session, free_resources, make_session
-from gptj_ft.stores import Layout
 from gptj_ft.trainer import TrainResult, train
 from gptj_ft.verify import Checker
 
@@ -131,8 +131,7 @@ def execute(job: Job, console: Console, quiet: bool, began: float) -> TrainResul
     with begin(job) if job.run is None else locked(job.run.folder, "training"):
         run = job.run or Run(Path(job.session.recipe.output or ""))
         if job.start is not None:
-            layouts = [Layout.of(layer) for layer in job.session.architecture.layers()]
-            if damage := list(Checker(run, layouts).checkpoint(job.start)):
+            if damage := list(Checker(run, job.session.selection.trained).checkpoint(job.start)):
                 raise DataError("\n".join([*damage, "nothing was changed; name another checkpoint with --from"]))
             go_back(run, job.start)
             console.print(f"back to step {job.start}; what came after it is done again", highlight=False)
@@ -229,8 +228,10 @@ def forecast(resolved: Resolved, measure_again: bool = False) -> Forecast:
     dtype = choose_dtype(recipe.precision, device)
     length = min(recipe.max_length, architecture.config.n_positions)
     tokens = recipe.batch_size * length
+    selection = select(architecture, recipe)
     load_ = Load(
-        layouts=[Layout.of(layer) for layer in architecture.layers()],
+        layouts=selection.trained,
+        frozen=selection.frozen,
         width=architecture.config.n_embd,
         dtype=dtype,
         micro_batch_tokens=max(recipe.micro_batch_tokens, length),

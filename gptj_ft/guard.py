@@ -96,7 +96,7 @@ def find_in_gradients(session: Session, stack: LayerStack) -> list[str]:
     """Return the tensors whose gradients are not finite, in the layer that backward came to first; none if not kept."""
     if "grad" not in stack.stores:
         return []
-    for layer in reversed(range(len(stack.layers))):
+    for layer in reversed(stack.trained):
         gradients = flat_views(stack, "grad", layer)
         if names := [name for name, gradient in gradients.items() if not is_finite(gradient)]:
             return [_name(session, stack, layer, name) for name in names]

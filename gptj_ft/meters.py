@@ -13,6 +13,8 @@ from gptj_ft import machine
 from gptj_ft.stack import LayerStack
 from gptj_ft.stores import Layout
 
+EMPTY = Layout({}, {}, 0, 0)
+
 
 @dataclass(frozen=True)
 class Flops:
@@ -20,7 +22,7 @@ class Flops:
 
     Attributes:
         forward: 2 per weight and token; for the head, per token with a target, since it runs on no others.
-        backward: 4, counted alike.
+        backward: 4, counted alike; 2 for those that are not trained, and none below the lowest layer that is.
         recompute: 2 more for the blocks that backward runs again.
     """
 
@@ -39,12 +41,27 @@ class Flops:
         return self.forward + self.backward + self.recompute
 
 
-def count_flops(layouts: Sequence[Layout], tokens: float, target_tokens: float, kept: int = 0) -> Flops:
-    """Count the FLOPs of training on some tokens, the last ``kept`` blocks not recomputed; an embedding has none."""
-    blocks = sum(layout.num_parameters for layout in layouts[1:-1]) * tokens
-    again = sum(layout.num_parameters for layout in layouts[1 : len(layouts) - 1 - kept]) * tokens
-    head = layouts[-1].num_used * target_tokens
-    return Flops(2.0 * (blocks + head), 4.0 * (blocks + head), 2.0 * again)
+def count_flops(
+    layouts: Sequence[Layout], tokens: float, target_tokens: float, kept: int = 0, frozen: Sequence[Layout] = ()
+) -> Flops:
+    """Count the FLOPs of training on some tokens; an embedding has none.
+
+    Args:
+        layouts: of what is trained in each layer.
+        tokens: that the blocks are run on.
+        target_tokens: that the head is run on.
+        kept: blocks, the last ones, that are not recomputed.
+        frozen: layouts of the rest: passed by gradients down to the lowest layer that is trained, but without any.
+    """
+    top, lowest = len(layouts) - 1, next((i for i, layout in enumerate(layouts) if layout.numel), 0)
+    runs = [0.0, *[2.0 * tokens] * (top - 1), 2.0 * target_tokens]  # FLOPs a parameter
+    trained = [layout.num_used for layout in layouts]
+    whole = [own + rest.num_used for own, rest in zip(trained, frozen or [EMPTY] * len(trained), strict=True)]
+    return Flops(
+        forward=sum(run * number for run, number in zip(runs, whole, strict=True)),
+        backward=sum(runs[i] * (whole[i] + trained[i]) for i in range(lowest, top + 1)),
+        recompute=sum(runs[i] * whole[i] for i in range(max(1, lowest), top - kept)),
+    )
 
 
 @dataclass(frozen=True)

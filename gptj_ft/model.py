@@ -12,15 +12,17 @@ from torch import Tensor
 
 from gptj_ft.boundaries import Away
 from gptj_ft.families import Architecture, read_architecture
-from gptj_ft.formats.huggingface import Checkpoint, check, layer_tensors, open_checkpoint
+from gptj_ft.formats.huggingface import Checkpoint, check, layer_tensor, open_checkpoint
 from gptj_ft.machine import free_memory
-from gptj_ft.passage import Visit
+from gptj_ft.selection import Selection
 from gptj_ft.stack import LayerStack, Room
 from gptj_ft.stores import Kind, Layout
 from gptj_ft.stores.device import DeviceStore
 from gptj_ft.stores.folder import FolderStore
-from gptj_ft.stores.placement import Placement, open_boundaries, open_stores
-from gptj_ft.streaming import stream
+from gptj_ft.stores.host import HostStore
+from gptj_ft.stores.placement import Place, Placement, open_boundaries, open_stores
+
+FROZEN: Kind = "frozen"
 
 
 def training_stack(
@@ -32,8 +34,11 @@ def training_stack(
     room: Room = Room(),
     keep_gradients: bool = True,
     boundary: Layout | None = None,
+    selection: Selection | None = None,
 ) -> LayerStack:
     """Open empty stores for training a model; `load_weights` or a checkpoint fills them.
+
+    What is not trained has no store yet: see `open_frozen`.
 
     Args:
         architecture: of the model.
@@ -44,31 +49,67 @@ def training_stack(
         room: how much may be on the device at once.
         keep_gradients: whether updates wait for the global norm, so that gradients need a store.
         boundary: layout of a layer's inputs; needed where the placement keeps them off the device.
+        selection: what is trained; by default everything.
     """
-    layers = architecture.layers()
+    if selection is None:
+        selection = Selection.of(architecture.layers, lambda *_: True)
     stored = {kind: dtype for kind, dtype in dtypes.items() if kind != "grad" or keep_gradients}
-    layouts = [Layout.of(layer) for layer in layers]
-    stores = open_stores(placement, layouts, stored, device, folder, room.part_numel)
-    stack = LayerStack(layers, dtypes, stores, device, room)
+    stores = open_stores(placement, selection.trained, stored, device, folder, room.part_numel)
+    stack = LayerStack(selection.build(), dtypes, stores, device, room, selection.trained, selection.frozen)
     if placement.boundaries != "device":
         assert boundary is not None
         compute, part_numel = stack.compute_dtype, room.part_numel
-        store = open_boundaries(placement, boundary, len(layers), compute, device, folder, part_numel)
+        store = open_boundaries(placement, boundary, len(stack.layers), compute, device, folder, part_numel)
         stack.boundaries = Away(store, boundary.numel, part_numel, compute, device, stack)
     return stack
 
 
+def open_frozen(stack: LayerStack, architecture: Architecture, checkpoint: Checkpoint, place: Place) -> None:
+    """Give a stack the weights that are not trained, if there are any.
+
+    Args:
+        stack: the model.
+        architecture: of the model.
+        checkpoint: where they come from.
+        place: where they live; ``disk``: they are read from the checkpoint each time.
+    """
+    load = partial(layer_tensor, architecture, checkpoint)
+    if any(layout.numel for layout in stack.frozen):
+        stack.stores = {**stack.stores, "frozen": FolderStore(stack.frozen, load, stack.device)}
+        if place != "disk":
+            _settle_frozen(stack, place)
+
+
+def _settle_frozen(stack: LayerStack, place: Place) -> None:
+    """Copy the weights that are not trained from where they are read to a place of their own."""
+    source, kinds = stack.stores["frozen"], {FROZEN: stack.compute_dtype}
+    store = (DeviceStore if place == "device" else HostStore)(stack.frozen, kinds, stack.device)
+    for layer, layout in enumerate(stack.frozen):
+        if not layout.numel:
+            continue
+        if store.resident:
+            source.read(FROZEN, layer, store.read(FROZEN, layer, None).result()).result()
+            continue
+        slot, _ = stack.frozen_slots.take(None)
+        values = slot.tensor[: layout.numel]
+        slot.transfers.append(source.read(FROZEN, layer, values, 0, tuple(slot.transfers)))
+        slot.transfers.append(store.write(FROZEN, layer, values, 0, tuple(slot.transfers)))
+        slot.release()
+    store.drain()
+    source.close()
+    stack.stores = {**stack.stores, FROZEN: store}
+
+
 def load_weights(stack: LayerStack, architecture: Architecture, checkpoint: Checkpoint) -> None:
     """Fill a training stack from a checkpoint, layer by layer; the moments start at zero."""
-    for layer in range(len(stack.layers)):
-        tensors = layer_tensors(architecture, checkpoint, layer)
-        fill_layer(stack, layer, partial(_copy, tensors))
+    for layer in stack.trained:
+        fill_layer(stack, layer, partial(_load, architecture, checkpoint, layer))
     stack.drain()
     stack.forget_parts()
 
 
-def _copy(tensors: Mapping[str, Tensor], name: str, view: Tensor) -> None:
-    view.copy_(tensors[name])
+def _load(architecture: Architecture, checkpoint: Checkpoint, layer: int, name: str, view: Tensor) -> None:
+    view.copy_(layer_tensor(architecture, checkpoint, layer, name))
 
 
 def fill_layer(stack: LayerStack, layer: int, fill: Callable[[str, Tensor], object]) -> None:
@@ -93,9 +134,27 @@ def fill_layer(stack: LayerStack, layer: int, fill: Callable[[str, Tensor], obje
     stack.commit(kinds, layer, 0)
 
 
-def parameters_of(stack: LayerStack, layer: int) -> dict[str, Tensor]:
-    """Return a layer's parameters in fp32; valid until the next are asked for."""
-    return flat_views(stack, stack.parameter, layer)
+def trained_parameters(stack: LayerStack) -> Iterator[dict[str, Tensor]]:
+    """Yield what is trained of each layer, fp32, on the CPU; valid until the next is asked for."""
+    for layer in range(len(stack.layers)):
+        views = flat_views(stack, stack.parameter, layer) if layer in stack.trained else {}
+        yield {name: view.cpu() for name, view in views.items()}
+
+
+def whole_layers(
+    architecture: Architecture, folder: Path, selection: Selection, trained: Iterator[dict[str, Tensor]]
+) -> Iterator[dict[str, Tensor]]:
+    """Yield each layer's tensors: what was trained of it, and the rest as it is in the folder the model comes from."""
+    with open_checkpoint(folder) as checkpoint:
+        for layer, frozen in enumerate(selection.frozen):
+            # Not zip(), which keeps the layer before in memory while the next is made.
+            yield {
+                **{
+                    name: layer_tensor(architecture, checkpoint, layer, name)
+                    for name in frozen.shapes.keys() - frozen.copied
+                },
+                **next(trained),
+            }
 
 
 def flat_views(stack: LayerStack, kind: Kind, layer: int) -> dict[str, Tensor]:
@@ -134,27 +193,16 @@ def reading_stack(
     architecture = read_architecture(folder)
     with open_checkpoint(folder) as checkpoint:
         check(architecture, checkpoint)
-        layers = architecture.layers()
-        layouts = [Layout.of(layer) for layer in layers]
+        selection = Selection.of(architecture.layers, lambda *_: False)
         dtypes: dict[Kind, torch.dtype] = {"weight": compute}
         if weights == "auto":
-            size = sum(layout.numel for layout in layouts) * compute.itemsize
+            size = sum(layout.numel for layout in selection.frozen) * compute.itemsize
             free = free_memory(device)
             weights = "device" if size < 0.7 * min(free, memory_cap or free) else "disk"
-        source = FolderStore(layouts, lambda layer: layer_tensors(architecture, checkpoint, layer), device)
-        stack = LayerStack(layers, dtypes, {"weight": source}, device, Room(read_ahead))
+        room = Room(read_ahead)
+        stack = LayerStack(selection.build(), dtypes, {}, device, room, selection.trained, selection.frozen)
         try:
-            if weights == "device":
-                stack = _resident(stack, layouts)
+            open_frozen(stack, architecture, checkpoint, "device" if weights == "device" else "disk")
             yield architecture, stack
         finally:
             stack.close()
-
-
-def _resident(streamed: LayerStack, layouts: list[Layout]) -> LayerStack:
-    """Copy a stack's weights to the device once; close where they came from."""
-    store = DeviceStore(layouts, streamed.dtypes, streamed.device)
-    for loaded in stream(streamed, [Visit(layer) for layer in range(len(layouts))]):
-        store.read("weight", loaded.index, None).result().copy_(loaded.tensors["weight"])
-    streamed.close()
-    return LayerStack(streamed.layers, streamed.dtypes, {"weight": store}, streamed.device)

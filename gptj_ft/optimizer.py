@@ -67,7 +67,7 @@ class AdamW:
         self._waiting: set[int] = set()  # layers that the pending update has not reached
         self._layer_norms: dict[int, Tensor] = {}
         self._scratch: dict[Kind, Tensor] = {}
-        self._movement = Movement(stack.layouts, range(len(stack.layers))) if step == 0 else None
+        self._movement = Movement(stack.layouts, stack.trained) if step == 0 else None
 
     def begin(self, lr: float) -> None:
         """Start a step at this learning rate."""
@@ -96,7 +96,7 @@ class AdamW:
             # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
             clip = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
             self._pending = Update(self.step, self._lr, clip)
-            self._waiting = set(range(len(self._stack.layers)))
+            self._waiting = set(self._stack.trained)
         return norm
 
     @property
@@ -120,7 +120,7 @@ class AdamW:
 
     def flush(self) -> None:
         """Apply what is pending to every layer, and wait until the stores hold it."""
-        visits = [Visit(layer, updates=True, version=self.step - 1) for layer in sorted(self._waiting)]
+        visits = [Visit(layer, updates=True, computes=False, version=self.step - 1) for layer in sorted(self._waiting)]
         for _ in stream(self._stack, visits, self):
             pass
         self._stack.drain()

@@ -26,6 +26,7 @@ class Visit:
         keeps: whether the stores get what the update made; if not, it is done once more on a later visit.
         version: step that the stores' weights and moments are of; what is still on the device of that step is not read
             again. ``None``: everything is read.
+        computes: whether the layer is run, so that what of it is not trained has to come, too.
         downwards: parts are taken from the end, to find what was used last on the way up, and the other way round.
     """
 
@@ -34,6 +35,7 @@ class Visit:
     keeps: bool = True
     version: int | None = None
     downwards: bool = False
+    computes: bool = True
 
 
 class Updater(Protocol):
@@ -69,12 +71,15 @@ class Passage:
 
     Attributes:
         index: number of the layer.
-        tensors: what of it is on the device, whole.
+        layout: of what is trained of it.
+        tensors: what of that is on the device, whole.
+        frozen: its other weights; empty if there are none.
     """
 
     def __init__(self, stack: LayerStack, visit: Visit, updater: Updater | None) -> None:
         self.index, self.layout = visit.layer, stack.layouts[visit.layer]
         self.tensors: dict[Kind, Tensor] = {}
+        self.frozen = torch.empty(0)
         self._stack, self._visit, self._updater = stack, visit, updater
         self._slots: dict[Kind, Buffer] = {}
         self._lender = torch.empty(0)  # weights of the layer that this one borrows from
@@ -85,7 +90,10 @@ class Passage:
         self._updated: list[Mark] = []  # when the device has done the last part
         self._spans: deque[slice] = deque()
         self._parts: deque[Part] = deque()
-        self._bring_weights()
+        if self.is_trained:
+            self._bring_weights()
+        if visit.computes and stack.frozen[self.index].numel:
+            self._bring_frozen()
         if visit.updates:
             self._find_gradient()
             self._prepare_update()
@@ -95,9 +103,29 @@ class Passage:
         """The layer, on the ``meta`` device."""
         return self._stack.layers[self.index]
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether some of the parameters are that the layer computes with, its own or those it borrows."""
+        return bool(self.layout.shapes or self.layout.borrowed)
+
+    @property
+    def is_above_trained(self) -> bool:
+        """Whether a layer below it is trained, so that the gradient of its inputs is needed."""
+        return self.index > self._stack.lowest_trained
+
+    @property
+    def is_passed_by_backward(self) -> bool:
+        return self.index >= self._stack.lowest_trained
+
+    def trained_parameters(self) -> dict[str, Tensor]:
+        """Return those of the `parameters` that are trained."""
+        own = self.layout.views(self.tensors["weight"]) if self.layout.numel else {}
+        return {**own, **self._borrowed(self._lender)}
+
     def parameters(self) -> dict[str, Tensor]:
         """Return the parameters that the layer computes with as views of its weights, and of those it borrows."""
-        return {**self.layout.views(self.tensors["weight"]), **self._borrowed(self._lender)}
+        frozen = self._stack.frozen[self.index]
+        return {**(frozen.views(self.frozen) if frozen.numel else {}), **self.trained_parameters()}
 
     def advance(self, wait: bool = False) -> bool:
         """Update what has come, or with ``wait`` everything; tell whether nothing is left to ask the stores for."""
@@ -125,21 +153,24 @@ class Passage:
             self._slots["weight"].holds = None if version is None else (self.index, version)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return where to sum the gradients of `parameters`, fp32; waits for the gradient there before to leave.
+        """Return where to sum the gradients of `trained_parameters`, fp32; waits until the gradient before has left.
 
         They are zeros, but for those of a layer that lends. Its borrower, which backward comes to first, has begun
         them: the gradient of a parameter that two layers use is one sum, clipped and applied once.
         """
-        self.tensors["grad"], slot = self._sum_of(self.index)
-        if slot is not None:
-            self._slots["grad"] = slot
-        if not self._stack.lends(self.index):
-            self.tensors["grad"].zero_()
+        own: dict[str, Tensor] = {}
+        if self.layout.numel:
+            self.tensors["grad"], slot = self._sum_of(self.index)
+            if slot is not None:
+                self._slots["grad"] = slot
+            if not self._stack.lends(self.index):
+                self.tensors["grad"].zero_()
+            own = self.layout.views(self.tensors["grad"])
         if not self.layout.borrowed:
-            return self.layout.views(self.tensors["grad"])
+            return own
         begun, slot = self._sum_of(LENDER)
         self._lender_sums = [slot] if slot is not None else []
-        return {**self.layout.views(self.tensors["grad"]), **self._borrowed(begun.zero_())}
+        return {**own, **self._borrowed(begun.zero_())}
 
     def _sum_of(self, layer: int) -> tuple[Tensor, Buffer | None]:
         """Return where a layer's gradient is summed, and the buffer that this is in, if it is not its store."""
@@ -147,8 +178,11 @@ class Passage:
         store = stack.stores.get("grad")
         if store is not None and store.resident and stack.dtypes["grad"] == torch.float32:
             return store.read("grad", layer, None).result(), None
-        slot, _ = stack.gradients(layer).take(None)
+        # That of the step before, if the layer was updated with it just now, is not needed any more.
+        own = self._slots.get("grad") if layer == self.index else None
+        slot = own or stack.gradients(layer).take(None)[0]
         self._wait(slot.transfers)
+        slot.holds = None
         return slot.tensor[: stack.layouts[layer].numel], slot
 
     def _borrowed(self, lender: Tensor) -> dict[str, Tensor]:
@@ -190,7 +224,8 @@ class Passage:
     def _bring_weights(self) -> None:
         stack, visit, store = self._stack, self._visit, self._stack.stores["weight"]
         if store.resident:
-            self.tensors["weight"] = store.read("weight", self.index, None).result()
+            if self.layout.numel:
+                self.tensors["weight"] = store.read("weight", self.index, None).result()
             if self.layout.borrowed:
                 self._lender = store.read("weight", LENDER, None).result()
             return
@@ -203,7 +238,7 @@ class Passage:
             self._comes_in_parts = not is_here and stack.parameter == "weight"
         elif is_here:
             slot.holds = content
-        else:
+        elif self.layout.numel:
             self._transfers.append(stack.fetch("weight", self.index, self.tensors["weight"], 0, self._earlier))
             slot.transfers.append(self._transfers[-1])
         if self.layout.borrowed:
@@ -211,6 +246,18 @@ class Passage:
             self._lender = slot.tensor[self.layout.numel :][: stack.layouts[LENDER].numel]
             self._transfers.append(stack.fetch("weight", LENDER, self._lender, 0, self._earlier))
             slot.transfers.append(self._transfers[-1])
+
+    def _bring_frozen(self) -> None:
+        stack, store = self._stack, self._stack.stores["frozen"]
+        if store.resident:
+            self.frozen = store.read("frozen", self.index, None).result()
+            return
+        slot, is_here = stack.frozen_slots.take(self.index)
+        self._slots["frozen"] = slot
+        self.frozen = slot.tensor[: stack.frozen[self.index].numel]
+        if not is_here:
+            slot.transfers.append(stack.fetch("frozen", self.index, self.frozen, 0, slot.transfers))
+        self._transfers += slot.transfers
 
     def _find_gradient(self) -> None:
         """Use the gradient where it is still in the slot that it was summed in; not on the way down, which needs it."""

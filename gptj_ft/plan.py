@@ -76,6 +76,7 @@ class Plan:
         precision: of the computation.
         reason: for that precision.
         num_parameters: of the model.
+        num_trained: of them, or of what is added to them.
         tokens_per_step: of an average step.
         device_bytes: needed on the device.
         host_bytes: needed in host memory.
@@ -91,6 +92,7 @@ class Plan:
     precision: str
     reason: str
     num_parameters: int
+    num_trained: int
     tokens_per_step: float
     device_bytes: int
     host_bytes: int
@@ -199,7 +201,10 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, hav
     by_place: dict[Place, int] = {"device": 0, "host": 0, "disk": 0}
     for kind, dtype in stored.items():
         by_place[placement.of(kind)] += total * dtype.itemsize
-    biggest_matrix = max(shape.numel() for layout in load.layouts for shape in layout.shapes.values())
+    if placement.of("frozen") != "disk":  # there it is already
+        by_place[placement.of("frozen")] += load.frozen_elements * load.dtype.itemsize
+    whole = [layout for both in load.whole_layers for layout in both]
+    biggest_matrix = max(shape.numel() for layout in whole for shape in layout.shapes.values())
     hidden = load.width * load.dtype.itemsize
     activations = SAVED_PER_TOKEN * hidden * min(load.micro_batch_tokens, load.step_tokens)
     # Beside those of the blocks there are what the head takes, its gradient, and what a block is just giving; where the
@@ -208,16 +213,22 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, hav
     by_place[placement.boundaries] += load.boundary_bytes()
     boundaries = beside * hidden * load.step_tokens
     # Logits of a chunk, their softmax and their gradient.
-    vocabulary = max(shape[0] for shape in load.layouts[-1].used_shapes.values())
-    head = 3 * min(HEAD_CHUNK_BYTES, 4 * vocabulary * load.micro_batch_tokens)
-    fixed = by_place["device"] + biggest_matrix * 4 + activations + boundaries + head
+    head = 3 * min(HEAD_CHUNK_BYTES, 4 * load.vocabulary * load.micro_batch_tokens)
+    fixed = (
+        by_place["device"]
+        + _frozen_slots(recipe, placement, load)
+        + biggest_matrix * 4
+        + activations
+        + boundaries
+        + head
+    )
     free = have.device - fixed - (by_place["host"] + PROCESS_BYTES if have.is_shared else 0)
     # The roomiest that fits, else the leanest.
     rooms = [Room(recipe.read_ahead, gradients, parts) for gradients, parts in ((2, 48), (2, 24), (1, 16), (1, 6))]
     room = next((room for room in rooms if _buffer_bytes(room, placement, dtypes, stored, load) <= free), rooms[-1])
     buffers = _buffer_bytes(room, placement, dtypes, stored, load)
     per_block = SAVED_PER_TOKEN * hidden * load.step_tokens
-    room = replace(room, kept=_kept(recipe, len(load.layouts) - 2, free - buffers, per_block))
+    room = replace(room, kept=_kept(recipe, load.num_backward_blocks, free - buffers, per_block))
     device = fixed + buffers + room.kept * per_block
     costs = cost(placement, load, recipe, stored, rates, room)
     can_be_late = placement.weights != "device" and placement.optimizer_state != "device"  # see `AdamW`
@@ -229,13 +240,14 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, hav
     state = total * sum(dtype.itemsize for kind, dtype in dtypes.items() if kind != "grad")
     # A run on disk is its own checkpoint and replaces a layer at a time; others write one before they remove one.
     one = largest * sum(dtype.itemsize for dtype in dtypes.values())
-    saved = (2 * one if placement.is_durable else 2 * state) + total * 4
+    saved = (2 * one if placement.is_durable else 2 * state) + (total + load.frozen_elements) * 4
     saved += kept_checkpoints(recipe, load.num_steps) * state
     return Plan(
         placement=placement,
         precision={dtype: name for name, dtype in PRECISIONS.items()}[load.dtype],
         reason=reason_for(recipe.precision, rates.compute),
         num_parameters=load.num_parameters,
+        num_trained=load.num_trained,
         tokens_per_step=load.mean_step_tokens,
         device_bytes=device,
         host_bytes=by_place["host"] + PROCESS_BYTES,
@@ -248,6 +260,13 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, hav
             load.layouts, load.width, load.context, (load.mean_step_tokens, load.mean_step_targets), load.num_steps
         ),
     )
+
+
+def _frozen_slots(recipe: Recipe, placement: Placement, load: Load) -> int:
+    """Bytes of the buffers on the device for weights that are not trained."""
+    if not load.frozen_elements or placement.of("frozen") == "device":
+        return 0
+    return (recipe.read_ahead + 1) * max(layout.numel for layout in load.frozen) * load.dtype.itemsize
 
 
 def _buffer_bytes(

@@ -93,6 +93,9 @@ def _keep_words(value: tuple[str, ...]) -> tuple[str, ...]:
 Keep = Annotated[tuple[str, ...], BeforeValidator(_words), AfterValidator(_keep_words)]
 
 
+Names = Annotated[tuple[str, ...], BeforeValidator(_words)]
+
+
 class Options(BaseModel):
     """Frozen; unknown keys are errors, and so are numbers that are not finite."""
 
@@ -243,7 +246,11 @@ class Recipe(Options):
     generation: Generation = Field(default_factory=Generation)  # type: ignore[arg-type]
 
     # How it learns
-    method: Literal["full"] = Field("full", description="full: every parameter is trained")
+    method: Literal["full"] = Field("full", description="full: every parameter is trained, or those of `train`")
+    train: Names = Field(
+        (),
+        description="what is trained: shell patterns of Hugging Face's names, such as h.2[0-7].*,lm_head.*; none: all",
+    )
     epochs: float = Field(1.0, gt=0.0, description="passes over the rows")
     max_steps: int | None = Field(None, ge=1, description="optimizer steps; overrides epochs")
     batch_size: int = Field(16, ge=1, description="rows per optimizer step")

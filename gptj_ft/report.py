@@ -136,7 +136,7 @@ def show_plan(console: Console, plan: Plan, notes: Sequence[str] = (), published
     """
     table = Table(title="What it will cost", show_header=False, title_justify="left")
     rows = [
-        ("parameters", f"{plan.num_parameters:,}, all trained"),
+        ("parameters", f"{plan.num_parameters:,}, {_share_trained(plan)}"),
         ("computed in", f"{plan.precision}: {plan.reason}"),
         ("placement", str(plan.placement)),
         *((each.resource, f"needs about {gigabytes(each.need)} of {gigabytes(each.have)}") for each in plan.needs),
@@ -168,6 +168,10 @@ def _amounts(outlook: Outlook, published: Published | None) -> Iterator[tuple[st
             "as published",
             f"{published.tokens:.3g} tokens, {published.flops:.2g} FLOPs; loss on the Pile {published.pile_loss}",
         )
+
+
+def _share_trained(plan: Plan) -> str:
+    return "all trained" if plan.num_trained == plan.num_parameters else f"{plan.num_trained:,} of them trained"
 
 
 def show_training(console: Console, result: TrainResult) -> None:

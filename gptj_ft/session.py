@@ -20,7 +20,7 @@ from gptj_ft.rates import choose_dtype, rates
 from gptj_ft.recipe import Recipe
 from gptj_ft.run import Run
 from gptj_ft.schedule import Schedule
-from gptj_ft.stores import Layout
+from gptj_ft.selection import Selection, select
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Session:
     recipe: Recipe
     model: Path
     architecture: Architecture
+    selection: Selection
     train: Rows
     validation: Rows
     data_sha256: str
@@ -63,6 +64,7 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
     check_lengths(recipe, architecture)
     with open_checkpoint(model) as weights:
         check(architecture, weights)
+    selection = select(architecture, recipe)
     device = machine.choose_device(recipe.device)
     dtype = choose_dtype(recipe.precision, device)
     per_epoch = steps_per_epoch(len(train), recipe.batch_size)
@@ -75,7 +77,8 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
     ]
     most_step_tokens = sum(sorted(lengths)[-recipe.batch_size :])
     load = Load(
-        layouts=[Layout.of(layer) for layer in architecture.layers()],
+        layouts=selection.trained,
+        frozen=selection.frozen,
         width=architecture.config.n_embd,
         dtype=dtype,
         micro_batch_tokens=max(recipe.micro_batch_tokens, max(lengths)),
@@ -93,8 +96,8 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
     # Another machine, or this one on another day, might choose another type in the middle of the run.
     recipe = recipe.model_copy(update={"precision": plan.precision})
     return Session(
-        recipe, model, architecture, train, validation, data_sha256, num_steps, most_step_tokens, schedule, device,
-        dtype, plan,
+        recipe, model, architecture, selection, train, validation, data_sha256, num_steps, most_step_tokens,
+        schedule, device, dtype, plan,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -55,6 +56,8 @@ class LayerStack:
         stores: where each kind lives; a kind without a store exists in buffers only.
         device: where the computation runs.
         room: how much of it may be there.
+        layouts: what of each layer is trained, and has state; by default all of it.
+        frozen: what of each layer is not.
         bytes_read, bytes_written: between the stores and the device, so far.
     """
 
@@ -63,11 +66,14 @@ class LayerStack:
     stores: Mapping[Kind, LayerStore]
     device: torch.device
     room: Room = Room()
+    layouts: Sequence[Layout] = ()
+    frozen: Sequence[Layout] = ()
     bytes_read: int = field(default=0, init=False)
     bytes_written: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.layouts = [Layout.of(layer) for layer in self.layers]
+        self.layouts = self.layouts or [Layout.of(layer) for layer in self.layers]
+        self.frozen = self.frozen or [Layout.of(layer, ()) for layer in self.layers]
         self._waited_seconds = 0.0
         on_cuda = self.device.type == "cuda"
         self._gaps = Gaps(self.device) if on_cuda else None
@@ -76,11 +82,23 @@ class LayerStack:
         """The inputs of the layers, between forward and backward."""
         self.coming: Iterable[Advances] = ()
         self._slots: Buffers | None = None
+        self._frozen_slots: Buffers | None = None
         self._gradients: dict[bool, Buffers] = {}  # by whether they are of the layer that lends
         self._pools: dict[Kind, Buffers] = {}
         for layer in self.layers:
+            layer.eval()  # dropout is for those who ask for it
             for module in layer.modules():
                 module.register_forward_pre_hook(lambda *_: self.pump())
+
+    @cached_property
+    def trained(self) -> tuple[int, ...]:
+        """The layers that have something to train."""
+        return tuple(index for index, layout in enumerate(self.layouts) if layout.numel)
+
+    @property
+    def lowest_trained(self) -> int:
+        """The layer at which backward ends; one above the head if nothing is trained."""
+        return min(self.trained, default=len(self.layers))
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -103,12 +121,20 @@ class LayerStack:
             self._slots = Buffers(self.room.read_ahead + 1, slot_numel(self.layouts), self.compute_dtype, self.device)
         return self._slots
 
+    @property
+    def frozen_slots(self) -> Buffers:
+        """Likewise for the weights that are not trained."""
+        if self._frozen_slots is None:
+            largest = max(layout.numel for layout in self.frozen)
+            self._frozen_slots = Buffers(self.room.read_ahead + 1, largest, self.compute_dtype, self.device)
+        return self._frozen_slots
+
     def lends(self, layer: int) -> bool:
-        """Tell whether another layer computes with parameters of this one."""
+        """Tell whether another layer computes with parameters of this one that are trained."""
         return layer == LENDER and any(layout.borrowed for layout in self.layouts)
 
     def sources(self, layer: int) -> set[int]:
-        """Return the layers whose weights a layer computes with: itself, and what it borrows from."""
+        """Return the layers whose trained weights a layer computes with: itself, and what it borrows from."""
         return {layer, LENDER} if self.layouts[layer].borrowed else {layer}
 
     def gradients(self, layer: int) -> Buffers:
@@ -213,7 +239,7 @@ class LayerStack:
     def abandon(self) -> None:
         """Forget the layers on their way: nobody waits for them any more."""
         self.coming = ()
-        for buffers in (self._slots, *self._gradients.values(), *self._pools.values()):
+        for buffers in (self._slots, self._frozen_slots, *self._gradients.values(), *self._pools.values()):
             if buffers is not None:
                 buffers.abandon()
 
@@ -223,7 +249,7 @@ class LayerStack:
             store.close()
         self.boundaries.close()
         self.coming = ()
-        self._slots = None
+        self._slots = self._frozen_slots = None
         self._gradients.clear()
         self._pools.clear()
 

@@ -8,7 +8,7 @@ from typing import Any
 from gptj_ft import checkpoint
 from gptj_ft.boundaries import boundary_layout
 from gptj_ft.formats.huggingface import open_checkpoint
-from gptj_ft.model import load_weights, training_stack
+from gptj_ft.model import load_weights, open_frozen, training_stack
 from gptj_ft.optimizer import AdamW, Update
 from gptj_ft.plan import keeps_gradients
 from gptj_ft.rates import PRECISIONS
@@ -67,9 +67,17 @@ def open_stack(session: Session, run: Run, placement: Placement) -> LayerStack:
     recipe = session.recipe
     dtypes = training_dtypes(session.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
     boundary = boundary_layout(session.most_step_tokens, session.architecture.config.n_embd, recipe.batch_size)
-    return training_stack(
-        session.architecture, placement, dtypes, session.device, run.state, session.plan.room, keep_gradients, boundary
-    )
+    stack = training_stack(
+        session.architecture, placement, dtypes, session.device, run.state, session.plan.room, keep_gradients, boundary,
+        session.selection,
+    )  # fmt: skip
+    try:
+        weights = open_checkpoint(session.model)
+        open_frozen(stack, session.architecture, weights, placement.of("frozen"))
+    except BaseException:
+        stack.close()
+        raise
+    return stack
 
 
 def late_blocks(session: Session) -> int:
@@ -87,7 +95,7 @@ def resume_optimizer(session: Session, run: Run, stack: LayerStack, commit: dict
 
 def settle(session: Session, run: Run, commit: dict[str, Any]) -> None:
     """Bring every layer of a run on disk to its last commit, and make the folder a checkpoint."""
-    stack = open_stack(session, run, Placement("disk", "disk"))
+    stack = open_stack(session, run, Placement("disk", "disk", frozen="disk"))
     try:
         resume_optimizer(session, run, stack, commit).flush()
     finally:

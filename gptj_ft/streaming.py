@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -96,17 +96,27 @@ def train_step(stack: LayerStack, updater: Trainer, batches: Sequence[PackedBatc
     """
     top = len(stack.layers) - 1
     up = [updater.visit_up(layer) for layer in range(top + 1)]
-    down = [updater.visit_down(layer) for layer in reversed(range(top))]
+    down = [updater.visit_down(layer) for layer in reversed(range(stack.lowest_trained, top))]
     layers = stream(stack, [*up, *down], updater)
-    graphs = {layer: Graph() for layer in range(max(1, top - stack.room.kept), top)}
+    graphs = {layer: Graph() for layer in range(max(1, stack.lowest_trained, top - stack.room.kept), top)}
     boundaries = stack.boundaries
     boundaries.begin()
     hidden = forward(islice(layers, top), batches, graphs, boundaries)
     head = next(layers)
     loss, gradients = head_gradients(head, hidden, batches, z_loss)
-    updater.after_backward(head)
+    if head.layout.numel:
+        updater.after_backward(head)
     backward(layers, boundaries, gradients, batches, graphs, updater)
     return loss
+
+
+class SavedView(NamedTuple):
+    """Where something lies in one of a layer's flat tensors."""
+
+    which: int
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
 
 
 class Graph:
@@ -120,35 +130,36 @@ class Graph:
         self.parameters: dict[str, Tensor] = {}
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
-        self._weights = torch.empty(0)
+        self._weights: tuple[Tensor, ...] = ()
 
     def run(self, loaded: Passage, inputs: Sequence[Tensor], batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Run the layer on every micro-batch; return what it gives, without history."""
         self.load(loaded)
         self.parameters = leaves(loaded)
-        self.inputs = [x.detach().requires_grad_() for x in inputs]
+        self.inputs = [x.detach().requires_grad_(loaded.is_above_trained) for x in inputs]
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             self.outputs = [
-                functional_call(loaded.module, self.parameters, (x, batch))
-                for x, batch in zip(self.inputs, batches, strict=True)
+                run_layer(loaded, self.parameters, x, batch) for x, batch in zip(self.inputs, batches, strict=True)
             ]
         return [output.detach() for output in self.outputs]
 
     def load(self, loaded: Passage) -> None:
         """Say where the layer's weights are now."""
-        self._weights = loaded.tensors["weight"]
+        self._weights = loaded.frozen, *((loaded.tensors["weight"],) if loaded.layout.numel else ())
 
-    def _pack(self, saved: Tensor) -> Tensor | tuple[int, torch.Size, tuple[int, ...]]:
-        flat = self._weights
-        if saved.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
-            return saved
-        return int(saved.storage_offset() - flat.storage_offset()), saved.shape, saved.stride()
+    def _pack(self, saved: Tensor) -> Tensor | SavedView:
+        for which, flat in enumerate(self._weights):
+            if flat.numel() and saved.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr():
+                return SavedView(
+                    which, int(saved.storage_offset() - flat.storage_offset()), saved.shape, saved.stride()
+                )
+        return saved
 
-    def _unpack(self, packed: Tensor | tuple[int, torch.Size, tuple[int, ...]]) -> Tensor:
+    def _unpack(self, packed: Tensor | SavedView) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        offset, shape, stride = packed
-        return self._weights.as_strided(shape, stride, self._weights.storage_offset() + offset)
+        flat = self._weights[packed.which]
+        return flat.as_strided(packed.shape, packed.stride, flat.storage_offset() + packed.offset)
 
 
 def forward(
@@ -173,15 +184,19 @@ def forward(
         if graphs and loaded.index in graphs:
             hidden = graphs[loaded.index].run(loaded, hidden, batches)
             continue
-        if boundaries is not None:
+        if boundaries is not None and loaded.is_passed_by_backward:
             boundaries.put(loaded.index, hidden)
         parameters = loaded.parameters()
         # Nothing that writing leaves behind is ever trained on, so that autograd need not hear of it at all.
         with torch.no_grad() if batches[0].cache is None else torch.inference_mode():
-            hidden = [
-                functional_call(loaded.module, parameters, (x, batch)) for x, batch in zip(hidden, batches, strict=True)
-            ]
+            hidden = [run_layer(loaded, parameters, x, batch) for x, batch in zip(hidden, batches, strict=True)]
     return hidden
+
+
+def run_layer(loaded: Passage, parameters: Mapping[str, Tensor], x: Tensor, batch: PackedBatch) -> Tensor:
+    """Return what a layer below the head makes of a micro-batch."""
+    output: Tensor = functional_call(loaded.module, dict(parameters), (x, batch))
+    return output
 
 
 def backward(
@@ -207,19 +222,23 @@ def backward(
                 x, output = inputs.pop(), graph.outputs.pop()
             else:
                 x = inputs[b].detach()
-                x.requires_grad_(x.is_floating_point())
-                output = functional_call(loaded.module, parameters, (x, batches[b]))
-            if b == len(batches) - 1:  # not before: while this was recomputed, the gradient above could leave
+                x.requires_grad_(loaded.is_above_trained)
+                output = run_layer(loaded, parameters, x, batches[b])
+            if (
+                b == len(batches) - 1 and loaded.is_trained
+            ):  # not before: while this was recomputed, the gradient above could leave
                 sum_gradients(loaded, parameters)
             torch.autograd.backward(output, gradients[b])
             if x.grad is not None:
                 gradients[b] = x.grad
-        updater.after_backward(loaded)
+        if loaded.layout.numel:
+            updater.after_backward(loaded)
 
 
 def leaves(loaded: Passage) -> dict[str, Tensor]:
-    """Return a layer's parameters as leaves of a graph."""
-    return {name: view.detach().requires_grad_() for name, view in loaded.parameters().items()}
+    """Return a layer's parameters, those that are trained as leaves of a graph."""
+    trained = {name: view.detach().requires_grad_() for name, view in loaded.trained_parameters().items()}
+    return {**loaded.parameters(), **trained}
 
 
 def sum_gradients(loaded: Passage, parameters: dict[str, Tensor]) -> None:
@@ -227,12 +246,12 @@ def sum_gradients(loaded: Passage, parameters: dict[str, Tensor]) -> None:
 
     Those of borrowed parameters go into the flat gradient of the layer that they are of.
     """
-    sums = loaded.gradients()
-    for name, parameter in parameters.items():
-        if parameter.dtype == sums[name].dtype:
-            parameter.grad = sums[name]
+    for name, total in loaded.gradients().items():
+        parameter = parameters[name]
+        if parameter.dtype == total.dtype:
+            parameter.grad = total
         else:
-            parameter.register_post_accumulate_grad_hook(_adder(sums[name]))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(_adder(total))  # type: ignore[no-untyped-call]
 
 
 def _adder(total: Tensor) -> Callable[[Tensor], None]:
@@ -263,18 +282,20 @@ def head_gradients(
         NotFinite: the loss; no weight has been touched by this step.
     """
     parameters = leaves(head)
-    sum_gradients(head, parameters)
+    if head.is_trained:
+        sum_gradients(head, parameters)
     num_targets = sum(batch.num_targets for batch in batches)
     total, z_total, gradients = 0.0, 0.0, []
     for b, batch in enumerate(batches):
         gradient_TD = torch.zeros_like(hidden[b])
         for positions_S in target_chunks(head, batch):
-            x_SD = hidden[b][positions_S].requires_grad_()
+            x_SD = hidden[b][positions_S].requires_grad_(head.is_above_trained)
             logits_SV = functional_call(head.module, parameters, (x_SD,))
             loss = F.cross_entropy(logits_SV, batch.targets_T[positions_S], reduction="sum")
             z = z_loss * logits_SV.logsumexp(-1).square().sum() if z_loss else loss.new_zeros(())
             ((loss + z) / num_targets).backward()  # type: ignore[no-untyped-call]
-            gradient_TD[positions_S] = x_SD.grad  # type: ignore[assignment]
+            if x_SD.grad is not None:
+                gradient_TD[positions_S] = x_SD.grad
             total, z_total = total + loss.item(), z_total + z.item()
         gradients.append(gradient_TD)
         hidden[b] = gradient_TD.new_empty(0)
@@ -290,7 +311,7 @@ def target_chunks(head: Passage, batch: PackedBatch) -> Sequence[Tensor]:
 
 
 def _chunk_size(head: Passage) -> int:
-    vocabulary = max(shape[0] for shape in head.layout.used_shapes.values() if len(shape) == 2)
+    vocabulary = max(len(parameter) for parameter in head.parameters().values() if parameter.ndim == 2)
     return max(1, HEAD_CHUNK_BYTES // (4 * vocabulary))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -26,7 +26,7 @@ from gptj_ft.home import remember_run
 from gptj_ft.keeping import Keeper
 from gptj_ft.layers import PackedBatch
 from gptj_ft.meters import Meters, Stopwatch, Tally, count_flops, summarize
-from gptj_ft.model import parameters_of
+from gptj_ft.model import trained_parameters, whole_layers
 from gptj_ft.optimizer import AdamW
 from gptj_ft.progress import StepProgress, StepReport, clock
 from gptj_ft.run import Run, record_environment
@@ -121,7 +121,7 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
                 loss, grad_norm = guarded_step(session, stack, optimizer, batches)
                 warn_unmoved(session, run, optimizer, console)
                 tally = stopwatch.read(sum(len(batch.tokens_T) for batch in batches), loss.num_targets)
-                flops = count_flops(stack.layouts, tally.tokens, tally.target_tokens, stack.room.kept)
+                flops = count_flops(stack.layouts, tally.tokens, tally.target_tokens, stack.room.kept, stack.frozen)
                 meters = Meters.of(tally, flops, session.plan.rates.compute.matmul(session.dtype))
                 report = StepReport(optimizer.step, loss.mean, loss.z_mean, lr, grad_norm, tally, meters)
                 # Before the commit: a line too many is dropped on resume, a line too few would be missing for good.
@@ -236,15 +236,14 @@ def export(session: Session, run: Run, stack: LayerStack, step: int, facts: dict
     }  # fmt: skip
     files = files_of(Trained(session.recipe, session.model, session.architecture, data, metrics))
 
-    def layers() -> Iterator[dict[str, torch.Tensor]]:
-        for layer in range(len(stack.layers)):
-            yield {name: view.cpu() for name, view in parameters_of(stack, layer).items()}
-
     chosen = (
-        layers() if exported["step"] == step else checkpoint.parameters(run.checkpoint(exported["step"]), stack.layouts)
+        trained_parameters(stack)
+        if exported["step"] == step
+        else checkpoint.parameters(run.checkpoint(exported["step"]), stack.layouts)
     )
     try:
-        write_model(run.model, session.architecture, chosen, dtype=None, source=session.model, files=files)
+        layers = whole_layers(session.architecture, session.model, session.selection, chosen)
+        write_model(run.model, session.architecture, layers, dtype=None, source=session.model, files=files)
     except GptjFtError as error:
         if not session.plan.placement.is_durable:
             checkpoint.save(run, stack, step, facts)

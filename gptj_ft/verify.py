@@ -15,6 +15,7 @@ from gptj_ft.formats.shards import open_shard
 from gptj_ft.home import is_model
 from gptj_ft.lock import locked
 from gptj_ft.run import COMMIT, MANIFEST, Run, read_json
+from gptj_ft.selection import select
 from gptj_ft.stores import PART_NUMEL, Layout
 from gptj_ft.stores.statefile import StateFile, layer_path
 from gptj_ft.tuning import read_tuning
@@ -55,7 +56,7 @@ def verify(run: Run, progress: Progress | None = None) -> Verification:
             f"elsewhere now, write so in {run.recipe_file}"
         )
     with locked(run.folder, "verifying"):
-        checker = Checker(run, [Layout.of(layer) for layer in read_architecture(base).layers()], progress)
+        checker = Checker(run, select(read_architecture(base), recipe).trained, progress)
         problems = list(checker.problems())
     return Verification(str(run.folder), checker.files, checker.bytes, problems)
 
@@ -64,7 +65,8 @@ class Checker:
     """Goes through a run's files, and counts them; one that several checkpoints share is read once."""
 
     def __init__(self, run: Run, layouts: Sequence[Layout], progress: Progress | None = None) -> None:
-        self._run, self._layouts = run, layouts
+        self._run = run
+        self._layouts = {layer: layout for layer, layout in enumerate(layouts) if layout.numel}  # others have no file
         self._progress = progress or (lambda done, total: None)
         self._damage: dict[tuple[int, int], list[str]] = {}  # by device and inode
         self._total = sum(path.stat().st_size for path in run.folder.rglob("*.safetensors"))
@@ -95,7 +97,7 @@ class Checker:
         except (DataError, KeyError, TypeError, ValueError) as error:
             yield f"{self._run.state / COMMIT} is damaged: {error}"
             return
-        for layer, layout in enumerate(self._layouts):
+        for layer, layout in self._layouts.items():
             stamp, problems = self._file(layer_path(self._run.state / "layer", layer), layout, STATE_KINDS)
             yield from problems
             if stamp == step - 1:
@@ -111,7 +113,7 @@ class Checker:
         """Check a checkpoint."""
         folder = self._run.checkpoint(step)
         yield from _said(lambda: read_json(folder / MANIFEST))
-        for layer, layout in enumerate(self._layouts):
+        for layer, layout in self._layouts.items():
             path = layer_path(folder / "layer", layer)
             stamp, problems = self._file(path, layout, STATE_KINDS)
             yield from problems

@@ -18,7 +18,7 @@ ORDER = [
     ("__init__", "errors"),
     ("recipe", "yaml_text", "schedule", "kv_cache", "layers", "home", "hub", "hub_files", "origin", "durable", "lock"),
     ("machine", "stores", "families", "formats", "data"),
-    ("buffers", "measure"),
+    ("buffers", "measure", "selection"),
     ("boundaries",),
     ("stack",),
     ("passage",),

@@ -67,7 +67,7 @@ def lr_of(step: int) -> float:
 def train(stack, recipe: Recipe, budget: int = 40, steps: int = STEPS, late: int = 0):
     """Train; return (loss, norm) of each step and every layer's flat weights."""
     optimizer, curve = AdamW(stack, recipe, late=late), []
-    docs = documents(stack.layouts[0].shapes["wte.weight"][0])
+    docs = documents(stack.layers[0].wte.num_embeddings)
     for step in range(steps):
         optimizer.begin(lr_of(step))
         loss = train_step(stack, optimizer, micro_batches(docs, PROMPTS, budget))

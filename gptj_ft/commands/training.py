@@ -52,6 +52,7 @@ def finetune(
     model: Model = None,
     output: Annotated[str | None, option_of("output")] = None,
     method: Annotated[str | None, option_of("method")] = None,
+    train: Annotated[str | None, option_of("train")] = None,
     lr: Annotated[float | None, option_of("lr")] = None,
     epochs: Epochs = None,
     max_steps: MaxSteps = None,

@@ -16,7 +16,7 @@ from gptj_ft.formats.entries import Entry, Shard
 from gptj_ft.formats.shards import open_shard
 from gptj_ft.formats.writing import INDEX, write_model
 
-__all__ = ["Checkpoint", "check", "layer_tensors", "open_checkpoint", "write_model"]
+__all__ = ["Checkpoint", "check", "layer_tensor", "layer_tensors", "open_checkpoint", "write_model"]
 
 # Best first: safetensors needs no unpickling and is checked against its own header.
 WEIGHTS = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -215,6 +215,17 @@ def is_dropped(family: Family, name: str, num_layers: int) -> bool:
         return False
 
 
+def layer_tensor(architecture: Architecture, checkpoint: Checkpoint, layer: int, local: str) -> Tensor:
+    """Read one tensor by its layer and its name there, in the checkpoint's type."""
+    name = checkpoint.names_of(architecture, layer).get(local)
+    if name is None:  # of another layer, too
+        name = architecture.ties()[architecture.family.name_of(layer, local, len(architecture.layers()))]
+    return checkpoint.read(name)
+
+
 def layer_tensors(architecture: Architecture, checkpoint: Checkpoint, layer: int) -> dict[str, Tensor]:
     """Read one layer: its tensors by their names in the layer, in the checkpoint's types."""
-    return {local: checkpoint.read(name) for local, name in checkpoint.names_of(architecture, layer).items()}
+    return {
+        local: layer_tensor(architecture, checkpoint, layer, local)
+        for local in checkpoint.names_of(architecture, layer)
+    }

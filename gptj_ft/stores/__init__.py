@@ -7,7 +7,7 @@ in every place, because a BLAS may round differently by alignment.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gptj_ft.layers import TiedLinear
 
 T = TypeVar("T")
-Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq", "grad", "boundary"]
+Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq", "grad", "frozen", "boundary"]
 
 PARAMETER_ALIGNMENT = 32  # elements: 64 bytes in bf16, a cache line and the widest vector register
 PART_NUMEL = 1 << 22  # elements moved, checked and updated at once: 16 MiB in fp32
@@ -48,27 +48,36 @@ class Layout:
     num_decayed: int
     numel: int
     borrowed: Mapping[str, Loan] = field(default_factory=dict)
+    copied: frozenset[str] = frozenset()
+    """Those of the shapes that are another layer's, too: what nobody changes may be here a second time."""
 
     @classmethod
-    def of(cls, layer: nn.Module) -> Layout:
-        """Lay out a layer's parameters."""
-        shapes = {name: parameter.shape for name, parameter in layer.named_parameters()}
+    def of(cls, layer: nn.Module, names: Container[str] | None = None, copies: bool = False) -> Layout:
+        """Lay out a layer's parameters.
+
+        Args:
+            layer: it.
+            names: those that it is about; none: all.
+            copies: whether what the layer borrows has a place among its own.
+        """
+        loans = {name: loan for name, loan in loans_of(layer).items() if names is None or name in names}
+        shapes = {
+            name: parameter.shape for name, parameter in layer.named_parameters() if names is None or name in names
+        }
+        if copies:
+            shapes |= {name: loan.shape for name, loan in loans.items()}
         offsets, offset, num_decayed = {}, 0, 0
         for name in sorted(shapes, key=lambda name: len(shapes[name]) < 2):  # stable: keeps the layer's order
             offsets[name] = offset
             offset = _round_up(offset + shapes[name].numel(), PARAMETER_ALIGNMENT)
             if len(shapes[name]) >= 2:
                 num_decayed = offset
-        borrowed = {
-            f"{path}.weight": Loan(module.source, module.weight.shape)
-            for path, module in layer.named_modules()
-            if isinstance(module, TiedLinear)
-        }
-        return cls(shapes, offsets, num_decayed, _round_up(offset, FLAT_ALIGNMENT), borrowed)
+        numel = _round_up(offset, FLAT_ALIGNMENT)
+        return cls(shapes, offsets, num_decayed, numel, {} if copies else loans, frozenset(loans if copies else ()))
 
     @cached_property
     def num_parameters(self) -> int:
-        return sum(shape.numel() for shape in self.shapes.values())
+        return sum(shape.numel() for name, shape in self.shapes.items() if name not in self.copied)
 
     @cached_property
     def used_shapes(self) -> dict[str, torch.Size]:
@@ -85,6 +94,15 @@ class Layout:
             name: flat[self.offsets[name] : self.offsets[name] + shape.numel()].view(shape)
             for name, shape in self.shapes.items()
         }
+
+
+def loans_of(layer: nn.Module) -> dict[str, Loan]:
+    """Return what a layer computes with that is a parameter of the first one."""
+    return {
+        f"{path}.weight": Loan(module.source, module.weight.shape)
+        for path, module in layer.named_modules()
+        if isinstance(module, TiedLinear)
+    }
 
 
 class Transfer(Protocol):

@@ -21,6 +21,7 @@ class DeviceStore:
             (kind, layer): allocate(layout.numel, dtype, device)
             for kind, dtype in kinds.items()
             for layer, layout in enumerate(layouts)
+            if layout.numel
         }
 
     def read(

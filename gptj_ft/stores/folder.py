@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -14,13 +14,11 @@ from gptj_ft.stores.queue import TransferQueue
 
 
 class FolderStore:
-    """Read-only weights; ``load(layer)`` returns a layer's tensors by name, of any float type."""
+    """Read-only weights; ``load(layer, name)`` returns one of a layer's tensors, of any float type."""
 
     resident = False
 
-    def __init__(
-        self, layouts: Sequence[Layout], load: Callable[[int], Mapping[str, Tensor]], device: torch.device
-    ) -> None:
+    def __init__(self, layouts: Sequence[Layout], load: Callable[[int, str], Tensor], device: torch.device) -> None:
         self._queue = TransferQueue("folder", device=device)
         self._layouts, self._load = layouts, load
 
@@ -28,13 +26,12 @@ class FolderStore:
         self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Transfer] = ()
     ) -> Future[Tensor]:
         assert out is not None
-        assert kind == "weight"
+        assert kind == "frozen"
         assert len(out) == self._layouts[layer].numel, "a model folder is read layer by layer"
 
         def load() -> Tensor:
-            tensors = self._load(layer)
             for name, view in self._layouts[layer].views(out).items():
-                copy(tensors[name], view)
+                copy(self._load(layer, name), view)
             return out
 
         return self._queue.read(layer, after, load)

@@ -27,6 +27,7 @@ class HostStore:
             (kind, layer): allocate(layout.numel, dtype, torch.device("cpu"))
             for kind, dtype in kinds.items()
             for layer, layout in enumerate(layouts)
+            if layout.numel
         }
         pinned = [pin(values) for values in self._tensors.values()] if device.type == "cuda" else []
         self._unpin = [unpin for unpin in pinned if unpin is not None]

@@ -21,15 +21,26 @@ Place = Literal["device", "host", "disk"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the weights live, where gradients, moments and master weights do, and the inputs of layers for backward."""
+    """Where things live.
+
+    Attributes:
+        weights: those that are trained.
+        optimizer_state: gradients, moments and master weights.
+        boundaries: the inputs of layers, for backward.
+        frozen: weights that are not trained; on disk, they stay in the folder of the model they come from. ``None``:
+            where the others are.
+    """
 
     weights: Place
     optimizer_state: Place
     boundaries: Place = "device"
+    frozen: Place | None = None
 
     def of(self, kind: Kind) -> Place:
         if kind == "boundary":
             return self.boundaries
+        if kind == "frozen":
+            return self.frozen or self.weights
         return self.weights if kind == "weight" else self.optimizer_state
 
     @property
