@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ import gptj_ft
 from gptj_ft.compare import difference
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.formats import mesh_writing
+from gptj_ft.formats.adapters import MergedCheckpoint, open_adapter
 from gptj_ft.formats.draft import draft_name, drafted
 from gptj_ft.formats.entries import Entry
 from gptj_ft.formats.huggingface import check
@@ -51,6 +52,7 @@ class Conversion:
         mesh_shards: of mesh-transformer-jax.
         tokenizer: a folder whose tokenizer files are copied; ``None``: the source's.
         verify: whether every tensor is read back and compared.
+        merge: folder of an adapter that is added; what it remembers of its training is kept.
     """
 
     form: Form | None = None
@@ -61,6 +63,7 @@ class Conversion:
     mesh_shards: int = 8
     tokenizer: Path | None = None
     verify: bool = True
+    merge: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,11 @@ def convert(
         _scratch(target, plan) as scratch,
         open_source(source, conversion.form, conversion.config, scratch) as opened,
     ):
-        work = _Work(opened, target, conversion, check(opened.architecture, opened.checkpoint), progress)
+        dropped = check(opened.architecture, opened.checkpoint)
+        if conversion.merge is not None:
+            adapter = open_adapter(conversion.merge, opened.architecture)
+            opened = replace(opened, checkpoint=MergedCheckpoint(opened.checkpoint, adapter))
+        work = _Work(opened, target, conversion, dropped, progress)
         work.check_space()
         with drafted(target, plan) as draft:
             with writing(target):
@@ -201,7 +208,9 @@ class _Work:
             stored = torch.promote_types(stored, entry.dtype)
         copy_origin(source.folder, draft)
         copy_description(source.folder, draft)
-        write_companions(draft, source.architecture, stored, kept.tokenizer or source.folder, _tuning(source.folder))
+        write_companions(
+            draft, source.architecture, stored, kept.tokenizer or source.folder, _tuning(kept.merge or source.folder)
+        )
 
     def verify(self, draft: Path) -> None:
         """Compare each tensor that was written with its source."""
@@ -280,6 +289,7 @@ def _scratch(target: Path, plan: Mapping[str, Any]) -> Iterator[Path]:
 def _plan(source: Path, conversion: Conversion) -> dict[str, Any]:
     """Return all that decides what is written, the versions of the source's files by size and time."""
     files = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
+    files += sorted(conversion.merge.iterdir()) if conversion.merge else []
     found = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.is_file()]
     chosen = {key: str(value) for key, value in asdict(conversion).items() if key != "verify"}
     config = conversion.config.read_text(errors="replace") if conversion.config and conversion.config.is_file() else ""

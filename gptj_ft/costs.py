@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gptj_ft.demand import Load, Pass, bytes_moved, state_kinds, training_passes
+from gptj_ft.demand import Load, Pass, bytes_moved, passes_of_state, state_kinds, training_passes
 from gptj_ft.measure import Rates
 from gptj_ft.recipe import Recipe
 from gptj_ft.stack import Room
@@ -144,17 +144,17 @@ def cost(
     by_place = bytes_moved(placement, state, load.stored_elements)
     state_bytes = load.stored_elements * sum(dtype.itemsize for dtype in state.values())
     frozen: dict[Kind, torch.dtype] = {"frozen": load.dtype}
-    model_bytes = (load.stored_elements + load.frozen_elements) * torch.float32.itemsize
-    copied = bytes_moved(placement, frozen, load.frozen_elements)
-    copied.pop("disk", None)  # there it is already
-    filling = Pass(
-        read={"disk": model_bytes}, written={**by_place, **{p: by_place.get(p, 0) + n for p, n in copied.items()}}
-    )
+    model_bytes = exported_elements(recipe, load) * torch.float32.itemsize
+    stays = placement.of("frozen") == "disk"  # where it is already
+    num_read = (0 if recipe.method == "lora" else load.stored_elements) + (0 if stays else load.frozen_elements)
+    filling = Pass(read={"disk": num_read * torch.float32.itemsize}, written=by_place)
+    filling = filling.plus(written={} if stays else bytes_moved(placement, frozen, load.frozen_elements))
     saving = Pass(read=by_place, written={"disk": state_bytes})
     writing = Pass(written={"disk": model_bytes})
     per_step = sum(each.seconds(load, rates) for each in passes)
     num_saves = 0 if placement.is_durable else num_checkpoints(recipe, load, per_step)
-    per_validation = seconds_per_validation(placement, load, forward, rates)
+    update, _ = passes_of_state(placement, load, stored, room, is_late)
+    per_validation = seconds_per_validation(placement, load, update, rates)
     return Costs(
         num_steps=load.num_steps,
         is_late=is_late,
@@ -168,6 +168,12 @@ def cost(
         checkpoints=Aside(num_saves, saving.transfer_seconds(rates), state_bytes),
         end=Aside(1, writing.transfer_seconds(rates), model_bytes),
     )
+
+
+def exported_elements(recipe: Recipe, load: Load) -> int:
+    """Return how many numbers a run writes at its end: a model, or an adapter, or both."""
+    whole = load.stored_elements + load.frozen_elements
+    return whole if recipe.method == "full" or recipe.lora.merge else load.stored_elements
 
 
 def num_validations(recipe: Recipe, load: Load) -> int:

@@ -69,6 +69,16 @@ class Load:
         )
 
     @cached_property
+    def model_layouts(self) -> list[Layout]:
+        """What each layer holds, trained or not."""
+        if not self.frozen:
+            return list(self.layouts)
+        return [
+            replace(rest, shapes={**own.shapes, **rest.shapes}, borrowed=own.borrowed, numel=own.numel + rest.numel)
+            for own, rest in zip(self.layouts, self.frozen, strict=True)
+        ]
+
+    @cached_property
     def lowest_trained(self) -> int:
         """The layer at which backward ends."""
         return next((index for index, layout in enumerate(self.layouts) if layout.numel), 0)
@@ -210,7 +220,7 @@ def training_passes(
     Where gradients are stored, the update waits for the next forward pass; else backward applies it. A late update is
     applied in both and written by the second. Layer inputs off the device go there in forward and come back later.
     """
-    forward, backward = _passes_of_state(placement, load, stored, room, is_late)
+    forward, backward = passes_of_state(placement, load, stored, room, is_late)
     forward = forward.plus(read=bytes_moved(placement, {"weight": stored["weight"]}, load.lent_elements))
     kept = room.kept
     up, down = load.frozen_reads(room.read_ahead + 1)
@@ -225,9 +235,10 @@ def training_passes(
     return forward.plus(written=away), backward.plus(read=away)
 
 
-def _passes_of_state(
+def passes_of_state(
     placement: Placement, load: Load, stored: Mapping[Kind, torch.dtype], room: Room, is_late: bool
 ) -> tuple[Pass, Pass]:
+    """Return the same without the bytes of layer inputs and of what is not trained."""
     elements, defers, kept = load.stored_elements, "grad" in stored, room.kept
     state = state_kinds(stored)
     # A master copy makes the weights anew: they are not read for an update.

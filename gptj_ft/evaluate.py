@@ -18,7 +18,8 @@ from gptj_ft.data.prepare import Prepared, is_prepared, load_tokenizer, select
 from gptj_ft.decoding import StreamedModel, batches_by_length, write_answers
 from gptj_ft.errors import NotFinite, UsageError
 from gptj_ft.families import Architecture
-from gptj_ft.home import find_model, is_model, models
+from gptj_ft.formats.adapters import base_folder, tokenizer_folder
+from gptj_ft.home import find_model, is_adapter, is_model, models
 from gptj_ft.inputs import read_or_prepare
 from gptj_ft.journal import Journal
 from gptj_ft.likelihood import candidates, documents_of, log_likelihoods, losses, passes
@@ -175,7 +176,7 @@ def evaluate_model(
     Raises:
         NotFinite: a loss.
     """
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(tokenizer_folder(folder))
     task = make_task(recipe, tokenizer, folder, data, limit)
     device = machine.choose_device(recipe.device)
     dtype = choose_dtype(recipe.precision, device)
@@ -308,6 +309,8 @@ def choose_baseline(folder: Path, name: str) -> Path | None:
         return None
     if name != "auto":
         return find_model(name)
+    if is_adapter(folder):
+        return base_folder(folder)
     if (tuning := read_tuning(folder)) is None:
         return None
     run = Run(folder.resolve().parent)

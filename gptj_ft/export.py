@@ -8,13 +8,12 @@ from gptj_ft.checkpoint import parameters
 from gptj_ft.data.prepare import load
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.families import read_architecture
-from gptj_ft.formats.huggingface import write_model
 from gptj_ft.home import is_model
 from gptj_ft.keeping import find_checkpoint
-from gptj_ft.model import whole_layers
+from gptj_ft.outcome import write_outcome
 from gptj_ft.run import Run
 from gptj_ft.selection import select
-from gptj_ft.tuned import Trained, files_of
+from gptj_ft.tuned import Trained
 from gptj_ft.verify import Checker
 
 
@@ -49,12 +48,6 @@ def export_checkpoint(run: Run, name: str, target: Path) -> int:
         "validation_rows": load(held_out).report.windows if held_out.exists() else 0,
     }  # fmt: skip
     metrics = {"validation_loss": losses.get(step), "baseline_validation_loss": losses.get(0), "steps": step}
-    write_model(
-        target,
-        architecture,
-        whole_layers(architecture, source, selection, parameters(run.checkpoint(step), selection.trained)),
-        dtype=None,
-        source=source,
-        files=files_of(Trained(recipe, source, architecture, data, metrics)),
-    )
+    trained = Trained(recipe, source, architecture, data, metrics)
+    write_outcome(target, trained, selection, parameters(run.checkpoint(step), selection.trained))
     return step

@@ -17,7 +17,7 @@ from gptj_ft.demand import Load
 from gptj_ft.durable import sync_path, sync_tree
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.families import Architecture, read_architecture
-from gptj_ft.home import DEFAULT_REPOSITORY, TINY_MODELS, is_model
+from gptj_ft.home import DEFAULT_REPOSITORY, TINY_MODELS, is_model, is_tuned
 from gptj_ft.inputs import choose_model, gather
 from gptj_ft.keeping import check_keep, find_checkpoint, go_back
 from gptj_ft.lock import LOCK, locked
@@ -95,7 +95,7 @@ def resumed(
     run = Run(folder.expanduser())
     saved = run.recipe()
     with locked(run.folder, "training"):  # refused at once, not when all rows are read
-        if is_finished := is_model(run.model):
+        if is_finished := is_tuned(run.model):
             run.discard_state()  # left if the run was cut off in its last moment
     if is_finished:
         raise UsageError(f"{folder} is finished: its model is {run.model}; for more, finetune --model {run.model}")

@@ -16,6 +16,7 @@ from gptj_ft.data.prepare import load_tokenizer
 from gptj_ft.data.template import Prompt, encode_prompt, fields_of
 from gptj_ft.decoding import StreamedModel, generate_tokens, text_of
 from gptj_ft.errors import UsageError, did_you_mean
+from gptj_ft.formats.adapters import tokenizer_folder
 from gptj_ft.model import reading_stack
 from gptj_ft.plan import device_cap
 from gptj_ft.rates import choose_dtype
@@ -81,7 +82,7 @@ def open_writer(folder: Path, recipe: Recipe) -> Iterator[Writer]:
     Raises:
         UsageError, DataError: as `model.reading_stack`.
     """
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(tokenizer_folder(folder))
     device = machine.choose_device(recipe.device)
     dtype = choose_dtype(recipe.precision, device)
     cap = device_cap(recipe, device.type == "cpu")

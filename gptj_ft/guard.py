@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gptj_ft.errors import DataError, GptjFtError, NotFinite
+from gptj_ft.lora import name_of
 from gptj_ft.model import flat_views
 from gptj_ft.session import Session
 from gptj_ft.stack import LayerStack
@@ -109,4 +110,4 @@ def is_finite(values: Tensor) -> bool:
 
 
 def _name(session: Session, stack: LayerStack, layer: int, local: str) -> str:
-    return session.architecture.family.name_of(layer, local, len(stack.layers))
+    return name_of(session.architecture.family, layer, local, len(stack.layers))

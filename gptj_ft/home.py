@@ -13,6 +13,7 @@ DEFAULTS = (DEFAULT_REPOSITORY, f"{DEFAULT_REPOSITORY}-fp16")  # as `download --
 RUNS = Path("runs")
 TINY_MODELS = {"tiny": "gptj", "tiny-gpt2": "gpt2"}  # made from the rows of a run; name -> ``model_type``
 # What a tokenizer may consist of, in Hugging Face's form.
+ADAPTER_CONFIG = "adapter_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -59,8 +60,24 @@ def is_model(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
 
+def is_adapter(folder: Path) -> bool:
+    """Tell whether a folder looks like an adapter in PEFT's format."""
+    return (folder / ADAPTER_CONFIG).is_file() and not is_model(folder)
+
+
+def is_tuned(folder: Path) -> bool:
+    """Tell whether a folder is what a run ends with: a model, or an adapter for one."""
+    return is_model(folder) or is_adapter(folder)
+
+
+def written_at(folder: Path) -> float | None:
+    """Return when a model or adapter was written, seconds since 1970; ``None`` if there is none."""
+    marker = folder / (ADAPTER_CONFIG if is_adapter(folder) else "config.json")
+    return marker.stat().st_mtime if marker.is_file() else None
+
+
 def find_model(name: str) -> Path:
-    """Return the folder a user means by a model's name.
+    """Return the folder a user means by a model's, or an adapter's, name.
 
     In this order: a folder, a run folder (its ``model/``), a converted or downloaded model of that name.
 
@@ -69,7 +86,7 @@ def find_model(name: str) -> Path:
     """
     given = Path(name).expanduser()
     for folder in (given, given / "model", model_folder(name), download_folder(name)):
-        if is_model(folder):
+        if is_tuned(folder):
             return folder
     if given.is_dir():
         raise UsageError(f"{given} is not a model folder: it has no config.json")
@@ -100,8 +117,8 @@ def newest_run() -> Path | None:
     note = home() / "newest-run"
     candidates = [Path(note.read_text(encoding="utf-8").strip())] if note.is_file() else []
     candidates += RUNS.glob("*") if RUNS.is_dir() else []
-    finished = [run for run in candidates if is_model(run / "model")]
-    return max(finished, key=lambda run: (run / "model" / "config.json").stat().st_mtime, default=None)
+    finished = [run for run in candidates if is_tuned(run / "model")]
+    return max(finished, key=lambda run: written_at(run / "model") or 0.0, default=None)
 
 
 def default_model(command: str) -> Path:

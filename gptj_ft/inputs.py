@@ -14,7 +14,8 @@ from gptj_ft.data.prepared import Skips
 from gptj_ft.data.records import Findings, read_rows, sha256_of
 from gptj_ft.errors import UsageError
 from gptj_ft.families import read_architecture
-from gptj_ft.home import TINY_MODELS, downloaded_model, find_model, is_model, models
+from gptj_ft.formats.adapters import base_folder
+from gptj_ft.home import TINY_MODELS, downloaded_model, find_model, is_adapter, is_model, models
 from gptj_ft.recipe import Recipe
 from gptj_ft.tiny import make_tiny
 
@@ -86,7 +87,12 @@ def choose_model(recipe: Recipe, source: Path) -> Path:
     if recipe.model in TINY_MODELS:
         return tiny_model(recipe, source)
     if recipe.model is not None:
-        return find_model(recipe.model)
+        folder = find_model(recipe.model)
+        if is_adapter(folder):
+            raise UsageError(
+                f"{folder} is an adapter; to train on from it, merge it first: gptj-ft convert --merge {folder}"
+            )
+        return folder
     found = downloaded_model()
     if found is None:
         raise UsageError("no model is named and none is downloaded: type `gptj-ft download`, or try --model tiny first")
@@ -126,4 +132,4 @@ def read_or_prepare(
         prepared = load(source)
         check_compatible(prepared, recipe, tokenizer)
         return prepared
-    return prepare_once(recipe, tokenizer, source, read_architecture(model).config.vocab_size)
+    return prepare_once(recipe, tokenizer, source, read_architecture(base_folder(model)).config.vocab_size)

@@ -33,6 +33,7 @@ class PackedBatch:
         cu_seqlens: where documents begin and end: document ``d`` is ``cu_seqlens[d]:cu_seqlens[d + 1]``.
         cache: when decoding, what keeps the keys and values.
         goes_on: whether the documents have begun in an earlier pass, whose keys and values the cache has.
+        noise: seed of what training drops of this batch; ``None``: nothing is dropped.
     """
 
     tokens_T: Tensor
@@ -41,6 +42,7 @@ class PackedBatch:
     cu_seqlens: tuple[int, ...]
     cache: KVCache | None = None
     goes_on: bool = False
+    noise: int | None = None
 
     @property
     def num_targets(self) -> int:
@@ -61,7 +63,7 @@ class PackedBatch:
         if self.tokens_T.device == device:
             return self
         moved = (self.tokens_T.to(device), self.positions_T.to(device), self.targets_T.to(device))
-        return PackedBatch(*moved, self.cu_seqlens, self.cache, self.goes_on)
+        return PackedBatch(*moved, self.cu_seqlens, self.cache, self.goes_on, self.noise)
 
 
 def pack(
@@ -128,6 +130,18 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return project(input, self.weight, self.bias)
+
+
+class Conv1D(nn.Module):
+    """A linear layer whose weight is stored (in, out), as TensorFlow did."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_in, num_out))
+        self.bias = nn.Parameter(torch.empty(num_out))
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x_TI, self.weight)
 
 
 class TiedLinear(nn.Module):

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from gptj_ft.boundaries import Away
 from gptj_ft.families import Architecture, read_architecture
+from gptj_ft.formats.adapters import Adapter, base_folder, open_adapter
 from gptj_ft.formats.huggingface import Checkpoint, check, layer_tensor, open_checkpoint
+from gptj_ft.lora import A, B, initialise, is_adapter, linear_layers
 from gptj_ft.machine import free_memory
-from gptj_ft.selection import Selection
+from gptj_ft.selection import Selection, adapted
 from gptj_ft.stack import LayerStack, Room
 from gptj_ft.stores import Kind, Layout
 from gptj_ft.stores.device import DeviceStore
@@ -100,16 +102,19 @@ def _settle_frozen(stack: LayerStack, place: Place) -> None:
     stack.stores = {**stack.stores, FROZEN: store}
 
 
-def load_weights(stack: LayerStack, architecture: Architecture, checkpoint: Checkpoint) -> None:
-    """Fill a training stack from a checkpoint, layer by layer; the moments start at zero."""
+def load_weights(stack: LayerStack, architecture: Architecture, checkpoint: Checkpoint, seed: int = 0) -> None:
+    """Fill a training stack layer by layer, from a checkpoint, adapters by the seed; moments start at zero."""
+
+    def load(layer: int, name: str, view: Tensor) -> None:
+        if is_adapter(name):
+            initialise(name, view, (seed, layer))
+        else:
+            view.copy_(layer_tensor(architecture, checkpoint, layer, name))
+
     for layer in stack.trained:
-        fill_layer(stack, layer, partial(_load, architecture, checkpoint, layer))
+        fill_layer(stack, layer, partial(load, layer))
     stack.drain()
     stack.forget_parts()
-
-
-def _load(architecture: Architecture, checkpoint: Checkpoint, layer: int, name: str, view: Tensor) -> None:
-    view.copy_(layer_tensor(architecture, checkpoint, layer, name))
 
 
 def fill_layer(stack: LayerStack, layer: int, fill: Callable[[str, Tensor], object]) -> None:
@@ -167,6 +172,17 @@ def flat_views(stack: LayerStack, kind: Kind, layer: int) -> dict[str, Tensor]:
     return stack.layouts[layer].views(flat)
 
 
+def load_adapter(stack: LayerStack, architecture: Architecture, adapter: Adapter) -> None:
+    """Give a stack that is only read the matrices of its adapters, on the device."""
+    store = DeviceStore(stack.layouts, {"weight": stack.compute_dtype}, stack.device)
+    for module, (layer, local) in linear_layers(architecture).items():
+        if module in adapter.ranks:
+            views = stack.layouts[layer].views(store.read("weight", layer, None).result())
+            for matrix in (A, B):
+                views[f"{local}.{matrix}"].copy_(adapter.read(module, matrix))
+    stack.stores = {**stack.stores, "weight": store}
+
+
 @contextmanager
 def reading_stack(
     folder: Path,
@@ -176,10 +192,10 @@ def reading_stack(
     read_ahead: int = 1,
     memory_cap: int | None = None,
 ) -> Iterator[tuple[Architecture, LayerStack]]:
-    """Open a model folder to evaluate it or to write with it.
+    """Open a model folder to evaluate it or to write with it; an adapter's folder, with the model that it is for.
 
     Args:
-        folder: a model folder of any form that `formats.huggingface` reads.
+        folder: a model folder of any form that `formats.huggingface` reads, or an adapter in PEFT's.
         device: where it runs.
         compute: type of the computation.
         weights: ``device`` keeps them there; ``disk`` or ``host`` streams them from the folder (which the operating
@@ -188,12 +204,15 @@ def reading_stack(
         memory_cap: most bytes of the device to use, for ``auto``; ``None``: what is free.
 
     Raises:
-        UsageError, DataError: as `families.read_architecture` and `formats.huggingface.check`.
+        UsageError, DataError: as `families.read_architecture`, `formats.huggingface.check` and
+            `formats.adapters.open_adapter`.
     """
-    architecture = read_architecture(folder)
-    with open_checkpoint(folder) as checkpoint:
+    base = base_folder(folder)
+    architecture = read_architecture(base)
+    with open_checkpoint(base) as checkpoint:
         check(architecture, checkpoint)
-        selection = Selection.of(architecture.layers, lambda *_: False)
+        adapter = open_adapter(folder, architecture) if base != folder else None
+        selection = adapted(architecture, adapter.ranks if adapter else {})
         dtypes: dict[Kind, torch.dtype] = {"weight": compute}
         if weights == "auto":
             size = sum(layout.numel for layout in selection.frozen) * compute.itemsize
@@ -203,6 +222,8 @@ def reading_stack(
         stack = LayerStack(selection.build(), dtypes, {}, device, room, selection.trained, selection.frozen)
         try:
             open_frozen(stack, architecture, checkpoint, "device" if weights == "device" else "disk")
+            if adapter:
+                load_adapter(stack, architecture, adapter)
             yield architecture, stack
         finally:
             stack.close()

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from torch import Tensor
 
 from gptj_ft.families import Family
+from gptj_ft.lora import A, name_of
 from gptj_ft.stores import Layout
 
 
@@ -21,7 +22,8 @@ class Movement:
     def __init__(self, layouts: Sequence[Layout], layers: Collection[int]) -> None:
         self._layouts = layouts
         # Each tensor, and whether its gradient was zero everywhere so far.
-        self._left = {(layer, name): True for layer in layers for name in layouts[layer].shapes}
+        # An adapter's A has none before its B has moved.
+        self._left = {(layer, name): True for layer in layers for name in layouts[layer].shapes if not name.endswith(A)}
 
     def note(self, layer: int, span: slice, before: Tensor, after: Tensor, gradient: Tensor) -> None:
         """Compare a span of a layer's parameters with what it was."""
@@ -41,7 +43,7 @@ class Movement:
         if not self._left:
             return None
         without, too_little = (
-            [family.name_of(*place, len(self._layouts)) for place, is_zero in self._left.items() if is_zero == wanted]
+            [name_of(family, *place, len(self._layouts)) for place, is_zero in self._left.items() if is_zero == wanted]
             for wanted in (True, False)
         )
         reasons = []

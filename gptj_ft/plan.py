@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gptj_ft.boundaries import NUM_BUFFERS
-from gptj_ft.costs import Costs, cost
+from gptj_ft.costs import Costs, cost, exported_elements
 from gptj_ft.demand import Load
 from gptj_ft.errors import ResourceError
 from gptj_ft.knobs import advise
@@ -39,7 +39,7 @@ FASTEST_FIRST: list[tuple[Place, Place]] = [
 ]
 
 
-BOUNDARIES_FASTEST_FIRST: list[Place] = ["device", "host", "disk"]
+PLACES_FASTEST_FIRST: list[Place] = ["device", "host", "disk"]
 
 
 @dataclass(frozen=True)
@@ -184,11 +184,21 @@ def candidates(recipe: Recipe, free: Free) -> list[Placement]:
     def allows(choice: str, place: Place) -> bool:
         return choice == place or (choice == "auto" and not (free.is_shared and place == "host"))
 
+    if recipe.method == "lora":
+        # Adapters and their state are small, and on disk no step is ever lost.
+        state = "disk" if recipe.optimizer_state == "auto" else recipe.optimizer_state
+        return [
+            Placement(state, state, boundaries, frozen=place)
+            for place in PLACES_FASTEST_FIRST
+            if allows(recipe.weights, place)
+            for boundaries in PLACES_FASTEST_FIRST
+            if allows(recipe.boundaries, boundaries)
+        ]
     return [
         Placement(weights, state, boundaries)
         for weights, state in FASTEST_FIRST
         if allows(recipe.weights, weights) and allows(recipe.optimizer_state, state)
-        for boundaries in BOUNDARIES_FASTEST_FIRST
+        for boundaries in PLACES_FASTEST_FIRST
         if allows(recipe.boundaries, boundaries)
     ]
 
@@ -240,7 +250,7 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, hav
     state = total * sum(dtype.itemsize for kind, dtype in dtypes.items() if kind != "grad")
     # A run on disk is its own checkpoint and replaces a layer at a time; others write one before they remove one.
     one = largest * sum(dtype.itemsize for dtype in dtypes.values())
-    saved = (2 * one if placement.is_durable else 2 * state) + (total + load.frozen_elements) * 4
+    saved = (2 * one if placement.is_durable else 2 * state) + exported_elements(recipe, load) * 4
     saved += kept_checkpoints(recipe, load.num_steps) * state
     return Plan(
         placement=placement,
@@ -257,7 +267,12 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, hav
         costs=costs,
         rates=rates,
         outlook=Outlook.of(
-            load.layouts, load.width, load.context, (load.mean_step_tokens, load.mean_step_targets), load.num_steps
+            load.model_layouts,
+            load.width,
+            load.context,
+            (load.mean_step_tokens, load.mean_step_targets),
+            load.num_steps,
+            load.flops().model,
         ),
     )
 

@@ -141,6 +141,20 @@ class Generation(Options):
         return self
 
 
+class LoRA(Options):
+    """The adapters of ``method: lora``; defaults are PEFT's (https://arxiv.org/abs/2106.09685: alpha is the rank)."""
+
+    rank: int = Field(8, ge=1, description="width between the two matrices of an adapter")
+    alpha: float = Field(8.0, gt=0.0, description="an adapter's output is multiplied by alpha / rank")
+    dropout: Decay = Field(0.0, description="share of an adapter's inputs that is dropped in training")
+    targets: Names = Field(
+        (),
+        description="linear layers that get adapters: shell patterns, such as q_proj,h.2[0-7].mlp.*; none: attention's "
+        "queries and values",
+    )
+    merge: bool = Field(False, description="write the model with the adapter merged in, too")
+
+
 class Piece(Options):
     """Part of a schedule that is written out; rates are shares of ``lr``, as ``final_lr`` is."""
 
@@ -246,7 +260,10 @@ class Recipe(Options):
     generation: Generation = Field(default_factory=Generation)  # type: ignore[arg-type]
 
     # How it learns
-    method: Literal["full"] = Field("full", description="full: every parameter is trained, or those of `train`")
+    method: Literal["full", "lora"] = Field(
+        "full", description="full: every parameter is trained, or those of `train`; lora: adapters beside the model"
+    )
+    lora: LoRA = Field(default_factory=LoRA)  # type: ignore[arg-type]
     train: Names = Field(
         (),
         description="what is trained: shell patterns of Hugging Face's names, such as h.2[0-7].*,lm_head.*; none: all",
@@ -362,7 +379,9 @@ FREE_ON_RESUME = frozenset(
         "output",
     }
 )
-GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "schedule": Piece}
+GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "lora": LoRA, "schedule": Piece}
+# What `method: lora` puts in the place of a preset's value: https://arxiv.org/abs/2106.09685, table 12 (GPT-3 175B).
+FOR_LORA: dict[str, Any] = {"lr": 2e-4}
 TEMPLATES = ("prompt", "completion")  # which may be files
 STRETCHING = ("warmup", "final_lr")  # what a schedule of pieces has no use for
 
@@ -467,6 +486,9 @@ def resolve(
         sources.append((f"recipe {name}", {**load_preset(str(name)), "recipe": name}))
     elif base is not None:
         sources.append((base[0], dict(base[1])))
+    if base is None and next((values["method"] for _, values in sources if "method" in values), None) == "lora":
+        # In place of what a preset says for another method.
+        sources.insert(3 if "method" not in sources[-1][1] else len(sources), ("method lora", FOR_LORA))
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for origin, values in reversed(sources):

@@ -13,7 +13,7 @@ from typing import Any
 
 from gptj_ft.durable import disk_bytes, files_in
 from gptj_ft.errors import GptjFtError, UsageError
-from gptj_ft.home import RUNS, is_model
+from gptj_ft.home import RUNS, is_tuned, written_at
 from gptj_ft.lock import holder, locked
 from gptj_ft.machine import gigabytes
 from gptj_ft.run import COMMIT, MANIFEST, Run, read_json
@@ -95,10 +95,10 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
 def summarize(run: Run) -> Summary:
     """Look at a run, which may be changing meanwhile; a damaged one is described as far as it can be read."""
     worker = holder(run.folder)
-    is_finished = is_model(run.model)
+    is_finished = is_tuned(run.model)
     status = worker.work if worker else "finished" if is_finished else "stopped"
     checkpoints = list(run.whole_checkpoints())
-    saved = [run.state / COMMIT, *(run.checkpoint(step) / MANIFEST for step in checkpoints), run.model / "config.json"]
+    saved = [run.state / COMMIT, *(run.checkpoint(step) / MANIFEST for step in checkpoints)]
     lines = run.metrics()
     losses = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
     name, steps, step, problem = "", None, 0, None
@@ -115,7 +115,7 @@ def summarize(run: Run) -> Summary:
         step = max((line["step"] for line in lines if "loss" in line), default=step)
     return Summary(
         str(run.folder), name, status, worker.process if worker else None, step, steps,
-        max(filter(None, map(_written_at, saved)), default=None),
+        max(filter(None, (*map(_written_at, saved), written_at(run.model))), default=None),
         losses.get(0), next((losses[step] for step in sorted(losses, reverse=True) if step), None),
         checkpoints, disk_bytes(files_in(run.folder)), problem,
     )  # fmt: skip
@@ -178,7 +178,7 @@ def _written_at(path: Path) -> float | None:
 def _not_needed(run: Run) -> list[Path]:
     found = [*run.folder.glob("*.new"), *run.folder.glob("*.tmp"), *run.folder.glob(".*.partial-*")]
     found += run.data.glob(".*.writing")
-    if is_model(run.model):
+    if is_tuned(run.model):
         return [*found, *(path for path in (run.state, run.checkpoints) if path.exists())]
     has_commit = (run.state / COMMIT).is_file()
     found += run.state.glob("*.new") if has_commit else [run.state] if run.state.exists() else []

@@ -50,7 +50,13 @@ class Outlook:
 
     @classmethod
     def of(
-        cls, layouts: Sequence[Layout], width: int, context: int, step: tuple[float, float], num_steps: int | None
+        cls,
+        layouts: Sequence[Layout],
+        width: int,
+        context: int,
+        step: tuple[float, float],
+        num_steps: int | None,
+        flops_per_step: float | None = None,
     ) -> Outlook:
         """Count.
 
@@ -60,9 +66,10 @@ class Outlook:
             context: tokens of a window when it is trained from scratch.
             step: tokens of an average step, and those of them with a target.
             num_steps: of the run.
+            flops_per_step: of the model; by default those of training all of it.
         """
         num_parameters = sum(layout.num_parameters for layout in layouts)
-        per_step = count_flops(layouts, *step).model
+        per_step = count_flops(layouts, *step).model if flops_per_step is None else flops_per_step
         tokens = None if num_steps is None else num_steps * step[0]
         scratch_tokens = float(TOKENS_PER_PARAMETER * num_parameters)
         scratch_flops = pretraining_flops(layouts, width, context, scratch_tokens)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 
 from torch import nn
 
+from gptj_ft import lora
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.families import Architecture
 from gptj_ft.recipe import Recipe
@@ -22,11 +24,13 @@ class Selection:
         build: makes the layers, on the ``meta`` device.
         trained: layouts of what has gradients, moments and a place in checkpoints; empty where that is nothing.
         frozen: layouts of the other parameters.
+        adapters: the linear layers that have one, by Hugging Face's names; then these are what is trained.
     """
 
     build: Callable[[], Sequence[nn.Module]]
     trained: Sequence[Layout]
     frozen: Sequence[Layout]
+    adapters: Mapping[str, lora.Rank] = field(default_factory=dict)
 
     @classmethod
     def of(cls, build: Callable[[], Sequence[nn.Module]], is_trained: Callable[[int, str], bool]) -> Selection:
@@ -47,15 +51,30 @@ def select(architecture: Architecture, recipe: Recipe) -> Selection:
     Raises:
         UsageError: a pattern that matches nothing.
     """
+    if recipe.method == "lora":
+        if recipe.train:
+            raise UsageError(
+                "train chooses what of the model is trained, with --method full; with lora use lora.targets"
+            )
+        targets = recipe.lora.targets or architecture.family.lora_targets
+        chosen = match(targets, lora.linear_layers(architecture), "--set lora.targets", "linear layer")
+        rank = lora.Rank(recipe.lora.rank, recipe.lora.alpha / recipe.lora.rank)
+        return adapted(architecture, dict.fromkeys(chosen, rank), recipe.lora.dropout)
     layers = architecture.layers()
     names = {
         architecture.family.name_of(index, local, len(layers)): (index, local)
         for index, layer in enumerate(layers)
         for local, _ in layer.named_parameters()
     }
-    chosen = match(recipe.train, names, "--train", "parameter") if recipe.train else names
-    trained = {names[name] for name in chosen}
+    patterns = recipe.train or ("*",)
+    trained = {names[name] for name in match(patterns, names, "--train", "parameter")}
     return Selection.of(architecture.layers, lambda *place: place in trained)
+
+
+def adapted(architecture: Architecture, adapters: Mapping[str, lora.Rank], dropout: float = 0.0) -> Selection:
+    """Return a model with adapters on some of its linear layers, of which only these are trained."""
+    build = partial(lora.adapted_layers, architecture, adapters, dropout)
+    return replace(Selection.of(build, lambda _, name: lora.is_adapter(name)), adapters=adapters)
 
 
 def match(patterns: Sequence[str], names: Iterable[str], option: str, what: str) -> list[str]:

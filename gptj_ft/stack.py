@@ -129,6 +129,12 @@ class LayerStack:
             self._frozen_slots = Buffers(self.room.read_ahead + 1, largest, self.compute_dtype, self.device)
         return self._frozen_slots
 
+    def take_slots(self) -> None:
+        """Take the memory of the slots that will be needed now, not at their first use."""
+        streamed = {kind for kind, store in self.stores.items() if not store.resident}
+        _ = self.slots if "weight" in streamed else None
+        _ = self.frozen_slots if "frozen" in streamed else None
+
     def lends(self, layer: int) -> bool:
         """Tell whether another layer computes with parameters of this one that are trained."""
         return layer == LENDER and any(layout.borrowed for layout in self.layouts)

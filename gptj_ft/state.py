@@ -49,7 +49,7 @@ def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str,
             optimizer = AdamW(stack, session.recipe, saved, late_blocks(session))
         else:
             with open_checkpoint(session.model) as weights:
-                load_weights(stack, session.architecture, weights)
+                load_weights(stack, session.architecture, weights, session.recipe.seed)
             optimizer = AdamW(stack, session.recipe, late=late_blocks(session))
             if is_durable:
                 checkpoint.commit(run, optimizer.step, None, facts)

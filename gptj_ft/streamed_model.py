@@ -38,8 +38,7 @@ class Passes:
         """Return the logits after some tokens of a batch, fp32 [positions, V]."""
         stack, top = self._stack, len(self._stack.layers) - 1
         if stack.coming is not self._stream:
-            if not stack.stores["weight"].resident:
-                _ = stack.slots  # memory that is first taken while writing could not be trained with afterwards
+            stack.take_slots()  # memory that is first taken while writing could not be trained with afterwards
             self._layers = stream(stack, (Visit(layer) for layer in cycle(range(top + 1))))
         self._stream = None  # a pass that is broken off leaves the next one nothing to go on from
         (hidden,) = forward(islice(self._layers, top), [batch])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -195,8 +196,25 @@ def forward(
 
 def run_layer(loaded: Passage, parameters: Mapping[str, Tensor], x: Tensor, batch: PackedBatch) -> Tensor:
     """Return what a layer below the head makes of a micro-batch."""
-    output: Tensor = functional_call(loaded.module, dict(parameters), (x, batch))
+    with dropping(loaded, batch):
+        output: Tensor = functional_call(loaded.module, dict(parameters), (x, batch))
     return output
+
+
+@contextmanager
+def dropping(loaded: Passage, batch: PackedBatch, chunk: int = 0) -> Iterator[None]:
+    """Have a layer drop what belongs to this batch: the same whenever and wherever it is computed."""
+    if batch.noise is None:
+        yield
+        return
+    device = batch.tokens_T.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(batch.noise + (chunk << 20) + loaded.index)
+        loaded.module.train()
+        try:
+            yield
+        finally:
+            loaded.module.eval()
 
 
 def backward(
@@ -288,9 +306,10 @@ def head_gradients(
     total, z_total, gradients = 0.0, 0.0, []
     for b, batch in enumerate(batches):
         gradient_TD = torch.zeros_like(hidden[b])
-        for positions_S in target_chunks(head, batch):
+        for number, positions_S in enumerate(target_chunks(head, batch)):
             x_SD = hidden[b][positions_S].requires_grad_(head.is_above_trained)
-            logits_SV = functional_call(head.module, parameters, (x_SD,))
+            with dropping(head, batch, number):
+                logits_SV = functional_call(head.module, parameters, (x_SD,))
             loss = F.cross_entropy(logits_SV, batch.targets_T[positions_S], reduction="sum")
             z = z_loss * logits_SV.logsumexp(-1).square().sum() if z_loss else loss.new_zeros(())
             ((loss + z) / num_targets).backward()  # type: ignore[no-untyped-call]

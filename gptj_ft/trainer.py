@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from types import FrameType
@@ -20,22 +20,24 @@ from gptj_ft.costs import PASS_TOKENS
 from gptj_ft.data.batches import Rows, rows_of_step
 from gptj_ft.deadline import Deadline, coming, forecast_seconds
 from gptj_ft.errors import GptjFtError, Interrupted, NotFinite, OutOfTime
-from gptj_ft.formats.huggingface import write_model
 from gptj_ft.guard import explain_gradient, explain_loss
 from gptj_ft.home import remember_run
 from gptj_ft.keeping import Keeper
 from gptj_ft.layers import PackedBatch
+from gptj_ft.lora import seed_of
 from gptj_ft.meters import Meters, Stopwatch, Tally, count_flops, summarize
-from gptj_ft.model import trained_parameters, whole_layers
+from gptj_ft.model import trained_parameters
 from gptj_ft.optimizer import AdamW
+from gptj_ft.outcome import write_outcome
 from gptj_ft.progress import StepProgress, StepReport, clock
+from gptj_ft.recipe import Recipe
 from gptj_ft.run import Run, record_environment
 from gptj_ft.schedule import is_multiple
 from gptj_ft.session import Session
 from gptj_ft.stack import LayerStack
 from gptj_ft.state import open_state
 from gptj_ft.streaming import StepLoss, evaluate_losses, train_step
-from gptj_ft.tuned import Trained, files_of
+from gptj_ft.tuned import Trained
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
 
                 stopwatch = Stopwatch(stack)
                 rows = rows_of_step(optimizer.step, len(session.train), recipe.batch_size, recipe.seed)
-                batches = [batch.to(session.device) for batch in session.train.batches(rows, budget)]
+                batches = with_noise(recipe, optimizer.step, session.train.batches(rows, budget), session.device)
                 lr = session.schedule.lr(optimizer.step + 1)
                 optimizer.begin(lr)
                 loss, grad_norm = guarded_step(session, stack, optimizer, batches)
@@ -169,6 +171,14 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
         exported["validation_loss"], best, time.monotonic() - started,
         tally, meters,
     )  # fmt: skip
+
+
+def with_noise(recipe: Recipe, step: int, batches: Sequence[PackedBatch], device: torch.device) -> list[PackedBatch]:
+    """Return the micro-batches of a step on the device, with the seeds of their dropout if there is any."""
+    if recipe.method != "lora" or not recipe.lora.dropout:
+        return [batch.to(device) for batch in batches]
+    seeds = (seed_of((recipe.seed, step, number)) for number in range(len(batches)))
+    return [replace(batch.to(device), noise=seed) for batch, seed in zip(batches, seeds, strict=True)]
 
 
 def guarded_step(
@@ -234,7 +244,7 @@ def export(session: Session, run: Run, stack: LayerStack, step: int, facts: dict
         "validation_loss": exported["validation_loss"], "baseline_validation_loss": facts["loss_before"],
         "steps": exported["step"], "best": facts["best"],
     }  # fmt: skip
-    files = files_of(Trained(session.recipe, session.model, session.architecture, data, metrics))
+    trained = Trained(session.recipe, session.model, session.architecture, data, metrics)
 
     chosen = (
         trained_parameters(stack)
@@ -242,8 +252,7 @@ def export(session: Session, run: Run, stack: LayerStack, step: int, facts: dict
         else checkpoint.parameters(run.checkpoint(exported["step"]), stack.layouts)
     )
     try:
-        layers = whole_layers(session.architecture, session.model, session.selection, chosen)
-        write_model(run.model, session.architecture, layers, dtype=None, source=session.model, files=files)
+        write_outcome(run.model, trained, session.selection, chosen)
     except GptjFtError as error:
         if not session.plan.placement.is_durable:
             checkpoint.save(run, stack, step, facts)

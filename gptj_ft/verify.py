@@ -10,9 +10,10 @@ from typing import Any
 from gptj_ft.data.prepare import load
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.families import read_architecture
+from gptj_ft.formats.adapters import base_folder, open_adapter
 from gptj_ft.formats.huggingface import check, open_checkpoint
 from gptj_ft.formats.shards import open_shard
-from gptj_ft.home import is_model
+from gptj_ft.home import is_adapter, is_model
 from gptj_ft.lock import locked
 from gptj_ft.run import COMMIT, MANIFEST, Run, read_json
 from gptj_ft.selection import select
@@ -161,6 +162,9 @@ def stored_form(path: Path, layout: Layout) -> StateFile:
 
 
 def _check_model(folder: Path) -> None:
+    if is_adapter(folder):
+        open_adapter(folder, read_architecture(base_folder(folder)))
+        return
     with open_checkpoint(folder) as checkpoint:
         check(read_architecture(folder), checkpoint)
 

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "gptj_ft"
 ORDER = [
     ("__init__", "errors"),
     ("recipe", "yaml_text", "schedule", "kv_cache", "layers", "home", "hub", "hub_files", "origin", "durable", "lock"),
-    ("machine", "stores", "families", "formats", "data"),
+    ("machine", "stores", "families", "lora", "formats", "data"),
     ("buffers", "measure", "selection"),
     ("boundaries",),
     ("stack",),
@@ -30,7 +30,7 @@ ORDER = [
     ("movement",),
     ("likelihood", "journal"),
     ("optimizer", "deadline", "run", "checkpoint", "session", "keeping", "verify", "state"),
-    ("guard", "trainer", "streamed_model", "decoding", "typewriter", "tuned"),
+    ("guard", "trainer", "streamed_model", "decoding", "typewriter", "tuned", "outcome"),
     (
         "finetune",
         "preparing",

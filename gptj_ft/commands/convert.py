@@ -48,6 +48,10 @@ def convert(
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="with --push: for everybody to see")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="with --push: show what would be sent and stop")] = False,
+    merge: Annotated[
+        Path | None,
+        typer.Option("--merge", metavar="ADAPTER", help="add an adapter; SRC is then the model that it is for"),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Turn a checkpoint into a model folder (one shard per layer, which every other tool opens too), or back."""
@@ -56,6 +60,7 @@ def convert(
     from gptj_ft import home
     from gptj_ft.convert import Conversion
     from gptj_ft.convert import convert as convert_model
+    from gptj_ft.formats.adapters import base_folder
     from gptj_ft.machine import gigabytes
 
     named = _one_of("--from", source_form, ("auto", "huggingface", "mesh", "cerebras"))
@@ -70,6 +75,10 @@ def convert(
             raise UsageError("--push sends a model folder that is named and there: gptj-ft convert SRC --push REPO")
         send(home.find_model(str(source)), push, public, dry_run, as_json)
         return
+    if merge is not None:
+        merge = home.find_model(str(merge))
+        source = source or base_folder(merge)
+        target = target or merge.with_name(f"{merge.name}-merged")
     if source is None:
         source = home.default_download()
         if source is None:
@@ -87,6 +96,7 @@ def convert(
         mesh_shards=mesh_shards,
         tokenizer=tokenizer,
         verify=verify,
+        merge=merge,
     )
     with bar("converting", not as_json) as advance:
         report = convert_model(source, target, conversion, advance)

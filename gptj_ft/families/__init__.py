@@ -51,6 +51,7 @@ class Family:
             purpose.
         mesh: mesh-transformer-jax's (module, parameter) -> tensor; empty where that has no such model.
         cerebras: name in a Cerebras checkpoint -> Hugging Face's; ``None`` is dropped on purpose.
+        lora_targets: the linear layers that get adapters unless others are named: by the ends of their names.
     """
 
     model_type: str
@@ -60,6 +61,7 @@ class Family:
     keys: Mapping[str, Home | None]
     mesh: Mapping[tuple[str, str], Leaf] = field(default_factory=dict)
     cerebras: Mapping[str, str | None] = field(default_factory=dict)
+    lora_targets: tuple[str, ...] = ()
 
     def locate(self, name: str, num_layers: int) -> tuple[int, str] | None:
         """Return (layer, name inside it) of a checkpoint's tensor; ``None`` if it is dropped on purpose.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gptj_ft.errors import DataError
 from gptj_ft.families import Family
-from gptj_ft.layers import Linear, PackedBatch, TiedLinear, attend
+from gptj_ft.layers import Conv1D, Linear, PackedBatch, TiedLinear, attend
 
 # "gelu" is the exact form, by the error function; OpenAI's models have the other.
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -100,18 +100,6 @@ class Embed(nn.Module):
 
     def forward(self, tokens_T: Tensor, batch: PackedBatch) -> Tensor:
         return F.embedding(tokens_T, self.wte.weight) + F.embedding(batch.positions_T, self.wpe.weight)
-
-
-class Conv1D(nn.Module):
-    """A linear layer whose weight is stored (in, out), as TensorFlow did."""
-
-    def __init__(self, num_in: int, num_out: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_in, num_out))
-        self.bias = nn.Parameter(torch.empty(num_out))
-
-    def forward(self, x_TI: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x_TI, self.weight)
 
 
 class Attention(nn.Module):
@@ -209,4 +197,5 @@ FAMILY = Family(
         "transformer.ln_f.bias": ("head", "ln_f.bias"),
         "lm_head.weight": ("head", "lm_head.weight"),  # in a file of its own only where it is not tied
     },
+    lora_targets=("c_attn",),  # PEFT's for GPT-2
 )

@@ -168,4 +168,5 @@ FAMILY = Family(
     },
     mesh=MESH,
     cerebras=CEREBRAS,
+    lora_targets=("q_proj", "v_proj"),  # https://arxiv.org/abs/2106.09685, section 7.1; PEFT's for GPT-J, too
 )

@@ -50,6 +50,8 @@ class Placement:
 
     def __str__(self) -> str:
         away = f", layer inputs on {self.boundaries}" if self.boundaries != "device" else ""
+        if self.frozen is not None:
+            return f"model on {self.frozen}, adapters and their state on {self.optimizer_state}{away}"
         return f"weights on {self.weights}, optimizer state on {self.optimizer_state}{away}"
 
 
