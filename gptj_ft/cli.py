@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from gptj_ft import __version__
-from gptj_ft.commands import answers, convert, data, evaluation, inventory, models, recipes, runs, training
+from gptj_ft.commands import answers, convert, data, evaluation, inventory, models, recipes, reports, runs, training
 from gptj_ft.commands.terminal import print_json
 from gptj_ft.errors import GptjFtError, ResourceError
 from gptj_ft.hub import close_network
@@ -26,6 +26,7 @@ app.command()(training.finetune)
 app.command()(training.plan)
 app.command()(evaluation.evaluate)
 app.command()(answers.generate)
+app.command()(reports.report)
 app.add_typer(inventory.models_app, name="models")
 app.add_typer(recipes.recipes_app, name="recipes")
 app.add_typer(data.cache_app, name="cache")

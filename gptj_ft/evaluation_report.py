@@ -16,9 +16,12 @@ from gptj_ft.durable import new_files, require_new
 from gptj_ft.errors import UsageError
 from gptj_ft.metrics.bootstrap import Comparison, Estimate
 from gptj_ft.pages import to_page
+from gptj_ft.run import read_json, write_json
 from gptj_ft.verdict import LOWER_IS_BETTER, Verdict
 
 SAMPLE_CHARACTERS = 300
+RECORD = "evaluation.json"  # in a run's folder
+RECORDED = 20  # rows of each kind
 DIGITS = {"loss": 4, "perplexity": 3, "word_perplexity": 3, "byte_perplexity": 3}  # others 2
 Facts = Mapping[str, Any]
 
@@ -51,6 +54,54 @@ def table_of(comparison: Comparison) -> list[dict[str, Any]]:
         }
         for name, estimate in comparison.scores.items()
     ]
+
+
+def table_in(record: Facts) -> list[dict[str, Any]]:
+    """Return `table_of` what was recorded."""
+
+    def read(found: Facts | None) -> dict[str, Estimate]:
+        scores, intervals = (found["scores"], found["intervals"]) if found else ({}, {})
+        return {name: _estimate(value, *intervals[name]) for name, value in scores.items()}
+
+    differences = {name: _estimate(*each.values()) for name, each in record["differences"].items()}
+    return table_of(Comparison(read(record["model"]), read(record["baseline"]), differences))
+
+
+def _estimate(value: float | None, low: float | None, high: float | None) -> Estimate:
+    return Estimate(math.nan if value is None else value, low, high)
+
+
+def record(run: Path, verdict: Verdict, command: str) -> None:
+    """Keep a verdict on a run's model in the run's folder, texts included, for its report; a former one is replaced.
+
+    Raises:
+        ResourceError: it cannot be written.
+    """
+    extremes = (verdict.by_row.better[:RECORDED], verdict.by_row.worse[:RECORDED]) if verdict.by_row else ([], [])
+    shown = dict.fromkeys([*extremes[0], *extremes[1], *range(min(RECORDED, verdict.model.rows))])
+    texts = {kind: samples_of(verdict, rows) for kind, rows in zip(("better", "worse"), extremes, strict=True)}
+    texts["first"] = samples_of(verdict, list(shown)[-RECORDED:])
+    write_json(run / RECORD, {**verdict.to_dict(texts=False), "samples": texts, "command": command})
+
+
+def evaluation_of(run: Path) -> dict[str, Any] | None:
+    """Return what `record` has kept in a run's folder; ``None`` if there is nothing.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    return read_json(run / RECORD) if (run / RECORD).is_file() else None
+
+
+def samples_in(record: Facts, count: int) -> list[dict[str, Any]]:
+    """Return recorded rows: where the model has gained most and lost most, or if nothing was compared the first."""
+    kinds = record["samples"]
+    changed = [
+        {**sample, "place": f"{sample['place']}: {word}"}
+        for kind, word in (("better", "better"), ("worse", "worse"))
+        for sample in kinds[kind][:count]
+    ]
+    return changed or list(kinds["first"][:count])
 
 
 def lines_of(verdict: Verdict) -> list[str]:

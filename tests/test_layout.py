@@ -46,6 +46,7 @@ ORDER = [
     ),
     ("verdict", "predictions"),
     ("report", "evaluation_report", "options"),
+    ("run_report",),
     ("commands",),
     ("cli",),
     ("__main__",),

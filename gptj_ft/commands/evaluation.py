@@ -78,6 +78,7 @@ def evaluate(
     if predictions is None and allow_empty:
         raise UsageError("--allow-empty is about the predictions of other systems: add --predictions FILE.jsonl")
     rows = fetched_rows(data, offline, as_json) if data else None
+    command = shlex.join(["gptj-ft", *sys.argv[1:]])
     if predictions is not None:
         options = resolve(flags, config, as_tuple(assignments)).recipe
         asked = parse_gates(gates or (), score_names(options.metrics))
@@ -89,8 +90,9 @@ def evaluate(
         options = for_model(folder, flags, config, assignments).recipe
         asked = parse_gates(gates or (), [*NAMES, *score_names(options.metrics)])
         verdict = _measure(folder, options, rows, baseline, limit, as_json)
+        _record(folder, verdict, command)
     not_reached = missed(asked, verdict)
-    facts = facts_of(verdict, shlex.join(["gptj-ft", *sys.argv[1:]]), show)
+    facts = facts_of(verdict, command, show)
     json_facts = {**verdict.to_dict(show > 0), "gates_missed": not_reached}
     if output is not None:
         write_outputs(output, verdict.model, verdict.baseline)
@@ -127,6 +129,18 @@ def _measure(
     for journal in filter(None, (first, second)):
         journal.close()
     return verdict
+
+
+def _record(folder: Path, verdict: Verdict, command: str) -> None:
+    """Put the verdict into the report of the run that the model is of, if it is of one."""
+    from gptj_ft.evaluation_report import record
+    from gptj_ft.run import Run
+    from gptj_ft.run_report import write_report
+
+    run = Run(folder.resolve().parent)
+    if run.recipe_file.is_file() and run.model == folder.resolve():
+        record(run.folder, verdict, command)
+        write_report(run)
 
 
 def _score(

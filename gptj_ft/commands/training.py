@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -40,6 +40,9 @@ from gptj_ft.options import (
     option_of,
 )
 from gptj_ft.recipe import Recipe, resolve
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def finetune(
@@ -112,10 +115,23 @@ def finetune(
             print_json(prepared.session.plan.to_dict())
         return
     result = command.execute(prepared, console, as_json, began)
+    write_page(result.run, console)
     if as_json:
         print_json(asdict(result))
         return
     show_training(console_for(stderr=False), result)
+
+
+def write_page(run: str, console: Console) -> None:
+    """Write the run's report; what goes wrong with it takes nothing from a run that is done."""
+    from gptj_ft.errors import GptjFtError
+    from gptj_ft.run import Run
+    from gptj_ft.run_report import write_report
+
+    try:
+        console.print(f"report: {write_report(Run(Path(run)))}", highlight=False, markup=False)
+    except GptjFtError as error:
+        console.print(f"no report was written: {error}", highlight=False, markup=False)
 
 
 def plan(

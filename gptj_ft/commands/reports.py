@@ -1,0 +1,43 @@
+"""`report`: runs as pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gptj_ft.commands.terminal import print_json
+from gptj_ft.errors import UsageError
+from gptj_ft.options import Json
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders; several are compared")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE.html", help="page to write; of one run by default its report.html"),
+    ] = None,
+    show_text: Annotated[
+        bool, typer.Option("--show-text", help="with answers beside what was expected: texts of the rows")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a run as one page (data, curves, scores, how to repeat it), or several runs side by side."""
+    from gptj_ft.run import Run
+    from gptj_ft.run_report import write_comparison, write_report
+
+    found = [Run(folder.expanduser()) for folder in runs]
+    if len(found) == 1:
+        if output is not None:
+            raise UsageError("the page of one run is report.html in its folder: --output is for several runs")
+        page = write_report(found[0], show_text)
+    else:
+        if show_text:
+            raise UsageError("--show-text is for the page of one run")
+        page = output or Path("comparison.html")
+        write_comparison(found, page)
+    if as_json:
+        print_json({"page": str(page)})
+    else:
+        print(page)
