@@ -16,8 +16,9 @@ from gptj_ft.recipe import Recipe
 
 # The options that made the weights what they are; none of them can hold a name of the user's.
 HYPER_PARAMETERS = (
-    "method", "epochs", "max_steps", "batch_size", "max_length", "on_long", "packing", "lr", "schedule", "warmup",
-    "final_lr", "betas", "eps", "weight_decay", "clip_norm", "z_loss", "seed", "precision", "moments", "gradients",
+    "method", "train", "epochs", "max_steps", "batch_size", "max_length", "on_long", "packing", "lr", "schedule",
+    "warmup", "final_lr", "betas", "eps", "weight_decay", "clip_norm", "z_loss", "seed", "precision", "moments",
+    "gradients",
 )  # fmt: skip
 
 
@@ -33,6 +34,7 @@ class Card:
         metrics: ``validation_loss``, ``baseline_validation_loss``, ``steps``.
         end: the token that ends an answer.
         has_chat_template: whether messages can be sent to the model.
+        is_adapter: whether the folder holds an adapter in PEFT's format, for the base model, and no model.
     """
 
     recipe: Recipe
@@ -42,6 +44,7 @@ class Card:
     metrics: Mapping[str, Any]
     end: str | None
     has_chat_template: bool
+    is_adapter: bool = False
 
 
 def write_card(card: Card) -> str:
@@ -51,10 +54,12 @@ def write_card(card: Card) -> str:
 
 
 def _head(card: Card) -> str:
-    values: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["gptj-ft"]}
+    library = "peft" if card.is_adapter else "transformers"
+    values: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["gptj-ft"]}
     if card.origin is not None:
         known = {"license": card.origin.license} if card.origin.license else {}
-        values = {**known, "base_model": card.origin.repository, "base_model_relation": "finetune", **values}
+        values = {**known, "base_model": card.origin.repository, **values}
+        values["base_model_relation"] = "adapter" if card.is_adapter else "finetune"
     return f"---\n{yaml_text.dump(values).rstrip()}\n---"
 
 
@@ -92,14 +97,17 @@ def _use(card: Card) -> str:
     greedy = "" if settings.temperature else """ --override-generation-config '{"temperature": 0}'"""
     server = "or from a server" + ("" if card.has_chat_template else ", which is sent the whole prompt")
     server += "; of vLLM, ask for the same `stop` in each request" if settings.stop else ""
+    folder, merge = ("merged", "gptj-ft convert --merge . BASE merged\n") if card.is_adapter else (".", "")
     return "\n\n".join(
         (
             f"## Use\n\n{how} (`generation_config.json`). On a machine that it does not fit, with gptj-ft:",
             _block(f'gptj-ft generate --model . "..."{more}', "sh"),
-            "with `transformers`:",
+            "with `transformers` and `peft`, where the base model is what `adapter_config.json` names:"
+            if card.is_adapter
+            else "with `transformers`:",
             _block(_code(card), "python"),
             f"{server}:",
-            _block(f"transformers serve .\nvllm serve . --dtype bfloat16{greedy}", "sh"),
+            _block(f"{merge}transformers serve {folder}\nvllm serve {folder} --dtype bfloat16{greedy}", "sh"),
         )
     )
 
@@ -128,12 +136,14 @@ print(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_
 
 def _training(card: Card) -> str:
     options = card.recipe.to_dict()
+    lora = {f"lora.{key}": value for key, value in options["lora"].items()} if options["method"] == "lora" else {}
+    options = {key: options[key] for key in HYPER_PARAMETERS if options.get(key) not in (None, [])} | lora
     rows = {
         "training rows": f"{card.data['rows']:,}",
         "validation rows": f"{card.data.get('validation_rows') or 0:,}",
         "SHA-256 of the data": f"`{card.data['sha256']}`" if card.data.get("sha256") else "not known",
         "optimizer steps": f"{card.metrics['steps']:,}",
-        **{f"`{key}`": f"`{options[key]}`" for key in HYPER_PARAMETERS if options.get(key) is not None},
+        **{f"`{key}`": f"`{value}`" for key, value in options.items()},
     }
     return "## Training\n\n| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
 

@@ -44,7 +44,7 @@ def write_outcome(target: Path, trained: Trained, selection: Selection, layers: 
         {name_of(family, index, local, len(selection.trained)): view for local, view in layer.items()}
         for index, layer in enumerate(layers)
     )
-    write_adapter(draft, base, peft_settings(trained, selection), named, files)
+    write_adapter(draft, base, peft_settings(trained, selection), named, files_of(trained, is_adapter=True))
     if merges:
         # The adapter comes last: where it is, everything is.
         shutil.rmtree(target.with_name(MERGED), ignore_errors=True)

@@ -13,14 +13,17 @@ from typing import Any
 
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.families import read_architecture
+from gptj_ft.formats.adapters import WEIGHTS as ADAPTER_WEIGHTS
+from gptj_ft.formats.adapters import base_folder, open_adapter
 from gptj_ft.formats.huggingface import check, open_checkpoint
 from gptj_ft.formats.writing import DESCRIPTION, INDEX, TUNING
-from gptj_ft.home import TOKENIZER_FILES
+from gptj_ft.home import ADAPTER_CONFIG, TOKENIZER_FILES, is_adapter
 from gptj_ft.hub import hub_api, hub_errors, open_network
-from gptj_ft.origin import SOURCE
+from gptj_ft.origin import SOURCE, read_origin
 
 COMPANIONS = (*TOKENIZER_FILES, *DESCRIPTION, "generation_config.json", TUNING, SOURCE)
-PATHS = ("_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file", "base_model")
+ADAPTER_BASE = "base_model_name_or_path"  # of adapters: there it becomes the base's name on the Hub
+PATHS = ("_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file", "base_model", ADAPTER_BASE)
 
 
 @dataclass(frozen=True)
@@ -53,23 +56,37 @@ def pack(folder: Path) -> list[Parcel]:
     """Return what is sent of a model folder; nothing is sent yet.
 
     Raises:
-        UsageError: not a model folder with safetensors weights, or a file in it is a link to somewhere else.
+        UsageError: not a model, or adapter, with safetensors weights, the base of an adapter is not there, or a file
+            is a link to elsewhere.
         DataError: the weights are damaged, or a text file is not JSON.
     """
-    architecture = read_architecture(folder)
-    with open_checkpoint(folder) as checkpoint:
-        check(architecture, checkpoint)
-        weights = sorted({checkpoint.file_of(name).name for name in checkpoint.names})
+    weights = _adapter_weights(folder) if is_adapter(folder) else _model_weights(folder)
     if not all(name.endswith(".safetensors") for name in weights):
         raise UsageError(
             f"{folder} has its weights in {weights[0]}: turn it into safetensors first with `gptj-ft convert`"
         )
-    names = [*COMPANIONS, "config.json", *([INDEX] if "model.safetensors" not in weights else []), *weights]
+    index = [] if "model.safetensors" in weights or is_adapter(folder) else [INDEX]
+    names = [*COMPANIONS, ADAPTER_CONFIG if is_adapter(folder) else "config.json", *index, *weights]
     there = [name for name in names if os.path.lexists(folder / name)]
     for name in there:
         if not (folder / name).resolve().is_relative_to(folder.resolve()):
             raise UsageError(f"{folder / name} is a link to elsewhere, which is not sent; copy it into the folder")
-    return [_parcel(folder / name) for name in there]
+    base = read_origin(base_folder(folder))
+    return [_parcel(folder / name, base.repository if base else "") for name in there]
+
+
+def _model_weights(folder: Path) -> list[str]:
+    """Return the names of the files of a model's weights, whose headers have been checked."""
+    architecture = read_architecture(folder)
+    with open_checkpoint(folder) as checkpoint:
+        check(architecture, checkpoint)
+        return sorted({checkpoint.file_of(name).name for name in checkpoint.names})
+
+
+def _adapter_weights(folder: Path) -> list[str]:
+    """Return the same of an adapter."""
+    open_adapter(folder, read_architecture(base_folder(folder)))
+    return [name for name in ADAPTER_WEIGHTS if (folder / name).is_file()][:1]
 
 
 def left_behind(folder: Path, parcels: list[Parcel]) -> list[str]:
@@ -147,7 +164,7 @@ def _plainly() -> Iterator[None]:
             enable_progress_bars()
 
 
-def _parcel(path: Path) -> Parcel:
+def _parcel(path: Path, base: str) -> Parcel:
     """Return a file as it is sent; of JSON, without what names folders of this machine."""
     size = path.stat().st_size
     if path.suffix != ".json" or path.name in (INDEX, "tokenizer.json", "vocab.json", "added_tokens.json"):
@@ -156,7 +173,7 @@ def _parcel(path: Path) -> Parcel:
         values = dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}: not JSON: {error}") from error
-    local = {key: "" for key in PATHS if _is_path(values.get(key))}
+    local = {key: base if key == ADAPTER_BASE else "" for key in PATHS if _is_path(values.get(key))}
     if path.name == TUNING and "file" in (data := dict(values.get("data") or {})):  # of an older version
         local["data"] = {key: value for key, value in data.items() if key != "file"}  # type: ignore[assignment]
     if not local:

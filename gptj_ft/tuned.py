@@ -43,8 +43,12 @@ class Trained:
     metrics: Mapping[str, Any]
 
 
-def files_of(trained: Trained) -> dict[str, str]:
+def files_of(trained: Trained, is_adapter: bool = False) -> dict[str, str]:
     """Return the text files of the model folder, by name.
+
+    Args:
+        trained: what became a model.
+        is_adapter: whether the folder holds an adapter for the base, and no model.
 
     Raises:
         DataError: the base's ``source.json`` is damaged.
@@ -60,7 +64,7 @@ def files_of(trained: Trained) -> dict[str, str]:
     template = chat_template(recipe)
     tuning = Tuning(name_in_home(trained.base), template_of(recipe), trained.data, trained.metrics)
     card = Card(recipe, read_origin(trained.base), trained.architecture.family.model_type, trained.data,
-                trained.metrics, token, bool(template))  # fmt: skip
+                trained.metrics, token, bool(template), is_adapter)  # fmt: skip
     files = {
         TUNING: json.dumps(tuning.to_dict(), indent=2, ensure_ascii=False) + "\n",
         "generation_config.json": json.dumps(settings, indent=2, ensure_ascii=False) + "\n",

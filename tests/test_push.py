@@ -7,13 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import NOTES
 from hub_server import COMMIT, Hub, Pushed, reachable
 from huggingface_hub import constants
 
 from gptj_ft.errors import DataError, NetworkError, UsageError
+from gptj_ft.families import read_architecture
+from gptj_ft.formats.adapters import write_adapter
+from gptj_ft.origin import Origin
 from gptj_ft.push import pack, push
+from gptj_ft.recipe import resolve
 from gptj_ft.tiny import make_tiny
+from gptj_ft.tuned import Trained, files_of
 from gptj_ft.tuning import Tuning
 
 NAME = "me/mine"
@@ -158,6 +164,36 @@ def test_what_is_no_model_or_leads_elsewhere_is_not_sent(model: Path, tmp_path: 
         pack(model)
     with pytest.raises(UsageError, match=r"no config\.json"):
         pack(tmp_path)
+
+
+def test_an_adapter_is_sent_with_the_name_of_its_base_on_the_hub(hub: Hub, model: Path, tmp_path: Path, shell) -> None:
+    architecture, recipe = read_architecture(model), resolve({"method": "lora"}, environment={}).recipe
+    (model / "source.json").write_text(Origin("EleutherAI/gpt-j-6b", COMMIT, "apache-2.0").to_text())
+    metrics = {"steps": 1, "validation_loss": 1.0, "baseline_validation_loss": 2.0}
+    files = files_of(Trained(recipe, model, architecture, {"rows": 1, "sha256": ""}, metrics), is_adapter=True)
+    settings = {"r": 2, "lora_alpha": 2.0, "lora_dropout": 0.0, "target_modules": ["q_proj"], "fan_in_fan_out": False}
+    matrices = {"lora_A": torch.zeros(2, 96), "lora_B": torch.zeros(96, 2)}
+    layers = [
+        {f"transformer.h.{n}.attn.q_proj.{name}.weight": matrix for name, matrix in matrices.items()} for n in (0, 1)
+    ]
+    write_adapter(tmp_path / "adapter", model, settings, layers, files)
+    assert "Acme" in (tmp_path / "adapter" / "adapter_config.json").read_text()
+    done = shell(f"convert {tmp_path}/adapter --push {NAME} --json")
+    assert done.code == 0, done.err
+    sent = sent_to(hub)
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md", "gptj_ft.json"} <= set(sent)
+    assert json.loads(sent["adapter_config.json"])["base_model_name_or_path"] == "EleutherAI/gpt-j-6b"
+    assert b"Acme" not in b"".join(sent.values())
+    card = sent["README.md"].decode()
+    for fact in ("base_model_relation: adapter", "| `lora.rank` | `8` |", "convert --merge . BASE merged"):
+        assert fact in card, fact
+
+
+def test_a_merge_is_sent_and_not_what_it_is_made_of(model: Path, shell) -> None:
+    done = shell(f"convert {model} --merge {model} --push {NAME} --dry-run")
+    assert done.code == 2
+    assert "--push sends a model folder as it is" in done.err
+    assert shell(f"convert {model} --dtype bf16 --push {NAME}").code == 2
 
 
 def test_a_conversion_can_be_sent_at_once(hub: Hub, model: Path, tmp_path: Path, shell) -> None:

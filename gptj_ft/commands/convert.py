@@ -70,15 +70,17 @@ def convert(
         return
     if push is None and (public or dry_run):
         raise UsageError("--public and --dry-run go with --push REPO")
-    if push is not None and (target is None or dry_run or to == "mesh"):
-        if source is None or target is not None:
-            raise UsageError("--push sends a model folder that is named and there: gptj-ft convert SRC --push REPO")
-        send(home.find_model(str(source)), push, public, dry_run, as_json)
-        return
     if merge is not None:
         merge = home.find_model(str(merge))
         source = source or base_folder(merge)
         target = target or merge.with_name(f"{merge.name}-merged")
+    if push is not None and (target is None or dry_run or to == "mesh"):
+        if source is None or target is not None or (dtype, to) != ("keep", "folder"):
+            raise UsageError(
+                "--push sends a model folder as it is: gptj-ft convert SRC --push REPO; to convert it first, name DEST"
+            )
+        send(home.find_model(str(source)), push, public, dry_run, as_json)
+        return
     if source is None:
         source = home.default_download()
         if source is None:
