@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gptj_ft import machine
+from gptj_ft.answering import Answerer, scores_of
 from gptj_ft.data.batches import Document, Rows
 from gptj_ft.data.prepare import Prepared, is_prepared, load_tokenizer, select
-from gptj_ft.decoding import StreamedModel, batches_by_length, write_answers
 from gptj_ft.errors import NotFinite, UsageError
 from gptj_ft.families import Architecture
 from gptj_ft.formats.adapters import base_folder, tokenizer_folder
 from gptj_ft.home import find_model, is_adapter, is_model, models
 from gptj_ft.inputs import read_or_prepare
 from gptj_ft.journal import Journal
-from gptj_ft.likelihood import candidates, documents_of, log_likelihoods, losses, passes
-from gptj_ft.metrics import Figure, score
+from gptj_ft.likelihood import losses, passes
+from gptj_ft.metrics import Figure
 from gptj_ft.metrics import rouge as rouge_metric
 from gptj_ft.metrics.figures import values
 from gptj_ft.metrics.language_model import RowLoss, language_model
-from gptj_ft.metrics.squad import unanswered
 from gptj_ft.model import reading_stack
 from gptj_ft.plan import device_cap
 from gptj_ft.rates import choose_dtype
@@ -247,49 +244,17 @@ class Inquiry:
         recipe, prompts, known = self.recipe, self.task.prompts, self.journal.of("answer")
         if not recipe.metrics:
             return [""] * len(prompts)
-        labels = candidates(recipe, self.tokenizer)
-        if labels:
-            answers = list(labels.values())
-            sizes = [sum(map(len, documents_of(prompt, answers))) for prompt in prompts]
-            self._answer(passes(sizes), partial(self._choose, stack, labels))
-        else:
-            model = StreamedModel(architecture, stack)
-            together = batches_by_length([len(prompt) for prompt in prompts], recipe.generation)
-            self._answer(together, partial(self._write, model))
-        return [known[row] for row in range(len(prompts))]
-
-    def _answer(self, groups: Iterable[Sequence[int]], find: Callable[[Sequence[int]], Sequence[str]]) -> None:
-        known = self.journal.of("answer")
-        for rows in groups:
+        answerer = Answerer(recipe, self.tokenizer, architecture, stack)
+        for rows in answerer.together(prompts):
             if not known.keys() >= set(rows):
-                self.journal.add("answer", dict(zip(rows, find(rows), strict=True)))
+                answers = answerer.answer([prompts[row] for row in rows], seed=rows[0])
+                self.journal.add("answer", dict(zip(rows, answers, strict=True)))
             self._show(len(known))
-
-    def _choose(self, stack: LayerStack, labels: Mapping[str, Sequence[int]], rows: Sequence[int]) -> list[str]:
-        prompts, answers = [self.task.prompts[row] for row in rows], list(labels.values())
-        found = log_likelihoods(stack, prompts, answers, self.recipe.micro_batch_tokens)
-        return [max(zip(each, labels, strict=True), key=itemgetter(0))[1] for each in found]
-
-    def _write(self, model: StreamedModel, rows: Sequence[int]) -> list[str]:
-        prompts = [self.task.prompts[row] for row in rows]
-        torch.manual_seed((self.recipe.seed * 1_000_003 + rows[0]) % 2**63)  # the same, whatever was known before
-        return [text for _, text in sorted(write_answers(model, self.tokenizer, prompts, self.recipe.generation))]
+        return [known[row] for row in range(len(prompts))]
 
     def _show(self, done: int) -> None:
         if self.progress:
             self.progress(done, len(self.task.documents))
-
-
-def scores_of(recipe: Recipe, answers: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Figure]:
-    """Return the recipe's scores of answers; where there is no answer, to say so is as good as to say nothing.
-
-    Raises:
-        DataError: a row without what a metric needs.
-    """
-    if "squad" in recipe.metrics:
-        answers = unanswered(answers, recipe.no_answer)
-        references = [unanswered(texts, recipe.no_answer) for texts in references]
-    return score(recipe.metrics, answers, references)
 
 
 def with_warnings(evaluation: Evaluation, recipe: Recipe) -> Evaluation:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from gptj_ft import checkpoint
 from gptj_ft.durable import remove_folder, sync_path
-from gptj_ft.errors import UsageError
+from gptj_ft.errors import UsageError, did_you_mean
+from gptj_ft.metrics import score_names
 from gptj_ft.optimizer import AdamW
 from gptj_ft.recipe import Recipe
 from gptj_ft.run import COMMIT, MANIFEST, Run, read_json
 from gptj_ft.schedule import is_multiple
 from gptj_ft.session import Session
 from gptj_ft.stack import LayerStack
+
+LOSS = "validation_loss"
 
 
 class Keeper:
@@ -50,14 +53,25 @@ class Keeper:
             self.after_step(is_stopping=False)  # the step was committed, but perhaps its checkpoint not made any more
         self.prune()
 
-    def after_validation(self, loss: float) -> None:
-        """Take note of a validation loss; if it is the lowest so far, keep this state."""
-        best, step = self._facts["best"], self._optimizer.step
-        if step == 0 or not math.isfinite(loss) or (best and loss >= best["validation_loss"]):
+    def after_validation(self, loss: float, scores: Mapping[str, float]) -> None:
+        """Take note of a validation; if it is the best so far, by what the recipe goes by, keep this state."""
+        name, step = self._recipe.best_by, self._optimizer.step
+        value = loss if name == LOSS else scores[name]
+        best = self._facts["best"]
+        if step == 0 or not math.isfinite(value) or (best and not is_better(name, value, best.get(name, math.nan))):
             return
-        self._facts["best"] = {"step": step, "validation_loss": loss}
+        self._facts["best"] = {"step": step, LOSS: loss, name: value}
         if self._recipe.keeps_best and step < self._num_steps:
             self._save()
+
+    def is_out_of_patience(self) -> bool:
+        """Tell whether so many validations as the recipe has patience for have passed since the best."""
+        patience, best = self._recipe.patience, self._facts["best"]
+        if patience is None or best is None:
+            return False
+        # Counted in the file, so that a run that was resumed counts as one that was not.
+        since = [line for line in self._run.metrics() if LOSS in line and line["step"] > best["step"]]
+        return len(since) >= patience
 
     def after_step(self, is_stopping: bool) -> bool:
         """Make a checkpoint if one is due: by steps, by time, or because the run is about to stop; tell whether."""
@@ -104,7 +118,7 @@ def kept_steps(recipe: Recipe, steps: Iterable[int], best: int | None) -> set[in
     Args:
         recipe: its ``keep`` and ``save_every``.
         steps: of all checkpoints.
-        best: the step with the lowest validation loss.
+        best: the step of the best state.
     """
     regular = sorted(step for step in steps if is_multiple(step, recipe.save_every))
     count = len(regular) if recipe.num_newest_kept is None else recipe.num_newest_kept
@@ -114,12 +128,31 @@ def kept_steps(recipe: Recipe, steps: Iterable[int], best: int | None) -> set[in
     return kept
 
 
+def is_better(name: str, value: float, other: float) -> bool:
+    """Tell whether a value is better than another: of losses the lower, of scores the higher; any is than NaN."""
+    return math.isnan(other) or (value < other if name == LOSS else value > other)
+
+
 def check_keep(recipe: Recipe, num_validation_rows: int) -> None:
-    """Refuse to keep what there will not be.
+    """Refuse to keep what there will not be, and to wait for it.
 
     Raises:
-        UsageError: the best without validations during the run, or the newest N or all without ``save_every``.
+        UsageError: the best without validations during the run, the best by a score that is not taken, patience without
+            validations, or the newest N or all without ``save_every``.
     """
+    if recipe.patience and not (num_validation_rows and recipe.validate_every):
+        raise UsageError("patience counts validations during the run: add --validate-every N, and rows to validate on")
+    if recipe.sample_rows and not (num_validation_rows and recipe.metrics):
+        raise UsageError(
+            "sample_rows are validation rows, scored by the recipe's metrics: there is none of the one or other"
+        )
+    names = score_names(recipe.metrics) if recipe.sample_rows else []
+    if recipe.best_by != LOSS and recipe.best_by not in names:
+        hint = did_you_mean(recipe.best_by, [LOSS, *names])
+        more = "" if names else "; scores need --set sample_rows=N and a recipe with metrics"
+        raise UsageError(
+            f"best_by: '{recipe.best_by}' is not measured{hint}; there are {', '.join([LOSS, *names])}{more}"
+        )
     if recipe.keeps_best and not num_validation_rows:
         raise UsageError("the best state is the one with the lowest validation loss: add --val-data FILE, or a holdout")
     if recipe.keeps_best and not recipe.validate_every:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gptj_ft.answering import scores_of
 from gptj_ft.data.fields import FieldReader
 from gptj_ft.data.prepare import find_columns, is_prepared, load
 from gptj_ft.data.records import Findings, read_rows
 from gptj_ft.durable import new_files
 from gptj_ft.errors import DataError, RowSkipped
-from gptj_ft.evaluate import Evaluation, scores_of, with_warnings
+from gptj_ft.evaluate import Evaluation, with_warnings
 from gptj_ft.metrics import METRICS
 from gptj_ft.recipe import Recipe
 

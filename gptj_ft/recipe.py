@@ -323,12 +323,21 @@ class Recipe(Options):
 
     # What it leaves behind
     validate_every: int = Field(0, ge=0, description="steps between validations; 0: before and after only")
+    sample_rows: int = Field(
+        0, ge=0, description="validation rows that are answered, and scored by `metrics`, at each validation; 0: none"
+    )
+    best_by: str = Field(
+        "validation_loss", description="what the best state is best by: validation_loss, or a score of the sample_rows"
+    )
+    patience: int | None = Field(
+        None, ge=1, description="end after so many validations in a row without a better state; null: never"
+    )
     save_every: int = Field(
         0, ge=0, description="steps between checkpoints; 0: by time only. A run on disk loses no step anyway"
     )
     keep: Keep = Field(
         ("last",),
-        description="checkpoints kept: last, best (lowest validation loss), all of save_every, or the newest N of them",
+        description="checkpoints kept: last, best (see best_by), all of save_every, or the newest N of them",
     )
     export: Literal["last", "best"] = Field("last", description="whose state the tuned model has")
     save_minutes: float = Field(

@@ -251,10 +251,13 @@ def _seconds(seconds: float) -> str:
 
 
 def describe_best(run: str, best: Mapping[str, Any]) -> str:
-    """Say that the validation loss was lowest before the end, and how to have that state."""
+    """Say that the best state came before the end, and how to have it."""
     where = (
         f"it is kept: `gptj-ft runs export {run} FOLDER --from best`"
         if best["checkpoint"]
         else "--keep best,last keeps that state, --export best exports it"
     )
-    return f"the validation loss was lowest after {best['step']} steps, {best['validation_loss']:.4f}; {where}"
+    by = [name for name in best if name not in ("step", "validation_loss", "checkpoint")]
+    value = f"{by[0]} {best[by[0]]:.2f}" if by else f"{best['validation_loss']:.4f}"
+    what = f"the best state by {by[0]} is that" if by else "the validation loss was lowest"
+    return f"{what} after {best['step']} steps, {value}; {where}"

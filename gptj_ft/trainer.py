@@ -32,12 +32,15 @@ from gptj_ft.outcome import write_outcome
 from gptj_ft.progress import StepProgress, StepReport, clock
 from gptj_ft.recipe import Recipe
 from gptj_ft.run import Run, record_environment
+from gptj_ft.samples import Sample, Sampler
 from gptj_ft.schedule import is_multiple
 from gptj_ft.session import Session
 from gptj_ft.stack import LayerStack
 from gptj_ft.state import open_state
 from gptj_ft.streaming import StepLoss, evaluate_losses, train_step
 from gptj_ft.tuned import Trained
+
+SAMPLE_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
     try:
         keeper = Keeper(session, run, stack, optimizer, facts)
         keeper.begin()
+        sampler = Sampler(session, run) if recipe.sample_rows else None
         with StepProgress(console, session.num_steps, optimizer.step, quiet) as progress, StopRequest() as stop:
             while True:
                 is_end = optimizer.step == session.num_steps
@@ -109,9 +113,21 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
                         raise explain_loss("validation loss", optimizer.step, session, stack, again)
                     if optimizer.step == 0:
                         facts["loss_before"] = loss_after
-                    run.append_metrics({"step": optimizer.step, "validation_loss": loss_after})
+                    scores: dict[str, float] = {}
+                    if sampler:
+                        with deadline.measure("validation"):
+                            sample = sampler.take(stack, optimizer.step)
+                        scores = sample.scores
+                        show_sample(console, sample)
+                    line = {"step": optimizer.step, "validation_loss": loss_after}
+                    run.append_metrics({**line, "scores": scores} if scores else line)
                     console.print(f"validation loss after {optimizer.step} steps: {loss_after:.4f}", highlight=False)
-                    keeper.after_validation(loss_after)
+                    keeper.after_validation(loss_after, scores)
+                    if not is_end and keeper.is_out_of_patience():
+                        end = f"ended after step {optimizer.step}: no better state in {recipe.patience} validations"
+                        run.log(end)
+                        console.print(end, highlight=False)
+                        is_end = True
                 if is_end:
                     break
 
@@ -200,6 +216,14 @@ def guarded_step(
         return loss, optimizer.end()
     except GptjFtError as error:
         raise explain_gradient(error, session, stack) from error
+
+
+def show_sample(console: Console, sample: Sample) -> None:
+    """Show the scores, and on a terminal one answer: a log gets no text of the user's."""
+    console.print("  ".join(f"{name} {value:.2f}" for name, value in sample.scores.items()), highlight=False)
+    if console.is_terminal:
+        for name, text in (("expected", sample.expected), ("answer", sample.answer)):
+            console.print(f"  {name}: {text[:SAMPLE_CHARACTERS]}", highlight=False, markup=False)
 
 
 def warn_unmoved(session: Session, run: Run, optimizer: AdamW, console: Console) -> None:

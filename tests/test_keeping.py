@@ -67,7 +67,7 @@ def script_losses(patch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
     patch.setattr(
         keeping.Keeper,
         "after_validation",
-        lambda self, loss: original(self, losses.get(self._optimizer.step, loss)),
+        lambda self, loss, scores: original(self, losses.get(self._optimizer.step, loss), scores),
     )
 
 

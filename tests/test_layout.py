@@ -30,7 +30,8 @@ ORDER = [
     ("movement",),
     ("likelihood", "journal"),
     ("optimizer", "deadline", "run", "checkpoint", "session", "keeping", "verify", "state"),
-    ("guard", "trainer", "streamed_model", "decoding", "typewriter", "tuned", "outcome"),
+    ("streamed_model", "decoding", "answering", "samples"),
+    ("guard", "trainer", "typewriter", "tuned", "outcome"),
     (
         "finetune",
         "preparing",

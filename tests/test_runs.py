@@ -312,7 +312,7 @@ def test_a_lower_loss_before_the_end_is_told(runs: Path, shell: Shell, monkeypat
     from gptj_ft.keeping import Keeper
 
     original = Keeper.after_validation
-    monkeypatch.setattr(Keeper, "after_validation", lambda self, loss: original(self, loss + 9))
+    monkeypatch.setattr(Keeper, "after_validation", lambda self, loss, scores: original(self, loss + 9, scores))
     done = shell("finetune --resume runs/stopped")
     assert "the validation loss was lowest after 6 steps" in done.out
     assert "gptj-ft runs export runs/stopped FOLDER --from best" in done.out
