@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from side_by_side import memory
 from torch import Tensor
 
 from gptj_ft.families import Architecture, architecture_of
@@ -36,6 +37,7 @@ from gptj_ft.stores.blockio import PAGE, open_direct, read_bytes, write_bytes
 PIECE_BYTES = 64 * 2**20
 COPIED_BYTES = 4 * 10**9
 SHARDS = 8
+POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -158,13 +160,14 @@ def copy_rate(source: Path, work: Path) -> float:
 
 def converted(arguments: list[str]) -> tuple[float, int]:
     """Run `gptj-ft convert`; return its seconds and its most resident memory."""
-    start = time.perf_counter()
+    start, peak = time.perf_counter(), 0
     process = subprocess.Popen([sys.executable, "-m", "gptj_ft", "convert", "--json", *arguments], stdout=-3)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    while process.poll() is None:
+        peak = max(peak, memory(process.pid, "VmHWM"))
+        time.sleep(POLL_SECONDS)
     if process.returncode:
         raise SystemExit(f"convert ended with {process.returncode}")
-    return time.perf_counter() - start, usage.ru_maxrss * 1024
+    return time.perf_counter() - start, peak
 
 
 def measure(direction: Direction, work: Path, architecture: Architecture) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 from gptj_ft.errors import DataError
+from gptj_ft.stores import allocate
+from gptj_ft.stores.blockio import PAGE, open_direct, read_range
 
-PIECE_BYTES = 32 << 20  # of what is read at a time where a file leaves the choice
+PIECE_BYTES = 64 << 20  # of what is read at a time where a file leaves the choice
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,8 @@ class Shard(Protocol):
 def read_rows(path: Path, entry: Entry, start: int = 0, stop: int | None = None) -> Tensor:
     """Read rows of a tensor that a file has in one piece.
 
-    It is done by plain file calls: a memory map's touched pages count as used memory, and an `OSError` says which disk
-    error it was.
+    It is done past the page cache, which nothing of this size is read from twice, and not by a memory map: its touched
+    pages count as used memory, and its errors kill the process.
 
     Raises:
         DataError: the file has become shorter, or cannot be read.
@@ -69,16 +72,20 @@ def read_rows(path: Path, entry: Entry, start: int = 0, stop: int | None = None)
     stop = entry.rows if stop is None else min(stop, entry.rows)
     shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
     row_bytes = entry.num_bytes // entry.rows if entry.rows else 0
-    buffer = torch.empty(math.prod(shape) * entry.dtype.itemsize, dtype=torch.uint8)
-    view, done = buffer.numpy().data, 0
+    num_bytes = math.prod(shape) * entry.dtype.itemsize
+    begin = entry.offset + start * row_bytes
+    before = begin % PAGE  # a transfer past the cache starts and ends on pages
+    pages = allocate(-(-(before + num_bytes) // PAGE) * PAGE, torch.uint8, torch.device("cpu"))
     try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(entry.offset + start * row_bytes)
-            while done < len(view):  # one call reads 2 GiB at most
-                count = file.readinto(view[done:])
-                if not count:
-                    raise DataError(f"{path}: truncated while it was being read")
-                done += count
+        descriptor = open_direct(path, os.O_RDONLY)
+        try:
+            count = read_range(descriptor, pages.numpy().data, begin - before)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return buffer.view(entry.dtype).reshape(shape)
+    if count < before + num_bytes:
+        raise DataError(f"{path}: truncated while it was being read")
+    data = pages[before : before + num_bytes]
+    is_aligned = before % entry.dtype.itemsize == 0
+    return (data if is_aligned else data.clone()).view(entry.dtype).reshape(shape)

@@ -15,9 +15,12 @@ from torch import Tensor
 from gptj_ft.formats.entries import Entry
 from gptj_ft.formats.huggingface import Checkpoint
 from gptj_ft.formats.shards import header_of
+from gptj_ft.stores import allocate
+from gptj_ft.stores.blockio import PAGE, open_direct, read_range, write_range
 
 T = TypeVar("T")
 AHEAD = 2  # pieces that are read before they are asked for
+BUFFER_BYTES = 64 << 20  # that are written at a time, in several requests
 SYNC_BYTES = 256 << 20  # after so many, the disk has to have them, and a later process goes on from there
 Convert = Callable[[str, Tensor], Tensor]
 
@@ -89,12 +92,9 @@ def write_streamed(path: Path, entries: Mapping[str, Entry], checkpoint: Checkpo
     header, names = header_of(entries), list(entries)
     num_done = int(mark.read_text()) if mark.is_file() and part.is_file() else 0
     begin = len(header) + sum(entries[name].num_bytes for name in names[:num_done])
-    unsynced = 0
-    with part.open("r+b" if num_done else "wb") as file:
+    with PageWriter(part, begin if num_done else 0) as file:
         if not num_done:
-            file.write(header)
-        file.seek(begin)
-        file.truncate()
+            file.write(memoryview(header))
         stream = ((name, piece) for name in names[num_done:] for piece in pieces(checkpoint, name))
         left = {name: entries[name].num_bytes for name in names[num_done:]}
         for name, piece in ahead(stream):
@@ -102,19 +102,63 @@ def write_streamed(path: Path, entries: Mapping[str, Entry], checkpoint: Checkpo
             del piece
             file.write(data.numpy().data)
             left[name] -= len(data)
-            unsynced += len(data)
             if not left[name]:
                 num_done += 1
-                if unsynced >= SYNC_BYTES:
-                    file.flush()
-                    os.fsync(file.fileno())
+                if file.unsynced >= SYNC_BYTES:
+                    file.sync()
                     _set_mark(mark, num_done)
-                    unsynced = 0
-        file.flush()
-        os.fsync(file.fileno())
+        file.sync()
     assert not any(left.values()), "a tensor had other bytes than its header says"
     part.replace(path)
     mark.unlink(missing_ok=True)
+
+
+class PageWriter:
+    """Writes a file from a place on, past the page cache, in whole pages; use it in a ``with`` block.
+
+    Attributes:
+        unsynced: bytes since the last `sync`.
+    """
+
+    def __init__(self, path: Path, begin: int) -> None:
+        """Open a file; what it has before ``begin`` stays.
+
+        Raises:
+            OSError: the disk's own.
+        """
+        self.unsynced = 0
+        self._pages = allocate(BUFFER_BYTES, torch.uint8, torch.device("cpu")).numpy().data
+        self._at, self._filled = begin - begin % PAGE, begin % PAGE  # where the buffer goes, and what it holds
+        self._descriptor = open_direct(path, os.O_RDWR | os.O_CREAT)
+        if self._filled:
+            read_range(self._descriptor, self._pages[:PAGE], self._at)
+
+    def write(self, data: memoryview) -> None:
+        """Add bytes."""
+        self.unsynced += len(data)
+        while len(data):
+            count = min(len(data), BUFFER_BYTES - self._filled)
+            self._pages[self._filled : self._filled + count] = data[:count]
+            self._filled, data = self._filled + count, data[count:]
+            if self._filled == BUFFER_BYTES:
+                write_range(self._descriptor, self._pages, self._at)
+                self._at, self._filled = self._at + BUFFER_BYTES, 0
+
+    def sync(self) -> None:
+        """Have all of it on the disk, and nothing behind it."""
+        whole = self._filled - self._filled % PAGE
+        padded = whole + (PAGE if self._filled > whole else 0)
+        write_range(self._descriptor, self._pages[:padded], self._at)
+        os.ftruncate(self._descriptor, self._at + self._filled)
+        os.fsync(self._descriptor)
+        self._pages[: self._filled - whole] = bytes(self._pages[whole : self._filled])
+        self._at, self._filled, self.unsynced = self._at + whole, self._filled - whole, 0
+
+    def __enter__(self) -> PageWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._descriptor)
 
 
 def _set_mark(mark: Path, num_done: int) -> None:

@@ -55,18 +55,8 @@ def read_bytes(descriptor: int, view: memoryview, offset: int) -> int:
     Raises:
         ResourceError: the disk fails.
     """
-
-    def read(part: memoryview, at: int) -> int:
-        done = 0
-        while done < len(part):
-            count = os.preadv(descriptor, [part[done:]], at + done)
-            if count == 0:
-                break
-            done += count
-        return done
-
     try:
-        return sum(_in_requests(_readers, read, view, offset))
+        return read_range(descriptor, view, offset)
     except OSError as error:
         raise ResourceError(f"cannot read the state of the run: {error.strerror or error}; check the disk") from error
 
@@ -77,6 +67,37 @@ def write_bytes(descriptor: int, view: memoryview, offset: int) -> None:
     Raises:
         ResourceError: the disk is full, or fails.
     """
+    try:
+        write_range(descriptor, view, offset)
+    except OSError as error:
+        raise disk_error(error, "the state of the run") from error
+
+
+def read_range(descriptor: int, view: memoryview, offset: int) -> int:
+    """Read as `read_bytes` does.
+
+    Raises:
+        OSError: the disk's own.
+    """
+
+    def read(part: memoryview, at: int) -> int:
+        done = 0
+        while done < len(part):
+            count = os.preadv(descriptor, [part[done:]], at + done)
+            if count == 0:
+                break
+            done += count
+        return done
+
+    return sum(_in_requests(_readers, read, view, offset))
+
+
+def write_range(descriptor: int, view: memoryview, offset: int) -> None:
+    """Write all of a buffer.
+
+    Raises:
+        OSError: the disk's own.
+    """
 
     def write(part: memoryview, at: int) -> int:
         done = 0
@@ -84,10 +105,7 @@ def write_bytes(descriptor: int, view: memoryview, offset: int) -> None:
             done += os.pwritev(descriptor, [part[done:]], at + done)
         return done
 
-    try:
-        _in_requests(_writers, write, view, offset)
-    except OSError as error:
-        raise disk_error(error, "the state of the run") from error
+    _in_requests(_writers, write, view, offset)
 
 
 def sync(descriptor: int, path: Path) -> None:
