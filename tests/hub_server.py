@@ -147,7 +147,7 @@ def _siblings(folder: Path) -> list[dict[str, object]]:
 @contextmanager
 def serve(folder: Path, port: int = 0) -> Iterator[Hub]:
     """Serve a folder as `REPOSITORY` until the block ends."""
-    hub = Hub(folder)
+    hub = Hub(folder.absolute())
 
     class Handler(_Handler):
         pass
