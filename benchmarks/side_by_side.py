@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,13 @@ class Watched:
         lines: what it wrote, one per step.
         arrivals: when each line appeared, in seconds of one clock.
         peak_rss_bytes: most resident memory of the process and its children together.
+        written_bytes: what the process has had written to disks, its children not counted.
     """
 
     lines: list[dict[str, Any]]
     arrivals: list[float]
     peak_rss_bytes: int
+    written_bytes: int = 0
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -99,7 +102,7 @@ def watch(command: Sequence[str], lines: Path, environment: Mapping[str, str] | 
         subprocess.CalledProcessError: it failed.
     """
     arrivals: list[float] = []
-    peak = 0
+    peak = written_bytes = 0
     with psutil.Popen(command, stdout=sys.stderr, env=environment) as process:
         is_running = True
         while is_running:
@@ -107,12 +110,16 @@ def watch(command: Sequence[str], lines: Path, environment: Mapping[str, str] | 
             family = [process.pid, *(child.pid for child in process.children(recursive=True))] if is_running else []
             # The high-water mark misses nothing between two looks, but is known for each process alone.
             peak = max(peak, sum(memory(pid, "VmRSS") for pid in family), *(memory(pid, "VmHWM") for pid in family))
+            with suppress(psutil.Error):
+                written_bytes = process.io_counters().write_bytes
             written = lines.read_bytes().count(b"\n") if lines.exists() else 0
             arrivals += [time.perf_counter()] * (written - len(arrivals))
             time.sleep(POLL_SECONDS)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, list(command))
-    return Watched([json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()], arrivals, peak)
+    return Watched(
+        [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()], arrivals, peak, written_bytes
+    )
 
 
 def memory(pid: int, key: str) -> int:

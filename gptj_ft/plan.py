@@ -213,8 +213,8 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, hav
         by_place[placement.of(kind)] += total * dtype.itemsize
     if placement.of("frozen") != "disk":  # there it is already
         by_place[placement.of("frozen")] += load.frozen_elements * load.dtype.itemsize
-    whole = [layout for both in load.whole_layers for layout in both]
-    biggest_matrix = max(shape.numel() for layout in whole for shape in layout.shapes.values())
+    # Its gradient, before that is added to the others.
+    biggest_matrix = max(shape.numel() for layout in load.layouts for shape in layout.shapes.values())
     hidden = load.width * load.dtype.itemsize
     activations = SAVED_PER_TOKEN * hidden * min(load.micro_batch_tokens, load.step_tokens)
     # Beside those of the blocks there are what the head takes, its gradient, and what a block is just giving; where the

@@ -345,16 +345,16 @@ def test_a_model_that_cannot_be_exported_is_not_lost(shell, rows_file: Path, mon
     from gptj_ft import trainer
     from gptj_ft.errors import ResourceError
 
-    original = trainer.write_model
+    original = trainer.write_outcome
 
     def full(*arguments, **settings):
         raise ResourceError("disk full")
 
-    monkeypatch.setattr(trainer, "write_model", full)
+    monkeypatch.setattr(trainer, "write_outcome", full)
     done = shell(f"{TINY} --max-steps 2 --output out")
     assert done.code == 4
     assert "finetune --resume out" in done.err
-    monkeypatch.setattr(trainer, "write_model", original)
+    monkeypatch.setattr(trainer, "write_outcome", original)
     done = shell("finetune --resume out --json")
     assert done.code == 0, done.err
     assert shell(f"{TINY} --max-steps 2 --output straight --json").json["loss_after"] == done.json["loss_after"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -16,7 +17,7 @@ from gptj_ft.formats.entries import Entry, Shard
 from gptj_ft.formats.shards import open_shard
 from gptj_ft.formats.writing import INDEX, write_model
 
-__all__ = ["Checkpoint", "check", "layer_tensor", "layer_tensors", "open_checkpoint", "write_model"]
+__all__ = ["Checkpoint", "check", "layer_tensor", "layer_tensors", "open_checkpoint", "tensor_pieces", "write_model"]
 
 # Best first: safetensors needs no unpickling and is checked against its own header.
 WEIGHTS = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -217,10 +218,24 @@ def is_dropped(family: Family, name: str, num_layers: int) -> bool:
 
 def layer_tensor(architecture: Architecture, checkpoint: Checkpoint, layer: int, local: str) -> Tensor:
     """Read one tensor by its layer and its name there, in the checkpoint's type."""
+    return checkpoint.read(_name_in(checkpoint, architecture, layer, local))
+
+
+def tensor_pieces(
+    architecture: Architecture, checkpoint: Checkpoint, layer: int, local: str
+) -> Iterator[tuple[int, Callable[[], Tensor]]]:
+    """Yield the pieces of one tensor, each as its first row and what reads it."""
+    name = _name_in(checkpoint, architecture, layer, local)
+    rows = checkpoint.rows_at_once(name)
+    for start in range(0, checkpoint.shape(name)[0], rows):
+        yield start, partial(checkpoint.read, name, start, start + rows)
+
+
+def _name_in(checkpoint: Checkpoint, architecture: Architecture, layer: int, local: str) -> str:
     name = checkpoint.names_of(architecture, layer).get(local)
     if name is None:  # of another layer, too
         name = architecture.ties()[architecture.family.name_of(layer, local, len(architecture.layers()))]
-    return checkpoint.read(name)
+    return name
 
 
 def layer_tensors(architecture: Architecture, checkpoint: Checkpoint, layer: int) -> dict[str, Tensor]:

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gptj_ft.stores import Kind, Layout, Transfer
-from gptj_ft.stores.cuda import copy
+from gptj_ft.stores.blockio import TRANSFERS
+from gptj_ft.stores.cuda import copy, use_own_stream
 from gptj_ft.stores.queue import TransferQueue
+
+Piece = tuple[int, Callable[[], Tensor]]
 
 
 class FolderStore:
-    """Read-only weights; ``load(layer, name)`` returns one of a layer's tensors, of any float type."""
+    """Read-only weights, of any float type.
+
+    Args:
+        layouts: of each layer.
+        load: (layer, name) -> the pieces of a tensor, as (first row, what reads them); some are read at a time, for a
+            disk reaches its rate only with several requests in flight.
+        device: where they go.
+    """
 
     resident = False
 
-    def __init__(self, layouts: Sequence[Layout], load: Callable[[int, str], Tensor], device: torch.device) -> None:
+    def __init__(
+        self, layouts: Sequence[Layout], load: Callable[[int, str], Iterator[Piece]], device: torch.device
+    ) -> None:
         self._queue = TransferQueue("folder", device=device)
+        self._pieces = ThreadPoolExecutor(TRANSFERS, "folder-piece", partial(use_own_stream, device))
         self._layouts, self._load = layouts, load
 
     def read(
@@ -30,8 +44,10 @@ class FolderStore:
         assert len(out) == self._layouts[layer].numel, "a model folder is read layer by layer"
 
         def load() -> Tensor:
-            for name, view in self._layouts[layer].views(out).items():
-                copy(self._load(layer, name), view)
+            views = self._layouts[layer].views(out)
+            pieces = [(views[name], *piece) for name in views for piece in self._load(layer, name)]
+            for done in [self._pieces.submit(_bring, *piece) for piece in pieces]:
+                done.result()
             return out
 
         return self._queue.read(layer, after, load)
@@ -52,3 +68,9 @@ class FolderStore:
 
     def close(self) -> None:
         self._queue.close()
+        self._pieces.shutdown(cancel_futures=True)
+
+
+def _bring(view: Tensor, row: int, read: Callable[[], Tensor]) -> None:
+    values = read()
+    copy(values, view[row : row + len(values)])
