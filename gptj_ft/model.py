@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -198,8 +199,8 @@ def reading_stack(
         folder: a model folder of any form that `formats.huggingface` reads, or an adapter in PEFT's.
         device: where it runs.
         compute: type of the computation.
-        weights: ``device`` keeps them there; ``disk`` or ``host`` streams them from the folder (which the operating
-            system keeps in RAM while there is room); ``auto`` keeps them on the device if they fit.
+        weights: ``device`` keeps them there, ``host`` streams them from a copy in RAM, ``disk`` from the folder;
+            ``auto`` takes the first of these for which there is room.
         read_ahead: layers read before they are needed.
         memory_cap: most bytes of the device to use, for ``auto``; ``None``: what is free.
 
@@ -217,11 +218,12 @@ def reading_stack(
         if weights == "auto":
             size = sum(layout.numel for layout in selection.frozen) * compute.itemsize
             free = free_memory(device)
-            weights = "device" if size < 0.7 * min(free, memory_cap or free) else "disk"
+            fits_host = device.type != "cpu" and size < 0.7 * free_memory(torch.device("cpu"))
+            weights = "device" if size < 0.7 * min(free, memory_cap or free) else "host" if fits_host else "disk"
         room = Room(read_ahead)
         stack = LayerStack(selection.build(), dtypes, {}, device, room, selection.trained, selection.frozen)
         try:
-            open_frozen(stack, architecture, checkpoint, "device" if weights == "device" else "disk")
+            open_frozen(stack, architecture, checkpoint, cast("Place", weights))
             if adapter:
                 load_adapter(stack, architecture, adapter)
             yield architecture, stack

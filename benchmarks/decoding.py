@@ -1,0 +1,155 @@
+"""Figures a, b and c of writing: against `transformers.generate`, against memory, and from disk.
+
+    python benchmarks/decoding.py a --work NEW_FOLDER     # tokens/s beside transformers.generate
+    python benchmarks/decoding.py b --work NEW_FOLDER     # bytes of weights a second, beside what memory gives
+    python benchmarks/decoding.py c --work NEW_FOLDER     # from disk: batch 8 beside batch 1 and the disk's rate
+
+A random GPT-J of 8 layers x 1024 with GPT-J's vocabulary, fp32, on the CPU: 0.8 GB, which a holds twice in memory and
+b once; c reads it past the page cache. Runs take turns, and medians are compared. To try the script:
+`--layers 2 --width 64 --vocabulary 512 --tokens 4 --runs 1 --memory-bytes 4000000`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GPTJConfig, GPTJForCausalLM
+
+from gptj_ft.measure import measure_disk
+from gptj_ft.model import reading_stack
+from gptj_ft.streamed_model import StreamedModel
+
+CASES = [(1, 1), (8, 1), (1, 4), (8, 4)]  # rows, beams
+CPU = torch.device("cpu")
+
+
+def model_folder(arguments: argparse.Namespace) -> Path:
+    """Return the folder of the model; make it if it is new."""
+    folder = arguments.work / "model"
+    if not folder.exists():
+        torch.manual_seed(0)
+        config = GPTJConfig(
+            vocab_size=arguments.vocabulary, n_positions=2048, n_embd=arguments.width, n_layer=arguments.layers,
+            n_head=max(1, arguments.width // 64), rotary_dim=min(64, arguments.width), bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        GPTJForCausalLM(config).float().save_pretrained(folder)
+    return Path(folder)
+
+
+def write(model: Any, arguments: argparse.Namespace, rows: int, beams: int, tokens: int) -> tuple[float, Tensor]:
+    """Return the seconds that so many new tokens take, none of them an end, and the tokens."""
+    prompts = torch.randint(
+        1, arguments.vocabulary, (rows, arguments.prompt), generator=torch.Generator().manual_seed(rows)
+    )
+    start = time.perf_counter()
+    output = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=tokens, min_new_tokens=tokens,
+        num_beams=beams, do_sample=False, pad_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return time.perf_counter() - start, output
+
+
+def seconds_a_pass(model: Any, arguments: argparse.Namespace, rows: int, beams: int = 1) -> float:
+    """Return the seconds of a pass that writes one token to each row: what prompts take is left out."""
+    first, _ = write(model, arguments, rows, beams, 1)
+    whole, _ = write(model, arguments, rows, beams, arguments.tokens)
+    return (whole - first) / (arguments.tokens - 1)
+
+
+def figure_a(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Time whole calls of `generate`, prompts included."""
+    theirs = GPTJForCausalLM.from_pretrained(model_folder(arguments)).eval()
+    found: dict[str, Any] = {}
+    with reading_stack(model_folder(arguments), CPU, torch.float32, "device") as (architecture, stack):
+        models = {"transformers": theirs, "gptj-ft": StreamedModel(architecture, stack)}
+        for rows, beams in CASES:
+            seconds: dict[str, list[float]] = {name: [] for name in models}
+            outputs = {}
+            for turn in range(arguments.runs + 1):
+                for name, model in models.items():
+                    taken, outputs[name] = write(model, arguments, rows, beams, arguments.tokens)
+                    if turn:  # the first warms up
+                        seconds[name].append(taken)
+            rates = {name: rows * arguments.tokens / statistics.median(of) for name, of in seconds.items()}
+            ratios = [a / b for a, b in zip(seconds["transformers"], seconds["gptj-ft"], strict=True)]
+            found[f"batch {rows}, beams {beams}"] = {
+                "tokens_per_second": rates,
+                "ratio": statistics.median(ratios),
+                "ratios": ratios,
+                "same_tokens": torch.equal(outputs["transformers"], outputs["gptj-ft"]),
+            }
+    return found
+
+
+def figure_b(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Time a pass of one row, and reading memory before and after."""
+    memory = torch.ones(arguments.memory_bytes // 4)
+
+    def read_rate() -> float:
+        start = time.perf_counter()
+        memory.sum()
+        return memory.nbytes / (time.perf_counter() - start)
+
+    with reading_stack(model_folder(arguments), CPU, torch.float32, "device") as (architecture, stack):
+        model = StreamedModel(architecture, stack)
+        # of the embedding one row is read
+        weights = 4 * sum(layout.num_parameters for layout in stack.frozen[1:])
+        shares, rates = [], []
+        for turn in range(arguments.runs + 1):
+            before, seconds, after = read_rate(), seconds_a_pass(model, arguments, 1), read_rate()
+            if turn:
+                rates.append(weights / seconds)
+                shares.append(weights / seconds / max(before, after))
+    return {"weight_bytes": weights, "bytes_per_second": statistics.median(rates),
+            "share_of_memory": statistics.median(shares), "shares": shares}  # fmt: skip
+
+
+def figure_c(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Time a pass of one row and of eight, and the disk before each."""
+    with reading_stack(model_folder(arguments), CPU, torch.float32, "disk") as (architecture, stack):
+        model = StreamedModel(architecture, stack)
+        num_bytes = 4 * sum(layout.num_parameters for layout in stack.frozen)
+        passes: dict[int, list[float]] = {1: [], 8: []}
+        shares = []
+        for turn in range(arguments.runs + 1):
+            for rows, of in passes.items():
+                disk = measure_disk(arguments.work).read
+                seconds = seconds_a_pass(model, arguments, rows)
+                if turn:
+                    of.append(seconds)
+                    shares.append(num_bytes / seconds / disk)
+    return {"bytes_a_pass": num_bytes, "seconds_a_pass": {rows: statistics.median(of) for rows, of in passes.items()},
+            "batch_8_over_1": statistics.median(b / a for a, b in zip(passes[1], passes[8], strict=True)),
+            "share_of_disk": statistics.median(shares), "shares": shares}  # fmt: skip
+
+
+FIGURES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"a": figure_a, "b": figure_b, "c": figure_c}
+
+
+def main() -> None:
+    """Print a figure as JSON."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("figure", choices=FIGURES)
+    options.add_argument("--work", type=Path, required=True, help="folder for the model; kept")
+    options.add_argument("--layers", type=int, default=8)
+    options.add_argument("--width", type=int, default=1024)
+    options.add_argument("--vocabulary", type=int, default=50400)
+    options.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
+    options.add_argument("--tokens", type=int, default=64, help="new tokens, two at least")
+    options.add_argument("--runs", type=int, default=5)
+    options.add_argument("--memory-bytes", type=int, default=2**30, help="of the array whose reading is timed")
+    arguments = options.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    print(json.dumps({arguments.figure: FIGURES[arguments.figure](arguments)}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
