@@ -223,13 +223,19 @@ ROOMS = {
     "little": Room(1, gradients=1, parts=2, part_numel=2048),
     "much": Room(3, gradients=2, parts=100, part_numel=4096),
     "whole layers": Room(1),
+    "all layers": Room(6, gradients=2, parts=100, part_numel=4096),
 }
 
 
 @pytest.mark.parametrize(
     ("family", "weights", "state", "name"),
     [("gptj", *places, "little") for places in itertools.product(PLACES, PLACES)]
-    + [("gptj", place, place, name) for place in ("host", "disk") for name in ROOMS if name != "little"]
+    + [
+        ("gptj", place, place, name)
+        for place in ("host", "disk")
+        for name in ROOMS
+        if name not in ("little", "all layers")
+    ]
     + [("gpt2", *places, "little") for places in (("device", "host"), ("host", "device"), ("disk", "host"))]
     + [("gpt2", place, place, name) for place in ("host", "disk") for name in ROOMS],
 )
