@@ -125,14 +125,13 @@ def show_examples(console: Console, prepared: Prepared, decode: Callable[[list[i
         console.print(text, highlight=False)
 
 
-def show_plan(console: Console, plan: Plan, notes: Sequence[str] = (), published: Published | None = None) -> None:
+def show_plan(console: Console, plan: Plan, notes: Sequence[str] = ()) -> None:
     """Show what a run will cost: what it needs beside what it may use, what it moves, how long it takes.
 
     Args:
         console: where to.
         plan: of the run.
         notes: on how the model is treated.
-        published: the model as it was published, if it is shown beside.
     """
     table = Table(title="What it will cost", show_header=False, title_justify="left")
     rows = [
@@ -143,7 +142,7 @@ def show_plan(console: Console, plan: Plan, notes: Sequence[str] = (), published
         *_transfers(plan.costs),
         *_times(plan),
         ("measured", _measured(plan)),
-        *_amounts(plan.outlook, published),
+        ("training", _amount(plan.outlook)),
         *(("note", note) for note in notes),
     ]
     for name, text in rows:
@@ -151,23 +150,24 @@ def show_plan(console: Console, plan: Plan, notes: Sequence[str] = (), published
     console.print(table)
 
 
-def _amounts(outlook: Outlook, published: Published | None) -> Iterator[tuple[str, str]]:
-    """Say what the training amounts to, and what one from scratch would, by the published law."""
+def _amount(outlook: Outlook) -> str:
     if outlook.flops is None:
-        yield "training", f"{outlook.flops_per_step:.2g} FLOPs a step"
-    else:
-        share = f"{outlook.tokens_per_parameter:.2g} a parameter"
-        yield "training", f"{outlook.flops:.2g} FLOPs on {outlook.tokens:,.0f} tokens, {share}"
+        return f"{outlook.flops_per_step:.2g} FLOPs a step"
+    share = f"{outlook.tokens_per_parameter:.2g} a parameter"
+    return f"{outlook.flops:.2g} FLOPs on {outlook.tokens:,.0f} tokens, {share}"
+
+
+def show_outlook(console: Console, outlook: Outlook, published: Published | None) -> None:
+    """Show what a pre-training from scratch would take and reach, by the published law, and what was published."""
     tokens = f"{TOKENS_PER_PARAMETER} tokens a parameter, {outlook.scratch_tokens:.3g}"
     result = f"{outlook.scratch_flops:.2g} FLOPs and give a loss of {outlook.scratch_pile_loss:.2f} on the Pile"
     fitted = f"fitted from {FITTED_FLOPS[0]:.2g} to {FITTED_FLOPS[1]:.2g} FLOPs, confirmed at {CONFIRMED_FLOPS:.2g}"
     there = "" if outlook.is_in_range else "; this is outside, so do not rely on it"
-    yield "from scratch", f"{tokens}, would take {result}, by the law of Cerebras-GPT ({fitted}){there}"
+    lines = [f"From scratch, {tokens}, would take {result}, by the law of Cerebras-GPT ({fitted}){there}."]
     if published:
-        yield (
-            "as published",
-            f"{published.tokens:.3g} tokens, {published.flops:.2g} FLOPs; loss on the Pile {published.pile_loss}",
-        )
+        trained = f"trained on {published.tokens:.3g} tokens, {published.flops:.2g} FLOPs"
+        lines.append(f"{published.repository} was {trained}: loss on the Pile {published.pile_loss}.")
+    console.print("\n".join(lines), highlight=False)
 
 
 def _share_trained(plan: Plan) -> str:

@@ -160,14 +160,17 @@ def plan(
     """Tell what a run will cost, before it starts; without --data, for rows of the greatest length."""
     flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
     from gptj_ft import finetune as command
-    from gptj_ft.report import show_plan
+    from gptj_ft.report import show_outlook, show_plan
 
     forecast = command.forecast(fetched(resolve(flags, config, as_tuple(assignments)), offline, as_json), measure)
     if not as_json:
-        show_plan(console_for(stderr=False), forecast.plan, forecast.notes, forecast.published)
+        console = console_for(stderr=False)
+        show_plan(console, forecast.plan, forecast.notes)
+        show_outlook(console, forecast.plan.outlook, forecast.published)
         if forecast.problem:
             raise forecast.problem
         return
     print_json(forecast.to_dict())
     if forecast.problem:
+        typer.echo(f"gptj-ft: {forecast.problem}", err=True)
         raise typer.Exit(forecast.problem.exit_code)
