@@ -1,0 +1,241 @@
+"""`gptj-ft evaluate` against a plain `transformers` loop, its scores against their references, its memory.
+
+    python benchmarks/evaluation.py --data data/ --tokenizer gpt2/ --work /tmp/evaluation
+
+speed   DialogSum's validation rows, loss and ROUGE of greedy answers. The loop is what one writes: batches in the order
+        of the file, padded to their longest row, on the right for the loss and on the left for `generate`. Each in a
+        process of its own, one after the other, timed from an opened tokenizer to the scores, the model's loading
+        included. Asked for: 2 times the rows a second. Model: a random GPT-J of 8 blocks x n_embd 1024, fp32.
+scores  ROUGE of 1,000 pairs against rouge-score, SQuAD's exact match and F1 of 1,000 damaged predictions against the
+        official definition (as written in tests/test_metrics.py), perplexity of those rows against `transformers`.
+        Asked for: equal, to 1e-6 and 1e-5.
+memory  the same rows' loss, streamed from the folder: no tensor of [tokens, vocabulary], peak within what is computed
+        beforehand from the sizes.
+
+`--small` tries all of it with a model of two narrow blocks. Not run yet at full size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from same_work import SHAPE, Step, loss_of_all_positions, make_model, open_model
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+SMALL = {"vocab_size": 50400, "n_positions": 1024, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}
+FILE = "summarization/dialogsum/val.jsonl"
+PAIRS = 1000
+ASKED_SPEED, SAME_SCORE, SAME_PERPLEXITY = 2.0, 1e-6, 1e-5
+SLACK = 1.1  # of what is computed, as in the forecasts of training
+
+
+def main() -> None:
+    """Run what is asked for, and compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help=f"folder with {FILE} and squad/dev-v1.1.json")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="folder with GPT-2's vocab.json and merges.txt")
+    parser.add_argument("--work", type=Path, required=True, help="new folder")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=8, help="of the loop")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="a random model never ends by itself")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--part", choices=PARTS, help="used by the script itself")
+    arguments = parser.parse_args()
+    if arguments.part:
+        found = PARTS[arguments.part](arguments)
+        print(json.dumps({**found, "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+        return
+    arguments.work.mkdir(parents=True)
+    make_model(arguments.work / "model", arguments.tokenizer, SMALL if arguments.small else SHAPE)
+    found = {part: run(part) for part in PARTS}
+    failures = [*compare_speed(found, arguments), *compare_scores(arguments), *check_memory(found["memory"])]
+    shutil.rmtree(arguments.work)
+    sys.exit("\n".join(failures) or None)
+
+
+def run(part: str) -> dict[str, Any]:
+    """Run a part in a process of its own; return what it prints."""
+    done = subprocess.run([sys.executable, *sys.argv, "--part", part], check=True, stdout=subprocess.PIPE, text=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def recipe_of(arguments: argparse.Namespace, **options: object) -> Any:
+    """Return the recipe of the rows, with greedy answers of so many tokens."""
+    from gptj_ft.recipe import build, load_preset
+
+    generation = {"max_new_tokens": arguments.max_new_tokens}
+    return build(
+        {**load_preset("dialogsum"), "generation": generation, "precision": "fp32", "device": "cpu", **options}
+    )
+
+
+def ours(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Evaluate as the command does."""
+    from gptj_ft.evaluate import evaluate_model
+
+    start = time.perf_counter()
+    found, journal = evaluate_model(
+        arguments.work / "model", recipe_of(arguments), arguments.data / FILE, arguments.rows
+    )
+    scores = found.scores
+    journal.close()
+    return {"seconds": time.perf_counter() - start, "scores": scores, "answers": found.answers}
+
+
+def theirs(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Evaluate with a loop over padded batches."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    from gptj_ft.data.tokenizer import load_tokenizer
+    from gptj_ft.evaluate import make_task
+
+    folder = arguments.work / "model"
+    tokenizer = load_tokenizer(folder)
+    task = make_task(recipe_of(arguments), tokenizer, folder, arguments.data / FILE, arguments.rows)
+    start = time.perf_counter()
+    model = open_model(folder).eval()
+    total, targets, answers, size = 0.0, 0, list[str](), arguments.batch_size
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
+    with torch.no_grad():
+        for at in range(0, len(task.prompts), size):
+            documents = task.documents[at : at + size]
+            step = Step(0.0, [list(each.ids) for each in documents], [each.prompt_length for each in documents])
+            total += loss_of_all_positions(model, step).item() * step.num_targets
+            targets += step.num_targets
+            batch = tokenizer.pad({"input_ids": task.prompts[at : at + size]}, return_tensors="pt")
+            output = model.generate(
+                **batch, max_new_tokens=arguments.max_new_tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+            )  # fmt: skip
+            new = output[:, batch["input_ids"].shape[1] :]
+            answers += [text.strip() for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL", "rougeLsum"], use_stemmer=True)
+    rows = [scorer.score_multi(of, text)["rougeL"].fmeasure for of, text in zip(task.references, answers, strict=True)]
+    scores = {"loss": total / targets, "perplexity": math.exp(total / targets), "rougeL": 100 * sum(rows) / len(rows)}
+    return {"seconds": time.perf_counter() - start, "scores": scores, "answers": answers}
+
+
+def memory(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Evaluate the loss from the folder; note the largest tensor and what should be enough."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from gptj_ft.costs import PASS_TOKENS
+    from gptj_ft.evaluate import evaluate_model
+    from gptj_ft.families import read_architecture
+    from gptj_ft.machine import peak_memory
+    from gptj_ft.stores import Layout
+    from gptj_ft.streaming import HEAD_CHUNK_BYTES
+
+    folder, recipe = arguments.work / "model", recipe_of(arguments, metrics=(), weights="disk")
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.ndim == 2 and out.shape[1] == SHAPE["vocab_size"]:
+                largest = max(largest, out.numel() * out.element_size())
+            return out
+
+    architecture = read_architecture(folder)
+    width, layers = architecture.config.n_embd, [Layout.of(layer) for layer in architecture.layers()]
+    before = peak_memory()
+    with Sizes():
+        _, journal = evaluate_model(folder, recipe, arguments.data / FILE, None)
+    journal.close()
+    slots = 2 * max(layout.numel for layout in layers) * 4
+    hidden = 2 * PASS_TOKENS * width * 4  # of a pass: what a layer takes and what it gives
+    block = recipe.micro_batch_tokens * 24 * width * 4  # within a block, of one micro-batch
+    # The checkpoint's pages count as this process's while they are being copied: a layer of them.
+    need = before + slots + slots // 2 + hidden + block + 3 * HEAD_CHUNK_BYTES
+    return {"largest": largest, "chunk": HEAD_CHUNK_BYTES, "need": need}
+
+
+def compare_speed(found: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> list[str]:
+    """Print rows a second; return what was not reached."""
+    mine, other = found["ours"], found["theirs"]
+    for name, each in (("gptj-ft", mine), ("transformers", other)):
+        print(
+            f"{name:<14}{arguments.rows / each['seconds']:>8.3f} rows/s  {each['peak_bytes'] / 1e9:>6.2f} GB  "
+            f"loss {each['scores']['loss']:.5f}  rougeL {each['scores']['rougeL']:.3f}"
+        )
+    same = sum(one == two for one, two in zip(mine["answers"], other["answers"], strict=True))
+    ratio = other["seconds"] / mine["seconds"]
+    print(f"{ratio:.2f} times the rows a second; {same} of {arguments.rows} answers are the same")
+    difference = abs(mine["scores"]["perplexity"] / other["scores"]["perplexity"] - 1)
+    print(f"perplexities differ by {difference:.1e} of them")
+    return [
+        *([f"speed {ratio:.2f}, asked for {ASKED_SPEED}"] if ratio < ASKED_SPEED else []),
+        *([f"perplexity differs by {difference:.1e}"] if difference > SAME_PERPLEXITY else []),
+    ]
+
+
+def compare_scores(arguments: argparse.Namespace) -> list[str]:
+    """Print how far scores are from their references; return those that are too far."""
+    from rouge_score.rouge_scorer import RougeScorer
+    from test_metrics import official
+
+    from gptj_ft.metrics import score
+    from gptj_ft.metrics.figures import values
+
+    generator = random.Random(0)
+    lines = (arguments.data / FILE).read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    texts = [row["summary"] for row in rows] + [row["dialogue"] for row in rows]
+    pairs = [(generator.choice(texts), generator.choice(texts)) for _ in range(PAIRS)]
+    names = ("rouge1", "rouge2", "rougeL")  # for rougeLsum the package wants sentences split already
+    mine = values(score(["rouge"], [one for one, _ in pairs], [[two] for _, two in pairs]), PAIRS)
+    scorer = RougeScorer(list(names), use_stemmer=True)
+    reference = [scorer.score(two, one) for one, two in pairs]
+    worst = max(abs(mine[name] - 100 * sum(row[name].fmeasure for row in reference) / PAIRS) for name in names)
+    articles = json.loads((arguments.data / "squad" / "dev-v1.1.json").read_text(encoding="utf-8"))["data"]
+    questions = [qa for article in articles for paragraph in article["paragraphs"] for qa in paragraph["qas"]]
+    golds = [[answer["text"] for answer in qa["answers"]] for qa in generator.sample(questions, PAIRS)]
+    found = []
+    for is_v2 in (False, True):
+        chosen = [[] if is_v2 and number % 3 == 0 else of for number, of in enumerate(golds)]
+        damaged = [damage(generator.choice(of or golds[0]), generator) for of in chosen]
+        expected, ours_ = official(damaged, chosen, is_v2), values(score(["squad"], damaged, chosen), PAIRS)
+        found.append(max(abs(ours_[name] - value) for name, value in expected.items()))
+    print(f"ROUGE of {PAIRS} pairs differs by {worst:.1e}, SQuAD's v1.1 by {found[0]:.1e}, v2.0 by {found[1]:.1e}")
+    return [f"scores differ by {each:.1e}" for each in (worst, *found) if each > SAME_SCORE]
+
+
+def damage(text: str, generator: random.Random) -> str:
+    """Return an answer as a model may write it: with other articles, case, punctuation, words more or less."""
+    words = text.split()
+    ways = [
+        lambda: "the " + text, lambda: text.upper(), lambda: text + ".", lambda: " ".join(words[1:]), lambda: "",
+        lambda: " ".join([*words, "in", "a", "town"]), lambda: text.replace("a", "e"), lambda: text,
+    ]  # fmt: skip
+    return generator.choice(ways)()
+
+
+def check_memory(found: dict[str, Any]) -> list[str]:
+    """Print peak and largest logits; return what is too much."""
+    print(
+        f"memory: peak {found['peak_bytes'] / 1e9:.2f} GB, computed {found['need'] / 1e9:.2f} GB; largest tensor "
+        f"as wide as the vocabulary {found['largest'] / 1e6:.0f} MB, allowed {found['chunk'] / 1e6:.0f} MB"
+    )
+    return [
+        *(["the logits are too large"] if found["largest"] > found["chunk"] else []),
+        *(["more memory than computed"] if found["peak_bytes"] > SLACK * found["need"] else []),
+    ]
+
+
+PARTS = {"ours": ours, "theirs": theirs, "memory": memory}
+
+if __name__ == "__main__":
+    main()
