@@ -108,16 +108,14 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
                     flush(optimizer, deadline)
                     with deadline.measure("validation"):
                         loss_after = validate(stack, session.validation, budget).mean
+                        sample = sampler.take(stack, optimizer.step) if sampler and math.isfinite(loss_after) else None
                     if not math.isfinite(loss_after):
                         again = partial(validate, stack, session.validation, budget)
                         raise explain_loss("validation loss", optimizer.step, session, stack, again)
                     if optimizer.step == 0:
                         facts["loss_before"] = loss_after
-                    scores: dict[str, float] = {}
-                    if sampler:
-                        with deadline.measure("validation"):
-                            sample = sampler.take(stack, optimizer.step)
-                        scores = sample.scores
+                    scores = sample.scores if sample else {}
+                    if sample:
                         show_sample(console, sample)
                     line = {"step": optimizer.step, "validation_loss": loss_after}
                     run.append_metrics({**line, "scores": scores} if scores else line)
