@@ -99,7 +99,7 @@ def theirs(arguments: argparse.Namespace) -> dict[str, Any]:
     from rouge_score.rouge_scorer import RougeScorer
 
     from gptj_ft.data.tokenizer import load_tokenizer
-    from gptj_ft.evaluate import make_task
+    from gptj_ft.task import make_task
 
     folder = arguments.work / "model"
     tokenizer = load_tokenizer(folder)

@@ -19,6 +19,7 @@ from gptj_ft.likelihood import candidates, documents_of, log_likelihoods, losses
 from gptj_ft.model import reading_stack
 from gptj_ft.recipe import Recipe, build, load_preset
 from gptj_ft.stack import LayerStack
+from gptj_ft.task import make_task
 from gptj_ft.tiny import make_tiny
 
 SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8, "n_positions": 1024}
@@ -394,7 +395,7 @@ def test_the_cnn_dailymail_recipe_asks_what_mlperf_asks(folder: Path) -> None:
     most = len(prompts[0]) + 20
     assert len(prompts[1]) > most
     recipe = recipe.model_copy(update={"generation": settings.model_copy(update={"max_prompt_tokens": most})})
-    task = evaluate.make_task(recipe, tokenizer, folder, Path("articles.jsonl"), None)
+    task = make_task(recipe, tokenizer, folder, Path("articles.jsonl"), None)
     assert task.prompts == [prompts[0], prompts[1][:most]]
     assert task.references == [["One.\nTwo."]] * 2
     completion = [*tokenizer.encode("\nOne.\nTwo."), tokenizer.eos_token_id]

@@ -30,7 +30,7 @@ ORDER = [
     ("movement",),
     ("likelihood", "journal"),
     ("optimizer", "deadline", "run", "checkpoint", "session", "keeping", "verify", "state"),
-    ("streamed_model", "decoding", "answering", "samples"),
+    ("streamed_model", "decoding", "answering", "samples", "task"),
     ("guard", "trainer", "typewriter", "tuned", "outcome"),
     (
         "finetune",
