@@ -11,7 +11,7 @@ import torch
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gptj_ft import decoding, evaluate, likelihood, streaming
+from gptj_ft import answering, decoding, evaluate, likelihood, streaming
 from gptj_ft.data.batches import Document
 from gptj_ft.data.tokenizer import load_tokenizer
 from gptj_ft.home import home
@@ -218,7 +218,7 @@ def test_an_evaluation_that_was_killed_goes_on_and_ends_with_the_same_figures(
     monkeypatch.setattr(decoding, "BATCH_TOKENS", 100)  # so that some rows are answered before others
     monkeypatch.setattr(likelihood, "PASS_TOKENS", 100)
     whole = shell(line).json
-    calls, original, original_losses = [], evaluate.write_answers, evaluate.losses
+    calls, original, original_losses = [], answering.write_answers, evaluate.losses
     kill_after = [2]
 
     def counted(*arguments):
@@ -231,7 +231,7 @@ def test_an_evaluation_that_was_killed_goes_on_and_ends_with_the_same_figures(
         calls.append("losses")
         return original_losses(*arguments)
 
-    monkeypatch.setattr(evaluate, "write_answers", counted)
+    monkeypatch.setattr(answering, "write_answers", counted)
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, "losses", lambda *arguments: original_losses(*arguments))
         with pytest.raises(Killed):
