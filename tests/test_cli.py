@@ -186,7 +186,12 @@ def test_dry_run_prints_the_plan_and_writes_nothing_in_the_working_folder(shell,
     done = shell(f"{FINETUNE} --data rows.jsonl --dry-run --json")
     assert done.code == 0, done.err
     assert done.json["num_steps"] == 1
-    assert done.json["placement"] == {"weights": "device", "optimizer_state": "device", "boundaries": "device"}
+    assert done.json["placement"] == {
+        "weights": "device",
+        "optimizer_state": "device",
+        "boundaries": "device",
+        "frozen": None,
+    }
     assert sorted(path.name for path in Path().iterdir() if path.name != "home") == [n for n in before if n != "home"]
     planned = shell("plan --recipe summarization --model tiny --max-steps 1 --data rows.jsonl --json").json
     assert planned["device_bytes"] == done.json["device_bytes"]

@@ -19,6 +19,7 @@ OPTIONS = (
     "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 2 --set holdout=0.2 "
     "--max-steps 6 --validate-every 2 --save-every 2 --keep best,all --output run"
 )
+LORA = "--method lora --set lora.dropout=0.1 --precision fp32"
 PLACES = ("--weights disk --optimizer-state disk", "--weights host --optimizer-state device", "--weights device")
 
 
@@ -31,8 +32,12 @@ def server() -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="module")
 def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = new_folder(tmp_path_factory.mktemp("straight") / "straight")
-    assert server.run(OPTIONS, folder)[0] == 0, output_of(folder)
+    return run_straight(server, tmp_path_factory.mktemp("straight"), OPTIONS)
+
+
+def run_straight(server: ForkServer, folder: Path, options: str) -> Run:
+    folder = new_folder(folder / "straight")
+    assert server.run(options, folder)[0] == 0, output_of(folder)
     return Run(folder / "run")
 
 
@@ -51,13 +56,15 @@ def losses_of(run: Run) -> list[tuple[object, ...]]:
     return [(line["step"], line.get("loss"), line.get("validation_loss")) for line in run.metrics()]
 
 
-def kill_and_resume(server: ForkServer, straight: Run, folder: Path, place: str, delays: list[float]) -> int:
+def kill_and_resume(
+    server: ForkServer, straight: Run, folder: Path, place: str, delays: list[float], options: str = OPTIONS
+) -> int:
     """Kill a run again and again, then let it end; return how often it was alive to be killed."""
     run, kills = Run(new_folder(folder) / "run"), 0
     for delay in [*delays, None]:
-        if (run.model / "config.json").is_file():
+        if run.model.is_dir():
             break
-        line = f"finetune --resume run {place}" if run.folder.exists() else f"{OPTIONS} {place}"
+        line = f"finetune --resume run {place}" if run.folder.exists() else f"{options} {place}"
         code, _ = server.run(line, folder, delay)
         assert code in (0, -9), output_of(folder)
         kills += code == -9
@@ -69,12 +76,12 @@ def kill_and_resume(server: ForkServer, straight: Run, folder: Path, place: str,
     return kills
 
 
-def kill_at_random(server: ForkServer, straight: Run, folder: Path, trials: int) -> None:
-    seconds = server.run(OPTIONS, new_folder(folder / "timed"))[1]
+def kill_at_random(server: ForkServer, straight: Run, folder: Path, trials: int, options: str = OPTIONS) -> None:
+    seconds = server.run(options, new_folder(folder / "timed"))[1]
     draw, kills = random.Random(0), 0
     for trial in range(trials):
         delays = [draw.uniform(0.0, seconds) for _ in range(draw.choice((1, 1, 2)))]
-        kills += kill_and_resume(server, straight, folder / str(trial), PLACES[trial % len(PLACES)], delays)
+        kills += kill_and_resume(server, straight, folder / str(trial), PLACES[trial % len(PLACES)], delays, options)
     assert kills > trials / 2, "most were over before they were to be killed"
 
 
@@ -87,3 +94,9 @@ def test_a_command_killed_at_200_random_instants_ends_the_same(
     server: ForkServer, straight: Run, tmp_path: Path
 ) -> None:
     kill_at_random(server, straight, tmp_path, trials=200)
+
+
+@pytest.mark.slow
+def test_adapters_killed_at_60_random_instants_end_the_same(server: ForkServer, tmp_path: Path) -> None:
+    options = f"{OPTIONS} {LORA}"
+    kill_at_random(server, run_straight(server, tmp_path, options), tmp_path, 60, options)

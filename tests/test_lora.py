@@ -166,7 +166,7 @@ def test_placement_kept_activations_and_late_updates_never_change_a_bit(
         assert_identical(train(stack, recipe, late=late), expected)
 
 
-def test_dropout_drops_in_training_only_and_differs_by_layer_micro_batch_and_step(folders, tmp_path: Path) -> None:
+def test_dropout_drops_in_training_only_and_differs_by_its_seed(folders, tmp_path: Path) -> None:
     docs = documents(101)
     losses = {}
     for name, dropout, noise in (("without", 0.0, None), ("off", 0.5, None), ("one", 0.5, 1), ("two", 0.5, 2)):
