@@ -234,7 +234,7 @@ def test_a_cut_touches_the_document_only_and_eos_stays(tokenizer, document, side
 
 @pytest.mark.parametrize("document", [*LONG_DOCUMENTS, "the\n" * 60, "a\n\n\nb" * 40, "\n \n\n\nx" * 40])
 def test_a_cut_keeps_the_longest_part_that_fits(tokenizer, document, monkeypatch):
-    monkeypatch.setattr("gptj_ft.data.template.WORD_TOKENS", 0)
+    monkeypatch.setattr("gptj_ft.data.shorten.WORD_TOKENS", 0)
     template = "Read.\n{{ a }}\n\nSummary:"
     ends = sorted({end for _, end in tokenizer(document, return_offsets_mapping=True)["offset_mapping"]})
     lengths = {end: len(tokenizer(template.replace("{{ a }}", document[:end]))["input_ids"]) for end in ends}

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from gptj_ft.data.template import tokenize
 from gptj_ft.data.tokenizer import load_tokenizer, tokenizer_digest
+from gptj_ft.data.tokens import tokenize
 from gptj_ft.errors import UsageError
 
 TEXT = (

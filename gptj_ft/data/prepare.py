@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +45,9 @@ from gptj_ft.data.template import (
     eos_of,
     from_tokens,
     parts,
-    tokenize,
 )
 from gptj_ft.data.tokenizer import load_tokenizer, tokenizer_digest
+from gptj_ft.data.tokens import TextBatch, Tokens, is_before_blank, splits_before_blanks
 from gptj_ft.errors import DataError, RowSkipped
 from gptj_ft.home import home
 from gptj_ft.recipe import Recipe
@@ -73,6 +73,8 @@ __all__ = [
 CHUNK_ROWS = 500
 CHUNK_CHARACTERS = 2_000_000
 CHUNKS_AHEAD = 3  # so that the tokenizer never waits for rows
+LIKELY_LONG = 3  # characters a token of a text that may have to be shortened
+WORTH_SHARING = 200  # characters
 # Columns are chosen by the first rows: a name that turns up once in a million rows must not win.
 SURVEY_ROWS = 1000
 UNSAVED = ".rows-"  # how files of rows begin that have not been saved
@@ -116,7 +118,8 @@ def prepare(
     rows = read_rows(source, findings, recipe.documents, recipe.quotes)
     # While chunks are being tokenised, those before are written and those after are read.
     with _no_cycles_sought(), ThreadPoolExecutor(1) as pool, _RowFile() as file:
-        ahead: deque[tuple[list[_Texts], Future[list[list[int]]]]] = deque()
+        ahead: deque[tuple[list[_Texts], Future[list[Tokens]]]] = deque()
+        splits = splits_before_blanks(tokenizer)
 
         def finish() -> None:
             good, ids = ahead.popleft()
@@ -126,7 +129,12 @@ def prepare(
 
         for chunk in _chunks(rows):
             good = _texts_of(tally, chunk, recipe, reader)
-            ahead.append((good, pool.submit(tokenize, tokenizer, [text for each in good for text, _ in each.parts])))
+            batch = TextBatch(tokenizer, LIKELY_LONG * recipe.max_length)
+            heads = _shared_heads(good, recipe.shorten or "") if splits else repeat(0, len(good))
+            for each, head in zip(good, heads, strict=True):
+                for text, is_trained in each.parts:
+                    batch.add(text, 0 if is_trained else head)
+            ahead.append((good, pool.submit(batch.tokenize)))
             if len(ahead) > CHUNKS_AHEAD:
                 finish()
         while ahead:
@@ -231,26 +239,42 @@ def _texts_of(tally: _Tally, chunk: list[Row], recipe: Recipe, reader: FieldRead
     return good
 
 
+def _shared_heads(rows: Sequence[_Texts], field: str) -> Iterator[int]:
+    """Yield how much of each row's prompt is that of its neighbours, too, in characters: as far as the same document.
+
+    Questions about one passage stand one after another; it is tokenised once for all of them.
+    """
+    documents = [str(each.found.values.get(field, "")) for each in rows]
+    for before, document, after, each in zip(["", *documents[:-1]], documents, [*documents[1:], ""], rows, strict=True):
+        head = 0
+        if len(document) >= WORTH_SHARING and document in (before, after) and len(each.parts) == 2:
+            prompt = each.parts[0][0]
+            head = prompt.find(document) + len(document)
+            head = head if is_before_blank(prompt, head) else 0
+        yield head
+
+
 def _assembled(
     tally: _Tally,
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerFast,
     eos: int,
     good: list[_Texts],
-    ids: list[list[int]],
+    tokens: list[Tokens],
 ) -> Iterator[tuple[Any, ...]]:
     """Yield the documents of rows, with the values of `COLUMNS`; count those that are left out."""
-    rest = iter(ids)
+    rest, cuttable = iter(tokens), 0 if recipe.prompt else 1
     for each in good:
         row, found, own = each.row, each.found, list(islice(rest, len(each.parts)))
         try:
             if each.parts:
-                encoded = assemble(recipe, tokenizer, eos, found.values, each.parts, own, found.answer_at)
+                ids, encoding = [ids for ids, _ in own], own[cuttable].encoding
+                encoded = assemble(recipe, tokenizer, eos, found.values, each.parts, ids, found.answer_at, encoding)
                 group = group_of(recipe, found.values)
             else:
-                tokens = _tokens_of(row)
-                encoded = from_tokens(recipe, tokens, row.values.get(TRAINED))
-                group = number_of(array("q", tokens).tobytes())
+                given = _tokens_of(row)
+                encoded = from_tokens(recipe, given, row.values.get(TRAINED))
+                group = number_of(array("q", given).tobytes())
         except RowSkipped as reason:
             tally.skip(row.where, str(reason))
             continue

@@ -8,13 +8,15 @@ and the answer stay whole. A conversation loses its oldest messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from gptj_ft.data.chat import MESSAGES, REPLY, is_chat, parts_of, shorter
-from gptj_ft.data.placeholders import fields_of, parse_template, render
+from gptj_ft.data.placeholders import fields_of, render
+from gptj_ft.data.shorten import shorten
+from gptj_ft.data.tokens import tokenize
 from gptj_ft.errors import DataError, RowSkipped, UsageError, did_you_mean
 from gptj_ft.recipe import Recipe
 
@@ -33,12 +35,8 @@ __all__ = [
     "fields_of",
     "from_tokens",
     "parts",
-    "tokenize",
 ]
 
-# How many tokens a cut may move back to fall between two words.
-WORD_TOKENS = 5
-GAP = " ... "  # where the middle of a text is left out
 Part = tuple[str, bool]  # a text of a row, and whether it is trained on
 
 
@@ -105,32 +103,6 @@ def parts(recipe: Recipe, values: Mapping[str, Any]) -> list[Part]:
     return [(render(recipe.prompt, values) if recipe.prompt else "", False), (completion, True)]
 
 
-def tokenize(tokenizer: PreTrainedTokenizerFast, batch: Sequence[str]) -> list[list[int]]:
-    """Return the token ids of each text, without special tokens added."""
-    if not batch:
-        return []
-    backend = _backend(tokenizer)
-    return [encoding.ids for encoding in backend.encode_batch_fast(list(batch), add_special_tokens=False)]
-
-
-def _encoding(tokenizer: PreTrainedTokenizerFast, text: str) -> Any:
-    """Return the tokens of one text with their offsets; not after the batch that another thread has begun."""
-    return _backend(tokenizer).encode(text, add_special_tokens=False)
-
-
-def _backend(tokenizer: PreTrainedTokenizerFast) -> Any:
-    """Return what tokenises, set to do nothing else."""
-    backend = tokenizer.backend_tokenizer
-    # Changing a tokenizer waits for all that is being encoded by another thread, even where nothing changes.
-    if backend.truncation is not None:
-        backend.no_truncation()
-    if backend.padding is not None:
-        backend.no_padding()
-    if backend.encode_special_tokens != tokenizer.split_special_tokens:
-        backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
-    return backend
-
-
 def eos_of(tokenizer: PreTrainedTokenizerFast) -> int:
     """Return the id that ends every document.
 
@@ -174,8 +146,12 @@ def assemble(
     texts: Sequence[Part],
     ids: Sequence[list[int]],
     answer_at: int | None = None,
+    encoding: Any = None,
 ) -> Encoded:
-    """Join a row's tokens, and apply the length policy; the second half of `encode`, for tokens made in batches."""
+    """Join a row's tokens, and apply the length policy; the second half of `encode`, for tokens made in batches.
+
+    ``encoding`` is that of the part that would be shortened, if it is there.
+    """
     limit = recipe.max_length
     num_tokens = sum(map(len, ids)) + 1
     if num_tokens <= limit:
@@ -192,7 +168,7 @@ def assemble(
         raise RowSkipped("too long: no room for the last question and its answer")
     part = 0 if recipe.prompt else 1
     room = limit - 1 - sum(len(each) for index, each in enumerate(ids) if index != part)
-    cut = _shorten(recipe, tokenizer, values, ids[part], room, answer_at)
+    cut = shorten(recipe, tokenizer, values, room, answer_at, encoding)
     whole = [cut if index == part else each for index, each in enumerate(ids)]
     return _joined(texts, whole, eos, num_tokens - sum(map(len, whole)) - 1)
 
@@ -261,7 +237,7 @@ def encode_prompt(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, values: Ma
             if len(ids) <= room:
                 return Prompt(ids, cut=True)
         raise DataError(f"the last message alone takes {len(ids)} tokens, there is room for {room}")
-    return Prompt(_shorten(recipe, tokenizer, values, ids, room, None), cut=True)
+    return Prompt(shorten(recipe, tokenizer, values, room), cut=True)
 
 
 def _joined(texts: Sequence[Part], ids: Sequence[list[int]], eos: int, tokens_cut: int = 0) -> Encoded:
@@ -293,99 +269,3 @@ def _refuse_if_not_to_be_shortened(recipe: Recipe, num_tokens: int) -> None:
 def _windows(ids: list[int], length: int) -> tuple[list[int], ...]:
     """Cut plain text; a window starts with the token the last one ended with, so that each is a target once."""
     return tuple(ids[start : start + length] for start in range(0, len(ids) - 1, length - 1))
-
-
-def _shorten(
-    recipe: Recipe,
-    tokenizer: PreTrainedTokenizerFast,
-    values: Mapping[str, Any],
-    ids: list[int],
-    room: int,
-    answer_at: int | None,
-) -> list[int]:
-    """Return the tokens of the prompt with the longest part of the `shorten` field for which they fit in ``room``.
-
-    ``ids`` are the tokens of the whole prompt, which do not fit. The field's own tokens tell where to cut; each try is
-    tokenised as a whole, because at the joints tokens may merge differently.
-    """
-    template = recipe.prompt or recipe.completion
-    if recipe.shorten not in fields_of(template):
-        raise RowSkipped("longer than max_length, and no field to `shorten` is named (plain text: on_long: split)")
-    text = values[recipe.shorten]
-    offsets = _encoding(tokenizer, text).offsets
-    uses = parse_template(template).uses[recipe.shorten]
-    part_of = _Cut(text, offsets, _keeper(recipe.cut, offsets, answer_at))
-
-    def with_part(keep: int) -> list[int]:
-        return list(_encoding(tokenizer, render(template, {**values, recipe.shorten: part_of.text(keep)})).ids)
-
-    keep, fitting = len(offsets), ids
-    while keep > 0 and len(fitting) > room:
-        keep -= max(1, (len(fitting) - room) // uses)
-        fitting = with_part(keep) if keep > 0 else ids
-    if keep <= 0 or not part_of.text(keep).strip():
-        raise RowSkipped(f"too long: no room for any part of '{recipe.shorten}'")
-    while keep < len(offsets) and len(longer := with_part(keep + 1)) <= room:
-        keep, fitting = keep + 1, longer
-    for fewer in range(keep, max(keep - WORD_TOKENS, 0), -1):
-        if part_of.is_between_words(fewer):
-            shorter_ids = fitting if fewer == keep else with_part(fewer)
-            return shorter_ids if len(shorter_ids) <= room else fitting
-    return fitting
-
-
-Keeper = Callable[[int], list[tuple[int, int]]]  # of so many tokens: which, as (first, end) spans
-
-
-def _keeper(cut: str, offsets: Sequence[tuple[int, int]], answer_at: int | None) -> Keeper:
-    """Return what says which tokens of a text stay."""
-    count = len(offsets)
-    if cut == "start":
-        return lambda keep: [(count - keep, count)]
-    if cut == "middle":
-        return lambda keep: [(0, -(-keep // 2)), (count - keep // 2, count)] if keep < count else [(0, count)]
-    if cut == "answer" and answer_at is not None:
-        at = next((index for index, (_, end) in enumerate(offsets) if end > answer_at), count - 1)
-
-        def around(keep: int) -> list[tuple[int, int]]:
-            first = min(max(at - keep // 2, 0), count - keep)
-            return [(first, first + keep)]
-
-        return around
-    return lambda keep: [(0, keep)]
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """A text of which so many tokens stay.
-
-    Attributes:
-        whole: the text.
-        offsets: of its tokens, in characters.
-        keeper: which stay.
-    """
-
-    whole: str
-    offsets: Sequence[tuple[int, int]]
-    keeper: Keeper
-
-    def text(self, keep: int) -> str:
-        """Return what ``keep`` tokens cover."""
-        return GAP.join(self.whole[start:end] for start, end in self._spans(keep) if end > start)
-
-    def is_between_words(self, keep: int) -> bool:
-        """Tell whether every cut falls between two words."""
-        borders = [at for span in self._spans(keep) for at in span]
-        # Offsets may leave out the blank that belongs to a token, so both sides count.
-        return all(
-            at in (0, len(self.whole)) or self.whole[at - 1 : at].isspace() or self.whole[at : at + 1].isspace()
-            for at in borders
-        )
-
-    def _spans(self, keep: int) -> list[tuple[int, int]]:
-        count = len(self.offsets)
-        return [
-            (self.offsets[first][0] if first else 0, self.offsets[end - 1][1] if end < count else len(self.whole))
-            for first, end in self.keeper(keep)
-            if end > first
-        ]

@@ -1,0 +1,183 @@
+"""A text that is too long loses part of one field: its end, beginning or middle, or what is far from the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gptj_ft.data.placeholders import parse_template, render
+from gptj_ft.data.tokens import encoding_of, is_before_blank, splits_before_blanks
+from gptj_ft.errors import RowSkipped
+from gptj_ft.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# How many tokens a cut may move back to fall between two words.
+WORD_TOKENS = 5
+GAP = " ... "  # where the middle of a text is left out
+
+Span = tuple[int, int]
+Keeper = Callable[[int], list[Span]]  # of so many tokens: which, as (first, end) spans
+
+
+def shorten(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerFast,
+    values: Mapping[str, Any],
+    room: int,
+    answer_at: int | None = None,
+    encoding: Any = None,
+) -> list[int]:
+    """Return the tokens of the prompt with the longest part of the `shorten` field for which they fit in ``room``.
+
+    Args:
+        recipe: its templates, `shorten` and `cut`; the prompt is the completion where there is none.
+        tokenizer: a fast one.
+        values: field -> text.
+        room: tokens; the whole prompt has more.
+        answer_at: where in the field the answer is, in characters, if that is known.
+        encoding: of the whole prompt, if it is there.
+
+    Raises:
+        RowSkipped: no part fits, or there is no field that may lose one.
+    """
+    template = recipe.prompt or recipe.completion
+    found = parse_template(template)
+    if recipe.shorten not in found.fields:
+        raise RowSkipped("longer than max_length, and no field to `shorten` is named (plain text: on_long: split)")
+    text, uses = values[recipe.shorten], found.uses[recipe.shorten]
+    encoding = encoding or encoding_of(tokenizer, render(template, values))
+    inside = _field_tokens(template, recipe.shorten, values, encoding) if uses == 1 else None
+    offsets = inside.offsets if inside else encoding_of(tokenizer, text).offsets
+    cut = _Cut(text, offsets, _keeper(recipe.cut, offsets, answer_at))
+
+    def with_part(keep: int) -> list[int]:
+        if inside and recipe.cut == "end" and (spliced := inside.without_end(keep, tokenizer)):
+            return spliced
+        return list(encoding_of(tokenizer, render(template, {**values, recipe.shorten: cut.text(keep)})).ids)
+
+    excess = len(encoding.ids) - room
+    # Where to cut can nearly always be told from the tokens of the whole ...
+    keep = len(offsets) - -(-excess // uses)
+    if (fewer := cut.between_words(keep)) and cut.text(fewer).strip() and len(fitting := with_part(fewer)) <= room:
+        return fitting
+    # ... but at the joints tokens may merge differently, and a word may be longer than what is looked at.
+    keep, fitting = len(offsets), list(encoding.ids)
+    while keep > 0 and len(fitting) > room:
+        keep -= max(1, (len(fitting) - room) // uses)
+        fitting = with_part(keep) if keep > 0 else fitting
+    if keep <= 0 or not cut.text(keep).strip():
+        raise RowSkipped(f"too long: no room for any part of '{recipe.shorten}'")
+    while keep < len(offsets) and len(longer := with_part(keep + 1)) <= room:
+        keep, fitting = keep + 1, longer
+    fewer = cut.between_words(keep)
+    shorter = with_part(fewer) if fewer not in (0, keep) else fitting
+    return shorter if len(shorter) <= room else fitting
+
+
+@dataclass(frozen=True)
+class _FieldTokens:
+    """The tokens of a field inside those of a prompt.
+
+    Attributes:
+        ids: of the whole prompt.
+        prompt: its text.
+        start: of the field in it, in characters.
+        first: token of the field.
+        end: first token after the field.
+        offsets: of the field's tokens, in characters of the field.
+    """
+
+    ids: list[int]
+    prompt: str
+    start: int
+    first: int
+    end: int
+    offsets: Sequence[Span]
+
+    def without_end(self, keep: int, tokenizer: PreTrainedTokenizerFast) -> list[int] | None:
+        """Return the prompt's tokens with only the first ``keep`` of the field, if no token goes across the joint."""
+        cut, rest = self.start + self.offsets[keep - 1][1], self.start + self.offsets[-1][1]
+        # Of a character that is several tokens each says that it is all of it.
+        is_whole = keep < len(self.offsets) and self.start + self.offsets[keep][0] >= cut
+        can_join = is_whole and is_before_blank(self.prompt, cut) and is_before_blank(self.prompt, rest)
+        if not (can_join and splits_before_blanks(tokenizer)):
+            return None
+        return [*self.ids[: self.first + keep], *self.ids[self.end :]]
+
+
+def _field_tokens(template: str, field: str, values: Mapping[str, Any], encoding: Any) -> _FieldTokens | None:
+    """Find the tokens of a field, if all of it is in tokens of its own."""
+    pieces = parse_template(template).pieces
+    if pieces is None:
+        return None
+    texts = [str(values[text]) if is_field else text for text, is_field in pieces]
+    start = sum(map(len, texts[: next(n for n, piece in enumerate(pieces) if piece == (field, True))]))
+    stop = start + len(values[field])
+    offsets = encoding.offsets
+    first = next((number for number, (at, _) in enumerate(offsets) if at >= start), len(offsets))
+    end = next((number for number in range(len(offsets), first, -1) if offsets[number - 1][1] <= stop), first)
+    if end == first or offsets[end - 1][1] != start + len(values[field].rstrip()):
+        return None
+    inside = [(max(at - start, 0), until - start) for at, until in offsets[first:end]]
+    return _FieldTokens(encoding.ids, "".join(texts), start, first, end, inside)
+
+
+def _keeper(cut: str, offsets: Sequence[Span], answer_at: int | None) -> Keeper:
+    """Return what says which tokens of a text stay."""
+    count = len(offsets)
+    if cut == "start":
+        return lambda keep: [(count - keep, count)]
+    if cut == "middle":
+        return lambda keep: [(0, -(-keep // 2)), (count - keep // 2, count)] if keep < count else [(0, count)]
+    if cut == "answer" and answer_at is not None:
+        at = next((index for index, (_, end) in enumerate(offsets) if end > answer_at), count - 1)
+
+        def around(keep: int) -> list[Span]:
+            first = min(max(at - keep // 2, 0), count - keep)
+            return [(first, first + keep)]
+
+        return around
+    return lambda keep: [(0, keep)]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A text of which so many tokens stay.
+
+    Attributes:
+        whole: the text.
+        offsets: of its tokens, in characters.
+        keeper: which stay.
+    """
+
+    whole: str
+    offsets: Sequence[Span]
+    keeper: Keeper
+
+    def text(self, keep: int) -> str:
+        """Return what ``keep`` tokens cover."""
+        return GAP.join(self.whole[start:end] for start, end in self._spans(keep) if end > start)
+
+    def between_words(self, keep: int) -> int:
+        """Return the number of tokens, ``keep`` or a few less, after which every cut falls between words; or 0."""
+        fewer = range(keep, max(keep - WORD_TOKENS, 0), -1)
+        return next((number for number in fewer if self._is_between_words(number)), 0)
+
+    def _is_between_words(self, keep: int) -> bool:
+        borders = [at for span in self._spans(keep) for at in span]
+        # Offsets may leave out the blank that belongs to a token, so both sides count.
+        return all(
+            at in (0, len(self.whole)) or self.whole[at - 1 : at].isspace() or self.whole[at : at + 1].isspace()
+            for at in borders
+        )
+
+    def _spans(self, keep: int) -> list[Span]:
+        count = len(self.offsets)
+        return [
+            (self.offsets[first][0] if first else 0, self.offsets[end - 1][1] if end < count else len(self.whole))
+            for first, end in self.keeper(keep)
+            if end > first
+        ]
