@@ -244,8 +244,8 @@ def _shared_heads(rows: Sequence[_Texts], field: str) -> Iterator[int]:
 
     Questions about one passage stand one after another; it is tokenised once for all of them.
     """
-    documents = [str(each.found.values.get(field, "")) for each in rows]
-    for before, document, after, each in zip(["", *documents[:-1]], documents, [*documents[1:], ""], rows, strict=True):
+    documents = ["", *(str(each.found.values.get(field, "")) for each in rows), ""]
+    for each, before, document, after in zip(rows, documents, documents[1:], documents[2:], strict=False):
         head = 0
         if len(document) >= WORTH_SHARING and document in (before, after) and len(each.parts) == 2:
             prompt = each.parts[0][0]

@@ -51,7 +51,8 @@ def shorten(
     encoding = encoding or encoding_of(tokenizer, render(template, values))
     inside = _field_tokens(template, recipe.shorten, values, encoding) if uses == 1 else None
     offsets = inside.offsets if inside else encoding_of(tokenizer, text).offsets
-    cut = _Cut(text, offsets, _keeper(recipe.cut, offsets, answer_at))
+    start = inside.start if inside else 0
+    cut = _Cut(text, start, offsets, _keeper(recipe.cut, offsets, None if answer_at is None else start + answer_at))
 
     def with_part(keep: int) -> list[int]:
         if inside and recipe.cut == "end" and (spliced := inside.without_end(keep, tokenizer)):
@@ -85,31 +86,32 @@ class _FieldTokens:
         ids: of the whole prompt.
         prompt: its text.
         start: of the field in it, in characters.
+        stop: of what follows it.
         first: token of the field.
-        end: first token after the field.
-        offsets: of the field's tokens, in characters of the field.
+        offsets: of the field's tokens, in characters of the prompt.
     """
 
     ids: list[int]
     prompt: str
     start: int
+    stop: int
     first: int
-    end: int
     offsets: Sequence[Span]
 
     def without_end(self, keep: int, tokenizer: PreTrainedTokenizerFast) -> list[int] | None:
         """Return the prompt's tokens with only the first ``keep`` of the field, if no token goes across the joint."""
-        cut, rest = self.start + self.offsets[keep - 1][1], self.start + self.offsets[-1][1]
+        cut = self.offsets[keep - 1][1]
+        joint = self.prompt[cut - 1] + self.prompt[self.stop : self.stop + 1]
         # Of a character that is several tokens each says that it is all of it.
-        is_whole = keep < len(self.offsets) and self.start + self.offsets[keep][0] >= cut
-        can_join = is_whole and is_before_blank(self.prompt, cut) and is_before_blank(self.prompt, rest)
+        is_whole = keep < len(self.offsets) and self.offsets[keep][0] >= cut
+        can_join = is_whole and is_before_blank(self.prompt, cut) and is_before_blank(joint, 1)
         if not (can_join and splits_before_blanks(tokenizer)):
             return None
-        return [*self.ids[: self.first + keep], *self.ids[self.end :]]
+        return [*self.ids[: self.first + keep], *encoding_of(tokenizer, self.prompt[self.stop :]).ids]
 
 
 def _field_tokens(template: str, field: str, values: Mapping[str, Any], encoding: Any) -> _FieldTokens | None:
-    """Find the tokens of a field, if all of it is in tokens of its own."""
+    """Find the tokens of a field, of a template that has nothing but fields and texts."""
     pieces = parse_template(template).pieces
     if pieces is None:
         return None
@@ -119,10 +121,9 @@ def _field_tokens(template: str, field: str, values: Mapping[str, Any], encoding
     offsets = encoding.offsets
     first = next((number for number, (at, _) in enumerate(offsets) if at >= start), len(offsets))
     end = next((number for number in range(len(offsets), first, -1) if offsets[number - 1][1] <= stop), first)
-    if end == first or offsets[end - 1][1] != start + len(values[field].rstrip()):
+    if end == first:
         return None
-    inside = [(max(at - start, 0), until - start) for at, until in offsets[first:end]]
-    return _FieldTokens(encoding.ids, "".join(texts), start, first, end, inside)
+    return _FieldTokens(encoding.ids, "".join(texts), start, stop, first, offsets[first:end])
 
 
 def _keeper(cut: str, offsets: Sequence[Span], answer_at: int | None) -> Keeper:
@@ -149,11 +150,13 @@ class _Cut:
 
     Attributes:
         whole: the text.
+        start: of it in what the offsets count.
         offsets: of its tokens, in characters.
         keeper: which stay.
     """
 
     whole: str
+    start: int
     offsets: Sequence[Span]
     keeper: Keeper
 
@@ -167,17 +170,21 @@ class _Cut:
         return next((number for number in fewer if self._is_between_words(number)), 0)
 
     def _is_between_words(self, keep: int) -> bool:
-        borders = [at for span in self._spans(keep) for at in span]
-        # Offsets may leave out the blank that belongs to a token, so both sides count.
+        spans, whole = self._spans(keep), self.whole
+        # Offsets may leave out the blank that belongs to a token, so before a word both sides count.
         return all(
-            at in (0, len(self.whole)) or self.whole[at - 1 : at].isspace() or self.whole[at : at + 1].isspace()
-            for at in borders
+            (first == 0 or whole[first - 1].isspace() or whole[first].isspace())
+            and (end == len(whole) or is_before_blank(whole, end))
+            for first, end in spans
         )
 
     def _spans(self, keep: int) -> list[Span]:
-        count = len(self.offsets)
+        count, offsets = len(self.offsets), self.offsets
         return [
-            (self.offsets[first][0] if first else 0, self.offsets[end - 1][1] if end < count else len(self.whole))
+            (
+                offsets[first][0] - self.start if first else 0,
+                offsets[end - 1][1] - self.start if end < count else len(self.whole),
+            )
             for first, end in self.keeper(keep)
             if end > first
         ]
