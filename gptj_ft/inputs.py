@@ -12,12 +12,10 @@ from gptj_ft.data.hub_rows import is_reference, local_folder
 from gptj_ft.data.prepare import Prepared, check_compatible, is_prepared, load, load_tokenizer, split
 from gptj_ft.data.prepared import Skips
 from gptj_ft.data.records import Findings, read_rows, sha256_of
+from gptj_ft.data.tokenizer import vocab_size_of
 from gptj_ft.errors import UsageError
-from gptj_ft.families import read_architecture
-from gptj_ft.formats.adapters import base_folder
 from gptj_ft.home import TINY_MODELS, downloaded_model, find_model, is_adapter, is_model, models
 from gptj_ft.recipe import Recipe
-from gptj_ft.tiny import make_tiny
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -117,6 +115,8 @@ def tiny_model(recipe: Recipe, source: Path) -> Path:
         rows = read_rows(source, findings, recipe.documents, recipe.quotes)
         values = (value for row in rows for value in row.values.values())
         texts = (value for value in values if isinstance(value, str))
+        from gptj_ft.tiny import make_tiny
+
         make_tiny(folder, texts, recipe.seed, model_type=TINY_MODELS[name])
     return folder
 
@@ -132,4 +132,8 @@ def read_or_prepare(
         prepared = load(source)
         check_compatible(prepared, recipe, tokenizer)
         return prepared
-    return prepare_once(recipe, tokenizer, source, read_architecture(base_folder(model)).config.vocab_size)
+    if is_adapter(model):
+        from gptj_ft.formats.adapters import base_folder
+
+        model = base_folder(model)
+    return prepare_once(recipe, tokenizer, source, vocab_size_of(model))

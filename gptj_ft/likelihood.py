@@ -13,7 +13,8 @@ from gptj_ft.costs import PASS_TOKENS
 from gptj_ft.data.batches import Document, first_fit
 from gptj_ft.data.placeholders import fields_of, render
 from gptj_ft.data.targets import stretches
-from gptj_ft.data.template import eos_of, tokenize
+from gptj_ft.data.template import eos_of
+from gptj_ft.data.tokens import tokenize
 from gptj_ft.layers import pack
 from gptj_ft.metrics.language_model import RowLoss
 from gptj_ft.recipe import Recipe

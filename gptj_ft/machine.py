@@ -6,10 +6,12 @@ import resource
 import shutil
 import sys
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from gptj_ft.errors import UsageError
+
+if TYPE_CHECKING:  # rows are prepared without it
+    import torch
 
 
 def choose_device(name: str) -> torch.device:
@@ -18,6 +20,8 @@ def choose_device(name: str) -> torch.device:
     Raises:
         UsageError: unknown, or not on this machine.
     """
+    import torch
+
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.split(":")[0] not in ("cpu", "cuda"):
@@ -33,6 +37,8 @@ def choose_device(name: str) -> torch.device:
 def free_memory(device: torch.device) -> int:
     """Return the bytes that can still be allocated on a device; for the CPU, RAM."""
     if device.type == "cuda":
+        import torch
+
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     import psutil  # the engine alone does without

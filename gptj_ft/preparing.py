@@ -14,8 +14,8 @@ from gptj_ft.data.fixed_file import FixReport, choose_target, fix_rows
 from gptj_ft.data.hub_rows import PREFIX, is_reference
 from gptj_ft.data.prepare import Prepared, is_prepared, load_tokenizer, save
 from gptj_ft.data.report_file import check_report_path, examples_of, facts_of, write_report
+from gptj_ft.data.tokenizer import vocab_size_of
 from gptj_ft.errors import UsageError
-from gptj_ft.families import read_architecture
 from gptj_ft.home import TINY_MODELS
 from gptj_ft.inputs import choose_model, data_path
 from gptj_ft.recipe import Recipe
@@ -137,6 +137,5 @@ def prepare_rows(recipe: Recipe, targets: Targets, bar: Bar) -> Preparation:
     model = choose_model(recipe, source)
     tokenizer = load_tokenizer(model)
     with bar() as advance:
-        vocab_size = read_architecture(model).config.vocab_size
-        prepared = prepare_once(recipe, tokenizer, source, vocab_size, lambda rows: advance(rows, None))
+        prepared = prepare_once(recipe, tokenizer, source, vocab_size_of(model), lambda rows: advance(rows, None))
     return Preparation(recipe, targets, model, tokenizer, prepared, fixes)

@@ -9,7 +9,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from gptj_ft.data.tokenizer import load_tokenizer, tokenizer_digest
 from gptj_ft.data.tokens import tokenize
@@ -62,6 +62,21 @@ def test_digest_tells_tokenizers_apart_but_ignores_truncation():
     tokenizer.backend_tokenizer.enable_truncation(7)
     assert tokenizer_digest(tokenizer) == digest
     assert tokenizer_digest(make_tokenizer(vocab_size=300)) != digest
+
+
+def test_a_tokenizer_is_read_as_transformers_reads_it(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([f"<|extratoken_{n}|>" for n in range(1, 4)])  # as GPT-J's has
+    tokenizer.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "GPT2Tokenizer"}))
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert "GPT2" not in type(ours).__name__
+    assert "GPT2" in type(theirs).__name__
+    text = " It's  <|extratoken_2|>\n<|endoftext|> naïve 🙂1234 "
+    assert tokenize(ours, [text]) == [theirs(text, split_special_tokens=True)["input_ids"]]
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert (ours.eos_token_id, len(ours)) == (theirs.eos_token_id, len(theirs))
 
 
 def test_bare_gpt2_vocabulary_and_merges_are_enough(tmp_path):

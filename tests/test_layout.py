@@ -46,7 +46,7 @@ ORDER = [
         "export",
     ),
     ("verdict", "predictions"),
-    ("report", "evaluation_report", "options"),
+    ("report", "data_report", "evaluation_report", "options"),
     ("run_report",),
     ("commands",),
     ("cli",),
@@ -104,6 +104,24 @@ def test_help_imports_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert "--recipe" in done.stdout
+
+
+def test_rows_are_prepared_without_torch(tmp_path: Path) -> None:
+    from test_data_tokenizer import make_tokenizer
+
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gptj", "vocab_size": 60000}', encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text('{"document": "The lift stops.", "summary": "Lift."}\n' * 9, encoding="utf-8")
+    code = (
+        f"import sys; sys.argv = ['gptj-ft', 'prepare-data', '--model', {str(tmp_path)!r}, '--recipe', 'summarization'"
+        f", '--data', {str(tmp_path / 'rows.jsonl')!r}]\n"
+        "from gptj_ft.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as stop: assert not stop.code, stop.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_built_wheel_finds_its_recipes(tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ def prepare_data(
     """Turn rows into token ids: checked, masked, counted; `finetune --data` takes the folder."""
     flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
     flags.pop("output", None)  # here that is the folder of the rows
+    from gptj_ft.data_report import show_data, show_examples, show_fixes, show_lengths
     from gptj_ft.preparing import Targets, prepare_rows
-    from gptj_ft.report import show_data, show_examples, show_fixes, show_lengths
 
     resolved = resolve(flags, config, as_tuple(assignments))
     targets = Targets.of(data, output, fix, fixed, report, show or 0)

@@ -96,7 +96,8 @@ def finetune(
 
     from gptj_ft import finetune as command
     from gptj_ft.data.tokenizer import load_tokenizer
-    from gptj_ft.report import show_data, show_examples, show_plan, show_training
+    from gptj_ft.data_report import show_data, show_examples
+    from gptj_ft.report import show_plan, show_training
 
     console = console_for(quiet=as_json)
     if start is not None and resume is None:

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gptj_ft.data.targets import lengths_of, num_targets
-from gptj_ft.layers import PackedBatch, pack
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+    from gptj_ft.layers import PackedBatch
 
 Packing = Literal["off", "apart", "joined"]
 Slice = tuple[int, int, int]  # a document, and which of its tokens: the first, and the one after the last
@@ -167,6 +168,8 @@ def micro_batches(
         budget_tokens: tokens computed at once.
         untrained: what else of each is not, as (start, end) pairs in one flat list.
     """
+    from gptj_ft.layers import pack  # brings torch, which rows are counted without
+
     gaps = untrained or [()] * len(documents)
     return [
         pack([documents[i] for i in group], [prompt_lengths[i] for i in group], untrained=[gaps[i] for i in group])

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 ROWS = "data-00000-of-00001.arrow"  # as `datasets` names the file of a data set that has one
 # Raised whenever the same rows and recipe would give other tokens or columns.
-VERSION = 3
+VERSION = 4
 # The options that decide what is a row and how it becomes tokens.
 SETTINGS = (
     "prompt",

@@ -6,13 +6,16 @@ import hashlib
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gptj_ft.errors import UsageError
+from gptj_ft.home import TINY_MODELS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+# Classes that add nothing to what tokenizer.json says.
+GENERIC = ("GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
 # What decides which ids a text becomes; truncation, padding and post-processing are not used here.
 _PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 
@@ -23,8 +26,6 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     Raises:
         UsageError: no tokenizer files in it, or none that can be read; says what is missing.
     """
-    from transformers import AutoTokenizer, GPT2TokenizerFast
-
     if not folder.is_dir():
         raise UsageError(f"no such folder: {folder}")
     present = {path.name for path in folder.iterdir()}
@@ -34,11 +35,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
             f"{folder} has no tokenizer: neither tokenizer.json nor vocab.json with merges.txt\n"
             "copy these files from the original model (for GPT-J: `gptj-ft download` has them)"
         )
-    # Without one of these AutoTokenizer cannot know the class; bare vocabulary and merges are GPT-2's, as GPT-J's are.
-    known_class = present & {"tokenizer_config.json", "config.json", "tokenizer.json"}
-    loader = AutoTokenizer if known_class else GPT2TokenizerFast
     try:
-        tokenizer = loader.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = _loader(folder, present).from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # The Rust library raises bare Exception on a broken tokenizer.json.
         reason = str(error).strip().split("\n")[0]
         raise UsageError(f"cannot read the tokenizer in {folder}: {reason}") from error
@@ -49,9 +47,49 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def _loader(folder: Path, present: set[str]) -> Any:
+    """Return the class that reads a folder's tokenizer."""
+    if present >= {"tokenizer.json", "tokenizer_config.json"} and _class_of(folder) in GENERIC:
+        # All of it is in tokenizer.json, and this class comes without torch, which takes seconds to load.
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, GPT2TokenizerFast
+
+    # Without one of these AutoTokenizer cannot know the class; bare vocabulary and merges are GPT-2's, as GPT-J's are.
+    return AutoTokenizer if present & {"tokenizer_config.json", "config.json", "tokenizer.json"} else GPT2TokenizerFast
+
+
+def _class_of(folder: Path) -> str | None:
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return None
+    return str(config.get("tokenizer_class")) if isinstance(config, dict) else None
+
+
 @lru_cache(maxsize=4)
 def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
     """Return what tells two tokenizers apart: a SHA-256 of vocabulary, merges, text splitting and the EOS id."""
     saved = json.loads(tokenizer.backend_tokenizer.to_str())
     parts = {name: saved.get(name) for name in _PARTS} | {"eos": tokenizer.eos_token_id}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def vocab_size_of(folder: Path) -> int:
+    """Return how many token ids a model folder's model has, without what it takes to build one.
+
+    Raises:
+        UsageError, DataError: as `families.read_architecture`.
+    """
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        raw = None
+    if isinstance(raw, dict) and raw.get("model_type") in TINY_MODELS.values():
+        size = raw.get("vocab_size")
+        if type(size) is int and size > 0:
+            return size
+    from gptj_ft.families import read_architecture  # brings torch; says what is wrong
+
+    return int(read_architecture(folder).config.vocab_size)
