@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from gptj_ft.data.cache import prepare_once
 from gptj_ft.data.checks import PLACES_SHOWN
 from gptj_ft.data.hub_rows import is_reference, local_folder
-from gptj_ft.data.prepare import Prepared, check_compatible, is_prepared, load, load_tokenizer, split
+from gptj_ft.data.prepare import Prepared, check_compatible, is_prepared, load, load_tokenizer
 from gptj_ft.data.prepared import Skips
 from gptj_ft.data.records import Findings, read_rows, sha256_of
+from gptj_ft.data.split import split
 from gptj_ft.data.tokenizer import vocab_size_of
 from gptj_ft.errors import UsageError
 from gptj_ft.home import TINY_MODELS, downloaded_model, find_model, is_adapter, is_model, models

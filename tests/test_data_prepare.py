@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from test_data_tokenizer import make_tokenizer
 
-from gptj_ft.data.prepare import check_compatible, is_prepared, load, prepare, save, select, split
+from gptj_ft.data.prepare import check_compatible, is_prepared, load, prepare, save
 from gptj_ft.data.prepared import Prepared, Report
+from gptj_ft.data.split import select, split
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.home import home
 from gptj_ft.recipe import resolve

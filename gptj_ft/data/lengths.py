@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from gptj_ft.data.batches import Packing, Rows, rows_of_step, steps_per_epoch
 from gptj_ft.data.prepared import Prepared
-from gptj_ft.data.targets import lengths_of
+from gptj_ft.data.targets import column_of, lengths_of
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    pass
 
 Numbers = NDArray[np.integer]
 BINS = 8
@@ -42,7 +42,7 @@ class Lengths:
     def of(cls, prepared: Prepared, packing: Packing = "off") -> Lengths:
         """Count the tokens of prepared rows."""
         window = int(prepared.report.settings["max_length"])
-        prompts, rows = _numbers(prepared.rows, "prompt_length"), lengths_of(prepared.rows)
+        prompts, rows = column_of(prepared.rows, "prompt_length", np.int32), lengths_of(prepared.rows)
         steps = rows if packing == "off" else np.array(Rows.of(prepared.rows, packing, window).lengths)
         return cls(prompts, rows - prompts, steps, window)
 
@@ -58,11 +58,6 @@ class Lengths:
             batch = self.steps[rows_of_step(step, len(self.steps), batch_size, seed)]
             padded, real = padded + int(batch.max()) * len(batch), real + int(batch.sum())
         return padded / real
-
-
-def _numbers(rows: Dataset, column: str) -> Numbers:
-    batches = [batch[column].to_numpy() for batch in rows.select_columns([column]).with_format("arrow").iter(10_000)]
-    return np.concatenate([np.empty(0, np.int32), *batches])
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,7 @@ from gptj_ft.data.prepared import (
     load,
     number_of,
     save,
-    select,
     settings_of,
-    split,
 )
 from gptj_ft.data.records import Findings, Row, read_rows, sha256_of
 from gptj_ft.data.targets import num_targets
@@ -65,14 +63,13 @@ __all__ = [
     "load_tokenizer",
     "prepare",
     "save",
-    "select",
-    "split",
 ]
 
 # Rows tokenised in one call, which the tokenizer spreads over the cores.
 CHUNK_ROWS = 500
 CHUNK_CHARACTERS = 2_000_000
 CHUNKS_AHEAD = 3  # so that the tokenizer never waits for rows
+BATCH_BYTES = 16 * 2**20  # opening a file looks at the head of every batch, and maps what is around it
 LIKELY_LONG = 3  # characters a token of a text that may have to be shortened
 WORTH_SHARING = 200  # characters
 # Columns are chosen by the first rows: a name that turns up once in a million rows must not win.
@@ -336,6 +333,7 @@ class _RowFile:
         os.close(descriptor)
         self._path = Path(name)
         self._writer = pyarrow.ipc.new_stream(name, self._schema)
+        self._waiting: list[Any] = []
         self._is_used = False
 
     def __enter__(self) -> _RowFile:
@@ -356,12 +354,22 @@ class _RowFile:
             arrays += [
                 pyarrow.array(values, field.type) for values, field in zip(others, list(self._schema)[1:], strict=True)
             ]
-            self._writer.write_batch(pyarrow.record_batch(arrays, schema=self._schema))
+            self._waiting.append(pyarrow.record_batch(arrays, schema=self._schema))
+            if sum(batch.nbytes for batch in self._waiting) > BATCH_BYTES:
+                self._flush()
+
+    def _flush(self) -> None:
+        import pyarrow
+
+        for batch in pyarrow.Table.from_batches(self._waiting, self._schema).combine_chunks().to_batches():
+            self._writer.write_batch(batch)
+        self._waiting.clear()
 
     def rows(self) -> Dataset:
         """Return all documents."""
         from datasets import Dataset
 
+        self._flush()
         self._writer.close()
         rows = Dataset.from_file(str(self._path))
         self._is_used = True  # saving them links the file

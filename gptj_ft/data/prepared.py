@@ -1,20 +1,18 @@
-"""Prepared data: an Arrow data set with its report; saved, loaded, checked against a recipe, split for validation."""
+"""Prepared data: an Arrow data set with its report; saved, loaded, checked against a recipe."""
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptj_ft.data.placeholders import fields_of
-from gptj_ft.data.targets import lengths_of, num_targets
 from gptj_ft.data.tokenizer import tokenizer_digest
 from gptj_ft.durable import draft_of
 from gptj_ft.errors import DataError, ResourceError, UsageError
@@ -107,7 +105,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what JSON can hold."""
-        return {**dataclasses.asdict(self), "settings_sha256": self.settings_sha256}
+        return {**asdict(self), "settings_sha256": self.settings_sha256}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Report:
@@ -262,71 +260,6 @@ def check_compatible(prepared: Prepared, recipe: Recipe, tokenizer: PreTrainedTo
             f"the data was prepared for something else: {'; '.join(differences)}\n"
             f"prepare it again from {', '.join(report.files)}, or use the recipe it was prepared with"
         )
-
-
-def select(prepared: Prepared, indices: Iterable[int]) -> Prepared:
-    """Return some of the documents, with the report's counts of documents and tokens made theirs.
-
-    Args:
-        prepared: the data.
-        indices: positions in its ``rows``.
-    """
-    rows = prepared.rows.select(list(indices))
-    lengths = lengths_of(rows).tolist()
-    targets = (num_targets(*row) for row in zip(lengths, rows["prompt_length"], rows["untrained"], strict=True))
-    report = dataclasses.replace(
-        prepared.report,
-        windows=len(rows),
-        tokens=sum(lengths),
-        target_tokens=sum(targets),
-        longest=max(lengths, default=0),
-    )
-    return Prepared(rows, report)
-
-
-def split(prepared: Prepared, holdout: float, seed: int) -> tuple[Prepared, Prepared | None]:
-    """Hold out a share of the rows; the same rows for the same seed, in whatever order they come.
-
-    Rows that share a document stay together, and so do the windows of one, unless there is but one document. Where
-    rows have labels, each label is held out in its share. Each side gets at least one document.
-
-    Args:
-        prepared: the data.
-        holdout: share of the documents, 0 to 1; 0 holds out nothing.
-        seed: the recipe's.
-
-    Returns:
-        (train, held); held is ``None`` when nothing is held out or there are fewer than two documents.
-    """
-    groups: list[int] = prepared.rows["group"]
-    labels = dict(zip(groups, prepared.rows["label"], strict=True))
-    if len(labels) == 1:  # windows of one document, or one row
-        groups = list(range(len(groups)))
-        labels = dict.fromkeys(groups, "")
-    if holdout == 0 or len(labels) < 2:
-        return prepared, None
-    count = min(max(round(holdout * len(labels)), 1), len(labels) - 1)
-    chosen = _choose(labels, count, seed)
-    train = [index for index, group in enumerate(groups) if group not in chosen]
-    held = [index for index, group in enumerate(groups) if group in chosen]
-    return select(prepared, train), select(prepared, held)
-
-
-def _choose(labels: Mapping[int, str], count: int, seed: int) -> set[int]:
-    """Choose so many groups, of each label in its share; which ones depends on seed and group alone."""
-
-    def key(group: int) -> bytes:
-        return hashlib.blake2b(f"{seed}:{group}".encode(), digest_size=8).digest()
-
-    members: dict[str, list[int]] = {}
-    for group, label in labels.items():
-        members.setdefault(label, []).append(group)
-    shares = {label: count * len(of) / len(labels) for label, of in members.items()}
-    taken = {label: int(share) for label, share in shares.items()}
-    # What rounding down has left goes to the labels that lost most by it.
-    for label in sorted(shares, key=lambda label: (taken[label] - shares[label], label))[: count - sum(taken.values())]:
-        taken[label] += 1
-    return {group for label, of in members.items() for group in sorted(of, key=key)[: taken[label]]}
 
 
 def group_of(recipe: Recipe, values: Mapping[str, Any]) -> int:

@@ -15,7 +15,8 @@ from typing import Any
 from gptj_ft import __version__
 from gptj_ft.data.batches import Rows, steps_per_epoch
 from gptj_ft.data.lengths import Lengths, bins_of
-from gptj_ft.data.prepared import Prepared, split
+from gptj_ft.data.prepared import Prepared
+from gptj_ft.data.split import split
 from gptj_ft.data.targets import stretches
 from gptj_ft.durable import new_files, require_new
 from gptj_ft.errors import UsageError

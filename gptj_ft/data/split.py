@@ -1,0 +1,87 @@
+"""Some of the rows: those that are held out, and the others."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gptj_ft.data.prepared import Prepared
+from gptj_ft.data.targets import column_of, count_targets, lengths_of, numbers_of
+
+Numbers = NDArray[np.integer]
+
+
+def select(prepared: Prepared, indices: Iterable[int]) -> Prepared:
+    """Return some of the documents, with the report's counts of documents and tokens made theirs.
+
+    Args:
+        prepared: the data.
+        indices: positions in its ``rows``.
+    """
+    rows = prepared.rows.select(indices)
+    lengths, targets = lengths_of(rows), count_targets(rows)
+    report = replace(
+        prepared.report,
+        windows=len(rows),
+        tokens=int(lengths.sum()),
+        target_tokens=targets,
+        longest=int(lengths.max(initial=0)),
+    )
+    return Prepared(rows, report)
+
+
+def split(prepared: Prepared, holdout: float, seed: int) -> tuple[Prepared, Prepared | None]:
+    """Hold out a share of the rows; the same rows for the same seed, in whatever order they come.
+
+    Rows that share a document stay together, and so do the windows of one, unless there is but one document. Where
+    rows have labels, each label is held out in its share. Each side gets at least one document.
+
+    Args:
+        prepared: the data.
+        holdout: share of the documents, 0 to 1; 0 holds out nothing.
+        seed: the recipe's.
+
+    Returns:
+        (train, held); held is ``None`` when nothing is held out or there are fewer than two documents.
+    """
+    groups = column_of(prepared.rows, "group", np.int64)
+    members, inverse = np.unique(groups, return_inverse=True)
+    if len(members) == 1:  # windows of one document, or one row
+        members = inverse = np.arange(len(groups))
+        labels = np.zeros(len(groups), np.int32)
+    else:
+        labels = np.empty(len(members), np.int32)
+        labels[inverse] = numbers_of(prepared.rows, "label")  # of rows that share a document, the last one's
+    if holdout == 0 or len(members) < 2:
+        return prepared, None
+    count = min(max(round(holdout * len(members)), 1), len(members) - 1)
+    is_held = _choose(members, labels, count, seed)[inverse]
+    return select(prepared, np.flatnonzero(~is_held)), select(prepared, np.flatnonzero(is_held))
+
+
+def _choose(groups: Numbers, labels: Numbers, count: int, seed: int) -> NDArray[np.bool_]:
+    """Choose so many groups, of each label in its share; which ones depends on seed and group alone."""
+    sizes = np.bincount(labels)
+    shares = count * sizes / len(groups)
+    taken = shares.astype(np.int64)
+    # What rounding down has left goes to the labels that lost most by it.
+    for label in np.lexsort((np.arange(len(sizes)), taken - shares))[: count - int(taken.sum())]:
+        taken[label] += 1
+    order = np.lexsort((groups, _mixed(groups, seed), labels))
+    place = np.arange(len(groups)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of each among those of its label
+    chosen = np.zeros(len(groups), np.bool_)
+    chosen[order[place < np.repeat(taken, sizes)]] = True
+    return chosen
+
+
+def _mixed(groups: Numbers, seed: int) -> NDArray[np.uint64]:
+    """Return numbers that look drawn at random, the same for the same (SplitMix64, doi:10.1145/2714064.2660195)."""
+    start = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "little")
+    z = groups.astype(np.uint64) + np.uint64(start)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
