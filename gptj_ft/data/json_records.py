@@ -215,8 +215,9 @@ def _questions(file: File, article: Decoded, index: int, number: int, is_one_lin
         for paragraph in article.value["paragraphs"]:
             for question in paragraph["qas"]:
                 number += 1
-                # The decoder gives no positions; ids come in file order, so the next occurrence is the question.
-                position = max(position, article.text.find(json.dumps(question.get("id", "")), position))
+                if not is_one_line:
+                    # The decoder gives no positions; ids come in file order: the next occurrence is the question.
+                    position = max(position, article.text.find(json.dumps(question.get("id", "")), position))
                 values = {
                     "title": article.value.get("title", ""),
                     "context": paragraph["context"],

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
 from gptj_ft.data.placeholders import fields_of
 from gptj_ft.data.tokenizer import tokenizer_digest
 from gptj_ft.durable import draft_of
@@ -271,4 +273,4 @@ def group_of(recipe: Recipe, values: Mapping[str, Any]) -> int:
 
 def number_of(content: bytes) -> int:
     """Return a number for some content, the same for the same."""
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
+    return xxhash.xxh3_64_intdigest(content) - 2**63
