@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from gptj_ft.answering import Answerer, scores_of
 from gptj_ft.data.batches import Rows
-from gptj_ft.data.prepared import load, select
+from gptj_ft.data.prepared import load
+from gptj_ft.data.split import select
 from gptj_ft.data.tokenizer import load_tokenizer
 from gptj_ft.durable import replace_text
 from gptj_ft.errors import ResourceError
