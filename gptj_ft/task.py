@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptj_ft.data.batches import Document, Rows
-from gptj_ft.data.prepare import Prepared, is_prepared, select
+from gptj_ft.data.prepare import Prepared, is_prepared
+from gptj_ft.data.split import select
 from gptj_ft.inputs import read_or_prepare
 from gptj_ft.recipe import Recipe
 
