@@ -256,12 +256,16 @@ def count_faultable(patch: pytest.MonkeyPatch, session: Session, folder: Path) -
 
 
 def test_a_state_that_cannot_be_read_stops_with_exit_4(session: Session, tmp_path: Path, monkeypatch) -> None:
-    def bad_block(*arguments: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    run, read = new_run(tmp_path), os.preadv
+
+    def bad_block(descriptor: int, *arguments: object) -> int:
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(run.state):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(descriptor, *arguments)
 
     monkeypatch.setattr(os, "preadv", bad_block)
     with pytest.raises(ResourceError, match="cannot read the state of the run"):
-        train(session, new_run(tmp_path))
+        train(session, run)
 
 
 def test_resuming_asks_for_no_room_that_the_run_has_already_taken(
