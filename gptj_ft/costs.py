@@ -186,7 +186,7 @@ def num_validations(recipe: Recipe, load: Load) -> int:
 
 def seconds_per_validation(placement: Placement, load: Load, forward: Pass, rates: Rates) -> float:
     """Return how long one validation takes: the pending update of every layer, then passes over the weights."""
-    update = replace(forward, flops=0.0, passed=0.0) if forward.updated else Pass()
+    update = replace(forward, flops=0.0, times=0.0) if forward.updated else Pass()
     passes = -(-load.validation_tokens // PASS_TOKENS)
     flops = 2.0 * load.block_parameters * load.validation_tokens + 2.0 * load.head_parameters * load.validation_targets
     weights = bytes_moved(placement, {"weight": load.dtype}, passes * (load.stored_elements + load.lent_elements))

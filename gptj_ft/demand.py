@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from gptj_ft.measure import Rates
+from gptj_ft.measure import ComputeRates, Rates
 from gptj_ft.meters import Flops, count_flops
 from gptj_ft.stack import Room
 from gptj_ft.stores import LENDER, Kind, Layout
@@ -23,6 +23,8 @@ NOTHING: Mapping[Place, int] = {}
 TOUCHED = 44
 TOUCHED_LOGITS = 12  # tensors of [targets, vocabulary], fp32: softmax, loss and their gradients
 SUMMED = 3  # passes over a gradient by which autograd adds that of a micro-batch
+WHOLE = 2  # passes over a gradient that are made once a step: it is set to zero, and its norm taken
+INNER = 4  # times as wide as the model is its MLP
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Load:
         validation_tokens: tokens of the validation rows.
         validation_targets: those of them that carry a target.
         context: tokens that the model was made for.
+        attended: tokens that a token attends to, on average over the tokens; 0: half of the longest row.
         frozen: layouts of what is not trained in each layer; none: everything is trained.
     """
 
@@ -57,6 +60,7 @@ class Load:
     validation_tokens: int = 0
     validation_targets: int = 0
     context: int = 2048
+    attended: float = 0.0
     frozen: Sequence[Layout] = ()
 
     @cached_property
@@ -151,22 +155,25 @@ class Load:
         """Bytes of the hidden states of an average micro-batch."""
         return self.width * self.dtype.itemsize * min(self.micro_batch_tokens, self.mean_step_tokens)
 
-    @property
-    def passed_by_forward(self) -> float:
-        """Bytes that the blocks' operations between products read and write in one pass over an average step."""
-        return float(TOUCHED * (len(self.layouts) - 2) * self.width * self.dtype.itemsize * self.mean_step_tokens)
+    def seconds_between_products(self, rates: ComputeRates) -> float:
+        """Return how long the blocks' operations between products with weights take in one pass over a step."""
+        tokens = (len(self.layouts) - 2) * self.mean_step_tokens
+        touched = TOUCHED * tokens * self.width * self.dtype.itemsize / rates.memory_for(self.hidden_bytes)
+        activated = INNER * tokens * self.width / rates.gelu
+        attended = 4.0 * tokens * self.width * (self.attended or self.longest_row / 2) / rates.attention
+        return touched + activated + attended
 
-    def passed_by_backward(self, kept: int) -> float:
-        """Bytes that backward's read and write, those of what is computed again included."""
+    def times_again(self, kept: int) -> float:
+        """Return how often backward does what forward does between products: twice, and once more if not kept."""
         blocks, passed = len(self.layouts) - 2, self.num_backward_blocks
-        return (2.0 * passed + max(0, passed - kept)) / max(1, blocks) * self.passed_by_forward
+        return (2.0 * passed + max(0, passed - kept)) / max(1, blocks)
 
     @property
     def touched_by_backward(self) -> float:
         """Bytes that the head and the sums of gradients read and write."""
         logits = TOUCHED_LOGITS * self.vocabulary * torch.float32.itemsize * self.mean_step_targets
         micro_batches = -(-self.mean_step_tokens // self.micro_batch_tokens)
-        sums = SUMMED * torch.float32.itemsize * self.num_trained * micro_batches
+        sums = (SUMMED * micro_batches + WHOLE) * torch.float32.itemsize * self.num_trained
         return logits + sums
 
 
@@ -178,7 +185,7 @@ class Pass:
         flops: of matrix products.
         updated: bytes that AdamW reads and writes in the device's memory.
         touched: bytes that the operations between products read and write there, in tensors as large as the weights.
-        passed: bytes that they read and write in tensors of hidden states.
+        times: how often that is done which the blocks do between products; backward's counts twice.
         read: bytes, by place.
         written: bytes, by place.
     """
@@ -186,7 +193,7 @@ class Pass:
     flops: float = 0.0
     updated: int = 0
     touched: float = 0.0
-    passed: float = 0.0
+    times: float = 0.0
     read: Mapping[Place, int] = field(default_factory=dict)
     written: Mapping[Place, int] = field(default_factory=dict)
 
@@ -197,8 +204,8 @@ class Pass:
     def compute_seconds(self, load: Load, rates: Rates) -> float:
         """Return the seconds of the computation alone."""
         compute = rates.compute
-        in_memory = (self.updated + self.touched) / compute.memory + self.passed / compute.memory_for(load.hidden_bytes)
-        return self.flops / compute.matmul(load.dtype, load.width) + in_memory
+        between = (self.updated + self.touched) / compute.memory + self.times * load.seconds_between_products(compute)
+        return self.flops / compute.matmul(load.dtype, load.width) + between
 
     def transfer_seconds(self, rates: Rates) -> float:
         """Return the seconds of the transfers alone: over the disk, and beside that over the link."""
@@ -258,8 +265,8 @@ def passes_of_state(
     def moved(counted: int | Mapping[Kind, int], *kinds: Kind) -> dict[Place, int]:
         return bytes_moved(placement, {kind: stored[kind] for kind in kinds}, counted)
 
-    up = Pass(forward_flops, passed=load.passed_by_forward)
-    down = Pass(backward_flops, touched=load.touched_by_backward, passed=load.passed_by_backward(kept))
+    up = Pass(forward_flops, times=1.0)
+    down = Pass(backward_flops, touched=load.touched_by_backward, times=load.times_again(kept))
     if defers and is_late:
         late, bottom, kinds = load.late_elements, load.layouts[0].numel, tuple(dict.fromkeys(("weight", *old)))
         # Going down, the late blocks are read as they were before forward has updated them; not so gradients.

@@ -24,6 +24,7 @@ NARROW = 512  # its smaller kin's; products of such matrices reach less
 MOST_TOKENS = {"cpu": 1024, "cuda": 8192}  # computed at once; more do not make it faster
 LONGEST_PRODUCT = 2.0  # seconds
 COPY_BYTES = 128 * 2**20
+HEADS, ATTENDED, HEAD_DIM = 4, 512, 256  # of an attention that is measured
 NEAR_BYTES = 4 * 2**20  # of each of two tensors that the caches hold together
 FILE_BYTES = 512 * 2**20
 CHUNK_BYTES = 128 * 2**20
@@ -41,6 +42,8 @@ class ComputeRates:
         bf16_narrow: the same in bf16.
         memory: bytes/s, read and written together, of a copy inside the device's memory.
         near_memory: the same of a copy so small that it stays in the caches.
+        gelu: elements/s of GPT-J's activation, which on a CPU takes longer than reading and writing them.
+        attention: FLOP/s of causal attention to some hundred tokens.
         to_device: bytes/s from host memory; where the device is the CPU, of a copy.
         from_device: bytes/s to host memory.
         load: average load of each core in the minute before; others may have slowed this down.
@@ -52,6 +55,8 @@ class ComputeRates:
     bf16_narrow: float
     memory: float
     near_memory: float
+    gelu: float
+    attention: float
     to_device: float
     from_device: float
     load: float = 0.0
@@ -124,7 +129,18 @@ def measure_compute(device: torch.device) -> ComputeRates:
     narrow = [matmul_rate(device, dtype, NARROW, 4 * NARROW) for dtype in dtypes]
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what torch keeps for later would count as taken
-    return ComputeRates(wide[0], wide[1], narrow[0], narrow[1], 2 * copy, 2 * near, to_device, from_device, load)
+    return ComputeRates(
+        wide[0], wide[1], narrow[0], narrow[1], 2 * copy, 2 * near, *_block_rates(device), to_device, from_device, load
+    )
+
+
+def _block_rates(device: torch.device) -> tuple[float, float]:
+    """Measure what of a block is no product with weights: elements/s of GELU, FLOP/s of causal attention."""
+    x = torch.full((4 * NEAR_BYTES // 4,), 0.5, device=device)
+    q = torch.full((1, HEADS, ATTENDED, HEAD_DIM), 0.01, device=device)
+    gelu = min(_seconds(lambda: F.gelu(x, approximate="tanh"), device) for _ in range(3))
+    attention = min(_seconds(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True), device) for _ in range(3))
+    return x.numel() / gelu, 2.0 * HEADS * ATTENDED**2 * HEAD_DIM / attention
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, width: int = WIDTH, inner: int = INNER) -> float:

@@ -88,6 +88,7 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
         num_steps=num_steps - steps_done(Run(folder)),
         context=architecture.config.n_positions,
         longest_row=max(lengths),
+        attended=sum(length * length for length in lengths) / sum(lengths) / 2,
         validation_tokens=sum(validation.lengths),
         validation_targets=validation.num_targets,
     )

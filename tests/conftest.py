@@ -75,6 +75,8 @@ def fixed_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rates]:
             bf16_narrow=2e10,
             memory=2e10,
             near_memory=2e10,
+            gelu=1e18,
+            attention=1e18,
             to_device=1e10,
             from_device=1e10,
         ),

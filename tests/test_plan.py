@@ -36,6 +36,8 @@ RATES = Rates(
         bf16_narrow=4e12,
         memory=1e12,
         near_memory=1e12,
+        gelu=1e18,
+        attention=1e18,
         to_device=2e10,
         from_device=1e10,
     ),
@@ -151,9 +153,14 @@ def test_narrow_models_and_what_is_no_matrix_product_take_their_time(six_b: Load
     recipe = Recipe(activations="recompute")
     slow = replace(RATES, compute=replace(RATES.compute, memory=1e10, near_memory=1e10))
     fast, slowed = (planned(six_b, Placement("device", "device"), recipe, rates=each).costs for each in (RATES, slow))
-    touched = 4 * 44 * 28 * 4096 * 4 * 2048 + 12 * 50400 * 4 * 512 + 12 * six_b.num_parameters
+    touched = 4 * 44 * 28 * 4096 * 4 * 2048 + 12 * 50400 * 4 * 512 + 20 * six_b.num_parameters
     moved = touched + 36 * six_b.stored_elements
     assert slowed.compute_seconds - fast.compute_seconds == pytest.approx(moved / 1e10 - moved / 1e12)
+    slow = replace(RATES, compute=replace(RATES.compute, gelu=1e9, attention=1e11))
+    slowed = planned(six_b, Placement("device", "device"), recipe, rates=slow).costs
+    # A token attends to half of the longest row's 512 here; recomputed, backward counts three times.
+    seconds = 28 * 2048 * (4 * 4096 / 1e9 + 4 * 4096 * six_b.longest_row / 2 / 1e11)
+    assert slowed.compute_seconds - fast.compute_seconds == pytest.approx(4 * seconds)
 
 
 def test_a_master_copy_is_read_instead_of_the_weights_it_makes_anew(six_b: Load) -> None:
