@@ -23,7 +23,7 @@ NOTHING: Mapping[Place, int] = {}
 TOUCHED = 44
 TOUCHED_LOGITS = 12  # tensors of [targets, vocabulary], fp32: softmax, loss and their gradients
 SUMMED = 3  # passes over a gradient by which autograd adds that of a micro-batch
-WHOLE = 2  # passes over a gradient that are made once a step: it is set to zero, and its norm taken
+WHOLE = 6  # and those once a step that set it to zero, four times as slow as a copy, and take its norm
 INNER = 4  # times as wide as the model is its MLP
 
 

@@ -23,6 +23,7 @@ WIDTH, INNER = 4096, 16384  # GPT-J's MLP
 NARROW = 512  # its smaller kin's; products of such matrices reach less
 MOST_TOKENS = {"cpu": 1024, "cuda": 8192}  # computed at once; more do not make it faster
 LONGEST_PRODUCT = 2.0  # seconds
+PRODUCTS_SECONDS, MOST_PRODUCTS = 0.2, 50  # of one size
 COPY_BYTES = 128 * 2**20
 HEADS, ATTENDED, HEAD_DIM = 4, 512, 256  # of an attention that is measured
 NEAR_BYTES = 4 * 2**20  # of each of two tensors that the caches hold together
@@ -126,7 +127,7 @@ def measure_compute(device: torch.device) -> ComputeRates:
     del one, other
     dtypes = (torch.float32, torch.bfloat16)
     wide = [matmul_rate(device, dtype) for dtype in dtypes]
-    narrow = [matmul_rate(device, dtype, NARROW, 4 * NARROW) for dtype in dtypes]
+    narrow = [matmul_rate(device, dtype, NARROW, 2 * NARROW) for dtype in dtypes]
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what torch keeps for later would count as taken
     return ComputeRates(
@@ -160,10 +161,12 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, width: int = WIDTH, in
 
 
 def _matmul_seconds(x: Tensor, weight: Tensor) -> float:
-    """Return the least time of a product; one that takes long is done once."""
+    """Return the time of a product, on average over some, as a run has it; one that takes long is done once."""
     seconds = _seconds(lambda: F.linear(x, weight), x.device)
-    repeats = 0 if seconds > LONGEST_PRODUCT / 4 else 2
-    return min([seconds, *(_seconds(lambda: F.linear(x, weight), x.device) for _ in range(repeats))])
+    if seconds > LONGEST_PRODUCT / 4:
+        return seconds
+    repeats = max(2, min(MOST_PRODUCTS, round(PRODUCTS_SECONDS / seconds)))
+    return sum(_seconds(lambda: F.linear(x, weight), x.device) for _ in range(repeats)) / repeats
 
 
 def measure_disk(folder: Path, file_bytes: int = FILE_BYTES, chunk_bytes: int = CHUNK_BYTES) -> DiskRates:

@@ -23,7 +23,7 @@ from gptj_ft.home import home
 from gptj_ft.machine import existing_folder, free_disk
 from gptj_ft.measure import ASSUMED_DISK, FILE_BYTES, ComputeRates, DiskRates, Rates
 
-METHOD = 5  # of measuring: figures from another one are not used
+METHOD = 6  # of measuring: figures from another one are not used
 BF16_GAIN = 1.3  # how much faster bf16 must be to be worth its rounding
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
