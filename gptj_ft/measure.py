@@ -161,12 +161,15 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, width: int = WIDTH, in
 
 
 def _matmul_seconds(x: Tensor, weight: Tensor) -> float:
-    """Return the time of a product, on average over some, as a run has it; one that takes long is done once."""
+    """Return the least time of a product, which others that run beside this disturb least.
+
+    One that takes long is done once.
+    """
     seconds = _seconds(lambda: F.linear(x, weight), x.device)
     if seconds > LONGEST_PRODUCT / 4:
         return seconds
     repeats = max(2, min(MOST_PRODUCTS, round(PRODUCTS_SECONDS / seconds)))
-    return sum(_seconds(lambda: F.linear(x, weight), x.device) for _ in range(repeats)) / repeats
+    return min([seconds, *(_seconds(lambda: F.linear(x, weight), x.device) for _ in range(repeats))])
 
 
 def measure_disk(folder: Path, file_bytes: int = FILE_BYTES, chunk_bytes: int = CHUNK_BYTES) -> DiskRates:
