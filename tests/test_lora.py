@@ -227,9 +227,9 @@ def test_a_run_is_the_same_in_every_placement_and_writes_no_weight_of_the_model(
         assert session.plan.costs.disk_bytes_written_per_step == 16 * trained
 
 
-@pytest.mark.parametrize("first", range(3))
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_power_cut_at_any_disk_operation_loses_nothing_but_the_step_in_flight(
-    first: int, straight, tmp_path: Path
+    stride: int, straight, tmp_path: Path
 ) -> None:
     session = small_session(straight[0].model, **LORA)
     with pytest.MonkeyPatch.context() as patch:
@@ -237,7 +237,7 @@ def test_a_power_cut_at_any_disk_operation_loses_nothing_but_the_step_in_flight(
         (tmp_path / "count").mkdir()
         train_run(session, new_run(tmp_path / "count"))
     assert power.count > 30
-    for last in range(first, power.count, 6):
+    for last in range(3, power.count, stride):
         run = new_run(tmp_path)
         with pytest.MonkeyPatch.context() as patch:
             Power(patch, last)
