@@ -45,7 +45,7 @@ def _global(
 
 def main() -> None:
     """Run the command line."""
-    # Private: libraries neither phone home nor look for newer files. `download` uses the network, and `_fetched_rows`.
+    # Private: libraries neither phone home nor look for newer files. `download` uses the network, and `fetched_rows`.
     for name in ("HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
         os.environ[name] = "1"
     if "download" not in sys.argv[1:2]:

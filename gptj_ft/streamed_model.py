@@ -48,10 +48,6 @@ class Passes:
         self._stream = stack.coming
         return logits
 
-    def next_token_logits(self, batch: PackedBatch) -> Tensor:
-        """Return the logits after the last token of each document, fp32 [documents, V]."""
-        return self.logits(batch, torch.tensor(batch.cu_seqlens[1:], device=self._stack.device) - 1)
-
 
 class RaggedCache(DynamicCache):  # type: ignore[misc]
     """What `transformers` believes to be its cache: it counts padded columns and carries ours.

@@ -14,6 +14,7 @@ import torch
 from conftest import GPT2_SHAPES, random_gpt2
 from safetensors.torch import save_file
 from small_run import assert_same_weights, weights_of
+from test_streaming import next_token_logits
 from transformers import AutoModelForCausalLM
 
 from gptj_ft.convert import Conversion, convert
@@ -24,7 +25,6 @@ from gptj_ft.formats.huggingface import check, open_checkpoint
 from gptj_ft.layers import pack
 from gptj_ft.model import reading_stack
 from gptj_ft.stores import Layout
-from gptj_ft.streamed_model import Passes
 
 CPU = torch.device("cpu")
 State = dict[str, torch.Tensor]
@@ -114,7 +114,7 @@ def test_what_a_config_says_is_computed_as_transformers_does(tmp_path: Path, fie
     oracle.save_pretrained(tmp_path)
     tokens = list(range(20))
     with reading_stack(tmp_path, CPU, torch.float32) as (_, stack), torch.no_grad():
-        ours, theirs = Passes(stack).next_token_logits(pack([tokens])), oracle(torch.tensor([tokens])).logits[:, -1]
+        ours, theirs = next_token_logits(stack, pack([tokens])), oracle(torch.tensor([tokens])).logits[:, -1]
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 

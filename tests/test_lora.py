@@ -24,6 +24,7 @@ from test_streaming import (
     assert_identical,
     documents,
     lr_of,
+    next_token_logits,
     oracle_loss,
     relative,
     train,
@@ -41,7 +42,6 @@ from gptj_ft.optimizer import AdamW
 from gptj_ft.recipe import Recipe, resolve
 from gptj_ft.selection import select
 from gptj_ft.stores.placement import Placement, training_dtypes
-from gptj_ft.streamed_model import Passes
 from gptj_ft.streaming import evaluate_losses, train_step
 
 TARGETS = {"narrow": ("q_proj", "v_proj", "mlp.fc_out"), "gpt2": ("c_attn", "mlp.c_proj")}
@@ -251,7 +251,7 @@ def test_a_power_cut_at_any_disk_operation_loses_nothing_but_the_step_in_flight(
 
 def logits_of(folder: Path, docs) -> torch.Tensor:
     with reading_stack(folder, CPU, torch.float32) as (_, stack):
-        return Passes(stack).next_token_logits(pack(docs))
+        return next_token_logits(stack, pack(docs))
 
 
 @pytest.fixture(params=TARGETS)

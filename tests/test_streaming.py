@@ -19,7 +19,7 @@ from gptj_ft.demand import Load, training_passes
 from gptj_ft.errors import GptjFtError
 from gptj_ft.families import read_architecture
 from gptj_ft.formats.huggingface import open_checkpoint
-from gptj_ft.layers import NO_TARGET, pack
+from gptj_ft.layers import NO_TARGET, PackedBatch, pack
 from gptj_ft.model import load_weights, reading_stack, training_stack
 from gptj_ft.optimizer import AdamW
 from gptj_ft.passage import Visit
@@ -93,6 +93,11 @@ def oracle_loss(oracle, docs: list[list[int]], z_loss: float = 0.0):
     return total / count
 
 
+def next_token_logits(stack, batch: PackedBatch) -> torch.Tensor:
+    """Return the logits after the last token of each document, [documents, V]."""
+    return Passes(stack).logits(batch, torch.tensor(batch.cu_seqlens[1:]) - 1)
+
+
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.detach() - b.detach()).norm() / b.detach().norm().clamp_min(1e-12))
 
@@ -100,7 +105,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_logits_match_transformers(oracle, model_folder: Path) -> None:
     docs = documents(oracle.config.vocab_size)
     with reading_stack(model_folder, CPU, torch.float32) as (_, stack), torch.no_grad():
-        ours = Passes(stack).next_token_logits(pack(docs))
+        ours = next_token_logits(stack, pack(docs))
         theirs = torch.stack([oracle(torch.tensor([ids])).logits[0, -1] for ids in docs])
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -408,7 +413,7 @@ def test_packed_documents_equal_separate_documents(model_folder: Path) -> None:
         assert packed.total == pytest.approx(sum(loss.total for loss in alone), rel=1e-6)
         # and no document sees another: changing one leaves the others' logits as they were
         changed = [docs[0], [(token + 1) % 50 for token in docs[1]], *docs[2:]]
-        before, after = (Passes(stack).next_token_logits(pack(x)) for x in (docs, changed))
+        before, after = (next_token_logits(stack, pack(x)) for x in (docs, changed))
     others = [0, *range(2, len(docs))]
     assert torch.equal(before[others], after[others])
     assert not torch.equal(before[1], after[1])

@@ -89,7 +89,7 @@ def finetune(
     offline: Offline = False,
     as_json: Json = False,
 ) -> None:
-    """Fine-tune a model: every parameter, by weight streaming."""
+    """Fine-tune a model by weight streaming: every parameter, some of them (--train) or adapters (--method lora)."""
     began = time.monotonic()
     flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
     from dataclasses import asdict

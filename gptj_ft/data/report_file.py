@@ -12,7 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from gptj_ft import __version__
 from gptj_ft.data.batches import Rows, steps_per_epoch
 from gptj_ft.data.lengths import Lengths, bins_of
 from gptj_ft.data.prepared import Prepared
@@ -20,6 +19,7 @@ from gptj_ft.data.split import split
 from gptj_ft.data.targets import stretches
 from gptj_ft.durable import new_files, require_new
 from gptj_ft.errors import UsageError
+from gptj_ft.pages import to_page
 from gptj_ft.recipe import Recipe
 
 
@@ -107,21 +107,12 @@ def to_html(facts: Mapping[str, Any]) -> str:
 
     Counts that the page has no place for are listed by their names, so that none is left out.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     counts = {
         name.replace("_", " "): value
         for name, value in facts.items()
         if isinstance(value, int | float) and name != "version"
     }
-    return environment.get_template("report.html.jinja").render(facts=facts, counts=counts, version=__version__)
+    return to_page("rows", {**facts, "counts": counts})
 
 
 WRITERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {".json": to_json, ".html": to_html}
