@@ -21,13 +21,17 @@ from gptj_ft.data.fields import FieldReader, choose_columns
 from gptj_ft.data.fields import text_of as cell_text
 from gptj_ft.data.placeholders import fields_of
 from gptj_ft.data.records import Findings, read_rows
-from gptj_ft.decoding import batches_by_length, generate_tokens, text_of
+from gptj_ft.decoding import generate_tokens, text_of
 from gptj_ft.errors import DataError, Interrupted, RowSkipped
-from gptj_ft.generate import Writer
+from gptj_ft.formats.adapters import weight_bytes
+from gptj_ft.generate import Asker, Writer
+from gptj_ft.reading import ReadingPlan, Reads, batches_by_length, plan_reading
 from gptj_ft.recipe import Recipe
+from gptj_ft.session import free_resources
 from gptj_ft.tuning import template_of
 
 SURVEY_ROWS = 1000  # whose columns are looked at
+TOGETHER = "together"  # setting: tokens of prompts and answers that share the passes over the weights
 SEED_STRIDE = 1_000_003  # between the seeds of batches
 
 
@@ -58,41 +62,79 @@ class Written:
     bad: list[tuple[str, str]]
 
 
-def answer_rows(
-    writer: Writer,
-    source: Path,
-    output: Path,
-    model: Path,
-    num_return: int = 1,
-    progress: Callable[[int, int], None] | None = None,
-) -> Written:
-    """Answer every row of a file; go on where an earlier call with the same rows and settings was stopped.
+@dataclass(frozen=True)
+class Questionnaire:
+    """The rows of a file, ready to be answered.
+
+    Attributes:
+        questions: all of them.
+        findings: what is wrong with some.
+        output: gets a line for each row as it is answered; in the order of the rows in the end.
+        settings: what the answers depend on.
+        num_return: answers to each row.
+        plan: what it takes.
+    """
+
+    questions: list[Question]
+    findings: Findings
+    output: Path
+    settings: dict[str, Any]
+    num_return: int
+    plan: ReadingPlan
+
+
+def plan_answers(asker: Asker, source: Path, output: Path, num_return: int = 1) -> Questionnaire:
+    """Prepare to answer every row of a file, or to go on where an earlier call with the same rows was stopped.
+
+    Args:
+        asker: model and settings; the model folder is noted beside the output.
+        source: the rows.
+        output: a new file, or one that was begun.
+        num_return: answers to each row.
+
+    Raises:
+        DataError: more unreadable or unusable rows than ``max_bad_rows``.
+        ResourceError: it does not fit.
+    """
+    recipe = asker.recipe
+    findings = Findings(recipe.max_bad_rows)
+    questions = list(read_questions(asker, source, findings))
+    reads = Reads(
+        asker.architecture,
+        asker.dtype,
+        recipe.generation,
+        prompts=[len(question.ids) for question in questions if question.ids],
+        num_return=num_return,
+        adapter_bytes=weight_bytes(asker.folder),
+    )
+    before = AnswersFile.setting_of(output, TOGETHER)
+    plan = plan_reading(recipe, reads, free_resources(asker.device, output.absolute().parent), before)
+    settings = {"model": str(asker.folder.resolve()), "num_return": num_return, "seed": recipe.seed,
+                TOGETHER: plan.together.written, "rows": _digest(questions), **template_of(recipe)}  # fmt: skip
+    return Questionnaire(questions, findings, output, settings, num_return, plan)
+
+
+def answer_rows(writer: Writer, planned: Questionnaire, progress: Callable[[int, int], None] | None = None) -> Written:
+    """Answer rows; go on where it was stopped.
 
     Args:
         writer: the model.
-        source: the rows.
-        output: gets a line for each row as it is answered; in the order of the rows in the end.
-        model: the model folder, which is noted beside the output.
-        num_return: answers to each row.
+        planned: the rows.
         progress: called with (rows done, rows).
 
     Raises:
-        DataError: more unreadable or unusable rows than ``max_bad_rows``; nothing has been written.
         UsageError: the output is of something else.
         Interrupted: by Ctrl-C.
     """
-    recipe = writer.recipe
-    findings = Findings(recipe.max_bad_rows)
-    questions = list(read_questions(writer, source, findings))
-    settings = {"model": str(model.resolve()), "num_return": num_return, "seed": recipe.seed,
-                "rows": _digest(questions), **template_of(recipe)}  # fmt: skip
+    recipe, questions, num_return = writer.recipe, planned.questions, planned.num_return
     answered = [index for index, question in enumerate(questions) if question.ids]
     lengths = [len(questions[index].ids) for index in answered]
-    with AnswersFile(output, settings) as file:
+    batches = batches_by_length(lengths, recipe.generation, num_return, planned.plan.together.written)
+    with AnswersFile(planned.output, planned.settings) as file:
         found = len(file.done)
         file.append((index, _bad_line(question)) for index, question in enumerate(questions) if not question.ids)
         try:
-            for number, batch in enumerate(batches_by_length(lengths, recipe.generation, num_return)):
+            for number, batch in enumerate(batches):
                 rows = [answered[each] for each in batch]
                 if not file.done.issuperset(rows):
                     torch.manual_seed((recipe.seed + number * SEED_STRIDE) % 2**63)
@@ -101,15 +143,16 @@ def answer_rows(
                     progress(len(file.done), len(questions))
         except KeyboardInterrupt:
             raise Interrupted(
-                f"{len(file.done):,} of {len(questions):,} rows are in {output}; the same command goes on from there"
+                f"{len(file.done):,} of {len(questions):,} rows are in {planned.output}; the same command goes on from "
+                "there"
             ) from None
         file.finish()
-    return Written(len(questions), found, sum(question.cut for question in questions), findings.bad)
+    return Written(len(questions), found, sum(question.cut for question in questions), planned.findings.bad)
 
 
-def read_questions(writer: Writer, source: Path, findings: Findings) -> Iterator[Question]:
+def read_questions(asker: Asker, source: Path, findings: Findings) -> Iterator[Question]:
     """Yield the rows of a file as prompts; those that cannot be used are among the findings, too."""
-    recipe = writer.recipe
+    recipe = asker.recipe
     columns = _columns(source, recipe)
     files = set[str]()
     for row in read_rows(source, findings, recipe.documents, recipe.quotes):
@@ -117,7 +160,7 @@ def read_questions(writer: Writer, source: Path, findings: Findings) -> Iterator
         head: dict[str, Any] = {"line": row.line} | ({"file": row.source} if len(files) > 1 else {})
         head |= {"id": row.values["id"]} if isinstance(row.values.get("id"), str | int) else {}
         try:
-            prompt = writer.encode(_values(row.values, columns, recipe))
+            prompt = asker.encode(_values(row.values, columns, recipe))
             yield Question(head, prompt.ids, prompt.cut)
         except DataError as error:
             findings.bad.append((row.where, str(error)))

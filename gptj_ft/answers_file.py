@@ -33,7 +33,7 @@ class AnswersFile:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path, self.done = path, set[int]()
-        self._settings_path = path.with_name(f"{path.name}.settings.json")
+        self._settings_path = _settings_path(path)
         self._text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
         self._check_settings()
         try:
@@ -44,6 +44,14 @@ class AnswersFile:
             os.close(self._descriptor)
             raise UsageError(f"{path} is being written by another process; wait until it ends")
         self._read()
+
+    @staticmethod
+    def setting_of(path: Path, name: str) -> Any:
+        """Return a setting that a file of answers was made with; ``None`` if there is no such file."""
+        try:
+            return json.loads(_settings_path(path).read_text(encoding="utf-8")).get(name)
+        except (OSError, ValueError, AttributeError):
+            return None
 
     def __enter__(self) -> AnswersFile:
         return self
@@ -117,6 +125,10 @@ class AnswersFile:
             except (ValueError, TypeError, KeyError) as error:
                 raise DataError(f"{self.path}:{number}: not a line of this command; name a new --output") from error
         return lines
+
+
+def _settings_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.settings.json")
 
 
 def _difference(there: str, here: str) -> str:

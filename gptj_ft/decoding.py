@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
     from transformers.generation.streamers import BaseStreamer
 
-__all__ = ["StreamedModel", "batches_by_length", "cut_at", "generate_tokens", "write_answers"]
-
-BATCH_TOKENS = 16384  # of prompts that share the passes over the weights
+__all__ = ["StreamedModel", "cut_at", "generate_tokens", "text_of"]
 
 
 def generate_tokens(
@@ -26,6 +24,7 @@ def generate_tokens(
     settings: Generation,
     num_return: int = 1,
     streamer: BaseStreamer | None = None,
+    read: RaggedCache | None = None,
 ) -> list[list[int]]:
     """Continue prompts, all of them in each pass over the weights. Rows that have ended cost nothing more.
 
@@ -36,6 +35,7 @@ def generate_tokens(
         settings: greedy at temperature 0, else sampling from torch's default generator.
         num_return: continuations of each prompt.
         streamer: is given the tokens of a single prompt as they come; not with beams.
+        read: what is kept of the prompts, if they have been read already; see `streamed_model.Reading`.
 
     Returns: the new tokens of each row, EOS and what follows left out; continuations of a prompt side by side.
     """
@@ -48,10 +48,12 @@ def generate_tokens(
     eos = int(tokenizer.eos_token_id)
     # Beams that have ended are set aside by the search itself; those of a row that has ended run until all have.
     ends = [eos] if settings.num_beams == 1 and not settings.prompt_lookup_num_tokens else []
+    cache = RaggedCache() if read is None else read
+    cache.ends = torch.tensor(ends, dtype=torch.int64)
     output = model.generate(
         input_ids.to(model.device),
         attention_mask=attention_mask.to(model.device),
-        past_key_values=RaggedCache(ends),
+        past_key_values=cache,
         eos_token_id=eos,
         pad_token_id=eos,  # what finished rows are filled with; it is cut off below and enters no loss
         num_return_sequences=num_return,
@@ -74,32 +76,6 @@ def search_options(settings: Generation) -> dict[str, Any]:
         options |= {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k}
         options |= {"min_p": settings.min_p} if settings.min_p else {}
     return options | ({"stop_strings": list(settings.stop)} if settings.stop else {})
-
-
-def write_answers(
-    model: StreamedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    prompts: Sequence[Sequence[int]],
-    settings: Generation,
-) -> Iterator[tuple[int, str]]:
-    """Yield (row, text) for each prompt, longest prompts first so that rows of like length share a batch.
-
-    Text ends before the first stop string and is stripped.
-    """
-    for rows in batches_by_length([len(prompt) for prompt in prompts], settings):
-        answers = generate_tokens(model, tokenizer, [prompts[row] for row in rows], settings)
-        for row, tokens in zip(rows, answers, strict=True):
-            yield row, text_of(tokenizer, tokens, settings)
-
-
-def batches_by_length(lengths: Sequence[int], settings: Generation, num_return: int = 1) -> Iterator[list[int]]:
-    """Yield the rows that share the passes over the weights, given the tokens of their prompts; longest first."""
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    while order:
-        most = lengths[order[0]] + settings.max_new_tokens * max(settings.num_beams, num_return)
-        count = 1 if settings.prompt_lookup_num_tokens else max(1, BATCH_TOKENS // most)
-        yield order[:count]
-        order = order[count:]
 
 
 def text_of(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int], settings: Generation) -> str:

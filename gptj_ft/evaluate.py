@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,23 +12,24 @@ import torch
 
 from gptj_ft import machine
 from gptj_ft.answering import Answerer, scores_of
+from gptj_ft.data.batches import Document
 from gptj_ft.data.prepare import is_prepared, load_tokenizer
 from gptj_ft.errors import NotFinite, UsageError
-from gptj_ft.families import Architecture
-from gptj_ft.formats.adapters import base_folder, tokenizer_folder
-from gptj_ft.home import find_model, is_adapter, is_model, models
+from gptj_ft.families import Architecture, read_architecture
+from gptj_ft.formats.adapters import base_folder, tokenizer_folder, weight_bytes
+from gptj_ft.home import find_model, home, is_adapter, is_model, models
 from gptj_ft.journal import Journal
-from gptj_ft.likelihood import losses, passes
+from gptj_ft.likelihood import candidates, losses, passes
 from gptj_ft.metrics import Figure
 from gptj_ft.metrics import rouge as rouge_metric
 from gptj_ft.metrics.figures import values
 from gptj_ft.metrics.language_model import RowLoss, language_model
 from gptj_ft.model import reading_stack
-from gptj_ft.plan import device_cap
 from gptj_ft.rates import choose_dtype
+from gptj_ft.reading import ReadingPlan, Reads, plan_reading
 from gptj_ft.recipe import Recipe
 from gptj_ft.run import Run
-from gptj_ft.session import check_lengths
+from gptj_ft.session import check_lengths, free_resources
 from gptj_ft.stack import LayerStack
 from gptj_ft.task import Task, make_task
 from gptj_ft.tuning import read_tuning
@@ -71,39 +72,90 @@ class Evaluation:
         return values(self.figures, self.rows)
 
 
-def evaluate_model(
-    folder: Path, recipe: Recipe, data: Path, limit: int | None, progress: Progress | None = None
-) -> tuple[Evaluation, Journal]:
-    """Measure a model on rows; go on where an evaluation like this one was killed.
+@dataclass(frozen=True)
+class Planned:
+    """An evaluation that has not begun.
+
+    Attributes:
+        folder: the model folder.
+        recipe: templates, metrics, generation settings, device.
+        tokenizer: of the model.
+        task: the rows.
+        device: where it runs.
+        dtype: of the computation.
+        journal: what is known already.
+        plan: what it takes.
+    """
+
+    folder: Path
+    recipe: Recipe
+    tokenizer: PreTrainedTokenizerFast
+    task: Task
+    device: torch.device
+    dtype: torch.dtype
+    journal: Journal
+    plan: ReadingPlan
+
+
+def plan_evaluation(folder: Path, recipe: Recipe, data: Path, limit: int | None) -> Planned:
+    """Prepare to measure a model on rows, or to go on where an evaluation like this one was killed.
 
     Args:
         folder: the model folder.
         recipe: templates, metrics, generation settings, device.
         data: a file of rows, or prepared data.
         limit: use only the first rows.
-        progress: called with (rows done, rows to do), first for the losses, then for the answers.
 
-    Returns: the evaluation, and the journal to be closed when nothing can go wrong any more.
+    Raises:
+        ResourceError: it does not fit.
+    """
+    architecture = read_architecture(base_folder(folder))
+    tokenizer = load_tokenizer(tokenizer_folder(folder))
+    check_lengths(recipe, architecture)
+    task = make_task(recipe, tokenizer, folder, data, limit)
+    device = machine.choose_device(recipe.device)
+    dtype = choose_dtype(recipe.precision, device)
+    journal = Journal({**task.facts, **facts_of(folder, recipe), "dtype": str(dtype), "device": device.type})
+    prompts = [len(prompt) for prompt in task.prompts]
+    writes = recipe.metrics and not candidates(recipe, tokenizer)
+    reads = Reads(
+        architecture,
+        dtype,
+        recipe.generation,
+        documents=[max(len(document.ids), prompt) for document, prompt in zip(task.documents, prompts, strict=True)],
+        prompts=prompts if writes else (),
+        adapter_bytes=weight_bytes(folder),
+    )
+    plan = plan_reading(recipe, reads, free_resources(device, home()), journal.of("together").get(0))
+    return Planned(folder, recipe, tokenizer, task, device, dtype, journal, plan)
+
+
+def evaluate_model(planned: Planned, progress: Progress | None = None) -> Evaluation:
+    """Measure a model on rows. Its journal is to be closed when nothing can go wrong any more.
+
+    Args:
+        planned: model and rows.
+        progress: called with (rows done, rows to do).
 
     Raises:
         NotFinite: a loss.
     """
-    tokenizer = load_tokenizer(tokenizer_folder(folder))
-    task = make_task(recipe, tokenizer, folder, data, limit)
-    device = machine.choose_device(recipe.device)
-    dtype = choose_dtype(recipe.precision, device)
-    cap = device_cap(recipe, device.type == "cpu")
-    journal = Journal({**task.facts, **facts_of(folder, recipe), "dtype": str(dtype), "device": device.type})
-    with reading_stack(folder, device, dtype, recipe.weights, recipe.read_ahead, cap) as (architecture, stack):
-        check_lengths(recipe, architecture)
-        inquiry = Inquiry(recipe, tokenizer, task, journal, progress)
-        rows = inquiry.losses(stack)
-        answers = inquiry.answers(architecture, stack)
+    recipe, task, plan = planned.recipe, planned.task, planned.plan
+    planned.journal.add("together", {0: plan.together.written})
+    with reading_stack(planned.folder, planned.device, planned.dtype, plan.weights, recipe.read_ahead) as opened:
+        inquiry = Inquiry(planned, *opened, progress)
+        rows, answers = inquiry.run()
     figures = {**language_model(rows), **scores_of(recipe, answers, task.references)}
     evaluation = Evaluation(
-        str(folder), figures, task.places, answers, task.references, task.notes, sum(row.targets for row in rows)
+        str(planned.folder),
+        figures,
+        task.places,
+        answers,
+        task.references,
+        task.notes,
+        sum(row.targets for row in rows),
     )
-    return with_warnings(evaluation, recipe), journal
+    return with_warnings(evaluation, recipe)
 
 
 def facts_of(folder: Path, recipe: Recipe) -> dict[str, Any]:
@@ -120,56 +172,73 @@ def facts_of(folder: Path, recipe: Recipe) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Inquiry:
-    """What is to be found out about a model, and what is known already.
+    """What is to be found out about a model that is open, and what is known already.
 
     Attributes:
-        recipe: metrics and generation settings.
-        tokenizer: of the model.
-        task: the rows.
-        journal: the findings so far.
+        planned: model and rows.
+        architecture: of the model.
+        stack: the model.
         progress: see `evaluate_model`.
     """
 
-    recipe: Recipe
-    tokenizer: PreTrainedTokenizerFast
-    task: Task
-    journal: Journal
+    planned: Planned
+    architecture: Architecture
+    stack: LayerStack
     progress: Progress | None = None
 
-    def losses(self, stack: LayerStack) -> list[RowLoss]:
-        """Return the loss of each row.
+    def run(self) -> tuple[list[RowLoss], list[str]]:
+        """Return the loss of each row, and the answer to it: of labels the likeliest, else what is written.
+
+        Without a metric that asks for it, nothing is answered.
 
         Raises:
-            NotFinite: one of them.
+            NotFinite: a loss.
         """
-        known, task = self.journal.of("loss"), self.task
-        for rows in passes([len(document.ids) for document in task.documents]):
+        planned, task = self.planned, self.planned.task
+        known, answers = planned.journal.of("loss"), planned.journal.of("answer")
+        number = len(task.documents)
+        if planned.recipe.metrics:
+            answerer = Answerer(planned.recipe, planned.tokenizer, self.architecture, self.stack, planned.plan.together)
+            for rows in answerer.together(task.prompts):
+                if not answers.keys() >= set(rows):
+                    self._answer(answerer, rows)
+                self._show(len(answers))
+        for rows in passes([len(document.ids) for document in task.documents], planned.plan.together.read):
             if not known.keys() >= set(rows):
-                documents = [task.documents[row] for row in rows]
-                found = losses(stack, self.tokenizer, documents, self.recipe.micro_batch_tokens)
-                for row, loss in zip(rows, found, strict=True):
-                    if not math.isfinite(loss.total):
-                        raise NotFinite(f"the loss of {task.places[row]} is not a finite number: the model is damaged")
-                self.journal.add("loss", {row: asdict(loss) for row, loss in zip(rows, found, strict=True)})
+                self._note_losses(rows, losses(*self._asked(rows)))
             self._show(rows.stop)
-        return [RowLoss(**known[row]) for row in range(len(task.documents))]
+        return [RowLoss(**known[row]) for row in range(number)], [answers.get(row, "") for row in range(number)]
 
-    def answers(self, architecture: Architecture, stack: LayerStack) -> list[str]:
-        """Return the answer to each row: of labels the likeliest, else what is written; nothing if no metric asks."""
-        recipe, prompts, known = self.recipe, self.task.prompts, self.journal.of("answer")
-        if not recipe.metrics:
-            return [""] * len(prompts)
-        answerer = Answerer(recipe, self.tokenizer, architecture, stack)
-        for rows in answerer.together(prompts):
-            if not known.keys() >= set(rows):
-                answers = answerer.answer([prompts[row] for row in rows], seed=rows[0])
-                self.journal.add("answer", dict(zip(rows, answers, strict=True)))
-            self._show(len(known))
-        return [known[row] for row in range(len(prompts))]
+    def _answer(self, answerer: Answerer, rows: Sequence[int]) -> None:
+        """Answer some rows; where the loss is of the same prompts, find it, too, so that these are read once."""
+        task, journal = self.planned.task, self.planned.journal
+        prompts, documents = [task.prompts[row] for row in rows], [task.documents[row] for row in rows]
+        shared = all(
+            len(prompt) < len(document.ids) and list(document.ids[: len(prompt)]) == prompt
+            for prompt, document in zip(prompts, documents, strict=True)
+        )
+        if answerer.writes and shared and not self.planned.recipe.generation.prompt_lookup_num_tokens:
+            texts, found = answerer.answer_and_score(prompts, documents, seed=rows[0])
+            self._note_losses(rows, found)
+        else:
+            texts = answerer.answer(prompts, seed=rows[0])
+        journal.add("answer", dict(zip(rows, texts, strict=True)))
+
+    def _asked(self, rows: Sequence[int]) -> tuple[LayerStack, PreTrainedTokenizerFast, list[Document], int]:
+        planned = self.planned
+        documents = [planned.task.documents[row] for row in rows]
+        return self.stack, planned.tokenizer, documents, planned.plan.together.computed
+
+    def _note_losses(self, rows: Sequence[int], found: Sequence[RowLoss]) -> None:
+        for row, loss in zip(rows, found, strict=True):
+            if not math.isfinite(loss.total):
+                place = self.planned.task.places[row]
+                raise NotFinite(f"the loss of {place} is not a finite number: the model is damaged")
+        self.planned.journal.add("loss", {row: asdict(loss) for row, loss in zip(rows, found, strict=True)})
 
     def _show(self, done: int) -> None:
         if self.progress:
-            self.progress(done, len(self.task.documents))
+            self.progress(done, len(self.planned.task.documents))
 
 
 def with_warnings(evaluation: Evaluation, recipe: Recipe) -> Evaluation:

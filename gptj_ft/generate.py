@@ -16,7 +16,8 @@ from gptj_ft.data.prepare import load_tokenizer
 from gptj_ft.data.template import Prompt, encode_prompt, fields_of
 from gptj_ft.decoding import StreamedModel, generate_tokens, text_of
 from gptj_ft.errors import UsageError, did_you_mean
-from gptj_ft.formats.adapters import tokenizer_folder
+from gptj_ft.families import Architecture, read_architecture
+from gptj_ft.formats.adapters import base_folder, tokenizer_folder
 from gptj_ft.model import reading_stack
 from gptj_ft.plan import device_cap
 from gptj_ft.rates import choose_dtype
@@ -36,24 +37,57 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Writer:
-    """A model that is open, and how it is to write.
+class Asker:
+    """What a model is asked, and how.
 
     Attributes:
-        model: the streamed model.
-        tokenizer: its tokenizer.
+        folder: the model folder.
         recipe: template and generation settings.
-        room: most tokens of a prompt.
+        architecture: of the model.
+        tokenizer: of the model.
+        device: where it runs.
+        dtype: of the computation.
     """
 
-    model: StreamedModel
-    tokenizer: PreTrainedTokenizerFast
+    folder: Path
     recipe: Recipe
-    room: int
+    architecture: Architecture
+    tokenizer: PreTrainedTokenizerFast
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, folder: Path, recipe: Recipe) -> Asker:
+        """Read what a model folder says of its model.
+
+        Raises:
+            UsageError, DataError: as `families.read_architecture` and `load_tokenizer`.
+        """
+        device = machine.choose_device(recipe.device)
+        dtype = choose_dtype(recipe.precision, device)
+        tokenizer = load_tokenizer(tokenizer_folder(folder))
+        return cls(folder, recipe, read_architecture(base_folder(folder)), tokenizer, device, dtype)
+
+    @property
+    def room(self) -> int:
+        """Most tokens of a prompt."""
+        longest = min(self.recipe.max_length, int(self.architecture.config.n_positions))
+        return longest - self.recipe.generation.max_new_tokens
 
     def encode(self, values: Mapping[str, Any]) -> Prompt:
         """Return the prompt of a row's fields, shortened as the recipe says."""
         return encode_prompt(self.recipe, self.tokenizer, values, self.room)
+
+
+@dataclass(frozen=True)
+class Writer(Asker):
+    """A model that is open, and how it is to write.
+
+    Attributes:
+        model: the streamed model.
+    """
+
+    model: StreamedModel
 
     def write(
         self, values: Mapping[str, Any], num_return: int = 1, show: Callable[[str], object] | None = None
@@ -72,24 +106,22 @@ class Writer:
 
 
 @contextmanager
-def open_writer(folder: Path, recipe: Recipe) -> Iterator[Writer]:
-    """Open a model folder to write with.
+def open_writer(asker: Asker, weights: str | None = None) -> Iterator[Writer]:
+    """Open a model to write with.
 
     Args:
-        folder: the model folder.
-        recipe: template and generation settings; ``seed`` makes sampling repeatable.
+        asker: model and settings; the recipe's ``seed`` makes sampling repeatable.
+        weights: where they live; ``None``: the recipe says.
 
     Raises:
         UsageError, DataError: as `model.reading_stack`.
     """
-    tokenizer = load_tokenizer(tokenizer_folder(folder))
-    device = machine.choose_device(recipe.device)
-    dtype = choose_dtype(recipe.precision, device)
+    recipe, device = asker.recipe, asker.device
     cap = device_cap(recipe, device.type == "cpu")
-    with reading_stack(folder, device, dtype, recipe.weights, recipe.read_ahead, cap) as (architecture, stack):
-        room = min(recipe.max_length, architecture.config.n_positions) - recipe.generation.max_new_tokens
+    opened = reading_stack(asker.folder, device, asker.dtype, weights or recipe.weights, recipe.read_ahead, cap)
+    with opened as (architecture, stack):
         torch.manual_seed(recipe.seed)
-        yield Writer(StreamedModel(architecture, stack), tokenizer, recipe, room)
+        yield Writer(**vars(asker), model=StreamedModel(architecture, stack, recipe.micro_batch_tokens))
 
 
 def check_num_return(recipe: Recipe, num_return: int) -> None:

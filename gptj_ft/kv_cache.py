@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +31,7 @@ class KVCache:
     def __init__(self) -> None:
         self.num_slots = 0
         self.lengths = torch.empty(0, dtype=torch.int64)
+        self._counts: tuple[int, ...] = ()
         self._width = 1
         self._follows_beams = False
         self._crowded = 0  # slots from which on it is worth to look for those that nobody sees
@@ -48,21 +48,34 @@ class KVCache:
             width: rows that will go on from each.
             device: where the keys will be.
         """
-        self.num_slots, self._width = max(counts), width
+        self.num_slots, self._width, self._counts = max(counts), width, tuple(counts)
+        self._layers = {}
         counts_G = torch.tensor(counts, device=device)
         self.lengths = counts_G.repeat_interleave(width)
         if min(counts) < self.num_slots:
             slots = torch.arange(self.num_slots, device=device)
             self._seen_GWS = (slots >= self.num_slots - counts_G[:, None])[:, None].repeat(1, width, 1)
 
-    def put(self, layer: int, k_TNH: Tensor, v_TNH: Tensor, cu_seqlens: Sequence[int]) -> None:
-        """Keep a layer's keys and values of the prompts."""
-        shape = (len(cu_seqlens) - 1, k_TNH.shape[1], self.num_slots + MORE_ROOM, k_TNH.shape[2])
-        kept = k_TNH.new_zeros(shape), v_TNH.new_zeros(shape)  # what no row sees has to be finite all the same
-        for tree, (start, end) in enumerate(pairwise(cu_seqlens)):
-            for all_GNSH, x_TNH in zip(kept, (k_TNH, v_TNH), strict=True):
-                all_GNSH[tree, :, self.num_slots - (end - start) : self.num_slots] = x_TNH[start:end].transpose(0, 1)
-        self._layers[layer] = kept
+    def put(
+        self, layer: int, k_TNH: Tensor, v_TNH: Tensor, cu_seqlens: Sequence[int], trees: Sequence[int] = ()
+    ) -> None:
+        """Keep a layer's keys and values of prompts; what follows a prompt in its document is not kept.
+
+        Args:
+            layer: number of the layer.
+            k_TNH, v_TNH: of documents that begin with prompts.
+            cu_seqlens: where they begin and end.
+            trees: which of the prompts announced they are; none: the first ones.
+        """
+        if layer not in self._layers:
+            shape = (len(self._counts), k_TNH.shape[1], self.num_slots + MORE_ROOM, k_TNH.shape[2])
+            # what no row sees has to be finite all the same
+            self._layers[layer] = k_TNH.new_zeros(shape), v_TNH.new_zeros(shape)
+        for tree, start in zip(trees or range(len(cu_seqlens) - 1), cu_seqlens, strict=False):
+            count = self._counts[tree]
+            for all_GNSH, x_TNH in zip(self._layers[layer], (k_TNH, v_TNH), strict=True):
+                kept = all_GNSH[tree, :, self.num_slots - count : self.num_slots]
+                kept.copy_(x_TNH[start : start + count].transpose(0, 1))
 
     def go_on(self, columns: int, dtype: torch.dtype) -> Tensor:
         """Announce a pass over the next tokens of every row; return their positions, int64 [rows, columns].
@@ -115,7 +128,8 @@ class KVCache:
         self._part()
         self.lengths = self.lengths[rows]
         self._seen_GWS = None if self._seen_GWS is None else self._seen_GWS[rows]
-        self._layers = {layer: (k[rows], v[rows]) for layer, (k, v) in self._layers.items()}
+        for layer, (k, v) in self._layers.items():  # one after the other: the old ones are not kept meanwhile
+            self._layers[layer] = k[rows], v[rows]
 
     def crop(self, columns: int) -> None:
         """Forget the newest tokens of every row."""
@@ -130,10 +144,8 @@ class KVCache:
         width, self._width = self._width, 1
         if width == 1:
             return
-        self._layers = {
-            layer: (k.repeat_interleave(width, 0), v.repeat_interleave(width, 0))
-            for layer, (k, v) in self._layers.items()
-        }
+        for layer, (k, v) in self._layers.items():
+            self._layers[layer] = k.repeat_interleave(width, 0), v.repeat_interleave(width, 0)
         self._seen_GWS = None if self._seen_GWS is None else self._seen_GWS.flatten(0, 1)[:, None]
 
     def _with_room(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -141,7 +153,7 @@ class KVCache:
         kept = self._layers[layer]
         missing = self.num_slots - kept[0].shape[2]
         if missing > 0:
-            more = missing + MORE_ROOM + self.num_slots // 2
+            more = _room_for(self.num_slots) - kept[0].shape[2]
             k, v = (F.pad(x, (0, 0, 0, more)) for x in kept)
             self._layers[layer] = kept = (k, v)
         return kept
@@ -162,6 +174,25 @@ class KVCache:
             index = slots_GS[:, None, :, None].expand(-1, kept[0].shape[1], -1, kept[0].shape[3])
             k, v = (x.gather(2, index) for x in kept)
             self._layers[layer] = (k, v)
+
+
+def _room_for(slots: int) -> int:
+    """Return how many slots are taken when so many are needed and there is no room."""
+    return slots + MORE_ROOM + slots // 2
+
+
+def slots_taken(prompt: int, new: int, width: int) -> int:
+    """Return how many slots a tree has in the end at most.
+
+    Args:
+        prompt: tokens of the longest prompt.
+        new: tokens written to each row.
+        width: rows of a tree.
+    """
+    room, needed = prompt + MORE_ROOM, prompt + new * width
+    while room < needed:
+        room = _room_for(room + width)
+    return room
 
 
 def _all(shape: tuple[int, ...], device: torch.device) -> Tensor:

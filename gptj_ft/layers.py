@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -34,6 +34,7 @@ class PackedBatch:
         cache: when decoding, what keeps the keys and values.
         goes_on: whether the documents have begun in an earlier pass, whose keys and values the cache has.
         noise: seed of what training drops of this batch; ``None``: nothing is dropped.
+        numbers: of its documents, among those of all batches that share a pass and a cache; none: from 0 on.
     """
 
     tokens_T: Tensor
@@ -43,6 +44,7 @@ class PackedBatch:
     cache: KVCache | None = None
     goes_on: bool = False
     noise: int | None = None
+    numbers: tuple[int, ...] = ()
 
     @property
     def num_targets(self) -> int:
@@ -62,8 +64,8 @@ class PackedBatch:
         """Return the batch on a device."""
         if self.tokens_T.device == device:
             return self
-        moved = (self.tokens_T.to(device), self.positions_T.to(device), self.targets_T.to(device))
-        return PackedBatch(*moved, self.cu_seqlens, self.cache, self.goes_on, self.noise)
+        tokens_T, positions_T, targets_T = (x.to(device) for x in (self.tokens_T, self.positions_T, self.targets_T))
+        return replace(self, tokens_T=tokens_T, positions_T=positions_T, targets_T=targets_T)
 
 
 def pack(
@@ -71,6 +73,7 @@ def pack(
     prompt_lengths: Sequence[int] | None = None,
     cache: KVCache | None = None,
     untrained: Sequence[Sequence[int]] | None = None,
+    numbers: Sequence[int] = (),
 ) -> PackedBatch:
     """Put documents end to end.
 
@@ -79,6 +82,7 @@ def pack(
         prompt_lengths: tokens at each document's start that are not trained on; ``None``: no targets at all.
         cache: to keep keys and values in.
         untrained: tokens after each document's prompt that are not trained on, as (start, end) pairs in one flat list.
+        numbers: see `PackedBatch`.
     """
     tokens: list[int] = []
     positions: list[int] = []
@@ -96,7 +100,7 @@ def pack(
             targets[cu_seqlens[-1] + left - 1 : cu_seqlens[-1] + right - 1] = [NO_TARGET] * (right - left)
         cu_seqlens.append(len(tokens))
     tokens_T, positions_T, targets_T = (torch.tensor(x, dtype=torch.int64) for x in (tokens, positions, targets))
-    return PackedBatch(tokens_T, positions_T, targets_T, tuple(cu_seqlens), cache)
+    return PackedBatch(tokens_T, positions_T, targets_T, tuple(cu_seqlens), cache, numbers=tuple(numbers))
 
 
 def rotate(x_TNH: Tensor, positions_T: Tensor, rotary_dim: int, base: float = 10000.0) -> Tensor:
@@ -212,7 +216,7 @@ def attend(
     if batch.cache is not None:
         if batch.goes_on:
             return batch.cache.attend(layer, q_TNH, k_TNH, v_TNH, scale)
-        batch.cache.put(layer, k_TNH, v_TNH, batch.cu_seqlens)
+        batch.cache.put(layer, k_TNH, v_TNH, batch.cu_seqlens, batch.numbers)
     if takes_ragged(q_TNH.device, q_TNH.dtype, q_TNH.shape[-1]):
         return attend_ragged(q_TNH, k_TNH, v_TNH, batch, scale)
     outputs = []

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
-from gptj_ft.costs import PASS_TOKENS
 from gptj_ft.data.batches import Document, first_fit
 from gptj_ft.data.placeholders import fields_of, render
 from gptj_ft.data.targets import stretches
 from gptj_ft.data.template import eos_of
 from gptj_ft.data.tokens import tokenize
-from gptj_ft.layers import pack
+from gptj_ft.layers import PackedBatch, pack
 from gptj_ft.metrics.language_model import RowLoss
 from gptj_ft.recipe import Recipe
 from gptj_ft.stack import LayerStack
@@ -25,18 +25,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 LABEL = "label"  # the field whose words the recipe's `labels` lists
+Score = Callable[[Sequence[PackedBatch], Sequence[Wanted]], list[TokenScores]]
 Asked = tuple[Sequence[int], Sequence[tuple[int, int]]]  # a document; of it, positions and the tokens asked for after
 
 
-def passes(sizes: Sequence[int]) -> Iterator[range]:
-    """Yield which rows share a pass over the weights: in order, as many as `PASS_TOKENS` allows, at least one.
+def passes(sizes: Sequence[int], most_tokens: int) -> Iterator[range]:
+    """Yield which rows share a pass over the weights: in order, as many as the tokens allow, at least one.
 
     Args:
         sizes: tokens of each row.
+        most_tokens: of a pass.
     """
     start = tokens = 0
     for row, size in enumerate(sizes):
-        if row > start and tokens + size > PASS_TOKENS:
+        if row > start and tokens + size > most_tokens:
             yield range(start, row)
             start, tokens = row, 0
         tokens += size
@@ -45,7 +47,11 @@ def passes(sizes: Sequence[int]) -> Iterator[range]:
 
 
 def losses(
-    stack: LayerStack, tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document], budget_tokens: int
+    stack: LayerStack,
+    tokenizer: PreTrainedTokenizerFast,
+    documents: Sequence[Document],
+    budget_tokens: int,
+    score: Score | None = None,
 ) -> list[RowLoss]:
     """Return the loss of each document; all of them share a pass over the weights.
 
@@ -54,6 +60,7 @@ def losses(
         tokenizer: its tokenizer, for the words and bytes of the targets.
         documents: each with at least one target.
         budget_tokens: tokens computed at once.
+        score: reads them; by default `score_tokens`.
     """
     targets = [_targets(document) for document in documents]
     asked = [
@@ -61,7 +68,7 @@ def losses(
         for each, spans in zip(documents, targets, strict=True)
     ]
     found = []
-    for each, spans, scores in zip(documents, targets, _ask(stack, asked, budget_tokens), strict=True):
+    for each, spans, scores in zip(documents, targets, _ask(stack, asked, budget_tokens, score), strict=True):
         texts = [tokenizer.decode(each.ids[span.start : span.stop], skip_special_tokens=True) for span in spans]
         found.append(
             RowLoss(
@@ -99,31 +106,46 @@ def documents_of(prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> lis
     return [[*prompt, *each] for each in sorted(longest)]
 
 
+@dataclass(frozen=True)
+class Likelihood:
+    """How likely an answer is: the logarithm of its probability, nats, and whether each of its tokens is likeliest."""
+
+    total: float
+    is_likeliest: bool
+
+
 def log_likelihoods(
-    stack: LayerStack, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], budget_tokens: int
-) -> list[list[float]]:
-    """Return the logarithm of each answer's probability after each prompt; all of them share a pass over the weights.
+    stack: LayerStack,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[Sequence[int]]],
+    budget_tokens: int,
+) -> list[list[Likelihood]]:
+    """Return how likely each prompt's answers are after it; all of them share a pass over the weights.
 
     Args:
         stack: the model.
         prompts: token ids of each, none empty.
-        answers: token ids of each; the same for all prompts.
+        answers: of each prompt, the token ids of its answers.
         budget_tokens: tokens computed at once.
     """
     asked: list[Asked] = []
     places = []  # of each answer after each prompt: its document and where its first score is
-    for prompt in prompts:
-        documents = documents_of(prompt, answers)
+    for prompt, own_answers in zip(prompts, answers, strict=True):
+        documents = documents_of(prompt, own_answers)
         queries: list[list[tuple[int, int]]] = [[] for _ in documents]
-        for answer in answers:
+        for answer in own_answers:
             begins = [*prompt, *answer[:-1]]
             own = next(n for n, document in enumerate(documents) if document[: len(begins)] == begins)
             places.append((len(asked) + own, len(queries[own]), len(answer)))
             queries[own] += [(len(prompt) - 1 + at, token) for at, token in enumerate(answer)]
         asked += zip(documents, queries, strict=True)
     scores = _ask(stack, asked, budget_tokens)
-    sums = [math.fsum(scores[n].log_probabilities_S[first : first + count].tolist()) for n, first, count in places]
-    return [sums[start : start + len(answers)] for start in range(0, len(sums), len(answers))]
+    found = iter([_likelihood(scores[n], slice(first, first + count)) for n, first, count in places])
+    return [list(islice(found, len(own_answers))) for own_answers in answers]
+
+
+def _likelihood(scores: TokenScores, span: slice) -> Likelihood:
+    return Likelihood(math.fsum(scores.log_probabilities_S[span].tolist()), bool(scores.is_likeliest_S[span].all()))
 
 
 def _targets(document: Document) -> list[range]:
@@ -142,19 +164,22 @@ def _num_bytes(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> int:
     return sum(map(len, tokenizer.convert_ids_to_tokens([each for each in ids if each not in special])))
 
 
-def _ask(stack: LayerStack, asked: Sequence[Asked], budget_tokens: int) -> list[TokenScores]:
+def _ask(
+    stack: LayerStack, asked: Sequence[Asked], budget_tokens: int, score: Score | None = None
+) -> list[TokenScores]:
     """Return the scores of what is asked about each document, in one pass over the weights."""
     groups = first_fit([len(ids) for ids, _ in asked], budget_tokens)
     batches, wanted = [], []
     for group in groups:
-        batch = pack([asked[index][0] for index in group])
+        batch = pack([asked[index][0] for index in group], numbers=group)
         starts = zip(batch.cu_seqlens, group, strict=False)
         queries = [(start + at, token) for start, index in starts for at, token in asked[index][1]]
         positions_S, tokens_S = torch.tensor(queries, dtype=torch.int64).reshape(-1, 2).to(stack.device).unbind(1)
         batches.append(batch.to(stack.device))
         wanted.append(Wanted(positions_S, tokens_S))
     found: dict[int, TokenScores] = {}
-    for group, scores in zip(groups, score_tokens(stack, batches, wanted), strict=True):
+    read = score(batches, wanted) if score else score_tokens(stack, batches, wanted)
+    for group, scores in zip(groups, read, strict=True):
         ends = list(accumulate((len(asked[index][1]) for index in group), initial=0))
         for index, (start, end) in zip(group, pairwise(ends), strict=True):
             found[index] = TokenScores(scores.log_probabilities_S[start:end], scores.is_likeliest_S[start:end])

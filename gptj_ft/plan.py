@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -67,6 +67,15 @@ class Need:
     have: int
 
 
+def needs_of(device_bytes: int, host_bytes: int, disk_bytes: int, have: Free) -> list[Need]:
+    """Put what is needed beside what may be used, resource by resource."""
+    if have.is_shared:
+        memory = [Need("memory", device_bytes + host_bytes, have.device)]
+    else:
+        memory = [Need("device memory", device_bytes, have.device), Need("host memory", host_bytes, have.host)]
+    return [*memory, Need("disk", disk_bytes, have.disk)]
+
+
 @dataclass(frozen=True)
 class Plan:
     """A forecast; bytes and seconds.
@@ -106,14 +115,7 @@ class Plan:
     @property
     def needs(self) -> list[Need]:
         """What is needed beside what may be used, resource by resource."""
-        if self.have.is_shared:
-            memory = [Need("memory", self.device_bytes + self.host_bytes, self.have.device)]
-        else:
-            memory = [
-                Need("device memory", self.device_bytes, self.have.device),
-                Need("host memory", self.host_bytes, self.have.host),
-            ]
-        return [*memory, Need("disk", self.disk_bytes, self.have.disk)]
+        return needs_of(self.device_bytes, self.host_bytes, self.disk_bytes, self.have)
 
     @property
     def lacking(self) -> list[Need]:
@@ -172,7 +174,7 @@ def choose(recipe: Recipe, load: Load, free: Free, rates: Rates, has_begun: bool
     room = min((plan.disk_bytes for plan in lacks_disk_alone), default=0)
     elsewhere = [f"--output on a disk with {gigabytes(room)} free"] if room > free.disk else []
     hint = advise(recipe, load, lack, elsewhere, has_begun)
-    raise DoesNotFit(nearest, f"does not fit: with {nearest.placement} {_shortage(nearest, free)}; {hint}")
+    raise DoesNotFit(nearest, f"does not fit: with {nearest.placement} {shortage(nearest.lacking, free)}; {hint}")
 
 
 def candidates(recipe: Recipe, free: Free) -> list[Placement]:
@@ -328,11 +330,13 @@ def device_cap(recipe: Recipe, is_shared: bool) -> int | None:
     return min((cap for cap in caps if cap is not None), default=None)
 
 
-def _shortage(plan: Plan, free: Free) -> str:
-    """Say what a plan lacks, resource by resource."""
+def shortage(needs: Sequence[Need], free: Free) -> str:
+    """Say what is lacking, resource by resource."""
     there = {"disk": free.disk, "host memory": free.host}
     parts = []
-    for each in plan.lacking:
+    for each in needs:
+        if each.need <= each.have:
+            continue
         limit = "free" if each.have == there.get(each.resource, free.device) else "allowed"
         parts.append(f"{gigabytes(each.need)} of {each.resource}, {gigabytes(each.have)} is {limit}")
     return "it needs " + ", and ".join(parts)

@@ -15,6 +15,7 @@ from gptj_ft.machine import gigabytes
 from gptj_ft.plan import Plan
 from gptj_ft.progress import clock
 from gptj_ft.rates import PRECISIONS
+from gptj_ft.reading import ReadingPlan
 from gptj_ft.scaling import CONFIRMED_FLOPS, FITTED_FLOPS, TOKENS_PER_PARAMETER, Outlook
 
 if TYPE_CHECKING:
@@ -48,6 +49,24 @@ def show_plan(console: Console, plan: Plan, notes: Sequence[str] = ()) -> None:
     for name, text in rows:
         table.add_row(name, text)
     console.print(table)
+
+
+def show_reading(console: Console, plan: ReadingPlan) -> None:
+    """Show what it takes to measure a model, or to answer the rows of a file."""
+    together = plan.together
+    table = Table(title="What it will take", show_header=False, title_justify="left")
+    table.add_row("weights", f"{_WHERE[plan.weights]}, in {plan.precision}")
+    for each in plan.needs:
+        table.add_row(each.resource, f"needs about {gigabytes(each.need)} of {gigabytes(each.have)}")
+    table.add_row("together", f"{together.written:,} tokens while writing, {together.read:,} while only reading")
+    console.print(table)
+
+
+_WHERE = {
+    "device": "stay on the device",
+    "host": "stream from a copy in RAM",
+    "disk": "stream from the model folder",
+}
 
 
 def _amount(outlook: Outlook) -> str:

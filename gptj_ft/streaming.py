@@ -375,6 +375,11 @@ def score_tokens(stack: LayerStack, batches: Sequence[PackedBatch], wanted: Sequ
     Returns: the scores of each batch, on the CPU, in the order asked.
     """
     hidden, head = _below_head(stack, batches)
+    return score_hidden(head, hidden, wanted)
+
+
+def score_hidden(head: Passage, hidden: Sequence[Tensor], wanted: Sequence[Wanted]) -> list[TokenScores]:
+    """Return the same, given what the head takes."""
     parameters, size = head.parameters(), _chunk_size(head)
     scores = []
     for x_TD, asked in zip(hidden, wanted, strict=True):

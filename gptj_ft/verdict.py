@@ -87,11 +87,7 @@ def judge(model: Evaluation, baseline: Evaluation | None, metrics: Sequence[str]
     Raises:
         UsageError: the rows are not the same.
     """
-    if baseline and baseline.places != model.places:
-        raise UsageError(
-            f"{baseline.model} was measured on {baseline.rows:,} rows and {model.model} on {model.rows:,}, which are "
-            "not the same ones, so they cannot be compared: name another --baseline, or none"
-        )
+    same_rows(model, baseline)
     other = baseline.figures if baseline else {}
     files = [place.rpartition(":")[0] for place in model.places]
     names = list(dict.fromkeys(files))
@@ -102,6 +98,19 @@ def judge(model: Evaluation, baseline: Evaluation | None, metrics: Sequence[str]
     main = METRICS[metrics[0]].main if metrics else "loss"
     by_row = _by_row(main, model, baseline) if baseline else None
     return Verdict(model, baseline, compare(model.figures, other, model.rows, seed), by_file, by_row)
+
+
+def same_rows(model: Evaluation, baseline: Evaluation | None) -> None:
+    """Check that two evaluations can be compared.
+
+    Raises:
+        UsageError: the rows are not the same.
+    """
+    if baseline and baseline.places != model.places:
+        raise UsageError(
+            f"{baseline.model} was measured on {baseline.rows:,} rows and {model.model} on {model.rows:,}, which are "
+            "not the same ones, so they cannot be compared: name another --baseline, or none"
+        )
 
 
 MOST_FILES = 10  # that are worth a table each
@@ -129,7 +138,7 @@ def parse_gates(texts: Sequence[str], names: Sequence[str]) -> list[Gate]:
     """
     gates = []
     for text in texts:
-        match = re.fullmatch(r"\s*(\w+)\s*(>=|<=|>|<)\s*([-+]?\d+\.?\d*)\s*", text)
+        match = re.fullmatch(r"\s*([\w.:/-]+)\s*(>=|<=|>|<)\s*([-+]?\d+\.?\d*)\s*", text)
         if match is None:
             raise UsageError(f"--gate takes a score, >=, <=, > or <, and a number, e.g. 'rougeL>=30', not '{text}'")
         name, sign, number = match.groups()

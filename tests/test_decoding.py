@@ -8,9 +8,10 @@ import pytest
 import torch
 from conftest import SHAPES, random_gptj
 
-from gptj_ft.decoding import StreamedModel, cut_at, generate_tokens, write_answers
+from gptj_ft.decoding import StreamedModel, cut_at, generate_tokens
 from gptj_ft.errors import NotFinite, UsageError
 from gptj_ft.model import reading_stack
+from gptj_ft.reading import batches_by_length
 from gptj_ft.recipe import Generation, build
 from gptj_ft.streamed_model import RaggedCache
 
@@ -154,8 +155,10 @@ def test_rows_that_have_ended_are_computed_no_more(oracle, resident, monkeypatch
     longest = max(written, key=len)
     end = longest[5]
     monkeypatch.setattr(Words, "eos_token_id", end)
-    computed, logits = [], resident.passes.logits
-    monkeypatch.setattr(resident.passes, "logits", lambda batch, at: computed.append(len(at)) or logits(batch, at))
+    computed, read = [], resident.passes.read
+    monkeypatch.setattr(
+        resident.passes, "read", lambda batches, at: computed.append(sum(map(len, at))) or read(batches, at)
+    )
     ours = generate_tokens(resident, Words(), PROMPTS, Generation(max_new_tokens=30))
     assert ours[written.index(longest)] == longest[: longest.index(end)]
     steps = [min(len(tokens) + 1, 30) for tokens in ours]
@@ -165,12 +168,14 @@ def test_rows_that_have_ended_are_computed_no_more(oracle, resident, monkeypatch
 
 @one_shape
 def test_beams_read_their_prompt_once(resident, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, logits = [], resident.passes.logits
+    computed, read = [], resident.passes.read
     monkeypatch.setattr(
-        resident.passes, "logits", lambda batch, at: read.append(len(batch.tokens_T)) or logits(batch, at)
+        resident.passes,
+        "read",
+        lambda batches, at: computed.append(sum(len(batch.tokens_T) for batch in batches)) or read(batches, at),
     )
     generate_tokens(resident, Words(), PROMPTS, Generation(max_new_tokens=2, min_new_tokens=2, num_beams=3))
-    assert read == [sum(map(len, PROMPTS)), 3 * len(PROMPTS)]
+    assert computed == [sum(map(len, PROMPTS)), 3 * len(PROMPTS)]
 
 
 @two_shapes
@@ -211,13 +216,18 @@ def test_top_k_one_is_greedy_at_any_temperature(streamed) -> None:
 
 
 @one_shape
-def test_answers_come_back_under_their_own_row_whatever_the_batches(streamed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_are_not_computed_at_once_are_gone_on_from_all_the_same(streamed) -> None:
     settings = Generation(max_new_tokens=6)
-    together = dict(write_answers(streamed, Words(), PROMPTS, settings))
-    monkeypatch.setattr("gptj_ft.decoding.BATCH_TOKENS", 1)
-    one_by_one = dict(write_answers(streamed, Words(), PROMPTS, settings))
-    assert together == one_by_one
-    assert sorted(together) == [0, 1, 2, 3]
+    together = generate_tokens(streamed, Words(), PROMPTS, settings)
+    streamed.budget_tokens = 1
+    assert generate_tokens(streamed, Words(), PROMPTS, settings) == together
+
+
+def test_rows_of_like_length_share_the_passes_as_far_as_their_tokens_allow() -> None:
+    settings = Generation(max_new_tokens=6)
+    assert list(batches_by_length([3, 9, 4], settings, most_tokens=30)) == [[1, 2], [0]]
+    assert list(batches_by_length([3, 9, 4], settings, num_return=2, most_tokens=30)) == [[1], [2], [0]]
+    assert list(batches_by_length([3, 9, 4], settings, most_tokens=1)) == [[1], [2], [0]]
 
 
 @one_shape

@@ -11,7 +11,7 @@ import torch
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gptj_ft import answering, decoding, evaluate, likelihood, streaming
+from gptj_ft import answering, likelihood, reading, streamed_model, streaming
 from gptj_ft.data.batches import Document
 from gptj_ft.data.tokenizer import load_tokenizer
 from gptj_ft.home import home
@@ -90,12 +90,17 @@ def test_labels_are_as_likely_as_transformers_finds_them(words: list[str], folde
     tokenizer = load_tokenizer(folder)
     prompts = [tokenizer.encode(text) for text in TEXTS]
     answers = [tokenizer.encode(word) for word in words]
-    found = log_likelihoods(stack, prompts, answers, budget_tokens=40)
+    found = log_likelihoods(stack, prompts, [answers] * 2 + [answers[:1]], budget_tokens=40)
+    assert list(map(len, found)) == [len(answers), len(answers), 1]
     for prompt, likely in zip(prompts, found, strict=True):
-        for answer, ours in zip(answers, likely, strict=True):
+        for answer, ours in zip(answers, likely, strict=False):
             theirs = their_log_probabilities(folder, [*prompt, *answer])
-            expected = sum(float(theirs[len(prompt) - 1 + at, token]) for at, token in enumerate(answer))
-            assert ours == pytest.approx(expected, rel=1e-5)
+            chosen = range(len(prompt) - 1, len(prompt) - 1 + len(answer))
+            expected = sum(float(theirs[at, token]) for at, token in zip(chosen, answer, strict=True))
+            assert ours.total == pytest.approx(expected, rel=1e-5)
+            assert ours.is_likeliest == all(
+                int(theirs[at].argmax()) == token for at, token in zip(chosen, answer, strict=True)
+            )
 
 
 def test_labels_of_one_token_cost_no_more_than_the_prompt_and_others_share_what_they_can() -> None:
@@ -103,10 +108,9 @@ def test_labels_of_one_token_cost_no_more_than_the_prompt_and_others_share_what_
     assert documents_of([1, 2], [[3], [4, 5], [4, 6, 7], [8, 9]]) == [[1, 2, 4, 6], [1, 2, 8]]
 
 
-def test_all_rows_are_in_one_pass_each_in_order(monkeypatch) -> None:
-    monkeypatch.setattr(likelihood, "PASS_TOKENS", 10)
-    assert [list(rows) for rows in passes([4, 6, 1, 30, 2, 2])] == [[0, 1], [2], [3], [4, 5]]
-    assert not list(passes([]))
+def test_all_rows_are_in_one_pass_each_in_order() -> None:
+    assert [list(rows) for rows in passes([4, 6, 1, 30, 2, 2], 10)] == [[0, 1], [2], [3], [4, 5]]
+    assert not list(passes([], 10))
 
 
 def test_only_a_recipe_of_labels_has_candidates_and_eos_decides_between_a_word_and_its_beginning(folder: Path) -> None:
@@ -215,35 +219,28 @@ def test_an_evaluation_that_was_killed_goes_on_and_ends_with_the_same_figures(
 ) -> None:
     write("notes.jsonl", notes(9))
     line = f"evaluate {folder} {OPTIONS} --data notes.jsonl --set generation.temperature={temperature} --show 9 --json"
-    monkeypatch.setattr(decoding, "BATCH_TOKENS", 100)  # so that some rows are answered before others
-    monkeypatch.setattr(likelihood, "PASS_TOKENS", 100)
+    monkeypatch.setattr(reading, "BATCH_TOKENS", 100)  # so that some rows are answered before others
     whole = shell(line).json
-    calls, original, original_losses = [], answering.write_answers, evaluate.losses
+    calls, original = [], answering.generate_tokens
     kill_after = [2]
 
-    def counted(*arguments):
+    def counted(*arguments, **more):
         if len(calls) == kill_after[0]:
             raise Killed
         calls.append("answers")
-        return original(*arguments)
+        return original(*arguments, **more)
 
-    def counted_losses(*arguments):
-        calls.append("losses")
-        return original_losses(*arguments)
-
-    monkeypatch.setattr(answering, "write_answers", counted)
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "losses", lambda *arguments: original_losses(*arguments))
-        with pytest.raises(Killed):
-            shell(line)
+    monkeypatch.setattr(answering, "generate_tokens", counted)
+    with pytest.raises(Killed):
+        shell(line)
     (journal,) = (home() / "evaluations").iterdir()
     with journal.open("a", encoding="utf-8") as file:
         file.write('["answer", {"1": "half a li')  # as a crash leaves it
     done, kill_after[0] = len(calls), 1000
-    monkeypatch.setattr(evaluate, "losses", counted_losses)
     torch.manual_seed(99)  # another process has another generator
+    monkeypatch.setattr(reading, "BATCH_TOKENS", 200)  # what was decided stays, however much memory there is now
     assert shell(line).json == whole
-    assert "losses" not in calls
+    monkeypatch.setattr(reading, "BATCH_TOKENS", 100)
     assert len(calls) - done > 0, "it had something left to do"
     everything = len(calls)
     assert not list((home() / "evaluations").iterdir()), "what a model wrote is private"
@@ -374,6 +371,17 @@ def test_a_damaged_model_is_named_and_not_scored(shell, folder: Path, monkeypatc
         return found
 
     monkeypatch.setattr(likelihood, "score_tokens", broken)
+    done = shell(f"evaluate {folder} --recipe trc2 --data notes.jsonl --map text=document --set max_length=64")
+    assert done.code == 1
+    assert "the loss of notes.jsonl:1 is not a finite number" in done.err
+    read = streamed_model.score_hidden
+
+    def also_broken(*arguments):
+        found = read(*arguments)
+        found[0].log_probabilities_S[0] = float("nan")
+        return found
+
+    monkeypatch.setattr(streamed_model, "score_hidden", also_broken)
     done = shell(f"evaluate {folder} {OPTIONS} --data notes.jsonl")
     assert done.code == 1
     assert "the loss of notes.jsonl:1 is not a finite number" in done.err

@@ -13,7 +13,7 @@ from conftest import NOTES
 from gptj_ft import answer_rows, dialogue
 from gptj_ft.answers_file import AnswersFile
 from gptj_ft.dialogue import talk
-from gptj_ft.generate import Writer, open_writer
+from gptj_ft.generate import Asker, Writer, open_writer
 from gptj_ft.recipe import Generation, Recipe, build, load_preset
 from gptj_ft.tiny import make_tiny
 from gptj_ft.tuned import TUNING
@@ -67,7 +67,7 @@ def test_every_row_of_a_file_gets_the_answer_that_it_gets_alone(model: Path, row
 def test_what_was_killed_goes_on_and_ends_as_if_it_had_not_been(
     model: Path, rows: Path, shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gptj_ft.decoding.BATCH_TOKENS", 200)  # some batches
+    monkeypatch.setattr("gptj_ft.reading.BATCH_TOKENS", 200)  # some batches
     command = "generate --model tuned --input rows.jsonl --temperature 2 --num-return 2 --output"
     assert shell(f"{command} straight.jsonl").code == 0
     straight = Path("straight.jsonl").read_bytes()
@@ -84,7 +84,7 @@ def test_what_was_killed_goes_on_and_ends_as_if_it_had_not_been(
 
 
 def test_ctrl_c_says_how_to_go_on(model: Path, rows: Path, shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptj_ft.decoding.BATCH_TOKENS", 1)
+    monkeypatch.setattr("gptj_ft.reading.BATCH_TOKENS", 1)
     generate, calls = answer_rows.generate_tokens, []
 
     def interrupted(*arguments: object) -> object:
@@ -215,7 +215,9 @@ def test_what_is_shown_is_never_taken_back() -> None:
 @pytest.fixture
 def writer(tmp_path: Path):
     folder = tiny(tmp_path / "chat", "chat")
-    with open_writer(folder, build({**json.loads((folder / TUNING).read_text())["template"], **SHORT})) as opened:
+    with open_writer(
+        Asker.of(folder, build({**json.loads((folder / TUNING).read_text())["template"], **SHORT}))
+    ) as opened:
         yield opened
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,8 @@ from gptj_ft.options import (
     Assignments,
     Config,
     Device,
+    DeviceMemory,
+    HostMemory,
     Json,
     Map,
     MaxBadRows,
@@ -26,6 +28,10 @@ from gptj_ft.options import (
     Weights,
 )
 from gptj_ft.recipe import Generation, Recipe, Resolved, resolve
+
+if TYPE_CHECKING:
+    from gptj_ft.answer_rows import Questionnaire
+    from gptj_ft.generate import Asker
 
 
 def generate(
@@ -62,25 +68,38 @@ def generate(
     device: Device = None,
     precision: Precision = None,
     weights: Weights = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
     config: Config = None,
     assignments: Assignments = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="with --input: show what it will take and stop")] = False,
     as_json: Json = False,
 ) -> None:
     """Write answers to a prompt, to the rows of a file, or in a conversation; template and settings are the model's."""
     given = dict(locals())
     named = ("max_new_tokens", "temperature", "top_p", "top_k", "num_beams", "seed", "recipe", "map", "max_bad_rows",
-             "device", "precision", "weights")  # fmt: skip
+             "device", "precision", "weights", "device_memory", "host_memory")  # fmt: skip
     flags = {f"generation.{x}" if x in Generation.model_fields else x: given[x] for x in named}
     text = None if rows or chat else sys.stdin.read() if prompt == "-" or _is_piped(prompt) else prompt
     _check_kind(prompt, rows, output, chat, stream or as_json)
-    from gptj_ft.generate import check_num_return
+    if dry_run and not rows:
+        raise UsageError("--dry-run tells what the rows of a file take: add --input FILE --output FILE")
+    from gptj_ft.answer_rows import plan_answers
+    from gptj_ft.generate import Asker, check_num_return
     from gptj_ft.home import default_model, find_model
+    from gptj_ft.report import show_reading
 
     folder = find_model(model) if model else default_model("generate")
     options = for_model(folder, flags, config, assignments, plain=raw).recipe
     check_num_return(options, num_return)
     if rows and output:
-        _answer_file(folder, options, rows, output, num_return, as_json)
+        asker = Asker.of(folder, options)
+        planned = plan_answers(asker, rows, output, num_return)
+        show_reading(console_for(quiet=as_json), planned.plan)
+        if not dry_run:
+            _answer_file(asker, planned, as_json)
+        elif as_json:
+            print_json(planned.plan.to_dict())
     elif chat:
         _talk(folder, options, system)
     else:
@@ -113,12 +132,12 @@ def _check_kind(prompt: str | None, rows: Path | None, output: Path | None, chat
 
 
 def _answer(folder: Path, options: Recipe, text: str, more: Mapping[str, str], shown: Shown) -> None:
-    from gptj_ft.generate import fill_fields, open_writer
+    from gptj_ft.generate import Asker, fill_fields, open_writer
 
     if shown.stream and (shown.as_json or shown.num_return > 1 or options.generation.num_beams > 1):
         raise UsageError("--stream shows one answer as it comes: not with --json, --num-return or beams")
     values = fill_fields(options, text, more)
-    with open_writer(folder, options) as writer:
+    with open_writer(Asker.of(folder, options)) as writer:
         result = writer.write(values, shown.num_return, _show if shown.stream else None)
     if result.was_cut:
         console_for().print(f"the prompt was shortened to {result.prompt_tokens} tokens, to fit", highlight=False)
@@ -134,12 +153,13 @@ def _answer(folder: Path, options: Recipe, text: str, more: Mapping[str, str], s
             print(answer if shown.num_return == 1 else f"[{number}] {answer}")
 
 
-def _answer_file(folder: Path, options: Recipe, rows: Path, output: Path, num_return: int, as_json: bool) -> None:
+def _answer_file(asker: Asker, planned: Questionnaire, as_json: bool) -> None:
     from gptj_ft.answer_rows import answer_rows
     from gptj_ft.generate import open_writer
 
-    with open_writer(folder, options) as writer, bar("rows", not as_json) as advance:
-        done = answer_rows(writer, rows, output, folder, num_return, advance)
+    folder, output = asker.folder, planned.output
+    with open_writer(asker, planned.plan.weights) as writer, bar("rows", not as_json) as advance:
+        done = answer_rows(writer, planned, advance)
     for where, problem in done.bad:
         print(f"{where}: {problem}", file=sys.stderr)
     if as_json:
@@ -153,14 +173,14 @@ def _answer_file(folder: Path, options: Recipe, rows: Path, output: Path, num_re
 
 def _talk(folder: Path, options: Recipe, system: str | None) -> None:
     from gptj_ft.dialogue import HELP, check_is_chat, talk
-    from gptj_ft.generate import open_writer
+    from gptj_ft.generate import Asker, open_writer
 
     check_is_chat(options)
 
     def note(text: str) -> None:
         print(text, file=sys.stderr)
 
-    with open_writer(folder, options) as writer:
+    with open_writer(Asker.of(folder, options)) as writer:
         note(HELP)
         talk(writer, _typed_lines(), system, _show, note)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,11 +14,27 @@ import typer
 from gptj_ft.commands.answers import for_model
 from gptj_ft.commands.terminal import as_tuple, bar, console_for, fetched_rows, print_json
 from gptj_ft.errors import GateError, UsageError
-from gptj_ft.options import Assignments, Config, Data, Device, Json, Map, Offline, Precision, RecipeName, Seed, Weights
+from gptj_ft.options import (
+    Assignments,
+    Config,
+    Data,
+    Device,
+    DeviceMemory,
+    HostMemory,
+    Json,
+    Map,
+    Offline,
+    Precision,
+    RecipeName,
+    Seed,
+    Weights,
+)
 from gptj_ft.recipe import Recipe, resolve
 
 if TYPE_CHECKING:
-    from gptj_ft.verdict import Verdict
+    from gptj_ft.verdict import Gate, Verdict
+
+FLAGS = ("recipe", "map", "seed", "device", "precision", "weights", "device_memory", "host_memory")
 
 
 def evaluate(
@@ -48,13 +66,25 @@ def evaluate(
         list[str] | None,
         typer.Option("--gate", metavar="SCORE>=N", help="exit with 6 if the score is not so, e.g. 'rougeL>=30'"),
     ] = None,
+    tasks: Annotated[
+        str | None, typer.Option("--tasks", metavar="T1,T2", help="measure by tasks of EleutherAI's lm-eval instead")
+    ] = None,
+    include_path: Annotated[
+        Path | None, typer.Option("--include-path", metavar="FOLDER", help="with --tasks: more of them, as YAML files")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option("--num-fewshot", min=0, help="with --tasks: examples before each question")
+    ] = None,
     seed: Seed = None,
     device: Device = None,
     precision: Precision = None,
     weights: Weights = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
     config: Config = None,
     assignments: Assignments = None,
     offline: Offline = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what it will take and stop")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure a model, and beside it the one it was tuned from: loss, perplexity and the recipe's scores.
@@ -62,14 +92,13 @@ def evaluate(
     Each score has its 95 % interval, and the change has one, too. An evaluation that was stopped goes on when it is
     started again.
     """
-    flags = {name: value for name, value in locals().items() if name in ("recipe", "map", "seed")}
-    flags |= {"device": device, "precision": precision, "weights": weights}
+    given = locals()
+    flags = {name: given[name] for name in FLAGS}
     from gptj_ft.durable import require_new
-    from gptj_ft.evaluation_report import check_report_path, facts_of, show_verdict, write_report
+    from gptj_ft.evaluation_report import check_report_path
     from gptj_ft.metrics import score_names
     from gptj_ft.metrics.language_model import NAMES
-    from gptj_ft.predictions import write_outputs
-    from gptj_ft.verdict import missed, parse_gates
+    from gptj_ft.verdict import parse_gates
 
     for path in reports or ():
         check_report_path(path)
@@ -77,28 +106,65 @@ def evaluate(
         require_new(output)
     if predictions is None and allow_empty:
         raise UsageError("--allow-empty is about the predictions of other systems: add --predictions FILE.jsonl")
+    if sum((predictions is not None, tasks is not None)) > 1 or (tasks and data):
+        raise UsageError("--tasks have rows of their own: leave out --data and --predictions")
     rows = fetched_rows(data, offline, as_json) if data else None
-    command = shlex.join(["gptj-ft", *sys.argv[1:]])
+    wishes = Wishes(output, reports or [], show, as_json, shlex.join(["gptj-ft", *sys.argv[1:]]))
     if predictions is not None:
         options = resolve(flags, config, as_tuple(assignments)).recipe
         asked = parse_gates(gates or (), score_names(options.metrics))
-        verdict = _score(predictions, options, rows, baseline, (limit, allow_empty))
-    else:
-        from gptj_ft.home import default_model, find_model
+        _conclude(_score(predictions, options, rows, baseline, (limit, allow_empty)), asked, wishes)
+        return
+    from gptj_ft.home import default_model, find_model
 
-        folder = find_model(model) if model else default_model("evaluate")
-        options = for_model(folder, flags, config, assignments).recipe
-        asked = parse_gates(gates or (), [*NAMES, *score_names(options.metrics)])
-        verdict = _measure(folder, options, rows, baseline, limit, as_json)
-        _record(folder, verdict, command)
+    folder = find_model(model) if model else default_model("evaluate")
+    options = for_model(folder, flags, config, assignments).recipe
+    if tasks is not None:
+        from gptj_ft.commands.harness import measure_tasks
+        from gptj_ft.harness import Chosen
+
+        names = [name.strip() for name in tasks.split(",") if name.strip()]
+        chosen = Chosen(names, include_path, num_fewshot, limit)
+        judged = measure_tasks((folder, baseline), options, chosen, gates or (), (as_json, dry_run, offline))
+        if judged is not None:
+            _conclude(*judged, wishes)
+        return
+    asked = parse_gates(gates or (), [*NAMES, *score_names(options.metrics)])
+    verdict = _measure(folder, options, rows, baseline, limit, (as_json, dry_run))
+    if verdict is not None:
+        _record(folder, verdict, wishes.command)
+        _conclude(verdict, asked, wishes)
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What is to become of a verdict: a line for each row, reports, rows shown, JSON; and what was typed."""
+
+    output: Path | None
+    reports: list[Path]
+    show: int
+    as_json: bool
+    command: str
+
+
+def _conclude(verdict: Verdict, asked: Sequence[Gate], wishes: Wishes) -> None:
+    """Show a verdict and write it down.
+
+    Raises:
+        GateError: a score is not what was asked for.
+    """
+    from gptj_ft.evaluation_report import facts_of, show_verdict, write_report
+    from gptj_ft.predictions import write_outputs
+    from gptj_ft.verdict import missed
+
     not_reached = missed(asked, verdict)
-    facts = facts_of(verdict, command, show)
-    json_facts = {**verdict.to_dict(show > 0), "gates_missed": not_reached}
-    if output is not None:
-        write_outputs(output, verdict.model, verdict.baseline)
-    for path in reports or ():
+    facts = facts_of(verdict, wishes.command, wishes.show)
+    json_facts = {**verdict.to_dict(wishes.show > 0), "gates_missed": not_reached}
+    if wishes.output is not None:
+        write_outputs(wishes.output, verdict.model, verdict.baseline)
+    for path in wishes.reports:
         write_report(path, facts, json_facts)
-    if as_json:
+    if wishes.as_json:
         print_json(json_facts)
         if not_reached:  # said in the one object that is printed
             raise typer.Exit(GateError.exit_code)
@@ -109,25 +175,34 @@ def evaluate(
 
 
 def _measure(
-    folder: Path, options: Recipe, rows: str | None, baseline: str, limit: int | None, as_json: bool
-) -> Verdict:
-    from gptj_ft.evaluate import choose_baseline, default_rows, evaluate_model
+    folder: Path, options: Recipe, rows: str | None, baseline: str, limit: int | None, shown: tuple[bool, bool]
+) -> Verdict | None:
+    """Measure a model and its baseline; nothing for ``shown``'s second, a dry run. Its first: print JSON alone."""
+    from gptj_ft.evaluate import choose_baseline, default_rows, evaluate_model, plan_evaluation
     from gptj_ft.inputs import data_path
+    from gptj_ft.report import show_reading
     from gptj_ft.verdict import judge
 
+    as_json, dry_run = shown
     data = data_path(rows) if rows else default_rows(folder)
     other = choose_baseline(folder, baseline)
     if other is None and baseline == "auto" and not as_json:
         console_for().print("no baseline: what this model was tuned from is not there; --baseline names one")
-    before, first = None, None
-    if other is not None:
-        with bar("baseline", not as_json) as advance:
-            before, first = evaluate_model(other, options, data, limit, advance)
-    with bar("model", not as_json) as advance:
-        after, second = evaluate_model(folder, options, data, limit, advance)
-    verdict = judge(after, before, options.metrics, options.seed)
-    for journal in filter(None, (first, second)):
-        journal.close()
+    models = {"baseline": other, "model": folder} if other is not None else {"model": folder}
+    planned = {name: plan_evaluation(each, options, data, limit) for name, each in models.items()}
+    most = max((each.plan for each in planned.values()), key=lambda plan: plan.device_bytes + plan.host_bytes)
+    show_reading(console_for(quiet=as_json), most)
+    if dry_run:
+        if as_json:
+            print_json(most.to_dict())
+        return None
+    found = {}
+    for name, each in planned.items():
+        with bar(name, not as_json) as advance:
+            found[name] = evaluate_model(each, advance)
+    verdict = judge(found["model"], found.get("baseline"), options.metrics, options.seed)
+    for each in planned.values():
+        each.journal.close()
     return verdict
 
 

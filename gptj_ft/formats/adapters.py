@@ -146,6 +146,11 @@ def base_folder(folder: Path) -> Path:
     return found
 
 
+def weight_bytes(folder: Path) -> int:
+    """Return the size of the weights in an adapter's folder; 0 of a model's, which has none."""
+    return sum((folder / name).stat().st_size for name in WEIGHTS if (folder / name).is_file())
+
+
 def tokenizer_folder(folder: Path) -> Path:
     """Return where the tokenizer of a model or an adapter is: an adapter may have none of its own."""
     has_own = any((folder / name).is_file() for name in TOKENIZER_FILES)
