@@ -332,7 +332,11 @@ def _quiet() -> Iterator[None]:
     """Keep lm-eval, and the bars of the libraries under it, from writing over what is shown."""
     from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    logger, bars, had_bars = logging.getLogger("lm_eval"), os.environ.get("TQDM_DISABLE"), not are_progress_bars_disabled()
+    logger, bars, had_bars = (
+        logging.getLogger("lm_eval"),
+        os.environ.get("TQDM_DISABLE"),
+        not are_progress_bars_disabled(),
+    )
     level = logger.level
     logger.setLevel(logging.ERROR)
     os.environ["TQDM_DISABLE"] = "1"

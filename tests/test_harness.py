@@ -80,7 +80,9 @@ def test_scores_and_answers_are_those_of_lm_evals_own_model(shell, folder: Path,
 
     names = [f"own_{name}" for name in TASKS]
     lm = HFLM(pretrained=str(folder), batch_size=2, device="cpu", dtype="float32")
-    theirs = simple_evaluate(lm, tasks=names, task_manager=TaskManager(include_path=str(tasks), include_defaults=False), bootstrap_iters=0)
+    theirs = simple_evaluate(
+        lm, tasks=names, task_manager=TaskManager(include_path=str(tasks), include_defaults=False), bootstrap_iters=0
+    )
     done = shell(
         f"evaluate {folder} --tasks {','.join(names)} --include-path {tasks} --baseline none --output out.jsonl --json"
     )
