@@ -223,8 +223,7 @@ def tokenise(arguments: argparse.Namespace) -> None:
 
 def first_batch_here(arguments: argparse.Namespace) -> None:
     """Do what `finetune` does until it has the micro-batches of the first step."""
-    import datasets  # noqa: F401, this and the next would be imported later
-    from transformers import AutoTokenizer, GPT2TokenizerFast  # noqa: F401
+    import torch  # noqa: F401, would be imported later
 
     from gptj_ft.data.batches import Rows, rows_of_step
     from gptj_ft.inputs import gather

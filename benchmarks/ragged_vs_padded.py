@@ -101,14 +101,13 @@ def compare(recipe: str, arguments: argparse.Namespace) -> float:
 
 def rows_of(recipe: str, arguments: argparse.Namespace) -> Rows:
     """Prepare a file, as the command does."""
-    import datasets
-
     from gptj_ft.data.batches import Rows
+    from gptj_ft.data.prepared import load
 
     prepared = arguments.work / recipe
     words = ["--recipe", recipe, "--model", arguments.work / "model", "--data", arguments.data / FILES[recipe]]
     run([*PREPARE, *words, "--output", prepared], arguments.work)
-    return Rows.of(datasets.load_from_disk(str(prepared)))
+    return Rows.of(load(prepared).rows)
 
 
 def open_model(arguments: argparse.Namespace) -> tuple[LayerStack, AdamW]:

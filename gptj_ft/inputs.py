@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gptj_ft.data.cache import prepare_once
 from gptj_ft.data.checks import PLACES_SHOWN
 from gptj_ft.data.hub_rows import is_reference, local_folder
-from gptj_ft.data.prepare import Prepared, check_compatible, is_prepared, load, load_tokenizer
+from gptj_ft.data.prepare import Prepared, check_compatible, is_prepared, load
 from gptj_ft.data.prepared import Skips
 from gptj_ft.data.records import Findings, read_rows, sha256_of
 from gptj_ft.data.split import split
-from gptj_ft.data.tokenizer import vocab_size_of
+from gptj_ft.data.tokenizer import RowTokenizer, load_row_tokenizer, vocab_size_of
 from gptj_ft.errors import UsageError
 from gptj_ft.home import TINY_MODELS, downloaded_model, find_model, is_adapter, is_model, models
 from gptj_ft.recipe import Recipe
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ def gather(recipe: Recipe) -> Inputs:
     """
     source = data_path(recipe.data)
     model = choose_model(recipe, source)
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_row_tokenizer(model)
     rows = read_or_prepare(recipe, tokenizer, model, source)
     if recipe.val_data is not None:
         validation = read_or_prepare(recipe, tokenizer, model, data_path(recipe.val_data))
@@ -124,7 +120,7 @@ def tiny_model(recipe: Recipe, source: Path) -> Path:
 
 def read_or_prepare(
     recipe: Recipe,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: RowTokenizer,
     model: Path,
     source: Path,
 ) -> Prepared:

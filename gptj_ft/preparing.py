@@ -7,21 +7,18 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gptj_ft.data.cache import prepare_once
 from gptj_ft.data.fixed_file import FixReport, choose_target, fix_rows
 from gptj_ft.data.hub_rows import PREFIX, is_reference
-from gptj_ft.data.prepare import Prepared, is_prepared, load_tokenizer, save
+from gptj_ft.data.prepare import Prepared, is_prepared, save
 from gptj_ft.data.report_file import check_report_path, examples_of, facts_of, write_report
-from gptj_ft.data.tokenizer import vocab_size_of
+from gptj_ft.data.tokenizer import RowTokenizer, load_row_tokenizer, vocab_size_of
 from gptj_ft.errors import UsageError
 from gptj_ft.home import TINY_MODELS
 from gptj_ft.inputs import choose_model, data_path
 from gptj_ft.recipe import Recipe
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 Bar = Callable[[], AbstractContextManager[Callable[[int, int | None], None]]]
 
@@ -91,7 +88,7 @@ class Preparation:
     recipe: Recipe
     targets: Targets
     model: Path
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: RowTokenizer
     prepared: Prepared
     fixes: FixReport | None
 
@@ -135,7 +132,7 @@ def prepare_rows(recipe: Recipe, targets: Targets, bar: Bar) -> Preparation:
             fixes = fix_rows(recipe, source, targets.fixed, lambda rows: advance(rows, None))
         source = targets.fixed
     model = choose_model(recipe, source)
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_row_tokenizer(model)
     with bar() as advance:
         prepared = prepare_once(recipe, tokenizer, source, vocab_size_of(model), lambda rows: advance(rows, None))
     return Preparation(recipe, targets, model, tokenizer, prepared, fixes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from gptj_ft.answering import Answerer, scores_of
 from gptj_ft.data.batches import Rows
 from gptj_ft.data.prepared import load
 from gptj_ft.data.split import select
@@ -57,6 +56,8 @@ class Sampler:
         Raises:
             ResourceError: they cannot be written.
         """
+        from gptj_ft.answering import Answerer, scores_of  # brings `transformers`, which the first step does without
+
         session = self._session
         answerer = Answerer(session.recipe, self._tokenizer, session.architecture, stack)
         answers: dict[int, str] = {}

@@ -14,7 +14,6 @@ from typing import Any
 from gptj_ft.card import Card, write_card
 from gptj_ft.data.chat_template import chat_template
 from gptj_ft.data.tokenizer import load_tokenizer
-from gptj_ft.decoding import search_options
 from gptj_ft.errors import UsageError
 from gptj_ft.families import Architecture
 from gptj_ft.formats.writing import TUNING
@@ -80,6 +79,8 @@ def generation_config(settings: Generation, end: int | None) -> dict[str, Any]:
         settings: the recipe's.
         end: id of the token that ends a document, and pads.
     """
+    from gptj_ft.decoding import search_options  # brings `transformers`, which training does without
+
     # Guessing ahead changes nothing but the speed, and not all that read this can.
     plain = search_options(Generation.model_validate({})) | {
         "prompt_lookup_num_tokens": settings.prompt_lookup_num_tokens

@@ -2,6 +2,7 @@ import subprocess
 import sys
 
 import pytest
+from test_data_table import table_of
 
 from gptj_ft.data.batches import Rows, apart, joined, micro_batches, rows_of_step, steps_per_epoch
 from gptj_ft.data.targets import num_targets
@@ -104,10 +105,7 @@ def test_windows_of_documents_joined_have_every_token_but_the_first_once_as_targ
 
 
 def test_packed_rows_are_windows_and_attention_stays_inside_documents_or_does_not():
-    from datasets import Dataset
-
-    data = {"input_ids": [[1, 2, 3], [4, 5], [6, 7]], "prompt_length": [0] * 3, "untrained": [[]] * 3}
-    rows = Dataset.from_dict({**data, "continues": [False] * 3})
+    rows = table_of(input_ids=[[1, 2, 3], [4, 5], [6, 7]])
     of = {packing: Rows.of(rows, packing, 4) for packing in ("off", "apart", "joined")}
     assert {packing: len(each) for packing, each in of.items()} == {"off": 3, "apart": 2, "joined": 2}
     assert [batch.cu_seqlens for batch in of["apart"].batches([0], 9)] == [(0, 3)]
@@ -121,9 +119,7 @@ def test_packed_rows_are_windows_and_attention_stays_inside_documents_or_does_no
 
 
 def test_rows_with_a_prompt_are_never_packed_into_windows():
-    from datasets import Dataset
-
-    rows = Dataset.from_dict({"input_ids": [[1, 2], [3, 4]], "prompt_length": [0, 1], "untrained": [[], []]})
+    rows = table_of(input_ids=[[1, 2], [3, 4]], prompt_length=[0, 1])
     assert len(Rows.of(rows, "apart", 8)) == 2
 
 
@@ -132,10 +128,8 @@ def test_the_prompt_of_a_conversation_is_all_before_its_last_answer():
     assert [rows.prompt(index) for index in range(2)] == [[1, 2, 3, 4], [1, 2]]
 
 
-def test_rows_of_a_data_set_are_packed_in_the_order_asked_for():
-    from datasets import Dataset
-
-    rows = Rows.of(Dataset.from_dict({"input_ids": [[1, 2], [3, 4, 5], [6, 7]], "prompt_length": [0, 1, 1]}))
+def test_rows_of_a_table_are_packed_in_the_order_asked_for():
+    rows = Rows.of(table_of(input_ids=[[1, 2], [3, 4, 5], [6, 7]], prompt_length=[0, 1, 1]))
     assert len(rows) == 3
     [batch] = rows.batches([2, 0], budget_tokens=9)
     assert batch.tokens_T.tolist() == [6, 7, 1, 2]

@@ -49,7 +49,7 @@ def test_the_same_rows_are_prepared_once_and_come_out_the_same(rows: Path, made:
     first = prepare_once(recipe(), tokenizer, rows, 50400)
     again = prepare_once(recipe(lr=1e-3, batch_size=2, seed=9), tokenizer, rows, 50400)
     assert made == [rows]
-    assert again.rows.to_list() == first.rows.to_list()
+    assert list(again.rows) == list(first.rows)
     assert again.report == first.report
     assert len(cache.kept()) == 1
 
@@ -109,25 +109,25 @@ def test_a_folder_that_cannot_be_written_costs_the_work_again_and_nothing_else(
 ONE_OF_TWO = """
 import sys, time
 from pathlib import Path
-from datasets import Dataset
 from test_data_cache import recipe
 from test_data_tokenizer import make_tokenizer
+from gptj_ft.data import prepared
 from gptj_ft.data.cache import prepare_once
 
 me, other = (Path(f"written-{name}") for name in sys.argv[1:3])
-save = Dataset.save_to_disk
+write = prepared.write_table
 
-def save_and_wait(rows, folder):
-    save(rows, folder)
+def write_and_wait(rows, folder):
+    write(rows, folder)
     me.touch()
     deadline = time.monotonic() + 60
     while not other.exists():
         assert time.monotonic() < deadline, "the other process has not written"
         time.sleep(0.01)
 
-Dataset.save_to_disk = save_and_wait
-prepared = prepare_once(recipe(), make_tokenizer(), Path("rows.jsonl"), 50400)
-print(len(prepared.rows), sum(map(sum, prepared.rows["input_ids"])), prepared.rows.cache_files[0]["filename"])
+prepared.write_table = write_and_wait
+made = prepare_once(recipe(), make_tokenizer(), Path("rows.jsonl"), 50400)
+print(len(made.rows), sum(map(sum, made.rows["input_ids"])), made.rows.files[0])
 """
 
 

@@ -49,23 +49,12 @@ def prepared(tokenizer, notes):
 
 
 def test_rows_carry_tokens_prompt_length_references_and_origin(tokenizer, notes, prepared):
-    row = prepared.rows[3]
+    row = list(prepared.rows)[3]
     assert row["source"] == str(notes)
     assert row["line"] == 4
     assert row["references"] == ["cough 3"]
     assert tokenizer.decode(row["input_ids"][: row["prompt_length"]]).endswith(f"{WORDS}3\n\nSummary:")
     assert tokenizer.decode(row["input_ids"][row["prompt_length"] :]) == " cough 3<|endoftext|>"
-    assert {name: str(feature) for name, feature in prepared.rows.features.items()} == {
-        "input_ids": "List(Value('int32'))",
-        "prompt_length": "Value('int32')",
-        "untrained": "List(Value('int32'))",
-        "references": "List(Value('string'))",
-        "source": "Value('string')",
-        "line": "Value('int64')",
-        "group": "Value('int64')",
-        "label": "Value('string')",
-        "continues": "Value('bool')",
-    }
 
 
 def test_every_row_ends_with_eos_and_no_row_has_padding(tokenizer, prepared):
@@ -115,7 +104,7 @@ def test_chunks_neither_lose_nor_mix_rows(tokenizer, notes, monkeypatch, prepare
     monkeypatch.setattr("gptj_ft.data.prepare.CHUNK_ROWS", 3)
     seen = []
     small = prepare(recipe(), tokenizer, notes, VOCAB, progress=seen.append)
-    assert small.rows.to_list() == prepared.rows.to_list()
+    assert list(small.rows) == list(prepared.rows)
     assert small.report == prepared.report
     assert seen == [3, 6, 9, 12, 15, 18, 20]
 
@@ -148,8 +137,8 @@ def test_questions_keep_all_answers_and_unanswerable_ones_are_reported(tokenizer
     path = tmp_path / "squad.json"
     path.write_text(json.dumps({"data": [{"title": "t", "paragraphs": [{"context": WORDS, "qas": questions}]}]}))
     done = prepare(recipe("qa"), tokenizer, path, VOCAB)
-    assert done.rows[0]["references"] == ["the village", "village"]
-    assert tokenizer.decode(done.rows[0]["input_ids"][done.rows[0]["prompt_length"] : -1]) == " the village"
+    assert done.rows["references"][0] == ["the village", "village"]
+    assert tokenizer.decode(done.rows["input_ids"][0][done.rows["prompt_length"][0] : -1]) == " the village"
     assert done.report.rows_skipped["no value for column 'answers'"].first == (f"{path}:2",)
 
 
@@ -221,7 +210,7 @@ def test_saved_data_loads_as_it_was(prepared, tmp_path):
     assert not is_prepared(tmp_path)
     again = load(folder)
     assert again.report == prepared.report
-    assert again.rows.to_list() == prepared.rows.to_list()
+    assert list(again.rows) == list(prepared.rows)
     assert [path.name for path in folder.parent.iterdir()] == ["data"]
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["settings"]["max_length"] == 1024
@@ -269,10 +258,10 @@ def test_saving_rows_that_are_a_file_links_it_and_loading_gives_the_same(tokeniz
     assert file.stat().st_ino == (tmp_path / "a" / file.name).stat().st_ino
     save(select(made, range(len(made.rows))), tmp_path / "c")
     save(select(made, range(1, 3)), tmp_path / "part")
-    assert load(tmp_path / "part").rows.to_dict() == made.rows.select([1, 2]).to_dict()
+    assert list(load(tmp_path / "part").rows) == list(made.rows)[1:3]
     for folder in ("a", "b", "c"):
         loaded = load(tmp_path / folder)
-        assert loaded.rows.to_dict() == made.rows.to_dict()
+        assert list(loaded.rows) == list(made.rows)
         assert loaded.report == made.report
 
 
@@ -411,7 +400,7 @@ def test_a_held_out_part_has_its_own_counts_and_can_be_saved(prepared, tmp_path)
     for name in ("tokens", "target_tokens", "windows"):
         assert sum(getattr(part.report, name) for part in parts) == getattr(prepared.report, name)
     save(parts[1], tmp_path / "held")
-    assert load(tmp_path / "held").rows.to_list() == parts[1].rows.to_list()
+    assert list(load(tmp_path / "held").rows) == list(parts[1].rows)
 
 
 def test_selected_documents_have_their_own_counts(prepared):

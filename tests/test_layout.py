@@ -119,7 +119,7 @@ def test_help_imports_no_torch() -> None:
     assert "--recipe" in done.stdout
 
 
-def test_rows_are_prepared_without_torch(tmp_path: Path) -> None:
+def test_rows_are_prepared_without_torch_and_transformers_and_datasets(tmp_path: Path) -> None:
     from test_data_tokenizer import make_tokenizer
 
     make_tokenizer().save_pretrained(tmp_path)
@@ -131,7 +131,8 @@ def test_rows_are_prepared_without_torch(tmp_path: Path) -> None:
         "from gptj_ft.cli import main\n"
         "try: main()\n"
         "except SystemExit as stop: assert not stop.code, stop.code\n"
-        "assert 'torch' not in sys.modules"
+        "heavy = {'torch', 'transformers', 'datasets', 'pandas'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr

@@ -95,7 +95,7 @@ def finetune(
     from dataclasses import asdict
 
     from gptj_ft import finetune as command
-    from gptj_ft.data.tokenizer import load_tokenizer
+    from gptj_ft.data.tokenizer import load_row_tokenizer
     from gptj_ft.data_report import show_data, show_examples
     from gptj_ft.report import show_plan, show_training
 
@@ -109,7 +109,7 @@ def finetune(
         prepared = asking(resolved, as_json, command.fresh)
         show_data(console, prepared.report)
         if console.is_terminal:  # a log gets no text of the user's
-            show_examples(console, prepared.rows[0], load_tokenizer(prepared.session.model).decode, 1)
+            show_examples(console, prepared.rows[0], load_row_tokenizer(prepared.session.model).decode, 1)
     show_plan(console, prepared.session.plan, prepared.session.architecture.notes)
     if dry_run:
         if as_json:

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from gptj_ft.data.targets import lengths_of, num_targets
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
+    from gptj_ft.data.token_table import TokenTable
     from gptj_ft.layers import PackedBatch
 
 Packing = Literal["off", "apart", "joined"]
@@ -40,7 +39,7 @@ class Rows:
     """What training needs of prepared rows.
 
     Attributes:
-        documents: token ids of each; of a data set, read from its memory-mapped file when asked for.
+        documents: token ids of each; of a table, read from its memory-mapped file when asked for.
         prompt_lengths: tokens at each document's start that are not trained on.
         untrained: of each, what else is not; empty if there is no such row.
         windows: what a row is made of, where that is not one document: pieces of several.
@@ -56,8 +55,8 @@ class Rows:
     is_joined: bool = False
 
     @classmethod
-    def of(cls, rows: Dataset | None, packing: Packing = "off", length: int = 0) -> Rows:
-        """Return the rows of a data set; none of ``None``.
+    def of(cls, rows: TokenTable | None, packing: Packing = "off", length: int = 0) -> Rows:
+        """Return the rows of a table; none of ``None``.
 
         Args:
             rows: prepared ones.
@@ -67,7 +66,7 @@ class Rows:
         if rows is None:
             return cls([], [])
         prompts = list(rows["prompt_length"])
-        untrained = list(rows["untrained"]) if "untrained" in rows.column_names else []
+        untrained = list(rows["untrained"])
         lengths = lengths_of(rows).tolist()
         plain = cls(rows["input_ids"], prompts, untrained if any(untrained) else [], known_lengths=lengths)
         if packing == "off" or any(prompts) or any(untrained):

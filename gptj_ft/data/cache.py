@@ -21,7 +21,7 @@ from gptj_ft.home import home
 from gptj_ft.recipe import Recipe
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from gptj_ft.data.tokenizer import RowTokenizer
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Kept:
 
 def prepare_once(
     recipe: Recipe,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: RowTokenizer,
     source: Path,
     vocab_size: int,
     progress: Callable[[int], None] | None = None,
@@ -89,7 +89,7 @@ def cache() -> Path:
     return home() / "data"
 
 
-def _key(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, source: Path, vocab_size: int) -> str:
+def _key(recipe: Recipe, tokenizer: RowTokenizer, source: Path, vocab_size: int) -> str:
     """Return the name of what would come out: a digest of all that it depends on."""
     parts = {
         "version": VERSION,

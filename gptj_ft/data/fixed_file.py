@@ -17,13 +17,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from gptj_ft.data.assembly import TOKENS
 from gptj_ft.data.checks import Found
 from gptj_ft.data.compression import PACKED
 from gptj_ft.data.difference import difference, visible
 from gptj_ft.data.fields import alternatives_of, read_fields
 from gptj_ft.data.fixes import FIXES, fix_texts
 from gptj_ft.data.kinds import SUFFIXES
-from gptj_ft.data.prepare import TOKENS, find_columns
+from gptj_ft.data.prepare import find_columns
 from gptj_ft.data.records import Findings, Row, read_rows
 from gptj_ft.data.template import check_templates, parts
 from gptj_ft.durable import new_files, require_new

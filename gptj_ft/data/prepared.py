@@ -1,11 +1,10 @@
-"""Prepared data: an Arrow data set with its report; saved, loaded, checked against a recipe."""
+"""Prepared data: a table of tokens with its report; saved, loaded, checked against a recipe."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -15,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from gptj_ft.data.placeholders import fields_of
+from gptj_ft.data.table_folder import open_table, write_table
+from gptj_ft.data.token_table import TokenTable
 from gptj_ft.data.tokenizer import tokenizer_digest
 from gptj_ft.durable import draft_of
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.recipe import Recipe
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedTokenizerFast
+    from gptj_ft.data.tokenizer import RowTokenizer
 
 MANIFEST = "manifest.json"
-ROWS = "data-00000-of-00001.arrow"  # as `datasets` names the file of a data set that has one
 # Raised whenever the same rows and recipe would give other tokens or columns.
 VERSION = 4
 # The options that decide what is a row and how it becomes tokens.
@@ -139,7 +138,7 @@ class Prepared:
         report: counts and digests.
     """
 
-    rows: Dataset
+    rows: TokenTable
     report: Report
 
 
@@ -160,16 +159,13 @@ def save(prepared: Prepared, folder: Path) -> None:
         UsageError: it exists, perhaps only since this began, or cannot be written.
         ResourceError: the disk is full.
     """
-    import datasets
-
     exists = f"{folder} exists already, and prepared data is never overwritten; name another folder"
     if folder.exists():
         raise UsageError(exists)
     temporary = draft_of(folder)
-    datasets.disable_progress_bars()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _save_rows(prepared.rows, temporary)
+        write_table(prepared.rows, temporary)
         manifest = json.dumps(prepared.report.to_dict(), indent=2, ensure_ascii=False) + "\n"
         (temporary / MANIFEST).write_text(manifest, encoding="utf-8")
         temporary.rename(folder)
@@ -183,33 +179,6 @@ def save(prepared: Prepared, folder: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _save_rows(rows: Dataset, folder: Path) -> None:
-    """Write a data set as `datasets` does; one that is a whole file already gets that file, unread."""
-    files = [Path(each["filename"]) for each in rows.cache_files]
-    if rows._indices is not None or len(files) != 1 or len(rows) != _rows_in(files[0]):
-        rows.save_to_disk(str(folder))
-        return
-    rows.select([]).save_to_disk(str(folder))  # for what is beside the rows
-    state = folder / "state.json"
-    facts = {**json.loads(state.read_text(encoding="utf-8")), "_data_files": [{"filename": ROWS}]}
-    state.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    try:
-        os.link(files[0], folder / ROWS)  # neither is ever changed
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(files[0], folder / ROWS)
-
-
-def _rows_in(file: Path) -> int | None:
-    """Return the rows of an Arrow stream, of which no more than the heads of its batches is looked at."""
-    import pyarrow
-
-    try:
-        with pyarrow.memory_map(str(file)) as mapped:
-            return int(pyarrow.ipc.open_stream(mapped).read_all().num_rows)
-    except (OSError, pyarrow.ArrowException):
-        return None
-
-
 def load(folder: Path) -> Prepared:
     """Open prepared data, memory-mapped.
 
@@ -217,8 +186,6 @@ def load(folder: Path) -> Prepared:
         UsageError: the folder holds none.
         DataError: made by another version, or damaged.
     """
-    import datasets
-
     if not is_prepared(folder):
         raise UsageError(f"{folder} is not prepared data: it has no {MANIFEST}")
     again = "prepare the data again"
@@ -227,8 +194,7 @@ def load(folder: Path) -> Prepared:
         if manifest["version"] != VERSION:
             raise DataError(f"{folder}: prepared by version {manifest['version']}, this is {VERSION}; {again}")
         report = Report.from_dict(manifest)
-        datasets.disable_progress_bars()
-        rows = datasets.load_from_disk(str(folder))
+        rows = open_table(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         if isinstance(error, DataError):
             raise
@@ -238,7 +204,7 @@ def load(folder: Path) -> Prepared:
     return Prepared(rows, report)
 
 
-def check_compatible(prepared: Prepared, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> None:
+def check_compatible(prepared: Prepared, recipe: Recipe, tokenizer: RowTokenizer) -> None:
     """Check that preparing again would give the same tokens.
 
     Raises:

@@ -12,7 +12,7 @@ from gptj_ft.errors import RowSkipped
 from gptj_ft.recipe import Recipe
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from gptj_ft.data.tokenizer import RowTokenizer
 
 # How many tokens a cut may move back to fall between two words.
 WORD_TOKENS = 5
@@ -24,7 +24,7 @@ Keeper = Callable[[int], list[Span]]  # of so many tokens: which, as (first, end
 
 def shorten(
     recipe: Recipe,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: RowTokenizer,
     values: Mapping[str, Any],
     room: int,
     answer_at: int | None = None,
@@ -98,7 +98,7 @@ class _FieldTokens:
     first: int
     offsets: Sequence[Span]
 
-    def without_end(self, keep: int, tokenizer: PreTrainedTokenizerFast) -> list[int] | None:
+    def without_end(self, keep: int, tokenizer: RowTokenizer) -> list[int] | None:
         """Return the prompt's tokens with only the first ``keep`` of the field, if no token goes across the joint."""
         cut = self.offsets[keep - 1][1]
         joint = self.prompt[cut - 1] + self.prompt[self.stop : self.stop + 1]

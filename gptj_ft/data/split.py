@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gptj_ft.data.prepared import Prepared
-from gptj_ft.data.targets import column_of, count_targets, lengths_of, numbers_of
+from gptj_ft.data.targets import column_of, count_targets, lengths_of, places_of
 
 Numbers = NDArray[np.integer]
 
@@ -55,7 +55,7 @@ def split(prepared: Prepared, holdout: float, seed: int) -> tuple[Prepared, Prep
         labels = np.zeros(len(groups), np.int32)
     else:
         labels = np.empty(len(members), np.int32)
-        labels[inverse] = numbers_of(prepared.rows, "label")  # of rows that share a document, the last one's
+        labels[inverse] = places_of(prepared.rows["label"])  # of rows that share a document, the last one's
     if holdout == 0 or len(members) < 2:
         return prepared, None
     count = min(max(round(holdout * len(members)), 1), len(members) - 1)

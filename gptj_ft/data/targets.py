@@ -2,57 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
-LOOKED_AT = 10_000  # documents at a time
+    from gptj_ft.data.token_table import TokenTable
 
 
-def lengths_of(rows: Dataset) -> NDArray[np.int32]:
-    """Return the tokens of each document of a data set; the tokens themselves are not looked at."""
-    import pyarrow.compute
+def lengths_of(rows: TokenTable) -> NDArray[np.int32]:
+    """Return the tokens of each document; the tokens themselves are not looked at."""
+    from gptj_ft.data.columns import bounds_of
 
-    counts = [pyarrow.compute.list_value_length(batch).to_numpy() for batch in _batches(rows, "input_ids")]
+    counts = [np.diff(bounds_of(batch.column(0))) for batch in rows.batches("input_ids")]
     return np.concatenate([np.empty(0, np.int32), *counts])
 
 
-def column_of(rows: Dataset, name: str, dtype: type[np.generic]) -> NDArray[Any]:
+def column_of(rows: TokenTable, name: str, dtype: type[np.generic]) -> NDArray[Any]:
     """Return a column of numbers."""
-    return np.concatenate([np.empty(0, dtype), *(batch.to_numpy() for batch in _batches(rows, name))])
+    from gptj_ft.data.columns import numbers_of
+
+    return np.concatenate([np.empty(0, dtype), *(numbers_of(batch.column(0)) for batch in rows.batches(name))])
 
 
-def numbers_of(rows: Dataset, name: str) -> NDArray[np.int32]:
+def places_of(texts: Sequence[str]) -> NDArray[np.int32]:
     """Return a number for each text of a column: its place among the texts that there are, in their order."""
     seen: dict[str, int] = {}
-    found = [np.empty(0, np.int32)]
-    for batch in _batches(rows, name):
-        for chunk in batch.chunks:
-            encoded = chunk.dictionary_encode()
-            numbers = [seen.setdefault(text, len(seen)) for text in encoded.dictionary.to_pylist()]
-            found.append(np.array(numbers, np.int32)[encoded.indices.to_numpy()])
+    numbers = np.fromiter((seen.setdefault(text, len(seen)) for text in texts), np.int32, len(texts))
     place = {text: number for number, text in enumerate(sorted(seen))}
-    return np.array([place[text] for text in seen], np.int32)[np.concatenate(found)]
+    return np.array([place[text] for text in seen], np.int32)[numbers]
 
 
-def count_targets(rows: Dataset) -> int:
-    """Return how many tokens of a data set are targets."""
-    import pyarrow.compute
+def count_targets(rows: TokenTable) -> int:
+    """Return how many tokens are targets."""
+    from gptj_ft.data.columns import bounds_of, numbers_of
 
     total = int(lengths_of(rows).sum()) - int(np.maximum(column_of(rows, "prompt_length", np.int32), 1).sum())
-    for batch in _batches(rows, "untrained"):
-        borders = pyarrow.compute.list_flatten(batch).to_numpy()  # of each row pairs, so all of them are
+    for batch in rows.batches("untrained"):
+        bounds = bounds_of(batch.column(0))
+        borders = numbers_of(batch.column(0).values)[bounds[0] : bounds[-1]]  # of each row pairs, so all of them are
         total -= int(borders[1::2].sum()) - int(borders[::2].sum())
     return total
-
-
-def _batches(rows: Dataset, column: str) -> Iterator[Any]:
-    return (batch[column] for batch in rows.select_columns([column]).with_format("arrow").iter(LOOKED_AT))
 
 
 def stretches(row: Mapping[str, Any]) -> list[int]:

@@ -21,7 +21,7 @@ from gptj_ft.errors import DataError, RowSkipped, UsageError, did_you_mean
 from gptj_ft.recipe import Recipe
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from gptj_ft.data.tokenizer import RowTokenizer
 
 __all__ = [
     "Encoded",
@@ -103,7 +103,7 @@ def parts(recipe: Recipe, values: Mapping[str, Any]) -> list[Part]:
     return [(render(recipe.prompt, values) if recipe.prompt else "", False), (completion, True)]
 
 
-def eos_of(tokenizer: PreTrainedTokenizerFast) -> int:
+def eos_of(tokenizer: RowTokenizer) -> int:
     """Return the id that ends every document.
 
     Raises:
@@ -117,9 +117,7 @@ def eos_of(tokenizer: PreTrainedTokenizerFast) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def encode(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, values: Mapping[str, Any], answer_at: int | None = None
-) -> Encoded:
+def encode(recipe: Recipe, tokenizer: RowTokenizer, values: Mapping[str, Any], answer_at: int | None = None) -> Encoded:
     """Return a row as tokens: prompt, completion, EOS; at most `max_length` of them.
 
     Args:
@@ -140,7 +138,7 @@ def encode(
 
 def assemble(
     recipe: Recipe,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: RowTokenizer,
     eos: int,
     values: Mapping[str, Any],
     texts: Sequence[Part],
@@ -203,7 +201,7 @@ def from_tokens(recipe: Recipe, ids: list[int], trained: Sequence[int] | None) -
     return Encoded((ids,), pairs[0][0] if pairs[0][0] > 1 else 0, gaps)
 
 
-def encode_prompt(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, values: Mapping[str, Any], room: int) -> Prompt:
+def encode_prompt(recipe: Recipe, tokenizer: RowTokenizer, values: Mapping[str, Any], room: int) -> Prompt:
     """Return the prompt of one row, shortened as in training.
 
     Without a prompt template (plain text) the text itself is continued, and of a long one its end is kept.

@@ -6,7 +6,7 @@ import hashlib
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gptj_ft.errors import UsageError
 from gptj_ft.home import TINY_MODELS
@@ -18,6 +18,46 @@ if TYPE_CHECKING:
 GENERIC = ("GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
 # What decides which ids a text becomes; truncation, padding and post-processing are not used here.
 _PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+
+
+class RowTokenizer(Protocol):
+    """What it takes to turn rows into tokens, and back: a fast tokenizer of `transformers`, or a `PlainTokenizer`."""
+
+    @property
+    def backend_tokenizer(self) -> Any:
+        """What tokenises: a `tokenizers.Tokenizer`."""
+
+    @property
+    def split_special_tokens(self) -> bool:
+        """Whether a special token's name inside a text is text."""
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id that ends a document."""
+
+    @property
+    def name_or_path(self) -> str:
+        """Where it is from."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the id of each token."""
+
+    def decode(self, ids: Any, /) -> Any:
+        """Return what token ids say."""
+
+    def __hash__(self) -> int:
+        """Tell it from others."""
+
+
+def load_row_tokenizer(folder: Path) -> RowTokenizer:
+    """Load what rows are tokenised with: as `load_tokenizer` does, but without `transformers` where that adds nothing.
+
+    Raises:
+        UsageError: as `load_tokenizer`.
+    """
+    from gptj_ft.data.plain_tokenizer import read_plain
+
+    return read_plain(folder, GENERIC) or load_tokenizer(folder)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -69,7 +109,7 @@ def _class_of(folder: Path) -> str | None:
 
 
 @lru_cache(maxsize=4)
-def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
+def tokenizer_digest(tokenizer: RowTokenizer) -> str:
     """Return what tells two tokenizers apart: a SHA-256 of vocabulary, merges, text splitting and the EOS id."""
     saved = json.loads(tokenizer.backend_tokenizer.to_str())
     parts = {name: saved.get(name) for name in _PARTS} | {"eos": tokenizer.eos_token_id}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tokenizers import pre_tokenizers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from gptj_ft.data.tokenizer import RowTokenizer
 
 
 class Tokens(NamedTuple):
@@ -26,7 +26,7 @@ class TextBatch:
         long: characters from which on it is worth knowing where a text's tokens are.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, long: int) -> None:
+    def __init__(self, tokenizer: RowTokenizer, long: int) -> None:
         self._backend, self._long = backend_of(tokenizer), long
         self._texts: list[str] = []
         self._number: dict[str, int] = {}
@@ -55,19 +55,19 @@ class TextBatch:
         return [found[rest] if head < 0 else Tokens(found[head].ids + found[rest].ids) for head, rest in self._parts]
 
 
-def tokenize(tokenizer: PreTrainedTokenizerFast, batch: Sequence[str]) -> list[list[int]]:
+def tokenize(tokenizer: RowTokenizer, batch: Sequence[str]) -> list[list[int]]:
     """Return the token ids of each text, without special tokens added."""
     if not batch:
         return []
     return [encoding.ids for encoding in backend_of(tokenizer).encode_batch_fast(list(batch), add_special_tokens=False)]
 
 
-def encoding_of(tokenizer: PreTrainedTokenizerFast, text: str) -> Any:
+def encoding_of(tokenizer: RowTokenizer, text: str) -> Any:
     """Return the tokens of one text with their offsets; not after the batch that another thread has begun."""
     return backend_of(tokenizer).encode(text, add_special_tokens=False)
 
 
-def backend_of(tokenizer: PreTrainedTokenizerFast) -> Any:
+def backend_of(tokenizer: RowTokenizer) -> Any:
     """Return what tokenises, set to do nothing else."""
     backend = tokenizer.backend_tokenizer
     # Changing a tokenizer waits for all that is being encoded by another thread, even where nothing changes.
@@ -80,7 +80,7 @@ def backend_of(tokenizer: PreTrainedTokenizerFast) -> Any:
     return backend
 
 
-def splits_before_blanks(tokenizer: PreTrainedTokenizerFast) -> bool:
+def splits_before_blanks(tokenizer: RowTokenizer) -> bool:
     r"""Tell whether no token goes across a place where a blank follows what is none.
 
     So it is with GPT-2's splitting, ``'s|'t|...| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+``: a piece has a
