@@ -72,5 +72,11 @@ def _exhausted(error: Exception) -> str | None:
 def _fail(error: GptjFtError) -> int:
     if "--json" in sys.argv:
         print_json({"error": str(error), "exit_code": error.exit_code})
-    print(f"gptj-ft: {error}", file=sys.stderr)
+    text = f"gptj-ft: {error}"
+    if sys.stderr.isatty():  # there the words of a long line would be torn apart
+        from gptj_ft.screen import console_for, say
+
+        say(console_for(), text)
+    else:
+        print(text, file=sys.stderr)
     return error.exit_code

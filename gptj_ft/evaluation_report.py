@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from gptj_ft.durable import new_files, require_new
 from gptj_ft.errors import UsageError
 from gptj_ft.metrics.bootstrap import Comparison, Estimate
 from gptj_ft.pages import to_page
 from gptj_ft.run import read_json, write_json
+from gptj_ft.screen import next_steps, panel, say, table
 from gptj_ft.verdict import LOWER_IS_BETTER, Verdict
 
 SAMPLE_CHARACTERS = 300
@@ -139,31 +138,43 @@ def samples_of(verdict: Verdict, rows: Sequence[int]) -> list[dict[str, Any]]:
     ]
 
 
-def show_verdict(console: Console, facts: Facts) -> None:
-    """Show scores, the baseline's beside them if there is one, then rows by rows what was asked for."""
+def show_verdict(console: Console, facts: Facts, written: Sequence[Path] = (), commands: Sequence[str] = ()) -> None:
+    """Show scores, the baseline's beside them if there is one, then rows by rows what was asked for.
+
+    Args:
+        console: where to.
+        facts: of `facts_of`.
+        written: files that have more.
+        commands: what to type next.
+    """
     _show_table(console, f"{facts['rows']:,} rows, {facts['target_tokens']:,} target tokens", facts["table"], facts)
-    for file, table in facts["by_file"].items():
-        _show_table(console, f"rows of {file}", table, facts)
+    for file, rows in facts["by_file"].items():
+        _show_table(console, f"rows of {file}", rows, facts)
     for line in facts["lines"]:
-        console.print(line, highlight=False, markup=False)
+        say(console, line, "  ")
     for sample in facts["samples"]:
-        console.print(f"\n{sample['place']}", highlight=False, markup=False)
-        for name, text in sample["texts"].items():
-            console.print(f"  {name:9}", escape(text), highlight=False)
+        panel(console, sample["place"], [(name, text) for name, text in sample["texts"].items()])
+    for path in written:
+        console.print(f"written to {path}")
+    next_steps(console, *commands)
+
+
+def scores_text(facts: Facts) -> str:
+    """Return the model's scores, one a line."""
+    return "\n".join(f"{row['name']} {row['model']['value'].replace(',', '')}" for row in facts["table"])
 
 
 def _show_table(console: Console, title: str, rows: Sequence[Facts], facts: Facts) -> None:
     compared = facts["baseline"] is not None
-    table = Table(title=title, title_justify="left")
-    for name in ("", "baseline", "model", "change", "95 %", "") if compared else ("", "model", "95 %"):
-        table.add_column(name, justify="right" if name else "left")
-    for row in rows:
-        name, baseline, model, change = row["name"], row["baseline"], row["model"], row["change"]
-        if compared:
-            table.add_row(name, baseline["value"], model["value"], change["value"], change["interval"], row["verdict"])
-        else:
-            table.add_row(name, model["value"], model["interval"])
-    console.print(table)
+    names = ("baseline", "model", "change") if compared else ("model",)
+    head = ("score", *names, "95 % interval", *(("",) if compared else ()))
+    lines = [
+        (row["name"], *(row[key]["value"] for key in ("baseline", "model", "change")), row["change"]["interval"],
+         row["verdict"])
+        if compared else (row["name"], row["model"]["value"], row["model"]["interval"])
+        for row in rows
+    ]  # fmt: skip
+    table(console, title, [head, *lines], right=range(1, 5))
 
 
 def check_report_path(path: Path) -> None:
@@ -199,8 +210,8 @@ def to_markdown(facts: Facts, json_facts: Facts) -> str:
     compared = f", compared with `{facts['baseline']}`" if facts["baseline"] else ""
     lines = [f"# Evaluation of `{facts['model']}`", "", f"{facts['rows']:,} rows{compared}.", ""]
     lines += _markdown_table(facts["table"], facts["baseline"] is not None)
-    for file, table in facts["by_file"].items():
-        lines += ["", f"## Rows of {file}", "", *_markdown_table(table, facts["baseline"] is not None)]
+    for file, rows in facts["by_file"].items():
+        lines += ["", f"## Rows of {file}", "", *_markdown_table(rows, facts["baseline"] is not None)]
     lines += ["", *(f"- {line}" for line in facts["lines"])]
     for sample in facts["samples"]:
         lines += ["", f"### {sample['place']}"]

@@ -27,10 +27,14 @@ from gptj_ft.published import Published, find_published
 from gptj_ft.rates import choose_dtype, rates
 from gptj_ft.recipe import FREE_ON_RESUME, Recipe, Resolved, build, dump, resolve
 from gptj_ft.run import Run, choose_folder
+from gptj_ft.screen import clock
 from gptj_ft.selection import select
 from gptj_ft.session import Session, free_resources, make_session
+from gptj_ft.trackers import check_tracker
 from gptj_ft.trainer import TrainResult, train
 from gptj_ft.verify import Checker
+
+LONG_START = 5.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ def fresh(resolved: Resolved) -> Job:
         GptjFtError: whatever stands in its way.
     """
     recipe = resolved.recipe
+    check_tracker(recipe.report_to)
     folder = choose_folder(recipe)
     inputs = gather(recipe)
     final = recipe.model_copy(update={"model": str(inputs.model.resolve()), "output": str(folder)})
@@ -108,6 +113,7 @@ def resumed(
                 "leave it out, or start a new run"
             )
     recipe = build({**saved.model_dump(), **changes, "output": str(run.folder)})
+    check_tracker(recipe.report_to)
     model = Path(recipe.model or "")
     if not is_model(model):
         raise UsageError(
@@ -135,7 +141,8 @@ def execute(job: Job, console: Console, quiet: bool, began: float) -> TrainResul
                 raise DataError("\n".join([*damage, "nothing was changed; name another checkpoint with --from"]))
             go_back(run, job.start)
             console.print(f"back to step {job.start}; what came after it is done again", highlight=False)
-        console.print(f"run folder {run.folder}", highlight=False)
+        if (start := job.session.plan.costs.start.seconds) > LONG_START:
+            console.print(f"putting weights and state in their places, about {clock(start)}", highlight=False)
         return train(job.session, run, console, quiet, began)
 
 

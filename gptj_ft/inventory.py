@@ -53,16 +53,14 @@ def models_in_home() -> list[Entry]:
     return [_entry(path) for path in there if _is_ours(path)]
 
 
-def describe(entries: Sequence[Entry]) -> str:
-    """List models, one a line."""
-    rows = [("model", "family", "parameters", "dtype", "disk", "origin")]
+def rows_of(entries: Sequence[Entry]) -> list[tuple[str, ...]]:
+    """Return models as rows of a table, under the names of its columns."""
+    rows: list[tuple[str, ...]] = [("model", "family", "parameters", "dtype", "disk", "origin")]
     for entry in entries:
         count = f"{entry.parameters:,}" if entry.parameters is not None else "-"
         origin = entry.origin + (f"  {entry.problem}" if entry.problem else "")
         rows.append((entry.name, entry.family or "-", count, entry.dtype or "-", gigabytes(entry.bytes), origin))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
+    return rows
 
 
 def find(name: str) -> Entry:

@@ -77,4 +77,6 @@ def gigabytes(size: float) -> str:
     """Return bytes as people read them."""
     if size >= 1e12:
         return f"{size / 1e12:.1f} TB"
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+    if size >= 1e8:
+        return f"{size / 1e9:.1f} GB"
+    return f"{size / 1e6:.1f} MB" if size >= 1e5 or not size else f"{size / 1e3:.1f} kB"

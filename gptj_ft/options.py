@@ -50,3 +50,4 @@ Offline = Annotated[
     bool, typer.Option("--offline", help="take a hub: data set as it was fetched before; nothing else uses the network")
 ]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print the result alone (a path, an answer), and errors")]

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
+from gptj_ft.bars import LogTimes, drawn, log_line
 from gptj_ft.machine import gigabytes
 from gptj_ft.meters import Meters, Tally
+from gptj_ft.screen import GAP, clock, is_live, time_after, whole, width_of, wrapped
 
-PLAIN_SECONDS = 5.0  # between plain lines
+STDERR = 2
+NOTICED_SECONDS = 2.0  # what takes less is not worth a line
 
 
 @dataclass(frozen=True)
@@ -48,51 +52,85 @@ class StepReport:
 
 
 class StepProgress:
-    """Shows steps as they finish; use it in a ``with`` block."""
+    """Shows steps as they finish; use it in a ``with`` block.
 
-    def __init__(self, console: Console, num_steps: int, done: int, quiet: bool = False) -> None:
+    Args:
+        console: where to.
+        num_steps: of the run.
+        done: of them, before this session.
+        seconds_per_step: as forecast; taken until a step has been seen.
+        quiet: show nothing.
+    """
+
+    def __init__(
+        self, console: Console, num_steps: int, done: int, seconds_per_step: float, quiet: bool = False
+    ) -> None:
         self._console, self._num_steps, self._quiet = console, num_steps, quiet
+        self._done, self._expected = done, seconds_per_step
         self._recent: deque[StepReport] = deque(maxlen=20)
-        self._last_line = 0.0
-        self._bar = Progress(
-            TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}")
-        )  # fmt: skip
-        self._task = self._bar.add_task("", total=num_steps, completed=done)
-        # On a terminal: the bar, and under it the figures of the last step.
-        self._panel = Live(self._bar, console=console) if console.is_terminal and not quiet else None
+        self._times, self._doing, self._since = LogTimes(), "", time.monotonic()
+        self._stopping = ""
+        has_live = is_live(console) and not (quiet or console.quiet)
+        self._live = Live(get_renderable=self._drawn, console=console, transient=True) if has_live else None
 
     def __enter__(self) -> StepProgress:
-        if self._panel:
-            self._panel.start()
+        if self._live:
+            self._live.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._panel:
-            self._panel.stop()
+        if self._live:
+            self._live.stop()
+
+    def doing(self, what: str) -> None:
+        """Show what is being done now, and how long it takes already."""
+        self._doing, self._since = what, time.monotonic()
+
+    def stopping(self) -> None:
+        """Show that the run stops when the step is done; called by a signal, so it prints as little as it can."""
+        self._stopping = "stopping when this step is done and saved; Ctrl-C again stops at once, unsaved"
+        if self._live is None and not (self._quiet or self._console.quiet):
+            with suppress(OSError):
+                os.write(STDERR, f"{self._stopping}\n".encode())  # its buffer may just be in use
 
     def show(self, report: StepReport) -> str:
         """Show a step; return its line, for the log."""
         self._recent.append(report)
-        seconds = [each.tally.seconds for each in self._recent]
-        remaining = (self._num_steps - report.step) * sum(seconds) / len(seconds)
-        learning = f"loss {report.loss:.4f}  lr {report.lr:.2e}  norm {report.grad_norm:.2f}"
-        learning += f"  z-loss {report.z_loss:.2g}" if report.z_loss else ""
-        speed = "  ".join(meter_texts(report.tally, Meters.mean([each.meters for each in self._recent], seconds)))
-        left = f"{clock(remaining)} left"
-        whole = f"step {report.step}/{self._num_steps}  {learning}  {left}  {speed}"
-        if self._panel:
-            self._bar.update(self._task, completed=report.step, description=left)
-            self._panel.update(Group(self._bar, Text(learning), Text(speed, no_wrap=False, overflow="fold")))
-        elif not self._quiet and self._is_due(report.step):
-            self._console.print(whole, highlight=False)
-        return whole
+        self._done = report.step
+        step, left = f"step {report.step}/{self._num_steps}", f"{clock(self._seconds_left)} left"
+        is_worth_a_line = len(self._recent) == 1 or report.step == self._num_steps or self._times.is_due()
+        if self._live is None and not self._quiet and is_worth_a_line:
+            speed = f"{report.meters.tokens_per_second:,.0f} tokens/s"
+            share = f"{report.step / self._num_steps:.0%}"
+            log_line(self._console, GAP.join([step, share, f"loss {report.loss:.4f}", speed, left]))
+        return GAP.join([step, _learning(report), left, *self._speed])
 
-    def _is_due(self, step: int) -> bool:
-        now = time.monotonic()
-        if step in (1, self._num_steps) or now - self._last_line >= PLAIN_SECONDS:
-            self._last_line = now
-            return True
-        return False
+    @property
+    def _seconds_left(self) -> float:
+        seconds = [each.tally.seconds for each in self._recent] or [self._expected]
+        return (self._num_steps - self._done) * sum(seconds) / len(seconds)
+
+    @property
+    def _speed(self) -> list[str]:
+        seconds = [each.tally.seconds for each in self._recent]
+        mean = Meters.mean([each.meters for each in self._recent], seconds)
+        return meter_texts(self._recent[-1].tally, mean)
+
+    def _drawn(self) -> RenderableType:
+        """Return the bar, and under it the figures of the last step and what is being done."""
+        share, left = self._done / self._num_steps, self._seconds_left
+        ends = f"{share:.0%}, {clock(left)} left, done at {time_after(left)}"
+        lines = [_learning(self._recent[-1]), GAP.join(map(whole, self._speed))] if self._recent else []
+        taken = time.monotonic() - self._since
+        lines += [f"{self._doing}, {clock(taken)}"] if self._doing and taken > NOTICED_SECONDS else []
+        lines += [self._stopping] if self._stopping else []
+        texts = [line for text in lines for line in wrapped(text, width_of(self._console))]
+        return Group(drawn(self._console, f"step {self._done}/{self._num_steps}", share, ends), Text("\n".join(texts)))
+
+
+def _learning(report: StepReport) -> str:
+    z_loss = f"{GAP}z-loss {report.z_loss:.2g}" if report.z_loss else ""
+    return f"loss {report.loss:.4f}{GAP}lr {report.lr:.2e}{GAP}norm {report.grad_norm:.2f}{z_loss}"
 
 
 def meter_texts(tally: Tally, meters: Meters) -> list[str]:
@@ -108,15 +146,3 @@ def meter_texts(tally: Tally, meters: Meters) -> list[str]:
     if tally.device_memory_bytes:
         texts.append(f"{gigabytes(tally.device_memory_bytes)} on the device")
     return [*texts, f"{gigabytes(tally.memory_bytes)} of memory"]
-
-
-def clock(seconds: float) -> str:
-    """Return a duration as people read it: ``45 s``, ``3 min``, ``2 h 05 min``, ``3 d 4 h``."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    if minutes < 48 * 60:
-        return f"{minutes // 60} h {minutes % 60:02d} min"
-    return f"{minutes // 1440} d {minutes % 1440 // 60} h"

@@ -343,6 +343,9 @@ class Recipe(Options):
     save_minutes: float = Field(
         30.0, gt=0.0, description="minutes after which a checkpoint is due; Ctrl-C saves at once"
     )
+    report_to: Literal["none", "tensorboard", "trackio", "wandb"] = Field(
+        "none", description="tracker that gets the figures of metrics.jsonl, too; wandb's are sent to its server"
+    )
 
     def to_dict(self) -> dict[str, Any]:
         """Return every option that has a meaning for this run, as JSON has it."""
@@ -385,6 +388,7 @@ FREE_ON_RESUME = frozenset(
         "max_time",
         "keep",
         "export",
+        "report_to",
         "output",
     }
 )

@@ -3,39 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from gptj_ft.costs import WARRANTED_BYTES, Costs
 from gptj_ft.machine import gigabytes
 from gptj_ft.plan import Plan
-from gptj_ft.progress import clock
 from gptj_ft.rates import PRECISIONS
 from gptj_ft.reading import ReadingPlan
 from gptj_ft.scaling import CONFIRMED_FLOPS, FITTED_FLOPS, TOKENS_PER_PARAMETER, Outlook
+from gptj_ft.screen import clock, next_steps, panel, say, time_after, whole
 
 if TYPE_CHECKING:
+    from gptj_ft.finetune import Job
     from gptj_ft.published import Published
     from gptj_ft.trainer import TrainResult
 
-FILES_SHOWN = 3
 BUSY = 0.5  # average load of a core from which on what is measured is not to be trusted
 
 
+def show_job(console: Console, job: Job) -> None:
+    """Show what a run will do and cost, before it starts: on what, where to, and how it is stopped and gone on with."""
+    session, recipe = job.session, job.session.recipe
+    folder = recipe.output or ""
+    rows = f"{len(session.train):,} rows to train on, {len(session.validation):,} to validate on"
+    before = [
+        ("data", f"{rows}; recipe {recipe.recipe}"),
+        ("model", f"{session.architecture.family.model_type}: {whole(str(session.model))}"),
+    ]
+    keeps = "no step is ever lost" if session.plan.placement.is_durable else "everything is saved first"
+    after = [
+        ("results", f"in {folder}; figures in its metrics.jsonl{_TRACKED[recipe.report_to]}"),
+        ("to stop", f"Ctrl-C ends the step and stops; {keeps}"),
+        ("to go on", whole(f"gptj-ft finetune --resume {folder}")),
+    ]
+    panel(console, "The run", [*before, *plan_rows(session.plan, session.architecture.notes), *after])
+
+
+_TRACKED = {
+    "none": "",
+    "tensorboard": ", and in it for TensorBoard",
+    "trackio": ", and for Trackio",
+    "wandb": ", which go to the server of Weights & Biases, too",
+}
+
+
 def show_plan(console: Console, plan: Plan, notes: Sequence[str] = ()) -> None:
-    """Show what a run will cost: what it needs beside what it may use, what it moves, how long it takes.
+    """Show what a run will cost: see `plan_rows`."""
+    panel(console, "What it will cost", plan_rows(plan, notes))
+
+
+def plan_rows(plan: Plan, notes: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Say what a run needs beside what it may use, what it moves, how long it takes.
 
     Args:
-        console: where to.
         plan: of the run.
         notes: on how the model is treated.
     """
-    table = Table(title="What it will cost", show_header=False, title_justify="left")
-    rows = [
+    return [
         ("parameters", f"{plan.num_parameters:,}, {_share_trained(plan)}"),
         ("computed in", f"{plan.precision}: {plan.reason}"),
         ("placement", str(plan.placement)),
@@ -46,20 +73,18 @@ def show_plan(console: Console, plan: Plan, notes: Sequence[str] = ()) -> None:
         ("training", _amount(plan.outlook)),
         *(("note", note) for note in notes),
     ]
-    for name, text in rows:
-        table.add_row(name, text)
-    console.print(table)
 
 
-def show_reading(console: Console, plan: ReadingPlan) -> None:
-    """Show what it takes to measure a model, or to answer the rows of a file."""
+def show_reading(console: Console, title: str, about: Sequence[tuple[str, str]], plan: ReadingPlan) -> None:
+    """Show what it takes to measure a model, or to answer the rows of a file; ``about`` says which and what."""
     together = plan.together
-    table = Table(title="What it will take", show_header=False, title_justify="left")
-    table.add_row("weights", f"{_WHERE[plan.weights]}, in {plan.precision}")
-    for each in plan.needs:
-        table.add_row(each.resource, f"needs about {gigabytes(each.need)} of {gigabytes(each.have)}")
-    table.add_row("together", f"{together.written:,} tokens while writing, {together.read:,} while only reading")
-    console.print(table)
+    rows = [
+        ("weights", f"{_WHERE[plan.weights]}, in {plan.precision}"),
+        *((each.resource, f"needs about {gigabytes(each.need)} of {gigabytes(each.have)}") for each in plan.needs),
+        ("together", f"{together.written:,} tokens while writing, {together.read:,} while only reading"),
+        ("to stop", "Ctrl-C; the same command goes on where it was"),
+    ]
+    panel(console, title, [*about, *rows])
 
 
 _WHERE = {
@@ -86,7 +111,8 @@ def show_outlook(console: Console, outlook: Outlook, published: Published | None
     if published:
         trained = f"trained on {published.tokens:.3g} tokens, {published.flops:.2g} FLOPs"
         lines.append(f"{published.repository} was {trained}: loss on the Pile {published.pile_loss}.")
-    console.print("\n".join(lines), highlight=False)
+    for line in lines:
+        say(console, line)
 
 
 def _share_trained(plan: Plan) -> str:
@@ -111,23 +137,18 @@ def show_training(console: Console, result: TrainResult) -> None:
         rows.insert(0, ("validation loss", f"{result.loss_before:.4f} before, {result.loss_after:.4f} after"))
         if result.exported_step != result.steps:
             rows[0] = (rows[0][0], f"{rows[0][1]} (exported: step {result.exported_step})")
-    table = Table(title=f"{result.steps:,} steps", show_header=False, title_justify="left")
-    for name, text in rows:
-        table.add_row(name, text)
-    console.print(table)
+    page = Path(result.run) / "report.html"
+    rows += [("tuned model", whole(result.model)), *([("report", whole(str(page)))] if page.is_file() else [])]
     if result.best and result.best["step"] != result.exported_step:
-        console.print(escape(describe_best(result.run, result.best)), highlight=False)
-    lines = [
-        f"tuned model: {result.model}",
-        f"next: gptj-ft evaluate {result.run} --data FILE",
-        '      gptj-ft generate "prompt"',
-    ]
-    console.print(escape("\n".join(lines)), highlight=False)
+        rows.append(("best", describe_best(result.run, result.best)))
+    panel(console, f"Done: {result.steps:,} steps", rows)
+    next_steps(console, f"gptj-ft evaluate {result.run} --data FILE", 'gptj-ft generate "prompt"')
 
 
 def _transfers(costs: Costs) -> Iterator[tuple[str, str]]:
     read, written = costs.bytes_read_per_step, costs.bytes_written_per_step
-    yield "moved per step", f"{gigabytes(read)} read, {gigabytes(written)} written"
+    if read or written:
+        yield "moved per step", f"{gigabytes(read)} read, {gigabytes(written)} written"
     texts = [f"{gigabytes(costs.disk_bytes_written_per_step)} a step"] if costs.disk_bytes_written_per_step else []
     if costs.disk_bytes_written is not None:
         texts.append(f"{gigabytes(costs.disk_bytes_written)} in all")
@@ -149,8 +170,7 @@ def _times(plan: Plan) -> Iterator[tuple[str, str]]:
     for what, aside in (("validations", costs.validations), ("checkpoints", costs.checkpoints)):
         if aside.number * aside.seconds > 0.01 * costs.seconds:
             yield what, f"{aside.number}, about {_seconds(aside.seconds)} each"
-    finish = datetime.now() + timedelta(seconds=costs.seconds)
-    yield "finish", f"after about {clock(costs.seconds)}: {finish:%a %d %b, %H:%M} if it starts now"
+    yield "finish", f"after about {clock(costs.seconds)}: {time_after(costs.seconds)} if it starts now"
 
 
 def _measured(plan: Plan) -> str:
@@ -172,7 +192,7 @@ def _seconds(seconds: float) -> str:
 def describe_best(run: str, best: Mapping[str, Any]) -> str:
     """Say that the best state came before the end, and how to have it."""
     where = (
-        f"it is kept: `gptj-ft runs export {run} FOLDER --from best`"
+        f"it is kept: {whole(f'`gptj-ft runs export {run} FOLDER --from best`')}"
         if best["checkpoint"]
         else "--keep best,last keeps that state, --export best exports it"
     )

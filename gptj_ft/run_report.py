@@ -19,9 +19,9 @@ from gptj_ft.evaluation_report import evaluation_of, samples_in, table_in
 from gptj_ft.machine import gigabytes
 from gptj_ft.pages import to_page
 from gptj_ft.pages.charts import Axis, Line, Span, bar_chart, intervals_chart, line_chart
-from gptj_ft.progress import clock
 from gptj_ft.run import Run, read_json
 from gptj_ft.runs import Summary, summarize
+from gptj_ft.screen import clock
 from gptj_ft.tuning import read_tuning
 
 Points = list[tuple[float, float]]

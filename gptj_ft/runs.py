@@ -121,9 +121,9 @@ def summarize(run: Run) -> Summary:
     )  # fmt: skip
 
 
-def describe(runs: Sequence[Summary]) -> str:
-    """List runs, one a line; whole, however narrow the terminal is, so that it can be searched."""
-    rows = [("run", "recipe", "step", "saved", "status", "validation loss", "disk")]
+def rows_of(runs: Sequence[Summary]) -> list[tuple[str, ...]]:
+    """Return runs as rows of a table, under the names of its columns."""
+    rows: list[tuple[str, ...]] = [("run", "recipe", "step", "saved", "status", "validation loss", "disk")]
     for run in runs:
         losses = [f"{loss:.4f}" for loss in (run.loss_before, run.loss_after) if loss is not None]
         saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.saved_at)) if run.saved_at else "never"
@@ -134,9 +134,7 @@ def describe(runs: Sequence[Summary]) -> str:
                 gigabytes(run.bytes) + (f"  {run.problem}" if run.problem else ""),
             )
         )  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
+    return rows
 
 
 @contextmanager

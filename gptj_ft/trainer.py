@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -29,15 +29,17 @@ from gptj_ft.meters import Meters, Stopwatch, Tally, count_flops, summarize
 from gptj_ft.model import trained_parameters
 from gptj_ft.optimizer import AdamW
 from gptj_ft.outcome import write_outcome
-from gptj_ft.progress import StepProgress, StepReport, clock
+from gptj_ft.progress import StepProgress, StepReport
 from gptj_ft.recipe import Recipe
 from gptj_ft.run import Run, record_environment
 from gptj_ft.samples import Sample, Sampler
 from gptj_ft.schedule import is_multiple
+from gptj_ft.screen import clock, panel
 from gptj_ft.session import Session
 from gptj_ft.stack import LayerStack
 from gptj_ft.state import open_state
 from gptj_ft.streaming import StepLoss, evaluate_losses, train_step
+from gptj_ft.trackers import tracking
 from gptj_ft.tuned import Trained
 
 SAMPLE_CHARACTERS = 300
@@ -100,11 +102,17 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
         keeper = Keeper(session, run, stack, optimizer, facts)
         keeper.begin()
         sampler = Sampler(session, run) if recipe.sample_rows else None
-        with StepProgress(console, session.num_steps, optimizer.step, quiet) as progress, StopRequest() as stop:
+        warn, expected = partial(warn_of, run, console), session.plan.costs.seconds_per_step
+        with (
+            StepProgress(console, session.num_steps, optimizer.step, expected, quiet) as progress,
+            tracking(run, recipe, warn) as record,
+            StopRequest(progress.stopping) as stop,
+        ):
             while True:
                 is_end = optimizer.step == session.num_steps
                 is_due = is_end or optimizer.step == 0 or is_multiple(optimizer.step, recipe.validate_every)
                 if len(session.validation) and is_due:
+                    progress.doing(f"validating on {len(session.validation):,} rows")
                     flush(optimizer, deadline)
                     with deadline.measure("validation"):
                         loss_after = validate(stack, session.validation, budget).mean
@@ -115,11 +123,9 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
                     if optimizer.step == 0:
                         facts["loss_before"] = loss_after
                     scores = sample.scores if sample else {}
-                    if sample:
-                        show_sample(console, sample)
                     line = {"step": optimizer.step, "validation_loss": loss_after}
-                    run.append_metrics({**line, "scores": scores} if scores else line)
-                    console.print(f"validation loss after {optimizer.step} steps: {loss_after:.4f}", highlight=False)
+                    record({**line, "scores": scores} if scores else line)
+                    show_validation(console, optimizer.step, loss_after, sample)
                     keeper.after_validation(loss_after, scores)
                     if not is_end and keeper.is_out_of_patience():
                         end = f"ended after step {optimizer.step}: no better state in {recipe.patience} validations"
@@ -129,19 +135,20 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
                 if is_end:
                     break
 
+                progress.doing(f"computing step {optimizer.step + 1}")
                 stopwatch = Stopwatch(stack)
                 rows = rows_of_step(optimizer.step, len(session.train), recipe.batch_size, recipe.seed)
                 batches = with_noise(recipe, optimizer.step, session.train.batches(rows, budget), session.device)
                 lr = session.schedule.lr(optimizer.step + 1)
                 optimizer.begin(lr)
                 loss, grad_norm = guarded_step(session, stack, optimizer, batches)
-                warn_unmoved(session, run, optimizer, console)
+                warn_unmoved(session, optimizer, warn)
                 tally = stopwatch.read(sum(len(batch.tokens_T) for batch in batches), loss.num_targets)
                 flops = count_flops(stack.layouts, tally.tokens, tally.target_tokens, stack.room.kept, stack.frozen)
                 meters = Meters.of(tally, flops, session.plan.rates.compute.matmul(session.dtype))
                 report = StepReport(optimizer.step, loss.mean, loss.z_mean, lr, grad_norm, tally, meters)
                 # Before the commit: a line too many is dropped on resume, a line too few would be missing for good.
-                run.append_metrics(report.to_dict())
+                record(report.to_dict())
                 run.log(progress.show(report))
                 if is_durable:
                     # The next step may begin meanwhile: whatever it writes comes after this.
@@ -165,8 +172,9 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
                     raise OutOfTime(
                         f"{step}: another might not end within {limit}; everything is saved, go on with\n{command}"
                     )
+        console.print(f"all steps are done; writing {run.model}", highlight=False)
         flush(optimizer, deadline)
-        warn_unmoved(session, run, optimizer, console)
+        warn_unmoved(session, optimizer, warn)
         best: dict[str, Any] | None = facts["best"]
         last: dict[str, Any] = {"step": optimizer.step, "validation_loss": loss_after}
         exported = best if best and recipe.export == "best" else last
@@ -216,21 +224,29 @@ def guarded_step(
         raise explain_gradient(error, session, stack) from error
 
 
-def show_sample(console: Console, sample: Sample) -> None:
-    """Show the scores, and on a terminal one answer: a log gets no text of the user's."""
-    console.print("  ".join(f"{name} {value:.2f}" for name, value in sample.scores.items()), highlight=False)
-    if console.is_terminal:
-        for name, text in (("expected", sample.expected), ("answer", sample.answer)):
-            console.print(f"  {name}: {text[:SAMPLE_CHARACTERS]}", highlight=False, markup=False)
+def show_validation(console: Console, step: int, loss: float, sample: Sample | None) -> None:
+    """Show loss and scores, and on a terminal one answer: a log gets no text of the user's."""
+    console.print(f"validation loss after {step} steps: {loss:.4f}", highlight=False)
+    if sample is not None:
+        rows = [("scores", "  ".join(f"{name} {value:.2f}" for name, value in sample.scores.items()))]
+        if console.is_terminal:
+            texts = {"expected": sample.expected, "answer": sample.answer}
+            rows += [(name, text[:SAMPLE_CHARACTERS]) for name, text in texts.items()]
+        panel(console, "", rows)
 
 
-def warn_unmoved(session: Session, run: Run, optimizer: AdamW, console: Console) -> None:
+def warn_of(run: Run, console: Console, warning: str) -> None:
+    """Say on the terminal and in the log what a user should know."""
+    run.log(warning)
+    console.print(f"warning: {warning}", highlight=False, markup=False)
+
+
+def warn_unmoved(session: Session, optimizer: AdamW, warn: Callable[[str], None]) -> None:
     """Say which tensors the first step has left as they were, as soon as its update has reached every layer."""
     movement, lr = optimizer.first_movement(), session.schedule.lr(1)
     warning = movement.warning(session.architecture.family, lr) if movement and lr > 0 else None
     if warning:
-        run.log(warning)
-        console.print(f"warning: {warning}", highlight=False)
+        warn(warning)
 
 
 def validate(stack: LayerStack, rows: Rows, budget_tokens: int) -> StepLoss:
@@ -295,8 +311,8 @@ def flush(optimizer: AdamW, deadline: Deadline) -> None:
 class StopRequest:
     """Ctrl-C and SIGTERM: the first asks to stop after the step, the second stops at once."""
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, on_first: Callable[[], None] = lambda: None) -> None:
+        self.requested, self._on_first = False, on_first
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -312,3 +328,4 @@ class StopRequest:
         if self.requested:
             raise Interrupted("stopped at once; the last checkpoint, if there is one, is intact")
         self.requested = True
+        self._on_first()

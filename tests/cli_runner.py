@@ -21,6 +21,11 @@ class Outcome:
     err: str
 
     @property
+    def said(self) -> str:
+        """All that was printed, however its lines are broken."""
+        return " ".join((self.out + self.err).split())
+
+    @property
     def json(self) -> Any:
         return json.loads(self.out)
 

@@ -35,7 +35,7 @@ def test_a_script_is_told_the_columns_that_may_be_meant_and_what_to_type(shell) 
     assert not Path("notes.jsonl.prepared").exists()
     done = shell(f"{command} --map document=body,summary=tl_dr")
     assert done.code == 0
-    assert "document = column 'body'" in done.out
+    assert "document = column 'body'" in done.said
 
 
 def test_on_a_terminal_the_user_is_asked_for_columns_that_are_not_clear(shell, monkeypatch) -> None:
@@ -99,7 +99,7 @@ def test_rows_that_come_as_tokens_are_trained_on_as_they_are(shell) -> None:
     )
     told = shell(f"prepare-data --data tokens.jsonl --recipe summarization --model {model}")
     assert told.code == 0, told.err
-    assert "skipped 1: input_ids is no list of token ids (tokens.jsonl:2)" in told.out
+    assert "skipped 1: input_ids is no list of token ids (tokens.jsonl:2)" in told.said
     prepared = load(Path("tokens.jsonl.prepared"))
     assert list(prepared.rows["input_ids"]) == [[5, 6, 7, 8], [9, 10]]
     assert list(prepared.rows["prompt_length"]) == [2, 0]
@@ -144,8 +144,8 @@ def test_who_is_evaluated_is_not_shown_where_the_answer_is(shell) -> None:
     options = "--recipe qa --model tiny --max-length 120 --set generation.max_new_tokens=2 --max-steps 1"
     assert shell(f"finetune {options} --data qa.jsonl --output run --json").code == 0
     held_out = shell("evaluate run --baseline none")
-    assert "rows were shortened around their answers" in held_out.out
-    assert "shortened around" not in shell("evaluate run --baseline none --data qa.jsonl").out
+    assert "rows were shortened around their answers" in held_out.said
+    assert "shortened around" not in shell("evaluate run --baseline none --data qa.jsonl").said
     seen = shell("evaluate run --baseline none --data qa.jsonl --show 1 --json")
     assert seen.code == 0
     assert seen.json["model"]["notes"] == []

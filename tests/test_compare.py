@@ -44,12 +44,12 @@ def test_the_same_model_in_all_forms_is_the_same(shell, good: Path, tmp_path: Pa
         done = shell(f"convert --check {one} {other}")
         assert done.code == 0, done.err
         assert "tensors" in done.out
-        assert "in float32, bit for bit" in done.out
+        assert "in float32, bit for bit" in done.said
 
 
 def test_a_copy_in_another_type_is_the_same_if_rounding_alone_made_it(shell, good: Path, tmp_path: Path) -> None:
     convert(good, tmp_path / "half", Conversion(dtype="bf16"))
-    assert "float32 as bfloat16, bit for bit" in shell(f"convert --check {good} half").out
+    assert "float32 as bfloat16, bit for bit" in shell(f"convert --check {good} half").said
     assert shell(f"convert --check half {good}").code == 3
     done = json.loads(shell(f"convert --check {good} half --json").out)
     assert done["types"] == ["float32", "bfloat16"]

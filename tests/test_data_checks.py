@@ -74,7 +74,7 @@ def test_personal_data_is_counted_and_never_repeated(shell, tmp_path: Path) -> N
     path.write_text("".join(json.dumps(note(number, f"Mail: p{number}@example.org.")) + "\n" for number in range(9)))
     done = shell(f"prepare-data --data {path} --recipe summarization --model tiny --output out --show 0")
     assert done.code == 0, done.err
-    assert "warning, 9 rows: what looks like personal data" in done.out.replace("\n", " ")
+    assert "warning 9 rows: what looks like personal data" in done.said
     assert "@example.org" not in done.out + done.err
     assert len(re.findall(r"rows\.jsonl:\d", done.out)) == 5, "the first places, no more"
 
@@ -93,14 +93,14 @@ def test_rows_are_shown_with_what_is_trained_on_and_how_long_they_are(shell, tmp
     path.write_text("".join(json.dumps(note(number, "word " * (7 * number % 40))) + "\n" for number in range(64)))
     done = shell(f"prepare-data --data {path} --recipe summarization --model tiny --output out --show 2")
     assert done.code == 0, done.err
-    text = " ".join(done.out.split())
+    text = done.said
     assert "Summary:« Visit 0.<|endoftext|>»" in text
     assert "Summary:« Visit 1.<|endoftext|>»" in text
     assert "Visit 2.<|endoftext|>" not in text
-    assert "tokens of the prompt, rows" in text
-    assert "tokens of the answer, rows" in text
+    assert "Tokens of the prompt, rows" in text
+    assert "Tokens of the answer, rows" in text
     assert re.search(r"would compute 1\.\d\d times as many tokens", text)
-    assert "2 steps an epoch of 61 rows, 6 in all, 1 of them warm-up; validated 2 times" in text
+    assert "steps 2 an epoch of 61 rows, 6 in all, 1 of them warm-up; validated 2 times" in text
     assert "about 61 rows" in text
 
 
@@ -125,6 +125,6 @@ def test_a_document_in_both_parts_is_said_before_training(shell, tmp_path: Path)
         Path(f"{name}.jsonl").write_text("".join(json.dumps(note(number)) + "\n" for number in numbers))
     done = shell("finetune --recipe summarization --data train.jsonl --val-data val.jsonl --model tiny --dry-run")
     assert done.code == 0, done.err
-    text = " ".join((done.out + done.err).split())
-    assert "warning, 2 rows: the same document is in the validation rows" in text
+    text = done.said
+    assert "warning 2 rows: the same document is in the validation rows" in text
     assert "train.jsonl:11" in text

@@ -459,17 +459,17 @@ def test_prepare_data_goes_on_with_the_fixed_file(tmp_path: Path, shell: Any) ->
     refused = shell(f"{TYPED} --data {source} --output refused")
     assert refused.code == 3
     warned = shell(f"{TYPED} --data {source} --output warned --max-bad-rows 2")
-    text = " ".join(warned.out.split())
+    text = warned.said
     for offer in ("repairs what can be", "HTML tags or entities; `prepare-data --fix` repairs", "--fix` drops it"):
         assert offer in text
     done = shell(f"{TYPED} --data {source} --fix")
     assert done.code == 0, done.err
-    text = " ".join(done.out.split())
-    assert f"{tmp_path}/rows.fixed.jsonl: 2 of 5 rows, 2 of them mended, 3 dropped; the changes are in" in text
+    text = done.said
+    assert f"file {tmp_path}/rows.fixed.jsonl rows 2 of 5, 2 of them mended, 3 dropped" in text
     assert "mended 1 cell: wrongly decoded letters mended 1 cell: carriage returns mended 1 cell: HTML" in text
     assert f"dropped 2: cannot be read ({source}:2, {source}:3)" in text
     assert "what follows is about that file" in text
-    assert f"{tmp_path}/rows.fixed.jsonl: 2 rows read, 2 kept" in text
+    assert f"file {tmp_path}/rows.fixed.jsonl rows 2 read, 2 kept" in text
     assert "warning" not in text
     assert (tmp_path / "rows.fixed.jsonl.prepared").is_dir()
     assert "caf" not in text, "nothing of the texts is printed"

@@ -101,7 +101,7 @@ def test_the_split_is_the_one_of_the_run(tmp_path: Path) -> None:
 def test_the_page_says_what_became_of_every_row(shell: Any, tmp_path: Path) -> None:
     done = shell(f"{TYPED} --report out.html")
     assert done.code == 0, done.err
-    assert "report: out.html" in done.out
+    assert "report out.html" in done.said
     page = Page((tmp_path / "out.html").read_text(encoding="utf-8"))
     assert "43 rows read = 41 kept + 2 skipped" in page.text
     assert "the field 'document' is empty 1 rows.jsonl:42" in page.text

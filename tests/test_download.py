@@ -405,8 +405,8 @@ def test_a_refused_token_is_not_shown(hub: Hub, shell, monkeypatch: pytest.Monke
 def test_the_command_shows_files_license_and_room_and_what_comes_next(hub: Hub, float16: Path, shell) -> None:
     done = shell("download --dry-run")
     assert "model.safetensors" in done.out
-    assert "license apache-2.0" in done.out
-    assert "would go into" in done.out
+    assert "license apache-2.0" in done.said
+    assert "would go into" in done.said
     assert shell("download").out.endswith("next: gptj-ft convert\n")
     assert "--variant fp8: fp32 or fp16" in shell("download --variant fp8").err
     assert shell("download --variant fp16 --json").json["commit"] == "f" * 40

@@ -358,7 +358,7 @@ def test_a_language_that_rouge_drops_is_warned_of(shell) -> None:
     write("p.jsonl", [{"prediction": "Мама", "references": ["Мама мыла раму"]}])
     done = shell("evaluate --predictions p.jsonl --recipe summarization")
     assert done.code == 0
-    assert "not to be trusted for this language" in done.out
+    assert "not to be trusted for this language" in done.said
 
 
 def test_a_damaged_model_is_named_and_not_scored(shell, folder: Path, monkeypatch) -> None:

@@ -35,7 +35,8 @@ ORDER = [
     ("boundaries",),
     ("stack",),
     ("passage",),
-    ("meters", "rates"),
+    ("meters", "rates", "screen"),
+    ("bars",),
     ("progress", "demand"),
     ("scaling", "published"),
     ("streaming", "plan", "costs", "knobs", "tuning", "metrics", "tiny", "compare", "convert", "inputs", "model"),
@@ -44,7 +45,7 @@ ORDER = [
     ("likelihood", "journal"),
     ("optimizer", "deadline", "run", "checkpoint", "session", "keeping", "verify", "state"),
     ("streamed_model", "decoding", "answering", "samples", "task"),
-    ("guard", "trainer", "typewriter", "tuned", "outcome"),
+    ("guard", "trackers", "trainer", "typewriter", "tuned", "outcome"),
     (
         "finetune",
         "preparing",

@@ -105,7 +105,7 @@ def test_dry_run_shows_what_would_go_and_asks_nobody(hub: Hub, model: Path, shel
     assert done.json["stays"] == [".env", "checkpoints", "rows.jsonl"]
     left_out = {file["name"]: file["left_out"] for file in done.json["files"]}
     assert left_out["gptj_ft.json"] == ["base_model", "data"]
-    shown = shell(f"convert {model} --push {NAME} --dry-run").err
+    shown = shell(f"convert {model} --push {NAME} --dry-run").said
     assert f"would go to {NAME}, private" in shown
     assert "stays here: .env, checkpoints, rows.jsonl" in shown
     assert hub.requests == []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gptj_ft.commands.terminal import as_tuple, bar, console_for, print_json
+from gptj_ft.commands.terminal import Output, as_tuple
 from gptj_ft.errors import UsageError
 from gptj_ft.options import (
     Assignments,
@@ -23,6 +23,7 @@ from gptj_ft.options import (
     Map,
     MaxBadRows,
     Precision,
+    Quiet,
     RecipeName,
     Seed,
     Weights,
@@ -30,6 +31,8 @@ from gptj_ft.options import (
 from gptj_ft.recipe import Generation, Recipe, Resolved, resolve
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from gptj_ft.answer_rows import Questionnaire
     from gptj_ft.generate import Asker
 
@@ -73,6 +76,7 @@ def generate(
     config: Config = None,
     assignments: Assignments = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="with --input: show what it will take and stop")] = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Write answers to a prompt, to the rows of a file, or in a conversation; template and settings are the model's."""
@@ -87,32 +91,27 @@ def generate(
     from gptj_ft.answer_rows import plan_answers
     from gptj_ft.generate import Asker, check_num_return
     from gptj_ft.home import default_model, find_model
-    from gptj_ft.report import show_reading
 
+    out = Output(as_json, quiet)
     folder = find_model(model) if model else default_model("generate")
     options = for_model(folder, flags, config, assignments, plain=raw).recipe
     check_num_return(options, num_return)
     if rows and output:
         asker = Asker.of(folder, options)
-        planned = plan_answers(asker, rows, output, num_return)
-        show_reading(console_for(quiet=as_json), planned.plan)
-        if not dry_run:
-            _answer_file(asker, planned, as_json)
-        elif as_json:
-            print_json(planned.plan.to_dict())
+        _answer_file(asker, plan_answers(asker, rows, output, num_return), rows, dry_run, out)
     elif chat:
         _talk(folder, options, system)
     else:
-        _answer(folder, options, str(text), field_texts(fields), Shown(num_return, stream, as_json))
+        _answer(folder, options, str(text), field_texts(fields), Shown(num_return, stream, out))
 
 
 @dataclass(frozen=True)
 class Shown:
-    """How answers are shown: how many, while they are written, as JSON."""
+    """How answers are shown: how many, while they are written, where."""
 
     num_return: int
     stream: bool
-    as_json: bool
+    out: Output
 
 
 def _is_piped(prompt: str | None) -> bool:
@@ -134,41 +133,52 @@ def _check_kind(prompt: str | None, rows: Path | None, output: Path | None, chat
 def _answer(folder: Path, options: Recipe, text: str, more: Mapping[str, str], shown: Shown) -> None:
     from gptj_ft.generate import Asker, fill_fields, open_writer
 
-    if shown.stream and (shown.as_json or shown.num_return > 1 or options.generation.num_beams > 1):
+    if shown.stream and (shown.out.as_json or shown.num_return > 1 or options.generation.num_beams > 1):
         raise UsageError("--stream shows one answer as it comes: not with --json, --num-return or beams")
     values = fill_fields(options, text, more)
     with open_writer(Asker.of(folder, options)) as writer:
         result = writer.write(values, shown.num_return, _show if shown.stream else None)
     if result.was_cut:
-        console_for().print(f"the prompt was shortened to {result.prompt_tokens} tokens, to fit", highlight=False)
-    if shown.as_json:
-        print_json(
-            {"model": str(folder), "prompt_tokens": result.prompt_tokens, "shortened": result.was_cut,
-             "text": result.texts[0], "texts": result.texts}
-        )  # fmt: skip
-    elif shown.stream:
+        shown.out.notes.print(f"the prompt was shortened to {result.prompt_tokens} tokens, to fit")
+    if shown.stream:
         print()
-    else:
-        for number, answer in enumerate(result.texts, 1):
-            print(answer if shown.num_return == 1 else f"[{number}] {answer}")
+        return
+    facts = {"model": str(folder), "prompt_tokens": result.prompt_tokens, "shortened": result.was_cut,
+             "text": result.texts[0], "texts": result.texts}  # fmt: skip
+    one = shown.num_return == 1
+    answers = "\n".join(text if one else f"[{number}] {text}" for number, text in enumerate(result.texts, 1))
+    shown.out.finish(facts, answers, lambda console: print(answers))
 
 
-def _answer_file(asker: Asker, planned: Questionnaire, as_json: bool) -> None:
+def _answer_file(asker: Asker, planned: Questionnaire, rows: Path, dry_run: bool, out: Output) -> None:
     from gptj_ft.answer_rows import answer_rows
     from gptj_ft.generate import open_writer
+    from gptj_ft.report import show_reading
+    from gptj_ft.screen import next_steps, panel, whole
 
-    folder, output = asker.folder, planned.output
-    with open_writer(asker, planned.plan.weights) as writer, bar("rows", not as_json) as advance:
-        done = answer_rows(writer, planned, advance)
-    for where, problem in done.bad:
-        print(f"{where}: {problem}", file=sys.stderr)
-    if as_json:
-        print_json({"model": str(folder), "output": str(output), "rows": done.rows, "found": done.found,
-                    "shortened": done.cut, "bad": len(done.bad)})  # fmt: skip
+    folder, output, plan = asker.folder, planned.output, planned.plan
+    about = [("model", whole(str(folder))), ("rows", whole(str(rows))), ("answers", f"in {whole(str(output))}")]
+    if dry_run:
+        out.finish(plan.to_dict(), "", lambda console: show_reading(console, "The answers", about, plan))
         return
+    show_reading(out.notes, "The answers", about, plan)
+    with open_writer(asker, plan.weights) as writer, out.bar("answering", "rows") as advance:
+        done = answer_rows(writer, planned, advance)
+    for where, problem in done.bad if not out.is_quiet else ():
+        print(f"{where}: {problem}", file=sys.stderr)
+    facts = {"model": str(folder), "output": str(output), "rows": done.rows, "found": done.found,
+             "shortened": done.cut, "bad": len(done.bad)}  # fmt: skip
     there = f", {done.found:,} of them were there" if done.found else ""
     notes = [f"{done.cut:,} prompts were shortened"] * bool(done.cut) + [f"{len(done.bad):,} bad rows"] * bool(done.bad)
-    print("; ".join([f"{done.rows:,} rows in {output}{there}", *notes]))
+
+    def show(console: Console) -> None:
+        shown = [("rows", "; ".join([f"{done.rows:,}{there}", *notes])), ("answers", whole(str(output)))]
+        panel(console, "Answered", shown)
+        recipe = asker.recipe
+        if recipe.metrics:
+            next_steps(console, f"gptj-ft evaluate --predictions {output} --data {rows} --recipe {recipe.recipe}")
+
+    out.finish(facts, str(output), show)
 
 
 def _talk(folder: Path, options: Recipe, system: str | None) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gptj_ft.commands.push import send
-from gptj_ft.commands.terminal import bar, print_json
+from gptj_ft.commands.terminal import Output
 from gptj_ft.errors import UsageError
-from gptj_ft.options import Json
+from gptj_ft.options import Json, Quiet
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gptj_ft.convert import Conversion, ConvertReport
     from gptj_ft.formats.sources import Form
 
 
@@ -52,45 +56,22 @@ def convert(
         Path | None,
         typer.Option("--merge", metavar="ADAPTER", help="add an adapter; SRC is then the model that it is for"),
     ] = None,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Turn a checkpoint into a model folder (one shard per layer, which every other tool opens too), or back."""
-    from dataclasses import asdict
-
     from gptj_ft import home
     from gptj_ft.convert import Conversion
-    from gptj_ft.convert import convert as convert_model
     from gptj_ft.formats.adapters import base_folder
-    from gptj_ft.machine import gigabytes
 
-    named = _one_of("--from", source_form, ("auto", "huggingface", "mesh", "cerebras"))
-    form: Form | None = None if named == "auto" else named  # type: ignore[assignment]
+    out = Output(as_json, quiet)
     if check:
-        _check(source, target, form, config, as_json)
+        _check(source, target, _form_of(source_form), config, out)
         return
     if push is None and (public or dry_run):
         raise UsageError("--public and --dry-run go with --push REPO")
-    if merge is not None:
-        merge = home.find_model(str(merge))
-        source = source or base_folder(merge)
-        target = target or merge.with_name(f"{merge.name}-merged")
-    if push is not None and (target is None or dry_run or to == "mesh"):
-        if source is None or target is not None or (dtype, to) != ("keep", "folder"):
-            raise UsageError(
-                "--push sends a model folder as it is: gptj-ft convert SRC --push REPO; to convert it first, name DEST"
-            )
-        send(home.find_model(str(source)), push, public, dry_run, as_json)
-        return
-    if source is None:
-        source = home.default_download()
-        if source is None:
-            raise UsageError(
-                "no model is downloaded to convert: type `gptj-ft download`, or name a folder: `gptj-ft convert SRC`"
-            )
-    if target is None:
-        target = home.model_folder(source.name.split("--")[-1])
     conversion = Conversion(
-        form=form,
+        form=_form_of(source_form),
         config=config,
         to=_one_of("--to", to, ("folder", "huggingface", "mesh")),  # type: ignore[arg-type]
         dtype=_one_of("--dtype", dtype, ("keep", "fp32", "bf16", "fp16")),  # type: ignore[arg-type]
@@ -98,41 +79,91 @@ def convert(
         mesh_shards=mesh_shards,
         tokenizer=tokenizer,
         verify=verify,
-        merge=merge,
+        merge=home.find_model(str(merge)) if merge is not None else None,
     )
-    with bar("converting", not as_json) as advance:
+    if conversion.merge is not None:
+        source = source or base_folder(conversion.merge)
+        target = target or conversion.merge.with_name(f"{conversion.merge.name}-merged")
+    if push is not None and (target is None or dry_run or to == "mesh"):
+        if source is None or target is not None or (dtype, to) != ("keep", "folder"):
+            raise UsageError(
+                "--push sends a model folder as it is: gptj-ft convert SRC --push REPO; to convert it first, name DEST"
+            )
+        send(home.find_model(str(source)), push, public, dry_run, out)
+        return
+    source = source or _downloaded()
+    target = target or home.model_folder(source.name.split("--")[-1])
+    report = _convert(source, target, conversion, out)
+    if push is not None:
+        send(target, push, public, dry_run, out)
+        return
+    facts = {**asdict(report), "folder": str(target)}
+    out.finish(facts, str(target), lambda console: _show(console, target, report, to))
+
+
+def _convert(source: Path, target: Path, conversion: Conversion, out: Output) -> ConvertReport:
+    """Convert, and say before what, and afterwards what is odd about it."""
+    from gptj_ft.convert import convert as convert_model
+    from gptj_ft.machine import free_disk, gigabytes
+    from gptj_ft.screen import panel, whole
+
+    rows = [
+        ("from", whole(str(source))),
+        ("to", f"{whole(str(target))}, where {gigabytes(free_disk(target))} are free"),
+        ("to stop", "Ctrl-C; the same command goes on where it was"),
+    ]
+    panel(out.notes, "The conversion", rows)
+    with out.bar("converting") as advance:
         report = convert_model(source, target, conversion, advance)
     if report.not_finite:
         names = ", ".join(report.not_finite[:3]) + (" ..." if len(report.not_finite) > 3 else "")
         print(
             f"{source}: NaN or infinity in {len(report.not_finite)} tensors, as in the source: {names}", file=sys.stderr
         )
-    if push is not None:
-        send(target, push, public, dry_run, as_json)
-        return
-    if as_json:
-        print_json({**asdict(report), "folder": str(target)})
-        return
-    print(
-        f"{target}: {report.tensors} tensors, {report.parameters:,} parameters, {gigabytes(report.bytes)} in "
-        f"{report.dtype}{', each compared with the source' if report.is_verified else ', not compared'}"
-    )
+    return report
+
+
+def _show(console: Console, target: Path, report: ConvertReport, to: str) -> None:
+    """Show what was written, and what to type next."""
+    from gptj_ft import home
+    from gptj_ft.machine import gigabytes
+    from gptj_ft.screen import next_steps, panel, say, whole
+
+    compared = "each compared with the source" if report.is_verified else "not compared with the source"
+    rows = [
+        ("model", whole(str(target))),
+        ("tensors", f"{report.tensors}, {compared}"),
+        ("parameters", f"{report.parameters:,} in {report.dtype}, {gigabytes(report.bytes)}"),
+    ]
+    panel(console, "Converted", rows)
     if to == "mesh":
         return
     if any((target / name).is_file() for name in home.TOKENIZER_FILES):
-        print("next: gptj-ft finetune --recipe summarization --data my.jsonl")
+        model = "" if target == home.downloaded_model() else f" --model {target}"
+        next_steps(console, f"gptj-ft finetune --recipe summarization --data my.jsonl{model}")
     else:
-        print("the source has no tokenizer: copy one's files into the folder, or repeat with --tokenizer FOLDER")
+        say(console, "the source has no tokenizer: copy one's files there, or repeat with --tokenizer FOLDER")
 
 
-def _check(first: Path | None, second: Path | None, form: Form | None, config: Path | None, as_json: bool) -> None:
+def _downloaded() -> Path:
+    from gptj_ft import home
+
+    source = home.default_download()
+    if source is None:
+        raise UsageError(
+            "no model is downloaded to convert: type `gptj-ft download`, or name a folder: `gptj-ft convert SRC`"
+        )
+    return source
+
+
+def _check(first: Path | None, second: Path | None, form: Form | None, config: Path | None, out: Output) -> None:
     """Compare two checkpoints."""
-    from dataclasses import asdict
     from tempfile import TemporaryDirectory
 
     from gptj_ft import home
     from gptj_ft.compare import compare
     from gptj_ft.formats.sources import open_source
+    from gptj_ft.screen import say
 
     if first is None or second is None:
         raise UsageError("--check needs two checkpoints: gptj-ft convert --check A B")
@@ -141,14 +172,17 @@ def _check(first: Path | None, second: Path | None, form: Form | None, config: P
         TemporaryDirectory(dir=home.home(), prefix="unpacked-") as scratch,
         open_source(first, form, config, Path(scratch) / "a") as a,
         open_source(second, None, config, Path(scratch) / "b") as b,
-        bar("comparing", not as_json) as advance,
+        out.bar("comparing") as advance,
     ):
         found = compare(a, b, advance)
-    if as_json:
-        print_json(asdict(found))
-        return
     types = found.types[0] if found.types[0] == found.types[1] else f"{found.types[0]} as {found.types[1]}"
-    print(f"{second} is {first}: {found.tensors} tensors, {found.parameters:,} parameters in {types}, bit for bit")
+    text = f"{second} is {first}: {found.tensors} tensors, {found.parameters:,} parameters in {types}, bit for bit"
+    out.finish(asdict(found), "", lambda console: say(console, text))
+
+
+def _form_of(name: str) -> Form | None:
+    named = _one_of("--from", name, ("auto", "huggingface", "mesh", "cerebras"))
+    return None if named == "auto" else named  # type: ignore[return-value]
 
 
 def _one_of(option: str, value: str, choices: tuple[str, ...]) -> str:

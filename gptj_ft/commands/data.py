@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptj_ft.commands.terminal import as_tuple, asking, bar, console_for, fetched, print_json
+from gptj_ft.commands.terminal import Output, as_tuple, asking, fetched, print_json
 from gptj_ft.options import (
     Assignments,
     Cache,
@@ -20,11 +19,17 @@ from gptj_ft.options import (
     Model,
     Offline,
     OnLong,
+    Quiet,
     RecipeName,
     Seed,
     option_of,
 )
 from gptj_ft.recipe import Recipe, resolve
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gptj_ft.preparing import Preparation
 
 cache_app = typer.Typer(no_args_is_help=True, help="Rows that are kept as tokens: list them, clear them.")
 
@@ -58,32 +63,37 @@ def prepare_data(
     config: Config = None,
     assignments: Assignments = None,
     offline: Offline = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Turn rows into token ids: checked, masked, counted; `finetune --data` takes the folder."""
     flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
     flags.pop("output", None)  # here that is the folder of the rows
-    from gptj_ft.data_report import show_data, show_examples, show_fixes, show_lengths
     from gptj_ft.preparing import Targets, prepare_rows
 
+    out = Output(as_json, quiet)
     resolved = resolve(flags, config, as_tuple(assignments))
     targets = Targets.of(data, output, fix, fixed, report, show or 0)
-    resolved = fetched(resolved, offline, as_json)
-    rows_bar = partial(bar, "rows", not as_json)
-    done = asking(resolved, as_json, lambda its: prepare_rows(its.recipe, targets, rows_bar))
+    resolved = fetched(resolved, offline, out)
+    done = asking(resolved, out, lambda its: prepare_rows(its.recipe, targets, lambda: out.bar("rows", "rows")))
     done.write()
-    if as_json:
-        print_json(done.to_dict())
-        return
-    console = console_for(stderr=False)
+    out.finish(done.to_dict(), str(targets.folder), lambda console: _show(console, done, 1 if show is None else show))
+
+
+def _show(console: Console, done: Preparation, num_examples: int) -> None:
+    """Show what became of the rows, what the model will see, and what to type next."""
+    from gptj_ft.data_report import show_data, show_examples, show_fixes, show_lengths
+    from gptj_ft.screen import next_steps, panel, whole
+
     if done.fixes:
         show_fixes(console, done.fixes)
     show_data(console, done.prepared.report)
     show_lengths(console, done.prepared, done.recipe)
-    show_examples(console, done.prepared, done.tokenizer.decode, 1 if show is None else show)
-    if report is not None:
-        print(f"report: {report}")
-    print(f"written to {targets.folder}\nnext: gptj-ft finetune --recipe {done.recipe.recipe} --data {targets.folder}")
+    show_examples(console, done.prepared, done.tokenizer.decode, num_examples)
+    page = [("report", whole(str(done.targets.report)))] if done.targets.report else []
+    panel(console, "Written", [("tokens", whole(str(done.targets.folder))), *page])
+    model = f" --model {done.recipe.model}" if done.recipe.model else ""
+    next_steps(console, f"gptj-ft finetune --recipe {done.recipe.recipe} --data {done.targets.folder}{model}")
 
 
 @cache_app.command("list")
@@ -91,25 +101,26 @@ def list_cache(as_json: Json = False) -> None:
     """List the prepared data that is kept, the largest first."""
     from gptj_ft.data.cache import cache, kept
     from gptj_ft.machine import gigabytes
+    from gptj_ft.screen import console_for, say, table
 
     found = kept()
     if as_json:
         rows = [{"folder": str(x.folder), "bytes": x.bytes, "files": x.files, "rows": x.rows} for x in found]
         print_json({"folder": str(cache()), "kept": rows})
         return
-    for each in found:
-        print(f"{gigabytes(each.bytes):>10}  {each.rows:>10,} rows  {', '.join(each.files[:2]) or 'damaged'}")
-    print(f"{gigabytes(sum(each.bytes for each in found))} in {cache()}")
+    console = console_for(stderr=False)
+    if found:
+        lines = [(gigabytes(x.bytes), f"{x.rows:,}", ", ".join(x.files[:2]) or "damaged") for x in found]
+        table(console, "", [("size", "rows", "of"), *lines], right=(0, 1))
+    say(console, f"{gigabytes(sum(each.bytes for each in found))} in {cache()}")
 
 
 @cache_app.command("clear")
-def clear_cache(as_json: Json = False) -> None:
+def clear_cache(quiet: Quiet = False, as_json: Json = False) -> None:
     """Remove all of it; runs have their own copies."""
     from gptj_ft.data.cache import clear
     from gptj_ft.machine import gigabytes
 
     freed = clear()
-    if as_json:
-        print_json({"freed_bytes": freed})
-    else:
-        print(f"{gigabytes(freed)} freed")
+    out = Output(as_json, quiet)
+    out.finish({"freed_bytes": freed}, "", lambda console: console.print(f"{gigabytes(freed)} freed"))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gptj_ft.commands.answers import for_model
-from gptj_ft.commands.terminal import as_tuple, bar, console_for, fetched_rows, print_json
+from gptj_ft.commands.terminal import Output, as_tuple, fetched_rows
 from gptj_ft.errors import GateError, UsageError
 from gptj_ft.options import (
     Assignments,
@@ -25,6 +25,7 @@ from gptj_ft.options import (
     Map,
     Offline,
     Precision,
+    Quiet,
     RecipeName,
     Seed,
     Weights,
@@ -85,6 +86,7 @@ def evaluate(
     assignments: Assignments = None,
     offline: Offline = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what it will take and stop")] = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Measure a model, and beside it the one it was tuned from: loss, perplexity and the recipe's scores.
@@ -108,8 +110,9 @@ def evaluate(
         raise UsageError("--allow-empty is about the predictions of other systems: add --predictions FILE.jsonl")
     if sum((predictions is not None, tasks is not None)) > 1 or (tasks and data):
         raise UsageError("--tasks have rows of their own: leave out --data and --predictions")
-    rows = fetched_rows(data, offline, as_json) if data else None
-    wishes = Wishes(output, reports or [], show, as_json, shlex.join(["gptj-ft", *sys.argv[1:]]))
+    out = Output(as_json, quiet)
+    rows = fetched_rows(data, offline, out) if data else None
+    wishes = Wishes(output, reports or [], show, out, shlex.join(["gptj-ft", *sys.argv[1:]]))
     if predictions is not None:
         options = resolve(flags, config, as_tuple(assignments)).recipe
         asked = parse_gates(gates or (), score_names(options.metrics))
@@ -125,35 +128,35 @@ def evaluate(
 
         names = [name.strip() for name in tasks.split(",") if name.strip()]
         chosen = Chosen(names, include_path, num_fewshot, limit)
-        judged = measure_tasks((folder, baseline), options, chosen, gates or (), (as_json, dry_run, offline))
+        judged = measure_tasks((folder, baseline), options, chosen, gates or (), (out, dry_run, offline))
         if judged is not None:
             _conclude(*judged, wishes)
         return
     asked = parse_gates(gates or (), [*NAMES, *score_names(options.metrics)])
-    verdict = _measure(folder, options, rows, baseline, limit, (as_json, dry_run))
+    verdict = _measure(folder, options, (rows, limit), baseline, (out, dry_run))
     if verdict is not None:
-        _record(folder, verdict, wishes.command)
-        _conclude(verdict, asked, wishes)
+        next_ = [*_record(folder, verdict, wishes.command), f'gptj-ft generate --model {folder} "prompt"']
+        _conclude(verdict, asked, wishes, next_)
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What is to become of a verdict: a line for each row, reports, rows shown, JSON; and what was typed."""
+    """What is to become of a verdict: a line for each row, reports, rows shown, where; and what was typed."""
 
     output: Path | None
     reports: list[Path]
     show: int
-    as_json: bool
+    out: Output
     command: str
 
 
-def _conclude(verdict: Verdict, asked: Sequence[Gate], wishes: Wishes) -> None:
-    """Show a verdict and write it down.
+def _conclude(verdict: Verdict, asked: Sequence[Gate], wishes: Wishes, next_: Sequence[str] = ()) -> None:
+    """Show a verdict and what to type next, and write it down.
 
     Raises:
         GateError: a score is not what was asked for.
     """
-    from gptj_ft.evaluation_report import facts_of, show_verdict, write_report
+    from gptj_ft.evaluation_report import facts_of, scores_text, show_verdict, write_report
     from gptj_ft.predictions import write_outputs
     from gptj_ft.verdict import missed
 
@@ -164,41 +167,44 @@ def _conclude(verdict: Verdict, asked: Sequence[Gate], wishes: Wishes) -> None:
         write_outputs(wishes.output, verdict.model, verdict.baseline)
     for path in wishes.reports:
         write_report(path, facts, json_facts)
-    if wishes.as_json:
-        print_json(json_facts)
-        if not_reached:  # said in the one object that is printed
-            raise typer.Exit(GateError.exit_code)
-        return
-    show_verdict(console_for(stderr=False), facts)
+    written = [path for path in (wishes.output, *wishes.reports) if path is not None]
+    wishes.out.finish(json_facts, scores_text(facts), lambda console: show_verdict(console, facts, written, next_))
+    if not_reached and wishes.out.as_json:  # said in the one object that is printed
+        raise typer.Exit(GateError.exit_code)
     if not_reached:
         raise GateError("not reached: " + "; ".join(not_reached))
 
 
 def _measure(
-    folder: Path, options: Recipe, rows: str | None, baseline: str, limit: int | None, shown: tuple[bool, bool]
+    folder: Path, options: Recipe, rows: tuple[str | None, int | None], baseline: str, shown: tuple[Output, bool]
 ) -> Verdict | None:
-    """Measure a model and its baseline; nothing for ``shown``'s second, a dry run. Its first: print JSON alone."""
+    """Measure a model and its baseline on rows, or so many of them; nothing for ``shown``'s second, a dry run."""
     from gptj_ft.evaluate import choose_baseline, default_rows, evaluate_model, plan_evaluation
     from gptj_ft.inputs import data_path
     from gptj_ft.report import show_reading
+    from gptj_ft.screen import whole
     from gptj_ft.verdict import judge
 
-    as_json, dry_run = shown
-    data = data_path(rows) if rows else default_rows(folder)
+    (named, limit), (out, dry_run) = rows, shown
+    data = data_path(named) if named else default_rows(folder)
     other = choose_baseline(folder, baseline)
-    if other is None and baseline == "auto" and not as_json:
-        console_for().print("no baseline: what this model was tuned from is not there; --baseline names one")
+    missing = "none: what this model was tuned from is not there; --baseline names one"
     models = {"baseline": other, "model": folder} if other is not None else {"model": folder}
     planned = {name: plan_evaluation(each, options, data, limit) for name, each in models.items()}
     most = max((each.plan for each in planned.values()), key=lambda plan: plan.device_bytes + plan.host_bytes)
-    show_reading(console_for(quiet=as_json), most)
+    about = [
+        ("model", whole(str(folder))),
+        ("baseline", whole(str(other)) if other else missing if baseline == "auto" else "none"),
+        ("rows", whole(str(data)) + (f", the first {limit:,}" if limit else "")),
+        ("measured", ", ".join(("loss and perplexity", *options.metrics))),
+    ]
     if dry_run:
-        if as_json:
-            print_json(most.to_dict())
+        out.finish(most.to_dict(), "", lambda console: show_reading(console, "The evaluation", about, most))
         return None
+    show_reading(out.notes, "The evaluation", about, most)
     found = {}
     for name, each in planned.items():
-        with bar(name, not as_json) as advance:
+        with out.bar(name, "rows") as advance:
             found[name] = evaluate_model(each, advance)
     verdict = judge(found["model"], found.get("baseline"), options.metrics, options.seed)
     for each in planned.values():
@@ -206,16 +212,18 @@ def _measure(
     return verdict
 
 
-def _record(folder: Path, verdict: Verdict, command: str) -> None:
-    """Put the verdict into the report of the run that the model is of, if it is of one."""
+def _record(folder: Path, verdict: Verdict, command: str) -> tuple[str, ...]:
+    """Put the verdict into the report of the run that the model is of, if it is of one; return how to see it."""
     from gptj_ft.evaluation_report import record
     from gptj_ft.run import Run
     from gptj_ft.run_report import write_report
 
     run = Run(folder.resolve().parent)
-    if run.recipe_file.is_file() and run.model == folder.resolve():
-        record(run.folder, verdict, command)
-        write_report(run)
+    if not run.recipe_file.is_file() or run.model != folder.resolve():
+        return ()
+    record(run.folder, verdict, command)
+    write_report(run)
+    return (f"gptj-ft report {folder.parent} --show-text",)
 
 
 def _score(

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from gptj_ft.commands.terminal import print_json
-from gptj_ft.options import Json
+from gptj_ft.commands.terminal import Output, print_json
+from gptj_ft.options import Json, Quiet
 
 models_app = typer.Typer(help="The models that were downloaded and converted: list and remove them.")
 
@@ -19,13 +19,16 @@ def models(context: typer.Context, as_json: Json = False) -> None:
     if context.invoked_subcommand is not None:
         return
     from gptj_ft.home import models as home_of_models
-    from gptj_ft.inventory import describe, models_in_home
+    from gptj_ft.inventory import models_in_home, rows_of
+    from gptj_ft.screen import console_for, table
 
     entries = models_in_home()
     if as_json:
         print_json({"folder": str(home_of_models()), "models": [entry.to_dict() for entry in entries]})
+    elif entries:
+        table(console_for(stderr=False), "", rows_of(entries), right=(2, 4))
     else:
-        print(describe(entries) if entries else f"no models in {home_of_models()}; `gptj-ft download` fetches GPT-J 6B")
+        print(f"no models in {home_of_models()}; `gptj-ft download` fetches GPT-J 6B")
 
 
 @models_app.command("remove")
@@ -33,6 +36,7 @@ def remove_model(
     name: Annotated[str, typer.Argument(help="as `gptj-ft models` shows it")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would go and stop")] = False,
     force: Annotated[bool, typer.Option("--force", help="though a run was started from it")] = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Remove a model from the disk."""
@@ -43,8 +47,7 @@ def remove_model(
     needed_by = [str(run.folder) for run in runs_that_need(Path(entry.folder))]
     if not dry_run:
         remove(entry, force)
-    if as_json:
-        print_json({"dry_run": dry_run, "needed_by": needed_by, **entry.to_dict()})
-        return
-    print(f"{entry.folder}: {gigabytes(entry.bytes)} {'would be' if dry_run else 'is'} freed")
-    print("".join(f"needed by {run}\n" for run in needed_by), end="")
+    freed = f"{entry.folder}: {gigabytes(entry.bytes)} {'would be' if dry_run else 'is'} freed"
+    lines = [freed, *(f"needed by {run}" for run in needed_by)]
+    facts = {"dry_run": dry_run, "needed_by": needed_by, **entry.to_dict()}
+    Output(as_json, quiet).finish(facts, "", lambda console: console.print("\n".join(lines)))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptj_ft.commands.terminal import bar, print_json
+from gptj_ft.commands.terminal import Output
 from gptj_ft.errors import UsageError
-from gptj_ft.options import Json
+from gptj_ft.options import Json, Quiet
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gptj_ft.download import DownloadReport
 
 
 def download(
@@ -22,29 +27,40 @@ def download(
     endpoint: Annotated[str | None, typer.Option("--endpoint", help="mirror; default HF_ENDPOINT or the Hub")] = None,
     offline: Annotated[bool, typer.Option("--offline", help="take what was fetched before; no network")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show files and sizes only")] = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Fetch a model from the Hub: the files that are needed, nothing else."""
     from dataclasses import asdict
 
     from gptj_ft.download import download as fetch
-    from gptj_ft.home import DEFAULT_REPOSITORY, default_download
+    from gptj_ft.home import DEFAULT_REPOSITORY
     from gptj_ft.hub_models import Wanted
-    from gptj_ft.machine import gigabytes
 
     if variant not in (None, "fp32", "fp16"):
         raise UsageError(f"--variant {variant}: fp32 or fp16")
     wanted = Wanted(repository or DEFAULT_REPOSITORY, revision, variant, endpoint)  # type: ignore[arg-type]
-    with bar("downloading", not as_json) as advance:
+    out = Output(as_json, quiet)
+    with out.bar("downloading") as advance:
         report = fetch(wanted, output, offline=offline, dry_run=dry_run, progress=advance)
-    if as_json:
-        print_json(asdict(report))
-        return
-    for file in report.files:
-        print(f"{gigabytes(file.bytes):>10}  {file.remote or file.name}")
-    print(f"{report.repository}, revision {report.commit[:12]}, license {report.license or 'not stated'}")
+    out.finish(asdict(report), str(report.folder), lambda console: _show(console, report, dry_run))
+
+
+def _show(console: Console, report: DownloadReport, dry_run: bool) -> None:
+    """Show which files were, or would be, fetched, where they are, and what to type next."""
+    from gptj_ft.home import default_download
+    from gptj_ft.machine import gigabytes
+    from gptj_ft.screen import next_steps, panel, table, whole
+
+    files = [(gigabytes(file.bytes), file.remote or file.name) for file in report.files]
+    table(console, "", [("size", "file"), *files], right=(0,))
+    rows = [
+        ("repository", f"{report.repository}, revision {report.commit[:12]}"),
+        ("license", report.license or "not stated"),
+    ]
     if dry_run:
-        print(f"{gigabytes(report.bytes)} would go into {report.folder}, where {gigabytes(report.free_bytes)} are free")
+        free = f"{gigabytes(report.free_bytes)} are free"
+        panel(console, "", [*rows, ("disk", f"{gigabytes(report.bytes)} would go into {report.folder}, where {free}")])
         return
-    print(f"{gigabytes(report.bytes)} in {report.folder}\nnext: gptj-ft convert", end="")
-    print("" if report.folder == default_download() else f" {report.folder}")
+    panel(console, "Downloaded", [*rows, ("size", gigabytes(report.bytes)), ("folder", whole(str(report.folder)))])
+    next_steps(console, "gptj-ft convert" + ("" if report.folder == default_download() else f" {report.folder}"))

@@ -19,13 +19,13 @@ recipes_app = typer.Typer(no_args_is_help=True, help="The presets: list them, sh
 def list_recipes(as_json: Json = False) -> None:
     """List the presets."""
     from gptj_ft.recipe import load_preset, preset_names
+    from gptj_ft.screen import console_for, panel
 
     abouts = {name: load_preset(name).get("about", "") for name in preset_names()}
     if as_json:
         print_json(abouts)
     else:
-        for name, about in abouts.items():
-            print(f"{name:24} {about}")
+        panel(console_for(stderr=False), "", abouts.items())
 
 
 @recipes_app.command("show")
@@ -58,4 +58,4 @@ def copy_recipe(
         target.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {target}: {error.strerror}") from error
-    print(f"{target}\nnext: change it, then gptj-ft finetune --config {target} --data FILE")
+    print(f"{target}: yours to change\nnext: gptj-ft finetune --config {target} --data FILE")

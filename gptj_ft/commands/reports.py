@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from gptj_ft.commands.terminal import print_json
+from gptj_ft.commands.terminal import Output
 from gptj_ft.errors import UsageError
-from gptj_ft.options import Json
+from gptj_ft.options import Json, Quiet
 
 
 def report(
@@ -21,6 +21,7 @@ def report(
     show_text: Annotated[
         bool, typer.Option("--show-text", help="with answers beside what was expected: texts of the rows")
     ] = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Write a run as one page (data, curves, scores, how to repeat it), or several runs side by side."""
@@ -37,7 +38,4 @@ def report(
             raise UsageError("--show-text is for the page of one run")
         page = output or Path("comparison.html")
         write_comparison(found, page)
-    if as_json:
-        print_json({"page": str(page)})
-    else:
-        print(page)
+    Output(as_json, quiet).finish({"page": str(page)}, str(page), lambda console: console.print(str(page)))

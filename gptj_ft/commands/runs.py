@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptj_ft.commands.terminal import bar, print_json
+from gptj_ft.commands.terminal import Output, print_json
 from gptj_ft.errors import DataError
-from gptj_ft.options import Json
+from gptj_ft.options import Json, Quiet
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 runs_app = typer.Typer(help="The runs: list, verify and clean them, export a checkpoint.")
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
@@ -30,29 +33,31 @@ def list_runs(
     as_json: Json = False,
 ) -> None:
     """List runs: how far each is, its validation loss before and after, its size."""
-    from gptj_ft.runs import describe, find_runs, summarize
+    from gptj_ft.runs import find_runs, rows_of, summarize
+    from gptj_ft.screen import console_for, table
 
     summaries = [summarize(run) for run in find_runs(folders or [])]
     if as_json:
         print_json({"runs": [summary.to_dict() for summary in summaries]})
+    elif summaries:
+        table(console_for(stderr=False), "", rows_of(summaries))
     else:
-        print(describe(summaries) if summaries else "no runs here; `gptj-ft finetune` makes one")
+        print("no runs here; `gptj-ft finetune` makes one")
 
 
 @runs_app.command("verify")
-def verify_run(run: RunFolder, as_json: Json = False) -> None:
+def verify_run(run: RunFolder, quiet: Quiet = False, as_json: Json = False) -> None:
     """Read every file of a run and compare it with what was written."""
     from gptj_ft.machine import gigabytes
     from gptj_ft.run import Run
     from gptj_ft.verify import verify
 
-    with bar("verifying", not as_json) as advance:
+    out = Output(as_json, quiet)
+    with out.bar("verifying") as advance:
         found = verify(Run(run.expanduser()), advance)
-    if as_json:
-        print_json(found.to_dict())
-    else:
-        print("".join(f"{problem}\n" for problem in found.problems), end="")
-        print(f"{found.files} files, {gigabytes(found.bytes)} checked: {len(found.problems) or 'no'} problems")
+    checked = f"{found.files} files, {gigabytes(found.bytes)} checked: {len(found.problems) or 'no'} problems"
+    problems = "\n".join(map(str, found.problems))
+    out.finish(found.to_dict(), problems, lambda console: console.print("\n".join(filter(None, (problems, checked)))))
     if found.problems:
         raise typer.Exit(DataError.exit_code)
 
@@ -61,6 +66,7 @@ def verify_run(run: RunFolder, as_json: Json = False) -> None:
 def clean_runs(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would go and stop")] = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Remove state and checkpoints of finished runs, and what crashes left behind; never a model or its metrics."""
@@ -68,14 +74,15 @@ def clean_runs(
     from gptj_ft.run import Run
     from gptj_ft.runs import leftovers, remove
 
+    lines = []
     with leftovers([Run(folder.expanduser()) for folder in runs]) as found:
-        for each in found if not as_json else ():
-            print(f"{each.run}: {gigabytes(each.bytes)} {'would be' if dry_run else 'is'} freed")
-            print("".join(f"  {path}\n" for path in each.paths), end="")
+        for each in found:
+            lines += [f"{each.run}: {gigabytes(each.bytes)} {'would be' if dry_run else 'is'} freed"]
+            lines += [f"  {path}" for path in each.paths]
         for each in found if not dry_run else ():
             remove(each)
-    if as_json:
-        print_json({"dry_run": dry_run, "runs": [each.to_dict() for each in found]})
+    facts = {"dry_run": dry_run, "runs": [each.to_dict() for each in found]}
+    Output(as_json, quiet).finish(facts, "", lambda console: console.print("\n".join(lines)))
 
 
 @runs_app.command("export")
@@ -83,14 +90,18 @@ def export_run(
     run: RunFolder,
     target: Annotated[Path, typer.Argument(metavar="DEST", help="model folder")],
     checkpoint: Annotated[str, typer.Option("--from", metavar="CHECKPOINT", help="step-000120, best or last")] = "best",
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Write a kept checkpoint as a model folder."""
     from gptj_ft.export import export_checkpoint
     from gptj_ft.run import Run
+    from gptj_ft.screen import next_steps
 
     step = export_checkpoint(Run(run.expanduser()), checkpoint, target)
-    if as_json:
-        print_json({"model": str(target), "step": step})
-    else:
-        print(f"model after {step} steps: {target}\nnext: gptj-ft evaluate {target} --data FILE")
+
+    def show(console: Console) -> None:
+        console.print(f"model after {step} steps: {target}")
+        next_steps(console, f"gptj-ft evaluate {target} --data FILE")
+
+    Output(as_json, quiet).finish({"model": str(target), "step": step}, str(target), show)

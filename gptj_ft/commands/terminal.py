@@ -1,12 +1,12 @@
-"""What every command does on the terminal: ask, fetch what is named, show a bar, print."""
+"""What every command does on the terminal: say where its words go, ask, fetch what is named, print."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
@@ -16,27 +16,73 @@ from gptj_ft.recipe import Resolved
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from gptj_ft.bars import Advance
+
 T = TypeVar("T")
 
 
-def fetched(resolved: Resolved, offline: bool, as_json: bool) -> Resolved:
+@dataclass(frozen=True)
+class Output:
+    """Where a command's words go: its result to stdout, all else to stderr.
+
+    Attributes:
+        as_json: one JSON object instead of what people read.
+        is_quiet: the result alone: a path, an answer.
+    """
+
+    as_json: bool = False
+    is_quiet: bool = False
+
+    @property
+    def notes(self) -> Console:
+        """What is not the result; nothing is seen of it where that alone is asked for."""
+        from gptj_ft.screen import console_for
+
+        return console_for(quiet=self.as_json or self.is_quiet)
+
+    def bar(self, what: str, unit: str = "bytes", then: str = "") -> AbstractContextManager[Advance]:
+        """Show how far something is, see `bars.bar`."""
+        from gptj_ft.bars import bar
+
+        return bar(self.notes, what, unit, then)
+
+    def finish(self, facts: Mapping[str, Any], result: str, show: Callable[[Console], None]) -> None:
+        """Print the result.
+
+        Args:
+            facts: of it, for programs.
+            result: in a line or a few; empty where only the exit code tells.
+            show: prints all of it for people.
+        """
+        from gptj_ft.screen import console_for
+
+        if self.as_json:
+            print_json(facts)
+        elif self.is_quiet:
+            print(result, end="\n" if result else "")
+        else:
+            show(console_for(stderr=False))
+
+
+def fetched(resolved: Resolved, offline: bool, out: Output) -> Resolved:
     """Fetch the rows that a recipe names on the Hub, if it does; in the recipe they are known by their commit then."""
     named = {key: getattr(resolved.recipe, key) for key in ("data", "val_data")}
-    pinned = {key: fetched_rows(data, offline, as_json) for key, data in named.items() if data is not None}
+    pinned = {key: fetched_rows(data, offline, out) for key, data in named.items() if data is not None}
     return replace(resolved, recipe=resolved.recipe.model_copy(update=pinned))
 
 
-def fetched_rows(data: str, offline: bool, as_json: bool) -> str:
+def fetched_rows(data: str, offline: bool, out: Output) -> str:
     """Return what names the rows on this machine: what the user wrote, but of what is on the Hub, fetched now."""
     from gptj_ft.data.hub_rows import fetch, is_reference
 
     if not is_reference(data):
         return data
-    with bar("downloading", not as_json) as advance:
-        return fetch(data, offline, lambda text: console_for().print(text, highlight=False, markup=False), advance)
+    notes = out.notes
+    with out.bar("downloading") as advance:
+        return fetch(data, offline, lambda text: notes.print(text), advance)
 
 
-def asking(resolved: Resolved, as_json: bool, work: Callable[[Resolved], T]) -> T:
+def asking(resolved: Resolved, out: Output, work: Callable[[Resolved], T]) -> T:
     """Do what needs the columns of the data; on a terminal, ask for those that are not clear."""
     from gptj_ft.data.fields import UnknownColumn
 
@@ -44,7 +90,7 @@ def asking(resolved: Resolved, as_json: bool, work: Callable[[Resolved], T]) -> 
         try:
             return work(resolved)
         except UnknownColumn as error:
-            if as_json or not error.choices or not (sys.stdin.isatty() and sys.stderr.isatty()):
+            if out.as_json or not error.choices or not (sys.stdin.isatty() and sys.stderr.isatty()):
                 raise
             print(str(error).partition("\n")[0], file=sys.stderr)
             question = f"column for '{error.field}' ({', '.join(error.choices)})"
@@ -58,24 +104,6 @@ def asking(resolved: Resolved, as_json: bool, work: Callable[[Resolved], T]) -> 
 def as_tuple(assignments: list[str] | None) -> tuple[str, ...]:
     """Return what --set was given, however often."""
     return tuple(assignments or ())
-
-
-def console_for(stderr: bool = True, quiet: bool = False) -> Console:
-    """Return a terminal for text; long lines are left to the terminal to wrap."""
-    from rich.console import Console
-
-    return Console(stderr=stderr, quiet=quiet, soft_wrap=True)
-
-
-@contextmanager
-def bar(what: str, visible: bool) -> Iterator[Callable[[int, int | None], None]]:
-    """Show a bar on a terminal; yield what moves it: (done, total if it is known)."""
-    from rich.progress import Progress
-
-    console = console_for()
-    with Progress(console=console, transient=True, disable=not (visible and console.is_terminal)) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def print_json(value: Mapping[str, Any]) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptj_ft.commands.terminal import as_tuple, asking, console_for, fetched, print_json
+from gptj_ft.commands.terminal import Output, as_tuple, asking, fetched
 from gptj_ft.errors import UsageError
 from gptj_ft.options import (
     Activations,
@@ -34,6 +35,7 @@ from gptj_ft.options import (
     OnLong,
     OptimizerState,
     Precision,
+    Quiet,
     RecipeName,
     Seed,
     Weights,
@@ -43,6 +45,8 @@ from gptj_ft.recipe import Recipe, resolve
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from gptj_ft.finetune import Job
 
 
 def finetune(
@@ -77,6 +81,7 @@ def finetune(
     save_every: Annotated[int | None, option_of("save_every")] = None,
     keep: Annotated[str | None, option_of("keep")] = None,
     export: Annotated[str | None, option_of("export")] = None,
+    report_to: Annotated[str | None, option_of("report_to")] = None,
     config: Config = None,
     assignments: Assignments = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what it will cost and stop")] = False,
@@ -87,40 +92,42 @@ def finetune(
         str | None, typer.Option("--from", metavar="CHECKPOINT", help="with --resume: step-000120, best or last")
     ] = None,
     offline: Offline = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Fine-tune a model by weight streaming: every parameter, some of them (--train) or adapters (--method lora)."""
     began = time.monotonic()
     flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
-    from dataclasses import asdict
-
     from gptj_ft import finetune as command
-    from gptj_ft.data.tokenizer import load_row_tokenizer
-    from gptj_ft.data_report import show_data, show_examples
-    from gptj_ft.report import show_plan, show_training
+    from gptj_ft.report import show_job, show_plan, show_training
 
-    console = console_for(quiet=as_json)
+    out = Output(as_json, quiet)
     if start is not None and resume is None:
         raise UsageError("--from names a checkpoint of a run: add --resume RUN")
     if resume is not None:
-        prepared = command.resumed(resume, flags, config, as_tuple(assignments), start)
+        job = command.resumed(resume, flags, config, as_tuple(assignments), start)
     else:
-        resolved = fetched(resolve(flags, config, as_tuple(assignments)), offline, as_json)
-        prepared = asking(resolved, as_json, command.fresh)
-        show_data(console, prepared.report)
-        if console.is_terminal:  # a log gets no text of the user's
-            show_examples(console, prepared.rows[0], load_row_tokenizer(prepared.session.model).decode, 1)
-    show_plan(console, prepared.session.plan, prepared.session.architecture.notes)
+        resolved = fetched(resolve(flags, config, as_tuple(assignments)), offline, out)
+        job = asking(resolved, out, command.fresh)
+        _show_rows(out.notes, job)
     if dry_run:
-        if as_json:
-            print_json(prepared.session.plan.to_dict())
+        plan, notes = job.session.plan, job.session.architecture.notes
+        out.finish(plan.to_dict(), "", lambda console: show_plan(console, plan, notes))
         return
-    result = command.execute(prepared, console, as_json, began)
-    write_page(result.run, console)
-    if as_json:
-        print_json(asdict(result))
-        return
-    show_training(console_for(stderr=False), result)
+    show_job(out.notes, job)
+    result = command.execute(job, out.notes, out.notes.quiet, began)
+    write_page(result.run, out.notes)
+    out.finish(asdict(result), result.model, lambda console: show_training(console, result))
+
+
+def _show_rows(console: Console, job: Job) -> None:
+    """Show what was understood of the rows; on a terminal one of them, too: a log gets no text of the user's."""
+    from gptj_ft.data.tokenizer import load_row_tokenizer
+    from gptj_ft.data_report import show_data, show_examples
+
+    show_data(console, job.report)
+    if console.is_terminal and not console.quiet:
+        show_examples(console, job.rows[0], load_row_tokenizer(job.session.model).decode, 1)
 
 
 def write_page(run: str, console: Console) -> None:
@@ -130,9 +137,9 @@ def write_page(run: str, console: Console) -> None:
     from gptj_ft.run_report import write_report
 
     try:
-        console.print(f"report: {write_report(Run(Path(run)))}", highlight=False, markup=False)
+        write_report(Run(Path(run)))
     except GptjFtError as error:
-        console.print(f"no report was written: {error}", highlight=False, markup=False)
+        console.print(f"no report was written: {error}")
 
 
 def plan(
@@ -156,6 +163,7 @@ def plan(
     assignments: Assignments = None,
     measure: Annotated[bool, typer.Option("--measure", help="measure device and disk again, first")] = False,
     offline: Offline = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print nothing: the exit code tells if it fits")] = False,
     as_json: Json = False,
 ) -> None:
     """Tell what a run will cost, before it starts; without --data, for rows of the greatest length."""
@@ -163,15 +171,16 @@ def plan(
     from gptj_ft import finetune as command
     from gptj_ft.report import show_outlook, show_plan
 
-    forecast = command.forecast(fetched(resolve(flags, config, as_tuple(assignments)), offline, as_json), measure)
-    if not as_json:
-        console = console_for(stderr=False)
+    out = Output(as_json, quiet)
+    forecast = command.forecast(fetched(resolve(flags, config, as_tuple(assignments)), offline, out), measure)
+
+    def show(console: Console) -> None:
         show_plan(console, forecast.plan, forecast.notes)
         show_outlook(console, forecast.plan.outlook, forecast.published)
-        if forecast.problem:
-            raise forecast.problem
-        return
-    print_json(forecast.to_dict())
-    if forecast.problem:
+
+    out.finish(forecast.to_dict(), "", show)
+    if forecast.problem and as_json:  # said in the one object that is printed
         typer.echo(f"gptj-ft: {forecast.problem}", err=True)
         raise typer.Exit(forecast.problem.exit_code)
+    if forecast.problem:
+        raise forecast.problem

@@ -1,0 +1,171 @@
+"""The terminal: nothing wider than it, nothing that only an eye can read, results alone where they are asked for."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from conftest import write_rows
+from rich.console import Console
+
+from gptj_ft import bars
+from gptj_ft.bars import Pace, bar
+from gptj_ft.meters import Meters, Tally
+from gptj_ft.progress import StepProgress, StepReport
+from gptj_ft.screen import panel, table, whole
+
+PATH = "/home/somebody/a/folder/with/a/name/that/is/longer/than/most/lines.jsonl"
+ROWS = [
+    ("data", "word " * 60),
+    ("text", "word" * 60),
+    ("path", PATH),
+    ("to go on", whole("gptj-ft finetune --resume a/long/enough/name" * 2)),
+]
+
+
+def console_of(width: int, is_terminal: bool = True, term: str = "xterm") -> Console:
+    return Console(
+        file=io.StringIO(), width=width, force_terminal=is_terminal, color_system=None, _environ={"TERM": term}
+    )
+
+
+def printed(console: Console) -> str:
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_panel_is_no_wider_than_the_terminal_and_breaks_neither_path_nor_command(width: int) -> None:
+    console = console_of(width)
+    panel(console, "The run", ROWS)
+    text = printed(console)
+    assert PATH in text
+    assert "gptj-ft finetune --resume" in text
+    assert max(len(line) for line in text.splitlines() if "word" in line) <= min(width, 100)
+    assert len({line.index("word") for line in text.splitlines() if "word word" in line}) == 1, "under each other"
+
+
+def test_a_table_that_is_wider_than_the_terminal_becomes_a_list_and_in_a_log_stays_a_line_a_row() -> None:
+    rows = [("run", "status", "path"), ("one", "finished", PATH), ("two", "stopped", "")]
+    narrow, log = console_of(60), console_of(60, is_terminal=False)
+    table(narrow, "", rows)
+    assert [line.split() for line in printed(narrow).splitlines() if line] == [
+        ["one"], ["status", "finished"], ["path", PATH], ["two"], ["status", "stopped"]
+    ]  # fmt: skip
+    table(log, "", rows)
+    assert [line.split() for line in printed(log).splitlines()] == [[cell for cell in row if cell] for row in rows]
+
+
+def test_a_log_gets_a_line_now_and_then_with_time_and_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(bars.time, "monotonic", lambda: now[0])
+    for console in (console_of(80, is_terminal=False), console_of(80, term="dumb")):
+        with bar(console, "converting") as advance:
+            for second in range(8 * 3600):
+                now[0] += 1
+                advance(second * 10**6, 8 * 3600 * 10**6)
+        text = printed(console)
+        assert not set("\r\x1b") & set(text)
+        assert 50 < text.count("\n") < 150
+        for line in text.splitlines():
+            assert re.fullmatch(r"\d\d:\d\d:\d\d  converting: \d+%, [\d.]+ [MG]B of 28.8 GB, .* left", line), line
+
+
+def test_the_time_left_is_that_of_what_was_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(bars.time, "monotonic", lambda: now[0])
+    resumed, fresh = Pace(), Pace()
+    assert resumed.left(50, 100) is None
+    now[0] += 10
+    assert resumed.left(60, 100) == pytest.approx(40)
+    assert fresh.left(5, 100) == pytest.approx(190)
+    assert fresh.left(0, 100) is None, "it begins again"
+    now[0] += 10
+    assert fresh.left(50, 100) == pytest.approx(10)
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_live_figures_of_a_run_fit_and_say_how_far_how_long_and_what_now(width: int) -> None:
+    console = console_of(width)
+    progress = StepProgress(console, 12000, 0, 90.0)
+    tally = Tally(2048, 600, 649.0, 3.0, 10**11, 10**11, 6 * 10**9, 10**9)
+    report = StepReport(11999, 12.3456, 0.01, 1e-5, 123.4, tally, Meters(123456.7, 234567.8, 1e4, 1e4, 0.5, 0.6, 0.1))
+    progress.doing("validating on 1,000 rows")
+    progress._since -= 60.0
+    console.print(progress._drawn())
+    assert "100 h" not in printed(console)
+    assert "12 d 12 h left" in printed(console), "as forecast"
+    progress.show(report)
+    console.print(progress._drawn())
+    assert max(map(len, printed(console).splitlines())) <= min(width, 100)
+    for phrase in (
+        "step 11999/12000",
+        "11 min left, done at",
+        "loss 12.3456",
+        "waiting 10%",
+        "validating on 1,000 rows",
+    ):
+        assert phrase in printed(console), phrase
+
+
+COMMANDS = {
+    "prepare-data --recipe summarization --data rows.jsonl --model tiny": "next: gptj-ft finetune --recipe",
+    "finetune --recipe summarization --data rows.jsonl.prepared --model tiny --max-steps 2 --output run":
+        "next: gptj-ft evaluate run --data FILE",
+    "evaluate run --limit 4 --set generation.max_new_tokens=2": "next: gptj-ft report run",
+    "generate --input rows.jsonl --output out.jsonl --set generation.max_new_tokens=2": "next: gptj-ft evaluate --pred",
+    "convert run/model converted": "--data my.jsonl --model converted",
+    "report run": "", "runs list": "", "runs verify run": "", "models": "", "recipes list": "", "cache list": "",
+}  # fmt: skip
+RESULTS = ["rows.jsonl.prepared", "run/model", None, "out.jsonl", "converted", "run/report.html"]
+
+
+def test_a_log_of_every_command_is_plain_and_80_columns_wide_and_names_the_next_one(shell, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl")
+    for line, following in COMMANDS.items():
+        done = shell(line)
+        assert done.code == 0, (line, done.err)
+        assert following in done.out, (line, done.out)
+        assert not set("\r\x1b") & set(done.out + done.err), line
+        lines = (done.out + done.err).replace(f"{tmp_path}", "").splitlines()
+        wide = [text for text in lines if len(text) > 80 and "gptj-ft " not in text]  # commands are not broken
+        assert not wide, (line, wide)
+
+
+def test_a_quiet_command_prints_its_result_alone(shell, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl")
+    for line, result in zip(COMMANDS, RESULTS, strict=False):
+        done = shell(f"{line} --quiet")
+        assert (done.code, done.err) == (0, ""), line
+        if result is not None:
+            assert done.out == f"{result}\n"
+        else:
+            assert all(re.fullmatch(r"\w+ [\d.]+", text) for text in done.out.splitlines()), done.out
+    assert shell("runs verify run -q").out == ""
+    one = shell("generate --quiet --max-new-tokens 2", "The lift stops.")
+    assert (one.err, one.out.count("\n")) == ("", 1)
+    refused = shell("finetune --resume run --quiet")
+    assert (refused.code, refused.out) == (2, "")
+    assert "is finished" in refused.err
+
+
+def test_json_is_one_object_also_of_what_is_listed(shell, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl")
+    prepare, *_ = COMMANDS
+    assert shell(f"{prepare} --json").json["folder"] == "rows.jsonl.prepared"
+    plan = "plan --recipe summarization --data rows.jsonl.prepared --model tiny"
+    assert shell(f"{plan} --json").json["needs"]
+    assert shell(f"{plan} -q").out == ""
+    for line in ("runs list", "models", "recipes list", "cache list", "cache clear"):
+        assert isinstance(shell(f"{line} --json").json, dict), line
+
+
+def test_a_run_in_a_log_says_when_how_far_and_how_long(shell, tmp_path: Path, monkeypatch) -> None:
+    write_rows(tmp_path / "rows.jsonl")
+    done = shell("finetune --recipe summarization --data rows.jsonl --model tiny --max-steps 2 --output run")
+    steps = [line for line in done.err.splitlines() if "step " in line and "loss" in line]
+    assert re.match(r"\d\d:\d\d:\d\d  step 1/2  50%  loss \d+\.\d{4}  [\d,]+ tokens/s  \d+ s left", steps[0])
+    panel_text = done.err.partition("\nThe run\n")[2].partition("validation loss")[0]
+    for name in ("data", "model", "memory", "disk", "steps", "finish", "results", "to stop", "to go on"):
+        assert re.search(rf"^  {name} ", panel_text, re.MULTILINE), name
