@@ -6,7 +6,9 @@ would have it measured (`plan --measure`), because a virtual machine is not the 
 
     python benchmarks/forecast.py --data train.jsonl --tokenizer gpt2/ --work /tmp/forecast
 
-The first step is left out of the seconds: it has no update to apply. Memory is the peak that the kernel counts.
+The first step is left out of the seconds: it has no update to apply. Steps are not of the same length, and the plan
+tells of the average of those to come: what is compared is the median of the seconds per token times the tokens of that
+average. Memory is the peak that the kernel counts.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from same_work import SHAPE, make_model
@@ -91,7 +94,7 @@ def plan_and_run(arguments: Any, model: Path, different: dict[str, Any]) -> dict
         "forecast": {"memory": plan["device_bytes"] + plan["host_bytes"], "seconds": plan["seconds_per_step"]},
         "measured": {
             "memory": watched.peak_rss_bytes,
-            "seconds": sum(line["seconds"] for line in steady) / len(steady),
+            "seconds": median(line["seconds"] / line["tokens"] for line in steady) * plan["tokens_per_step"],
             "stall": sum(line["waited_seconds"] for line in steady) / sum(line["seconds"] for line in steady),
         },
     }

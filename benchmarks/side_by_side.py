@@ -24,6 +24,7 @@ from same_work import Work
 from gptj_ft.run import Run
 
 POLL_SECONDS = 0.02
+LOOK_SECONDS = 0.25  # at memory and children: a look costs milliseconds of a core that the trainer computes on
 SAME_LOSS = 1e-3
 
 
@@ -103,15 +104,18 @@ def watch(command: Sequence[str], lines: Path, environment: Mapping[str, str] | 
     """
     arrivals: list[float] = []
     peak = written_bytes = 0
+    next_look = time.perf_counter()
     with psutil.Popen(command, stdout=sys.stderr, env=environment) as process:
         is_running = True
         while is_running:
             is_running = process.poll() is None
-            family = [process.pid, *(child.pid for child in process.children(recursive=True))] if is_running else []
-            # The high-water mark misses nothing between two looks, but is known for each process alone.
-            peak = max(peak, sum(memory(pid, "VmRSS") for pid in family), *(memory(pid, "VmHWM") for pid in family))
-            with suppress(psutil.Error):
-                written_bytes = process.io_counters().write_bytes
+            if is_running and time.perf_counter() >= next_look:
+                next_look = time.perf_counter() + LOOK_SECONDS
+                family = [process.pid, *(child.pid for child in process.children(recursive=True))]
+                # The high-water mark misses nothing between two looks, but is known for each process alone.
+                peak = max(peak, sum(memory(pid, "VmRSS") for pid in family), *(memory(pid, "VmHWM") for pid in family))
+                with suppress(psutil.Error):
+                    written_bytes = process.io_counters().write_bytes
             written = lines.read_bytes().count(b"\n") if lines.exists() else 0
             arrivals += [time.perf_counter()] * (written - len(arrivals))
             time.sleep(POLL_SECONDS)

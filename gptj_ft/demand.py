@@ -202,10 +202,11 @@ class Pass:
         return replace(self, read=_added(self.read, read), written=_added(self.written, written))
 
     def compute_seconds(self, load: Load, rates: Rates) -> float:
-        """Return the seconds of the computation alone."""
+        """Return the seconds of the computation alone; on a CPU, with the work that transfers make for it."""
         compute = rates.compute
         between = (self.updated + self.touched) / compute.memory + self.times * load.seconds_between_products(compute)
-        return self.flops / compute.matmul(load.dtype, load.width) + between
+        moving = rates.disk.cpu_seconds(self.read.get("disk", 0), self.written.get("disk", 0)) if rates.on_cpu else 0.0
+        return self.flops / compute.matmul(load.dtype, load.width) + between + moving
 
     def transfer_seconds(self, rates: Rates) -> float:
         """Return the seconds of the transfers alone: over the disk, and beside that over the link."""

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from gptj_ft.stores import allocate
 from gptj_ft.stores.blockio import open_direct, read_bytes, write_bytes
+from gptj_ft.stores.statefile import digest
 
 WIDTH, INNER = 4096, 16384  # GPT-J's MLP
 NARROW = 512  # its smaller kin's; products of such matrices reach less
@@ -88,16 +90,24 @@ class DiskRates:
         read: while nothing is written.
         write: while nothing is read.
         mixed: read and written together, at the same time.
+        read_cpu: seconds of a processor that reading takes, per byte.
+        write_cpu: the same of writing, with the digest of what is written.
     """
 
     read: float
     write: float
     mixed: float
+    read_cpu: float = 0.0
+    write_cpu: float = 0.0
 
     def seconds(self, read: float, written: float) -> float:
         """Return how long it takes to read and to write so many bytes, side by side as long as there are both."""
         both = min(read, written)
         return 2 * both / self.mixed + (read - both) / self.read + (written - both) / self.write
+
+    def cpu_seconds(self, read: float, written: float) -> float:
+        """Return the seconds of a processor that reading and writing so many bytes takes."""
+        return read * self.read_cpu + written * self.write_cpu
 
 
 ASSUMED_DISK = DiskRates(read=0.5e9, write=0.5e9, mixed=0.5e9)  # of a plain SSD, where there is no room to measure
@@ -105,10 +115,17 @@ ASSUMED_DISK = DiskRates(read=0.5e9, write=0.5e9, mixed=0.5e9)  # of a plain SSD
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine does in a second."""
+    """What the machine does in a second.
+
+    Attributes:
+        compute: of the device.
+        disk: of a file system.
+        on_cpu: the device is the CPU, which does the work of transfers too.
+    """
 
     compute: ComputeRates
     disk: DiskRates
+    on_cpu: bool = False
 
     @property
     def is_disk_assumed(self) -> bool:
@@ -161,15 +178,12 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, width: int = WIDTH, in
 
 
 def _matmul_seconds(x: Tensor, weight: Tensor) -> float:
-    """Return the least time of a product, which others that run beside this disturb least.
-
-    One that takes long is done once.
-    """
+    """Return the median time of a product; one that takes long is done once."""
     seconds = _seconds(lambda: F.linear(x, weight), x.device)
     if seconds > LONGEST_PRODUCT / 4:
         return seconds
     repeats = max(2, min(MOST_PRODUCTS, round(PRODUCTS_SECONDS / seconds)))
-    return min([seconds, *(_seconds(lambda: F.linear(x, weight), x.device) for _ in range(repeats))])
+    return median([seconds, *(_seconds(lambda: F.linear(x, weight), x.device) for _ in range(repeats))])
 
 
 def measure_disk(folder: Path, file_bytes: int = FILE_BYTES, chunk_bytes: int = CHUNK_BYTES) -> DiskRates:
@@ -185,15 +199,31 @@ def measure_disk(folder: Path, file_bytes: int = FILE_BYTES, chunk_bytes: int = 
     """
     with _nameless_file(folder) as old, _nameless_file(folder) as new:
         source, target = _noise(chunk_bytes), _noise(chunk_bytes)
-        written, _ = _transfer(lambda offset: _write(old, source, offset), file_bytes, chunk_bytes)
+        written = _transfer(lambda offset: _write(old, source, offset), file_bytes, chunk_bytes).bytes
         # Over what is there, as a run does from its second step on: new blocks can take more than twice as long.
-        _, write = _transfer(lambda offset: _write(old, source, offset), written, chunk_bytes)
+        write = _transfer(lambda offset: _write(old, source, offset), written, chunk_bytes)
         if hasattr(os, "posix_fadvise"):  # where direct I/O is not taken, reads must not come from the page cache
             os.posix_fadvise(old, 0, written, os.POSIX_FADV_DONTNEED)
-        _, read = _transfer(lambda offset: read_bytes(old, target, offset), written, chunk_bytes)
+        read = _transfer(lambda offset: read_bytes(old, target, offset), written, chunk_bytes)
         _transfer(lambda offset: _write(new, source, offset), written, chunk_bytes)
         mixed = _mixed_rate(lambda offset: _write(new, source, offset), old, target, written)
-    return DiskRates(read, write, mixed)
+        digested = _transfer(lambda offset: digest(source), written, chunk_bytes)
+    return DiskRates(
+        read.bytes / read.seconds,
+        write.bytes / write.seconds,
+        mixed,
+        read.cpu_seconds / read.bytes,
+        write.cpu_seconds / write.bytes + digested.cpu_seconds / digested.bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """Some bytes that were moved, what that took and what it took of all processors."""
+
+    bytes: int
+    seconds: float
+    cpu_seconds: float
 
 
 def _mixed_rate(write: Callable[[int], None], old: int, target: memoryview, file_bytes: int) -> float:
@@ -204,17 +234,17 @@ def _mixed_rate(write: Callable[[int], None], old: int, target: memoryview, file
         writing = pool.submit(_transfer, write, file_bytes, len(target))
         while not writing.done():
             num_read += read_bytes(old, part, num_read % file_bytes)
-    return (writing.result()[0] + num_read) / (time.perf_counter() - start)
+    return (writing.result().bytes + num_read) / (time.perf_counter() - start)
 
 
-def _transfer(move: Callable[[int], object], most: int, chunk: int) -> tuple[int, float]:
-    """Move chunks until there are no more or time is up; return the bytes moved and the bytes/s."""
-    start, done, seconds = time.perf_counter(), 0, 0.0
+def _transfer(move: Callable[[int], object], most: int, chunk: int) -> _Moved:
+    """Move chunks until there are no more or time is up."""
+    start, cpu_start, done, seconds = time.perf_counter(), time.process_time(), 0, 0.0
     while done == 0 or (done < most and seconds < LONGEST_TRANSFER):
         move(done)
         done += chunk
         seconds = time.perf_counter() - start
-    return done, done / seconds
+    return _Moved(done, seconds, time.process_time() - cpu_start)
 
 
 def _write(descriptor: int, source: memoryview, offset: int) -> None:

@@ -11,7 +11,7 @@ import math
 import os
 import platform
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from gptj_ft.home import home
 from gptj_ft.machine import existing_folder, free_disk
 from gptj_ft.measure import ASSUMED_DISK, FILE_BYTES, ComputeRates, DiskRates, Rates
 
-METHOD = 6  # of measuring: figures from another one are not used
+METHOD = 7  # of measuring: figures from another one are not used
 BF16_GAIN = 1.3  # how much faster bf16 must be to be worth its rounding
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -39,7 +39,7 @@ def rates(device: torch.device, folder: Path, again: bool = False) -> Rates:
         folder: where a run will live.
         again: measure, whatever is known.
     """
-    return Rates(compute_rates(device, again), disk_rates(folder, again))
+    return Rates(compute_rates(device, again), disk_rates(folder, again), device.type == "cpu")
 
 
 def compute_rates(device: torch.device, again: bool = False) -> ComputeRates:
@@ -114,9 +114,10 @@ def _recall(part: str, key: str, form: type[T]) -> T | None:
         known = form(**entry)  # type: ignore[arg-type]
     except TypeError:
         return None
-    values = asdict(known)
-    makes_sense = all(isinstance(value, float) and math.isfinite(value) for value in values.values())
-    return known if makes_sense and all(values[name] > 0 for name in values if name != "load") else None
+    values = {field: getattr(known, field.name) for field in fields(known)}
+    makes_sense = all(isinstance(value, float) and math.isfinite(value) and value >= 0 for value in values.values())
+    # What has a default can be nothing.
+    return known if makes_sense and all(value or field.default == 0.0 for field, value in values.items()) else None
 
 
 def _keep(part: str, key: str, measured: T) -> T:

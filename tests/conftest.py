@@ -81,6 +81,7 @@ def fixed_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rates]:
             from_device=1e10,
         ),
         measure.DiskRates(read=2e9, write=1e9, mixed=1.5e9),
+        on_cpu=True,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "measure_compute", lambda device: rates.compute)

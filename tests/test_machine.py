@@ -168,7 +168,7 @@ def test_a_full_or_unwritable_disk_is_assumed_and_that_is_not_remembered(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(rates, "free_disk", lambda folder: 1000 * MB)
-        assert rates.rates(CPU, tmp_path) == Rates(fixed_rates.compute, ASSUMED_DISK)
+        assert rates.rates(CPU, tmp_path) == Rates(fixed_rates.compute, ASSUMED_DISK, on_cpu=True)
         assert rates.rates(CPU, tmp_path).is_disk_assumed
         assert not measured["disk"]
     with monkeypatch.context() as patch:
