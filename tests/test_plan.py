@@ -12,7 +12,7 @@ import torch
 from conftest import GPT2_SHAPES, random_gpt2
 from rich.console import Console
 
-from gptj_ft.demand import Load
+from gptj_ft.demand import Load, Pass
 from gptj_ft.errors import ResourceError
 from gptj_ft.families.gptj import GPTJConfig, build_layers
 from gptj_ft.machine import gigabytes
@@ -510,3 +510,11 @@ def test_dropout_that_a_config_asks_for_is_said_not_to_be_applied(shell, tmp_pat
     model.save_pretrained(tmp_path / "model")
     done = shell("plan --recipe summarization --model model --max-length 64 --json")
     assert done.json["notes"] == ["dropout in config.json (attn_pdrop 0.1) is not applied: training here is without"]
+
+
+def test_on_a_cpu_the_work_of_transfers_is_part_of_the_computation(six_b: Load) -> None:
+    costly = replace(RATES, disk=replace(RATES.disk, read_cpu=1e-10, write_cpu=2e-10))
+    down = Pass(flops=1e12, read={"disk": 10 * GB, "host": GB}, written={"disk": 5 * GB})
+    plain = down.compute_seconds(six_b, RATES)
+    assert down.compute_seconds(six_b, costly) == plain, "a GPU has nothing to do with them"
+    assert down.compute_seconds(six_b, replace(costly, on_cpu=True)) == pytest.approx(plain + 2.0)
