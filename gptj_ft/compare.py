@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,14 @@ from torch import Tensor
 
 from gptj_ft.errors import DataError
 from gptj_ft.families import Architecture
+from gptj_ft.formats.ahead import Task, ahead
+from gptj_ft.formats.borrowed import cast
 from gptj_ft.formats.huggingface import Checkpoint, check, is_dropped
 from gptj_ft.formats.sources import Source
-from gptj_ft.formats.streamed import ahead, pieces
+from gptj_ft.formats.streamed import ranges, reading
 
 SHOWN = 10  # differences
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of one
 # Fields of a config that change nothing of what a model computes.
 NOT_COMPUTED = ("initializer_range", "bos_token_id", "eos_token_id", "n_positions")
 
@@ -80,25 +84,27 @@ def difference(first: Checkpoint, second: Checkpoint, name: str, other: str | No
     if mine.shape != theirs.shape:
         return f"{name} has shape {list(theirs.shape)}, expected {list(mine.shape)}"
     start = 0
-    for expected, found in ahead(_pairs(first, second, name, other)):
-        expected = expected.to(theirs.dtype)
-        # As bytes, for a NaN does not equal itself.
-        if not torch.equal(as_bytes(expected), as_bytes(found)):
-            at = int((as_bytes(expected) != as_bytes(found)).nonzero()[0]) // theirs.dtype.itemsize
-            values = f"{float(found.reshape(-1)[at])!r}, expected {float(expected.reshape(-1)[at])!r}"
-            return f"{name} differs: number {start + at} is {values}"
-        start += found.numel()
+    with closing(ahead(_reading_both(first, second, name, other))) as tensors:
+        for expected, found in zip(tensors, tensors, strict=True):
+            expected = _bits(cast(expected, theirs.dtype))
+            if not torch.equal(expected, _bits(found)):
+                at = int((expected != _bits(found)).nonzero()[0])
+                values = (float(each.reshape(-1)[at : at + 1].view(theirs.dtype)) for each in (found, expected))
+                return f"{name} differs: number {start + at} is {next(values)!r}, expected {next(values)!r}"
+            start += found.numel()
     return ""
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor."""
-    return tensor.reshape(-1).view(torch.uint8)
+def _bits(tensor: Tensor) -> Tensor:
+    """Return numbers as integers of as many bits, for a NaN does not equal itself."""
+    return tensor.reshape(-1).view(INTEGERS[tensor.dtype.itemsize])
 
 
-def _pairs(first: Checkpoint, second: Checkpoint, name: str, other: str) -> Iterator[tuple[Tensor, Tensor]]:
-    rows = max(first.rows_at_once(name), second.rows_at_once(other)) if first.shape(name) else None
-    yield from zip(pieces(first, name, rows), pieces(second, other, rows), strict=True)
+def _reading_both(first: Checkpoint, second: Checkpoint, name: str, other: str) -> Iterator[Task[Tensor]]:
+    """Yield the tasks of reading the same rows of both, in turn."""
+    for rows in ranges(first, name, max(first.rows_at_once(name), second.rows_at_once(other))):
+        yield reading(first, name, rows)
+        yield reading(second, other, rows)
 
 
 def _is_same(first: Checkpoint, name: str, second: Checkpoint, other: str) -> bool:

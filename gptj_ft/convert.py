@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 import gptj_ft
-from gptj_ft.compare import difference
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.formats import mesh_writing
 from gptj_ft.formats.adapters import MergedCheckpoint, open_adapter
@@ -25,8 +24,9 @@ from gptj_ft.formats.entries import Entry
 from gptj_ft.formats.huggingface import check
 from gptj_ft.formats.mesh_writing import MeshWriter
 from gptj_ft.formats.sources import Form, Source, open_source
-from gptj_ft.formats.streamed import write_streamed
+from gptj_ft.formats.streamed import Rows, Watch, write_streamed
 from gptj_ft.formats.writing import INDEX, TUNING, copy_description, copy_origin, write_companions, write_json, writing
+from gptj_ft.proof import Proof
 
 DtypeChoice = Literal["keep", "fp32", "bf16", "fp16"]
 Target = Literal["folder", "huggingface", "mesh"]
@@ -164,6 +164,7 @@ class _Work:
                 self.entries[name] = Entry(stored or entry.dtype, entry.shape)
         self.bytes = sum(entry.num_bytes for entry in self.entries.values())
         self.not_finite: set[str] = set()
+        self.proof = Proof()
         self._done, self._total = 0, self.bytes * (2 if conversion.verify else 1)
         self._progress = progress
 
@@ -182,24 +183,22 @@ class _Work:
     def write(self, draft: Path) -> None:
         """Write all files."""
         source, kept = self.source, self.conversion
+        watch = Watch(self._inspect, self._written)
         if kept.to == "mesh":
             types = {entry.dtype for entry in self.entries.values()}
             if not types <= set(mesh_writing.DTYPES):
                 raise UsageError("mesh-transformer-jax stores fp32 or bf16: add --dtype fp32 or --dtype bf16")
             folder = draft / f"step_{source.step}"
-            MeshWriter(folder, source.architecture, source.checkpoint, kept.mesh_shards, self._stored).write(
-                source.step
-            )
+            writer = MeshWriter(folder, source.architecture, source.checkpoint, kept.mesh_shards, self.entries)
+            writer.write(source.step, watch)
             write_json(
                 draft / "meta.json",
                 {"step": source.step, "checkpoints": [source.step], "aux": {str(source.step): {}}},
             )
         else:
             files = self._files()
-            for file, names in files.items():
-                if not (draft / file).is_file():
-                    entries = {name: self.entries[name] for name in names}
-                    write_streamed(draft / file, entries, source.checkpoint, self._stored)
+            entries = {draft / file: {name: self.entries[name] for name in names} for file, names in files.items()}
+            write_streamed(entries, source.checkpoint, watch)
             if len(files) > 1 or kept.to == "folder":
                 weight_map = {name: file for file, names in files.items() for name in names}
                 write_json(draft / INDEX, {"metadata": {"total_size": self.bytes}, "weight_map": weight_map})
@@ -217,15 +216,13 @@ class _Work:
         form: Form = "mesh" if self.conversion.to == "mesh" else "huggingface"
         with open_source(draft, form, None, draft) as written:
             check(written.architecture, written.checkpoint)
-            for name, entry in self.entries.items():
-                found = written.checkpoint.entry(name).dtype
-                problem = f"{name} is {found}" if found != entry.dtype else ""
-                if problem := problem or difference(self.source.checkpoint, written.checkpoint, name):
+            for name, problem in self.proof.problems(self.source.checkpoint, written.checkpoint, self.entries):
+                if problem:
                     raise DataError(
                         f"{self.target}: {problem}: what was read back is not what {self.source.path} holds; "
                         "is the disk faulty?"
                     )
-                self._advance(entry.num_bytes)
+                self._advance(self.entries[name].num_bytes)
 
     def _files(self) -> dict[str, list[str]]:
         """Return which tensors go into which file."""
@@ -251,18 +248,22 @@ class _Work:
             for number, names in enumerate(groups, start=1)
         }
 
-    def _stored(self, name: str, piece: Tensor) -> Tensor:
-        """Return a piece of a tensor as it is to be stored."""
+    def _inspect(self, name: str, piece: Tensor) -> None:
+        """Note what is not finite in a piece of a tensor, in any thread; refuse what its type cannot hold."""
+        if not piece.numel():
+            return
         dtype = self.entries[name].dtype
-        if piece.numel():
-            low, high = piece.aminmax()
-            largest = max(abs(float(low)), abs(float(high)))
-            if not largest < float("inf"):  # NaN, too
-                self.not_finite.add(name)
-            if dtype is torch.float16 and torch.finfo(dtype).max < largest < float("inf"):
-                raise DataError(f"{self.source.path}: {name} holds {largest:.6g}, too large for fp16; use bf16 or fp32")
-        self._advance(piece.numel() * dtype.itemsize)
-        return piece.to(dtype)
+        low, high = piece.aminmax()
+        largest = max(abs(float(low)), abs(float(high)))
+        if not largest < float("inf"):  # NaN, too
+            self.not_finite.add(name)
+        if dtype is torch.float16 and torch.finfo(dtype).max < largest < float("inf"):
+            raise DataError(f"{self.source.path}: {name} holds {largest:.6g}, too large for fp16; use bf16 or fp32")
+
+    def _written(self, name: str, rows: Rows, digest: str) -> None:
+        self.proof.note(name, rows, digest)
+        entry = self.entries[name]
+        self._advance(entry.num_bytes * (rows[1] - rows[0]) // max(1, entry.rows))
 
     def _advance(self, num_bytes: int) -> None:
         self._done += num_bytes

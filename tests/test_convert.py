@@ -143,19 +143,20 @@ def test_pieces_of_any_size_make_the_same_bytes(tmp_path: Path, source: Path, mo
 
 
 KILLED = """
-import os, sys
+import os, sys, time
 from pathlib import Path
 from gptj_ft import convert as module
-from gptj_ft.formats import streamed
-streamed.SYNC_BYTES = 1
+from gptj_ft.formats import behind, streamed
+streamed.SYNC_BYTES, behind.BUFFER_BYTES = 1, behind.PAGE
 left = int(sys.argv[4])
-def stored(self, name, piece, stored=module._Work._stored):
+def inspect(self, name, piece, inspect=module._Work._inspect):
     global left
     left -= 1
     if left < 0:
+        time.sleep(0.3)  # what is on its way to the disk arrives
         os._exit(9)
-    return stored(self, name, piece)
-module._Work._stored = stored
+    return inspect(self, name, piece)
+module._Work._inspect = inspect
 module.convert(Path(sys.argv[1]), Path(sys.argv[2]), module.Conversion(to=sys.argv[3], mesh_shards=2))
 """
 
@@ -248,7 +249,7 @@ def test_two_conversions_into_one_folder_do_not_mix(tmp_path: Path, source: Path
 
 
 def test_no_verify_reads_nothing_back(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptj_ft.convert.difference", None)
+    monkeypatch.setattr("gptj_ft.proof.digest_of", None)
     assert convert(source, tmp_path / "model", Conversion(verify=False)).is_verified is False
     with pytest.raises(TypeError):
         convert(source, tmp_path / "other")

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from gptj_ft.errors import DataError
-from gptj_ft.stores import allocate
-from gptj_ft.stores.blockio import PAGE, open_direct, read_range
+from gptj_ft.formats.borrowed import borrow
+from gptj_ft.stores.blockio import PAGE, let_go, open_direct, read_range
 
-PIECE_BYTES = 64 << 20  # of what is read at a time where a file leaves the choice
+PIECE_BYTES = 32 << 20  # of what is read at a time where a file leaves the choice
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,13 @@ def read_rows(path: Path, entry: Entry, start: int = 0, stop: int | None = None)
     num_bytes = math.prod(shape) * entry.dtype.itemsize
     begin = entry.offset + start * row_bytes
     before = begin % PAGE  # a transfer past the cache starts and ends on pages
-    pages = allocate(-(-(before + num_bytes) // PAGE) * PAGE, torch.uint8, torch.device("cpu"))
+    pages = borrow(-(-(before + num_bytes) // PAGE) * PAGE)
     try:
         descriptor = open_direct(path, os.O_RDONLY)
         try:
             count = read_range(descriptor, pages.numpy().data, begin - before)
         finally:
+            let_go(descriptor)
             os.close(descriptor)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error

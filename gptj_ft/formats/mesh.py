@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,10 +19,13 @@ from torch import Tensor
 
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.families import Family, Leaf
+from gptj_ft.formats.ahead import ahead
+from gptj_ft.formats.borrowed import borrow_tensor, contiguous
 from gptj_ft.formats.entries import Entry
 from gptj_ft.formats.npz import Array, arrays_of
 
 NUM_FILES = 16  # in a shard's folder
+PARTS_BYTES = 64 << 20  # of what is read ahead of a tensor's parts
 
 
 def leaves_of(family: Family, num_blocks: int) -> list[Leaf]:
@@ -132,29 +137,44 @@ class MeshShards:
             return self._sums[name][start:stop].to(entry.dtype)
         if joined.leaf.join == "first":
             return joined.parts[0].read()[start:stop].clone()
-        whole = torch.empty((stop - start, *entry.shape[1:]), dtype=entry.dtype)
-        begin = 0  # of a part, on the axis along which they are joined
+        if joined.leaf.join == "columns":
+            return self._side_by_side(joined, entry, start, stop)
+        found, begin = [], 0
         for part in joined.parts:
-            length = part.shape[::-1][0] if joined.leaf.is_transposed else part.shape[0]
-            if joined.leaf.join == "columns":
-                width = part.shape[0] if joined.leaf.is_transposed else part.shape[1]
-                whole[:, begin : begin + width] = self._read_part(joined, part)[start:stop]
-                begin += width
-                continue
+            length = part.shape[-1] if joined.leaf.is_transposed else part.shape[0]
             low, high = max(start, begin), min(stop, begin + length)
             if low < high:
-                rows = self._read_part(joined, part)[low - begin : high - begin]
-                added = self._added.get(name)
-                whole[low - start : high - start] = rows.double() + added if added is not None and added.any() else rows
+                rows = _read_part(joined, part)[low - begin : high - begin]
+                found.append(self._with_added(name, rows, entry.dtype))
             begin += length
-        return whole
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def rows_at_once(self, name: str) -> int:
         return self.entries[name].rows // (self.num_shards if self._joined[name].leaf.join == "rows" else 1)
 
-    def _read_part(self, joined: Joined, part: Array) -> Tensor:
-        tensor = part.read()
-        return tensor.t() if joined.leaf.is_transposed else tensor
+    def _side_by_side(self, joined: Joined, entry: Entry, start: int, stop: int) -> Tensor:
+        shape = (stop - start, *entry.shape[1:])
+        whole = borrow_tensor(shape, entry.dtype)
+        begin = 0
+        tasks = ((part.entry.num_bytes, partial(_read_part, joined, part)) for part in joined.parts)
+        with closing(ahead(tasks, PARTS_BYTES)) as parts:
+            for part in parts:
+                width = part.shape[1]
+                whole[:, begin : begin + width] = part[start:stop]
+                begin += width
+        return whole
+
+    def _with_added(self, name: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows with what is added to each, if anything is."""
+        added = self._added.get(name)
+        return (rows.double() + added).to(dtype) if added is not None and added.any() else rows
+
+
+def _read_part(joined: Joined, part: Array) -> Tensor:
+    """Read a shard's part, its axes as Hugging Face has them."""
+    tensor = part.read()
+    # Turned round whole: PyTorch does that in blocks, but not if the result goes between other columns.
+    return contiguous(tensor.t()) if joined.leaf.is_transposed else tensor
 
 
 def _sum(parts: Sequence[Array]) -> Tensor:

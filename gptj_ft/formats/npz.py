@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.errors import DataError
+from gptj_ft.formats.behind import PageWriter
 from gptj_ft.formats.entries import Entry, read_rows
 
 # numpy has no bfloat16: what jax saves of it comes out as two bytes of nothing in particular.
@@ -112,8 +113,9 @@ def _array(path: Path, file: BinaryIO, members: dict[str, zipfile.ZipInfo], numb
 class NpzWriter:
     """Writes arrays one after the other, as `numpy.savez` names them; use it in a ``with`` block."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._archive = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)
+    def __init__(self, file: PageWriter) -> None:
+        # As it cannot seek, the checksums come behind the arrays; readers take them from the zip's directory.
+        self._archive = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)  # type: ignore[call-overload]  # no close()
         self._count = 0
 
     def write(self, tensor: Tensor) -> None:

@@ -2,166 +2,124 @@
 
 from __future__ import annotations
 
-import os
-import queue
-import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-import torch
+import xxhash
 from torch import Tensor
 
+from gptj_ft.formats.ahead import Task, ahead
+from gptj_ft.formats.behind import PageWriter, WriteBehind
+from gptj_ft.formats.borrowed import bytes_of
 from gptj_ft.formats.entries import Entry
 from gptj_ft.formats.huggingface import Checkpoint
 from gptj_ft.formats.shards import header_of
-from gptj_ft.stores import allocate
-from gptj_ft.stores.blockio import PAGE, open_direct, read_range, write_range
 
-T = TypeVar("T")
-AHEAD = 2  # pieces that are read before they are asked for
-BUFFER_BYTES = 64 << 20  # that are written at a time, in several requests
+Rows = tuple[int, int]  # the first, and the one behind the last
 SYNC_BYTES = 256 << 20  # after so many, the disk has to have them, and a later process goes on from there
-Convert = Callable[[str, Tensor], Tensor]
 
 
-def pieces(checkpoint: Checkpoint, name: str, rows: int | None = None) -> Iterator[Tensor]:
-    """Yield a tensor a few rows at a time, first to last; ``rows`` at a time, or as many as are best for its file."""
+def ranges(checkpoint: Checkpoint, name: str, rows: int | None = None) -> Iterator[Rows]:
+    """Yield a tensor's rows, ``rows`` at a time, or as many as are best for its file; a scalar is one row."""
     entry = checkpoint.entry(name)
-    if not entry.shape:
-        yield checkpoint.read(name)
-        return
     rows = rows or checkpoint.rows_at_once(name)
     for start in range(0, entry.rows, rows):
-        yield checkpoint.read(name, start, start + rows)
+        yield start, min(start + rows, entry.rows)
 
 
-def ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yield what another thread takes from an iterator meanwhile, a little ahead; its errors are raised here."""
-    ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(AHEAD)
-    is_over = threading.Event()
-
-    def put(item: T | None, error: BaseException | None = None) -> None:
-        while not is_over.is_set():
-            try:
-                return ready.put((item, error), timeout=0.1)
-            except queue.Full:
-                continue
-
-    def take() -> None:
-        try:
-            for item in items:
-                put(item)
-                if is_over.is_set():
-                    return
-                del item  # or it would stay in memory while the next is read
-            put(None)
-        except BaseException as error:
-            put(None, error)
-
-    thread = threading.Thread(target=take, name="read-ahead", daemon=True)
-    thread.start()
-    try:
-        while True:
-            item, error = ready.get()
-            if error is not None:
-                raise error
-            if item is None:
-                return
-            yield item
-            del item
-    finally:
-        is_over.set()
-        thread.join()
+def reading(checkpoint: Checkpoint, name: str, rows: Rows) -> Task[Tensor]:
+    """Return the task of reading some rows."""
+    entry = checkpoint.entry(name)
+    return entry.num_bytes * (rows[1] - rows[0]) // entry.rows, partial(checkpoint.read, name, *rows)
 
 
-def write_streamed(path: Path, entries: Mapping[str, Entry], checkpoint: Checkpoint, convert: Convert) -> None:
-    """Write a safetensors file; if another process has begun it, go on behind the last tensor that the disk has.
+def digest_of(tensor: Tensor) -> str:
+    """Return the digest of a tensor's bytes, XXH3-128."""
+    return xxhash.xxh3_128_hexdigest(bytes_of(tensor))
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What is to be told of everything that is written.
+
+    Attributes:
+        read: a tensor's name and some rows of it as they were read, in any thread; it may refuse them.
+        written: a tensor's name, the rows, and the digest of their bytes as they are stored, in row order.
+    """
+
+    read: Callable[[str, Tensor], None]
+    written: Callable[[str, Rows, str], None]
+
+
+class _Unfinished:
+    """A safetensors file that is not whole yet; another process may have begun it."""
+
+    def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
+        self.path, self.entries = path, entries
+        self.part, self._mark = path.with_name(path.name + ".part"), path.with_name(path.name + ".mark")
+        self.header, names = header_of(entries), list(entries)
+        num_done = int(self._mark.read_text()) if self._mark.is_file() and self.part.is_file() else 0
+        self.left = names[num_done:]
+        self._ends = [len(self.header)]  # of the header, of the header and the first tensor, ...
+        for name in names:
+            self._ends.append(self._ends[-1] + entries[name].num_bytes)
+        self.begin, self.size = self._ends[num_done] if num_done else 0, self._ends[-1]
+
+    def mark(self, num_bytes: int) -> None:
+        """Note for a later process that the disk has so many bytes."""
+        new = self._mark.with_name(self._mark.name + ".new")
+        new.write_text(str(max(0, sum(end <= num_bytes for end in self._ends) - 1)))
+        new.replace(self._mark)
+
+    def finish(self) -> None:
+        """Give it its name."""
+        self.part.replace(self.path)
+        self._mark.unlink(missing_ok=True)
+
+
+def write_streamed(files: Mapping[Path, Mapping[str, Entry]], checkpoint: Checkpoint, watch: Watch) -> None:
+    """Write safetensors files; what another process has done of them, as far as the disk has it, is kept.
+
+    Some threads read what follows, others write what came before, and this one changes its type between them.
 
     Args:
-        path: the file. Until it is whole it has another name.
-        entries: its tensors, in this order.
+        files: of each file, its tensors in order. Until it is whole it has another name.
         checkpoint: where they come from, under the same names.
-        convert: what to make of each piece of a tensor.
+        watch: what is told of them.
 
     Raises:
         OSError: the disk's own.
-        DataError: what reading and ``convert`` raise.
+        DataError: what reading and ``watch`` raise.
     """
-    part, mark = path.with_name(path.name + ".part"), path.with_name(path.name + ".mark")
-    header, names = header_of(entries), list(entries)
-    num_done = int(mark.read_text()) if mark.is_file() and part.is_file() else 0
-    begin = len(header) + sum(entries[name].num_bytes for name in names[:num_done])
-    with PageWriter(part, begin if num_done else 0) as file:
-        if not num_done:
-            file.write(memoryview(header))
-        stream = ((name, piece) for name in names[num_done:] for piece in pieces(checkpoint, name))
-        left = {name: entries[name].num_bytes for name in names[num_done:]}
-        for name, piece in ahead(stream):
-            data = convert(name, piece).contiguous().reshape(-1).view(torch.uint8)
-            del piece
-            file.write(data.numpy().data)
-            left[name] -= len(data)
-            if not left[name]:
-                num_done += 1
-                if file.unsynced >= SYNC_BYTES:
-                    file.sync()
-                    _set_mark(mark, num_done)
-        file.sync()
-    assert not any(left.values()), "a tensor had other bytes than its header says"
-    part.replace(path)
-    mark.unlink(missing_ok=True)
+    unfinished = [_Unfinished(path, entries) for path, entries in files.items() if not path.is_file()]
+    tasks = (
+        reading(checkpoint, name, rows)
+        for file in unfinished
+        for name in file.left
+        for rows in ranges(checkpoint, name)
+    )
+    with WriteBehind() as behind, closing(ahead(tasks)) as pieces:
+        for file in unfinished:
+            writer = behind.open(file.part, file.begin)
+            if not file.begin:
+                writer.write(file.header)
+            for name in file.left:
+                _write_tensor(writer, name, file.entries[name], checkpoint, pieces, watch)
+                if writer.unsynced >= SYNC_BYTES:
+                    writer.sync(file.mark)
+            assert writer.size == file.size, "a tensor had other bytes than its header says"
+            writer.finish(file.finish)
 
 
-class PageWriter:
-    """Writes a file from a place on, past the page cache, in whole pages; use it in a ``with`` block.
-
-    Attributes:
-        unsynced: bytes since the last `sync`.
-    """
-
-    def __init__(self, path: Path, begin: int) -> None:
-        """Open a file; what it has before ``begin`` stays.
-
-        Raises:
-            OSError: the disk's own.
-        """
-        self.unsynced = 0
-        self._pages = allocate(BUFFER_BYTES, torch.uint8, torch.device("cpu")).numpy().data
-        self._at, self._filled = begin - begin % PAGE, begin % PAGE  # where the buffer goes, and what it holds
-        self._descriptor = open_direct(path, os.O_RDWR | os.O_CREAT)
-        if self._filled:
-            read_range(self._descriptor, self._pages[:PAGE], self._at)
-
-    def write(self, data: memoryview) -> None:
-        """Add bytes."""
-        self.unsynced += len(data)
-        while len(data):
-            count = min(len(data), BUFFER_BYTES - self._filled)
-            self._pages[self._filled : self._filled + count] = data[:count]
-            self._filled, data = self._filled + count, data[count:]
-            if self._filled == BUFFER_BYTES:
-                write_range(self._descriptor, self._pages, self._at)
-                self._at, self._filled = self._at + BUFFER_BYTES, 0
-
-    def sync(self) -> None:
-        """Have all of it on the disk, and nothing behind it."""
-        whole = self._filled - self._filled % PAGE
-        padded = whole + (PAGE if self._filled > whole else 0)
-        write_range(self._descriptor, self._pages[:padded], self._at)
-        os.ftruncate(self._descriptor, self._at + self._filled)
-        os.fsync(self._descriptor)
-        self._pages[: self._filled - whole] = bytes(self._pages[whole : self._filled])
-        self._at, self._filled, self.unsynced = self._at + whole, self._filled - whole, 0
-
-    def __enter__(self) -> PageWriter:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        os.close(self._descriptor)
-
-
-def _set_mark(mark: Path, num_done: int) -> None:
-    new = mark.with_name(mark.name + ".new")
-    new.write_text(str(num_done))
-    new.replace(mark)
+def _write_tensor(
+    writer: PageWriter, name: str, entry: Entry, checkpoint: Checkpoint, pieces: Iterator[Tensor], watch: Watch
+) -> None:
+    for rows in ranges(checkpoint, name):
+        piece, digest = next(pieces), xxhash.xxh3_128()
+        watch.read(name, piece)
+        writer.put(piece, entry.dtype, digest)
+        del piece
+        watch.written(name, rows, digest.hexdigest())

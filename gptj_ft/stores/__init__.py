@@ -167,10 +167,15 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a flat tensor that starts on a page boundary in every place; zeros on the CPU."""
     if device.type != "cpu":
         return torch.zeros(numel, dtype=dtype, device=device)
-    buffer = mmap.mmap(-1, max(numel * dtype.itemsize, 1))
+    return torch.frombuffer(pages(numel * dtype.itemsize), dtype=dtype, count=numel)
+
+
+def pages(num_bytes: int) -> mmap.mmap:
+    """Return memory of so many bytes, one at least, that starts on a page boundary; zeros."""
+    buffer = mmap.mmap(-1, max(num_bytes, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         buffer.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults and TLB misses on gigabytes
-    return torch.frombuffer(buffer, dtype=dtype, count=numel)
+    return buffer
 
 
 def finished(value: T) -> Future[T]:

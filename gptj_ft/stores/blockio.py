@@ -37,6 +37,16 @@ def open_direct(path: Path, flags: int) -> int:
         return os.open(path, flags, 0o644)
 
 
+def let_go(descriptor: int) -> None:
+    """Have the page cache keep nothing of a file that had to be opened through it, and is on the disk."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    import fcntl  # which systems without the other lack, too
+
+    if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def takes_direct(folder: Path) -> bool:
     """Tell whether files in a folder can be opened past the page cache."""
     probe = folder / ".direct"
