@@ -7,7 +7,7 @@ Each direction is a process of its own, `gptj-ft convert`, with and without the 
 what the kernel says (the most resident at a time). Before each, the files it reads are dropped from the page cache,
 and what it writes is on the disk when it ends. The copy is the better of two ways: a file of the source after the
 other through the page cache, and past it with eight requests in flight; both end with fsync. A direction's rate is all
-bytes read and written over its seconds; with the comparison, both sides are read once more.
+bytes read and written over its seconds; for the comparison, what was written is read once.
 """
 
 from __future__ import annotations
@@ -178,10 +178,10 @@ def measure(direction: Direction, work: Path, architecture: Architecture) -> Pat
     copied = copy_rate(source, work)
     for is_verified in (False, True):
         shutil.rmtree(target, ignore_errors=True)
-        read = forget(source)
+        num_read = forget(source)
         verify = "--verify" if is_verified else "--no-verify"
         seconds, peak = converted([str(source), str(target), verify, *direction.options])
-        moved = (read + forget(target)) * (2 if is_verified else 1)
+        moved = num_read + forget(target) * (2 if is_verified else 1)
         print(
             f"{direction.name:<28}{'and compared' if is_verified else '':<14}{moved / 1e9:>7.1f} GB{seconds:>8.0f} s"
             f"{moved / seconds / 1e9:>7.2f} GB/s, {moved / seconds / copied:.2f} of a copy's {copied / 1e9:.2f}"

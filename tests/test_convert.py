@@ -3,12 +3,14 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors import safe_open
@@ -172,6 +174,13 @@ def test_a_killed_conversion_looks_unfinished_and_is_gone_on_with(
     (left,) = target.parent.iterdir()
     assert left != target
     assert not home.is_model(left)
+    if to == "folder":  # what the other process wrote is compared, too
+        damaged = tmp_path / "damaged" / left.name
+        shutil.copytree(left, damaged)
+        flip_bit(min(path for path in damaged.rglob("*") if path.suffix == ".safetensors"))
+        with pytest.raises(DataError, match="differs"):
+            convert(source, tmp_path / "damaged" / "model", conversion)
+        assert list(damaged.parent.iterdir()) == []
     read: list[str] = []
     original = Checkpoint.read
 
@@ -226,21 +235,27 @@ def test_ctrl_c_keeps_what_was_done_and_an_error_does_not(
     assert list((tmp_path / "out").iterdir()) == []
 
 
+@pytest.mark.parametrize("call", ["fsync", "pwritev"])
 @pytest.mark.parametrize("to", ["folder", "huggingface", "mesh"])
 def test_a_full_disk_is_a_resource_error_and_leaves_nothing(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, to: str
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, to: str, call: str
 ) -> None:
-    synced: list[int] = []
+    calls: list[int] = []
+    original = getattr(os, call)
 
-    def full(descriptor: int) -> None:
-        synced.append(descriptor)
-        if len(synced) > 4:
+    def full(descriptor: int, *rest: object) -> object:
+        calls.append(descriptor)
+        if len(calls) > 4:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(descriptor, *rest)
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, call, full)
+    monkeypatch.setattr("gptj_ft.formats.behind.BUFFER_BYTES", 4096)
+    num_open = psutil.Process().num_fds()
     with pytest.raises(ResourceError, match="disk full while writing"):
         convert(source, tmp_path / "out" / "model", Conversion(to=to, mesh_shards=2))  # type: ignore[arg-type]
     assert list((tmp_path / "out").iterdir()) == []
+    assert psutil.Process().num_fds() == num_open
 
 
 def test_two_conversions_into_one_folder_do_not_mix(tmp_path: Path, source: Path) -> None:
@@ -266,6 +281,38 @@ def test_a_result_that_differs_never_appears(tmp_path: Path, source: Path, monke
     with pytest.raises(DataError, match="differs"):
         convert(source, tmp_path / "out" / "model")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def flip_bit(path: Path) -> None:
+    """Change a number in the middle of a file's data."""
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_bit_that_the_disk_flips_is_found_though_the_source_is_read_once(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, verify, reads = Checkpoint.read, convert_module._Work.verify, []
+
+    def counted(self: Checkpoint, name: str, *rows: int) -> Tensor:
+        if self.folder == source:
+            reads.append(name)
+        return read(self, name, *rows)
+
+    monkeypatch.setattr(Checkpoint, "read", counted)
+    report = convert(source, tmp_path / "out" / "model")
+    assert report.is_verified
+    assert len(reads) == len(set(reads)) == report.tensors
+
+    def verified(self: convert_module._Work, draft: Path) -> None:
+        flip_bit(draft / "model-00002-of-00004.safetensors")
+        verify(self, draft)
+
+    monkeypatch.setattr(convert_module._Work, "verify", verified)
+    with pytest.raises(DataError, match=r"transformer\.h\.0\..* differs: number"):
+        convert(source, tmp_path / "out" / "bad")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
 
 
 def test_too_little_disk_is_found_before_anything_is_written(
