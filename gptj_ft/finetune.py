@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,12 +27,13 @@ from gptj_ft.plan import DoesNotFit, Plan, choose
 from gptj_ft.published import Published, find_published
 from gptj_ft.rates import choose_dtype, rates
 from gptj_ft.recipe import FREE_ON_RESUME, Recipe, Resolved, build, dump, resolve
-from gptj_ft.run import Run, choose_folder
+from gptj_ft.run import Run, choose_folder, read_json
 from gptj_ft.screen import clock
 from gptj_ft.selection import select
 from gptj_ft.session import Session, free_resources, make_session
 from gptj_ft.trackers import check_tracker
 from gptj_ft.trainer import TrainResult, train
+from gptj_ft.unchanged import check_unchanged, fingerprint
 from gptj_ft.verify import Checker
 
 LONG_START = 5.0  # seconds
@@ -120,6 +122,8 @@ def resumed(
             f"the model that this run started from is not in {model} any more; if it is elsewhere now, write so in "
             f"{run.recipe_file}"
         )
+    if run.base_file.is_file():
+        check_unchanged(model, read_json(run.base_file))
     train, validation = run.data / "train", run.data / "validation"
     rows = (load(train), load(validation) if validation.exists() else None)
     step = find_checkpoint(run, start) if start is not None else None
@@ -168,6 +172,8 @@ def begin(job: Job) -> Iterator[None]:
         for name, rows in zip(("train", "validation"), job.rows, strict=True):
             if rows is not None:
                 save(rows, draft.data / name)
+        if any(layout.numel for layout in job.session.selection.frozen):
+            draft.base_file.write_text(json.dumps(fingerprint(job.session.model), indent=1), encoding="utf-8")
         sync_tree(draft.folder)
         try:
             draft.folder.rename(final)

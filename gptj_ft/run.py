@@ -33,6 +33,11 @@ class Run:
         return self.folder / "recipe.yaml"
 
     @property
+    def base_file(self) -> Path:
+        """The digests of the model that it reads and does not train all of."""
+        return self.folder / "base.json"
+
+    @property
     def metrics_file(self) -> Path:
         return self.folder / "metrics.jsonl"
 

@@ -20,6 +20,7 @@ from gptj_ft.selection import select
 from gptj_ft.stores import PART_NUMEL, Layout
 from gptj_ft.stores.statefile import StateFile, layer_path
 from gptj_ft.tuning import read_tuning
+from gptj_ft.unchanged import check_unchanged
 
 STATE_KINDS = {"weight", "exp_avg", "exp_avg_sq"}  # and ``master``, where the computation is not in fp32
 Progress = Callable[[int, int | None], None]
@@ -59,6 +60,8 @@ def verify(run: Run, progress: Progress | None = None) -> Verification:
     with locked(run.folder, "verifying"):
         checker = Checker(run, select(read_architecture(base), recipe).trained, progress)
         problems = list(checker.problems())
+        if run.base_file.is_file() and is_model(model := Path(recipe.model or "")):
+            problems += _said(lambda: check_unchanged(model, read_json(run.base_file)))
     return Verification(str(run.folder), checker.files, checker.bytes, problems)
 
 

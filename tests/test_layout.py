@@ -52,6 +52,7 @@ ORDER = [
         "convert",
         "inputs",
         "model",
+        "unchanged",
     ),
     ("hub_models", "download", "card"),
     ("movement", "reading"),

@@ -40,6 +40,7 @@ from gptj_ft.lora import linear_layers, name_of, seed_of
 from gptj_ft.model import load_weights, open_frozen, reading_stack, training_stack
 from gptj_ft.optimizer import AdamW
 from gptj_ft.recipe import Recipe, resolve
+from gptj_ft.run import Run
 from gptj_ft.selection import select
 from gptj_ft.stores.placement import Placement, training_dtypes
 from gptj_ft.streaming import evaluate_losses, train_step
@@ -360,6 +361,10 @@ def test_the_commands_with_an_adapter(shell, rows_file: Path, tmp_path: Path) ->
     assert config["target_modules"] == ["q_proj", "v_proj"]
 
 
+def load_recipe(run: str) -> Recipe:
+    return Run(Path(run)).recipe()
+
+
 def test_stopping_and_resuming_in_another_placement_equals_a_straight_run_to_the_bit(
     shell, rows_file: Path, monkeypatch
 ) -> None:
@@ -378,6 +383,14 @@ def test_stopping_and_resuming_in_another_placement_equals_a_straight_run_to_the
     monkeypatch.setattr(trainer, "train_step", interrupting)
     assert shell(f"{options} --output stopped --weights disk").code == 130
     assert shell("finetune --resume stopped --optimizer-state device --weights host").code == 130
+    (weights,) = Path(load_recipe("stopped").model).glob("model-00002-of-*.safetensors")
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    refused = shell("finetune --resume stopped")
+    assert (refused.code, f"{weights} has changed since the run began" in refused.err) == (3, True), refused.err
+    assert "has changed since the run began" in shell("runs verify stopped").out
+    weights.write_bytes(whole)
+    assert shell("runs verify stopped").code == 0
     done = shell("finetune --resume stopped --weights device")
     assert done.code == 0, done.err
     ours, theirs = (load_file(Path(name) / "model/adapter_model.safetensors") for name in ("stopped", "straight"))
