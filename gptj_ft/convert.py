@@ -77,6 +77,7 @@ class ConvertReport:
         dtype: the stored type, or ``mixed``.
         dropped: names of the source's tensors that a model does not need (masks of old files).
         not_finite: names of tensors that hold NaN or infinity, which were carried over as they are.
+        has_left_moments: whether the source holds an optimizer's moments, which were left out.
         is_verified: whether each was read back and compared.
         seconds: reading, writing and comparing together.
     """
@@ -87,6 +88,7 @@ class ConvertReport:
     dtype: str
     dropped: tuple[str, ...]
     not_finite: tuple[str, ...]
+    has_left_moments: bool
     is_verified: bool
     seconds: float
 
@@ -139,6 +141,7 @@ def convert(
             dtype=str(types.pop()).removeprefix("torch.") if len(types) == 1 else "mixed",
             dropped=tuple(work.dropped),
             not_finite=tuple(sorted(work.not_finite)),
+            has_left_moments=opened.has_moments,
             is_verified=conversion.verify,
             seconds=time.monotonic() - start,
         )

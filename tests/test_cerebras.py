@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_formats import make_state, write_source
 from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from gptj_ft.convert import Conversion, convert
 from gptj_ft.errors import DataError, UsageError
@@ -103,6 +104,69 @@ def test_a_checkpoint_of_theirs_gives_every_bit_of_the_model(
     assert (raw["n_inner"], raw["layer_norm_epsilon"], raw["activation_function"]) == (64, 1e-5, "gelu_new")
 
 
+GPT2 = """
+model: {hidden_size: 24, num_heads: 2, num_hidden_layers: 2, vocab_size: 70, max_position_embeddings: 32,
+        filter_size: 80, nonlinearity: gelu, share_embedding_weights: TIED, use_bias_in_output: false}
+"""
+
+
+def gpt2_state(is_tied: bool) -> State:
+    config = GPT2Config(
+        vocab_size=70, n_positions=32, n_embd=24, n_layer=2, n_head=2, n_inner=80, tie_word_embeddings=is_tied
+    )
+    generator = torch.Generator().manual_seed(0)
+    state = GPT2LMHeadModel(config).state_dict()
+    drawn = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in state.items()}
+    return {**drawn, "lm_head.weight": drawn["transformer.wte.weight"]} if is_tied else drawn
+
+
+def gpt2_theirs(state: State, positions: str) -> State:
+    """Name a GPT-2's tensors as Cerebras does: matrices turned round, q, k and v apart."""
+    named = {
+        "embedding_layer.word_embeddings.weight": state["transformer.wte.weight"],
+        positions: state["transformer.wpe.weight"],
+        "lm_head.weight": state["lm_head.weight"],
+    }
+    for part in ("weight", "bias"):
+        named[f"ln_f.{part}"] = named[f"transformer_decoder.norm.{part}"] = state[f"transformer.ln_f.{part}"]
+        for n in range(2):
+            ours, layer = f"transformer.h.{n}.", f"transformer_decoder.layers.{n}."
+            for mine, other in {"ln_1": "norm1", "ln_2": "norm3"}.items():
+                named[f"{layer}{other}.{part}"] = state[f"{ours}{mine}.{part}"]
+            modules = {"attn.c_proj": "self_attn.proj_output_dense_layer"}
+            modules |= {"mlp.c_fc": "ffn.ffn.0.linear_layer", "mlp.c_proj": "ffn.ffn.1.linear_layer"}
+            for mine, other in modules.items():
+                named[f"{layer}{other}.{part}"] = state[f"{ours}{mine}.{part}"].t().contiguous()
+            thirds = state[f"{ours}attn.c_attn.{part}"].t().chunk(3)
+            for name, third in zip("vkq", reversed(thirds), strict=True):  # the file's order says nothing
+                named[f"{layer}self_attn.proj_{name}_dense_layer.{part}"] = third.contiguous()
+    return {f"model.{name}": tensor for name, tensor in named.items()}
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("positions", ["position_embeddings.weight", "position_embeddings.embed.weight"])
+def test_a_gpt2_of_theirs_gives_every_bit_of_the_model(tmp_path: Path, is_tied: bool, positions: str) -> None:
+    state, params = gpt2_state(is_tied), tmp_path / "params.yaml"
+    params.write_text(GPT2.replace("TIED", str(is_tied).lower()))
+    named = gpt2_theirs(state, f"embedding_layer.{positions}")
+    with h5py.File(tmp_path / "c.mdl", "w") as file:
+        for name, tensor in named.items():
+            file[name] = tensor.numpy()
+    report = convert(tmp_path / "c.mdl", tmp_path / "model", Conversion(config=params))
+    assert report.dropped == (("lm_head.weight",) if is_tied else ())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert (model.config.n_inner, model.config.activation_function) == (80, "gelu")
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    params.write_text(GPT2.replace("TIED", "true").replace("filter_size", "output_logits_scale: 0.5, filter_size"))
+    with pytest.raises(DataError, match=r"output_logits_scale is 0\.5; gpt2 has None"):
+        convert(tmp_path / "c.mdl", tmp_path / "other", Conversion(config=params))
+    params.write_text(GPT2.replace("TIED", str(is_tied).lower()))
+    with h5py.File(tmp_path / "c.mdl", "r+") as file:
+        del file["model.transformer_decoder.layers.1.self_attn.proj_k_dense_layer.bias"]
+    with pytest.raises(DataError, match=r"h\.1\.attn\.c_attn\.bias is made of 3 tensors, and 2 of them"):
+        convert(tmp_path / "c.mdl", tmp_path / "other", Conversion(config=params))
+
+
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_a_bin_with_their_names_is_read_too(tmp_path: Path, state: State, params: Path, prefix: str) -> None:
     folder = write_source(tmp_path / "source", theirs(state, prefix), "bin in shards")
@@ -115,7 +179,8 @@ def test_a_bin_with_their_names_is_read_too(tmp_path: Path, state: State, params
 
 def test_the_pickle_in_it_is_never_read_and_the_step_is(tmp_path: Path, state: State, params: Path) -> None:
     source = write_mdl(tmp_path / "checkpoint.mdl", state)
-    convert(source, tmp_path / "mesh", Conversion(config=params, to="mesh", mesh_shards=2))
+    report = convert(source, tmp_path / "mesh", Conversion(config=params, to="mesh", mesh_shards=2))
+    assert report.has_left_moments
     assert (tmp_path / "mesh/step_250/shard_1/15.npz").is_file()
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPTJConfig, GPTJForCausalLM
 
+from gptj_ft.convert import convert
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.families import Architecture, read_architecture
 from gptj_ft.formats.huggingface import check, layer_tensors, open_checkpoint, write_model
@@ -258,6 +259,15 @@ def test_a_link_out_of_the_folder_is_refused_but_for_hugging_faces_own_cache(
     shard.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DataError, match=f"{shard.name} is a link to .*elsewhere, out of the folder"):
         open_checkpoint(source)
+    shard.unlink()
+    (tmp_path / "elsewhere").rename(shard)
+    (source / "tokenizer.json").symlink_to("/etc/hostname")
+    with pytest.raises(DataError, match=r"tokenizer\.json is a link to /etc/hostname, out of the folder"):
+        convert(source, tmp_path / "model")
+    assert not list(tmp_path.glob("*model*"))
+    (source / "tokenizer.json").unlink()
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
     blobs = tmp_path / "models--x--y" / "blobs"
     blobs.mkdir(parents=True)
     shard.unlink()

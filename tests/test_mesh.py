@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import tarfile
+from collections import namedtuple
 from pathlib import Path
 
 import mesh_reference as reference
@@ -15,7 +16,7 @@ from numpy.testing import assert_allclose
 from test_formats import make_state, write_source
 
 from gptj_ft.convert import Conversion, convert
-from gptj_ft.errors import DataError, UsageError
+from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.families import families
 from gptj_ft.formats import configs, sources
 from gptj_ft.formats.huggingface import open_checkpoint
@@ -60,7 +61,9 @@ def test_a_checkpoint_converts_to_the_logits_that_its_shards_compute(
     source = reference.write(tmp_path / "mesh", shards, is_full=form == "full")
     if form.startswith("tar"):
         source = reference.pack(source, tmp_path / f"step_10_slim.{form}")
-    convert(source.parent if form == "its parent" else source, tmp_path / "out" / "model", Conversion(config=config))
+    source = source.parent if form == "its parent" else source
+    report = convert(source, tmp_path / "out" / "model", Conversion(config=config))
+    assert report.has_left_moments is (form == "full")
     assert_allclose(logits_of(tmp_path / "out" / "model"), reference.forward(shards, TOKENS), rtol=1e-4, atol=2e-5)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
 
@@ -202,6 +205,10 @@ def damage(step: Path, what: str) -> str:
     if what == "a file is missing":
         npz.unlink()
         return r"shard_2/7\.npz is missing"
+    if what == "a link":
+        npz.rename(step.parent.parent / "elsewhere.npz")
+        npz.symlink_to(step.parent.parent / "elsewhere.npz")
+        return r"shard_2/7\.npz is a link to .*elsewhere\.npz, out of the folder"
     if what == "truncated":
         os.truncate(npz, npz.stat().st_size - 100)
         return r"shard_2/7\.npz: truncated or corrupt"
@@ -233,8 +240,8 @@ def damage(step: Path, what: str) -> str:
 
 @pytest.mark.parametrize(
     "what",
-    ["a shard is missing", "the last shard is missing", "a file is missing", "truncated", "a flipped bit", "compressed",
-     "code", "another type", "another shape", "one array more"],
+    ["a shard is missing", "the last shard is missing", "a file is missing", "a link", "truncated", "a flipped bit",
+     "compressed", "code", "another type", "another shape", "one array more"],
 )  # fmt: skip
 def test_damage_is_said_with_file_and_array(tmp_path: Path, shards: list[Leaves], config: Path, what: str) -> None:
     step = reference.write(tmp_path / "mesh", shards)
@@ -267,6 +274,25 @@ def test_a_damaged_archive_is_refused_and_nothing_is_left(
     with pytest.raises(DataError, match=rf"{path.name}.*(truncated|cannot be read|a link|no checkpoint|several)"):
         convert(path, tmp_path / "out" / "model", Conversion(config=config))
     assert not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.parametrize("form", ["tar", "tar.zst", "tar.zst that says its size"])
+def test_an_archive_that_does_not_fit_on_the_disk_is_refused_before_it_is_unpacked(
+    tmp_path: Path, shards: list[Leaves], config: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    path = tmp_path / f"a.{form.split()[0]}"
+    reference.pack(reference.write(tmp_path / "mesh", shards), path)
+    size = path.stat().st_size
+    if form == "tar.zst that says its size":
+        head = path.read_bytes()
+        size = 7 * 10**9  # a single segment of so many bytes: 8 bytes behind the descriptor
+        path.write_bytes(head[:4] + b"\xe0" + size.to_bytes(8, "little") + head[6:])
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, size // 2))
+    reason = rf"{path.name} unpacks to {size / 1e9:.1f} GB, but .* GB free"
+    with pytest.raises(ResourceError, match=reason):
+        convert(path, tmp_path / "out" / "model", Conversion(config=config))
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_name_in_an_archive_leads_out_of_the_folder(tmp_path: Path, shards: list[Leaves], config: Path) -> None:

@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from gptj_ft.convert import Conversion, ConvertReport
     from gptj_ft.formats.sources import Form
 
+NO_MOMENTS = (
+    "--with-optimizer: moments are not imported, for no run here would go on as the other system's: "
+    "mesh-transformer-jax steps a summed bias in each shard by itself, and Cerebras adds eps before the bias "
+    "correction and numbers its moments in an order that a pickle alone says; leave it out: a run begins with fresh "
+    "moments"
+)
+
 
 def convert(
     source: Annotated[
@@ -56,6 +63,9 @@ def convert(
         Path | None,
         typer.Option("--merge", metavar="ADAPTER", help="add an adapter; SRC is then the model that it is for"),
     ] = None,
+    with_optimizer: Annotated[
+        bool, typer.Option("--with-optimizer", help="refused: an optimizer's moments are not imported; says why")
+    ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -64,6 +74,8 @@ def convert(
     from gptj_ft.convert import Conversion
     from gptj_ft.formats.adapters import base_folder
 
+    if with_optimizer:
+        raise UsageError(NO_MOMENTS)
     out = Output(as_json, quiet)
     if check:
         _check(source, target, _form_of(source_form), config, out)
@@ -120,6 +132,8 @@ def _convert(source: Path, target: Path, conversion: Conversion, out: Output) ->
         print(
             f"{source}: NaN or infinity in {len(report.not_finite)} tensors, as in the source: {names}", file=sys.stderr
         )
+    if report.has_left_moments:
+        print(f"{source}: the optimizer's moments in it were left out; a run begins with fresh ones", file=sys.stderr)
     return report
 
 

@@ -23,7 +23,7 @@ TRUNK = frozenset({"wte", "wpe", "h", "ln_f"})  # what comes after it
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor of a mesh-transformer-jax checkpoint, of which each shard holds a part.
+    """A tensor that another system's checkpoint has in parts: mesh-transformer-jax's shards, Cerebras' q, k and v.
 
     Attributes:
         name: Hugging Face's, ``{}`` for the number of the block.
@@ -50,7 +50,8 @@ class Family:
         keys: Hugging Face's tensor name -> its home; ``{}`` stands for the block number; ``None`` is dropped on
             purpose.
         mesh: mesh-transformer-jax's (module, parameter) -> tensor; empty where that has no such model.
-        cerebras: name in a Cerebras checkpoint -> Hugging Face's; ``None`` is dropped on purpose.
+        cerebras: name in a Cerebras checkpoint -> Hugging Face's, with what makes several one if it is made of them,
+            in the order of the table; ``None`` is dropped on purpose.
         lora_targets: the linear layers that get adapters unless others are named: by the ends of their names.
     """
 
@@ -60,7 +61,7 @@ class Family:
     build_layers: Callable[[Any], list[nn.Module]]
     keys: Mapping[str, Home | None]
     mesh: Mapping[tuple[str, str], Leaf] = field(default_factory=dict)
-    cerebras: Mapping[str, str | None] = field(default_factory=dict)
+    cerebras: Mapping[str, str | Leaf | None] = field(default_factory=dict)
     lora_targets: tuple[str, ...] = ()
 
     def locate(self, name: str, num_layers: int) -> tuple[int, str] | None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptj_ft.errors import DataError
-from gptj_ft.families import Family
+from gptj_ft.families import Family, Leaf
 from gptj_ft.layers import Conv1D, Linear, PackedBatch, TiedLinear, attend
 
 # "gelu" is the exact form, by the error function; OpenAI's models have the other.
@@ -26,6 +26,8 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
+COLUMNS: Literal["columns"] = "columns"
+ROWS: Literal["rows"] = "rows"
 # Fields of a config that would change what is computed, and the only values of them that are known here.
 # ``reorder_and_upcast_attn`` is none of them: scores and softmax are in fp32 here anyway.
 ONLY: Mapping[str, tuple[Any, ...]] = {
@@ -35,6 +37,34 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "mup_embeddings_scale": (1.0,),
     "mup_output_alpha": (1.0,),
     "mup_scale_qk_dot_by_d": (False,),
+}
+
+# Its tensors in checkpoints of the Cerebras model zoo since 1.7. There a matrix is (out, in), and q, k, v are apart.
+CEREBRAS: dict[str, str | Leaf | None] = {
+    "embedding_layer.word_embeddings.weight": "transformer.wte.weight",
+    "embedding_layer.position_embeddings.weight": "transformer.wpe.weight",
+    "embedding_layer.position_embeddings.embed.weight": "transformer.wpe.weight",  # since 2.0
+    **{
+        f"transformer_decoder.layers.{{}}.{theirs}.{part}": f"transformer.h.{{}}.{ours}.{part}"
+        for theirs, ours in {"norm1": "ln_1", "norm3": "ln_2"}.items()
+        for part in ("weight", "bias")
+    },
+    **{
+        f"transformer_decoder.layers.{{}}.{theirs}.{part}": Leaf(f"transformer.h.{{}}.{ours}.{part}", join, is_turned)
+        for theirs, ours in {
+            "self_attn.proj_q_dense_layer": "attn.c_attn",
+            "self_attn.proj_k_dense_layer": "attn.c_attn",
+            "self_attn.proj_v_dense_layer": "attn.c_attn",
+            "self_attn.proj_output_dense_layer": "attn.c_proj",
+            "ffn.ffn.0.linear_layer": "mlp.c_fc",
+            "ffn.ffn.1.linear_layer": "mlp.c_proj",
+        }.items()
+        for part, join, is_turned in (("weight", COLUMNS, True), ("bias", ROWS, False))
+    },
+    **{f"transformer_decoder.norm.{part}": f"transformer.ln_f.{part}" for part in ("weight", "bias")},
+    "ln_f.weight": None,  # a second copy of transformer_decoder.norm
+    "ln_f.bias": None,
+    "lm_head.weight": "lm_head.weight",  # the embedding once more, where it is tied
 }
 
 
@@ -197,5 +227,6 @@ FAMILY = Family(
         "transformer.ln_f.bias": ("head", "ln_f.bias"),
         "lm_head.weight": ("head", "lm_head.weight"),  # in a file of its own only where it is not tied
     },
+    cerebras=CEREBRAS,
     lora_targets=("c_attn",),  # PEFT's for GPT-2
 )

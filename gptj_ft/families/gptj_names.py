@@ -26,7 +26,7 @@ MESH = {
 }
 
 # Checkpoints of the Cerebras model zoo since 1.9; before, "model." may precede every name.
-CEREBRAS: dict[str, str | None] = {
+CEREBRAS: dict[str, str | Leaf | None] = {
     "embedding_layer.word_embeddings.weight": "transformer.wte.weight",
     **{
         f"transformer_decoder.layers.{{}}.norm1.{part}": f"transformer.h.{{}}.ln_1.{part}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from gptj_ft.data.compression import SNIFFED_BYTES, packing_of, unpacked
 from gptj_ft.errors import DataError, ResourceError
 from gptj_ft.formats.writing import writing
+from gptj_ft.machine import free_disk
 
 SUFFIXES = (".tar", ".tar.zst", ".tar.zstd", ".tar.gz", ".tgz", ".tar.xz", ".txz")
 MEMBER = re.compile(r"(?:\./)?(?:[^/]+/)*?(?:(step_\d+)[^/]*/)?(shard_\d{1,3}/\d{1,3}\.npz)")
@@ -35,8 +36,9 @@ def unpack(path: Path, folder: Path) -> None:
     steps, count = set(), 0
     try:
         with path.open("rb") as raw:
-            packing = packing_of(raw.read(SNIFFED_BYTES))
+            packing = packing_of(head := raw.read(SNIFFED_BYTES))
             raw.seek(0)
+            _check_space(path, folder, _least_bytes(path, head) if packing else _bytes_in(path))
             with tarfile.open(fileobj=unpacked(raw, packing), mode="r|") as archive:
                 for member in archive:
                     archive.members = []  # type: ignore[attr-defined]  # it would remember all
@@ -56,6 +58,36 @@ def unpack(path: Path, folder: Path) -> None:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}; get the file again") from error
     if not count:
         raise DataError(f"{path} holds no checkpoint of mesh-transformer-jax: no shard_0/0.npz in it")
+
+
+def _check_space(path: Path, folder: Path, num_bytes: int) -> None:
+    """Check that there is room for what an archive holds, with what has been unpacked of it already."""
+    there = sum(file.stat().st_size for file in folder.rglob("*.npz"))
+    if (free := free_disk(folder)) < num_bytes - there:
+        raise ResourceError(
+            f"{path} unpacks to {num_bytes / 1e9:.1f} GB, but {folder.parent} has {free / 1e9:.1f} GB free, and the "
+            "result needs room, too; name a target on another disk"
+        )
+
+
+def _bytes_in(path: Path) -> int:
+    """Return the size of what `unpack` takes from an archive that is not packed."""
+    with tarfile.open(path, "r:") as archive:
+        return sum(member.size for member in archive if member.isfile() and MEMBER.fullmatch(member.name))
+
+
+def _least_bytes(path: Path, head: bytes) -> int:
+    """Return what a packed archive unpacks to at least: its size (weights hardly get smaller), or what zstandard says.
+
+    That is in a frame's header (https://www.rfc-editor.org/rfc/rfc8878#section-3.1.1.1), if who packed it knew.
+    """
+    said = 0
+    if packing_of(head) == "zstandard":
+        is_single, width = bool(head[4] & 0x20), (0, 2, 4, 8)[head[4] >> 6]
+        width = width or is_single  # a single segment has a byte at least
+        begin = 5 + (not is_single) + (0, 1, 2, 4)[head[4] & 3]
+        said = int.from_bytes(head[begin : begin + width], "little") + (256 if width == 2 else 0)
+    return max(path.stat().st_size, said)
 
 
 def _save(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path, path: Path) -> None:

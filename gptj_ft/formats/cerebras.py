@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.families import Family
+from gptj_ft.families import Family, Leaf
+from gptj_ft.formats.borrowed import contiguous
 from gptj_ft.formats.entries import PIECE_BYTES, Entry, Shard
 from gptj_ft.formats.huggingface import Checkpoint, weights_of
 from gptj_ft.formats.shards import open_shard
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 MODEL = "model."  # before the names of weights; before 1.9 it may be there twice, in a .bin not at all
+MOMENTS = "optimizer.state."
 TYPICAL = "transformer_decoder.layers."
 MOST_CHUNK_BYTES = 2**30  # of what HDF5 unpacks at once
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "int64": torch.int64}
@@ -50,8 +53,9 @@ def has_cerebras_names(folder: Path) -> bool:
 
 
 @contextmanager
-def open_cerebras(path: Path, family: Family) -> Iterator[tuple[Checkpoint, int]]:
-    """Open a ``.mdl``, a ``.bin`` or a folder of it; yield its tensors under Hugging Face's names, and its step.
+def open_cerebras(path: Path, family: Family) -> Iterator[tuple[Checkpoint, int, bool]]:
+    """Open a ``.mdl``, a ``.bin`` or a folder of it; yield its tensors under Hugging Face's names, its step, and
+    whether it holds the optimizer's moments.
 
     Raises:
         UsageError: no such file, or h5py is not installed.
@@ -68,23 +72,71 @@ def open_cerebras(path: Path, family: Family) -> Iterator[tuple[Checkpoint, int]
     else:
         raise UsageError(f"{path} does not exist")
     _compare_copies(path, shards)
-    with Checkpoint(path, shards, _renamer(family)) as checkpoint:
-        yield checkpoint, mdl.step if mdl else 0
+    with Checkpoint(path, _joined(path, shards, family), _renamer(family)) as checkpoint:
+        yield checkpoint, mdl.step if mdl else 0, mdl is not None and mdl.has_moments
 
 
 def _own_name(name: str) -> str:
     return re.sub(rf"^({re.escape(MODEL)})+", "", name)
 
 
+def _pattern(own: str) -> tuple[str, str]:
+    """Return a name with ``{}`` for the number of its block, and that number."""
+    number = re.search(r"\.layers\.(\d+)\.", own)
+    return (own.replace(number[0], ".layers.{}.", 1), number[1]) if number else (own, "")
+
+
+class JoinedShard:
+    """A tensor that is made of several, side by side, or of one, with its axes the other way round."""
+
+    def __init__(self, leaf: Leaf, parts: Sequence[tuple[Shard, str]]) -> None:
+        self.path, self._leaf, self._parts = parts[0][0].path, leaf, parts
+        found = [shard.entries[name] for shard, name in parts]
+        shape = list(found[0].shape)  # theirs, along whose first axis they lie side by side
+        for entry, (_, name) in zip(found, parts, strict=True):
+            if entry.shape[1:] != found[0].shape[1:] or entry.dtype != found[0].dtype or not entry.shape:
+                raise DataError(f"{self.path}: {name} is of another shape or type than what belongs to it")
+        shape[0] = sum(entry.rows for entry in found)
+        self.entries: Mapping[str, Entry] = {
+            leaf.name: Entry(found[0].dtype, tuple(shape[::-1] if leaf.is_transposed else shape))
+        }
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        whole = torch.cat([shard.read(own) for shard, own in self._parts])
+        return contiguous(whole.t() if self._leaf.is_transposed else whole)[start:stop]
+
+    def rows_at_once(self, name: str) -> int:
+        return self.entries[name].rows
+
+
+def _joined(path: Path, shards: Mapping[str, Shard], family: Family) -> dict[str, Shard]:
+    """Return the shards by the names in them, but those of tensors in parts joined, by Hugging Face's names."""
+    apart, order = dict(shards), list(family.cerebras)
+    groups: dict[Leaf, list[tuple[int, Shard, str]]] = {}
+    for name, shard in shards.items():
+        pattern, number = _pattern(_own_name(name))
+        leaf = family.cerebras.get(pattern)
+        if isinstance(leaf, Leaf):
+            del apart[name]
+            here = replace(leaf, name=leaf.name.format(number))
+            groups.setdefault(here, []).append((order.index(pattern), shard, name))
+    joined: dict[str, Shard] = {}
+    for leaf, parts in groups.items():
+        pattern, _ = _pattern(_own_name(parts[0][2]))
+        expected = sum(other == family.cerebras[pattern] for other in family.cerebras.values())
+        if len(parts) != expected:
+            raise DataError(f"{path}: {leaf.name} is made of {expected} tensors, and {len(parts)} of them are there")
+        joined[leaf.name] = JoinedShard(leaf, [(shard, name) for _, shard, name in sorted(parts, key=lambda it: it[0])])
+    return {**apart, **joined}
+
+
 def _renamer(family: Family) -> Callable[[str], str | None]:
     def rename(name: str) -> str | None:
         own = _own_name(name)
-        number = re.search(r"\.layers\.(\d+)\.", own)
-        pattern = own.replace(number[0], ".layers.{}.", 1) if number else own
-        if pattern not in family.cerebras:
-            return own  # which is no tensor of the family, as whoever checks it will say
-        theirs = family.cerebras[pattern]
-        return theirs and theirs.format(number[1] if number else "")
+        pattern, number = _pattern(own)
+        ours = family.cerebras.get(pattern, own)  # if it is no tensor of the family, whoever checks it will say so
+        assert not isinstance(ours, Leaf), "these have been joined"
+        return ours and ours.format(number)
 
     return rename
 
@@ -104,15 +156,17 @@ class MdlShard:
     Attributes:
         path: of the file.
         step: the optimizer step it is of; 0 if it does not say.
+        has_moments: whether it holds the optimizer's moments, too.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.step = path, 0
+        self.path, self.step, self.has_moments = path, 0, False
         entries: dict[str, Entry] = {}
         with self._opened() as file:
             for name in file:
                 if name.startswith(MODEL):
                     entries[name] = self._entry(file, name)
+            self.has_moments = any(name.startswith(MOMENTS) for name in file)
             if "global_step" in file:
                 self.step = int(self._data(file, "global_step")[()])
         self.entries: Mapping[str, Entry] = entries

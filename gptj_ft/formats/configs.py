@@ -48,6 +48,37 @@ CEREBRAS_FIELDS = {
     "initializer_range": "initializer_range",
 }
 CEREBRAS_FORCED = {"position_embedding_type": "rotary", "use_untied_layer_norm": False, "use_bias_in_output": True}
+# Cerebras-GPT's; the scales are those of its muP variants, which compute something else.
+GPT2: Mapping[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_inner": None,
+    "layer_norm_epsilon": 1e-5,
+    "initializer_range": 0.02,
+    "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "tie_word_embeddings": True,
+    "scale_attn_weights": True,
+    "bos_token_id": 50256,
+    "eos_token_id": 50256,
+    "use_cache": True,
+}
+CEREBRAS_GPT2_FORCED = {
+    "position_embedding_type": "learned",
+    "use_position_embedding": True,
+    "attention_type": "scaled_dot_product",
+    "norm_type": "layernorm",
+    "use_projection_bias_in_attention": True,
+    "use_ffn_bias_in_attention": True,
+    "use_ffn_bias": True,
+    "use_bias_in_output": False,
+    "use_untied_layer_norm": False,
+    "embedding_layer_norm": False,
+    "embeddings_scale": 1.0,
+    "output_logits_scale": None,
+    "scale_qk_dot_by_d": False,
+}
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -57,7 +88,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises:
         UsageError: no such file, neither JSON nor YAML, or it does not say a shape.
-        DataError: a model that is not GPT-J.
+        DataError: a model that is neither GPT-J nor GPT-2.
     """
     try:
         loaded = parse(path.read_text(encoding="utf-8"), str(path))  # JSON is YAML
@@ -74,8 +105,11 @@ def read_config(path: Path) -> dict[str, Any]:
         return _translated(path, loaded, MESH_FIELDS, MESH_FORCED, ("layers", "d_model", "n_heads", "n_vocab", "pe"))
     model = loaded.get("model", loaded)
     if isinstance(model, dict) and "hidden_size" in model:
-        needed = ("hidden_size", "num_heads", "num_hidden_layers", "vocab_size", "rotary_dim", "nonlinearity")
-        return _translated(path, model, CEREBRAS_FIELDS, CEREBRAS_FORCED, needed)
+        needed: tuple[str, ...] = ("hidden_size", "num_heads", "num_hidden_layers", "vocab_size", "nonlinearity")
+        if "rotary_dim" in model or model.get("position_embedding_type") == "rotary":
+            return _translated(path, model, CEREBRAS_FIELDS, CEREBRAS_FORCED, (*needed, "rotary_dim"))
+        needed = (*needed, "max_position_embeddings")
+        return _translated(path, model, CEREBRAS_FIELDS, CEREBRAS_GPT2_FORCED, needed, GPT2)
     raise UsageError(
         f"{path} does not say the shape of a model: neither n_embd (Hugging Face), d_model (mesh-transformer-jax) nor "
         "hidden_size (Cerebras) is in it"
@@ -83,13 +117,18 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _translated(
-    path: Path, theirs: Mapping[str, Any], names: Mapping[str, str], forced: Mapping[str, Any], needed: tuple[str, ...]
+    path: Path,
+    theirs: Mapping[str, Any],
+    names: Mapping[str, str],
+    forced: Mapping[str, Any],
+    needed: tuple[str, ...],
+    unsaid: Mapping[str, Any] = GPTJ_6B,
 ) -> dict[str, Any]:
     for name in needed:
         if name not in theirs:
             raise DataError(f"{path}: does not say {name}")
     for name, value in forced.items():
         if theirs.get(name, value) != value:
-            raise DataError(f"{path}: {name} is {theirs[name]!r}; GPT-J has {value!r}")
+            raise DataError(f"{path}: {name} is {theirs[name]!r}; {unsaid['model_type']} has {value!r}")
     said = {ours: theirs[name] for name, ours in names.items() if name in theirs}
-    return {**GPTJ_6B, **said}
+    return {**unsaid, **said}

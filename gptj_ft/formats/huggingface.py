@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.families import Architecture, Family, full_name
-from gptj_ft.formats.entries import Entry, Shard
+from gptj_ft.formats.entries import Entry, Shard, inside
 from gptj_ft.formats.shards import open_shard
 from gptj_ft.formats.writing import INDEX, write_model
 
@@ -117,23 +117,8 @@ def weights_of(folder: Path) -> dict[str, Shard]:
     raise UsageError(f"{folder} holds no weights: looked for {', '.join(WEIGHTS)}")
 
 
-def _inside(path: Path) -> Path:
-    """Check that a file lies in its folder, and is no link to elsewhere on this machine.
-
-    The cache of Hugging Face keeps ``snapshots/COMMIT/NAME`` as links to ``blobs/DIGEST``.
-
-    Raises:
-        DataError: it is one.
-    """
-    folder, target = path.parent.resolve(), path.resolve()
-    cache = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
-    if path.is_symlink() and not any(target.is_relative_to(place) for place in (folder, *cache)):
-        raise DataError(f"{path} is a link to {target}, out of the folder; put the file itself there")
-    return path
-
-
 def _single(path: Path) -> dict[str, Shard]:
-    shard = open_shard(_inside(path))
+    shard = open_shard(inside(path))
     return dict.fromkeys(shard.entries, shard)
 
 
@@ -147,7 +132,7 @@ def _indexed(index: Path) -> dict[str, Shard]:
         path = index.parent / file_name
         if Path(file_name).name != file_name or not path.is_file():
             raise DataError(f"{index}: names {file_name}, which is not in {index.parent}; get the file again")
-        shards[file_name] = open_shard(_inside(path))
+        shards[file_name] = open_shard(inside(path))
     for name, file_name in weight_map.items():
         if name not in shards[file_name].entries:
             raise DataError(f"{shards[file_name].path}: lacks {name}, which {index.name} says it holds")

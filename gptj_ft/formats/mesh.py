@@ -21,7 +21,7 @@ from gptj_ft.errors import DataError, UsageError
 from gptj_ft.families import Family, Leaf
 from gptj_ft.formats.ahead import ahead
 from gptj_ft.formats.borrowed import borrow_tensor, contiguous
-from gptj_ft.formats.entries import Entry
+from gptj_ft.formats.entries import Entry, inside
 from gptj_ft.formats.npz import Array, arrays_of
 
 NUM_FILES = 16  # in a shard's folder
@@ -91,6 +91,7 @@ class MeshShards:
         path: the folder of the shards.
         num_shards: how many there are.
         step: the optimizer step that the checkpoint is of.
+        has_moments: whether it is a full one, which holds the optimizer's moments, too.
     """
 
     def __init__(self, path: Path, family: Family) -> None:
@@ -101,6 +102,7 @@ class MeshShards:
             if len(arrays) != len(shards[0]):
                 raise DataError(f"{path}: shard_{number} has {len(arrays)} arrays, shard_0 {len(shards[0])}")
         num_blocks, first = _layout(path, family, len(shards[0]))
+        self.has_moments = first > 0
         self.step = int(shards[0][-1].read().reshape(-1)[0])
         self._joined: dict[str, Joined] = {}
         self._sums: dict[str, Tensor] = {}
@@ -196,6 +198,7 @@ def _arrays_of_shard(folder: Path) -> list[Array]:
     for file in files:
         if not file.is_file():
             raise DataError(f"{file} is missing; get it again")
+        inside(file, folder.parent)
     return [array for file in files for array in arrays_of(file)]
 
 

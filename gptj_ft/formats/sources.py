@@ -32,6 +32,7 @@ class Source:
         checkpoint: its tensors.
         folder: where tokenizer files may be.
         step: the optimizer step that it says it is of.
+        has_moments: whether it holds the optimizer's moments, which nothing here reads.
     """
 
     path: Path
@@ -40,6 +41,7 @@ class Source:
     checkpoint: Checkpoint
     folder: Path
     step: int = 0
+    has_moments: bool = False
 
 
 def form_of(path: Path) -> Form:
@@ -86,10 +88,11 @@ def open_source(path: Path, form: Form | None, config: Path | None, scratch: Pat
         with open_checkpoint(path) as checkpoint:
             yield Source(path, form, architecture, checkpoint, path)
     elif form == "cerebras":
-        with open_cerebras(path, families()["gptj"]) as (checkpoint, step):
-            beside = [path if path.is_dir() else path.parent]
-            architecture = _architecture(config or _config_in(beside), checkpoint)
-            yield Source(path, form, architecture, checkpoint, path, step)
+        config = config or _config_in([path if path.is_dir() else path.parent])
+        family = architecture_of(read_config(config), config).family if config else families()["gptj"]
+        with open_cerebras(path, family) as (checkpoint, step, has_moments):
+            architecture = _architecture(config, checkpoint)
+            yield Source(path, form, architecture, checkpoint, path, step, has_moments)
     else:
         if is_archive(path):
             unpack(path, scratch)
@@ -101,7 +104,7 @@ def open_source(path: Path, form: Form | None, config: Path | None, scratch: Pat
             found = None if folder == scratch else _config_in([folder, folder.parent])
             architecture = _architecture(config or found, checkpoint)
             home = found.parent if found else folder
-            yield Source(path, form, architecture, checkpoint, home, shards.step)
+            yield Source(path, form, architecture, checkpoint, home, shards.step, shards.has_moments)
 
 
 def _config_in(folders: list[Path]) -> Path | None:

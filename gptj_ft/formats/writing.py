@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gptj_ft.errors import ResourceError, UsageError
 from gptj_ft.families import Architecture
+from gptj_ft.formats.entries import inside
 from gptj_ft.formats.shards import write_safetensors
 from gptj_ft.home import TOKENIZER_FILES
 from gptj_ft.origin import SOURCE, read_origin
@@ -119,9 +120,9 @@ def write_companions(
     """Write all that a model folder has beside its weights."""
     for name in TOKENIZER_FILES:
         if source is not None and (source / name).is_file():
-            _write(partial / name, (source / name).read_bytes())
+            _write(partial / name, inside(source / name).read_bytes())
     if source is not None and (source / "generation_config.json").is_file():
-        _write(partial / "generation_config.json", (source / "generation_config.json").read_bytes())
+        _write(partial / "generation_config.json", inside(source / "generation_config.json").read_bytes())
     else:
         tokens = {key: getattr(architecture.config, key, None) for key in ("bos_token_id", "eos_token_id")}
         write_json(
@@ -150,7 +151,7 @@ def copy_description(source: Path, partial: Path) -> None:
     """Copy what a model says of itself, and how to talk to it."""
     for name in DESCRIPTION:
         if (source / name).is_file():
-            _write(partial / name, (source / name).read_bytes())
+            _write(partial / name, inside(source / name).read_bytes())
 
 
 @contextmanager
