@@ -158,7 +158,7 @@ def test_a_gpt2_of_theirs_gives_every_bit_of_the_model(tmp_path: Path, is_tied: 
     assert (model.config.n_inner, model.config.activation_function) == (80, "gelu")
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     params.write_text(GPT2.replace("TIED", "true").replace("filter_size", "output_logits_scale: 0.5, filter_size"))
-    with pytest.raises(DataError, match=r"output_logits_scale is 0\.5; gpt2 has None"):
+    with pytest.raises(DataError, match=r"output_logits_scale is 0\.5; GPT-2 has None"):
         convert(tmp_path / "c.mdl", tmp_path / "other", Conversion(config=params))
     params.write_text(GPT2.replace("TIED", str(is_tied).lower()))
     with h5py.File(tmp_path / "c.mdl", "r+") as file:
@@ -211,7 +211,7 @@ def test_without_its_shape_it_is_refused(tmp_path: Path, state: State) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["truncated", "a link", "another copy", "another tensor", "a wrong type", "no weights"]
+    "what", ["truncated", "a link", "another copy", "another tensor", "a wrong type", "a bomb", "no weights"]
 )
 def test_damage_is_said_with_file_and_tensor(tmp_path: Path, state: State, params: Path, what: str) -> None:
     path = write_mdl(tmp_path / "c.mdl", state)
@@ -227,6 +227,9 @@ def test_damage_is_said_with_file_and_tensor(tmp_path: Path, state: State, param
         if what == "a wrong type":
             del file[name]
             file[name] = np.zeros(16, "S4")
+        if what == "a bomb":
+            del file[name]
+            file.create_dataset(name, (3 * 10**8,), "f4", chunks=(3 * 10**8,), compression="gzip")  # of nothing
         if what == "no weights":
             for key in list(file):
                 del file[key]
@@ -238,6 +241,7 @@ def test_damage_is_said_with_file_and_tensor(tmp_path: Path, state: State, param
         "another copy": r"transformer_decoder\.norm\.bias and model\.ln_f\.bias should be the same",
         "another tensor": r"layers\.1\.norm3\.bias in c\.mdl is no tensor",
         "a wrong type": r"norm1\.bias is of type \|S4",
+        "a bomb": r"layers\.1\.norm1\.bias unpacks to more than 1 GiB at once",
         "no weights": "holds no weights",
     }
     with pytest.raises(DataError, match=rf"c\.mdl.*{reasons[what]}"):

@@ -31,6 +31,7 @@ GPTJ_6B: Mapping[str, Any] = {
     "eos_token_id": 50256,
     "use_cache": True,
 }
+NAMES = {"gptj": "GPT-J", "gpt2": "GPT-2"}
 MESH_FIELDS = {"layers": "n_layer", "d_model": "n_embd", "n_heads": "n_head", "n_vocab": "vocab_size"}
 MESH_FIELDS |= {"seq": "n_positions", "pe_rotary_dims": "rotary_dim"}
 MESH_FORCED = {"norm": "layernorm", "pe": "rotary"}
@@ -129,6 +130,6 @@ def _translated(
             raise DataError(f"{path}: does not say {name}")
     for name, value in forced.items():
         if theirs.get(name, value) != value:
-            raise DataError(f"{path}: {name} is {theirs[name]!r}; {unsaid['model_type']} has {value!r}")
+            raise DataError(f"{path}: {name} is {theirs[name]!r}; {NAMES[unsaid['model_type']]} has {value!r}")
     said = {ours: theirs[name] for name, ours in names.items() if name in theirs}
     return {**unsaid, **said}
