@@ -99,7 +99,7 @@ def plan_answers(asker: Asker, source: Path, output: Path, num_return: int = 1) 
     recipe = asker.recipe
     findings = Findings(recipe.max_bad_rows)
     questions = list(read_questions(asker, source, findings))
-    reads = Reads(
+    reads = Reads.of(
         asker.architecture,
         asker.dtype,
         recipe.generation,

@@ -44,6 +44,7 @@ class Answerer:
     ) -> None:
         self._recipe, self._tokenizer, self._architecture, self._stack = recipe, tokenizer, architecture, stack
         self._sizes = together or Together(recipe.micro_batch_tokens)
+        self._window = int(architecture.config.n_positions)
         self._labels = candidates(recipe, tokenizer)
 
     @property
@@ -57,7 +58,7 @@ class Answerer:
             answers = list(self._labels.values())
             return passes([sum(map(len, documents_of(prompt, answers))) for prompt in prompts], self._sizes.read)
         lengths = [len(prompt) for prompt in prompts]
-        return batches_by_length(lengths, self._recipe.generation, most_tokens=self._sizes.written)
+        return batches_by_length(lengths, self._recipe.generation, 1, self._sizes.written, self._window)
 
     def answer(self, prompts: Sequence[Sequence[int]], seed: int) -> list[str]:
         """Return an answer to each of some prompts that `together` has put together.
@@ -90,6 +91,10 @@ class Answerer:
         self, model: StreamedModel, prompts: Sequence[Sequence[int]], seed: int, read: RaggedCache | None = None
     ) -> list[str]:
         device, settings = self._stack.device, self._recipe.generation
+        room = max(1, self._window - max(map(len, prompts)))
+        if settings.max_new_tokens > room:
+            fewer = {"max_new_tokens": room, "min_new_tokens": min(settings.min_new_tokens, room)}
+            settings = settings.model_copy(update=fewer)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed((self._recipe.seed * 1_000_003 + seed) % 2**63)
             rows = generate_tokens(model, self._tokenizer, prompts, settings, read=read)

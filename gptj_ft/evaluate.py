@@ -31,7 +31,7 @@ from gptj_ft.recipe import Recipe
 from gptj_ft.run import Run
 from gptj_ft.session import check_lengths, free_resources
 from gptj_ft.stack import LayerStack
-from gptj_ft.task import Task, make_task
+from gptj_ft.task import Task, make_task, with_short_answers
 from gptj_ft.tuning import read_tuning
 
 if TYPE_CHECKING:
@@ -113,12 +113,14 @@ def plan_evaluation(folder: Path, recipe: Recipe, data: Path, limit: int | None)
     tokenizer = load_tokenizer(tokenizer_folder(folder))
     check_lengths(recipe, architecture)
     task = make_task(recipe, tokenizer, folder, data, limit)
+    writes = recipe.metrics and not candidates(recipe, tokenizer)
+    if writes:
+        task = with_short_answers(task, recipe.generation.max_new_tokens, int(architecture.config.n_positions))
     device = machine.choose_device(recipe.device)
     dtype = choose_dtype(recipe.precision, device)
     journal = Journal({**task.facts, **facts_of(folder, recipe), "dtype": str(dtype), "device": device.type})
     prompts = [len(prompt) for prompt in task.prompts]
-    writes = recipe.metrics and not candidates(recipe, tokenizer)
-    reads = Reads(
+    reads = Reads.of(
         architecture,
         dtype,
         recipe.generation,

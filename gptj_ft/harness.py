@@ -171,7 +171,9 @@ def plan_tasks(folder: Path, recipe: Recipe) -> Planned:
     dtype = choose_dtype(recipe.precision, device)
     architecture = read_architecture(base_folder(folder))
     longest = [int(architecture.config.n_positions)]
-    reads = Reads(architecture, dtype, recipe.generation, longest, longest, adapter_bytes=weight_bytes(folder))
+    reads = Reads.of(
+        architecture, dtype, recipe.generation, documents=longest, prompts=longest, adapter_bytes=weight_bytes(folder)
+    )
     return Planned(folder, recipe, device, dtype, plan_reading(recipe, reads, free_resources(device, home())))
 
 

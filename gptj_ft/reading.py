@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from gptj_ft.streaming import HEAD_CHUNK_BYTES
 BATCH_TOKENS = 16384  # of prompts and answers that share the passes over the weights, at most
 ENOUGH_TOKENS = BATCH_TOKENS // 8  # from which on more of them gain less than weights that need not be read again
 TOKEN_BYTES = 2 * 36  # of a token in Python's lists: of a document, and once more of its prompt
-LIVE_TENSORS = 24  # of [tokens computed at once, width] that a block has at once, its MLP's counted by 4
+LIVE_TENSORS = 16  # of [tokens computed at once, width] that a block has at once, its MLP's counted by 4
 LIVE_LOGITS = 5  # of [rows, vocabulary], fp32, while the next tokens are chosen
 LINE_BYTES = 8  # on the disk of a token written
 
@@ -51,7 +50,9 @@ class Reads:
     """What is asked of a model.
 
     Attributes:
-        architecture: of the model.
+        layouts: of each layer.
+        width: of the hidden states.
+        vocabulary: tokens that there are.
         dtype: of the computation.
         settings: of the writing.
         documents: tokens of each document whose loss is wanted.
@@ -60,7 +61,9 @@ class Reads:
         adapter_bytes: of an adapter.
     """
 
-    architecture: Architecture
+    layouts: Sequence[Layout]
+    width: int
+    vocabulary: int
     dtype: torch.dtype
     settings: Generation
     documents: Sequence[int] = ()
@@ -68,20 +71,21 @@ class Reads:
     num_return: int = 1
     adapter_bytes: int = 0
 
-    @cached_property
-    def layouts(self) -> list[Layout]:
-        """Of each layer."""
-        return [Layout.of(layer) for layer in self.architecture.layers()]
+    @classmethod
+    def of(cls, architecture: Architecture, dtype: torch.dtype, settings: Generation, **more: Any) -> Reads:
+        """Make one of a model and the attributes that come after ``settings``."""
+        config, layouts = architecture.config, [Layout.of(layer) for layer in architecture.layers()]
+        return cls(layouts, int(config.n_embd), int(config.vocab_size), dtype, settings, **more)
 
     @property
-    def width(self) -> int:
+    def rows_of_prompt(self) -> int:
         """Rows that go on from each prompt."""
         return max(self.settings.num_beams, self.num_return)
 
     @property
     def hidden_bytes(self) -> int:
         """Of a token's hidden state."""
-        return int(self.architecture.config.n_embd) * self.dtype.itemsize
+        return self.width * self.dtype.itemsize
 
     def weight_bytes(self) -> int:
         """Of the whole model."""
@@ -91,27 +95,25 @@ class Reads:
         """Of the buffers that streamed weights pass through."""
         return (read_ahead + 1) * max(layout.numel for layout in self.layouts) * self.dtype.itemsize
 
-    def passing_bytes(self, together: Together) -> int:
-        """Most bytes on the device beside weights, keys and values."""
+    def working_bytes(self, together: Together) -> int:
+        """Most bytes on the device beside weights: of one pass, or of keys, values and logits while writing."""
         most = max((*self.documents, *self.prompts, 1))
-        computed = max(together.computed, most) if self.documents or self.prompts else 0
-        passed = max(together.read, most) if self.documents else 0
-        vocabulary = int(self.architecture.config.vocab_size)
-        head = 3 * min(HEAD_CHUNK_BYTES, 4 * vocabulary * computed) if self.documents else 0
-        return 2 * passed * self.hidden_bytes + LIVE_TENSORS * computed * self.hidden_bytes + head
+        computed = min(max(together.computed, most), max(sum(self.documents), sum(self.prompts)))
+        head = 3 * min(HEAD_CHUNK_BYTES, 4 * self.vocabulary * computed) if self.documents else 0
+        layer = LIVE_TENSORS * computed * self.hidden_bytes + head
+        passed = min(max(together.read, most), sum(self.documents))
+        return max(2 * passed * self.hidden_bytes + layer, self._writing_bytes(together, layer))
 
-    def writing_bytes(self, together: Together) -> int:
-        """Most bytes on the device of keys, values and logits while answers are written."""
-        settings, blocks = self.settings, len(self.layouts) - 2
-        vocabulary = int(self.architecture.config.vocab_size)
-        most = 0
+    def _writing_bytes(self, together: Together, layer: int) -> int:
+        settings, blocks, most = self.settings, len(self.layouts) - 2, 0
         for rows in batches_by_length(self.prompts, settings, self.num_return, together.written):
-            prompts = [self.prompts[row] for row in rows]
-            slots = slots_taken(max(prompts), settings.max_new_tokens, self.width)
+            prompt, of_slot = self.prompts[rows[0]], 2 * self.hidden_bytes * len(rows)
+            read = sum((self.documents or self.prompts)[row] for row in rows)
+            reading = blocks * of_slot * slots_taken(prompt, 0, 1) + 2 * read * self.hidden_bytes + layer
             # One layer's keys and values are there twice when they need more room.
-            kept = 2 * (blocks + 1) * self.hidden_bytes * len(rows) * slots
-            logits = LIVE_LOGITS * 4 * vocabulary * len(rows) * self.width
-            most = max(most, kept + logits + 2 * sum(prompts) * self.hidden_bytes)
+            slots = slots_taken(prompt, settings.max_new_tokens, self.rows_of_prompt)
+            logits = LIVE_LOGITS * 4 * self.vocabulary * len(rows) * self.rows_of_prompt
+            most = max(most, reading, (blocks + 1) * of_slot * slots + logits)
         return most
 
 
@@ -158,15 +160,32 @@ class ReadingPlan:
 
 
 def batches_by_length(
-    lengths: Sequence[int], settings: Generation, num_return: int = 1, most_tokens: int = BATCH_TOKENS
+    lengths: Sequence[int],
+    settings: Generation,
+    num_return: int = 1,
+    most_tokens: int = BATCH_TOKENS,
+    window: int | None = None,
 ) -> Iterator[list[int]]:
-    """Yield the rows that share the passes over the weights, given the tokens of their prompts; longest first."""
+    """Yield the rows that share the passes over the weights, given the tokens of their prompts; longest first.
+
+    A row whose answer may be cut short by the model's window is alone, so that it cuts no other.
+    """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    while order:
-        most = lengths[order[0]] + settings.max_new_tokens * max(settings.num_beams, num_return)
-        count = 1 if settings.prompt_lookup_num_tokens else max(1, most_tokens // most)
-        yield order[:count]
-        order = order[count:]
+    start = 0
+    while start < len(order):
+        longest = lengths[order[start]]
+        most = longest + settings.max_new_tokens * max(settings.num_beams, num_return)
+        is_alone = settings.prompt_lookup_num_tokens or (window and longest + settings.max_new_tokens > window)
+        end = start + (1 if is_alone else max(1, most_tokens // most))
+        yield order[start:end]
+        start = end
+
+
+def together_within(reads: Reads, computed: int, free_bytes: int) -> Together:
+    """Return how many tokens may go together where so much of the device is free beside the weights; a row always."""
+    shares = list(_shares(computed, None))
+    fitting = (x for x in shares if reads.working_bytes(x) <= free_bytes)
+    return next(fitting, shares[-1])
 
 
 def plan_reading(recipe: Recipe, reads: Reads, free: Free, written: int | None = None) -> ReadingPlan:
@@ -218,13 +237,12 @@ def _plan(recipe: Recipe, reads: Reads, have: Free, place: Place, together: Toge
     slots = 0 if place == "device" else reads.slot_bytes(recipe.read_ahead)
     own = reads.weight_bytes() if place == "device" else slots
     texts = TOKEN_BYTES * (sum(reads.documents) or sum(reads.prompts))
-    passing, writing = reads.passing_bytes(together), reads.writing_bytes(together)
     answers = len(reads.prompts) * reads.num_return * reads.settings.max_new_tokens
     return ReadingPlan(
         weights=place,
         precision=str(reads.dtype).removeprefix("torch."),
         together=together,
-        device_bytes=own + reads.adapter_bytes + passing + writing,
+        device_bytes=own + reads.adapter_bytes + reads.working_bytes(together),
         host_bytes=PROCESS_BYTES + texts + (reads.weight_bytes() if place == "host" else 0),
         disk_bytes=LINE_BYTES * (answers + 16 * len(reads.documents)),
         have=have,

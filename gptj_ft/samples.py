@@ -12,6 +12,7 @@ from gptj_ft.data.tokenizer import load_tokenizer
 from gptj_ft.durable import replace_text
 from gptj_ft.errors import ResourceError
 from gptj_ft.metrics.figures import values
+from gptj_ft.reading import Reads, together_within
 from gptj_ft.run import Run
 from gptj_ft.session import Session
 from gptj_ft.stack import LayerStack
@@ -49,6 +50,10 @@ class Sampler:
         self._references = [list(texts) for texts in chosen.rows["references"]]
         self._places = [f"{file}:{line}" for file, line in zip(chosen.rows["source"], chosen.rows["line"], strict=True)]
         self._tokenizer = load_tokenizer(session.model)
+        plan, lengths = session.plan, [len(prompt) for prompt in self._prompts]
+        reads = Reads.of(session.architecture, session.dtype, session.recipe.generation, prompts=lengths)
+        spare = min(need.have - need.need for need in plan.needs if need.resource != "disk")
+        self._together = together_within(reads, session.recipe.micro_batch_tokens, spare)
 
     def take(self, stack: LayerStack, step: int) -> Sample:
         """Answer the rows, and write the answers down.
@@ -59,7 +64,7 @@ class Sampler:
         from gptj_ft.answering import Answerer, scores_of  # brings `transformers`, which the first step does without
 
         session = self._session
-        answerer = Answerer(session.recipe, self._tokenizer, session.architecture, stack)
+        answerer = Answerer(session.recipe, self._tokenizer, session.architecture, stack, self._together)
         answers: dict[int, str] = {}
         for rows in answerer.together(self._prompts):
             found = answerer.answer([self._prompts[row] for row in rows], seed=rows[0])

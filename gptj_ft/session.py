@@ -119,5 +119,5 @@ def check_lengths(recipe: Recipe, architecture: Architecture) -> None:
     if recipe.max_length > architecture.config.n_positions:
         raise UsageError(
             f"max_length {recipe.max_length} is above the model's context of {architecture.config.n_positions} tokens: "
-            f"type --max-length {architecture.config.n_positions}"
+            f"use --set max_length={architecture.config.n_positions}"
         )

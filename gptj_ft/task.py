@@ -71,6 +71,18 @@ def make_task(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path, 
     return _cut_prompts(task, most, max_length) if most else task
 
 
+def with_short_answers(task: Task, new_tokens: int, window: int) -> Task:
+    """Add a note on prompts that leave no room for a whole answer in what the model can see."""
+    count = sum(len(prompt) + new_tokens > window for prompt in task.prompts)
+    if not count:
+        return task
+    note = (
+        f"{count:,} prompts leave less than {new_tokens:,} of the model's {window:,} tokens: answers end there; "
+        f"--set max_length={max(1, window - new_tokens)} shortens what is asked"
+    )
+    return replace(task, notes=(*task.notes, note))
+
+
 def _task(prepared: Prepared, facts: dict[str, Any], notes: tuple[str, ...]) -> Task:
     rows, table = Rows.of(prepared.rows), prepared.rows
     documents = [rows.row(index)[0] for index in range(len(rows))]
