@@ -10,7 +10,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from gptj_ft.evaluate import Evaluation, facts_of
 from gptj_ft.families import read_architecture
 from gptj_ft.formats.adapters import base_folder, tokenizer_folder, weight_bytes
 from gptj_ft.home import home
+from gptj_ft.hub import open_network
 from gptj_ft.journal import Journal
 from gptj_ft.metrics import Figure
 from gptj_ft.metrics.bootstrap import Comparison, Estimate, compare
@@ -103,15 +104,13 @@ def load_tasks(chosen: Chosen, offline: bool) -> Loaded:
         NetworkError: the rows are not there and cannot be fetched.
         DataError: a task that cannot be read.
     """
-    if offline:
-        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise UsageError(MISSING) from error
     if chosen.include_path is not None and not chosen.include_path.is_dir():
         raise UsageError(f"--include-path {chosen.include_path}: no such folder")
-    with _quiet():
+    with _quiet(), nullcontext() if offline else _rows_from_the_hub():
         manager = _manager(TaskManager, chosen)
         try:
             whole = manager.load(list(chosen.names))
@@ -124,6 +123,20 @@ def load_tasks(chosen: Chosen, offline: bool) -> Loaded:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=SEED)
     return Loaded(whole["tasks"], whole)
+
+
+@contextmanager
+def _rows_from_the_hub() -> Iterator[None]:
+    """Let the `datasets` package, by which tasks fetch their rows, use the network meanwhile."""
+    import datasets
+
+    before = datasets.config.HF_HUB_OFFLINE
+    with open_network() as is_open:
+        datasets.config.HF_HUB_OFFLINE = not is_open
+        try:
+            yield
+        finally:
+            datasets.config.HF_HUB_OFFLINE = before
 
 
 def _manager(make: Callable[..., Any], chosen: Chosen) -> Any:
