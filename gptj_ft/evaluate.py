@@ -37,6 +37,10 @@ from gptj_ft.tuning import read_tuning
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+NO_TEMPLATE = (
+    "this model has no template, and no recipe is named: only the loss of the rows as plain text is measured; "
+    "--recipe NAME asks for answers"
+)
 Progress = Callable[[int, int], None]  # called with (rows done, rows to do)
 
 
@@ -116,6 +120,8 @@ def plan_evaluation(folder: Path, recipe: Recipe, data: Path, limit: int | None)
     writes = recipe.metrics and not candidates(recipe, tokenizer)
     if writes:
         task = with_short_answers(task, recipe.generation.max_new_tokens, int(architecture.config.n_positions))
+    if recipe.recipe == "custom" and not recipe.metrics:
+        task = replace(task, notes=(*task.notes, NO_TEMPLATE))
     device = machine.choose_device(recipe.device)
     dtype = choose_dtype(recipe.precision, device)
     journal = Journal({**task.facts, **facts_of(folder, recipe), "dtype": str(dtype), "device": device.type})

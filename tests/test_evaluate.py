@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from rouge_score.rouge_scorer import RougeScorer
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptj_ft import answering, likelihood, reading, streamed_model, streaming
@@ -411,3 +412,61 @@ def test_the_cnn_dailymail_recipe_asks_what_mlperf_asks(folder: Path) -> None:
     room = min(most, 300 - len(completion))
     assert list(task.documents[1].ids) == [*prompts[1][:room], *completion]
     assert task.documents[1].prompt_length == room
+
+
+def with_nan(folder: Path) -> None:
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in tensors:
+            if "h.1.mlp.fc_in.weight" in name:
+                tensors[name][0, 0] = float("nan")
+                save_file(tensors, path, {"format": "pt"})
+
+
+def first_shard(folder: Path) -> Path:
+    return min(folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "code"),
+    [
+        (with_nan, 1),
+        (lambda folder: first_shard(folder).write_bytes(first_shard(folder).read_bytes()[:-100]), 3),
+        (lambda folder: first_shard(folder).unlink(), 3),
+        (lambda folder: (folder / "config.json").write_text("{not json", encoding="utf-8"), 3),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}", encoding="utf-8"), 2),
+        (lambda folder: (folder / "tokenizer.json").unlink(), 2),
+        (lambda folder: (folder / "gptj_ft.json").write_text("{}", encoding="utf-8"), 3),
+    ],
+    ids=["NaN", "cut short", "shard missing", "config", "tokenizer", "no tokenizer", "template"],
+)
+def test_a_corrupt_model_folder_is_refused_in_a_line(damage, code: int, shell, folder: Path) -> None:
+    write("notes.jsonl", notes(2))
+    damage(folder)
+    for line in (
+        f"evaluate {folder} {OPTIONS} --data notes.jsonl",
+        f"generate --model {folder} --raw --max-new-tokens 4 x",
+    ):
+        if "generate" in line and damage is not with_nan and code == 3 and (folder / "gptj_ft.json").exists():
+            continue  # --raw does without the template
+        done = shell(line)
+        assert done.code == code, done.err
+        assert len(done.err.strip().splitlines()) <= 12
+        assert "Traceback" not in done.err
+
+
+def test_answers_end_at_the_models_window_which_is_said(shell, tmp_path: Path) -> None:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 96}
+    folder = make_tiny(tmp_path / "gpt2", TEXTS * 20, seed=3, model_type="gpt2", vocab_target=300, **sizes)
+    write("notes.jsonl", notes(3))
+    line = f"evaluate {folder} --recipe summarization --data notes.jsonl --baseline none --set max_length=96"
+    done = shell(f"{line} --set generation.max_new_tokens=90 --json")
+    assert done.code == 0, done.err
+    assert any("3 prompts leave less than 90 of the model's 96 tokens" in note for note in done.json["model"]["notes"])
+
+
+def test_of_a_model_without_a_template_only_the_loss_is_measured_which_is_said(shell, folder: Path) -> None:
+    write("notes.jsonl", notes(2))
+    done = shell(f"evaluate {folder} --data notes.jsonl --baseline none --set max_length=64")
+    assert done.code == 0, done.err
+    assert "this model has no template, and no recipe is named" in done.out

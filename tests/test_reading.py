@@ -79,7 +79,7 @@ def test_memory_of_an_evaluation_is_within_its_plan(tmp_path: Path) -> None:
         CLEAR_REFS.write_text("5")
     except OSError:
         pytest.skip("the peak of this process's memory cannot be set back here")
-    sizes = {"n_embd": 256, "n_layer": 4, "n_head": 4, "rotary_dim": 16, "n_positions": 512}
+    sizes = {"n_embd": 256, "n_layer": 2, "n_head": 4, "rotary_dim": 16, "n_positions": 512}
     folder = make_tiny(tmp_path / "model", ["A note of some words. "] * 20, seed=0, vocab_target=300, **sizes)
     rows = [{"document": "A note of some words. " * 8 + str(n), "summary": f"Note {n}."} for n in range(120)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -92,7 +92,7 @@ def test_memory_of_an_evaluation_is_within_its_plan(tmp_path: Path) -> None:
     evaluate_model(planned)
     growth = status("VmHWM") - before
     allowed = sum(need.need for need in planned.plan.needs if need.resource == "memory") - PROCESS_BYTES
-    assert growth > 50e6, "something is measured"
+    assert growth > 20e6, "something is measured"
     assert growth <= allowed
     assert allowed < 6 * growth, "a plan that allows anything is none"
 
