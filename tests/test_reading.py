@@ -104,7 +104,7 @@ def test_a_file_is_answered_as_planned_and_gone_on_with_as_it_was_begun(shell, t
     planned = shell(f"{line} --output out.jsonl --dry-run --json")
     assert planned.json["weights"] == "device"
     assert not Path("out.jsonl").exists()
-    assert "needs about" in shell(f"{line} --output out.jsonl --dry-run").err
+    assert "tokens while writing" in shell(f"{line} --output out.jsonl --dry-run").out
     refused = shell(f"{line} --output out.jsonl --host-memory 100MB")
     assert refused.code == 4
     assert "try a larger --device-memory or --host-memory" in refused.err
