@@ -50,7 +50,6 @@ class ForkServer:
 
 
 def serve() -> None:
-    import datasets  # noqa: F401
     import torch  # noqa: F401
     from transformers import AutoTokenizer, GPTJConfig, GPTJForCausalLM  # noqa: F401
 

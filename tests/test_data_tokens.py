@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 from test_data_tokenizer import make_tokenizer
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
+from gptj_ft.data.assembly import Texts, batch_of
+from gptj_ft.data.fields import FieldTexts
+from gptj_ft.data.placeholders import render
 from gptj_ft.data.prepare import prepare
+from gptj_ft.data.rows import Row
 from gptj_ft.data.template import encode
 from gptj_ft.data.tokens import TextBatch, is_before_blank, splits_before_blanks, tokenize
 from gptj_ft.errors import RowSkipped
@@ -41,13 +45,36 @@ def test_where_a_blank_follows_a_text_has_the_tokens_of_its_parts(tokenizer, tex
 
 def test_a_batch_gives_each_text_its_own_tokens(tokenizer) -> None:
     passage = "The lift to level 3 stops, and its door stays open." * 9
-    texts = [(f"{passage}\n\nQuestion: {n}?", len(passage)) for n in range(4)] + [("short", 0), (passage * 3, 0)]
+    texts = [(f"{passage}\n\nQuestion: {n}?\n\nAnswer:", len(passage), n % 2 * 9) for n in range(4)]
+    texts += [("short", 0, 0), (passage * 3, 0, 0), (f"{passage}\n\nAnswer:", len(passage), 9), ("The end", 3, 4)]
     batch = TextBatch(tokenizer, long=1000)
-    for text, head in texts:
-        batch.add(text, head)
+    for text in texts:
+        batch.add(*text)
     found = batch.tokenize()
-    assert [tokens.ids for tokens in found] == tokenize(tokenizer, [text for text, _ in texts])
-    assert [tokens.encoding is not None for tokens in found] == [False] * 5 + [True]
+    assert found.ids == tokenize(tokenizer, [text for text, *_ in texts])
+    assert [*found.encodings] == [5]
+    assert found.encodings[5].ids == found.ids[5]
+
+
+TEMPLATES = [
+    "Read this.\n\n{{ a }}\n\nSummary:",
+    "{{ a }}\n\nSummary:",
+    "Read. {{ a }}",
+    "Read{{ a }}:",
+    " {{ a }} {{ a }} ",
+]
+
+
+@settings(max_examples=200, deadline=None)
+@given(values=st.lists(TEXTS, min_size=1, max_size=4), template=st.sampled_from(TEMPLATES), long=st.integers(0, 60))
+def test_rows_in_a_template_are_tokenised_as_each_alone(tokenizer, values, template: str, long: int) -> None:
+    recipe = Recipe(prompt=template, completion=" {{ b }}", fields={}, shorten="a")
+    texts = [render(template, {"a": value}) for value in values]
+    rows = [
+        Texts(Row("", 1, {}), FieldTexts({"a": value}, []), [(text, False), (" yes", True)])
+        for value, text in zip(values, texts, strict=True)
+    ]
+    assert batch_of(rows, recipe, tokenizer, long).tokenize().ids[::2] == tokenize(tokenizer, texts)
 
 
 @settings(max_examples=100, deadline=None)

@@ -45,6 +45,9 @@ PHONE = re.compile(r"(?<![\w.])(?:\+\d{1,3}[ .-]?)?(?:\(\d{2,4}\)|\d{3})[ .-]\d{
 SOCIAL_SECURITY = re.compile(r"(?<![\d-])\d{3}-\d{2}-\d{4}(?![\d-])")
 NUMBER = re.compile(r"[0-9(][0-9() .-]{10}")  # what is in all three: one look instead of three slow ones
 CARD = re.compile(r"(?<!\d)(?:\d[ -]?){12,18}\d(?!\d)")
+# What nearly all of a text is, and no check but that for capitals looks for; and what else is no control character.
+PLAIN = bytes({*b"\n\t", *range(32, 127)} - {*b"0123456789#:'-<>&@`"})
+MARKS = b"0123456789#:'-<>&@`"
 LATELY = 64  # texts whose oddities are remembered
 MANY_TREEBANK = 2  # marks in one text, before it is called tokenized
 LONG_ENOUGH = 60  # letters of a text that may be called all lower case
@@ -73,29 +76,27 @@ class Checks:
 
     def __init__(self, recipe: Recipe) -> None:
         self.found: dict[str, Found] = {}
-        self._recipe = recipe
         self._rows = Repetitions()
         self._delimiters = delimiters_of(recipe)
         self._lately: dict[str, list[str]] = {}
         self._inputs = fields_of(recipe.prompt)
+        self._is_drawn = recipe.shorten in self._inputs
 
     def look(self, row: Row, found: FieldTexts, prompt: str, completion: str) -> None:
         """Look at a row, before it is shortened."""
         self._rows.add(_digest(prompt or completion), _digest(completion), row.source, row.line)
-        where = row.where
         values = {name: str(value) for name, value in found.values.items()}
         for oddity in found.oddities:
-            self._add(oddity, where)
+            self._add(oddity, row.where)
         for text in values.values():
             for what in self._oddities_of(text):
-                self._add(what, where)
+                self._add(what, row.where)
         for name, text in values.items():
             for delimiter in self._delimiters:
                 if delimiter in text:
-                    self._add(f"the text of '{name}' has '{delimiter.strip()}' in it, as the template has", where)
-        longest = max((len(values[name]) for name in self._inputs), default=0)
-        if self._recipe.shorten in self._inputs and len(completion) > longest:
-            self._add("the answer is longer than what it is drawn from", where)
+                    self._add(f"the text of '{name}' has '{delimiter.strip()}' in it, as the template has", row.where)
+        if self._is_drawn and all(len(completion) > len(values[name]) for name in self._inputs):
+            self._add("the answer is longer than what it is drawn from", row.where)
 
     def close(self) -> None:
         """Say which rows repeat others, and forget them."""
@@ -112,7 +113,8 @@ class Checks:
         """Return what is odd in a text; one passage stands in many rows, one after another."""
         known = self._lately.get(text)
         if known is None:
-            known = [what for what, shows in ODDITIES.items() if shows(text)]
+            rest = text.encode(errors="replace").translate(None, PLAIN)
+            known = [what for what, (may_show, shows) in ODDITIES.items() if may_show(rest) and shows(text)]
             if len(self._lately) == LATELY:
                 self._lately.clear()
             self._lately[text] = known
@@ -180,15 +182,22 @@ def _passes_luhn(text: str) -> bool:
     return len(set(digits)) > 1 and (sum(digits[-1::-2]) + sum(doubled)) % 10 == 0
 
 
-ODDITIES: Mapping[str, Callable[[str], bool]] = {
-    f"wrongly decoded letters (Ã©, â€™): save the file as UTF-8 from its source; {FIXES} what can be": is_mojibake,
-    f"control characters; {FIXES} them": has_control,
-    f"carriage returns inside the text; {FIXES} them": lambda text: "\r" in text,
-    f"text split into Treebank tokens (-lrb-, do n't, <s>): the model would learn to write so; {FIXES} it": is_treebank,
-    "no capital letter in a long text": is_lower_case,
-    f"HTML tags or entities; {FIXES} them": has_html,
-    "what looks like personal data (e-mail, telephone, social security or card number)": has_personal_data,
-}
+# What is odd -> what can only be so if it is true of the few bytes that are not plain, and what tells then.
+ODDITIES: Mapping[str, tuple[Callable[[bytes], bool], Callable[[str], bool]]] = {
+    f"wrongly decoded letters (Ã©, â€™): save the file as UTF-8 from its source; {FIXES} what can be": (
+        lambda rest: not rest.isascii(), is_mojibake,
+    ),
+    f"control characters; {FIXES} them": (lambda rest: bool(rest.strip(MARKS)), has_control),
+    f"carriage returns inside the text; {FIXES} them": (lambda rest: b"\r" in rest, lambda text: "\r" in text),
+    f"text split into Treebank tokens (-lrb-, do n't, <s>): the model would learn to write so; {FIXES} it": (
+        lambda rest: b"'" in rest or b"-" in rest or b">" in rest or b"`" in rest, is_treebank,
+    ),
+    "no capital letter in a long text": (lambda rest: True, is_lower_case),
+    f"HTML tags or entities; {FIXES} them": (lambda rest: b"<" in rest or b"&" in rest, has_html),
+    "what looks like personal data (e-mail, telephone, social security or card number)": (
+        lambda rest: b"@" in rest or b"000" in rest.translate(DIGITS), has_personal_data,
+    ),
+}  # fmt: skip
 
 
 def _digest(text: str) -> int:

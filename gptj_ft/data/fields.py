@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gptj_ft.data.chat import ASSISTANT, MESSAGES, REPLY, SYSTEM, is_chat, read_conversation, up_to_the_last_answer
 from gptj_ft.data.placeholders import fields_of, render
@@ -24,8 +23,7 @@ TURNS = {
 NAME_CHARACTERS, NAMES_SHOWN = 40, 20  # of columns, in messages
 
 
-@dataclass(frozen=True)
-class FieldTexts:
+class FieldTexts(NamedTuple):
     """A row, ready for the templates.
 
     Attributes:
@@ -193,6 +191,12 @@ class FieldReader:
         if self._is_chat:
             return _read_chat(row, self._columns)
         recipe, answers, columns = self._recipe, self._answers, self._columns
+        if (values := self._one_text_each(row)) is not None:
+            if not answers or not answers <= columns.keys():
+                return FieldTexts(values, [])
+            completion = render(recipe.completion, values).strip()
+            answer_at = _answer_at(row, columns, recipe, values, answers) if recipe.cut == "answer" else None
+            return FieldTexts(values, [completion] if completion else [], answer_at)
         alternatives = {field: self._alternatives(field, column, row.get(column)) for field, column in columns.items()}
         values = {field: found[0] for field, found in alternatives.items()}
         if not answers or not answers <= columns.keys():
@@ -203,6 +207,16 @@ class FieldReader:
             completions.append(render(recipe.completion, chosen).strip())
         references = [text for text in dict.fromkeys(completions) if text]
         return FieldTexts(values, references, _answer_at(row, columns, recipe, values, answers))
+
+    def _one_text_each(self, row: Mapping[str, Any]) -> dict[str, str] | None:
+        """Return field -> text, if every cell is a text, as most are; `_alternatives` would say the same."""
+        values = {}
+        for field, column in self._columns.items():
+            cell = row.get(column)
+            if not isinstance(cell, str) or not _is_unicode(cell):
+                return None
+            values[field] = self._word_for(cell) if field == LABEL and self._words else cell
+        return values
 
     def _alternatives(self, field: str, column: str, cell: Any) -> list[str]:
         is_answer = field in self._answers

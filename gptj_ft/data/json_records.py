@@ -11,6 +11,7 @@ from gptj_ft.data.files import File
 from gptj_ft.data.rows import Findings, Row, numbered_lines, text_chunks
 from gptj_ft.errors import DataError
 
+DECODER = json.JSONDecoder()
 CUT_OFF = 16  # characters before the end of what has been read in which an error may only mean that more is needed
 
 
@@ -20,6 +21,7 @@ def read_json_lines(file: File, findings: Findings) -> Iterator[Row]:
 
 
 def _rows_of_lines(file: File, findings: Findings, lines: Iterable[tuple[int, str]]) -> Iterator[Row]:
+    source = str(file.path)
     for number, line in lines:
         if line.isspace():
             continue
@@ -27,13 +29,20 @@ def _rows_of_lines(file: File, findings: Findings, lines: Iterable[tuple[int, st
         if isinstance(value, str):
             findings.add(file, number, value)
         else:
-            yield Row(str(file.path), number, value)
+            yield Row(source, number, value)
 
 
 def _parse_object(line: str) -> dict[str, Any] | str:
     """Return the object in a line, or what is wrong with it."""
+    text = line.rstrip("\r\n")
     try:
-        value = json.loads(line.rstrip("\r\n"))
+        value, end = DECODER.raw_decode(text)  # without what `json.loads` does for other kinds of text
+        if end == len(text) and isinstance(value, dict):
+            return value
+    except (ValueError, RecursionError):
+        pass  # what is wrong is said in the words of `json.loads`
+    try:
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         return f"not JSON: {error.msg} (column {error.colno})"
     except (ValueError, RecursionError) as error:

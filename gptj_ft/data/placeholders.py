@@ -92,7 +92,7 @@ def render(source: str, values: Mapping[str, Any]) -> str:
         UsageError: the template asks for what a value does not have.
     """
     template = parse_template(source)
-    if template.pieces is not None and all(name in values for name in template.fields):
+    if template.pieces is not None and all(map(values.__contains__, template.fields)):
         return "".join([str(values[text]) if is_field else text for text, is_field in template.pieces])
     try:
         return template.compiled.render(values)

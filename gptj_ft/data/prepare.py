@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import islice, repeat
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gptj_ft.data.assembly import TOKENS, TRAINED, Texts, assembled, shared_heads, texts_of
+from gptj_ft.data.assembly import TOKENS, TRAINED, Texts, assembled, batch_of, texts_of
 from gptj_ft.data.checks import Checks
 from gptj_ft.data.fields import FieldReader, UnknownColumn, choose_columns
 from gptj_ft.data.files import find_files
@@ -30,7 +30,7 @@ from gptj_ft.data.row_file import RowFile
 from gptj_ft.data.tally import Tally
 from gptj_ft.data.template import check_templates, eos_of
 from gptj_ft.data.tokenizer import load_tokenizer, tokenizer_digest
-from gptj_ft.data.tokens import TextBatch, Tokens, splits_before_blanks
+from gptj_ft.data.tokens import Tokenized
 from gptj_ft.errors import DataError
 from gptj_ft.recipe import Recipe
 
@@ -80,7 +80,7 @@ def prepare(
         DataError: unreadable rows, a missing column, a token the model does not have, or no row left.
     """
     check_templates(recipe)
-    eos = eos_of(tokenizer)
+    eos_of(tokenizer)  # that there is none is said before anything is read
     columns = find_columns(source, recipe)
     digest = sha256_of(source)
     reader = None if TOKENS in columns else FieldReader(columns, recipe)
@@ -91,22 +91,17 @@ def prepare(
     rows = read_rows(source, findings, recipe.documents, recipe.quotes)
     # While chunks are being tokenised, those before are written and those after are read.
     with _no_cycles_sought(), ThreadPoolExecutor(1) as pool, RowFile() as file:
-        ahead: deque[tuple[list[Texts], Future[list[Tokens]]]] = deque()
-        splits = splits_before_blanks(tokenizer)
+        ahead: deque[tuple[list[Texts], Future[Tokenized]]] = deque()
 
         def finish() -> None:
             good, ids = ahead.popleft()
-            file.write(assembled(tally, recipe, tokenizer, eos, good, ids.result()))
+            file.write(assembled(tally, recipe, tokenizer, good, ids.result()))
             if progress:
                 progress(tally.counts.rows_read)
 
         for chunk in _chunks(rows):
             good = texts_of(tally, chunk, recipe, reader)
-            batch = TextBatch(tokenizer, LIKELY_LONG * recipe.max_length)
-            heads = shared_heads(good, recipe.shorten or "") if splits else repeat(0, len(good))
-            for each, head in zip(good, heads, strict=True):
-                for text, is_trained in each.parts:
-                    batch.add(text, 0 if is_trained else head)
+            batch = batch_of(good, recipe, tokenizer, LIKELY_LONG * recipe.max_length)
             ahead.append((good, pool.submit(batch.tokenize)))
             if len(ahead) > CHUNKS_AHEAD:
                 finish()
@@ -115,9 +110,6 @@ def prepare(
         tally.checks.close()
         for where, problem in findings.bad:
             tally.skip(where, f"cannot be read: {problem}")
-        if not tally.counts.rows_kept:
-            reasons = "; ".join(f"{reason} ({s.count}, first at {s.first[0]})" for reason, s in tally.skips().items())
-            raise DataError(f"{source}: none of the {tally.counts.rows_read} rows can be trained on: {reasons}")
         report = Report(
             files=tuple(str(found.path) for found in find_files(source)),
             notes=tuple(findings.notes),
@@ -129,7 +121,14 @@ def prepare(
             settings=settings_of(recipe),
             **vars(tally.counts),
         )
+        _require_rows(source, report)
         return Prepared(file.table(), report)
+
+
+def _require_rows(source: Path, report: Report) -> None:
+    if not report.rows_kept:
+        reasons = "; ".join(f"{why} ({of.count}, first at {of.first[0]})" for why, of in report.rows_skipped.items())
+        raise DataError(f"{source}: none of the {report.rows_read} rows can be trained on: {reasons}")
 
 
 @contextmanager
@@ -177,7 +176,9 @@ def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
     characters = 0
     for row in rows:
         chunk.append(row)
-        characters += sum(len(value) for value in row.values.values() if isinstance(value, str | list))
+        for value in row.values.values():
+            if isinstance(value, (str, list)):
+                characters += len(value)
         if len(chunk) == CHUNK_ROWS or characters > CHUNK_CHARACTERS:
             yield chunk
             chunk, characters = [], 0

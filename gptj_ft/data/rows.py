@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from gptj_ft.data.files import File, opened_file
 from gptj_ft.errors import DataError
@@ -14,8 +14,7 @@ CHUNK_BYTES = 2**20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One record.
 
     Attributes:

@@ -60,4 +60,5 @@ def num_targets(length: int, prompt_length: int, untrained: Sequence[int] = ()) 
         prompt_length: tokens at its start that are not trained on; the first never is, since nothing predicts it.
         untrained: what else is not, as (start, end) pairs in one flat list, all of it after the prompt.
     """
-    return length - max(prompt_length, 1) - sum(untrained[1::2]) + sum(untrained[::2])
+    targets = length - max(prompt_length, 1)
+    return targets - sum(untrained[1::2]) + sum(untrained[::2]) if untrained else targets

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gptj_ft.data.chat import MESSAGES, REPLY, is_chat, parts_of, shorter
 from gptj_ft.data.placeholders import fields_of, render
@@ -40,8 +40,7 @@ __all__ = [
 Part = tuple[str, bool]  # a text of a row, and whether it is trained on
 
 
-@dataclass(frozen=True)
-class Encoded:
+class Encoded(NamedTuple):
     """A row as tokens.
 
     Attributes:

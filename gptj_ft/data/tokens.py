@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import pre_tokenizers
@@ -11,11 +12,16 @@ if TYPE_CHECKING:
     from gptj_ft.data.tokenizer import RowTokenizer
 
 
-class Tokens(NamedTuple):
-    """A text as tokens, and what the tokenizer says of where they are in it, if that was asked for."""
+class Tokenized(NamedTuple):
+    """Texts as tokens.
 
-    ids: list[int]
-    encoding: Any = None
+    Attributes:
+        ids: of each text.
+        encodings: by the number of the text, of long ones: what the tokenizer says of where their tokens are.
+    """
+
+    ids: list[list[int]]
+    encodings: dict[int, Any]
 
 
 class TextBatch:
@@ -30,29 +36,44 @@ class TextBatch:
         self._backend, self._long = backend_of(tokenizer), long
         self._texts: list[str] = []
         self._number: dict[str, int] = {}
-        self._parts: list[tuple[int, int]] = []  # of each text: numbers of its beginning, -1 for none, and of its rest
+        self._parts: list[int | list[int]] = []  # of each text: its number, or those of its parts
 
-    def add(self, text: str, head: int = 0) -> None:
-        """Add a text whose first ``head`` characters others have, too; they must be tokens of their own."""
-        number = -1
-        if head:
-            number = self._number.setdefault(text[:head], len(self._texts))
-            if number == len(self._texts):
-                self._texts.append(text[:head])
-        self._parts.append((number, len(self._texts)))
-        self._texts.append(text[head:] if head else text)
+    def add(self, text: str, head: int = 0, tail: int = 0) -> None:
+        """Add a text whose first ``head`` and last ``tail`` characters others have, too; their tokens are their own."""
+        if not head and not tail:
+            self._parts.append(len(self._texts))
+            self._texts.append(text)
+            return
+        end = len(text) - tail
+        parts = [self._shared(text[:head])] if head else []
+        parts.append(len(self._texts))
+        self._texts.append(text[head:end])
+        self._parts.append([*parts, self._shared(text[end:])] if tail else parts)
 
-    def tokenize(self) -> list[Tokens]:
+    def _shared(self, text: str) -> int:
+        number = self._number.setdefault(text, len(self._texts))
+        if number == len(self._texts):
+            self._texts.append(text)
+        return number
+
+    def tokenize(self) -> Tokenized:
         """Return the tokens of each text, in the order they came in."""
-        found: list[Any] = [None] * len(self._texts)
-        for is_long in (False, True):
-            numbers = [number for number, text in enumerate(self._texts) if (len(text) > self._long) == is_long]
-            # Without offsets it is faster.
-            encode = self._backend.encode_batch if is_long else self._backend.encode_batch_fast
-            texts = [self._texts[number] for number in numbers]
-            for number, encoding in zip(numbers, encode(texts, add_special_tokens=False), strict=True):
-                found[number] = Tokens(encoding.ids, encoding if is_long else None)
-        return [found[rest] if head < 0 else Tokens(found[head].ids + found[rest].ids) for head, rest in self._parts]
+        texts, backend = self._texts, self._backend
+        long = [number for number, text in enumerate(texts) if len(text) > self._long]
+        # Without offsets it is faster.
+        encodings = dict(
+            zip(long, backend.encode_batch([texts[n] for n in long], add_special_tokens=False), strict=True)
+        )
+        short = [text for text in texts if len(text) <= self._long] if long else texts
+        fast = [encoding.ids for encoding in backend.encode_batch_fast(short, add_special_tokens=False)]
+        rest = iter(fast)
+        found = [encodings[n].ids if n in encodings else next(rest) for n in range(len(texts))] if long else fast
+        return Tokenized(
+            [found[of] if isinstance(of, int) else [*chain.from_iterable(found[n] for n in of)] for of in self._parts],
+            {at: encodings[of] for at, of in enumerate(self._parts) if isinstance(of, int) and of in encodings}
+            if long
+            else {},
+        )
 
 
 def tokenize(tokenizer: RowTokenizer, batch: Sequence[str]) -> list[list[int]]:
