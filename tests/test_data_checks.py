@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_data_tokenizer import make_tokenizer
 
 from gptj_ft.data.batches import rows_of_step
-from gptj_ft.data.checks import delimiters_of
+from gptj_ft.data.checks import ODDITIES, PLAIN, delimiters_of
 from gptj_ft.data.lengths import Lengths, histogram
 from gptj_ft.data.prepare import Prepared, prepare
 from gptj_ft.recipe import resolve
@@ -128,3 +130,42 @@ def test_a_document_in_both_parts_is_said_before_training(shell, tmp_path: Path)
     text = done.said
     assert "warning 2 rows: the same document is in the validation rows" in text
     assert "train.jsonl:11" in text
+
+
+ODD = [
+    "Ã©",
+    "â€™",
+    "\ufffd",
+    "\x07",
+    "\x7f",
+    "\x85",
+    "\ue000",
+    "\r",
+    "-lrb-",
+    " n't ",
+    " 's ",
+    "<s>",
+    "</s>",
+    "``",
+    "<p>",
+    "&amp;",
+]
+ODD += [
+    "a@b.org",
+    "(020) 555-1234",
+    "555 123 4567",
+    "123-45-6789",
+    "4111 1111 1111 1111",
+    "no capitals " * 9,
+    "é",
+    "#1:",
+    " ",
+]
+
+
+@settings(max_examples=300, derandomize=True, database=None, deadline=None)
+@given(text=st.lists(st.one_of(st.sampled_from(ODD), st.text(max_size=3)), max_size=6).map("".join))
+def test_what_is_odd_shows_in_what_is_not_plain(text: str) -> None:
+    rest = text.encode(errors="replace").translate(None, PLAIN)
+    missed = [what for what, (may_show, shows) in ODDITIES.items() if shows(text) and not may_show(rest)]
+    assert not missed
