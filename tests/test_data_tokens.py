@@ -16,8 +16,9 @@ from gptj_ft.data.fields import FieldTexts
 from gptj_ft.data.placeholders import render
 from gptj_ft.data.prepare import prepare
 from gptj_ft.data.rows import Row
+from gptj_ft.data.shorten import Offsets
 from gptj_ft.data.template import encode
-from gptj_ft.data.tokens import TextBatch, is_before_blank, splits_before_blanks, tokenize
+from gptj_ft.data.tokens import TextBatch, encoding_of, is_before_blank, splits_before_blanks, tokenize
 from gptj_ft.errors import RowSkipped
 from gptj_ft.recipe import Recipe, resolve
 
@@ -75,6 +76,14 @@ def test_rows_in_a_template_are_tokenised_as_each_alone(tokenizer, values, templ
         for value, text in zip(values, texts, strict=True)
     ]
     assert batch_of(rows, recipe, tokenizer, long).tokenize().ids[::2] == tokenize(tokenizer, texts)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=TEXTS, first=st.integers(0, 5))
+def test_places_of_tokens_asked_for_one_by_one_are_those_of_all(tokenizer, text: str, first: int) -> None:
+    encoding = encoding_of(tokenizer, text)
+    assert [*Offsets(encoding)] == encoding.offsets
+    assert [*Offsets(encoding, min(first, len(encoding)))] == encoding.offsets[first:]
 
 
 @settings(max_examples=100, deadline=None)

@@ -50,7 +50,7 @@ def shorten(
     text, uses = values[recipe.shorten], found.uses[recipe.shorten]
     encoding = encoding or encoding_of(tokenizer, render(template, values))
     inside = _field_tokens(template, recipe.shorten, values, encoding) if uses == 1 else None
-    offsets = inside.offsets if inside else encoding_of(tokenizer, text).offsets
+    offsets = inside.offsets if inside else Offsets(encoding_of(tokenizer, text))
     start = inside.start if inside else 0
     cut = _Cut(text, start, offsets, _keeper(recipe.cut, offsets, None if answer_at is None else start + answer_at))
 
@@ -59,7 +59,7 @@ def shorten(
             return spliced
         return list(encoding_of(tokenizer, render(template, {**values, recipe.shorten: cut.text(keep)})).ids)
 
-    excess = len(encoding.ids) - room
+    excess = len(encoding) - room
     # Where to cut can nearly always be told from the tokens of the whole ...
     keep = len(offsets) - -(-excess // uses)
     if (fewer := cut.between_words(keep)) and cut.text(fewer).strip() and len(fitting := with_part(fewer)) <= room:
@@ -76,6 +76,27 @@ def shorten(
     fewer = cut.between_words(keep)
     shorter = with_part(fewer) if fewer not in (0, keep) else fitting
     return shorter if len(shorter) <= room else fitting
+
+
+class Offsets(Sequence[Span]):
+    """Where tokens are, in characters, asked of the tokenizer one by one: few of a long text's are looked at.
+
+    Args:
+        encoding: of the text.
+        first: token.
+        end: token after the last; ``None``: the text's.
+    """
+
+    def __init__(self, encoding: Any, first: int = 0, end: int | None = None) -> None:
+        self._encoding, self._tokens = encoding, range(first, len(encoding) if end is None else end)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self._encoding.token_to_chars(token) for token in self._tokens[number]]
+        return self._encoding.token_to_chars(self._tokens[number])
 
 
 @dataclass(frozen=True)
@@ -118,12 +139,12 @@ def _field_tokens(template: str, field: str, values: Mapping[str, Any], encoding
     texts = [str(values[text]) if is_field else text for text, is_field in pieces]
     start = sum(map(len, texts[: next(n for n, piece in enumerate(pieces) if piece == (field, True))]))
     stop = start + len(values[field])
-    offsets = encoding.offsets
+    offsets = Offsets(encoding)
     first = next((number for number, (at, _) in enumerate(offsets) if at >= start), len(offsets))
     end = next((number for number in range(len(offsets), first, -1) if offsets[number - 1][1] <= stop), first)
     if end == first:
         return None
-    return _FieldTokens(encoding.ids, "".join(texts), start, stop, first, offsets[first:end])
+    return _FieldTokens(encoding.ids, "".join(texts), start, stop, first, Offsets(encoding, first, end))
 
 
 def _keeper(cut: str, offsets: Sequence[Span], answer_at: int | None) -> Keeper:
