@@ -38,7 +38,8 @@ def model_folder(arguments: argparse.Namespace) -> Path:
         torch.manual_seed(0)
         config = GPTJConfig(
             vocab_size=arguments.vocabulary, n_positions=2048, n_embd=arguments.width, n_layer=arguments.layers,
-            n_head=max(1, arguments.width // 64), rotary_dim=min(64, arguments.width), bos_token_id=0, eos_token_id=0,
+            n_head=max(1, arguments.width // 64), rotary_dim=min(64, arguments.width), bos_token_id=0,
+            eos_token_id=None,
         )  # fmt: skip
         GPTJForCausalLM(config).float().save_pretrained(folder)
     return Path(folder)
@@ -51,8 +52,8 @@ def write(model: Any, arguments: argparse.Namespace, rows: int, beams: int, toke
     )
     start = time.perf_counter()
     output = model.generate(
-        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=tokens, min_new_tokens=tokens,
-        num_beams=beams, do_sample=False, pad_token_id=0, eos_token_id=0,
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=tokens, num_beams=beams,
+        do_sample=False, pad_token_id=0,
     )  # fmt: skip
     return time.perf_counter() - start, output
 

@@ -1,4 +1,4 @@
-"""What layers are made of: ragged batches, attention inside documents, rotary positions, linear layers.
+"""What layers are made of: ragged batches, attention inside documents, rotary positions.
 
 Axis letters: T tokens of a packed batch, S tokens that carry a target, D model width, N heads, H head width,
 R rotary width, V vocabulary, L length of one document.
@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from gptj_ft.kv_cache import KVCache
 
 NO_TARGET = -100
-FEW_TOKENS = 32
 log = logging.getLogger(__name__)
 
 
@@ -35,6 +34,7 @@ class PackedBatch:
         goes_on: whether the documents have begun in an earlier pass, whose keys and values the cache has.
         noise: seed of what training drops of this batch; ``None``: nothing is dropped.
         numbers: of its documents, among those of all batches that share a pass and a cache; none: from 0 on.
+        turns: what `turns` has found for it.
     """
 
     tokens_T: Tensor
@@ -45,6 +45,7 @@ class PackedBatch:
     goes_on: bool = False
     noise: int | None = None
     numbers: tuple[int, ...] = ()
+    turns: dict[tuple[int, float], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def num_targets(self) -> int:
@@ -65,7 +66,7 @@ class PackedBatch:
         if self.tokens_T.device == device:
             return self
         tokens_T, positions_T, targets_T = (x.to(device) for x in (self.tokens_T, self.positions_T, self.targets_T))
-        return replace(self, tokens_T=tokens_T, positions_T=positions_T, targets_T=targets_T)
+        return replace(self, tokens_T=tokens_T, positions_T=positions_T, targets_T=targets_T, turns={})
 
 
 def pack(
@@ -103,71 +104,37 @@ def pack(
     return PackedBatch(tokens_T, positions_T, targets_T, tuple(cu_seqlens), cache, numbers=tuple(numbers))
 
 
-def rotate(x_TNH: Tensor, positions_T: Tensor, rotary_dim: int, base: float = 10000.0) -> Tensor:
-    """Rotary position embedding on the first ``rotary_dim`` dims of each head, interleaved pairs (2i, 2i+1).
+def turns(batch: PackedBatch, rotary_dim: int, base: float = 10000.0) -> Tensor:
+    """Return what `rotate` turns a batch's pairs by: cos + i sin of their angles, complex64 [T, 1, R/2].
 
-    As in mesh-transformer-jax and GPT-J (https://arxiv.org/abs/2104.09864); angles and rotation in fp32.
+    When a model writes, it is computed once for all layers of a pass: it takes longer than the turning.
     """
-    exponent = torch.arange(0, rotary_dim, 2, device=x_TNH.device, dtype=torch.int64).float() / rotary_dim
-    angle_TR = positions_T[:, None].float() * (1.0 / base**exponent)
-    cos, sin = angle_TR.cos()[:, None, :], angle_TR.sin()[:, None, :]
+    key = rotary_dim, base
+    if key in batch.turns:
+        return batch.turns[key]
+    device = batch.positions_T.device
+    exponent = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.int64).float() / rotary_dim
+    angle_T1R = (batch.positions_T[:, None].float() * (1.0 / base**exponent))[:, None]
+    turn = torch.complex(angle_T1R.cos(), angle_T1R.sin())
+    if batch.cache is not None:
+        batch.turns[key] = turn
+    return turn
+
+
+def rotate(x_TNH: Tensor, turn: Tensor) -> Tensor:
+    """Rotary position embedding on the first R dims of each head, interleaved pairs (2i, 2i+1); in place if possible.
+
+    As in mesh-transformer-jax and GPT-J (https://arxiv.org/abs/2104.09864); in fp32.
+    """
+    rotary_dim = 2 * turn.shape[-1]
+    if torch.is_inference_mode_enabled() and x_TNH.dtype == torch.float32 and x_TNH.shape[-1] % 2 == 0:
+        pairs = x_TNH[..., :rotary_dim].view(*x_TNH.shape[:-1], -1, 2)
+        torch.view_as_complex(pairs).mul_(turn)
+        return x_TNH
+    cos, sin = turn.real, turn.imag
     even, odd = x_TNH[..., :rotary_dim:2].float(), x_TNH[..., 1:rotary_dim:2].float()
     rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
     return torch.cat((rotated.to(x_TNH.dtype), x_TNH[..., rotary_dim:]), dim=-1)
-
-
-def project(x_TD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return what `torch.nn.functional.linear` does; faster on a few tokens, when a model writes on a CPU.
-
-    Measured (MKL, 2 cores with AVX2): of 2 to 32 tokens, the product with weights on the left takes 0.3 to 0.8 times
-    as long. It rounds differently, so training, which runs forward twice, does without: it is not in inference mode.
-    """
-    is_few = torch.is_inference_mode_enabled() and 1 < len(x_TD) <= FEW_TOKENS
-    if not is_few or x_TD.device.type != "cpu" or x_TD.dtype != torch.float32:
-        return F.linear(x_TD, weight, bias)
-    out = torch.mm(weight, x_TD.t()).t().contiguous()
-    return out if bias is None else out.add_(bias)
-
-
-class Linear(nn.Linear):
-    """`torch.nn.Linear` by way of `project`."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return project(input, self.weight, self.bias)
-
-
-class Conv1D(nn.Module):
-    """A linear layer whose weight is stored (in, out), as TensorFlow did."""
-
-    def __init__(self, num_in: int, num_out: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_in, num_out))
-        self.bias = nn.Parameter(torch.empty(num_out))
-
-    def forward(self, x_TI: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x_TI, self.weight)
-
-
-class TiedLinear(nn.Module):
-    """A projection whose weight is a parameter of the model's first layer: its transposed embedding, say.
-
-    The weight is a buffer, and in no ``state_dict``: it is stored, updated and counted where it belongs. Whoever runs
-    the layer hands it in; see `stores.Layout.borrowed`.
-
-    Args:
-        shape: of the weight, (output width, input width).
-        source: its name in the first layer.
-    """
-
-    weight: Tensor
-
-    def __init__(self, shape: tuple[int, int], source: str) -> None:
-        super().__init__()
-        self.source = source
-        self.register_buffer("weight", torch.empty(shape), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return project(x, self.weight, None)
 
 
 @lru_cache

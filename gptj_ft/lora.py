@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptj_ft.families import Architecture, Family
-from gptj_ft.layers import Conv1D
+from gptj_ft.linear import Conv1D
 
 A, B = "lora_A", "lora_B"
 

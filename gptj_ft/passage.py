@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -124,8 +124,12 @@ class Passage:
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the parameters that the layer computes with as views of its weights, and of those it borrows."""
-        frozen = self._stack.frozen[self.index]
-        return {**(frozen.views(self.frozen) if frozen.numel else {}), **self.trained_parameters()}
+        frozen = self._stack.frozen_views(self.index, self.frozen) if self.frozen.numel() else {}
+        return {**frozen, **self.trained_parameters()}
+
+    def run(self, parameters: Mapping[str, Tensor], *inputs: Any) -> Tensor:
+        """Run the layer with these in the place of its parameters, by name."""
+        return self._stack.runners[self.index].run(parameters, *inputs)
 
     def advance(self, wait: bool = False) -> bool:
         """Update what has come, or with ``wait`` everything; tell whether nothing is left to ask the stores for."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gptj_ft.boundaries import Boundaries, Here
 from gptj_ft.buffers import Buffers
+from gptj_ft.runner import Runner
 from gptj_ft.stores import LENDER, PART_NUMEL, Kind, LayerStore, Layout, Transfer, parts
 from gptj_ft.stores.cuda import Gaps, marks
 
@@ -85,9 +86,12 @@ class LayerStack:
         self._frozen_slots: Buffers | None = None
         self._gradients: dict[bool, Buffers] = {}  # by whether they are of the layer that lends
         self._pools: dict[Kind, Buffers] = {}
+        self._views: dict[tuple[int, int], Mapping[str, Tensor]] = {}
+        self.runners = [Runner(layer) for layer in self.layers]
         for layer in self.layers:
             layer.eval()  # dropout is for those who ask for it
-            for module in layer.modules():
+            # What is only read comes whole: in between there is nothing to do for it.
+            for module in layer.modules() if set(self.dtypes) > {"weight"} else ():
                 module.register_forward_pre_hook(lambda *_: self.pump())
 
     @cached_property
@@ -134,6 +138,13 @@ class LayerStack:
         streamed = {kind for kind, store in self.stores.items() if not store.resident}
         _ = self.slots if "weight" in streamed else None
         _ = self.frozen_slots if "frozen" in streamed else None
+
+    def frozen_views(self, layer: int, flat: Tensor) -> Mapping[str, Tensor]:
+        """Return a layer's frozen parameters as views of where they are; kept, for they come back to the same place."""
+        key = layer, flat.data_ptr()
+        if key not in self._views:
+            self._views[key] = self.frozen[layer].views(flat)
+        return self._views[key]
 
     def lends(self, layer: int) -> bool:
         """Tell whether another layer computes with parameters of this one that are trained."""
@@ -258,6 +269,7 @@ class LayerStack:
         self._slots = self._frozen_slots = None
         self._gradients.clear()
         self._pools.clear()
+        self._views.clear()
 
     @property
     def _largest(self) -> int:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 from transformers import AutoConfig, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -55,9 +54,10 @@ class Passes:
         self._stream = None  # a pass that is broken off leaves the next one nothing to go on from
         hidden = forward(islice(self._layers, top), batches)
         head = next(self._layers)
+        parameters = head.parameters()
         with torch.inference_mode():
             after_SD = torch.cat([x_TD[at] for x_TD, at in zip(hidden, positions, strict=True)])
-            logits: Tensor = functional_call(head.module, head.parameters(), (after_SD,))
+            logits = head.run(parameters, after_SD)
             scores = score_hidden(head, hidden, wanted) if wanted else []
         self._stream = stack.coming
         return logits, scores
@@ -101,7 +101,7 @@ class RaggedCache(DynamicCache):  # type: ignore[misc]
         """
         rows = torch.arange(len(tokens), device=tokens.device) if self.rows is None else self.rows
         if len(self.ends):
-            has_ended = torch.isin(tokens[rows, -1], self.ends.to(tokens.device))
+            has_ended = (tokens[rows, -1, None] == self.ends.to(tokens.device)).any(1)
             if bool(has_ended.any()):
                 self.kv.select((~has_ended).nonzero().squeeze(1))
                 rows = rows[~has_ended]

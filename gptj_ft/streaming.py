@@ -22,7 +22,6 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import functional_call
 
 from gptj_ft.boundaries import Boundaries
 from gptj_ft.errors import NotFinite
@@ -197,8 +196,7 @@ def forward(
 def run_layer(loaded: Passage, parameters: Mapping[str, Tensor], x: Tensor, batch: PackedBatch) -> Tensor:
     """Return what a layer below the head makes of a micro-batch."""
     with dropping(loaded, batch):
-        output: Tensor = functional_call(loaded.module, dict(parameters), (x, batch))
-    return output
+        return loaded.run(parameters, x, batch)
 
 
 @contextmanager
@@ -309,7 +307,7 @@ def head_gradients(
         for number, positions_S in enumerate(target_chunks(head, batch)):
             x_SD = hidden[b][positions_S].requires_grad_(head.is_above_trained)
             with dropping(head, batch, number):
-                logits_SV = functional_call(head.module, parameters, (x_SD,))
+                logits_SV = head.run(parameters, x_SD)
             loss = F.cross_entropy(logits_SV, batch.targets_T[positions_S], reduction="sum")
             z = z_loss * logits_SV.logsumexp(-1).square().sum() if z_loss else loss.new_zeros(())
             ((loss + z) / num_targets).backward()  # type: ignore[no-untyped-call]
@@ -387,7 +385,7 @@ def score_hidden(head: Passage, hidden: Sequence[Tensor], wanted: Sequence[Wante
         for start in range(0, len(asked.positions_S), size):
             positions_S, tokens_S = asked.positions_S[start : start + size], asked.tokens_S[start : start + size]
             with torch.no_grad():
-                logits_SV = functional_call(head.module, parameters, (x_TD[positions_S],))
+                logits_SV = head.run(parameters, x_TD[positions_S])
                 log_probabilities.append(-F.cross_entropy(logits_SV, tokens_S, reduction="none").cpu())
                 likeliest.append((logits_SV.argmax(-1) == tokens_S).cpu())
         scores.append(TokenScores(torch.cat(log_probabilities), torch.cat(likeliest)))

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import SHAPES, random_gptj
 
 from gptj_ft.decoding import StreamedModel, cut_at, generate_tokens
 from gptj_ft.errors import NotFinite, UsageError
+from gptj_ft.linear import Conv1D, Linear, project_by_all
 from gptj_ft.model import reading_stack
 from gptj_ft.reading import batches_by_length
 from gptj_ft.recipe import Generation, build
+from gptj_ft.runner import Runner
 from gptj_ft.streamed_model import RaggedCache
 
 CPU = torch.device("cpu")
@@ -277,3 +280,32 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 def test_text_ends_before_a_stop_string_but_not_before_it_says_something() -> None:
     assert cut_at("\n yes\nQuestion: more", ("\n",)) == "\n yes"
     assert cut_at("yes", ("\n",)) == "yes"
+
+
+@pytest.mark.parametrize("count", [1, 2, 32, 33, 128, 129])
+def test_products_of_few_tokens_are_what_torch_makes_of_them(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    flat, x = torch.randn(3, 48, 48, generator=generator), torch.randn(count, 48, generator=generator)
+    linears = [Linear(48, 48, bias=False) for _ in range(3)]
+    for linear, weight in zip(linears, flat, strict=True):
+        linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    transposed, biased = Conv1D(48, 48), Linear(48, 40)
+    with torch.no_grad():
+        transposed.weight.copy_(flat[1].t()), transposed.bias.fill_(0.5)
+        expected = [F.linear(x, weight) for weight in flat]
+        with_bias = F.linear(x, biased.weight, biased.bias)
+    with torch.inference_mode():
+        torch.testing.assert_close(list(project_by_all(x, linears)), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(transposed(x), expected[1] + 0.5, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(biased(x), with_bias, rtol=1e-5, atol=1e-5)
+        linears[2].register_forward_hook(lambda module, inputs, output: 2 * output)
+        torch.testing.assert_close(list(project_by_all(x, linears))[2], 2 * expected[2], rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_that_was_run_with_tensors_keeps_none_of_them() -> None:
+    layer = torch.nn.Linear(2, 2, device="meta")
+    runner, tensors = Runner(layer), {"weight": torch.eye(2), "bias": torch.ones(2)}
+    assert runner.run(tensors, torch.zeros(1, 2)).tolist() == [[1.0, 1.0]]
+    with pytest.raises(RuntimeError):
+        runner.run(tensors, torch.zeros(1, 3))
+    assert all(parameter.device.type == "meta" for parameter in layer.parameters())

@@ -23,6 +23,8 @@ ORDER = [
         "schedule",
         "kv_cache",
         "layers",
+        "linear",
+        "runner",
         "home",
         "hub",
         "hub_files",

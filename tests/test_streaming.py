@@ -95,7 +95,7 @@ def oracle_loss(oracle, docs: list[list[int]], z_loss: float = 0.0):
 
 def next_token_logits(stack, batch: PackedBatch) -> torch.Tensor:
     """Return the logits after the last token of each document, [documents, V]."""
-    return Passes(stack).logits(batch, torch.tensor(batch.cu_seqlens[1:]) - 1)
+    return Passes(stack).read([batch], [torch.tensor(batch.cu_seqlens[1:]) - 1])[0]
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -110,6 +110,12 @@ def test_the_generation_settings_are_those_of_the_recipe_and_valid_elsewhere(bas
     searched = GenerationConfig.from_pretrained(tuned(base, beams, tmp_path / "c"))
     searched.validate(strict=True)
     assert (searched.num_beams, searched.length_penalty, searched.max_new_tokens) == (4, 0.8, 9)
+    chosen = {"min_p": 0.1, "min_new_tokens": 2, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "top_k": 7}
+    drawn = GenerationConfig.from_pretrained(
+        tuned(base, preset("summarization", generation={"temperature": 0.9, **chosen}), tmp_path / "d")
+    )
+    drawn.validate(strict=True)
+    assert {key: getattr(drawn, key) for key in chosen} == chosen
     assert (greedy.eos_token_id, greedy.pad_token_id, greedy.bos_token_id) == (end, end, end)
 
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from gptj_ft.errors import DataError
 from gptj_ft.families import Family, Leaf
-from gptj_ft.layers import Conv1D, Linear, PackedBatch, TiedLinear, attend
+from gptj_ft.layers import PackedBatch, attend
+from gptj_ft.linear import Conv1D, Linear, TiedLinear
 
 # "gelu" is the exact form, by the error function; OpenAI's models have the other.
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from gptj_ft.errors import DataError
 from gptj_ft.families import Family
 from gptj_ft.families.gptj_names import CEREBRAS, MESH
-from gptj_ft.layers import Linear, PackedBatch, attend, rotate
+from gptj_ft.layers import PackedBatch, attend, rotate, turns
+from gptj_ft.linear import Linear, project_by_all
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,10 @@ class Attention(nn.Module):
         self.out_proj = Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x_TD: Tensor, batch: PackedBatch) -> Tensor:
-        q, k, v = (p(x_TD).unflatten(-1, (self.num_heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = (rotate(x, batch.positions_T, self.rotary_dim) for x in (q, k))
+        parts = project_by_all(x_TD, (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (x.view(len(x), self.num_heads, -1) for x in parts)
+        turn = turns(batch, self.rotary_dim)
+        q, k = rotate(q, turn), rotate(k, turn)
         out: Tensor = self.out_proj(attend(q, k, v, batch, self.index).flatten(-2))
         return out
 

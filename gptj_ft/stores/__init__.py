@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gptj_ft.layers import TiedLinear
+from gptj_ft.linear import TiedLinear
 
 T = TypeVar("T")
 Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq", "grad", "frozen", "boundary"]
