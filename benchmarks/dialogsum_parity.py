@@ -13,32 +13,18 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from transformers import GPTJConfig, GPTJForCausalLM
+from same_work import Work, make_model, open_model
+from transformers_loop import train
 
-from gptj_ft.data.batches import Rows, rows_of_step
-from gptj_ft.data.prepare import load
-from gptj_ft.recipe import Recipe
 from gptj_ft.run import Run
-from gptj_ft.schedule import Schedule
 
 SHAPE = {"vocab_size": 50400, "n_positions": 1024, "n_embd": 384, "n_layer": 8, "n_head": 6, "rotary_dim": 32}
-
-
-def make_model(folder: Path, tokenizer: Path) -> None:
-    """Write a random GPT-J with GPT-2's tokenizer."""
-    torch.manual_seed(0)
-    config = GPTJConfig(**SHAPE, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    GPTJForCausalLM(config).save_pretrained(folder)
-    for name in ("vocab.json", "merges.txt"):
-        shutil.copy(tokenizer / name, folder / name)
 
 
 def train_streamed(folder: Path, data: Path, run: Path, steps: int) -> float:
@@ -53,37 +39,13 @@ def train_streamed(folder: Path, data: Path, run: Path, steps: int) -> float:
     return time.perf_counter() - start
 
 
-def train_with_transformers(folder: Path, run: Run, recipe: Recipe, steps: int) -> tuple[list[float], float]:
+def train_with_transformers(folder: Path, work: Work) -> tuple[list[float], float]:
     """Train the same rows with `transformers`, right-padded; return the losses and the seconds of the steps."""
-    rows = Rows.of(load(run.data / "train").rows)
-    model = GPTJForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": recipe.weight_decay},
-        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=recipe.betas, eps=recipe.eps, fused=True)
-    schedule, losses, start = Schedule.of(recipe, steps), [], time.perf_counter()
-    for step in range(steps):
-        chosen = rows_of_step(step, len(rows), recipe.batch_size, recipe.seed)
-        width = max(len(rows.documents[row]) for row in chosen)
-        ids, labels = torch.zeros(len(chosen), width, dtype=torch.long), torch.full((len(chosen), width), -100)
-        mask = torch.zeros_like(ids)
-        for i, row in enumerate(chosen):
-            document, prompt = torch.tensor(rows.documents[row]), rows.prompt_lengths[row]
-            ids[i, : len(document)], mask[i, : len(document)] = document, 1
-            labels[i, prompt : len(document)] = document[prompt:]
-        logits = model(ids, attention_mask=mask).logits[:, :-1]
-        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, recipe.clip_norm or float("inf"))
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.lr(step + 1)
-        optimizer.step()
-        losses.append(loss.item())
-        if step % 20 == 0:
-            print(f"transformers step {step + 1}: {losses[-1]:.4f}", file=sys.stderr, flush=True)
+    losses, start = list[float](), time.perf_counter()
+    for loss in train(open_model(folder), work):
+        if len(losses) % 20 == 0:
+            print(f"transformers step {len(losses) + 1}: {loss:.4f}", file=sys.stderr, flush=True)
+        losses.append(loss)
     return losses, time.perf_counter() - start
 
 
@@ -97,11 +59,10 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True)
     folder, run = arguments.work / "model", Run(arguments.work / "run")
-    make_model(folder, arguments.tokenizer)
+    make_model(folder, arguments.tokenizer, SHAPE)
     command_seconds = train_streamed(folder, arguments.data, run.folder, arguments.steps)
-    recipe = run.recipe()
     ours = [line for line in run.metrics() if "loss" in line]
-    theirs, their_seconds = train_with_transformers(folder, run, recipe, arguments.steps)
+    theirs, their_seconds = train_with_transformers(folder, Work.of(run))
     differences = [abs(a["loss"] - b) for a, b in zip(ours, theirs, strict=True)]
     with (arguments.work / "parity.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -110,7 +71,7 @@ def main() -> None:
             writer.writerow([line["step"], f"{line['loss']:.6f}", f"{loss:.6f}", f"{difference:.2e}"])
     summary = {
         "steps": arguments.steps,
-        "parameters": sum(p.numel() for p in GPTJForCausalLM(GPTJConfig(**SHAPE)).parameters()),
+        "parameters": sum(p.numel() for p in open_model(folder).parameters()),
         "largest_difference": max(differences),
         "at_step": 1 + differences.index(max(differences)),
         "first_loss": theirs[0],

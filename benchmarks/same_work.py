@@ -31,7 +31,7 @@ class Step:
 
     Attributes:
         lr: learning rate.
-        documents: token ids of each row, EOS included.
+        documents: token ids of each row, EOS included; of windows that hold several documents, of each of these.
         prompt_lengths: tokens at each row's start that are not trained on, at least 1.
     """
 
@@ -74,13 +74,15 @@ class Work:
         from gptj_ft.data.prepare import load
         from gptj_ft.schedule import Schedule
 
-        recipe, rows = run.recipe(), Rows.of(load(run.data / "train").rows)
+        recipe = run.recipe()
+        rows = Rows.of(load(run.data / "train").rows, recipe.packing, recipe.max_length)
         assert recipe.max_steps is not None
         schedule, steps = Schedule.of(recipe, recipe.max_steps), []
         for step in range(recipe.max_steps):
             chosen = rows_of_step(step, len(rows), recipe.batch_size, recipe.seed)
-            documents = [list(rows.documents[row]) for row in chosen]
-            steps.append(Step(schedule.lr(step + 1), documents, [rows.prompt_lengths[row] for row in chosen]))
+            documents = [document for row in chosen for document in rows.row(row)]
+            prompts = [max(document.prompt_length, 1) for document in documents]
+            steps.append(Step(schedule.lr(step + 1), [list(document.ids) for document in documents], prompts))
         return cls(steps, recipe.betas, recipe.eps, recipe.weight_decay, recipe.clip_norm or float("inf"))
 
     def save(self, path: Path) -> None:

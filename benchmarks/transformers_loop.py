@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +37,8 @@ PLACES = ("auto", "disk")
 LOOPS = ("plain", "targets", "rows", "recompute")
 
 
-def train(folder: Path, work: Work, loop: str = "plain") -> Iterator[float]:
-    """Train a model folder; yield the loss of each step."""
-    model = open_model(folder)
+def train(model: GPTJForCausalLM, work: Work, loop: str = "plain") -> Iterator[float]:
+    """Train a model; yield the loss of each step."""
     if loop == "recompute":
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(
@@ -83,7 +81,7 @@ def main() -> None:
     folder = arguments.work
     if arguments.loop:
         work = Work.load(folder / "work.json")
-        work.write_losses(train(folder / "model", work, arguments.loop), folder / f"{arguments.loop}.jsonl")
+        work.write_losses(train(open_model(folder / "model"), work, arguments.loop), folder / f"{arguments.loop}.jsonl")
         return
     folder.mkdir(parents=True)
     make_model(folder / "model", arguments.tokenizer)
