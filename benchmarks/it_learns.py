@@ -76,7 +76,7 @@ TASKS = {
     PRETRAINING: Task(
         "continuous-pretraining", "jsonl", ("perplexity", "word_perplexity", "token_accuracy"), 240, 16, 256, 2e-3
     ),
-    "sst2": Task("sst2", "tsv", ("accuracy", "macro_f1", "loss"), 200, 32, 128, 1e-3),
+    "sst2": Task("sst2", "tsv", ("accuracy", "macro_f1", "loss"), 600, 32, 128, 1e-3),
     "dialogsum": Task("dialogsum", "jsonl", ("rouge1", "rouge2", "rougeL", "perplexity"), 120, 8, 384, 1e-3, 48),
     "squad": Task("squad", "json", ("exact_match", "f1", "perplexity"), 120, 8, 384, 1e-3, 16),
 }
