@@ -354,7 +354,7 @@ def test_prepare_data_finetune_and_evaluate_take_a_data_set_by_its_name(hub: Hub
     done = typed(f"prepare-data --data hub:{NAME}:validation --recipe summarization --model tiny --json")
     assert done.code == 0, done.err
     assert (done.json["folder"], done.json["rows_kept"]) == ("some-notes_validation.prepared", 12)
-    assert FIRST in done.err
+    assert FIRST in json.dumps(done.json)
     line = (
         f"finetune --recipe summarization --model tiny --max-steps 1 --data hub:{NAME} --val-data hub:{NAME}:validation"
     )
