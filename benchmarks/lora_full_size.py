@@ -8,8 +8,6 @@ written for it, from its start to the exported adapter. To reach: 4 GiB, and 1 %
     python benchmarks/lora_full_size.py --tokenizer gpt2/ --work /tmp/lora-full
 
 `--layers 2 --width 64` tries the script. `--set key=value` reaches `gptj-ft`.
-
-Not run yet at full size.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ memory.
 
     python benchmarks/lora_vs_peft.py --data train.jsonl --tokenizer gpt2/ --work /tmp/lora-loop
 
-`--set key=value` reaches `gptj-ft`. Needs `peft`. Not run yet at full size.
+`--set key=value` reaches `gptj-ft`. Needs `peft`.
 """
 
 from __future__ import annotations
