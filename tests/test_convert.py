@@ -163,7 +163,7 @@ module.convert(Path(sys.argv[1]), Path(sys.argv[2]), module.Conversion(to=sys.ar
 """
 
 
-@pytest.mark.parametrize("to", ["folder", "huggingface", "mesh"])
+@pytest.mark.parametrize("to", ["folder", pytest.param("huggingface", marks=pytest.mark.slow), "mesh"])
 def test_a_killed_conversion_looks_unfinished_and_is_gone_on_with(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:

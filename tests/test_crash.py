@@ -191,7 +191,7 @@ def test_writes_that_are_lost_unless_flushed_cost_no_step_that_was_saved(
     keeping_session: Session, kept: Run, tmp_path: Path
 ) -> None:
     total = count_lossy_operations(keeping_session, tmp_path)
-    for last in range(1, total, 17):
+    for last in range(1, total, 29):
         lose_power_and_resume(keeping_session, kept, tmp_path, [last], seed=None)
         lose_power_and_resume(keeping_session, kept, tmp_path, [last + 6], seed=last)
 

@@ -102,7 +102,7 @@ def test_the_texts_of_a_row_are_joined_together_so_that_an_answer_still_stands_i
     assert answer.text in passage.text
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(st.lists(texts, min_size=1, max_size=3))
 def test_mending_what_is_mended_changes_nothing(row: list[str]) -> None:
     once = [each.text for each in fix_texts(row)]
@@ -148,7 +148,7 @@ def test_a_wrongly_decoded_text_comes_back_exactly_beside_a_right_one(wrong: str
         assert fixed(decode_wrongly(decode_wrongly(text))) == text
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(texts)
 def test_letters_are_decoded_again_only_if_they_turn_back_into_the_same(text: str) -> None:
     before = "".join(WINDOWS.get(letter, letter) for letter in text.replace("ï»¿", ""))

@@ -85,10 +85,6 @@ def kill_at_random(server: ForkServer, straight: Run, folder: Path, trials: int,
     assert kills > trials / 2, "most were over before they were to be killed"
 
 
-def test_a_command_killed_at_random_instants_ends_the_same(server: ForkServer, straight: Run, tmp_path: Path) -> None:
-    kill_at_random(server, straight, tmp_path, trials=1)
-
-
 @pytest.mark.slow
 def test_a_command_killed_at_200_random_instants_ends_the_same(
     server: ForkServer, straight: Run, tmp_path: Path

@@ -146,7 +146,7 @@ def with_noise(batches):
     return [replace(batch, noise=seed_of((0, number))) for number, batch in enumerate(batches)]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])
 @pytest.mark.parametrize("shape", TARGETS)
 def test_placement_kept_activations_and_late_updates_never_change_a_bit(
     shape: str, dropout: float, folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -228,7 +228,7 @@ def test_a_run_is_the_same_in_every_placement_and_writes_no_weight_of_the_model(
         assert session.plan.costs.disk_bytes_written_per_step == 16 * trained
 
 
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_power_cut_at_any_disk_operation_loses_nothing_but_the_step_in_flight(
     stride: int, straight, tmp_path: Path
 ) -> None:
