@@ -12,7 +12,7 @@ scores  ROUGE of 1,000 pairs against rouge-score, SQuAD's exact match and F1 of 
 memory  loss and ROUGE of the same rows, streamed from the folder: no tensor of [tokens, vocabulary], peak within what
         the plan said (its allowance for interpreter and libraries replaced by what they took before).
 
-`--small` tries all of it with a model of two narrow blocks. Not run yet at full size.
+`--small` tries all of it with a model of two narrow blocks.
 """
 
 from __future__ import annotations
