@@ -34,6 +34,9 @@ def test_with_nothing_there_each_command_says_what_to_type(shell, rows_file: Pat
         ("generate prompt", "gptj-ft download"),
         ("evaluate --data rows.jsonl", "gptj-ft download"),
         ("finetune", "--data"),
+        ("evaluate --num-fewshot 2", "add --tasks"),
+        ("evaluate --tasks some --data rows.jsonl", "leave out --data"),
+        ("evaluate --predictions rows.jsonl --dry-run", "leave one out"),
     ):
         done = shell(line)
         assert done.code == 2, line

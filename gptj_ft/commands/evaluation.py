@@ -108,8 +108,12 @@ def evaluate(
         require_new(output)
     if predictions is None and allow_empty:
         raise UsageError("--allow-empty is about the predictions of other systems: add --predictions FILE.jsonl")
-    if sum((predictions is not None, tasks is not None)) > 1 or (tasks and data):
+    if tasks is not None and (predictions is not None or data):
         raise UsageError("--tasks have rows of their own: leave out --data and --predictions")
+    if tasks is None and (include_path is not None or num_fewshot is not None):
+        raise UsageError("--include-path and --num-fewshot are about lm-eval's tasks: add --tasks T1,T2")
+    if predictions is not None and dry_run:
+        raise UsageError("--dry-run shows what reading a model takes; --predictions reads none: leave one out")
     out = Output(as_json, quiet)
     rows = fetched_rows(data, offline, out) if data else None
     wishes = Wishes(output, reports or [], show, out, shlex.join(["gptj-ft", *sys.argv[1:]]))
