@@ -9,16 +9,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_data_tokenizer import make_tokenizer
-from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 
-from gptj_ft.data.assembly import Texts, batch_of
-from gptj_ft.data.fields import FieldTexts
-from gptj_ft.data.placeholders import render
+from gptj_ft.data import words as words_module
 from gptj_ft.data.prepare import prepare
-from gptj_ft.data.rows import Row
-from gptj_ft.data.shorten import Offsets
 from gptj_ft.data.template import encode
-from gptj_ft.data.tokens import TextBatch, encoding_of, is_before_blank, splits_before_blanks, tokenize
+from gptj_ft.data.tokens import _token_bytes, is_before_blank, places_of, splits_before_blanks, tokenize
+from gptj_ft.data.words import Words
 from gptj_ft.errors import RowSkipped
 from gptj_ft.recipe import Recipe, resolve
 
@@ -44,46 +41,48 @@ def test_where_a_blank_follows_a_text_has_the_tokens_of_its_parts(tokenizer, tex
             assert [*tokenize(tokenizer, [text[:at]])[0], *tokenize(tokenizer, [text[at:]])[0]] == whole
 
 
-def test_a_batch_gives_each_text_its_own_tokens(tokenizer) -> None:
-    passage = "The lift to level 3 stops, and its door stays open." * 9
-    texts = [(f"{passage}\n\nQuestion: {n}?\n\nAnswer:", len(passage), n % 2 * 9) for n in range(4)]
-    texts += [("short", 0, 0), (passage * 3, 0, 0), (f"{passage}\n\nAnswer:", len(passage), 9), ("The end", 3, 4)]
-    batch = TextBatch(tokenizer, long=1000)
-    for text in texts:
-        batch.add(*text)
-    found = batch.tokenize()
-    assert found.ids == tokenize(tokenizer, [text for text, *_ in texts])
-    assert [*found.encodings] == [5]
-    assert found.encodings[5].ids == found.ids[5]
+@settings(max_examples=300, deadline=None)
+@given(texts=st.lists(TEXTS, min_size=1, max_size=4))
+def test_texts_looked_up_word_by_word_have_the_tokens_of_the_tokenizer(tokenizer, texts: list[str]) -> None:
+    words = Words(tokenizer)
+    wanted = tokenize(tokenizer, texts)
+    for _ in range(2):  # those of the second time are in the table
+        assert list(map(list, words(texts))) == wanted
 
 
-TEMPLATES = [
-    "Read this.\n\n{{ a }}\n\nSummary:",
-    "{{ a }}\n\nSummary:",
-    "Read. {{ a }}",
-    "Read{{ a }}:",
-    " {{ a }} {{ a }} ",
-]
+def test_texts_of_ordinary_words_are_looked_up_and_others_are_not(tokenizer, monkeypatch) -> None:
+    given_back: list[str] = []
+    monkeypatch.setattr(words_module, "tokenize", lambda _, texts: [given_back.append(text) or [] for text in texts])
+    Words(tokenizer)(["The lift  stops.\n\nIts door stays open: \u201cnow\u201d. ", "\n \n a\tb", "", "naïve 🙂"])
+    assert not given_back
+    Words(tokenizer)(["a\0 b", "a\t b", "\u6587" * 400, "so far"])
+    assert given_back == ["a\0 b", "a\t b", "\u6587" * 400]
+
+
+def test_the_table_of_words_has_a_limit(tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(words_module, "MOST_WORDS", 3)
+    words, texts = Words(tokenizer), ["a b c d e", "d e f " + 99 * "g" + " h"]
+    assert list(map(list, words(texts))) == tokenize(tokenizer, texts)
+    assert len(words._table) <= 3
 
 
 @settings(max_examples=200, deadline=None)
-@given(values=st.lists(TEXTS, min_size=1, max_size=4), template=st.sampled_from(TEMPLATES), long=st.integers(0, 60))
-def test_rows_in_a_template_are_tokenised_as_each_alone(tokenizer, values, template: str, long: int) -> None:
-    recipe = Recipe(prompt=template, completion=" {{ b }}", fields={}, shorten="a")
-    texts = [render(template, {"a": value}) for value in values]
-    rows = [
-        Texts(Row("", 1, {}), FieldTexts({"a": value}, []), [(text, False), (" yes", True)])
-        for value, text in zip(values, texts, strict=True)
-    ]
-    assert batch_of(rows, recipe, tokenizer, long).tokenize().ids[::2] == tokenize(tokenizer, texts)
+@given(text=TEXTS)
+def test_places_of_tokens_are_those_that_the_tokenizer_says(tokenizer, text: str) -> None:
+    (ids,) = tokenize(tokenizer, [text])
+    assert len(_token_bytes(tokenizer))
+    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    assert places_of(tokenizer, text, ids) == encoding.offsets
 
 
-@settings(max_examples=100, deadline=None)
-@given(text=TEXTS, first=st.integers(0, 5))
-def test_places_of_tokens_asked_for_one_by_one_are_those_of_all(tokenizer, text: str, first: int) -> None:
-    encoding = encoding_of(tokenizer, text)
-    assert [*Offsets(encoding)] == encoding.offsets
-    assert [*Offsets(encoding, min(first, len(encoding)))] == encoding.offsets[first:]
+def test_a_tokenizer_whose_places_leave_out_blanks_is_asked_for_them(tokenizer) -> None:
+    class Other:
+        backend_tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        split_special_tokens = True
+
+    Other.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert places_of(Other, "The lift", tokenize(Other, ["The lift"])[0])[-1][1] == 8
+    assert not len(_token_bytes(Other))
 
 
 @settings(max_examples=100, deadline=None)
@@ -108,6 +107,7 @@ def test_a_shortened_prompt_has_the_tokens_of_its_text(tokenizer, document: str,
         lambda backend: setattr(backend, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),
         lambda backend: setattr(backend, "pre_tokenizer", pre_tokenizers.ByteLevel(False, use_regex=False)),
         lambda backend: backend.add_tokens(["two words"]),
+        lambda backend: setattr(backend.model, "dropout", 0.1),
     ],
 )
 def test_a_tokenizer_that_looks_across_blanks_is_not_taken_apart(tokenizer, change) -> None:

@@ -5,6 +5,7 @@ Arrow's own conversion from Python is several times as slow, and loads pandas, w
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -32,14 +33,11 @@ def array_of(kind: pyarrow.DataType, values: Sequence[Any] | NDArray[Any]) -> py
     """Return values as Arrow has them.
 
     Args:
-        kind: whole numbers, text, truth values, or lists of the first two.
+        kind: whole numbers, text, truth values, or lists of the first two; of numbers also arrays of the same width.
         values: none of them ``None``.
     """
     if pyarrow.types.is_list(kind):
-        whole: Any = chain.from_iterable(values)
-        is_text = pyarrow.types.is_string(kind.value_type)
-        flat = list(whole) if is_text else np.fromiter(whole, kind.value_type.to_pandas_dtype(), sum(map(len, values)))
-        inner = array_of(kind.value_type, flat)
+        inner = array_of(kind.value_type, _end_to_end(kind.value_type, values))
         return pyarrow.ListArray.from_arrays(_offsets(map(len, values), len(values)), inner, type=kind)
     if pyarrow.types.is_string(kind):
         text = "".join(values)
@@ -50,6 +48,15 @@ def array_of(kind: pyarrow.DataType, values: Sequence[Any] | NDArray[Any]) -> py
     else:
         buffers = [None, pyarrow.py_buffer(np.asarray(values, kind.to_pandas_dtype()))]
     return pyarrow.Array.from_buffers(kind, len(values), buffers, 0)
+
+
+def _end_to_end(kind: pyarrow.DataType, values: Sequence[Any] | NDArray[Any]) -> Sequence[Any] | NDArray[Any]:
+    if pyarrow.types.is_string(kind):
+        return list(chain.from_iterable(values))
+    dtype = kind.to_pandas_dtype()
+    if len(values) and isinstance(values[0], array):
+        return np.frombuffer(b"".join(values), dtype)
+    return np.fromiter(chain.from_iterable(values), dtype, sum(map(len, values)))
 
 
 def values_of(array: pyarrow.Array) -> list[Any]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gptj_ft.data.assembly import TOKENS, TRAINED, Texts, assembled, batch_of, texts_of
+from gptj_ft.data.assembly import TOKENS, TRAINED, assembled, texts_of
 from gptj_ft.data.checks import Checks
 from gptj_ft.data.fields import FieldReader, UnknownColumn, choose_columns
 from gptj_ft.data.files import find_files
@@ -30,7 +28,7 @@ from gptj_ft.data.row_file import RowFile
 from gptj_ft.data.tally import Tally
 from gptj_ft.data.template import check_templates, eos_of
 from gptj_ft.data.tokenizer import load_tokenizer, tokenizer_digest
-from gptj_ft.data.tokens import Tokenized
+from gptj_ft.data.words import tokenize_by
 from gptj_ft.errors import DataError
 from gptj_ft.recipe import Recipe
 
@@ -48,11 +46,9 @@ __all__ = [
     "save",
 ]
 
-# Rows tokenised in one call, which the tokenizer spreads over the cores.
+# Rows that are texts and tokens at once; texts that words are not looked up of are spread over the cores.
 CHUNK_ROWS = 500
 CHUNK_CHARACTERS = 2_000_000
-CHUNKS_AHEAD = 3  # so that the tokenizer never waits for rows
-LIKELY_LONG = 3  # characters a token of a text that may have to be shortened
 # Columns are chosen by the first rows: a name that turns up once in a million rows must not win.
 SURVEY_ROWS = 1000
 
@@ -87,26 +83,15 @@ def prepare(
     # What the tokenizer makes needs no check if all of its tokens are the model's.
     needs_check = reader is None or max(tokenizer.get_vocab().values()) >= vocab_size
     tally = Tally(vocab_size if needs_check else None, Checks(recipe))
-    findings = Findings(recipe.max_bad_rows)
+    tokenize, findings = tokenize_by(tokenizer), Findings(recipe.max_bad_rows)
     rows = read_rows(source, findings, recipe.documents, recipe.quotes)
-    # While chunks are being tokenised, those before are written and those after are read.
-    with _no_cycles_sought(), ThreadPoolExecutor(1) as pool, RowFile() as file:
-        ahead: deque[tuple[list[Texts], Future[Tokenized]]] = deque()
-
-        def finish() -> None:
-            good, ids = ahead.popleft()
-            file.write(assembled(tally, recipe, tokenizer, good, ids.result()))
-            if progress:
-                progress(tally.counts.rows_read)
-
+    with _no_cycles_sought(), RowFile() as file:
         for chunk in _chunks(rows):
             good = texts_of(tally, chunk, recipe, reader)
-            batch = batch_of(good, recipe, tokenizer, LIKELY_LONG * recipe.max_length)
-            ahead.append((good, pool.submit(batch.tokenize)))
-            if len(ahead) > CHUNKS_AHEAD:
-                finish()
-        while ahead:
-            finish()
+            tokens = tokenize([text for each in good for text, _ in each.parts])
+            file.write(assembled(tally, recipe, tokenizer, good, tokens))
+            if progress:
+                progress(tally.counts.rows_read)
         tally.checks.close()
         for where, problem in findings.bad:
             tally.skip(where, f"cannot be read: {problem}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gptj_ft.data.placeholders import parse_template, render
-from gptj_ft.data.tokens import encoding_of, is_before_blank, splits_before_blanks
+from gptj_ft.data.tokens import Span, is_before_blank, places_of, splits_before_blanks, tokenize
 from gptj_ft.errors import RowSkipped
 from gptj_ft.recipe import Recipe
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 WORD_TOKENS = 5
 GAP = " ... "  # where the middle of a text is left out
 
-Span = tuple[int, int]
 Keeper = Callable[[int], list[Span]]  # of so many tokens: which, as (first, end) spans
 
 
@@ -28,7 +27,7 @@ def shorten(
     values: Mapping[str, Any],
     room: int,
     answer_at: int | None = None,
-    encoding: Any = None,
+    ids: Sequence[int] | None = None,
 ) -> list[int]:
     """Return the tokens of the prompt with the longest part of the `shorten` field for which they fit in ``room``.
 
@@ -38,7 +37,7 @@ def shorten(
         values: field -> text.
         room: tokens; the whole prompt has more.
         answer_at: where in the field the answer is, in characters, if that is known.
-        encoding: of the whole prompt, if it is there.
+        ids: tokens of the whole prompt, if they are there.
 
     Raises:
         RowSkipped: no part fits, or there is no field that may lose one.
@@ -48,24 +47,24 @@ def shorten(
     if recipe.shorten not in found.fields:
         raise RowSkipped("longer than max_length, and no field to `shorten` is named (plain text: on_long: split)")
     text, uses = values[recipe.shorten], found.uses[recipe.shorten]
-    encoding = encoding or encoding_of(tokenizer, render(template, values))
-    inside = _field_tokens(template, recipe.shorten, values, encoding) if uses == 1 else None
-    offsets = inside.offsets if inside else Offsets(encoding_of(tokenizer, text))
+    ids = tokenize(tokenizer, [render(template, values)])[0] if ids is None else list(ids)
+    inside = _field_tokens(template, recipe.shorten, values, tokenizer, ids) if uses == 1 else None
+    offsets = inside.offsets if inside else places_of(tokenizer, text, tokenize(tokenizer, [text])[0])
     start = inside.start if inside else 0
     cut = _Cut(text, start, offsets, _keeper(recipe.cut, offsets, None if answer_at is None else start + answer_at))
 
     def with_part(keep: int) -> list[int]:
         if inside and recipe.cut == "end" and (spliced := inside.without_end(keep, tokenizer)):
             return spliced
-        return list(encoding_of(tokenizer, render(template, {**values, recipe.shorten: cut.text(keep)})).ids)
+        return tokenize(tokenizer, [render(template, {**values, recipe.shorten: cut.text(keep)})])[0]
 
-    excess = len(encoding) - room
+    excess = len(ids) - room
     # Where to cut can nearly always be told from the tokens of the whole ...
     keep = len(offsets) - -(-excess // uses)
     if (fewer := cut.between_words(keep)) and cut.text(fewer).strip() and len(fitting := with_part(fewer)) <= room:
         return fitting
     # ... but at the joints tokens may merge differently, and a word may be longer than what is looked at.
-    keep, fitting = len(offsets), list(encoding.ids)
+    keep, fitting = len(offsets), ids
     while keep > 0 and len(fitting) > room:
         keep -= max(1, (len(fitting) - room) // uses)
         fitting = with_part(keep) if keep > 0 else fitting
@@ -76,27 +75,6 @@ def shorten(
     fewer = cut.between_words(keep)
     shorter = with_part(fewer) if fewer not in (0, keep) else fitting
     return shorter if len(shorter) <= room else fitting
-
-
-class Offsets(Sequence[Span]):
-    """Where tokens are, in characters, asked of the tokenizer one by one: few of a long text's are looked at.
-
-    Args:
-        encoding: of the text.
-        first: token.
-        end: token after the last; ``None``: the text's.
-    """
-
-    def __init__(self, encoding: Any, first: int = 0, end: int | None = None) -> None:
-        self._encoding, self._tokens = encoding, range(first, len(encoding) if end is None else end)
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return [self._encoding.token_to_chars(token) for token in self._tokens[number]]
-        return self._encoding.token_to_chars(self._tokens[number])
 
 
 @dataclass(frozen=True)
@@ -128,23 +106,25 @@ class _FieldTokens:
         can_join = is_whole and is_before_blank(self.prompt, cut) and is_before_blank(joint, 1)
         if not (can_join and splits_before_blanks(tokenizer)):
             return None
-        return [*self.ids[: self.first + keep], *encoding_of(tokenizer, self.prompt[self.stop :]).ids]
+        return [*self.ids[: self.first + keep], *tokenize(tokenizer, [self.prompt[self.stop :]])[0]]
 
 
-def _field_tokens(template: str, field: str, values: Mapping[str, Any], encoding: Any) -> _FieldTokens | None:
+def _field_tokens(
+    template: str, field: str, values: Mapping[str, Any], tokenizer: RowTokenizer, ids: list[int]
+) -> _FieldTokens | None:
     """Find the tokens of a field, of a template that has nothing but fields and texts."""
     pieces = parse_template(template).pieces
     if pieces is None:
         return None
     texts = [str(values[text]) if is_field else text for text, is_field in pieces]
     start = sum(map(len, texts[: next(n for n, piece in enumerate(pieces) if piece == (field, True))]))
-    stop = start + len(values[field])
-    offsets = Offsets(encoding)
-    first = next((number for number, (at, _) in enumerate(offsets) if at >= start), len(offsets))
-    end = next((number for number in range(len(offsets), first, -1) if offsets[number - 1][1] <= stop), first)
+    stop, prompt = start + len(values[field]), "".join(texts)
+    places = places_of(tokenizer, prompt, ids)
+    first = next((number for number, (at, _) in enumerate(places) if at >= start), len(places))
+    end = next((number for number in range(len(places), first, -1) if places[number - 1][1] <= stop), first)
     if end == first:
         return None
-    return _FieldTokens(encoding.ids, "".join(texts), start, stop, first, Offsets(encoding, first, end))
+    return _FieldTokens(ids, prompt, start, stop, first, places[first:end])
 
 
 def _keeper(cut: str, offsets: Sequence[Span], answer_at: int | None) -> Keeper:

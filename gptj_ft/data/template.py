@@ -8,9 +8,10 @@ and the answer stay whole. A conversation loses its oldest messages.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gptj_ft.data.chat import MESSAGES, REPLY, is_chat, parts_of, shorter
@@ -50,7 +51,7 @@ class Encoded(NamedTuple):
         tokens_cut: how many tokens a row that was too long has lost.
     """
 
-    documents: tuple[list[int], ...]
+    documents: tuple[Sequence[int], ...]
     prompt_length: int
     untrained: tuple[int, ...] = ()
     tokens_cut: int = 0
@@ -132,7 +133,8 @@ def encode(recipe: Recipe, tokenizer: RowTokenizer, values: Mapping[str, Any], a
     """
     texts = parts(recipe, values)
     ids = tokenize(tokenizer, [text for text, _ in texts])
-    return assemble(recipe, tokenizer, eos_of(tokenizer), values, texts, ids, answer_at)
+    encoded = assemble(recipe, tokenizer, eos_of(tokenizer), values, texts, ids, answer_at)
+    return encoded._replace(documents=tuple(map(list, encoded.documents)))
 
 
 def assemble(
@@ -141,21 +143,17 @@ def assemble(
     eos: int,
     values: Mapping[str, Any],
     texts: Sequence[Part],
-    ids: Sequence[list[int]],
+    ids: Sequence[Sequence[int]],
     answer_at: int | None = None,
-    encoding: Any = None,
 ) -> Encoded:
-    """Join a row's tokens, and apply the length policy; the second half of `encode`, for tokens made in batches.
-
-    ``encoding`` is that of the part that would be shortened, if it is there.
-    """
+    """Join a row's tokens, and apply the length policy; the second half of `encode`, for tokens made in batches."""
     limit = recipe.max_length
     num_tokens = sum(map(len, ids)) + 1
     if num_tokens <= limit:
         return _joined(texts, ids, eos)
     _refuse_if_not_to_be_shortened(recipe, num_tokens)
     if recipe.on_long == "split":
-        return Encoded(_windows([*ids[-1], eos], limit), 0)
+        return Encoded(_windows(_joined(texts, ids, eos).documents[0], limit), 0)
     if is_chat(recipe):
         for fewer in shorter(values[MESSAGES]):
             texts = parts_of(recipe, fewer)
@@ -165,8 +163,8 @@ def assemble(
         raise RowSkipped("too long: no room for the last question and its answer")
     part = 0 if recipe.prompt else 1
     room = limit - 1 - sum(len(each) for index, each in enumerate(ids) if index != part)
-    cut = shorten(recipe, tokenizer, values, room, answer_at, encoding)
-    whole = [cut if index == part else each for index, each in enumerate(ids)]
+    cut = shorten(recipe, tokenizer, values, room, answer_at, ids[part])
+    whole: list[Sequence[int]] = [cut if index == part else each for index, each in enumerate(ids)]
     return _joined(texts, whole, eos, num_tokens - sum(map(len, whole)) - 1)
 
 
@@ -234,11 +232,14 @@ def encode_prompt(recipe: Recipe, tokenizer: RowTokenizer, values: Mapping[str, 
             if len(ids) <= room:
                 return Prompt(ids, cut=True)
         raise DataError(f"the last message alone takes {len(ids)} tokens, there is room for {room}")
-    return Prompt(shorten(recipe, tokenizer, values, room), cut=True)
+    return Prompt(shorten(recipe, tokenizer, values, room, ids=ids), cut=True)
 
 
-def _joined(texts: Sequence[Part], ids: Sequence[list[int]], eos: int, tokens_cut: int = 0) -> Encoded:
-    whole = [*chain.from_iterable(ids), eos]
+def _joined(texts: Sequence[Part], ids: Sequence[Sequence[int]], eos: int, tokens_cut: int = 0) -> Encoded:
+    whole = array("i")  # of tokens that are in one already it takes them as they are
+    for each in ids:
+        whole.extend(each)
+    whole.append(eos)
     if len(texts) == 2:  # a prompt and its completion
         return Encoded((whole,), len(ids[0]), (), tokens_cut)
     borders = list(accumulate(map(len, ids), initial=0))
@@ -263,6 +264,6 @@ def _refuse_if_not_to_be_shortened(recipe: Recipe, num_tokens: int) -> None:
         raise RowSkipped("longer than max_length")
 
 
-def _windows(ids: list[int], length: int) -> tuple[list[int], ...]:
+def _windows(ids: Sequence[int], length: int) -> tuple[Sequence[int], ...]:
     """Cut plain text; a window starts with the token the last one ended with, so that each is a target once."""
     return tuple(ids[start : start + length] for start in range(0, len(ids) - 1, length - 1))

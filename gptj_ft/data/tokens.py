@@ -1,91 +1,60 @@
-"""Texts -> token ids, many in one call; what several texts begin with is tokenised once."""
+"""Texts -> token ids, many in one call; where tokens are in a text, and where one may be taken apart."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 
 if TYPE_CHECKING:
     from gptj_ft.data.tokenizer import RowTokenizer
 
-
-class Tokenized(NamedTuple):
-    """Texts as tokens.
-
-    Attributes:
-        ids: of each text.
-        encodings: by the number of the text, of long ones: what the tokenizer says of where their tokens are.
-    """
-
-    ids: list[list[int]]
-    encodings: dict[int, Any]
-
-
-class TextBatch:
-    """Texts that are tokenised together.
-
-    Args:
-        tokenizer: a fast one.
-        long: characters from which on it is worth knowing where a text's tokens are.
-    """
-
-    def __init__(self, tokenizer: RowTokenizer, long: int) -> None:
-        self._backend, self._long = backend_of(tokenizer), long
-        self._texts: list[str] = []
-        self._number: dict[str, int] = {}
-        self._parts: list[int | list[int]] = []  # of each text: its number, or those of its parts
-
-    def add(self, text: str, head: int = 0, tail: int = 0) -> None:
-        """Add a text whose first ``head`` and last ``tail`` characters others have, too; their tokens are their own."""
-        if not head and not tail:
-            self._parts.append(len(self._texts))
-            self._texts.append(text)
-            return
-        end = len(text) - tail
-        parts = [self._shared(text[:head])] if head else []
-        parts.append(len(self._texts))
-        self._texts.append(text[head:end])
-        self._parts.append([*parts, self._shared(text[end:])] if tail else parts)
-
-    def _shared(self, text: str) -> int:
-        number = self._number.setdefault(text, len(self._texts))
-        if number == len(self._texts):
-            self._texts.append(text)
-        return number
-
-    def tokenize(self) -> Tokenized:
-        """Return the tokens of each text, in the order they came in."""
-        texts, backend = self._texts, self._backend
-        long = [number for number, text in enumerate(texts) if len(text) > self._long]
-        # Without offsets it is faster.
-        encodings = dict(
-            zip(long, backend.encode_batch([texts[n] for n in long], add_special_tokens=False), strict=True)
-        )
-        short = [text for text in texts if len(text) <= self._long] if long else texts
-        fast = [encoding.ids for encoding in backend.encode_batch_fast(short, add_special_tokens=False)]
-        rest = iter(fast)
-        found = [encodings[n].ids if n in encodings else next(rest) for n in range(len(texts))] if long else fast
-        return Tokenized(
-            [found[of] if isinstance(of, int) else [*chain.from_iterable(found[n] for n in of)] for of in self._parts],
-            {at: encodings[of] for at, of in enumerate(self._parts) if isinstance(of, int) and of in encodings}
-            if long
-            else {},
-        )
+Span = tuple[int, int]
 
 
 def tokenize(tokenizer: RowTokenizer, batch: Sequence[str]) -> list[list[int]]:
     """Return the token ids of each text, without special tokens added."""
-    if not batch:
-        return []
-    return [encoding.ids for encoding in backend_of(tokenizer).encode_batch_fast(list(batch), add_special_tokens=False)]
+    backend = backend_of(tokenizer)
+    if len(batch) < 2:  # which is not worth waking other threads for
+        return [backend.encode(text, add_special_tokens=False).ids for text in batch]
+    # Without offsets it is faster.
+    return [encoding.ids for encoding in backend.encode_batch_fast(list(batch), add_special_tokens=False)]
 
 
-def encoding_of(tokenizer: RowTokenizer, text: str) -> Any:
-    """Return the tokens of one text with their offsets; not after the batch that another thread has begun."""
-    return backend_of(tokenizer).encode(text, add_special_tokens=False)
+def places_of(tokenizer: RowTokenizer, text: str, ids: Sequence[int]) -> list[Span]:
+    """Return where each token of a text is, in characters; of a character that is several tokens each is all of it.
+
+    Args:
+        tokenizer: a fast one.
+        text: it.
+        ids: its tokens, as `tokenize` returns them.
+    """
+    if len(sizes := _token_bytes(tokenizer)):
+        lengths = sizes[np.asarray(ids, np.int64)]
+        ends, raw = np.cumsum(lengths), np.frombuffer(text.encode(), np.uint8)
+        if len(ends) and ends[-1] == len(raw):
+            character = np.cumsum((raw & 0xC0) != 0x80)  # that a byte is of, counted from 1
+            return list(zip((character[ends - lengths] - 1).tolist(), character[ends - 1].tolist(), strict=True))
+    return list(backend_of(tokenizer).encode(text, add_special_tokens=False).offsets)
+
+
+@lru_cache(maxsize=4)
+def _token_bytes(tokenizer: RowTokenizer) -> NDArray[np.int64]:
+    """Return how many bytes of text each token is; nothing if that is not sure, or the tokenizer leaves blanks out."""
+    backend = backend_of(tokenizer)
+    places = backend.encode("a b", add_special_tokens=False).offsets
+    if not splits_before_blanks(tokenizer) or len(places) < 2 or places[1][0] != 1:
+        return np.empty(0, np.int64)
+    # Each character of a token's name stands for a byte.
+    sizes = {number: len(name) for name, number in backend.get_vocab(with_added_tokens=False).items()}
+    sizes |= {number: len(token.content.encode()) for number, token in backend.get_added_tokens_decoder().items()}
+    table = np.zeros(max(sizes) + 1, np.int64)
+    table[list(sizes)] = list(sizes.values())
+    return table
 
 
 def backend_of(tokenizer: RowTokenizer) -> Any:
@@ -114,6 +83,7 @@ def splits_before_blanks(tokenizer: RowTokenizer) -> bool:
         and splitter.use_regex
         and not splitter.add_prefix_space
         and backend.normalizer is None
+        and not getattr(backend.model, "dropout", None)  # tokens by chance
         and not any(
             token.lstrip or token.rstrip or any(map(str.isspace, token.content))
             for token in backend.get_added_tokens_decoder().values()
