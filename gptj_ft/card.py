@@ -31,7 +31,7 @@ class Card:
         origin: which repository the base is from, if that is known.
         model_type: the architecture.
         data: ``rows``, ``validation_rows``, ``sha256``.
-        metrics: ``validation_loss``, ``baseline_validation_loss``, ``steps``.
+        metrics: ``validation_loss``, ``baseline_validation_loss``, ``steps``, perhaps ``updates_before``.
         end: the token that ends an answer.
         has_chat_template: whether messages can be sent to the model.
         is_adapter: whether the folder holds an adapter in PEFT's format, for the base model, and no model.
@@ -135,7 +135,7 @@ print(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_
 
 
 def _training(card: Card) -> str:
-    options = card.recipe.to_dict()
+    options, updates_before = card.recipe.to_dict(), card.metrics.get("updates_before", 0)
     lora = {f"lora.{key}": value for key, value in options["lora"].items()} if options["method"] == "lora" else {}
     options = {key: options[key] for key in HYPER_PARAMETERS if options.get(key) not in (None, [])} | lora
     rows = {
@@ -143,6 +143,7 @@ def _training(card: Card) -> str:
         "validation rows": f"{card.data.get('validation_rows') or 0:,}",
         "SHA-256 of the data": f"`{card.data['sha256']}`" if card.data.get("sha256") else "not known",
         "optimizer steps": f"{card.metrics['steps']:,}",
+        **({"updates of its moments before": f"{updates_before:,}"} if updates_before else {}),
         **{f"`{key}`": f"`{value}`" for key, value in options.items()},
     }
     return "## Training\n\n| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())

@@ -9,24 +9,25 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 import gptj_ft
+from gptj_ft.copying import Copy
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.formats import mesh_writing
+from gptj_ft.formats import moments as moments_of_model
 from gptj_ft.formats.adapters import MergedCheckpoint, open_adapter
 from gptj_ft.formats.draft import draft_name, drafted
-from gptj_ft.formats.entries import Entry
-from gptj_ft.formats.huggingface import check
+from gptj_ft.formats.huggingface import Checkpoint, check
 from gptj_ft.formats.mesh_writing import MeshWriter
+from gptj_ft.formats.moments import Moments
 from gptj_ft.formats.sources import Form, Source, open_source
-from gptj_ft.formats.streamed import Rows, Watch, write_streamed
-from gptj_ft.formats.writing import INDEX, TUNING, copy_description, copy_origin, write_companions, write_json, writing
-from gptj_ft.proof import Proof
+from gptj_ft.formats.writing import TUNING, copy_description, copy_origin, write_companions, write_json, writing
+from gptj_ft.stores import Kind
 
 DtypeChoice = Literal["keep", "fp32", "bf16", "fp16"]
 Target = Literal["folder", "huggingface", "mesh"]
@@ -53,6 +54,7 @@ class Conversion:
         tokenizer: a folder whose tokenizer files are copied; ``None``: the source's.
         verify: whether every tensor is read back and compared.
         merge: folder of an adapter that is added; what it remembers of its training is kept.
+        with_optimizer: whether the source's optimizer moments come along, for a run that begins with them.
     """
 
     form: Form | None = None
@@ -64,6 +66,7 @@ class Conversion:
     tokenizer: Path | None = None
     verify: bool = True
     merge: Path | None = None
+    with_optimizer: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,12 @@ class ConvertReport:
     Attributes:
         tensors: how many.
         parameters: numbers in them.
-        bytes: their size as stored.
+        bytes: their size as stored, without moments.
         dtype: the stored type, or ``mixed``.
         dropped: names of the source's tensors that a model does not need (masks of old files).
         not_finite: names of tensors that hold NaN or infinity, which were carried over as they are.
         has_left_moments: whether the source holds an optimizer's moments, which were left out.
+        updates: how many the moments have seen that came along; ``None``: none did.
         is_verified: whether each was read back and compared.
         seconds: reading, writing and comparing together.
     """
@@ -89,6 +93,7 @@ class ConvertReport:
     dropped: tuple[str, ...]
     not_finite: tuple[str, ...]
     has_left_moments: bool
+    updates: int | None
     is_verified: bool
     seconds: float
 
@@ -111,7 +116,8 @@ def convert(
         progress: called with bytes done and bytes in all: what is written, and what is compared.
 
     Raises:
-        UsageError: no checkpoint in the source, or the target exists or cannot be written.
+        UsageError: no checkpoint in the source, or not the moments asked for; or the target exists or cannot be
+            written.
         DataError: the source is damaged or does not fit its config, a value does not fit the type, or the result
             differs from the source.
         ResourceError: not enough space on the disk.
@@ -121,27 +127,29 @@ def convert(
     with (
         _scratch(target, plan) as scratch,
         open_source(source, conversion.form, conversion.config, scratch) as opened,
+        _moments_of(opened, conversion) as moments,
     ):
         dropped = check(opened.architecture, opened.checkpoint)
         if conversion.merge is not None:
             adapter = open_adapter(conversion.merge, opened.architecture)
             opened = replace(opened, checkpoint=MergedCheckpoint(opened.checkpoint, adapter))
-        work = _Work(opened, target, conversion, dropped, progress)
+        work = _Work(opened, moments, target, conversion, progress)
         work.check_space()
         with drafted(target, plan) as draft:
             with writing(target):
                 work.write(draft)
             if conversion.verify:
                 work.verify(draft)
-        types = {entry.dtype for entry in work.entries.values()}
+        types = work.weights.types
         return ConvertReport(
-            tensors=len(work.entries),
-            parameters=sum(torch.Size(entry.shape).numel() for entry in work.entries.values()),
-            bytes=work.bytes,
+            tensors=len(work.weights.entries),
+            parameters=sum(torch.Size(entry.shape).numel() for entry in work.weights.entries.values()),
+            bytes=work.weights.bytes,
             dtype=str(types.pop()).removeprefix("torch.") if len(types) == 1 else "mixed",
-            dropped=tuple(work.dropped),
-            not_finite=tuple(sorted(work.not_finite)),
-            has_left_moments=opened.has_moments,
+            dropped=tuple(dropped),
+            not_finite=tuple(sorted(work.not_finite())),
+            has_left_moments=opened.open_moments is not None and moments is None,
+            updates=None if moments is None else moments.updates,
             is_verified=conversion.verify,
             seconds=time.monotonic() - start,
         )
@@ -153,21 +161,20 @@ class _Work:
     def __init__(
         self,
         source: Source,
+        moments: Moments | None,
         target: Path,
         conversion: Conversion,
-        dropped: list[str],
         progress: Callable[[int, int], None] | None,
     ) -> None:
-        self.source, self.target, self.conversion, self.dropped = source, target, conversion, dropped
-        stored = DTYPES[conversion.dtype]
-        self.entries: dict[str, Entry] = {}
-        for layer in range(len(source.architecture.layers())):
-            for name in source.checkpoint.names_of(source.architecture, layer).values():
-                entry = source.checkpoint.entry(name)
-                self.entries[name] = Entry(stored or entry.dtype, entry.shape)
-        self.bytes = sum(entry.num_bytes for entry in self.entries.values())
-        self.not_finite: set[str] = set()
-        self.proof = Proof()
+        self.source, self.target, self.conversion = source, target, conversion
+        architecture = source.architecture
+        self.weights = Copy(architecture, source.checkpoint, DTYPES[conversion.dtype], self._advance)
+        self.updates = moments.updates if moments else 0
+        self.moments: dict[Kind, Copy] = {}
+        for kind, checkpoint in moments.checkpoints.items() if moments else ():
+            check(architecture, checkpoint)
+            self.moments[kind] = Copy(architecture, checkpoint, None, self._advance, kind == "exp_avg_sq")
+        self.bytes = sum(copy.bytes for copy in (self.weights, *self.moments.values()))
         self._done, self._total = 0, self.bytes * (2 if conversion.verify else 1)
         self._progress = progress
 
@@ -185,29 +192,24 @@ class _Work:
 
     def write(self, draft: Path) -> None:
         """Write all files."""
-        source, kept = self.source, self.conversion
-        watch = Watch(self._inspect, self._written)
+        source, kept, weights = self.source, self.conversion, self.weights
         if kept.to == "mesh":
-            types = {entry.dtype for entry in self.entries.values()}
-            if not types <= set(mesh_writing.DTYPES):
+            if not weights.types <= set(mesh_writing.DTYPES):
                 raise UsageError("mesh-transformer-jax stores fp32 or bf16: add --dtype fp32 or --dtype bf16")
             folder = draft / f"step_{source.step}"
-            writer = MeshWriter(folder, source.architecture, source.checkpoint, kept.mesh_shards, self.entries)
-            writer.write(source.step, watch)
+            writer = MeshWriter(folder, source.architecture, source.checkpoint, kept.mesh_shards, weights.entries)
+            writer.write(source.step, weights.watch)
             write_json(
                 draft / "meta.json",
                 {"step": source.step, "checkpoints": [source.step], "aux": {str(source.step): {}}},
             )
         else:
-            files = self._files()
-            entries = {draft / file: {name: self.entries[name] for name in names} for file, names in files.items()}
-            write_streamed(entries, source.checkpoint, watch)
-            if len(files) > 1 or kept.to == "folder":
-                weight_map = {name: file for file, names in files.items() for name in names}
-                write_json(draft / INDEX, {"metadata": {"total_size": self.bytes}, "weight_map": weight_map})
-        stored = next(iter(self.entries.values())).dtype
-        for entry in self.entries.values():
-            stored = torch.promote_types(stored, entry.dtype)
+            weights.write(draft, kept.shard_bytes if kept.to == "huggingface" else None)
+        for kind, copy in self.moments.items():
+            copy.write(draft / moments_of_model.FOLDER / kind)
+        if self.moments:
+            write_json(draft / moments_of_model.FOLDER / moments_of_model.STATE, {"updates": self.updates})
+        stored = reduce(torch.promote_types, (entry.dtype for entry in weights.entries.values()))
         copy_origin(source.folder, draft)
         copy_description(source.folder, draft)
         write_companions(
@@ -219,59 +221,51 @@ class _Work:
         form: Form = "mesh" if self.conversion.to == "mesh" else "huggingface"
         with open_source(draft, form, None, draft) as written:
             check(written.architecture, written.checkpoint)
-            for name, problem in self.proof.problems(self.source.checkpoint, written.checkpoint, self.entries):
-                if problem:
-                    raise DataError(
-                        f"{self.target}: {problem}: what was read back is not what {self.source.path} holds; "
-                        "is the disk faulty?"
-                    )
-                self._advance(self.entries[name].num_bytes)
+            self._compare(self.weights, written.checkpoint)
+        if self.moments:
+            with moments_of_model.open_moments(draft) as moments:
+                for kind, copy in self.moments.items():
+                    self._compare(copy, moments.checkpoints[kind])
 
-    def _files(self) -> dict[str, list[str]]:
-        """Return which tensors go into which file."""
-        source = self.source
-        groups: list[list[str]] = []
-        if self.conversion.to == "folder":
-            num_layers = len(source.architecture.layers())
-            groups = [
-                list(source.checkpoint.names_of(source.architecture, layer).values()) for layer in range(num_layers)
-            ]
-        else:
-            room = 0
-            for name, entry in self.entries.items():
-                if entry.num_bytes > room or not groups:
-                    groups.append([])
-                    room = self.conversion.shard_bytes
-                groups[-1].append(name)
-                room -= entry.num_bytes
-            if len(groups) == 1:
-                return {"model.safetensors": groups[0]}
-        return {
-            f"model-{number:05d}-of-{len(groups):05d}.safetensors": names
-            for number, names in enumerate(groups, start=1)
-        }
+    def not_finite(self) -> set[str]:
+        """Return the names of what holds NaN or infinity."""
+        moments = {f"{kind} of {name}" for kind, copy in self.moments.items() for name in copy.not_finite}
+        return self.weights.not_finite | moments
 
-    def _inspect(self, name: str, piece: Tensor) -> None:
-        """Note what is not finite in a piece of a tensor, in any thread; refuse what its type cannot hold."""
-        if not piece.numel():
-            return
-        dtype = self.entries[name].dtype
-        low, high = piece.aminmax()
-        largest = max(abs(float(low)), abs(float(high)))
-        if not largest < float("inf"):  # NaN, too
-            self.not_finite.add(name)
-        if dtype is torch.float16 and torch.finfo(dtype).max < largest < float("inf"):
-            raise DataError(f"{self.source.path}: {name} holds {largest:.6g}, too large for fp16; use bf16 or fp32")
-
-    def _written(self, name: str, rows: Rows, digest: str) -> None:
-        self.proof.note(name, rows, digest)
-        entry = self.entries[name]
-        self._advance(entry.num_bytes * (rows[1] - rows[0]) // max(1, entry.rows))
+    def _compare(self, copy: Copy, written: Checkpoint) -> None:
+        try:
+            copy.compare(written)
+        except DataError as error:
+            raise DataError(f"{self.target}: {error}") from error
 
     def _advance(self, num_bytes: int) -> None:
         self._done += num_bytes
         if self._progress is not None:
             self._progress(min(self._done, self._total), self._total)
+
+
+@contextmanager
+def _moments_of(source: Source, conversion: Conversion) -> Iterator[Moments | None]:
+    """Open the moments that are to be carried over; yield ``None`` if none are.
+
+    Raises:
+        UsageError: they are asked for, but there are none, or they have no place in the result.
+    """
+    if not conversion.with_optimizer:
+        yield None
+        return
+    if conversion.to != "folder" or conversion.merge is not None:
+        raise UsageError(
+            "--with-optimizer goes with --to folder, for nothing else has room for moments, and without --merge, after "
+            "which they would be those of another model"
+        )
+    if source.open_moments is None:
+        raise UsageError(
+            f"{source.path} holds no optimizer's moments: leave out --with-optimizer. A full checkpoint of "
+            "mesh-transformer-jax may, a .mdl of Cerebras, a folder that was written with this option"
+        )
+    with source.open_moments() as moments:
+        yield moments
 
 
 @contextmanager

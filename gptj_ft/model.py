@@ -19,7 +19,7 @@ from gptj_ft.lora import A, B, initialise, is_adapter, linear_layers
 from gptj_ft.machine import free_memory
 from gptj_ft.selection import Selection, adapted
 from gptj_ft.stack import LayerStack, Room
-from gptj_ft.stores import Kind, Layout
+from gptj_ft.stores import MOMENTS, Kind, Layout
 from gptj_ft.stores.device import DeviceStore
 from gptj_ft.stores.folder import FolderStore
 from gptj_ft.stores.host import HostStore
@@ -103,8 +103,22 @@ def _settle_frozen(stack: LayerStack, place: Place) -> None:
     stack.stores = {**stack.stores, FROZEN: store}
 
 
-def load_weights(stack: LayerStack, architecture: Architecture, checkpoint: Checkpoint, seed: int = 0) -> None:
-    """Fill a training stack layer by layer, from a checkpoint, adapters by the seed; moments start at zero."""
+def load_weights(
+    stack: LayerStack,
+    architecture: Architecture,
+    checkpoint: Checkpoint,
+    seed: int = 0,
+    moments: Mapping[Kind, Checkpoint] | None = None,
+) -> None:
+    """Fill a training stack layer by layer.
+
+    Args:
+        stack: what is trained.
+        architecture: of the model.
+        checkpoint: its weights.
+        seed: what adapters are drawn by.
+        moments: what each begins as, under the names of the parameters; none: zeros.
+    """
 
     def load(layer: int, name: str, view: Tensor) -> None:
         if is_adapter(name):
@@ -112,19 +126,29 @@ def load_weights(stack: LayerStack, architecture: Architecture, checkpoint: Chec
         else:
             view.copy_(layer_tensor(architecture, checkpoint, layer, name))
 
+    def load_moment(layer: int, kind: Kind, name: str, view: Tensor) -> None:
+        assert moments is not None
+        view.copy_(layer_tensor(architecture, moments[kind], layer, name))
+
     for layer in stack.trained:
-        fill_layer(stack, layer, partial(load, layer))
+        fill_layer(stack, layer, partial(load, layer), partial(load_moment, layer) if moments else None)
     stack.drain()
     stack.forget_parts()
 
 
-def fill_layer(stack: LayerStack, layer: int, fill: Callable[[str, Tensor], object]) -> None:
+def fill_layer(
+    stack: LayerStack,
+    layer: int,
+    fill: Callable[[str, Tensor], object],
+    fill_moment: Callable[[Kind, str, Tensor], object] | None = None,
+) -> None:
     """Give a layer its first state.
 
     Args:
         stack: the model.
         layer: number of the layer.
         fill: called with each parameter's name and a view, fp32, to put its values into.
+        fill_moment: the same for each of the two moments; ``None``: they are zeros.
     """
     layout, kinds = stack.layouts[layer], tuple(kind for kind in stack.dtypes if kind != "grad")
     slot, _ = stack.gradients(layer).take(None)  # as large as the layer, and fp32
@@ -132,10 +156,14 @@ def fill_layer(stack: LayerStack, layer: int, fill: Callable[[str, Tensor], obje
     for name, view in layout.views(flat).items():
         fill(name, view)
     for kind in kinds:
-        if kind in ("weight", "master"):
-            stack.write_parts(kind, layer, lambda start, part: part.copy_(flat[start : start + len(part)]))
-        else:
+        if kind in MOMENTS and fill_moment is None:
             stack.write_parts(kind, layer, lambda start, part: part.zero_())
+            continue
+        if kind in MOMENTS and fill_moment is not None:
+            flat.zero_()
+            for name, view in layout.views(flat).items():
+                fill_moment(kind, name, view)
+        stack.write_parts(kind, layer, lambda start, part: part.copy_(flat[start : start + len(part)]))
     slot.release()
     stack.commit(kinds, layer, 0)
 

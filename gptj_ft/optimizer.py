@@ -22,10 +22,9 @@ from gptj_ft.movement import Movement
 from gptj_ft.passage import Passage, Visit
 from gptj_ft.recipe import Recipe
 from gptj_ft.stack import LayerStack
-from gptj_ft.stores import Kind, allocate
+from gptj_ft.stores import MOMENTS, Kind, allocate
 from gptj_ft.streaming import stream
 
-MOMENTS: tuple[Kind, Kind] = ("exp_avg", "exp_avg_sq")
 NOISE = (1 << 20) + 7  # places; not a divisor of anything, so that parts and steps meet it differently
 
 
@@ -50,10 +49,13 @@ class AdamW:
         late: the first so many blocks get their pending update in both passes: in forward to compute with, in backward
             to keep. Forward has a third of the arithmetic and would have most of the traffic; so it writes nothing of
             them. The update is cheap and gives the same bits twice.
+        updates_before: how many the moments have seen before the run's first step; their bias is corrected accordingly.
     """
 
-    def __init__(self, stack: LayerStack, recipe: Recipe, step: int = 0, late: int = 0) -> None:
-        self._stack, self._recipe = stack, recipe
+    def __init__(
+        self, stack: LayerStack, recipe: Recipe, step: int = 0, late: int = 0, updates_before: int = 0
+    ) -> None:
+        self._stack, self._recipe, self._updates_before = stack, recipe, updates_before
         # Where there is no master, the weights are the parameters.
         self.kinds: tuple[Kind, ...] = tuple(dict.fromkeys(("weight", stack.parameter, *MOMENTS)))
         self.step = step
@@ -143,7 +145,7 @@ class AdamW:
         if update.clip != 1.0:
             gradient = torch.mul(gradient, update.clip, out=self._scratch_for("grad", len(gradient)))
         first, second = (self._in_fp32(kind, tensors[kind]) for kind in MOMENTS)
-        step = torch.full((), float(update.step), device=parameter.device)
+        step = torch.full((), float(self._updates_before + update.step), device=parameter.device)
         before = parameter.clone() if self._movement and update.step == 1 and visit.keeps and update.lr > 0 else None
         split = min(max(self._stack.layouts[visit.layer].num_decayed - span.start, 0), len(parameter))
         for part, decay in ((slice(0, split), recipe.weight_decay), (slice(split, None), 0.0)):

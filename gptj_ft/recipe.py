@@ -304,6 +304,9 @@ class Recipe(Options):
     moments: Literal["fp32", "bf16"] = Field(
         "fp32", description="type of Adam's two moments; bf16, rounded stochastically, halves their memory and traffic"
     )
+    initial_moments: Literal["model", "zero"] = Field(
+        "model", description="what moments begin as: those in the model's folder (convert --with-optimizer), or zeros"
+    )
     gradients: Literal["fp32", "bf16"] = Field(
         "fp32", description="type in which gradients wait for their update; they are summed in fp32"
     )

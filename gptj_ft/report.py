@@ -33,6 +33,9 @@ def show_job(console: Console, job: Job) -> None:
         ("data", f"{rows}; recipe {recipe.recipe}"),
         ("model", f"{session.architecture.family.model_type}: {whole(str(session.model))}"),
     ]
+    if session.updates_before is not None:
+        updates = f"begins with the moments in the model's folder, after {session.updates_before:,} updates"
+        before.append(("optimizer", updates))
     keeps = "no step is ever lost" if session.plan.placement.is_durable else "everything is saved first"
     after = [
         ("results", f"in {folder}; figures in its metrics.jsonl{_TRACKED[recipe.report_to]}"),

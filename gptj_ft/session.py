@@ -15,6 +15,7 @@ from gptj_ft.durable import disk_bytes, files_in
 from gptj_ft.errors import UsageError
 from gptj_ft.families import Architecture, read_architecture
 from gptj_ft.formats.huggingface import check, open_checkpoint
+from gptj_ft.formats.moments import has_moments, open_moments
 from gptj_ft.plan import Free, Plan, choose
 from gptj_ft.rates import choose_dtype, rates
 from gptj_ft.recipe import Recipe
@@ -27,7 +28,8 @@ from gptj_ft.selection import Selection, select
 class Session:
     """All that `train` needs, resolved; the recipe's ``precision`` is not ``auto`` any more.
 
-    No step of the run has more than ``most_step_tokens``, whatever the order of the rows.
+    No step of the run has more than ``most_step_tokens``, whatever the order of the rows. ``updates_before`` is how
+    many updates the moments have seen that it begins with; ``None``: it begins with zeros.
     """
 
     recipe: Recipe
@@ -43,6 +45,7 @@ class Session:
     device: torch.device
     dtype: torch.dtype
     plan: Plan
+    updates_before: int | None = None
 
 
 def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, data_sha256: str, folder: Path) -> Session:
@@ -98,8 +101,22 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
     recipe = recipe.model_copy(update={"precision": plan.precision})
     return Session(
         recipe, model, architecture, selection, train, validation, data_sha256, num_steps, most_step_tokens,
-        schedule, device, dtype, plan,
+        schedule, device, dtype, plan, updates_before(recipe, model, architecture),
     )  # fmt: skip
+
+
+def updates_before(recipe: Recipe, model: Path, architecture: Architecture) -> int | None:
+    """Return how many updates the moments have seen that a run begins with; ``None`` if it begins with zeros.
+
+    Raises:
+        UsageError, DataError: the moments in the model's folder are damaged, or of another model.
+    """
+    if recipe.method != "full" or recipe.initial_moments != "model" or not has_moments(model):
+        return None
+    with open_moments(model) as moments:
+        for checkpoint in moments.checkpoints.values():
+            check(architecture, checkpoint)
+        return moments.updates
 
 
 def free_resources(device: torch.device, folder: Path) -> Free:

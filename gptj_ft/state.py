@@ -8,6 +8,7 @@ from typing import Any
 from gptj_ft import checkpoint
 from gptj_ft.boundaries import boundary_layout
 from gptj_ft.formats.huggingface import open_checkpoint
+from gptj_ft.formats.moments import open_moments
 from gptj_ft.model import load_weights, open_frozen, training_stack
 from gptj_ft.optimizer import AdamW, Update
 from gptj_ft.plan import keeps_gradients
@@ -30,7 +31,7 @@ def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str,
         commit = None
     if not commit:
         shutil.rmtree(run.state, ignore_errors=True)  # without a commit it is scratch, or half of a beginning
-    facts: dict[str, Any] = {"loss_before": None}
+    facts: dict[str, Any] = {"loss_before": None, "updates_before": 0}
     stack = open_stack(session, run, session.plan.placement)
     if run.state.is_dir() and not takes_direct(run.state):
         run.log(f"{run.state} is on a file system without direct I/O: transfers go through the page cache")
@@ -46,11 +47,10 @@ def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str,
             folder = run.checkpoint(saved)
             facts |= read_json(folder / MANIFEST)["facts"]
             checkpoint.restore(folder, stack, saved)
-            optimizer = AdamW(stack, session.recipe, saved, late_blocks(session))
+            optimizer = AdamW(stack, session.recipe, saved, late_blocks(session), facts["updates_before"])
         else:
-            with open_checkpoint(session.model) as weights:
-                load_weights(stack, session.architecture, weights, session.recipe.seed)
-            optimizer = AdamW(stack, session.recipe, late=late_blocks(session))
+            facts["updates_before"] = begin(session, stack)
+            optimizer = AdamW(stack, session.recipe, 0, late_blocks(session), facts["updates_before"])
             if is_durable:
                 checkpoint.commit(run, optimizer.step, None, facts)
         # This has the name of the state folder on the disk, too.
@@ -59,6 +59,18 @@ def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str,
         stack.close()
         raise
     return stack, optimizer, facts
+
+
+def begin(session: Session, stack: LayerStack) -> int:
+    """Fill the stores with the model that a run starts from; return the updates that its moments have seen."""
+    recipe, architecture = session.recipe, session.architecture
+    with open_checkpoint(session.model) as weights:
+        if session.updates_before is None:
+            load_weights(stack, architecture, weights, recipe.seed)
+            return 0
+        with open_moments(session.model) as moments:
+            load_weights(stack, architecture, weights, recipe.seed, moments.checkpoints)
+            return moments.updates
 
 
 def open_stack(session: Session, run: Run, placement: Placement) -> LayerStack:
@@ -87,7 +99,8 @@ def late_blocks(session: Session) -> int:
 
 def resume_optimizer(session: Session, run: Run, stack: LayerStack, commit: dict[str, Any]) -> AdamW:
     """Return the optimizer of a run on disk as of its last commit."""
-    optimizer = AdamW(stack, session.recipe, commit["step"], late_blocks(session))
+    before = commit["facts"].get("updates_before", 0)  # a run that an earlier version began does not say
+    optimizer = AdamW(stack, session.recipe, commit["step"], late_blocks(session), before)
     behind = checkpoint.layers_behind(run, stack, commit["step"])
     optimizer.resume(Update(**commit["update"]) if commit["update"] else None, behind)
     return optimizer

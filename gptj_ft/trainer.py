@@ -280,7 +280,7 @@ def export(session: Session, run: Run, stack: LayerStack, step: int, facts: dict
     data = {"sha256": session.data_sha256, "rows": len(session.train), "validation_rows": len(session.validation)}
     metrics = {
         "validation_loss": exported["validation_loss"], "baseline_validation_loss": facts["loss_before"],
-        "steps": exported["step"], "best": facts["best"],
+        "steps": exported["step"], "best": facts["best"], "updates_before": facts.get("updates_before", 0),
     }  # fmt: skip
     trained = Trained(session.recipe, session.model, session.architecture, data, metrics)
 

@@ -55,16 +55,17 @@ def random_shards(seed: int = 0, shards: int = SHARDS) -> list[Leaves]:
     return result
 
 
-def flat(leaves: Leaves, step: int, is_full: bool) -> list[NDArray[np.generic]]:
-    """Return the leaves of a shard's tree in their order: of dictionaries, by their keys as strings."""
+def in_order(leaves: Leaves) -> list[NDArray[np.generic]]:
+    """Return the leaves of a dictionary in their order: by their keys as strings."""
     named = {("causal_transformer_shard/~/" + module, name): array for (module, name), array in leaves.items()}
-    parameters = [named[key] for key in sorted(named)]
-    state: list[NDArray[np.generic]] = []
-    if is_full:
-        count = np.array(step, np.int32)
-        moments = [np.full_like(array, 7) for array in parameters]
-        state = [count, *moments, *moments, count]
-    return [*state, *parameters, np.array(step, np.int32)]
+    return [named[key] for key in sorted(named)]
+
+
+def flat(leaves: Leaves, step: int, moments: tuple[Leaves, ...] = ()) -> list[NDArray[np.generic]]:
+    """Return the leaves of a shard's tree in their order."""
+    count = np.array(step, np.int32)
+    state = [count, *(array for moment in moments for array in in_order(moment)), count] if moments else []
+    return [*state, *in_order(leaves), count]
 
 
 def as_bf16(array: NDArray[np.generic]) -> NDArray[np.generic]:
@@ -74,10 +75,12 @@ def as_bf16(array: NDArray[np.generic]) -> NDArray[np.generic]:
     return (array.view(np.uint32) >> 16).astype(np.uint16).view("V2")
 
 
-def write(folder: Path, shards: list[Leaves], *, step: int = 10, is_full: bool = False, bf16: bool = False) -> Path:
-    """Write ``step_N/shard_I/J.npz``; return the folder of the step."""
+def write(
+    folder: Path, shards: list[Leaves], *, step: int = 10, moments: tuple[list[Leaves], ...] = (), bf16: bool = False
+) -> Path:
+    """Write ``step_N/shard_I/J.npz``, a full checkpoint where there are moments; return the folder of the step."""
     for number, leaves in enumerate(shards):
-        arrays = flat(leaves, step, is_full)
+        arrays = flat(leaves, step, tuple(moment[number] for moment in moments))
         if bf16:
             arrays = [as_bf16(array) for array in arrays]
         target = folder / f"step_{step}" / f"shard_{number}"

@@ -29,7 +29,6 @@ def test_version_and_help_answer(shell) -> None:
 def test_with_nothing_there_each_command_says_what_to_type(shell, rows_file: Path) -> None:
     for line, hint in (
         ("convert", "gptj-ft download"),
-        ("convert --with-optimizer", "begins with fresh moments"),
         ("finetune --recipe summarization --data rows.jsonl", "gptj-ft download"),
         ("generate prompt", "gptj-ft download"),
         ("evaluate --data rows.jsonl", "gptj-ft download"),

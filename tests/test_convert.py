@@ -148,17 +148,18 @@ KILLED = """
 import os, sys, time
 from pathlib import Path
 from gptj_ft import convert as module
+from gptj_ft.copying import Copy
 from gptj_ft.formats import behind, streamed
 streamed.SYNC_BYTES, behind.BUFFER_BYTES = 1, behind.PAGE
 left = int(sys.argv[4])
-def inspect(self, name, piece, inspect=module._Work._inspect):
+def inspect(self, name, piece, inspect=Copy._inspect):
     global left
     left -= 1
     if left < 0:
         time.sleep(0.3)  # what is on its way to the disk arrives
         os._exit(9)
     return inspect(self, name, piece)
-module._Work._inspect = inspect
+Copy._inspect = inspect
 module.convert(Path(sys.argv[1]), Path(sys.argv[2]), module.Conversion(to=sys.argv[3], mesh_shards=2))
 """
 

@@ -51,6 +51,7 @@ ORDER = [
         "tiny",
         "compare",
         "proof",
+        "copying",
         "convert",
         "inputs",
         "model",

@@ -20,13 +20,6 @@ if TYPE_CHECKING:
     from gptj_ft.convert import Conversion, ConvertReport
     from gptj_ft.formats.sources import Form
 
-NO_MOMENTS = (
-    "--with-optimizer: moments are not imported, for no run here would go on as the other system's: "
-    "mesh-transformer-jax steps a summed bias in each shard by itself, and Cerebras adds eps before the bias "
-    "correction and numbers its moments in an order that a pickle alone says; leave it out: a run begins with fresh "
-    "moments"
-)
-
 
 def convert(
     source: Annotated[
@@ -64,7 +57,7 @@ def convert(
         typer.Option("--merge", metavar="ADAPTER", help="add an adapter; SRC is then the model that it is for"),
     ] = None,
     with_optimizer: Annotated[
-        bool, typer.Option("--with-optimizer", help="refused: an optimizer's moments are not imported; says why")
+        bool, typer.Option("--with-optimizer", help="carry over Adam's moments, for a run that begins with them")
     ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -74,8 +67,6 @@ def convert(
     from gptj_ft.convert import Conversion
     from gptj_ft.formats.adapters import base_folder
 
-    if with_optimizer:
-        raise UsageError(NO_MOMENTS)
     out = Output(as_json, quiet)
     if check:
         _check(source, target, _form_of(source_form), config, out)
@@ -92,6 +83,7 @@ def convert(
         tokenizer=tokenizer,
         verify=verify,
         merge=home.find_model(str(merge)) if merge is not None else None,
+        with_optimizer=with_optimizer,
     )
     if conversion.merge is not None:
         source = source or base_folder(conversion.merge)
@@ -133,7 +125,10 @@ def _convert(source: Path, target: Path, conversion: Conversion, out: Output) ->
             f"{source}: NaN or infinity in {len(report.not_finite)} tensors, as in the source: {names}", file=sys.stderr
         )
     if report.has_left_moments:
-        print(f"{source}: the optimizer's moments in it were left out; a run begins with fresh ones", file=sys.stderr)
+        print(
+            f"{source}: the optimizer's moments in it were left out; --with-optimizer keeps them",
+            file=sys.stderr,
+        )
     return report
 
 
@@ -149,6 +144,8 @@ def _show(console: Console, target: Path, report: ConvertReport, to: str) -> Non
         ("tensors", f"{report.tensors}, {compared}"),
         ("parameters", f"{report.parameters:,} in {report.dtype}, {gigabytes(report.bytes)}"),
     ]
+    if report.updates is not None:
+        rows.append(("optimizer", f"its moments after {report.updates:,} updates, with which a run begins"))
     panel(console, "Converted", rows)
     if to == "mesh":
         return

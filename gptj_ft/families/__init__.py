@@ -51,7 +51,7 @@ class Family:
             purpose.
         mesh: mesh-transformer-jax's (module, parameter) -> tensor; empty where that has no such model.
         cerebras: name in a Cerebras checkpoint -> Hugging Face's, with what makes several one if it is made of them,
-            in the order of the table; ``None`` is dropped on purpose.
+            in the order of the table, which is that in which the parameters were made; ``None`` is dropped on purpose.
         lora_targets: the linear layers that get adapters unless others are named: by the ends of their names.
     """
 

@@ -40,16 +40,15 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "mup_scale_qk_dot_by_d": (False,),
 }
 
-# Its tensors in checkpoints of the Cerebras model zoo since 1.7. There a matrix is (out, in), and q, k, v are apart.
+# Its tensors in checkpoints of the Cerebras model zoo since 1.7. There a matrix is (out, in), and q, k, v are apart. In
+# the order in which its modules are made, by which its optimizer numbers the parameters.
 CEREBRAS: dict[str, str | Leaf | None] = {
     "embedding_layer.word_embeddings.weight": "transformer.wte.weight",
     "embedding_layer.position_embeddings.weight": "transformer.wpe.weight",
     "embedding_layer.position_embeddings.embed.weight": "transformer.wpe.weight",  # since 2.0
-    **{
-        f"transformer_decoder.layers.{{}}.{theirs}.{part}": f"transformer.h.{{}}.{ours}.{part}"
-        for theirs, ours in {"norm1": "ln_1", "norm3": "ln_2"}.items()
-        for part in ("weight", "bias")
-    },
+    **{f"transformer_decoder.norm.{part}": f"transformer.ln_f.{part}" for part in ("weight", "bias")},
+    "ln_f.weight": None,  # a second copy of transformer_decoder.norm
+    "ln_f.bias": None,
     **{
         f"transformer_decoder.layers.{{}}.{theirs}.{part}": Leaf(f"transformer.h.{{}}.{ours}.{part}", join, is_turned)
         for theirs, ours in {
@@ -57,14 +56,21 @@ CEREBRAS: dict[str, str | Leaf | None] = {
             "self_attn.proj_k_dense_layer": "attn.c_attn",
             "self_attn.proj_v_dense_layer": "attn.c_attn",
             "self_attn.proj_output_dense_layer": "attn.c_proj",
-            "ffn.ffn.0.linear_layer": "mlp.c_fc",
-            "ffn.ffn.1.linear_layer": "mlp.c_proj",
         }.items()
         for part, join, is_turned in (("weight", COLUMNS, True), ("bias", ROWS, False))
     },
-    **{f"transformer_decoder.norm.{part}": f"transformer.ln_f.{part}" for part in ("weight", "bias")},
-    "ln_f.weight": None,  # a second copy of transformer_decoder.norm
-    "ln_f.bias": None,
+    **{
+        f"transformer_decoder.layers.{{}}.{theirs}.{part}": f"transformer.h.{{}}.{ours}.{part}"
+        for theirs, ours in {"norm1": "ln_1", "norm3": "ln_2"}.items()
+        for part in ("weight", "bias")
+    },
+    **{
+        f"transformer_decoder.layers.{{}}.ffn.ffn.{theirs}.linear_layer.{part}": Leaf(
+            f"transformer.h.{{}}.mlp.{ours}.{part}", join, is_turned
+        )
+        for theirs, ours in enumerate(("c_fc", "c_proj"))
+        for part, join, is_turned in (("weight", COLUMNS, True), ("bias", ROWS, False))
+    },
     "lm_head.weight": "lm_head.weight",  # the embedding once more, where it is tied
 }
 

@@ -25,13 +25,13 @@ MESH = {
     ("projection_shard/~/replicated_layer_norm", "scale"): Leaf("transformer.ln_f.weight", "first"),
 }
 
-# Checkpoints of the Cerebras model zoo since 1.9; before, "model." may precede every name.
+# Checkpoints of the Cerebras model zoo since 1.9; before, "model." may precede every name. In the order in which its
+# modules are made, by which its optimizer numbers the parameters.
 CEREBRAS: dict[str, str | Leaf | None] = {
     "embedding_layer.word_embeddings.weight": "transformer.wte.weight",
-    **{
-        f"transformer_decoder.layers.{{}}.norm1.{part}": f"transformer.h.{{}}.ln_1.{part}"
-        for part in ("weight", "bias")
-    },
+    **{f"transformer_decoder.norm.{part}": f"transformer.ln_f.{part}" for part in ("weight", "bias")},
+    "ln_f.weight": None,  # a second copy of transformer_decoder.norm
+    "ln_f.bias": None,
     **{
         f"transformer_decoder.layers.{{}}.self_attn.proj_{theirs}_dense_layer.weight": (
             f"transformer.h.{{}}.attn.{ours}_proj.weight"
@@ -39,13 +39,14 @@ CEREBRAS: dict[str, str | Leaf | None] = {
         for theirs, ours in {"q": "q", "k": "k", "v": "v", "output": "out"}.items()
     },
     **{
+        f"transformer_decoder.layers.{{}}.norm1.{part}": f"transformer.h.{{}}.ln_1.{part}"
+        for part in ("weight", "bias")
+    },
+    **{
         f"transformer_decoder.layers.{{}}.ffn.ffn.{theirs}.linear_layer.{part}": f"transformer.h.{{}}.mlp.{ours}.{part}"
         for theirs, ours in enumerate(("fc_in", "fc_out"))
         for part in ("weight", "bias")
     },
-    **{f"transformer_decoder.norm.{part}": f"transformer.ln_f.{part}" for part in ("weight", "bias")},
-    "ln_f.weight": None,  # a second copy of transformer_decoder.norm
-    "ln_f.bias": None,
     "lm_head.weight": "lm_head.weight",
     "lm_head.bias": "lm_head.bias",
 }

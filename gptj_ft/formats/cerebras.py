@@ -1,18 +1,15 @@
-"""Checkpoints of the Cerebras model zoo, releases 1.7 to 2.x: ``.mdl``, which is HDF5, and ``.bin`` with their names.
+"""Checkpoints of the Cerebras model zoo, releases 1.7 to 2.x: ``.mdl``, and ``.bin`` with the same names.
 
-Every tensor is a data set in the root, named by its path: ``model.transformer_decoder.layers.0.norm1.weight``. The
-root's ``__spec__`` is a pickle, which nothing here reads.
+Every tensor is named by its path: ``model.transformer_decoder.layers.0.norm1.weight``.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,27 +17,12 @@ from torch import Tensor
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.families import Family, Leaf
 from gptj_ft.formats.borrowed import contiguous
-from gptj_ft.formats.entries import PIECE_BYTES, Entry, Shard
+from gptj_ft.formats.entries import Entry, Shard
 from gptj_ft.formats.huggingface import Checkpoint, weights_of
+from gptj_ft.formats.mdl import MODEL, MdlFile, is_hdf5
 from gptj_ft.formats.shards import open_shard
 
-if TYPE_CHECKING:
-    import h5py
-
-MAGIC = b"\x89HDF\r\n\x1a\n"
-MODEL = "model."  # before the names of weights; before 1.9 it may be there twice, in a .bin not at all
-MOMENTS = "optimizer.state."
 TYPICAL = "transformer_decoder.layers."
-MOST_CHUNK_BYTES = 2**30  # of what HDF5 unpacks at once
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "int64": torch.int64}
-
-
-def is_hdf5(path: Path) -> bool:
-    """Tell whether a file is HDF5."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
 
 
 def has_cerebras_names(folder: Path) -> bool:
@@ -53,17 +35,16 @@ def has_cerebras_names(folder: Path) -> bool:
 
 
 @contextmanager
-def open_cerebras(path: Path, family: Family) -> Iterator[tuple[Checkpoint, int, bool]]:
-    """Open a ``.mdl``, a ``.bin`` or a folder of it; yield its tensors under Hugging Face's names, its step, and
-    whether it holds the optimizer's moments.
+def open_cerebras(path: Path, family: Family) -> Iterator[tuple[Checkpoint, MdlFile | None]]:
+    """Open a ``.mdl``, a ``.bin`` or a folder of it; yield its tensors under Hugging Face's names, and the ``.mdl``.
 
     Raises:
         UsageError: no such file, or h5py is not installed.
         DataError: damaged; or a tensor that is there twice, as some are, is another the second time.
     """
-    mdl = MdlShard(path) if is_hdf5(path) else None
+    mdl = MdlFile(path) if is_hdf5(path) else None
     if mdl is not None:
-        shards: Mapping[str, Shard] = dict.fromkeys(mdl.entries, mdl)
+        shards: Mapping[str, Shard] = dict.fromkeys(mdl.parameters.entries, mdl.parameters)
     elif path.is_dir():
         shards = weights_of(path)
     elif path.is_file():
@@ -72,15 +53,30 @@ def open_cerebras(path: Path, family: Family) -> Iterator[tuple[Checkpoint, int,
     else:
         raise UsageError(f"{path} does not exist")
     _compare_copies(path, shards)
-    with Checkpoint(path, _joined(path, shards, family), _renamer(family)) as checkpoint:
-        yield checkpoint, mdl.step if mdl else 0, mdl is not None and mdl.has_moments
+    with checkpoint_of(path, shards, family) as checkpoint:
+        yield checkpoint, mdl
 
 
-def _own_name(name: str) -> str:
+def checkpoint_of(path: Path, shards: Mapping[str, Shard], family: Family) -> Checkpoint:
+    """Return tensors that go by Cerebras' names under Hugging Face's.
+
+    Args:
+        path: what they are called in messages.
+        shards: the file of each, by its name in there.
+        family: of the model.
+
+    Raises:
+        DataError: one that is made of several lacks some.
+    """
+    return Checkpoint(path, _joined(path, shards, family), _renamer(family))
+
+
+def own_name(name: str) -> str:
+    """Return a name without what stands before all of them: once since 1.9, before twice, in a .bin not at all."""
     return re.sub(rf"^({re.escape(MODEL)})+", "", name)
 
 
-def _pattern(own: str) -> tuple[str, str]:
+def pattern_of(own: str) -> tuple[str, str]:
     """Return a name with ``{}`` for the number of its block, and that number."""
     number = re.search(r"\.layers\.(\d+)\.", own)
     return (own.replace(number[0], ".layers.{}.", 1), number[1]) if number else (own, "")
@@ -114,7 +110,7 @@ def _joined(path: Path, shards: Mapping[str, Shard], family: Family) -> dict[str
     apart, order = dict(shards), list(family.cerebras)
     groups: dict[Leaf, list[tuple[int, Shard, str]]] = {}
     for name, shard in shards.items():
-        pattern, number = _pattern(_own_name(name))
+        pattern, number = pattern_of(own_name(name))
         leaf = family.cerebras.get(pattern)
         if isinstance(leaf, Leaf):
             del apart[name]
@@ -122,7 +118,7 @@ def _joined(path: Path, shards: Mapping[str, Shard], family: Family) -> dict[str
             groups.setdefault(here, []).append((order.index(pattern), shard, name))
     joined: dict[str, Shard] = {}
     for leaf, parts in groups.items():
-        pattern, _ = _pattern(_own_name(parts[0][2]))
+        pattern, _ = pattern_of(own_name(parts[0][2]))
         expected = sum(other == family.cerebras[pattern] for other in family.cerebras.values())
         if len(parts) != expected:
             raise DataError(f"{path}: {leaf.name} is made of {expected} tensors, and {len(parts)} of them are there")
@@ -132,8 +128,8 @@ def _joined(path: Path, shards: Mapping[str, Shard], family: Family) -> dict[str
 
 def _renamer(family: Family) -> Callable[[str], str | None]:
     def rename(name: str) -> str | None:
-        own = _own_name(name)
-        pattern, number = _pattern(own)
+        own = own_name(name)
+        pattern, number = pattern_of(own)
         ours = family.cerebras.get(pattern, own)  # if it is no tensor of the family, whoever checks it will say so
         assert not isinstance(ours, Leaf), "these have been joined"
         return ours and ours.format(number)
@@ -143,78 +139,8 @@ def _renamer(family: Family) -> Callable[[str], str | None]:
 
 def _compare_copies(path: Path, shards: Mapping[str, Shard]) -> None:
     """Check that the copies of the last norm, of which one is left out, are the same."""
-    own = {_own_name(name): name for name in shards}
+    own = {own_name(name): name for name in shards}
     for part in ("weight", "bias"):
         first, second = own.get(f"transformer_decoder.norm.{part}"), own.get(f"ln_f.{part}")
         if first and second and not torch.equal(shards[first].read(first), shards[second].read(second)):
             raise DataError(f"{path}: {first} and {second} should be the same, and are not")
-
-
-class MdlShard:
-    """The weights in a ``.mdl`` file.
-
-    Attributes:
-        path: of the file.
-        step: the optimizer step it is of; 0 if it does not say.
-        has_moments: whether it holds the optimizer's moments, too.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.step, self.has_moments = path, 0, False
-        entries: dict[str, Entry] = {}
-        with self._opened() as file:
-            for name in file:
-                if name.startswith(MODEL):
-                    entries[name] = self._entry(file, name)
-            self.has_moments = any(name.startswith(MOMENTS) for name in file)
-            if "global_step" in file:
-                self.step = int(self._data(file, "global_step")[()])
-        self.entries: Mapping[str, Entry] = entries
-        if not entries:
-            raise DataError(f"{path} holds no weights: no data set in it is named {MODEL}...")
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        entry = self.entries[name]
-        with self._opened() as file:
-            array = self._data(file, name)[start:stop] if entry.shape else self._data(file, name)[()]
-        tensor = torch.from_numpy(array) if entry.shape else torch.tensor(array)
-        return tensor.view(torch.bfloat16) if entry.dtype is torch.bfloat16 else tensor.to(entry.dtype)
-
-    def rows_at_once(self, name: str) -> int:
-        return self.entries[name].rows_in(PIECE_BYTES)
-
-    @contextmanager
-    def _opened(self) -> Iterator[h5py.File]:
-        try:
-            import h5py
-        except ImportError as error:
-            raise UsageError(f"{self.path} is an HDF5 file: pip install 'gptj-ft[hdf5]'") from error
-        try:
-            with h5py.File(self.path, "r", locking=False) as file:  # a lock needs what some file systems lack
-                yield file
-        except DataError:
-            raise
-        # h5py turns each class of HDF5's errors into one of Python's; any may come from a damaged file.
-        except (OSError, RuntimeError, LookupError, ValueError, TypeError, OverflowError, MemoryError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise DataError(f"{self.path}: truncated or corrupt ({reason}); get the file again") from error
-
-    def _data(self, file: h5py.File, name: str) -> Any:
-        import h5py
-
-        if not isinstance(file.get(name, getlink=True), h5py.HardLink):
-            raise DataError(f"{self.path}: {name} is a link; it was not followed")
-        data = file[name]
-        if not isinstance(data, h5py.Dataset) or data.is_virtual or data.external:
-            raise DataError(f"{self.path}: {name} is no data set of this file")
-        if data.chunks and math.prod(data.chunks) * data.dtype.itemsize > MOST_CHUNK_BYTES:
-            raise DataError(f"{self.path}: {name} unpacks to more than {MOST_CHUNK_BYTES >> 30} GiB at once")
-        return data
-
-    def _entry(self, file: h5py.File, name: str) -> Entry:
-        data = self._data(file, name)
-        is_bfloat16 = bool(data.attrs.get("is_bfloat16", False))
-        dtype = torch.bfloat16 if is_bfloat16 else DTYPES.get(data.dtype.name)
-        if dtype is None or (is_bfloat16 and data.dtype.itemsize != 2):
-            raise DataError(f"{self.path}: {name} is of type {data.dtype}, which no weights have")
-        return Entry(dtype, tuple(data.shape))

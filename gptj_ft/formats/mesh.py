@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -84,32 +84,71 @@ class Joined:
         return tuple(whole)
 
 
+@dataclass(frozen=True)
+class MeshCheckpoint:
+    """An opened checkpoint.
+
+    Attributes:
+        parameters: under Hugging Face's names.
+        step: the optimizer step that it is of.
+        moments: of a full checkpoint, the optimizer's two, under the names of their parameters; empty of a slim one.
+        updates: how many updates the moments have seen.
+    """
+
+    parameters: MeshShards
+    step: int
+    moments: tuple[MeshShards, ...] = ()
+    updates: int = 0
+
+
+def open_mesh(path: Path, family: Family) -> MeshCheckpoint:
+    """Open the shards in a folder, slim or full.
+
+    Raises:
+        DataError: one is missing, damaged, or of another shape than the others.
+    """
+    shards = [_arrays_of_shard(folder) for folder in _shard_folders(path)]
+    for number, arrays in enumerate(shards):
+        if len(arrays) != len(shards[0]):
+            raise DataError(f"{path}: shard_{number} has {len(arrays)} arrays, shard_0 {len(shards[0])}")
+    num_blocks, first = _layout(path, family, len(shards[0]))
+    leaves = leaves_of(family, num_blocks)
+
+    def tree(begin: int, leaves: Sequence[Leaf]) -> MeshShards:
+        found = enumerate(leaves, start=begin)
+        return MeshShards(path, [Joined(leaf, [arrays[index] for arrays in shards]) for index, leaf in found])
+
+    parameters, step = tree(first, leaves), _count(shards[0][-1])
+    if not first:
+        return MeshCheckpoint(parameters, step)
+    # Every shard saw the gradient of the whole bias that the shards' biases add up to, so that its moments are those of
+    # any. The embedding's bias, the first leaf, is no parameter of its own any more.
+    assert leaves[0].join == "added"
+    kept = [replace(leaf, join="first") if leaf.join == "sum" else leaf for leaf in leaves[1:]]
+    moments = tree(2, kept), tree(2 + len(leaves), kept)
+    return MeshCheckpoint(parameters, step, moments, _count(shards[0][0]))
+
+
+def _count(array: Array) -> int:
+    return int(array.read().reshape(-1)[0])
+
+
 class MeshShards:
-    """The shards of a checkpoint as tensors under Hugging Face's names; each is joined when it is read.
+    """A tree of a checkpoint as tensors under Hugging Face's names; each is joined when it is read.
 
     Attributes:
         path: the folder of the shards.
         num_shards: how many there are.
-        step: the optimizer step that the checkpoint is of.
-        has_moments: whether it is a full one, which holds the optimizer's moments, too.
     """
 
-    def __init__(self, path: Path, family: Family) -> None:
-        self.path = path
-        shards = [_arrays_of_shard(folder) for folder in _shard_folders(path)]
-        self.num_shards = len(shards)
-        for number, arrays in enumerate(shards):
-            if len(arrays) != len(shards[0]):
-                raise DataError(f"{path}: shard_{number} has {len(arrays)} arrays, shard_0 {len(shards[0])}")
-        num_blocks, first = _layout(path, family, len(shards[0]))
-        self.has_moments = first > 0
-        self.step = int(shards[0][-1].read().reshape(-1)[0])
+    def __init__(self, path: Path, leaves: Sequence[Joined]) -> None:
+        self.path, self.num_shards = path, len(leaves[0].parts)
         self._joined: dict[str, Joined] = {}
         self._sums: dict[str, Tensor] = {}
         self._added: dict[str, Tensor] = {}
         entries: dict[str, Entry] = {}
-        for index, leaf in enumerate(leaves_of(family, num_blocks), start=first):
-            joined = Joined(leaf, [arrays[index] for arrays in shards])
+        for joined in leaves:
+            leaf = joined.leaf
             if leaf.join == "added":
                 self._added[leaf.name] = _sum(joined.parts)
             else:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.families import Architecture, architecture_of, families, read_architecture
+from gptj_ft.families import Architecture, Family, architecture_of, families, read_architecture
+from gptj_ft.formats import cerebras_moments, moments
 from gptj_ft.formats.archive import is_archive, unpack
-from gptj_ft.formats.cerebras import has_cerebras_names, is_hdf5, open_cerebras
+from gptj_ft.formats.cerebras import has_cerebras_names, open_cerebras
 from gptj_ft.formats.configs import GPTJ_6B, read_config
 from gptj_ft.formats.huggingface import WEIGHTS, Checkpoint, check, open_checkpoint
-from gptj_ft.formats.mesh import MeshShards, find_step
+from gptj_ft.formats.mdl import MdlFile, is_hdf5
+from gptj_ft.formats.mesh import MeshShards, find_step, open_mesh
+from gptj_ft.formats.moments import Moments
+from gptj_ft.stores import MOMENTS
 
+Opener = Callable[[], AbstractContextManager[Moments]]
 Form = Literal["huggingface", "mesh", "cerebras"]
 FORMS: tuple[Form, ...] = get_args(Form)
 CONFIG = "config.json"
@@ -32,7 +38,7 @@ class Source:
         checkpoint: its tensors.
         folder: where tokenizer files may be.
         step: the optimizer step that it says it is of.
-        has_moments: whether it holds the optimizer's moments, which nothing here reads.
+        open_moments: opens the optimizer's moments, if it holds them; raises UsageError, DataError.
     """
 
     path: Path
@@ -41,7 +47,7 @@ class Source:
     checkpoint: Checkpoint
     folder: Path
     step: int = 0
-    has_moments: bool = False
+    open_moments: Opener | None = None
 
 
 def form_of(path: Path) -> Form:
@@ -85,26 +91,40 @@ def open_source(path: Path, form: Form | None, config: Path | None, scratch: Pat
     if form == "huggingface":
         own = None if config is None or (path / CONFIG).is_file() else config
         architecture = architecture_of(read_config(own), own) if own else read_architecture(path)
+        opener: Opener | None = partial(moments.open_moments, path) if moments.has_moments(path) else None
         with open_checkpoint(path) as checkpoint:
-            yield Source(path, form, architecture, checkpoint, path)
+            yield Source(path, form, architecture, checkpoint, path, open_moments=opener)
     elif form == "cerebras":
         config = config or _config_in([path if path.is_dir() else path.parent])
         family = architecture_of(read_config(config), config).family if config else families()["gptj"]
-        with open_cerebras(path, family) as (checkpoint, step, has_moments):
-            architecture = _architecture(config, checkpoint)
-            yield Source(path, form, architecture, checkpoint, path, step, has_moments)
+        with open_cerebras(path, family) as (checkpoint, mdl):
+            architecture, step = _architecture(config, checkpoint), mdl.step if mdl else None
+            opener = partial(_moments_of, mdl, family) if mdl and cerebras_moments.has_moments(mdl) else None
+            yield Source(path, form, architecture, checkpoint, path, step or 0, opener)
     else:
         if is_archive(path):
             unpack(path, scratch)
         folder = scratch if is_archive(path) else find_step(path)
         if folder is None:
             raise UsageError(f"{path} holds no checkpoint of mesh-transformer-jax: no shard_0 in it")
-        shards = MeshShards(folder, families()["gptj"])
-        with Checkpoint(path, dict.fromkeys(shards.entries, shards)) as checkpoint:
+        mesh = open_mesh(folder, families()["gptj"])
+        with _checkpoint(path, mesh.parameters) as checkpoint:
             found = None if folder == scratch else _config_in([folder, folder.parent])
             architecture = _architecture(config or found, checkpoint)
             home = found.parent if found else folder
-            yield Source(path, form, architecture, checkpoint, home, shards.step, shards.has_moments)
+            checkpoints = (_checkpoint(path, part) for part in mesh.moments)
+            loaded = Moments(mesh.updates, dict(zip(MOMENTS, checkpoints, strict=True))) if mesh.moments else None
+            opener = (lambda: nullcontext(loaded)) if loaded else None
+            yield Source(path, form, architecture, checkpoint, home, mesh.step, opener)
+
+
+def _checkpoint(path: Path, shards: MeshShards) -> Checkpoint:
+    return Checkpoint(path, dict.fromkeys(shards.entries, shards))
+
+
+@contextmanager
+def _moments_of(mdl: MdlFile, family: Family) -> Iterator[Moments]:
+    yield cerebras_moments.read_moments(mdl, family)
 
 
 def _config_in(folders: list[Path]) -> Path | None:

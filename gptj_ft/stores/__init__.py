@@ -20,6 +20,7 @@ from gptj_ft.linear import TiedLinear
 
 T = TypeVar("T")
 Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq", "grad", "frozen", "boundary"]
+MOMENTS: tuple[Kind, Kind] = ("exp_avg", "exp_avg_sq")
 
 PARAMETER_ALIGNMENT = 32  # elements: 64 bytes in bf16, a cache line and the widest vector register
 PART_NUMEL = 1 << 22  # elements moved, checked and updated at once: 16 MiB in fp32
