@@ -1,6 +1,7 @@
 """Converting all of a GPT-J 6B, made on the spot: peak memory, and seconds beside what a copy of as many bytes takes.
 
     python benchmarks/convert_full_size.py --work /tmp/bench           # 40 GB of disk
+    python benchmarks/convert_full_size.py --work /tmp/bench --only moments --layers 2    # 20 GB of disk
     python benchmarks/convert_full_size.py --work /tmp/bench --layers 2 --width 64 --vocabulary 512    # a try
 
 Each direction is a process of its own, `gptj-ft convert`, with and without the comparison that follows; its memory is
@@ -21,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -71,8 +73,8 @@ def make_bin(folder: Path, architecture: Architecture) -> None:
     (folder / "config.json").write_text(json.dumps(architecture.raw))
 
 
-def make_mesh(folder: Path, architecture: Architecture) -> None:
-    """Write the bf16 shards of a slim checkpoint."""
+def make_mesh(folder: Path, architecture: Architecture, is_full: bool = False) -> None:
+    """Write the bf16 shards of a slim checkpoint, or the fp32 shards of a full one, with moments."""
     width, rows = architecture.config.n_embd, architecture.config.vocab_size // SHARDS
     hidden = 4 * width // SHARDS
     shapes = {
@@ -87,19 +89,30 @@ def make_mesh(folder: Path, architecture: Architecture) -> None:
     leaves = leaves_of(architecture.family, architecture.config.n_layer)
 
     def arrays() -> Iterator[np.ndarray]:
+        count = np.array(0, np.int32)
+        if is_full:
+            yield count
+            yield from tree()
+            yield from tree()
+            yield count
+        yield from tree()
+        yield count
+
+    def tree() -> Iterator[np.ndarray]:
         for leaf in leaves:
             end = ".".join(leaf.name.split(".")[-2:])
             is_vector = leaf.join in ("added", "sum", "first")
             shape = (width,) if is_vector else shapes.get(end, (width, width // SHARDS))
             # What is added up is zero, as in a fresh model: the result has the type of the source.
             tensor = torch.zeros(shape) if leaf.join in ("added", "sum") else random_tensor(*shape)
-            yield tensor.bfloat16().view(torch.int16).numpy().view("V2")
-        yield np.array(0, np.int32)
+            # A mean of squares is not negative.
+            yield tensor.abs().numpy() if is_full else tensor.bfloat16().view(torch.int16).numpy().view("V2")
 
     for shard in range(SHARDS):
         target = folder / "step_0" / f"shard_{shard}"
         target.mkdir(parents=True)
-        stream, (size, more) = arrays(), divmod(len(leaves) + 1, NUM_FILES)
+        num_arrays = 3 * len(leaves) + 3 if is_full else len(leaves) + 1
+        stream, (size, more) = arrays(), divmod(num_arrays, NUM_FILES)
         for file in range(NUM_FILES):
             np.savez(target / f"{file}.npz", *(next(stream) for _ in range(size + (file < more))))
     (folder / "config.json").write_text(json.dumps(architecture.raw))
@@ -198,7 +211,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--vocabulary", type=int, default=50400)
-    parser.add_argument("--only", choices=("bin", "mesh"), help="one source only")
+    parser.add_argument("--only", choices=("bin", "mesh", "moments"), help="one source only")
     arguments = parser.parse_args()
     shape = {"n_layer": arguments.layers, "n_embd": arguments.width, "vocab_size": arguments.vocabulary}
     shape |= {"rotary_dim": min(64, arguments.width // 16)}
@@ -206,7 +219,7 @@ def main() -> None:
     arguments.work.mkdir(parents=True)
     torch.manual_seed(0)
     try:
-        if arguments.only != "mesh":
+        if arguments.only in (None, "bin"):
             folder = measure(
                 Direction("bin fp32 to folder bf16", "bin", make_bin, ("--dtype", "bf16")), arguments.work, architecture
             )
@@ -218,10 +231,13 @@ def main() -> None:
             )
             for done in arguments.work.iterdir():
                 shutil.rmtree(done)
-        if arguments.only != "bin":
+        if arguments.only in (None, "mesh"):
             folder = measure(Direction("mesh bf16 to folder", "mesh", make_mesh, ()), arguments.work, architecture)
             shutil.rmtree(arguments.work / "mesh")
             measure(Direction("folder to mesh bf16", folder.name, None, ("--to", "mesh")), arguments.work, architecture)
+        if arguments.only == "moments":
+            full, options = partial(make_mesh, is_full=True), ("--with-optimizer",)
+            measure(Direction("full mesh, moments too", "full", full, options), arguments.work, architecture)
     finally:
         shutil.rmtree(arguments.work)
 
