@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,9 @@ import torch
 from torch import Tensor
 from transformers import GPTJConfig, GPTJForCausalLM
 
-from gptj_ft.measure import measure_disk
 from gptj_ft.model import reading_stack
+from gptj_ft.stores import allocate
+from gptj_ft.stores.extents import BLOCK_BYTES, READERS
 from gptj_ft.streamed_model import StreamedModel
 
 CASES = [(1, 1), (8, 1), (1, 4), (8, 4)]  # rows, beams
@@ -113,23 +117,70 @@ def figure_b(arguments: argparse.Namespace) -> dict[str, Any]:
             "share_of_memory": statistics.median(shares), "shares": shares}  # fmt: skip
 
 
+class Disk:
+    """Reads the model's own files past the page cache as fast as they come, into memory that is kept."""
+
+    def __init__(self, folder: Path) -> None:
+        files = sorted(folder.glob("*.safetensors"))
+        blocks = [(file, at) for file in files for at in range(0, file.stat().st_size, BLOCK_BYTES)]
+        self._blocks = cycle(blocks)
+        self._threads = ThreadPoolExecutor(READERS)
+        self._kept = list(allocate(READERS * BLOCK_BYTES, torch.uint8, CPU).split(BLOCK_BYTES))
+
+    def rate(self, num_bytes: int) -> float:
+        """Return the bytes/s of reading so many, from where the last call ended."""
+        blocks = islice(self._blocks, -(-num_bytes // BLOCK_BYTES))
+        start = time.perf_counter()
+        done = sum(self._threads.map(self._read, blocks))
+        return done / (time.perf_counter() - start)
+
+    def _read(self, block: tuple[Path, int]) -> int:
+        memory = self._kept.pop()
+        descriptor = os.open(block[0], os.O_RDONLY | os.O_DIRECT)
+        try:
+            return os.preadv(descriptor, [memory.numpy().data], block[1])
+        finally:
+            os.close(descriptor)
+            self._kept.append(memory)
+
+
 def figure_c(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time a pass of one row and of eight, and the disk before each."""
-    with reading_stack(model_folder(arguments), CPU, torch.float32, "disk") as (architecture, stack):
+    """Time a pass of one row and of eight, the disk before and after each."""
+    folder = model_folder(arguments)
+    with reading_stack(folder, CPU, torch.float32, "disk") as (architecture, stack):
         model = StreamedModel(architecture, stack)
-        num_bytes = 4 * sum(layout.num_parameters for layout in stack.frozen)
         passes: dict[int, list[float]] = {1: [], 8: []}
-        shares = []
+        shares: dict[int, list[float]] = {1: [], 8: []}
+        waiting: dict[int, list[float]] = {1: [], 8: []}
+        disk, disks, num_bytes = Disk(folder), list[float](), 0
+
+        def rate() -> float:
+            time.sleep(0.5)  # until what the model reads ahead has come
+            return disk.rate(arguments.disk_bytes)
+
         for turn in range(arguments.runs + 1):
-            for rows, of in passes.items():
-                disk = measure_disk(arguments.work).read
-                seconds = seconds_a_pass(model, arguments, rows)
+            for rows in passes:
+                write(model, arguments, rows, 1, 1)
+                before = rate()
+                first, _ = write(model, arguments, rows, 1, 1)
+                waited, read = stack.waited_seconds, stack.bytes_read
+                whole, _ = write(model, arguments, rows, 1, arguments.tokens)
+                after = rate()
                 if turn:
-                    of.append(seconds)
-                    shares.append(num_bytes / seconds / disk)
-    return {"bytes_a_pass": num_bytes, "seconds_a_pass": {rows: statistics.median(of) for rows, of in passes.items()},
+                    seconds = (whole - first) / (arguments.tokens - 1)
+                    num_bytes = (stack.bytes_read - read) // arguments.tokens
+                    disks.append((before + after) / 2)
+                    passes[rows].append(seconds)
+                    shares[rows].append(num_bytes / seconds / disks[-1])
+                    waiting[rows].append((stack.waited_seconds - waited) / whole)
+
+    def median(of: dict[int, list[float]]) -> dict[int, float]:
+        return {rows: statistics.median(each) for rows, each in of.items()}
+
+    return {"bytes_a_pass": num_bytes, "seconds_a_pass": median(passes),
             "batch_8_over_1": statistics.median(b / a for a, b in zip(passes[1], passes[8], strict=True)),
-            "share_of_disk": statistics.median(shares), "shares": shares}  # fmt: skip
+            "disk": statistics.median(disks), "share_of_disk": median(shares), "share_waiting": median(waiting),
+            "shares": shares, "disks": disks}  # fmt: skip
 
 
 FIGURES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"a": figure_a, "b": figure_b, "c": figure_c}
@@ -146,6 +197,7 @@ def main() -> None:
     options.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
     options.add_argument("--tokens", type=int, default=64, help="new tokens, two at least")
     options.add_argument("--runs", type=int, default=5)
+    options.add_argument("--disk-bytes", type=int, default=2**30, help="whose reading is timed")
     options.add_argument("--memory-bytes", type=int, default=2**30, help="of the array whose reading is timed")
     arguments = options.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)

@@ -190,7 +190,7 @@ def seconds_per_validation(placement: Placement, load: Load, forward: Pass, rate
     passes = -(-load.validation_tokens // PASS_TOKENS)
     flops = 2.0 * load.block_parameters * load.validation_tokens + 2.0 * load.head_parameters * load.validation_targets
     weights = bytes_moved(placement, {"weight": load.dtype}, passes * (load.stored_elements + load.lent_elements))
-    frozen = bytes_moved(placement, {"frozen": load.dtype}, passes * load.frozen_elements)
+    frozen = bytes_moved(placement, {"frozen": load.dtype}, passes * sum(load.frozen_passed))
     return update.seconds(load, rates) + Pass(flops, read=weights).plus(read=frozen).seconds(load, rates)
 
 

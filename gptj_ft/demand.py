@@ -101,10 +101,19 @@ class Load:
         """Elements that are not trained, over all layers, padding included."""
         return sum(layout.numel for layout in self.frozen)
 
+    @cached_property
+    def frozen_passed(self) -> list[int]:
+        """Elements of each layer that come to the device as often as it is passed; of an embedding come a few rows."""
+        sizes = [layout.numel for layout in self.frozen]
+        return sizes if self.layouts[LENDER].shapes else [0, *sizes[1:]]
+
     def frozen_reads(self, slots: int) -> tuple[int, int]:
         """Elements that forward and backward read of what is not trained, beside what is still in so many slots."""
-        sizes = [layout.numel for layout in self.frozen]
-        return sum(sizes[slots:]), sum(sizes[self.lowest_trained : max(0, len(sizes) - slots)])
+        sizes, lowest = self.frozen_passed, self.lowest_trained
+        there = {layer for layer in range(lowest, len(sizes)) if sizes[layer]}
+        kept = set(sorted(there)[:slots])
+        up = sum(size for layer, size in enumerate(sizes) if layer not in kept)
+        return up, sum(sizes[lowest : max(0, len(sizes) - slots)])
 
     def flops(self, kept: int = 0) -> Flops:
         """Count the FLOPs of an average step, where ``kept`` blocks are not recomputed."""

@@ -10,10 +10,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from gptj_ft.kv_cache import KVCache
 
@@ -102,6 +103,42 @@ def pack(
         cu_seqlens.append(len(tokens))
     tokens_T, positions_T, targets_T = (torch.tensor(x, dtype=torch.int64) for x in (tokens, positions, targets))
     return PackedBatch(tokens_T, positions_T, targets_T, tuple(cu_seqlens), cache, numbers=tuple(numbers))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a matrix, where a layer needs no others.
+
+    Attributes:
+        numbers: which, int64, rising.
+        values: theirs, [rows, D].
+    """
+
+    numbers: Tensor
+    values: Tensor
+
+
+class Embedding(nn.Module):
+    """A matrix of which each token takes a row; whoever runs the layer may hand in just the `Rows` that are taken.
+
+    Args:
+        num_rows: of the matrix.
+        width: of a row.
+        index: what of a batch tells the row.
+    """
+
+    weight: Tensor | Rows
+
+    def __init__(self, num_rows: int, width: int, index: Literal["tokens_T", "positions_T"] = "tokens_T") -> None:
+        super().__init__()
+        self.index, self.num_embeddings = index, num_rows
+        self.weight = nn.Parameter(torch.empty(num_rows, width))
+
+    def forward(self, numbers_T: Tensor) -> Tensor:
+        weight = self.weight
+        if isinstance(weight, Rows):
+            return F.embedding(torch.searchsorted(weight.numbers, numbers_T), weight.values)
+        return F.embedding(numbers_T, weight)
 
 
 def turns(batch: PackedBatch, rotary_dim: int, base: float = 10000.0) -> Tensor:

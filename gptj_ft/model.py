@@ -14,7 +14,7 @@ from torch import Tensor
 from gptj_ft.boundaries import Away
 from gptj_ft.families import Architecture, read_architecture
 from gptj_ft.formats.adapters import Adapter, base_folder, open_adapter
-from gptj_ft.formats.huggingface import Checkpoint, check, layer_tensor, open_checkpoint, tensor_pieces
+from gptj_ft.formats.huggingface import Checkpoint, check, layer_tensor, open_checkpoint, tensor_source
 from gptj_ft.lora import A, B, initialise, is_adapter, linear_layers
 from gptj_ft.machine import free_memory
 from gptj_ft.selection import Selection, adapted
@@ -76,9 +76,9 @@ def open_frozen(stack: LayerStack, architecture: Architecture, checkpoint: Check
         checkpoint: where they come from.
         place: where they live; ``disk``: they are read from the checkpoint each time.
     """
-    load = partial(tensor_pieces, architecture, checkpoint)
+    find = partial(tensor_source, architecture, checkpoint)
     if any(layout.numel for layout in stack.frozen):
-        stack.stores = {**stack.stores, "frozen": FolderStore(stack.frozen, load, stack.device)}
+        stack.stores = {**stack.stores, "frozen": FolderStore(stack.frozen, find, stack.device)}
         if place != "disk":
             _settle_frozen(stack, place)
 

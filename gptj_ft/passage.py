@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gptj_ft.buffers import Buffer
+from gptj_ft.layers import PackedBatch, Rows
 from gptj_ft.stack import LayerStack
 from gptj_ft.stores import LENDER, Kind, Transfer, parts
 from gptj_ft.stores.cuda import Mark, marks
@@ -92,7 +93,8 @@ class Passage:
         self._parts: deque[Part] = deque()
         if self.is_trained:
             self._bring_weights()
-        if visit.computes and stack.frozen[self.index].numel:
+        self._tables = stack.tables(self.index)
+        if visit.computes and stack.frozen[self.index].numel and not self._tables:
             self._bring_frozen()
         if visit.updates:
             self._find_gradient()
@@ -107,6 +109,11 @@ class Passage:
     def is_trained(self) -> bool:
         """Whether some of the parameters are that the layer computes with, its own or those it borrows."""
         return bool(self.layout.shapes or self.layout.borrowed)
+
+    @property
+    def takes_room(self) -> bool:
+        """Whether it comes whole; of tables, rows are asked for when they are used."""
+        return not self._tables
 
     @property
     def is_above_trained(self) -> bool:
@@ -127,7 +134,17 @@ class Passage:
         frozen = self._stack.frozen_views(self.index, self.frozen) if self.frozen.numel() else {}
         return {**frozen, **self.trained_parameters()}
 
-    def run(self, parameters: Mapping[str, Tensor], *inputs: Any) -> Tensor:
+    def parameters_for(self, batches: Sequence[PackedBatch]) -> Mapping[str, Tensor | Rows]:
+        """Return the `parameters`, or of tables just the rows that these batches use: asked for here, waited for."""
+        if not self._tables:
+            return self.parameters()
+        with self._stack.waiting():
+            return {
+                name: self._stack.look_up(self.index, name, torch.cat([getattr(batch, by) for batch in batches]))
+                for name, by in self._tables.items()
+            }
+
+    def run(self, parameters: Mapping[str, Tensor | Rows], *inputs: Any) -> Tensor:
         """Run the layer with these in the place of its parameters, by name."""
         return self._stack.runners[self.index].run(parameters, *inputs)
 

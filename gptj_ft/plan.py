@@ -20,6 +20,7 @@ from gptj_ft.recipe import Recipe
 from gptj_ft.scaling import Outlook
 from gptj_ft.stack import Room, slot_numel, sum_numel
 from gptj_ft.stores import Kind
+from gptj_ft.stores.extents import STAGING_BYTES
 from gptj_ft.stores.placement import Place, Placement, training_dtypes
 from gptj_ft.streaming import HEAD_CHUNK_BYTES
 
@@ -213,8 +214,10 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, hav
     by_place: dict[Place, int] = {"device": 0, "host": 0, "disk": 0}
     for kind, dtype in stored.items():
         by_place[placement.of(kind)] += total * dtype.itemsize
-    if placement.of("frozen") != "disk":  # there it is already
+    if placement.of("frozen") != "disk":
         by_place[placement.of("frozen")] += load.frozen_elements * load.dtype.itemsize
+    elif load.frozen_elements:  # it is there already
+        by_place["host"] += STAGING_BYTES
     # Its gradient, before that is added to the others.
     biggest_matrix = max(shape.numel() for layout in load.layouts for shape in layout.shapes.values())
     hidden = load.width * load.dtype.itemsize

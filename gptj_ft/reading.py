@@ -19,6 +19,7 @@ from gptj_ft.machine import gigabytes
 from gptj_ft.plan import PLACES_FASTEST_FIRST, PROCESS_BYTES, Free, Need, needs_of, shortage
 from gptj_ft.recipe import Generation, Recipe
 from gptj_ft.stores import Layout
+from gptj_ft.stores.extents import STAGING_BYTES
 from gptj_ft.stores.placement import Place
 from gptj_ft.streaming import HEAD_CHUNK_BYTES
 
@@ -237,13 +238,14 @@ def _plan(recipe: Recipe, reads: Reads, have: Free, place: Place, together: Toge
     slots = 0 if place == "device" else reads.slot_bytes(recipe.read_ahead)
     own = reads.weight_bytes() if place == "device" else slots
     texts = TOKEN_BYTES * (sum(reads.documents) or sum(reads.prompts))
+    staging = STAGING_BYTES if place == "disk" else 0
     answers = len(reads.prompts) * reads.num_return * reads.settings.max_new_tokens
     return ReadingPlan(
         weights=place,
         precision=str(reads.dtype).removeprefix("torch."),
         together=together,
         device_bytes=own + reads.adapter_bytes + reads.working_bytes(together),
-        host_bytes=PROCESS_BYTES + texts + (reads.weight_bytes() if place == "host" else 0),
+        host_bytes=PROCESS_BYTES + texts + staging + (reads.weight_bytes() if place == "host" else 0),
         disk_bytes=LINE_BYTES * (answers + 16 * len(reads.documents)),
         have=have,
     )

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gptj_ft.layers import Rows
+
 
 class Runner:
     """Runs a layer with other tensors in the place of its parameters and buffers.
@@ -25,8 +27,8 @@ class Runner:
             if tensor is not None
         }
 
-    def run(self, tensors: Mapping[str, Tensor], *inputs: Any) -> Tensor:
-        """Return what the layer makes of its inputs, given tensors by their names in it."""
+    def run(self, tensors: Mapping[str, Tensor | Rows], *inputs: Any) -> Tensor:
+        """Return what the layer makes of its inputs, given tensors, or rows of them, by their names in it."""
         places = [self._places[name] for name in tensors]
         try:
             for (own, name, _), tensor in zip(places, tensors.values(), strict=True):

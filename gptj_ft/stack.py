@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gptj_ft.boundaries import Boundaries, Here
 from gptj_ft.buffers import Buffers
+from gptj_ft.layers import Embedding, Rows
 from gptj_ft.runner import Runner
 from gptj_ft.stores import LENDER, PART_NUMEL, Kind, LayerStore, Layout, Transfer, parts
 from gptj_ft.stores.cuda import Gaps, marks
@@ -88,6 +89,7 @@ class LayerStack:
         self._pools: dict[Kind, Buffers] = {}
         self._views: dict[tuple[int, int], Mapping[str, Tensor]] = {}
         self.runners = [Runner(layer) for layer in self.layers]
+        self._tables = [_tables_of(layer) for layer in self.layers]
         for layer in self.layers:
             layer.eval()  # dropout is for those who ask for it
             # What is only read comes whole: in between there is nothing to do for it.
@@ -145,6 +147,25 @@ class LayerStack:
         if key not in self._views:
             self._views[key] = self.frozen[layer].views(flat)
         return self._views[key]
+
+    def tables(self, layer: int) -> Mapping[str, str]:
+        """Return a layer's parameters, and what of a batch tells the rows of each, if rows are all that has to come."""
+        store = self.stores.get("frozen")
+        return {} if store is None or store.resident or self.layouts[layer].shapes else self._tables[layer]
+
+    def look_up(self, layer: int, name: str, numbers: Tensor) -> Rows:
+        """Return the rows of a table that some numbers tell.
+
+        Raises:
+            IndexError: it has none such.
+        """
+        rows, (num_rows, width) = numbers.unique(), self.frozen[layer].shapes[name]  # type: ignore[no-untyped-call]
+        if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < num_rows:
+            raise IndexError(f"{name} has rows 0 to {num_rows - 1}, asked for were {int(rows[0])} to {int(rows[-1])}")
+        values = torch.empty(len(rows), width, dtype=self.compute_dtype, device=self.device)
+        self.bytes_read += values.nbytes
+        self.stores["frozen"].read_rows("frozen", layer, name, rows.tolist(), values)
+        return Rows(rows, values)
 
     def lends(self, layer: int) -> bool:
         """Tell whether another layer computes with parameters of this one that are trained."""
@@ -274,6 +295,14 @@ class LayerStack:
     @property
     def _largest(self) -> int:
         return max(layout.numel for layout in self.layouts)
+
+
+def _tables_of(layer: nn.Module) -> dict[str, str]:
+    """Return what tells the rows of each parameter of a layer that has nothing but embeddings; else nothing."""
+    tables: dict[str, str] = {
+        f"{path}.weight": module.index for path, module in layer.named_modules() if isinstance(module, Embedding)
+    }
+    return tables if tables.keys() == dict(layer.named_parameters()).keys() else {}
 
 
 def slot_numel(layouts: Sequence[Layout]) -> int:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gptj_ft.boundaries import Boundaries
 from gptj_ft.errors import NotFinite
-from gptj_ft.layers import NO_TARGET, PackedBatch
+from gptj_ft.layers import NO_TARGET, PackedBatch, Rows
 from gptj_ft.passage import Passage, Updater, Visit
 from gptj_ft.stack import LayerStack
 
@@ -76,7 +76,7 @@ def stream(stack: LayerStack, visits: Iterable[Visit], updater: Updater | None =
         # a layer that borrows from it.
         while (
             following
-            and len(coming) <= stack.room.read_ahead
+            and sum(passage.takes_room for passage in coming) <= stack.room.read_ahead
             and not stack.sources(following.layer) & {x.index for x in coming}
         ):
             coming.append(Passage(stack, following, updater))
@@ -186,14 +186,14 @@ def forward(
             continue
         if boundaries is not None and loaded.is_passed_by_backward:
             boundaries.put(loaded.index, hidden)
-        parameters = loaded.parameters()
+        parameters = loaded.parameters_for(batches)
         # Nothing that writing leaves behind is ever trained on, so that autograd need not hear of it at all.
         with torch.no_grad() if batches[0].cache is None else torch.inference_mode():
             hidden = [run_layer(loaded, parameters, x, batch) for x, batch in zip(hidden, batches, strict=True)]
     return hidden
 
 
-def run_layer(loaded: Passage, parameters: Mapping[str, Tensor], x: Tensor, batch: PackedBatch) -> Tensor:
+def run_layer(loaded: Passage, parameters: Mapping[str, Tensor | Rows], x: Tensor, batch: PackedBatch) -> Tensor:
     """Return what a layer below the head makes of a micro-batch."""
     with dropping(loaded, batch):
         return loaded.run(parameters, x, batch)

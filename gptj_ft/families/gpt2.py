@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gptj_ft.errors import DataError
 from gptj_ft.families import Family, Leaf
-from gptj_ft.layers import PackedBatch, attend
+from gptj_ft.layers import Embedding, PackedBatch, attend
 from gptj_ft.linear import Conv1D, Linear, TiedLinear
 
 # "gelu" is the exact form, by the error function; OpenAI's models have the other.
@@ -132,11 +132,12 @@ class Embed(nn.Module):
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.wte = Embedding(config.vocab_size, config.n_embd)
+        self.wpe = Embedding(config.n_positions, config.n_embd, "positions_T")
 
     def forward(self, tokens_T: Tensor, batch: PackedBatch) -> Tensor:
-        return F.embedding(tokens_T, self.wte.weight) + F.embedding(batch.positions_T, self.wpe.weight)
+        out: Tensor = self.wte(tokens_T) + self.wpe(batch.positions_T)
+        return out
 
 
 class Attention(nn.Module):

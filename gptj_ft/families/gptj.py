@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gptj_ft.errors import DataError
 from gptj_ft.families import Family
 from gptj_ft.families.gptj_names import CEREBRAS, MESH
-from gptj_ft.layers import PackedBatch, attend, rotate, turns
+from gptj_ft.layers import Embedding, PackedBatch, attend, rotate, turns
 from gptj_ft.linear import Linear, project_by_all
 
 
@@ -72,10 +72,11 @@ class Embed(nn.Module):
 
     def __init__(self, config: GPTJConfig) -> None:
         super().__init__()
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wte = Embedding(config.vocab_size, config.n_embd)
 
     def forward(self, tokens_T: Tensor, batch: PackedBatch) -> Tensor:
-        return F.embedding(tokens_T, self.wte.weight)
+        out: Tensor = self.wte(tokens_T)
+        return out
 
 
 class Attention(nn.Module):

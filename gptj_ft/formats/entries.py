@@ -26,7 +26,7 @@ class Entry:
     Attributes:
         dtype: of its numbers.
         shape: as the model has it.
-        offset: of its first byte in the file, where the file has it in one piece.
+        offset: of its first byte in the file, where the file has it in one piece, row after row; else 0.
     """
 
     dtype: torch.dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,8 +16,9 @@ from gptj_ft.families import Architecture, Family, full_name
 from gptj_ft.formats.entries import Entry, Shard, inside
 from gptj_ft.formats.shards import open_shard
 from gptj_ft.formats.writing import INDEX, write_model
+from gptj_ft.stores.extents import Extent
 
-__all__ = ["Checkpoint", "check", "layer_tensor", "layer_tensors", "open_checkpoint", "tensor_pieces", "write_model"]
+__all__ = ["Checkpoint", "check", "layer_tensor", "layer_tensors", "open_checkpoint", "tensor_source", "write_model"]
 
 # Best first: safetensors needs no unpickling and is checked against its own header.
 WEIGHTS = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -82,6 +83,12 @@ class Checkpoint:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return a tensor, or its rows from ``start`` to ``stop``, on the CPU, in memory of its own."""
         return self._shards[name].read(self._own_names[name], start, stop)
+
+    def extent(self, name: str) -> Extent | None:
+        """Return where a tensor's numbers lie, row after row; none: nowhere in one piece."""
+        shard, own = self._shards[name], self._own_names[name]
+        entry = shard.entries[own]
+        return Extent(shard.path, entry.offset, entry.dtype) if entry.offset else None
 
     def rows_at_once(self, name: str) -> int:
         """Return how many rows of a tensor to read at a time."""
@@ -206,14 +213,12 @@ def layer_tensor(architecture: Architecture, checkpoint: Checkpoint, layer: int,
     return checkpoint.read(_name_in(checkpoint, architecture, layer, local))
 
 
-def tensor_pieces(
+def tensor_source(
     architecture: Architecture, checkpoint: Checkpoint, layer: int, local: str
-) -> Iterator[tuple[int, Callable[[], Tensor]]]:
-    """Yield the pieces of one tensor, each as its first row and what reads it."""
+) -> Extent | Callable[[], Tensor]:
+    """Return where one tensor lies; if that is nowhere in one piece, what reads it."""
     name = _name_in(checkpoint, architecture, layer, local)
-    rows = checkpoint.rows_at_once(name)
-    for start in range(0, checkpoint.shape(name)[0], rows):
-        yield start, partial(checkpoint.read, name, start, start + rows)
+    return checkpoint.extent(name) or partial(checkpoint.read, name)
 
 
 def _name_in(checkpoint: Checkpoint, architecture: Architecture, layer: int, local: str) -> str:

@@ -27,8 +27,8 @@ class PickleShard:
             begin = tensor.untyped_storage()._checkpoint_offset
             assert begin is not None, "PyTorch does not say where the data are"
             at = begin + int(tensor.storage_offset()) * tensor.dtype.itemsize
-            entry = Entry(tensor.dtype, tuple(tensor.shape), at)
-            if not tensor.is_contiguous():
+            entry = Entry(tensor.dtype, tuple(tensor.shape), at if tensor.is_contiguous() else 0)
+            if not entry.offset:
                 self._strided.add(name)
             elif at + entry.num_bytes > size:
                 raise DataError(f"{path}: {name} lies beyond its end ({size} bytes); get the file again")

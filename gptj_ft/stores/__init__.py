@@ -141,6 +141,17 @@ class LayerStore(Protocol):
             after: transfers that still use ``out`` and must end first.
         """
 
+    def read_rows(self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor) -> None:
+        """Fetch some rows of a matrix that nobody writes, and wait for them; not where it is resident.
+
+        Args:
+            kind: what to read.
+            layer: its layer.
+            name: of the matrix in the layer.
+            rows: which.
+            out: where they go on the device, [rows, width].
+        """
+
     def write(
         self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
     ) -> Future[None]:

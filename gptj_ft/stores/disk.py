@@ -75,6 +75,9 @@ class DiskStore:
 
         return self._queue.read(layer, after, load)
 
+    def read_rows(self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor) -> None:
+        raise AssertionError("what is trained comes whole")
+
     def write(
         self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
     ) -> Future[None]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
 from gptj_ft.stores import Kind, Layout, Transfer
-from gptj_ft.stores.blockio import TRANSFERS
-from gptj_ft.stores.cuda import copy, use_own_stream
+from gptj_ft.stores.cuda import copy
+from gptj_ft.stores.extents import BlockReader, Extent
 from gptj_ft.stores.queue import TransferQueue
 
-Piece = tuple[int, Callable[[], Tensor]]
+ROWS_BLOCK_BYTES = 64 * 2**10  # around rows that are wanted: takes a disk hardly longer than one of them
+ROW_READERS = 4
+Source = Extent | Callable[[], Tensor]
 
 
 class FolderStore:
@@ -22,19 +23,18 @@ class FolderStore:
 
     Args:
         layouts: of each layer.
-        load: (layer, name) -> the pieces of a tensor, as (first row, what reads them); some are read at a time, for a
-            disk reaches its rate only with several requests in flight.
+        find: (layer, name) -> where the tensor is in one piece; if it is nowhere, what reads it.
         device: where they go.
     """
 
     resident = False
 
-    def __init__(
-        self, layouts: Sequence[Layout], load: Callable[[int, str], Iterator[Piece]], device: torch.device
-    ) -> None:
-        self._queue = TransferQueue("folder", device=device)
-        self._pieces = ThreadPoolExecutor(TRANSFERS, "folder-piece", partial(use_own_stream, device))
-        self._layouts, self._load = layouts, load
+    def __init__(self, layouts: Sequence[Layout], find: Callable[[int, str], Source], device: torch.device) -> None:
+        # The next layer's blocks are asked for while this one's last are on their way: the disk is never idle.
+        self._queue = TransferQueue("folder", 2, device)
+        self._blocks = BlockReader(device)
+        self._row_blocks = BlockReader(device, ROWS_BLOCK_BYTES, ROW_READERS)  # that need not wait for whole layers
+        self._layouts, self._find = layouts, find
 
     def read(
         self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Transfer] = ()
@@ -45,12 +45,22 @@ class FolderStore:
 
         def load() -> Tensor:
             views = self._layouts[layer].views(out)
-            pieces = [(views[name], *piece) for name in views for piece in self._load(layer, name)]
-            for done in [self._pieces.submit(_bring, *piece) for piece in pieces]:
-                done.result()
+            found = [(self._find(layer, name), view) for name, view in views.items()]
+            self._blocks.read(source.to(view) for source, view in found if isinstance(source, Extent))
+            for source, view in found:
+                if not isinstance(source, Extent):
+                    copy(source(), view)
             return out
 
         return self._queue.read(layer, after, load)
+
+    def read_rows(self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor) -> None:
+        assert kind == "frozen"
+        source, width = self._find(layer, name), out.shape[1]
+        if isinstance(source, Extent):
+            self._row_blocks.read(source.to(to, row * width) for row, to in zip(rows, out, strict=True))
+        else:
+            copy(source()[torch.tensor(rows)], out)
 
     def write(
         self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
@@ -68,9 +78,5 @@ class FolderStore:
 
     def close(self) -> None:
         self._queue.close()
-        self._pieces.shutdown(cancel_futures=True)
-
-
-def _bring(view: Tensor, row: int, read: Callable[[], Tensor]) -> None:
-    values = read()
-    copy(values, view[row : row + len(values)])
+        self._blocks.close()
+        self._row_blocks.close()

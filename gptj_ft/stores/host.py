@@ -23,6 +23,7 @@ class HostStore:
 
     def __init__(self, layouts: Sequence[Layout], kinds: Mapping[Kind, torch.dtype], device: torch.device) -> None:
         self._queue = TransferQueue("host", 2 if device.type == "cuda" else 1, device)
+        self._layouts = layouts
         self._tensors = {
             (kind, layer): allocate(layout.numel, dtype, torch.device("cpu"))
             for kind, dtype in kinds.items()
@@ -45,6 +46,9 @@ class HostStore:
             return out
 
         return self._queue.read(layer, after, load)
+
+    def read_rows(self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor) -> None:
+        copy(self._layouts[layer].views(self._tensors[kind, layer])[name][torch.tensor(rows)], out)
 
     def write(
         self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
