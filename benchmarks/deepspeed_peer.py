@@ -15,9 +15,7 @@ accelerator, gloo and `DeepSpeedCPUAdam`; weights come in through its own `zero.
     optimizer   optimizer state on disk, parameters in RAM
     ram         both in RAM (ZeRO-3 with CPU offload)
 
-Not run yet in this form. A prototype of it, DeepSpeed 0.19.8 in fp32 on a machine without a GPU, ran all modes but
-``recompute`` and gave `transformers`' losses. By itself ``offload_param`` leaves the first 1e9 parameters in RAM;
-``max_in_cpu: 0`` sends them to the disk. A buffer for parameters has to hold the largest of them, the 50,400 x 1024
+By itself ``offload_param`` leaves the first 1e9 parameters in RAM; ``max_in_cpu: 0`` sends them to the disk. A buffer for parameters has to hold the largest of them, the 50,400 x 1024
 head, so five take 1.0 GB.
 """
 

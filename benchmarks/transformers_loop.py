@@ -17,8 +17,6 @@ process of its own, one after the other. That every step had the same tokens and
     python benchmarks/transformers_loop.py --data train.jsonl --tokenizer gpt2/ --work /tmp/loop
 
 `--set key=value` reaches `gptj-ft`.
-
-Not run yet in this form.
 """
 
 from __future__ import annotations
