@@ -15,8 +15,8 @@ accelerator, gloo and `DeepSpeedCPUAdam`; weights come in through its own `zero.
     optimizer   optimizer state on disk, parameters in RAM
     ram         both in RAM (ZeRO-3 with CPU offload)
 
-By itself ``offload_param`` leaves the first 1e9 parameters in RAM; ``max_in_cpu: 0`` sends them to the disk. A buffer for parameters has to hold the largest of them, the 50,400 x 1024
-head, so five take 1.0 GB.
+By itself ``offload_param`` leaves the first 1e9 parameters in RAM; ``max_in_cpu: 0`` sends them to the disk. A buffer
+for parameters has to hold the largest of them, the 50,400 x 1024 head, so five take 1.0 GB.
 """
 
 from __future__ import annotations
