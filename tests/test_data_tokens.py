@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_data_tokenizer import make_tokenizer
+from test_data_tokenizer import TEXT, make_tokenizer
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 
 from gptj_ft.data import words as words_module
@@ -24,7 +25,8 @@ from gptj_ft.recipe import Recipe, resolve
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return make_tokenizer()
+    blanks = (map("".join, product(" \n\t\r\u00a0", repeat=length)) for length in (2, 3, 4))
+    return make_tokenizer(900, TEXT + "a".join(chain(*blanks)))  # a token goes across blanks wherever it may
 
 
 LETTERS = st.sampled_from([*"ab 's\n\t\r.,1é🙂\x1c\x85\u00a0\u2003\u3000", "<|endoftext|>", "'ll "])
