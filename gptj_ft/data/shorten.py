@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,7 @@ def shorten(
     if recipe.shorten not in found.fields:
         raise RowSkipped("longer than max_length, and no field to `shorten` is named (plain text: on_long: split)")
     text, uses = values[recipe.shorten], found.uses[recipe.shorten]
-    ids = tokenize(tokenizer, [render(template, values)])[0] if ids is None else list(ids)
+    ids = tokenize(tokenizer, [render(template, values)])[0] if ids is None else ids
     inside = _field_tokens(template, recipe.shorten, values, tokenizer, ids) if uses == 1 else None
     offsets = inside.offsets if inside else places_of(tokenizer, text, tokenize(tokenizer, [text])[0])
     start = inside.start if inside else 0
@@ -64,7 +65,7 @@ def shorten(
     if (fewer := cut.between_words(keep)) and cut.text(fewer).strip() and len(fitting := with_part(fewer)) <= room:
         return fitting
     # ... but at the joints tokens may merge differently, and a word may be longer than what is looked at.
-    keep, fitting = len(offsets), ids
+    keep, fitting = len(offsets), list(ids)
     while keep > 0 and len(fitting) > room:
         keep -= max(1, (len(fitting) - room) // uses)
         fitting = with_part(keep) if keep > 0 else fitting
@@ -90,7 +91,7 @@ class _FieldTokens:
         offsets: of the field's tokens, in characters of the prompt.
     """
 
-    ids: list[int]
+    ids: Sequence[int]
     prompt: str
     start: int
     stop: int
@@ -110,7 +111,7 @@ class _FieldTokens:
 
 
 def _field_tokens(
-    template: str, field: str, values: Mapping[str, Any], tokenizer: RowTokenizer, ids: list[int]
+    template: str, field: str, values: Mapping[str, Any], tokenizer: RowTokenizer, ids: Sequence[int]
 ) -> _FieldTokens | None:
     """Find the tokens of a field, of a template that has nothing but fields and texts."""
     pieces = parse_template(template).pieces
@@ -120,7 +121,7 @@ def _field_tokens(
     start = sum(map(len, texts[: next(n for n, piece in enumerate(pieces) if piece == (field, True))]))
     stop, prompt = start + len(values[field]), "".join(texts)
     places = places_of(tokenizer, prompt, ids)
-    first = next((number for number, (at, _) in enumerate(places) if at >= start), len(places))
+    first = bisect_left(places.firsts, start)
     end = next((number for number in range(len(places), first, -1) if places[number - 1][1] <= stop), first)
     if end == first:
         return None

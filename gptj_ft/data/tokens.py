@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gptj_ft.data.tokenizer import RowTokenizer
 
 Span = tuple[int, int]
+Characters = NDArray[np.int64]
 
 
 def tokenize(tokenizer: RowTokenizer, batch: Sequence[str]) -> list[list[int]]:
@@ -25,8 +26,27 @@ def tokenize(tokenizer: RowTokenizer, batch: Sequence[str]) -> list[list[int]]:
     return [encoding.ids for encoding in backend.encode_batch_fast(list(batch), add_special_tokens=False)]
 
 
-def places_of(tokenizer: RowTokenizer, text: str, ids: Sequence[int]) -> list[Span]:
-    """Return where each token of a text is, in characters; of a character that is several tokens each is all of it.
+class Places(Sequence[Span]):
+    """Where each token of a text is: its first character and the one after its last.
+
+    Args:
+        firsts, ends: of each, in the order of the tokens.
+    """
+
+    def __init__(self, firsts: Characters, ends: Characters) -> None:
+        self.firsts, self.ends = firsts, ends
+
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return Places(self.firsts[number], self.ends[number])
+        return int(self.firsts[number]), int(self.ends[number])
+
+
+def places_of(tokenizer: RowTokenizer, text: str, ids: Sequence[int]) -> Places:
+    """Return where the tokens of a text are, in characters; of a character that is several tokens each is all of it.
 
     Args:
         tokenizer: a fast one.
@@ -37,13 +57,16 @@ def places_of(tokenizer: RowTokenizer, text: str, ids: Sequence[int]) -> list[Sp
         lengths = sizes[np.asarray(ids, np.int64)]
         ends, raw = np.cumsum(lengths), np.frombuffer(text.encode(), np.uint8)
         if len(ends) and ends[-1] == len(raw):
+            if len(raw) == len(text):  # a byte is a character
+                return Places(ends - lengths, ends)
             character = np.cumsum((raw & 0xC0) != 0x80)  # that a byte is of, counted from 1
-            return list(zip((character[ends - lengths] - 1).tolist(), character[ends - 1].tolist(), strict=True))
-    return list(backend_of(tokenizer).encode(text, add_special_tokens=False).offsets)
+            return Places(character[ends - lengths] - 1, character[ends - 1])
+    offsets = np.array(backend_of(tokenizer).encode(text, add_special_tokens=False).offsets, np.int64).reshape(-1, 2)
+    return Places(offsets[:, 0], offsets[:, 1])
 
 
 @lru_cache(maxsize=4)
-def _token_bytes(tokenizer: RowTokenizer) -> NDArray[np.int64]:
+def _token_bytes(tokenizer: RowTokenizer) -> Characters:
     """Return how many bytes of text each token is; nothing if that is not sure, or the tokenizer leaves blanks out."""
     backend = backend_of(tokenizer)
     places = backend.encode("a b", add_special_tokens=False).offsets

@@ -1,0 +1,169 @@
+"""What padding costs: the same steps on ragged batches, and on rows that are all as long as the longest of their step.
+
+    python benchmarks/ragged_vs_padded.py --data data/ --tokenizer gpt2/ --work /tmp/padding
+
+One engine does both. Padding is emulated: rows are extended by tokens that carry no target; they come after a row's
+own, so that they change no loss, which is checked. Rows are those of DialogSum, SQuAD, SST-2 and WikiText-2, their
+tokens folded into a small vocabulary; the model is random, so wide that its time is that of matrix products. Each step
+is run in both ways one after the other, in turns; the learning rate is 0, so that they start from the same weights.
+
+Asked for: the speed-up is at least 0.95 of padded tokens / tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prepare_data import PREPARE, make_model, run
+
+if TYPE_CHECKING:
+    from gptj_ft.data.batches import Rows
+    from gptj_ft.layers import PackedBatch
+    from gptj_ft.optimizer import AdamW
+    from gptj_ft.stack import LayerStack
+
+FILES = {
+    "dialogsum": "summarization/dialogsum/train.jsonl",
+    "squad": "squad/train-v1.1-subset.json",
+    "sst2": "sentiment/sst2/train.tsv",
+    "continuous-pretraining": "lm/wikitext-2/valid.txt",
+}
+SHAPE = {"vocab_size": 900, "n_positions": 2048}
+HEADS = 16
+BATCH_SIZE = 16
+ASKED = 0.95
+SAME_LOSS = 1e-4
+
+
+def main() -> None:
+    """Prepare each file, and run its first steps in both ways."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help=f"folder with {', '.join(FILES.values())}")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="folder with GPT-2's vocab.json and merges.txt")
+    parser.add_argument("--work", type=Path, required=True, help="new folder")
+    parser.add_argument("--recipes", default=",".join(FILES))
+    parser.add_argument("--steps", type=int, default=5, help="after a first one that is not timed")
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument(
+        "--micro-batch", type=int, default=2048, help="tokens computed at once, with padding or without"
+    )
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True)
+    make_model(arguments)
+    print(f"{'':<24}{'tokens':>9}{'padded':>9}{'more':>8}{'ragged':>10}{'padded':>10}{'speed-up':>10}{'of it':>8}")
+    reached = [compare(recipe, arguments) for recipe in arguments.recipes.split(",")]
+    shutil.rmtree(arguments.work)
+    if min(reached) < ASKED:
+        sys.exit(f"{min(reached):.3f} of what the tokens allow, asked for: {ASKED}")
+
+
+def compare(recipe: str, arguments: argparse.Namespace) -> float:
+    """Run steps on one file's rows, and print the times; return the speed-up over padded tokens / tokens."""
+    from gptj_ft.data.batches import micro_batches, rows_of_step
+
+    rows = rows_of(recipe, arguments)
+    stack, optimizer = open_model(arguments)
+    ways: dict[str, Callable[..., list[PackedBatch]]] = {"ragged": micro_batches, "padded": padded}
+    seconds, tokens = {way: list[float]() for way in ways}, {way: list[int]() for way in ways}
+    for step in range(arguments.steps + 1):
+        chosen = rows_of_step(step, len(rows), BATCH_SIZE, seed=0)
+        documents = [[token % SHAPE["vocab_size"] for token in rows.documents[row]] for row in chosen]
+        losses = {}
+        for way in ways if step % 2 else reversed(ways):
+            batches = ways[way](documents, [rows.prompt_lengths[row] for row in chosen], arguments.micro_batch)
+            start = time.perf_counter()
+            losses[way] = take_step(stack, optimizer, batches)
+            seconds[way].append(time.perf_counter() - start)
+            tokens[way].append(sum(len(batch.tokens_T) for batch in batches))
+        (loss, targets), (other, others) = losses.values()
+        assert targets == others, f"{targets} and {others} targets"
+        assert abs(loss - other) < SAME_LOSS, f"losses {loss} and {other}"
+    stack.close()
+    real, wide = (sum(tokens[way][1:]) for way in ways)
+    ours, theirs = (sum(seconds[way][1:]) for way in ways)
+    reached = theirs / ours / (wide / real)
+    print(json.dumps({"recipe": recipe, "tokens": tokens, "seconds": seconds, "reached": reached}))
+    print(
+        f"{recipe:<24}{real:>9,}{wide:>9,}{wide / real:>7.3f}x{ours:>8.2f} s{theirs:>8.2f} s{theirs / ours:>9.3f}x"
+        f"{reached:>8.3f}",
+        flush=True,
+    )
+    return reached
+
+
+def rows_of(recipe: str, arguments: argparse.Namespace) -> Rows:
+    """Prepare a file, as the command does."""
+    from gptj_ft.data.batches import Rows
+    from gptj_ft.data.prepared import load
+
+    prepared = arguments.work / recipe
+    words = ["--recipe", recipe, "--model", arguments.work / "model", "--data", arguments.data / FILES[recipe]]
+    run([*PREPARE, *words, "--output", prepared], arguments.work)
+    return Rows.of(load(prepared).rows)
+
+
+def open_model(arguments: argparse.Namespace) -> tuple[LayerStack, AdamW]:
+    """Return a random model, all of it in memory, every block recomputed, and its optimizer."""
+    import torch
+
+    from gptj_ft.families import families
+    from gptj_ft.model import fill_layer
+    from gptj_ft.optimizer import AdamW
+    from gptj_ft.recipe import Recipe
+    from gptj_ft.stack import LayerStack, Room
+    from gptj_ft.stores import Layout
+    from gptj_ft.stores.placement import Placement, open_stores, training_dtypes
+
+    family, device = families()["gptj"], torch.device("cpu")
+    width, heads = arguments.width, {"n_head": HEADS, "rotary_dim": arguments.width // HEADS}
+    shape = {**SHAPE, **heads, "n_embd": width, "n_layer": arguments.layers}
+    layers = family.build_layers(family.read_config(shape))
+    dtypes = training_dtypes(torch.float32, torch.float32, torch.float32)
+    layouts = [Layout.of(layer) for layer in layers]
+    stores = open_stores(Placement("device", "device"), layouts, dtypes, device, arguments.work / "state")
+    stack = LayerStack(layers, dtypes, stores, device, Room())
+    generator = torch.Generator().manual_seed(0)
+
+    def fill(name: str, view: torch.Tensor) -> None:
+        view.normal_(0, 0.02, generator=generator) if view.ndim > 1 else view.fill_(1.0)
+
+    for layer in range(len(layers)):
+        fill_layer(stack, layer, fill)
+    stack.drain()
+    return stack, AdamW(stack, Recipe())
+
+
+def padded(documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int], budget_tokens: int) -> list[PackedBatch]:
+    """Return micro-batches of rows that are all as long as the longest, as `micro_batches` does of rows as they are."""
+    from gptj_ft.data.batches import micro_batches
+    from gptj_ft.layers import NO_TARGET
+
+    longest = max(map(len, documents))
+    extended = [[*document, *[0] * (longest - len(document))] for document in documents]
+    batches, lengths = micro_batches(extended, prompt_lengths, budget_tokens), map(len, documents)
+    for batch in batches:
+        for start, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
+            batch.targets_T[start + next(lengths) - 1 : end] = NO_TARGET
+    return batches
+
+
+def take_step(stack: LayerStack, optimizer: AdamW, batches: list[PackedBatch]) -> tuple[float, int]:
+    """Take an optimizer step, the update of the one before included; return its mean loss and number of targets."""
+    from gptj_ft.streaming import train_step
+
+    optimizer.begin(0.0)
+    loss = train_step(stack, optimizer, batches)
+    optimizer.end()
+    return loss.mean, loss.num_targets
+
+
+if __name__ == "__main__":
+    main()
