@@ -26,13 +26,14 @@ import torch
 from torch import Tensor
 from transformers import GPTJConfig, GPTJForCausalLM
 
+from gptj_ft.formats.huggingface import open_checkpoint
 from gptj_ft.model import reading_stack
 from gptj_ft.stores import allocate
-from gptj_ft.stores.extents import BLOCK_BYTES, READERS
 from gptj_ft.streamed_model import StreamedModel
 
 CASES = [(1, 1), (8, 1), (1, 4), (8, 4)]  # rows, beams
 CPU = torch.device("cpu")
+BLOCK_BYTES, READERS = 2**20, 8  # of requests to the disk, those that are on their way together
 
 
 def model_folder(arguments: argparse.Namespace) -> Path:
@@ -96,7 +97,7 @@ def figure_a(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def figure_b(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time a pass of one row, and reading memory before and after."""
-    memory = torch.ones(arguments.memory_bytes // 4)
+    memory = allocate(arguments.memory_bytes // 4, torch.float32, CPU).fill_(1)  # in huge pages, as weights are
 
     def read_rate() -> float:
         start = time.perf_counter()
@@ -118,17 +119,28 @@ def figure_b(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class Disk:
-    """Reads the model's own files past the page cache as fast as they come, into memory that is kept."""
+    """Reads what a pass needs of a model's files, past the page cache and as fast as it comes, into kept memory.
 
-    def __init__(self, folder: Path) -> None:
-        files = sorted(folder.glob("*.safetensors"))
-        blocks = [(file, at) for file in files for at in range(0, file.stat().st_size, BLOCK_BYTES)]
-        self._blocks = cycle(blocks)
+    Args:
+        folder: the model.
+        needed: names of tensors.
+    """
+
+    def __init__(self, folder: Path, needed: Callable[[str], bool]) -> None:
+        with open_checkpoint(folder) as checkpoint:
+            blocks = {
+                (checkpoint.file_of(name), block)
+                for name in filter(needed, checkpoint.names)
+                for entry in [checkpoint.entry(name)]
+                for block in range(entry.offset // BLOCK_BYTES, (entry.offset + entry.num_bytes) // BLOCK_BYTES + 1)
+            }
+        self._blocks = cycle(sorted(blocks))
         self._threads = ThreadPoolExecutor(READERS)
-        self._kept = list(allocate(READERS * BLOCK_BYTES, torch.uint8, CPU).split(BLOCK_BYTES))
+        self._kept = list(allocate(READERS * BLOCK_BYTES // 4, torch.float32, CPU).view(READERS, -1))
 
     def rate(self, num_bytes: int) -> float:
         """Return the bytes/s of reading so many, from where the last call ended."""
+        time.sleep(0.5)  # until what a model reads ahead has come
         blocks = islice(self._blocks, -(-num_bytes // BLOCK_BYTES))
         start = time.perf_counter()
         done = sum(self._threads.map(self._read, blocks))
@@ -138,7 +150,7 @@ class Disk:
         memory = self._kept.pop()
         descriptor = os.open(block[0], os.O_RDONLY | os.O_DIRECT)
         try:
-            return os.preadv(descriptor, [memory.numpy().data], block[1])
+            return os.preadv(descriptor, [memory.numpy().data.cast("B")], block[1] * BLOCK_BYTES)
         finally:
             os.close(descriptor)
             self._kept.append(memory)
@@ -147,40 +159,35 @@ class Disk:
 def figure_c(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time a pass of one row and of eight, the disk before and after each."""
     folder = model_folder(arguments)
+    disk = Disk(folder, lambda name: "wte" not in name)  # of the embedding a few rows are needed
+    found: dict[str, dict[int, list[float]]] = {name: {1: [], 8: []} for name in ("seconds", "share", "waiting")}
+    disks: list[float] = []
     with reading_stack(folder, CPU, torch.float32, "disk") as (architecture, stack):
         model = StreamedModel(architecture, stack)
-        passes: dict[int, list[float]] = {1: [], 8: []}
-        shares: dict[int, list[float]] = {1: [], 8: []}
-        waiting: dict[int, list[float]] = {1: [], 8: []}
-        disk, disks, num_bytes = Disk(folder), list[float](), 0
-
-        def rate() -> float:
-            time.sleep(0.5)  # until what the model reads ahead has come
-            return disk.rate(arguments.disk_bytes)
-
+        num_bytes = 4 * sum(layout.num_parameters for layout in stack.frozen[1:])
         for turn in range(arguments.runs + 1):
-            for rows in passes:
-                write(model, arguments, rows, 1, 1)
-                before = rate()
+            for rows in (1, 8):
+                before = disk.rate(arguments.disk_bytes)
                 first, _ = write(model, arguments, rows, 1, 1)
-                waited, read = stack.waited_seconds, stack.bytes_read
+                waited = stack.waited_seconds
                 whole, _ = write(model, arguments, rows, 1, arguments.tokens)
-                after = rate()
+                waited = stack.waited_seconds - waited
+                seconds = (whole - first) / (arguments.tokens - 1)
+                after = disk.rate(arguments.disk_bytes)
                 if turn:
-                    seconds = (whole - first) / (arguments.tokens - 1)
-                    num_bytes = (stack.bytes_read - read) // arguments.tokens
                     disks.append((before + after) / 2)
-                    passes[rows].append(seconds)
-                    shares[rows].append(num_bytes / seconds / disks[-1])
-                    waiting[rows].append((stack.waited_seconds - waited) / whole)
-
-    def median(of: dict[int, list[float]]) -> dict[int, float]:
-        return {rows: statistics.median(each) for rows, each in of.items()}
-
-    return {"bytes_a_pass": num_bytes, "seconds_a_pass": median(passes),
-            "batch_8_over_1": statistics.median(b / a for a, b in zip(passes[1], passes[8], strict=True)),
-            "disk": statistics.median(disks), "share_of_disk": median(shares), "share_waiting": median(waiting),
-            "shares": shares, "disks": disks}  # fmt: skip
+                    of_turn = {"seconds": seconds, "share": num_bytes / seconds / disks[-1], "waiting": waited / whole}
+                    for name, value in of_turn.items():
+                        found[name][rows].append(value)
+    seconds_of = found["seconds"]
+    return {
+        "bytes_needed_a_pass": num_bytes,
+        "batch_8_over_1": statistics.median(b / a for a, b in zip(seconds_of[1], seconds_of[8], strict=True)),
+        "disk": statistics.median(disks),
+        **{name: {rows: statistics.median(values) for rows, values in of.items()} for name, of in found.items()},
+        "shares": found["share"],
+        "disks": disks,
+    }
 
 
 FIGURES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"a": figure_a, "b": figure_b, "c": figure_c}

@@ -149,13 +149,18 @@ def turns(batch: PackedBatch, rotary_dim: int, base: float = 10000.0) -> Tensor:
     key = rotary_dim, base
     if key in batch.turns:
         return batch.turns[key]
-    device = batch.positions_T.device
-    exponent = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.int64).float() / rotary_dim
-    angle_T1R = (batch.positions_T[:, None].float() * (1.0 / base**exponent))[:, None]
+    angle_T1R = (batch.positions_T[:, None].float() * _speeds(rotary_dim, base, batch.positions_T.device))[:, None]
     turn = torch.complex(angle_T1R.cos(), angle_T1R.sin())
     if batch.cache is not None:
         batch.turns[key] = turn
     return turn
+
+
+@lru_cache
+def _speeds(rotary_dim: int, base: float, device: torch.device) -> Tensor:
+    with torch.inference_mode(mode=False):  # training uses it, too
+        exponent = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.int64).float() / rotary_dim
+        return 1.0 / base**exponent
 
 
 def rotate(x_TNH: Tensor, turn: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Axis letters: T tokens, D their width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,10 @@ def project(x_TD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     they can be read; 2 to 32, with weights on the left, 1.5 to 5 times; up to 128, 0.9 to 1.7 times. It rounds
     differently, so training, which runs forward twice, does without: it is not in inference mode.
     """
-    if not (len(x_TD) <= MANY_TOKENS and takes_few(x_TD)):
+    if not (x_TD.shape[0] <= MANY_TOKENS and takes_few(x_TD)):
         return F.linear(x_TD, weight, bias)
     multiply = torch.ops.mkldnn._linear_pointwise.default
-    if 1 < len(x_TD) <= FEW_TOKENS and weight.is_contiguous():
+    if 1 < x_TD.shape[0] <= FEW_TOKENS and weight.is_contiguous():
         out: Tensor = multiply(weight, x_TD, None, "none", [], "").t().contiguous()
         return out if bias is None else out.add_(bias)
     out = multiply(x_TD, weight, bias, "none", [], "")
@@ -38,19 +38,22 @@ def takes_few(x_TD: Tensor) -> bool:
     return torch.is_inference_mode_enabled() and is_kind and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 
-def project_by_all(x_TD: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:
-    """Return what each of some linear layers without biases makes of the same inputs.
+def project_by_all(x_TD: Tensor, linears: Sequence[Linear]) -> Iterator[Tensor]:
+    """Yield what each of some linear layers makes of the same inputs, as it is asked for.
 
-    One product where a model writes a few tokens and the weights lie side by side: small ones are read faster together.
+    One product where a model writes a few tokens and the weights lie side by side: they are read faster together.
     """
     is_plain = not any(linear._forward_hooks for linear in linears)  # adapters
     first, *others = weights = [linear.weight for linear in linears]
     ends = [weight.data_ptr() + weight.nbytes for weight in weights]
-    if not (is_plain and len(x_TD) <= MANY_TOKENS and takes_few(x_TD) and [w.data_ptr() for w in others] == ends[:-1]):
-        return [linear(x_TD) for linear in linears]
-    whole = first.as_strided((sum(map(len, weights)), x_TD.shape[-1]), first.stride())
-    parts: Sequence[Tensor] = torch.split(project(x_TD, whole, None), [len(weight) for weight in weights], dim=-1)
-    return parts
+    is_few = x_TD.shape[0] <= MANY_TOKENS and takes_few(x_TD)
+    if not (is_plain and is_few and [weight.data_ptr() for weight in others] == ends[:-1]):
+        yield from (linear(x_TD) for linear in linears)
+        return
+    heights = [weight.shape[0] for weight in weights]
+    whole = project(x_TD, first.as_strided((sum(heights), x_TD.shape[-1]), first.stride()), None)
+    for part, linear in zip(whole.split_with_sizes(heights, dim=-1), linears, strict=True):
+        yield part if linear.bias is None else part + linear.bias
 
 
 class Linear(nn.Linear):

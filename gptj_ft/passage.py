@@ -99,6 +99,8 @@ class Passage:
         if visit.updates:
             self._find_gradient()
             self._prepare_update()
+        # Of a model that is only read, what is on the device for good stays as it is.
+        self.is_settled = set(stack.dtypes) == {"weight"} and not (self._slots or self._tables)
 
     @property
     def module(self) -> nn.Module:

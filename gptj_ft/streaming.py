@@ -68,7 +68,7 @@ def stream(stack: LayerStack, visits: Iterable[Visit], updater: Updater | None =
     A layer's tensors are valid until the next one is asked for. One stream at a time: a new one ends the last.
     """
     stack.abandon()
-    upcoming, coming = iter(visits), deque[Passage]()
+    upcoming, coming, settled = iter(visits), deque[Passage](), dict[int, Passage]()
     stack.coming = coming
     following = next(upcoming, None)
     while following or coming:
@@ -79,11 +79,13 @@ def stream(stack: LayerStack, visits: Iterable[Visit], updater: Updater | None =
             and sum(passage.takes_room for passage in coming) <= stack.room.read_ahead
             and not stack.sources(following.layer) & {x.index for x in coming}
         ):
-            coming.append(Passage(stack, following, updater))
+            coming.append(settled.get(following.layer) or Passage(stack, following, updater))
             following = next(upcoming, None)
         stack.pump()
         loaded = coming.popleft()
         loaded.finish()
+        if loaded.is_settled:
+            settled[loaded.index] = loaded
         yield loaded
         loaded.release()
 

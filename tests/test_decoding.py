@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from conftest import SHAPES, random_gptj
 
+from gptj_ft import linear as products_of
 from gptj_ft.decoding import StreamedModel, cut_at, generate_tokens
 from gptj_ft.errors import NotFinite, UsageError
 from gptj_ft.linear import Conv1D, Linear, project_by_all
@@ -16,6 +17,7 @@ from gptj_ft.model import reading_stack
 from gptj_ft.reading import batches_by_length
 from gptj_ft.recipe import Generation, build
 from gptj_ft.runner import Runner
+from gptj_ft.stores.device import DeviceStore
 from gptj_ft.streamed_model import RaggedCache
 
 CPU = torch.device("cpu")
@@ -244,6 +246,22 @@ def test_writing_goes_on_after_something_else_has_used_the_weights(streamed) -> 
     before = write()
     evaluate_losses(streamed.stack, [pack(PROMPTS, [0] * len(PROMPTS))])
     assert write() == before
+
+
+@one_shape
+def test_weights_that_take_the_same_inputs_are_one_product_and_what_stays_is_fetched_once(
+    resident, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products, asked = [], []
+    project, read = products_of.project, DeviceStore.read
+    monkeypatch.setattr(products_of, "project", lambda x, w, b: products.append(tuple(w.shape)) or project(x, w, b))
+    monkeypatch.setattr(DeviceStore, "read", lambda store, *rest: asked.append(rest[1]) or read(store, *rest))
+    cache = resident(torch.tensor([[1, 2, 3]])).past_key_values
+    asked.clear(), products.clear()
+    for _ in range(3):
+        resident(torch.tensor([[4]]), past_key_values=cache)
+    assert products == 3 * [*2 * [(64 * 7, 64), (64, 64), (64, 64 * 4)], (90, 64)]
+    assert asked == []
 
 
 @one_shape

@@ -5,8 +5,9 @@ x <- x + attention(ln_1(x)) + mlp(ln_1(x)); one layer norm per block; biases in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class Embed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections without bias around ragged causal attention."""
+    """Ragged causal attention, and the projections without bias around it; takes what those before it give."""
 
     def __init__(self, config: GPTJConfig, index: int) -> None:
         super().__init__()
@@ -90,9 +91,8 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.n_embd, config.n_embd, bias=False)
         self.out_proj = Linear(config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, x_TD: Tensor, batch: PackedBatch) -> Tensor:
-        parts = project_by_all(x_TD, (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = (x.view(len(x), self.num_heads, -1) for x in parts)
+    def forward(self, projected: Iterator[Tensor], batch: PackedBatch) -> Tensor:
+        q, k, v = (x_TD.view(x_TD.shape[0], self.num_heads, -1) for x_TD in islice(projected, 3))
         turn = turns(batch, self.rotary_dim)
         q, k = rotate(q, turn), rotate(k, turn)
         out: Tensor = self.out_proj(attend(q, k, v, batch, self.index).flatten(-2))
@@ -100,20 +100,26 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with the tanh form of GELU between them."""
+    """Two linear layers; takes what the first one gives, and goes on with the tanh form of GELU."""
 
     def __init__(self, config: GPTJConfig) -> None:
         super().__init__()
         self.fc_in = Linear(config.n_embd, config.d_inner)
         self.fc_out = Linear(config.d_inner, config.n_embd)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        out: Tensor = self.fc_out(F.gelu(self.fc_in(x_TD), approximate="tanh"))
+    def forward(self, inner_TI: Tensor) -> Tensor:
+        out: Tensor = self.fc_out(F.gelu(inner_TI, approximate="tanh"))
         return out
 
 
 class Block(nn.Module):
-    """One layer norm feeding attention and MLP side by side."""
+    """One layer norm feeding attention and MLP side by side.
+
+    Attributes:
+        adjacent: the weights that take its output, which are to lie side by side.
+    """
+
+    adjacent = ("attn.q_proj.weight", "attn.k_proj.weight", "attn.v_proj.weight", "mlp.fc_in.weight")
 
     def __init__(self, config: GPTJConfig, index: int) -> None:
         super().__init__()
@@ -122,8 +128,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x_TD: Tensor, batch: PackedBatch) -> Tensor:
-        normed_TD = self.ln_1(x_TD)
-        out: Tensor = x_TD + self.attn(normed_TD, batch) + self.mlp(normed_TD)
+        attn, mlp = self.attn, self.mlp
+        projected = project_by_all(self.ln_1(x_TD), (attn.q_proj, attn.k_proj, attn.v_proj, mlp.fc_in))
+        out: Tensor = x_TD + attn(projected, batch) + mlp(next(projected))
         return out
 
 

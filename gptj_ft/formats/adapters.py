@@ -83,9 +83,10 @@ class MergedCheckpoint(Checkpoint):
         tensor, module = self._base.read(name, start, stop), name.removesuffix(".weight")
         if module == name or module not in self._adapter.ranks:
             return tensor
-        if self._change[0] != module:  # whole, since a product of some rows may be rounded otherwise
-            self._change = module, self._adapter.change(module)
-        return (tensor.float() + self._change[1][start:stop]).to(tensor.dtype)
+        last = self._change  # which another thread may replace
+        if last[0] != module:  # whole, since a product of some rows may be rounded otherwise
+            self._change = last = module, self._adapter.change(module)
+        return (tensor.float() + last[1][start:stop]).to(tensor.dtype)
 
 
 def open_adapter(folder: Path, architecture: Architecture) -> Adapter:

@@ -68,7 +68,9 @@ class Layout:
         if copies:
             shapes |= {name: loan.shape for name, loan in loans.items()}
         offsets, offset, num_decayed = {}, 0, 0
-        for name in sorted(shapes, key=lambda name: len(shapes[name]) < 2):  # stable: keeps the layer's order
+        adjacent = getattr(layer, "adjacent", ())
+        # stable: keeps the layer's order
+        for name in sorted(shapes, key=lambda name: (len(shapes[name]) < 2, name not in adjacent)):
             offsets[name] = offset
             offset = _round_up(offset + shapes[name].numel(), PARAMETER_ALIGNMENT)
             if len(shapes[name]) >= 2:
