@@ -164,7 +164,10 @@ module.convert(Path(sys.argv[1]), Path(sys.argv[2]), module.Conversion(to=sys.ar
 """
 
 
-@pytest.mark.parametrize("to", ["folder", pytest.param("huggingface", marks=pytest.mark.slow), "mesh"])
+@pytest.mark.parametrize(
+    "to",
+    ["folder", pytest.param("huggingface", marks=pytest.mark.slow), pytest.param("mesh", marks=pytest.mark.slow)],
+)
 def test_a_killed_conversion_looks_unfinished_and_is_gone_on_with(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:

@@ -68,7 +68,7 @@ def test_a_power_cut_at_any_disk_operation_loses_nothing_but_the_step_in_flight(
         check(session, straight, tmp_path, [last])
 
 
-@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_power_cut_where_updates_are_kept_in_backward_loses_nothing_either(
     stride: int, session: Session, straight, tmp_path: Path
 ) -> None:
@@ -80,7 +80,7 @@ def test_a_power_cut_where_updates_are_kept_in_backward_loses_nothing_either(
         check(late, straight, tmp_path, [last])
 
 
-@pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [19, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_power_cut_where_two_layers_share_a_tensor_loses_nothing_either(stride: int, tmp_path: Path) -> None:
     random_gpt2(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2).save_pretrained(tmp_path)
     session = small_session(tmp_path)

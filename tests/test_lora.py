@@ -249,7 +249,7 @@ def test_a_run_is_the_same_in_every_placement_and_writes_no_weight_of_the_model(
         assert session.plan.costs.disk_bytes_written_per_step == 16 * trained
 
 
-@pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_power_cut_at_any_disk_operation_loses_nothing_but_the_step_in_flight(
     stride: int, straight, tmp_path: Path
 ) -> None:
