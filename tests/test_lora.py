@@ -35,6 +35,7 @@ from gptj_ft.boundaries import boundary_layout
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.demand import Load
 from gptj_ft.families import read_architecture
+from gptj_ft.formats.adapters import MergedCheckpoint, open_adapter
 from gptj_ft.formats.huggingface import open_checkpoint
 from gptj_ft.layers import pack
 from gptj_ft.lora import linear_layers, name_of, seed_of
@@ -313,6 +314,28 @@ def test_convert_merges_an_adapter_tensor_by_tensor(foreign, shell, tmp_path: Pa
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
         changed += not torch.equal(tensor, AutoModelForCausalLM.from_pretrained(base).state_dict()[name])
     assert changed == len([name for name in load_file(folder / "adapter_model.safetensors") if "lora_A" in name])
+
+
+class Overtaken(MergedCheckpoint):
+    """What another thread merges is the last change as soon as this thread has noted its own."""
+
+    @property
+    def _change(self) -> tuple[str, torch.Tensor]:
+        return self._last
+
+    @_change.setter
+    def _change(self, change: tuple[str, torch.Tensor]) -> None:
+        self._last = "of another tensor", torch.full_like(change[1], 9.0)
+
+
+def test_a_thread_that_merges_another_tensor_meanwhile_changes_nothing(foreign) -> None:
+    _, folder, base = foreign
+    adapter = open_adapter(folder, read_architecture(base))
+    with open_checkpoint(base) as checkpoint:
+        for module in adapter.ranks:
+            name = f"{module}.weight"
+            expected = checkpoint.read(name) + adapter.change(module)
+            assert torch.equal(Overtaken(checkpoint, adapter).read(name), expected), name
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ class StateFile:
             k: len(of) for k, of in self.no_digests().items()
         }
         if header != expected or not is_whole or path.stat().st_size != self.num_bytes:
-            raise DataError(f"{path} is cut short or belongs to another model or precision")
+            raise DataError(f"{path} is cut short or belongs to another model, precision or version of gptj-ft")
         return step, digests
 
     def damage(self, path: Path) -> list[str]:
