@@ -19,6 +19,7 @@ ORDER = [
     (
         "recipe",
         "pages",
+        "plain_text",
         "yaml_text",
         "schedule",
         "kv_cache",
