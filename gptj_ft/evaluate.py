@@ -130,7 +130,7 @@ def plan_evaluation(folder: Path, recipe: Recipe, data: Path, limit: int | None)
         architecture,
         dtype,
         recipe.generation,
-        documents=[max(len(document.ids), prompt) for document, prompt in zip(task.documents, prompts, strict=True)],
+        documents=[max(document.num_inputs, prompt) for document, prompt in zip(task.documents, prompts, strict=True)],
         prompts=prompts if writes else (),
         adapter_bytes=weight_bytes(folder),
     )
@@ -211,7 +211,7 @@ class Inquiry:
                 if not answers.keys() >= set(rows):
                     self._answer(answerer, rows)
                 self._show(len(answers))
-        for rows in passes([len(document.ids) for document in task.documents], planned.plan.together.read):
+        for rows in passes([document.num_inputs for document in task.documents], planned.plan.together.read):
             if not known.keys() >= set(rows):
                 self._note_losses(rows, losses(*self._asked(rows)))
             self._show(rows.stop)
@@ -222,7 +222,7 @@ class Inquiry:
         task, journal = self.planned.task, self.planned.journal
         prompts, documents = [task.prompts[row] for row in rows], [task.documents[row] for row in rows]
         shared = all(
-            len(prompt) < len(document.ids) and list(document.ids[: len(prompt)]) == prompt
+            len(prompt) < document.num_inputs and list(document.ids[: len(prompt)]) == prompt
             for prompt, document in zip(prompts, documents, strict=True)
         )
         if answerer.writes and shared and not self.planned.recipe.generation.prompt_lookup_num_tokens:

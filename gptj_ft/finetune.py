@@ -280,7 +280,7 @@ def _session(recipe: Recipe, model: Path, rows: tuple[Prepared, Prepared | None]
         recipe,
         model,
         Rows.of(train.rows, recipe.packing, recipe.max_length),
-        Rows.of(validation.rows if validation else None),
+        Rows.of(validation.rows if validation else None, length=recipe.max_length),
         train.report.data_sha256,
         folder,
     )

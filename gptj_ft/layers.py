@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -61,6 +62,16 @@ class PackedBatch:
     def longest(self) -> int:
         """Tokens of the longest document."""
         return max(end - start for start, end in zip(self.cu_seqlens, self.cu_seqlens[1:], strict=False))
+
+    def up_to(self, counts: Sequence[int]) -> PackedBatch:
+        """Return the batch with so many tokens of each document, its first; a target may be the one after them."""
+        ends = self.cu_seqlens
+        if all(end - start == count for start, end, count in zip(ends, ends[1:], counts, strict=False)):
+            return self
+        kept_T = self.positions_T < torch.tensor(counts).repeat_interleave(torch.tensor(ends).diff())
+        tokens_T, positions_T, targets_T = (x[kept_T] for x in (self.tokens_T, self.positions_T, self.targets_T))
+        cu_seqlens = tuple(accumulate(counts, initial=0))
+        return replace(self, tokens_T=tokens_T, positions_T=positions_T, targets_T=targets_T, cu_seqlens=cu_seqlens)
 
     def to(self, device: torch.device) -> PackedBatch:
         """Return the batch on a device."""

@@ -64,7 +64,7 @@ def losses(
     """
     targets = [_targets(document) for document in documents]
     asked = [
-        (each.ids, [(at - 1, each.ids[at]) for span in spans for at in span])
+        (each.ids[: each.num_inputs], [(at - 1, each.ids[at]) for span in spans for at in span])
         for each, spans in zip(documents, targets, strict=True)
     ]
     found = []

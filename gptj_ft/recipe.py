@@ -6,6 +6,7 @@ from flags, the environment (``GPTJ_FT_LR=1e-5``), a ``--config`` file, the pres
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -253,7 +254,9 @@ class Recipe(Options):
         description="plain text in windows of max_length, filled with several documents: apart, attention stays inside "
         "each; joined, it goes across them",
     )
-    max_length: int = Field(2048, ge=2, description="tokens of prompt, answer and EOS together")
+    max_length: int = Field(
+        2048, ge=2, description="tokens of prompt, answer and EOS together; of rows that come as tokens, inputs"
+    )
 
     # How it is judged
     metrics: tuple[Literal["rouge", "squad", "accuracy", "relations"], ...] = Field((), description="scores of answers")
@@ -268,7 +271,7 @@ class Recipe(Options):
         (),
         description="what is trained: shell patterns of Hugging Face's names, such as h.2[0-7].*,lm_head.*; none: all",
     )
-    epochs: float = Field(1.0, gt=0.0, description="passes over the rows")
+    epochs: float = Field(1.0, gt=0.0, description="passes over the rows; a share of a step is a step")
     max_steps: int | None = Field(None, ge=1, description="optimizer steps; overrides epochs")
     batch_size: int = Field(16, ge=1, description="rows per optimizer step")
     micro_batch_tokens: int = Field(
@@ -356,8 +359,11 @@ class Recipe(Options):
         return self.model_dump(mode="json", exclude=unused)
 
     def num_steps(self, num_rows: int) -> int:
-        """Return the optimizer steps of a run on so many rows; the last step of an epoch may take fewer than others."""
-        return self.max_steps or max(1, round(self.epochs * -(-num_rows // self.batch_size)))
+        """Return the optimizer steps of a run on so many rows; the last step of an epoch may take fewer than others.
+
+        A share of a step counts as one, as in the Trainer of `transformers`.
+        """
+        return self.max_steps or max(1, math.ceil(self.epochs * -(-num_rows // self.batch_size)))
 
     def num_warmup_steps(self, num_steps: int) -> int:
         """Return the steps of a run of so many in which a named schedule rises to its peak."""
@@ -481,8 +487,6 @@ def resolve(
         UsageError: an unknown key (with the nearest), a wrong value, a key given twice on the command line, or one that
             another makes useless.
     """
-    from gptj_ft import yaml_text
-
     environ = os.environ if environment is None else environment
     flagged = {key: value for key, value in flags.items() if value is not None}
     for assignment in assignments:
@@ -491,7 +495,7 @@ def resolve(
             raise UsageError(f"--set takes key=value, not '{assignment}'")
         if key in flagged:
             raise UsageError(f"{key} is given twice: as --{key.replace('_', '-')} and as --set {key}")
-        flagged[key] = yaml_text.parse(text, f"--set {key}")
+        flagged[key] = read_value(key, text, f"--set {key}")
     sources = [
         ("command line", flagged),
         ("environment", _from_environment(environ)),
@@ -598,14 +602,33 @@ def _drop_what_pieces_replace(
         origins.pop(key, None)
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+def read_value(key: str, text: str, where: str) -> Any:
+    """Read a value of the command line or the environment: YAML, but an option that is a text takes it as it stands.
+
+    So a template needs no quotes of YAML's inside those of the shell; those that are there are YAML's all the same.
+
+    Args:
+        key: the option.
+        text: the value as typed.
+        where: what an error message names.
+
+    Raises:
+        UsageError: neither.
+    """
     from gptj_ft import yaml_text
 
+    kind = Recipe.model_fields[key].annotation if key in Recipe.model_fields else None
+    is_nothing = kind == str | None and text.strip() in ("", "~", "null")
+    is_quoted = text.startswith(('"', "'", "|\n", ">\n"))
+    return text if kind in (str, str | None) and not is_nothing and not is_quoted else yaml_text.parse(text, where)
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, text in environ.items():
         if name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_OPTIONS:
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
             if key not in Recipe.model_fields:
                 raise UsageError(f"environment: unknown option {name}{did_you_mean(key, Recipe.model_fields)}")
-            found[key] = yaml_text.parse(text, name)
+            found[key] = read_value(key, text, name)
     return found

@@ -84,7 +84,7 @@ def with_short_answers(task: Task, new_tokens: int, window: int) -> Task:
 
 
 def _task(prepared: Prepared, facts: dict[str, Any], notes: tuple[str, ...]) -> Task:
-    rows, table = Rows.of(prepared.rows), prepared.rows
+    rows, table = Rows.of(prepared.rows, length=int(prepared.report.settings["max_length"])), prepared.rows
     documents = [rows.row(index)[0] for index in range(len(rows))]
     return Task(
         documents=documents,
@@ -106,7 +106,7 @@ def _cut_prompts(task: Task, most: int, max_length: int) -> Task:
             return document
         lost = document.prompt_length - room
         ids = [*document.ids[:room], *document.ids[document.prompt_length :]]
-        return Document(ids, room, [at - lost for at in document.untrained])
+        return Document(ids, room, [at - lost for at in document.untrained], document.window)
 
     prompts = [prompt[:most] for prompt in task.prompts]
     facts = {**task.facts, "max_prompt_tokens": most, "max_length": max_length}

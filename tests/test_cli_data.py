@@ -121,8 +121,8 @@ def test_prepared_files_of_other_systems_are_trained_on_where_those_train(shell,
     told = shell(f"prepare-data --data windows.tfrecords {options}")
     assert told.code == 0, told.err
     windows = load(Path("windows.tfrecords.prepared"))
-    assert windows.report.target_tokens == 4 * 8, "2049 tokens are 2048 targets there, in whatever windows here"
-    assert max(map(len, windows.rows["input_ids"])) == 8
+    assert windows.report.target_tokens == 4 * 8, "2049 tokens are 2048 targets there, and are so here"
+    assert [windows.report.windows, *map(len, windows.rows["input_ids"])] == [4, 9, 9, 9, 9]
     assert shell(f"prepare-data --data samples.h5 {options}").code == 0
     samples = load(Path("samples.h5.prepared"))
     assert list(samples.rows["input_ids"]) == [[5, 6, 7, 8], [9, 10]]

@@ -5,7 +5,7 @@ import pytest
 from test_data_table import table_of
 
 from gptj_ft.data.batches import Rows, apart, joined, micro_batches, rows_of_step, steps_per_epoch
-from gptj_ft.data.targets import num_targets
+from gptj_ft.data.targets import num_inputs, num_targets
 from gptj_ft.layers import NO_TARGET
 
 
@@ -86,7 +86,8 @@ def test_windows_of_documents_apart_have_every_token_once_as_target_and_are_full
     windows = apart(LENGTHS, length)
     targets = [(document, at) for window in windows for document, start, end in window for at in range(start + 1, end)]
     assert targets == [(document, at) for document, tokens in enumerate(LENGTHS) for at in range(1, tokens)]
-    sizes = [sum(end - start for _, start, end in window) for window in windows]
+    # A target may stand behind a window that one document fills.
+    sizes = [sum(num_inputs(end - start, length) for _, start, end in window) for window in windows]
     assert all(length - 1 <= size <= length for size in sizes[:-1])
     assert 2 <= sizes[-1] <= length
     assert all(end - start > 1 for window in windows for _, start, end in window)
@@ -116,6 +117,28 @@ def test_packed_rows_are_windows_and_attention_stays_inside_documents_or_does_no
         assert each.num_targets == sum(batch.num_targets for batch in batches)
         assert each.lengths == [sum(len(x.ids) for x in each.row(index)) for index in range(len(each))]
     assert of["joined"].num_targets == 6
+
+
+def test_a_row_one_longer_than_the_window_has_as_many_inputs_and_its_last_token_is_a_target_only():
+    table = table_of(input_ids=[[1, 2, 3, 4, 5], [6, 7, 8, 9], [1, 2, 3, 4, 5]], prompt_length=[0, 0, 3])
+    rows = Rows.of(table, length=4)
+    assert (rows.lengths, rows.num_targets) == ([4, 4, 4], 4 + 3 + 2)
+    [batch] = rows.batches([0, 1, 2], budget_tokens=12)
+    assert batch.tokens_T.tolist() == [1, 2, 3, 4, 6, 7, 8, 9, 1, 2, 3, 4]
+    assert batch.targets_T.tolist() == [2, 3, 4, 5, 7, 8, 9, NO_TARGET, NO_TARGET, NO_TARGET, 4, 5]
+    assert batch.positions_T.tolist() == [0, 1, 2, 3] * 3
+    assert batch.cu_seqlens == (0, 4, 8, 12)
+    assert [batch.cu_seqlens for batch in rows.batches([1, 2], budget_tokens=4)] == [(0, 4), (0, 4)]
+
+
+def test_windows_of_other_systems_are_windows_of_packed_rows():
+    windows = [list(range(9))] * 3
+    rows = Rows.of(table_of(input_ids=[*windows, [1, 2, 3], *windows[:1]]), "apart", 8)
+    assert rows.windows == [[(0, 0, 9)], [(1, 0, 9)], [(2, 0, 9)], [(3, 0, 3), (4, 0, 5)], [(4, 4, 9)]]
+    assert rows.lengths == [8, 8, 8, 8, 5]
+    batches = rows.batches(range(5), 8)
+    assert rows.num_targets == sum(batch.num_targets for batch in batches) == 4 * 8 + 2
+    assert max(len(batch.tokens_T) for batch in batches) == 8
 
 
 def test_rows_with_a_prompt_are_never_packed_into_windows():

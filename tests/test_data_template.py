@@ -3,7 +3,7 @@ from test_data_tokenizer import make_tokenizer
 
 from gptj_ft.data.fields import UnknownColumn, alternatives_of, choose_columns, read_fields, text_of
 from gptj_ft.data.placeholders import fields_of, render
-from gptj_ft.data.template import check_templates, encode, encode_prompt, from_tokens
+from gptj_ft.data.template import Encoded, check_templates, encode, encode_prompt, from_tokens
 from gptj_ft.errors import DataError, RowSkipped, UsageError
 from gptj_ft.recipe import Recipe, resolve
 
@@ -412,19 +412,43 @@ def test_tokens_that_come_with_their_targets_are_taken_as_they_are():
     assert from_tokens(plain, [5, 6, 7], None).documents == ([5, 6, 7],)
     encoded = from_tokens(plain, [5, 6, 7, 8, 9, 1, 1], [2, 3, 4, 5])
     assert (encoded.documents, encoded.prompt_length, encoded.untrained) == (([5, 6, 7, 8, 9],), 2, (3, 4))
+    assert from_tokens(plain, [5, 6, 7, 8, 9, 1, 1], [[2, 3], [4, 5]]) == encoded, "pairs, or their numbers in one list"
     assert from_tokens(plain, [5, 6, 7], [0, 3]).prompt_length == 0
+
+
+@pytest.mark.parametrize("on_long", ["split", "skip", "error"])
+def test_as_many_inputs_and_targets_as_the_window_has_are_one_row(on_long):
+    plain = recipe("continuous-pretraining", max_length=4, on_long=on_long)
+    assert from_tokens(plain, [5, 6, 7, 8, 9], None) == Encoded(([5, 6, 7, 8, 9],), 0)
+    assert from_tokens(plain, [5, 6, 7, 8, 9], [[3, 5]]) == Encoded(([5, 6, 7, 8, 9],), 3)
 
 
 def test_tokens_that_are_too_long_are_split_only_if_all_are_targets():
     plain = recipe("continuous-pretraining", max_length=4)
-    assert from_tokens(plain, list(range(9)), None).documents == ([0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8])
+    assert from_tokens(plain, list(range(9)), None).documents == ([0, 1, 2, 3, 4], [4, 5, 6, 7, 8])
+    assert from_tokens(plain, list(range(10)), None).documents == ([0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [8, 9])
     with pytest.raises(RowSkipped, match="cannot be shortened"):
         from_tokens(plain, list(range(9)), [3, 9])
     with pytest.raises(RowSkipped, match="no token that is trained on"):
         from_tokens(plain, list(range(9)), [0, 1])
 
 
-@pytest.mark.parametrize("trained", [[1], [2, 1], [1, 10], [3, 5, 4, 6]])
+@pytest.mark.parametrize(
+    "trained",
+    [
+        [1],
+        [2, 1],
+        [1, 10],
+        [3, 5, 4, 6],
+        [[1, 3], [2, 4]],
+        [[1, 3], 5, 6],
+        [[1]],
+        [["1", 2]],
+        "2-5",
+        [None, 2],
+        [True, 2],
+    ],
+)
 def test_targets_that_are_no_pairs_are_an_error(trained):
     with pytest.raises(DataError, match="no list of"):
         from_tokens(recipe("continuous-pretraining"), list(range(9)), trained)

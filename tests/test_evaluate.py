@@ -68,6 +68,15 @@ def test_losses_and_token_accuracy_of_rows_match_transformers(folder: Path, stac
     assert found[3].bytes == len("é 日本 naïve".encode()) - 1, "all but the first token, which is one byte of é"
 
 
+def test_the_loss_of_a_window_with_a_target_behind_each_of_its_positions_matches_transformers(folder, stack) -> None:
+    tokenizer = load_tokenizer(folder)
+    ids = [each % 300 for each in range(7, 7 + 5 * 17, 5)]
+    [loss] = losses(stack, tokenizer, [Document(ids, window=16)], budget_tokens=16)
+    theirs = their_log_probabilities(folder, ids[:-1])
+    assert loss.total == pytest.approx(-sum(float(theirs[at, ids[at + 1]]) for at in range(16)), rel=1e-5)
+    assert loss.targets == 16
+
+
 def test_no_more_logits_exist_than_a_chunk_has(folder: Path, stack: LayerStack, monkeypatch) -> None:
     tokenizer = load_tokenizer(folder)
     documents = [Document(tokenizer.encode(text), 1) for text in TEXTS]

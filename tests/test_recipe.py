@@ -35,6 +35,31 @@ def test_a_resolved_recipe_written_and_read_again_is_the_same(name: str) -> None
     assert build(yaml.safe_load(dump(resolved.recipe, resolved.origins))) == resolved.recipe
 
 
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("{{ text }}", "{{ text }}"),
+        ("Say: {{ text }} # now", "Say: {{ text }} # now"),
+        ('"{{ text }}\\n"', "{{ text }}\n"),
+        ("'it''s {{ text }}'", "it's {{ text }}"),
+        ("", ""),
+        ("17", "17"),
+    ],
+)
+def test_a_template_is_taken_as_typed_and_quotes_are_yamls(typed: str, read: str) -> None:
+    assert resolve({}, None, (f"prompt={typed}",), NOWHERE).recipe.prompt == read
+    assert resolve({}, None, (), {"GPTJ_FT_PROMPT": typed}).recipe.prompt == read
+
+
+def test_nothing_is_typed_as_null_where_there_may_be_none() -> None:
+    assert resolve({"model": "x"}, None, ("val_data=null", "clip_norm=null"), NOWHERE).recipe.val_data is None
+
+
+def test_shares_of_an_epoch_are_rounded_up_as_the_trainer_of_transformers_does() -> None:
+    steps = [build({"epochs": epochs, "batch_size": 4}).num_steps(9) for epochs in (0.1, 0.5, 1.0, 1.5, 2.5, 3.0)]
+    assert steps == [1, 2, 3, 5, 8, 9]  # of ceil(num_train_epochs * 3): Trainer.set_initial_training_values
+
+
 def test_flag_beats_environment_beats_config_beats_preset_beats_default(tmp_path: Path) -> None:
     config = tmp_path / "my.yaml"
     config.write_text("lr: 1e-3\nbatch_size: 3\nseed: 5\nrecipe: qa\n", encoding="utf-8")

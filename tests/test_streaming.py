@@ -121,6 +121,20 @@ def test_loss_and_gradients_match_transformers(oracle, model_folder: Path, tmp_p
     assert_same_gradients(stack, model_folder, oracle)
 
 
+def test_a_window_with_a_target_behind_each_of_its_positions_has_the_loss_of_transformers(
+    oracle, model_folder: Path, tmp_path: Path
+) -> None:
+    window = oracle.config.n_positions
+    generator = torch.Generator().manual_seed(1)
+    docs = torch.randint(0, oracle.config.vocab_size, (3, window + 1), generator=generator)
+    expected = F.cross_entropy(oracle(docs[:, :-1]).logits.flatten(0, 1), docs[:, 1:].flatten())
+    expected.backward()
+    stack = open_training(model_folder, tmp_path)
+    loss = train_step(stack, AdamW(stack, Recipe()), micro_batches(docs.tolist(), [0] * 3, 2 * window, window=window))
+    assert loss.mean == pytest.approx(expected.item(), rel=1e-6)
+    assert_same_gradients(stack, model_folder, oracle)
+
+
 def assert_same_gradients(stack, folder: Path, oracle) -> None:
     family, total = read_architecture(folder).family, len(stack.layers)
     theirs = dict(oracle.named_parameters())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gptj_ft.data.targets import lengths_of, num_targets
+from gptj_ft.data.targets import lengths_of, num_inputs, num_targets
 
 if TYPE_CHECKING:
     from gptj_ft.data.token_table import TokenTable
@@ -27,11 +27,18 @@ class Document(NamedTuple):
         ids: its tokens.
         prompt_length: tokens at its start that are not trained on.
         untrained: what else is not, as (start, end) pairs in one flat list.
+        window: most inputs, see `num_inputs`.
     """
 
     ids: Sequence[int]
     prompt_length: int = 0
     untrained: Sequence[int] = ()
+    window: int | None = None
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens that the model reads."""
+        return num_inputs(len(self.ids), self.window)
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,7 @@ class Rows:
         windows: what a row is made of, where that is not one document: pieces of several.
         known_lengths: tokens of each document, if they have been counted.
         is_joined: whether a window is one document, so that attention goes across its pieces.
+        most_inputs: of a document, see `num_inputs`.
     """
 
     documents: Sequence[Sequence[int]]
@@ -53,57 +61,63 @@ class Rows:
     windows: Sequence[Sequence[Slice]] | None = None
     known_lengths: Sequence[int] | None = None
     is_joined: bool = False
+    most_inputs: int | None = None
 
     @classmethod
-    def of(cls, rows: TokenTable | None, packing: Packing = "off", length: int = 0) -> Rows:
+    def of(cls, rows: TokenTable | None, packing: Packing = "off", length: int | None = None) -> Rows:
         """Return the rows of a table; none of ``None``.
 
         Args:
             rows: prepared ones.
             packing: ``apart`` or ``joined`` fills windows with documents that are trained on as a whole.
-            length: tokens of a window.
+            length: tokens of a window; most inputs of a document.
         """
         if rows is None:
             return cls([], [])
         prompts = list(rows["prompt_length"])
         untrained = list(rows["untrained"])
         lengths = lengths_of(rows).tolist()
-        plain = cls(rows["input_ids"], prompts, untrained if any(untrained) else [], known_lengths=lengths)
+        plain = cls(rows["input_ids"], prompts, untrained if any(untrained) else [], None, lengths, False, length)
         if packing == "off" or any(prompts) or any(untrained):
             return plain
+        assert length is not None, "packing fills windows of some length"
         windows = joined(lengths, rows["continues"], length) if packing == "joined" else apart(lengths, length)
-        return cls(plain.documents, prompts, (), windows, lengths, packing == "joined")
+        return cls(plain.documents, prompts, (), windows, lengths, packing == "joined", length)
 
     def __len__(self) -> int:
         return len(self.prompt_lengths if self.windows is None else self.windows)
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Tokens of each row."""
+        """Tokens of each row that are computed: its inputs."""
         if self.windows is not None:
-            return [sum(end - start for _, start, end in window) for window in self.windows]
-        return [len(ids) for ids in self.documents] if self.known_lengths is None else list(self.known_lengths)
+            most = self.most_inputs
+            return [sum(num_inputs(end - start, most) for _, start, end in window) for window in self.windows]
+        return [num_inputs(length, self.most_inputs) for length in self._tokens]
+
+    @cached_property
+    def _tokens(self) -> Sequence[int]:
+        """Tokens of each document."""
+        return [len(ids) for ids in self.documents] if self.known_lengths is None else self.known_lengths
 
     @cached_property
     def num_targets(self) -> int:
         """Tokens that are trained on, of all rows."""
         if self.windows is not None:
             firsts = len(self.windows) if self.is_joined else sum(map(len, self.windows))
-            return sum(self.lengths) - firsts
-        untrained = self.untrained or [()] * len(self.lengths)
-        return sum(map(num_targets, self.lengths, self.prompt_lengths, untrained))
+            return sum(end - start for window in self.windows for _, start, end in window) - firsts
+        untrained = self.untrained or [()] * len(self._tokens)
+        return sum(map(num_targets, self._tokens, self.prompt_lengths, untrained))
 
     def row(self, index: int) -> list[Document]:
         """Return the documents of a row: one, if rows are not packed into windows."""
         if self.windows is None:
             untrained = self.untrained[index] if self.untrained else ()
-            return [Document(self.documents[index], self.prompt_lengths[index], untrained)]
+            return [Document(self.documents[index], self.prompt_lengths[index], untrained, self.most_inputs)]
         pieces = [self.documents[document][start:end] for document, start, end in self.windows[index]]
-        return (
-            [Document([token for piece in pieces for token in piece])]
-            if self.is_joined
-            else list(map(Document, pieces))
-        )
+        if self.is_joined:
+            pieces = [[token for piece in pieces for token in piece]]
+        return [Document(piece, window=self.most_inputs) for piece in pieces]
 
     def prompt(self, index: int) -> Sequence[int]:
         """Return all of a row that comes before its last stretch of targets."""
@@ -113,8 +127,8 @@ class Rows:
     def batches(self, rows: Iterable[int], budget_tokens: int) -> list[PackedBatch]:
         """Return some rows as micro-batches; see `micro_batches`."""
         documents = [document for row in rows for document in self.row(row)]
-        ids, prompts, untrained = zip(*documents, strict=True) if documents else ((), (), ())
-        return micro_batches(ids, prompts, budget_tokens, untrained)
+        ids, prompts, untrained, _ = zip(*documents, strict=True) if documents else ((), (), (), ())
+        return micro_batches(ids, prompts, budget_tokens, untrained, self.most_inputs)
 
 
 def steps_per_epoch(num_rows: int, batch_size: int) -> int:
@@ -154,6 +168,7 @@ def micro_batches(
     prompt_lengths: Sequence[int],
     budget_tokens: int,
     untrained: Sequence[Sequence[int]] | None = None,
+    window: int | None = None,
 ) -> list[PackedBatch]:
     """Pack documents into as few micro-batches of at most ``budget_tokens`` tokens as come of first fit; no padding.
 
@@ -166,14 +181,19 @@ def micro_batches(
         prompt_lengths: tokens at each document's start that are not trained on.
         budget_tokens: tokens computed at once.
         untrained: what else of each is not, as (start, end) pairs in one flat list.
+        window: most inputs of a document, see `num_inputs`.
     """
     from gptj_ft.layers import pack  # brings torch, which rows are counted without
 
     gaps = untrained or [()] * len(documents)
-    return [
-        pack([documents[i] for i in group], [prompt_lengths[i] for i in group], untrained=[gaps[i] for i in group])
-        for group in first_fit(list(map(len, documents)), budget_tokens)
-    ]
+    inputs = [num_inputs(len(ids), window) for ids in documents]
+    batches = []
+    for group in first_fit(inputs, budget_tokens):
+        whole = pack(
+            [documents[i] for i in group], [prompt_lengths[i] for i in group], untrained=[gaps[i] for i in group]
+        )
+        batches.append(whole.up_to([inputs[i] for i in group]))
+    return batches
 
 
 def first_fit(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
@@ -199,7 +219,7 @@ def apart(lengths: Sequence[int], length: int) -> list[list[Slice]]:
 
     Args:
         lengths: tokens of each document; one of a single token has no target, and no place.
-        length: tokens of a window, at least 2.
+        length: tokens of a window, at least 2. A document of one more fills a window that is empty: see `num_inputs`.
     """
     windows: list[list[Slice]] = [[]]
     room = length
@@ -209,7 +229,8 @@ def apart(lengths: Sequence[int], length: int) -> list[list[Slice]]:
             if room < 2:  # one token alone has no target
                 windows.append([])
                 room = length
-            end = min(start + room, tokens)
+            fits = room == length and num_inputs(tokens - start, length) == length
+            end = tokens if fits else min(start + room, tokens)
             windows[-1].append((document, start, end))
             room -= end - start
             start = end if end == tokens else end - 1

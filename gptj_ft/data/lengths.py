@@ -29,8 +29,8 @@ class Lengths:
     Attributes:
         prompts: not trained on; of conversations, the first question.
         answers: all else, EOS included.
-        steps: of what a step takes so many of: rows, or windows of several.
-        window: most that a row may have.
+        steps: inputs of what a step takes so many of: rows, or windows of several.
+        window: most of these.
     """
 
     prompts: Numbers
@@ -43,7 +43,9 @@ class Lengths:
         """Count the tokens of prepared rows."""
         window = int(prepared.report.settings["max_length"])
         prompts, rows = column_of(prepared.rows, "prompt_length", np.int32), lengths_of(prepared.rows)
-        steps = rows if packing == "off" else np.array(Rows.of(prepared.rows, packing, window).lengths)
+        steps = (
+            rows - (rows > window) if packing == "off" else np.array(Rows.of(prepared.rows, packing, window).lengths)
+        )
         return cls(prompts, rows - prompts, steps, window)
 
     @property

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 # Raised whenever the same rows and recipe would give other tokens or columns.
-VERSION = 4
+VERSION = 5
 # The options that decide what is a row and how it becomes tokens.
 SETTINGS = (
     "prompt",

@@ -1,4 +1,6 @@
-"""How many tokens a document has, and which are targets: those after its prompt, but for stretches that are not."""
+"""How many tokens a document has, which are targets (those after its prompt, but for stretches that are not), and which
+are inputs: all, but for the last of a document that is one token longer than the window, which is a target only.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +52,18 @@ def count_targets(rows: TokenTable) -> int:
 def stretches(row: Mapping[str, Any]) -> list[int]:
     """Return where a prepared row begins, then in turn where it begins and ceases to be trained on; its end is last."""
     return [0, row["prompt_length"], *row["untrained"], len(row["input_ids"])]
+
+
+def num_inputs(length: int, window: int | None) -> int:
+    """Return how many tokens of a document the model reads.
+
+    A window of n positions has n inputs and n targets, the last of which no position reads: it is made of n + 1 tokens.
+
+    Args:
+        length: of the document, in tokens.
+        window: most inputs; ``None``: no limit.
+    """
+    return length - (window is not None and length > window)
 
 
 def num_targets(length: int, prompt_length: int, untrained: Sequence[int] = ()) -> int:

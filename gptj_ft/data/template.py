@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gptj_ft.data.chat import MESSAGES, REPLY, is_chat, parts_of, shorter
 from gptj_ft.data.placeholders import fields_of, render
 from gptj_ft.data.shorten import shorten
+from gptj_ft.data.targets import num_inputs
 from gptj_ft.data.tokens import tokenize
 from gptj_ft.errors import DataError, RowSkipped, UsageError, did_you_mean
 from gptj_ft.recipe import Recipe
@@ -168,34 +169,53 @@ def assemble(
     return _joined(texts, whole, eos, num_tokens - sum(map(len, whole)) - 1)
 
 
-def from_tokens(recipe: Recipe, ids: list[int], trained: Sequence[int] | None) -> Encoded:
+def from_tokens(recipe: Recipe, ids: list[int], trained: Any) -> Encoded:
     """Return a row that came as tokens, as it is; one that is too long is split if all of it is trained on.
+
+    `max_length` bounds its inputs: the last target may be the token after them, as in windows that other systems have
+    made of so many inputs and so many targets.
 
     Args:
         recipe: its length policy.
         ids: the tokens.
-        trained: (start, end) pairs, in one flat list, of the tokens that are targets; ``None``: all but the first.
+        trained: (start, end) pairs of the tokens that are targets, or their numbers in one flat list; ``None``: all
+            but the first.
 
     Raises:
         RowSkipped: no token is trained on, or too long.
         DataError: too long, and the policy is `error`; or pairs that are none.
     """
-    spans = [1, len(ids)] if trained is None else list(trained)
+    spans = [1, len(ids)] if trained is None else _flat(trained)
     borders = [0, *spans]
     if len(spans) % 2 or any(one > other for one, other in pairwise(borders)) or borders[-1] > len(ids):
-        raise DataError("'trained' is no list of (start, end) pairs inside the row's tokens")
+        raise DataError(
+            f"'trained' is no list of (start, end) pairs that rise inside the row's {len(ids):,} tokens, such as "
+            "[[2, 5], [7, 9]]"
+        )
     pairs = [(max(start, 1), end) for start, end in zip(spans[::2], spans[1::2], strict=True) if end > max(start, 1)]
     if not pairs:
         raise RowSkipped("no token that is trained on")
     last = pairs[-1][1]  # what follows the last target is of no use
     ids = ids[:last]
-    if len(ids) > recipe.max_length:
+    if num_inputs(len(ids), recipe.max_length) > recipe.max_length:
         if recipe.on_long == "split" and len(pairs) == 1 and pairs[0][0] == 1:
-            return Encoded(_windows(ids, recipe.max_length), 0)
+            return Encoded(_windows(ids, recipe.max_length + 1), 0)
         _refuse_if_not_to_be_shortened(recipe, len(ids))
         raise RowSkipped("longer than max_length, and tokens cannot be shortened")
     gaps = tuple(border for (_, end), (start, _) in pairwise(pairs) for border in (end, start))
     return Encoded((ids,), pairs[0][0] if pairs[0][0] > 1 else 0, gaps)
+
+
+def _flat(trained: Any) -> list[int]:
+    """Return pairs, or numbers, as one list of numbers; of anything else one that no row has.
+
+    >>> _flat([[2, 5], [7, 9]]), _flat([2, 5, 7, 9]), _flat("2-5")
+    ([2, 5, 7, 9], [2, 5, 7, 9], [-1])
+    """
+    items: list[Any] = list(trained) if isinstance(trained, list | tuple) else [None]
+    if all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in items):
+        items = [bound for pair in items for bound in pair]
+    return items if all(type(bound) is int for bound in items) else [-1]
 
 
 def encode_prompt(recipe: Recipe, tokenizer: RowTokenizer, values: Mapping[str, Any], room: int) -> Prompt:
