@@ -8,36 +8,82 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from gptj_ft import __version__
 from gptj_ft.commands import answers, convert, data, evaluation, inventory, models, recipes, reports, runs, training
+from gptj_ft.commands.help import Command, Commands
 from gptj_ft.commands.terminal import print_json
 from gptj_ft.errors import GptjFtError, ResourceError
 from gptj_ft.hub import close_network
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-app.command()(models.download)
-app.command()(convert.convert)
-app.command("prepare-data")(data.prepare_data)
-app.command()(training.finetune)
-app.command()(training.plan)
-app.command()(evaluation.evaluate)
-app.command()(answers.generate)
-app.command()(reports.report)
-app.add_typer(inventory.models_app, name="models")
-app.add_typer(recipes.recipes_app, name="recipes")
-app.add_typer(data.cache_app, name="cache")
-app.add_typer(runs.runs_app, name="runs")
+FIRST_RUN = "gptj-ft finetune --recipe summarization --data my.jsonl --model tiny"
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    epilog=f"{FIRST_RUN}\ngptj-ft COMMAND --help",
+)
+START, DATA, PLAN, KEEP = "Start", "Data", "Plan and report", "Keep house"
+
+
+def _add(group: str, command: Callable[..., None], name: str | None = None, examples: str = "") -> None:
+    """Add a command to a group of the help; ``examples`` has a line for each."""
+    app.command(name, cls=Command, rich_help_panel=group, epilog=examples)(command)
+
+
+_add(START, models.download, examples="gptj-ft download --dry-run\ngptj-ft download --variant fp16")
+_add(START, convert.convert, examples="gptj-ft convert\ngptj-ft convert runs/summarization-1 my-model --to huggingface")
+_add(
+    START,
+    training.finetune,
+    examples="gptj-ft finetune --recipe summarization --data my.jsonl\n"
+    f"{FIRST_RUN}\n"
+    "gptj-ft finetune --resume runs/summarization-1",
+)
+_add(
+    START,
+    evaluation.evaluate,
+    examples="gptj-ft evaluate runs/summarization-1\ngptj-ft evaluate my-model --data test.jsonl --report scores.html",
+)
+_add(
+    START,
+    answers.generate,
+    examples='gptj-ft generate "a text to be summarized"\ngptj-ft generate --input rows.jsonl --output answers.jsonl',
+)
+_add(DATA, data.prepare_data, "prepare-data", "gptj-ft prepare-data --recipe summarization --data my.csv --show 3")
+app.add_typer(recipes.recipes_app, name="recipes", rich_help_panel=DATA, epilog="gptj-ft recipes show summarization")
+app.add_typer(data.cache_app, name="cache", rich_help_panel=DATA, epilog="gptj-ft cache list")
+_add(PLAN, training.plan, examples="gptj-ft plan --recipe summarization --host-memory 16GB")
+_add(
+    PLAN,
+    reports.report,
+    examples="gptj-ft report runs/summarization-1\ngptj-ft report runs/summarization-1 runs/summarization-2",
+)
+app.add_typer(
+    runs.runs_app,
+    name="runs",
+    rich_help_panel=KEEP,
+    epilog="gptj-ft runs list\ngptj-ft runs verify runs/summarization-1",
+)
+app.add_typer(
+    inventory.models_app, name="models", rich_help_panel=KEEP, epilog="gptj-ft models list\ngptj-ft models remove tiny"
+)
 
 
 @app.callback(invoke_without_command=True)
 def _global(
     version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
 ) -> None:
-    """Fine-tune GPT-J 6B on the one machine you have, by weight streaming."""
+    """Teach GPT-J 6B your notes, questions or dialogues, on the one machine you have.
+
+    Weights pass through the device one layer at a time; what is trained may be larger than its memory. Nothing leaves
+    the machine.
+    """
     if version:
         print(__version__)
         raise typer.Exit
@@ -52,7 +98,7 @@ def main() -> None:
         close_network()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        app()
+        app(prog_name="gptj-ft")
     except GptjFtError as error:
         sys.exit(_fail(error))
     except (OSError, MemoryError, RuntimeError) as error:

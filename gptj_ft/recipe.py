@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -197,12 +197,15 @@ class Recipe(Options):
     """A whole run as one value; saved as ``recipe.yaml`` in the run folder."""
 
     # What for
-    recipe: str = Field("custom", description="preset that the run starts from")
+    recipe: str = Field("custom", description="preset for a task; `gptj-ft recipes list` shows them")
     about: str = Field("", description="one line: what the preset is for")
     source: str = Field("", description="where its hyper-parameters come from")
 
     # What on
-    model: str | None = Field(None, description="model folder, name of a downloaded model, 'tiny' or 'tiny-gpt2'")
+    model: str | None = Field(
+        None,
+        description="folder or name of a model; default: the downloaded one. 'tiny' makes a small random one",
+    )
     data: str | None = Field(
         None,
         description="training rows: a file (jsonl, json, csv, tsv, parquet, txt), folder or pattern; or prepared; "
@@ -210,7 +213,7 @@ class Recipe(Options):
     )
     val_data: str | None = Field(None, description="validation rows; none: a share of the data is held out")
     holdout: Fraction = Field(0.05, description="share of the rows held out when no validation rows are given")
-    output: str | None = Field(None, description="run folder, which must not exist; default runs/RECIPE-N")
+    output: str | None = Field(None, description="run folder to make; default runs/RECIPE-N")
 
     documents: Literal["paragraph", "line", "file"] = Field(
         "paragraph", description="what a row of plain text is: up to a blank line, a line, or the file"
@@ -313,14 +316,17 @@ class Recipe(Options):
     gradients: Literal["fp32", "bf16"] = Field(
         "fp32", description="type in which gradients wait for their update; they are summed in fp32"
     )
-    weights: Place = Field("auto", description="where the weights live")
-    optimizer_state: Place = Field("auto", description="where gradients, moments and master weights live")
-    max_time: Duration | None = Field(
-        None, description="stop in time, saved, when a session has run as long as this: 8h, 90m, 1h30m; null: no limit"
+    weights: Place = Field("auto", description="where the weights live (device: GPU memory, host: RAM)")
+    optimizer_state: Place = Field(
+        "auto", description="where gradients, moments and master weights live (device: GPU memory, host: RAM)"
     )
-    device_memory: Size | None = Field(None, description="most device memory to use, e.g. 8GiB; null: what is free")
-    host_memory: Size | None = Field(None, description="most RAM to use, e.g. 6GiB; null: what is free")
-    disk_space: Size | None = Field(None, description="most disk space to use, e.g. 200GB; null: what is free")
+    max_time: Duration | None = Field(
+        None,
+        description="stop in time, saved, when a session has run as long as this: 8h, 90m, 1h30m; default: no limit",
+    )
+    device_memory: Size | None = Field(None, description="most device memory to use, e.g. 8GiB; default: what is free")
+    host_memory: Size | None = Field(None, description="most RAM to use, e.g. 6GiB; default: what is free")
+    disk_space: Size | None = Field(None, description="most disk space to use, e.g. 200GB; default: what is free")
     activations: Literal["auto", "keep", "recompute"] | Annotated[int, Field(ge=0)] = Field(
         "auto", description="blocks whose activations are kept for backward: what fits, all, none, or so many"
     )
@@ -404,6 +410,55 @@ FREE_ON_RESUME = frozenset(
 GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "lora": LoRA, "schedule": Piece}
 # What `method: lora` puts in the place of a preset's value: https://arxiv.org/abs/2106.09685, table 12 (GPT-3 175B).
 FOR_LORA: dict[str, Any] = {"lr": 2e-4}
+# What other systems call an option; `--...` is a flag that is no option of a recipe.
+PEERS_NAMES: Mapping[str, str] = {
+    peer: ours
+    for ours, peers in {
+        "lr": "learning_rate peak_lr max_lr",
+        "epochs": "num_train_epochs num_epochs n_epochs train_epochs max_epochs",
+        "max_steps": "iters num_iterations num_steps train_steps total_steps max_train_steps",
+        "batch_size": "per_device_train_batch_size per_gpu_train_batch_size train_batch_size global_batch_size "
+        "gradient_accumulation_steps gradient_accumulation grad_accumulation_steps accumulation_steps",
+        "micro_batch_tokens": "micro_batch_size max_tokens_per_batch",
+        "max_length": "max_seq_length max_seq_len seq_length sequence_len sequence_length cutoff_len block_size "
+        "model_max_length",
+        "warmup": "warmup_ratio warmup_steps lr_warmup_steps",
+        "final_lr": "min_lr lr_min min_lr_ratio",
+        "schedule": "lr_scheduler_type lr_scheduler lr_schedule",
+        "betas": "adam_beta1 adam_beta2 beta1 beta2",
+        "eps": "adam_epsilon adam_eps",
+        "clip_norm": "max_grad_norm gradient_clipping gradient_clip_val grad_clip",
+        "method": "finetuning_type train_type tuner_type fine_tune_type peft_type use_peft use_lora lora",
+        "lora.rank": "lora_r lora_rank",
+        "lora.alpha": "lora_alpha",
+        "lora.dropout": "lora_dropout",
+        "lora.targets": "lora_target lora_targets lora_target_modules target_modules",
+        "train": "freeze unfrozen_parameters trainable_layers num_layers freeze_trainable_layers",
+        "model": "model_name_or_path model_name base_model pretrained_model_name_or_path model_id checkpoint_dir",
+        "data": "dataset datasets dataset_name dataset_path train_file train_data train_dataset training_data",
+        "val_data": "validation_file val_file valid_data eval_data eval_file eval_dataset val_dataset",
+        "holdout": "val_size val_set_size test_size validation_split val_split_fraction eval_split",
+        "output": "output_dir out_dir save_dir adapter_path output_path run_name",
+        "prompt": "prompt_template prompt_style template chat_template",
+        "save_every": "save_steps save_interval checkpoint_every ckpt_interval",
+        "keep": "save_total_limit",
+        "export": "load_best_model_at_end",
+        "best_by": "metric_for_best_model",
+        "patience": "early_stopping_patience early_stopping_steps",
+        "validate_every": "eval_steps eval_every eval_interval val_interval steps_per_eval evaluation_strategy "
+        "eval_strategy",
+        "precision": "bf16 fp16 dtype torch_dtype mixed_precision",
+        "packing": "sample_packing",
+        "activations": "gradient_checkpointing activation_checkpointing",
+        "weights": "device_map cpu_offload offload_param",
+        "optimizer_state": "offload_optimizer optimizer_offload",
+        "device": "no_cuda use_cpu use_cuda",
+        "report_to": "use_wandb wandb_project logger",
+        "generation.max_new_tokens": "max_tokens",
+        "--resume RUN": "resume_from_checkpoint resume_adapter_file",
+    }.items()
+    for peer in peers.split()
+}
 TEMPLATES = ("prompt", "completion")  # which may be files
 STRETCHING = ("warmup", "final_lr")  # what a schedule of pieces has no use for
 
@@ -414,6 +469,29 @@ class Resolved:
 
     recipe: Recipe
     origins: Mapping[str, str]
+
+
+def peers_option(name: str) -> tuple[str, str] | None:
+    """Return what an option of another system is called here, and its meaning; ``None`` if none is known by it.
+
+    Args:
+        name: of an option, or of a flag without its dashes.
+    """
+    ours = PEERS_NAMES.get(name.lower().replace("-", "_").replace(".", "_"))
+    if ours is None:
+        return None
+    group, _, key = ours.rpartition(".")
+    field = (GROUPS[group] if group else Recipe).model_fields.get(key)
+    return ours, (field.description or "") if field else ""
+
+
+def suggest_option(name: str, known: Iterable[str]) -> str:
+    """Return a few words on an option that does not exist: another system's by its name here, else the nearest."""
+    here = peers_option(name)
+    if here is None:
+        return did_you_mean(name.rpartition(".")[2], known)
+    ours, meaning = here
+    return f" (here it is '{ours}'{': ' + meaning if meaning else ''})"
 
 
 def recipes_folder() -> Path:
@@ -539,7 +617,7 @@ def build(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -
         where = (origins or {}).get(key) or (origins or {}).get(path[0], "recipe")
         if problem["type"] == "extra_forbidden":
             group = GROUPS[path[0]] if len(path) > 1 else Recipe
-            hint = did_you_mean(path[-1], group.model_fields)
+            hint = suggest_option(key, group.model_fields)
             hint = hint or (f" (there are {', '.join(group.model_fields)})" if len(path) > 1 else "")
             raise UsageError(f"{where}: unknown option '{key}'{hint}") from error
         message = problem["msg"].removeprefix("Value error, ")
@@ -629,6 +707,6 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_OPTIONS:
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
             if key not in Recipe.model_fields:
-                raise UsageError(f"environment: unknown option {name}{did_you_mean(key, Recipe.model_fields)}")
+                raise UsageError(f"environment: unknown option {name}{suggest_option(key, Recipe.model_fields)}")
             found[key] = read_value(key, text, name)
     return found

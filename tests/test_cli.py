@@ -21,11 +21,6 @@ def model(rows_file: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_model(Recipe(), rows_file), tmp_path / "model"))
 
 
-def test_version_and_help_answer(shell) -> None:
-    assert shell("--version").out.strip() == "0.1.0"
-    assert "finetune" in shell("--help").out
-
-
 def test_with_nothing_there_each_command_says_what_to_type(shell, rows_file: Path) -> None:
     for line, hint in (
         ("convert", "gptj-ft download"),

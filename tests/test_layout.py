@@ -124,18 +124,23 @@ def test_the_streaming_core_names_no_family() -> None:
         assert not [family for family in families() if family in words]
 
 
-def test_help_imports_no_torch() -> None:
+def test_help_and_completion_import_no_torch() -> None:
     code = (
-        "import sys; sys.argv = ['gptj-ft', 'finetune', '--help']\n"
+        "import os, sys; sys.argv = ['gptj-ft', 'finetune', '--help']\n"
         "from gptj_ft.cli import main\n"
-        "try: main()\n"
-        "except SystemExit as stop: assert not stop.code, stop.code\n"
+        "def run():\n"
+        "    try: main()\n"
+        "    except SystemExit as stop: assert not stop.code, stop.code\n"
+        "run()\n"
+        "os.environ.update(_GPTJ_FT_COMPLETE='complete_bash', COMP_WORDS='gptj-ft finetune --model t', COMP_CWORD='3')\n"
+        "sys.argv = ['gptj-ft']; run()\n"
         "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'pandas', 'huggingface_hub'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert "--recipe" in done.stdout
+    assert done.stdout.endswith("tiny\ntiny-gpt2\n")
 
 
 def test_rows_are_prepared_without_torch_and_transformers_and_datasets(tmp_path: Path) -> None:

@@ -18,15 +18,17 @@ from gptj_ft.options import (
     Config,
     Device,
     DeviceMemory,
+    HelpAll,
     HostMemory,
     Json,
     Map,
     MaxBadRows,
     Precision,
     Quiet,
-    RecipeName,
-    Seed,
+    TunedRecipeName,
     Weights,
+    complete_model,
+    option_of,
 )
 from gptj_ft.recipe import Generation, Recipe, Resolved, resolve
 
@@ -42,7 +44,10 @@ def generate(
         str | None, typer.Argument(help="text for the model's prompt template; - reads standard input")
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="model or run; default: the newest run, else the download")
+        str | None,
+        typer.Option(
+            "--model", help="model or run; default: the newest run, else the download", autocompletion=complete_model
+        ),
     ] = None,
     fields: Annotated[
         list[str] | None, typer.Option("--field", metavar="NAME=TEXT", help="another field of the template")
@@ -58,14 +63,14 @@ def generate(
     system: Annotated[str | None, typer.Option("--system", help="with --chat: what the model is told first")] = None,
     stream: Annotated[bool, typer.Option("--stream", help="show the answer while it is written")] = False,
     num_return: Annotated[int, typer.Option("--num-return", min=1, help="so many different answers")] = 1,
-    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1)] = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", min=0.0, help="0 is greedy")] = None,
-    top_p: Annotated[float | None, typer.Option("--top-p")] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", min=0)] = None,
-    num_beams: Annotated[int | None, typer.Option("--num-beams", min=1, help="search with so many beams")] = None,
-    seed: Seed = None,
+    max_new_tokens: Annotated[int | None, option_of("generation.max_new_tokens")] = None,
+    temperature: Annotated[float | None, option_of("generation.temperature")] = None,
+    top_p: Annotated[float | None, option_of("generation.top_p", more=True)] = None,
+    top_k: Annotated[int | None, option_of("generation.top_k", more=True)] = None,
+    num_beams: Annotated[int | None, option_of("generation.num_beams", more=True)] = None,
+    seed: Annotated[int | None, option_of("seed", "same seed, same samples")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="continue the text itself, without the template")] = False,
-    recipe: RecipeName = None,
+    recipe: TunedRecipeName = None,
     map: Map = None,
     max_bad_rows: MaxBadRows = None,
     device: Device = None,
@@ -78,8 +83,12 @@ def generate(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="with --input: show what it will take and stop")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
+    help_all: HelpAll = False,
 ) -> None:
-    """Write answers to a prompt, to the rows of a file, or in a conversation; template and settings are the model's."""
+    """Write answers to a prompt, to rows, or in a conversation.
+
+    The prompt's template and the settings are those that the model was tuned with.
+    """
     given = dict(locals())
     named = ("max_new_tokens", "temperature", "top_p", "top_k", "num_beams", "seed", "recipe", "map", "max_bad_rows",
              "device", "precision", "weights", "device_memory", "host_memory")  # fmt: skip

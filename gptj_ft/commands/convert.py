@@ -62,7 +62,10 @@ def convert(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Turn a checkpoint into a model folder (one shard per layer, which every other tool opens too), or back."""
+    """Turn a checkpoint into a model folder, or back.
+
+    A model folder has one shard per layer, and every other tool opens it, too. Each tensor is compared with its source.
+    """
     from gptj_ft import home
     from gptj_ft.convert import Conversion
     from gptj_ft.formats.adapters import base_folder

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gptj_ft.commands.help import Commands
 from gptj_ft.commands.terminal import Output, as_tuple, asking, fetched, print_json
 from gptj_ft.options import (
     Assignments,
     Cache,
     Config,
+    HelpAll,
     Json,
     Map,
     MaxBadRows,
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
     from gptj_ft.preparing import Preparation
 
-cache_app = typer.Typer(no_args_is_help=True, help="Rows that are kept as tokens: list them, clear them.")
+cache_app = typer.Typer(cls=Commands, no_args_is_help=True, help="Rows that are kept as tokens: list or clear them.")
 
 
 def prepare_data(
@@ -65,8 +67,12 @@ def prepare_data(
     offline: Offline = False,
     quiet: Quiet = False,
     as_json: Json = False,
+    help_all: HelpAll = False,
 ) -> None:
-    """Turn rows into token ids: checked, masked, counted; `finetune --data` takes the folder."""
+    """Check rows and turn them into token ids.
+
+    Each row is kept or reported with its file and line; `finetune --data` takes the folder. --fix mends what can be.
+    """
     flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
     flags.pop("output", None)  # here that is the folder of the rows
     from gptj_ft.preparing import Targets, prepare_rows

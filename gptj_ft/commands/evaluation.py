@@ -15,20 +15,22 @@ from gptj_ft.commands.answers import for_model
 from gptj_ft.commands.terminal import Output, as_tuple, fetched_rows
 from gptj_ft.errors import GateError, UsageError
 from gptj_ft.options import (
+    MORE,
     Assignments,
     Config,
-    Data,
     Device,
     DeviceMemory,
+    HelpAll,
     HostMemory,
     Json,
     Map,
     Offline,
     Precision,
     Quiet,
-    RecipeName,
-    Seed,
+    TunedRecipeName,
     Weights,
+    complete_model,
+    option_of,
 )
 from gptj_ft.recipe import Recipe, resolve
 
@@ -39,9 +41,11 @@ FLAGS = ("recipe", "map", "seed", "device", "precision", "weights", "device_memo
 
 
 def evaluate(
-    model: Annotated[str | None, typer.Argument(help="model or run; default: the newest run")] = None,
-    data: Data = None,
-    recipe: RecipeName = None,
+    model: Annotated[
+        str | None, typer.Argument(help="model or run; default: the newest run", autocompletion=complete_model)
+    ] = None,
+    data: Annotated[str | None, option_of("data", "rows to measure on; default: those that the run held out")] = None,
+    recipe: TunedRecipeName = None,
     map: Map = None,
     baseline: Annotated[
         str, typer.Option("--baseline", help="model to compare with; auto: what it was tuned from; none")
@@ -54,7 +58,9 @@ def evaluate(
             help="score these outputs of any system instead of a model's; --baseline may be such a file, too",
         ),
     ] = None,
-    allow_empty: Annotated[bool, typer.Option("--allow-empty", help="score empty predictions as they are")] = False,
+    allow_empty: Annotated[
+        bool, typer.Option("--allow-empty", help="score empty predictions as they are", rich_help_panel=MORE)
+    ] = False,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="use the first rows only")] = None,
     show: Annotated[int, typer.Option("--show", min=0, help="print this many answers beside what was expected")] = 0,
     output: Annotated[
@@ -68,15 +74,22 @@ def evaluate(
         typer.Option("--gate", metavar="SCORE>=N", help="exit with 6 if the score is not so, e.g. 'rougeL>=30'"),
     ] = None,
     tasks: Annotated[
-        str | None, typer.Option("--tasks", metavar="T1,T2", help="measure by tasks of EleutherAI's lm-eval instead")
+        str | None,
+        typer.Option(
+            "--tasks", metavar="T1,T2", help="measure by tasks of EleutherAI's lm-eval instead", rich_help_panel=MORE
+        ),
     ] = None,
     include_path: Annotated[
-        Path | None, typer.Option("--include-path", metavar="FOLDER", help="with --tasks: more of them, as YAML files")
+        Path | None,
+        typer.Option(
+            "--include-path", metavar="FOLDER", help="with --tasks: more of them, as YAML files", rich_help_panel=MORE
+        ),
     ] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option("--num-fewshot", min=0, help="with --tasks: examples before each question")
+        int | None,
+        typer.Option("--num-fewshot", min=0, help="with --tasks: examples before each question", rich_help_panel=MORE),
     ] = None,
-    seed: Seed = None,
+    seed: Annotated[int | None, option_of("seed", "of the intervals, which are drawn by lot", more=True)] = None,
     device: Device = None,
     precision: Precision = None,
     weights: Weights = None,
@@ -88,11 +101,12 @@ def evaluate(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what it will take and stop")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
+    help_all: HelpAll = False,
 ) -> None:
-    """Measure a model, and beside it the one it was tuned from: loss, perplexity and the recipe's scores.
+    """Measure a model beside the one it was tuned from.
 
-    Each score has its 95 % interval, and the change has one, too. An evaluation that was stopped goes on when it is
-    started again.
+    Loss, perplexity and the scores of the recipe. Each score has its 95 % interval, and the change has one, too. An
+    evaluation that was stopped goes on when it is started again.
     """
     given = locals()
     flags = {name: given[name] for name in FLAGS}

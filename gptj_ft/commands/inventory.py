@@ -7,17 +7,23 @@ from typing import Annotated
 
 import typer
 
+from gptj_ft.commands.help import Commands
 from gptj_ft.commands.terminal import Output, print_json
 from gptj_ft.options import Json, Quiet
 
-models_app = typer.Typer(help="The models that were downloaded and converted: list and remove them.")
+models_app = typer.Typer(cls=Commands, help="Models on this disk: list them, remove one.")
 
 
 @models_app.callback(invoke_without_command=True)
 def models(context: typer.Context, as_json: Json = False) -> None:
-    """List the models: family, parameters, type, size, where each is from."""
-    if context.invoked_subcommand is not None:
-        return
+    """List the models, or remove one."""
+    if context.invoked_subcommand is None:
+        list_models(as_json)
+
+
+@models_app.command("list")
+def list_models(as_json: Json = False) -> None:
+    """List models: family, parameters, type, size, origin."""
     from gptj_ft.home import models as home_of_models
     from gptj_ft.inventory import models_in_home, rows_of
     from gptj_ft.screen import console_for, table

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def download(
-    repository: Annotated[str | None, typer.Argument(help="Hub repository; default EleutherAI/gpt-j-6b")] = None,
+    repository: Annotated[str | None, typer.Argument(help="owner/name on the Hub; default EleutherAI/gpt-j-6b")] = None,
     output: Annotated[Path | None, typer.Option("--output", help="folder; default: in the home of models")] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="branch, tag or commit")] = None,
     variant: Annotated[
@@ -30,7 +30,10 @@ def download(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Fetch a model from the Hub: the files that are needed, nothing else."""
+    """Fetch GPT-J 6B, or another model, from the Hub.
+
+    The files that are needed, nothing else; what was stopped goes on where it was.
+    """
     from dataclasses import asdict
 
     from gptj_ft.download import download as fetch

@@ -7,17 +7,18 @@ from typing import Annotated
 
 import typer
 
+from gptj_ft.commands.help import Commands
 from gptj_ft.commands.terminal import as_tuple, print_json
 from gptj_ft.errors import UsageError
-from gptj_ft.options import Assignments, Json
+from gptj_ft.options import Assignments, Json, complete_recipe
 from gptj_ft.recipe import resolve
 
-recipes_app = typer.Typer(no_args_is_help=True, help="The presets: list them, show or copy one.")
+recipes_app = typer.Typer(cls=Commands, no_args_is_help=True, help="Presets for tasks: list them, show or copy one.")
 
 
 @recipes_app.command("list")
 def list_recipes(as_json: Json = False) -> None:
-    """List the presets."""
+    """List the presets and what each is for."""
     from gptj_ft.recipe import load_preset, preset_names
     from gptj_ft.screen import console_for, panel
 
@@ -30,9 +31,14 @@ def list_recipes(as_json: Json = False) -> None:
 
 @recipes_app.command("show")
 def show_recipe(
-    name: Annotated[str, typer.Argument(help="a preset")], assignments: Assignments = None, as_json: Json = False
+    name: Annotated[str, typer.Argument(help="a preset", autocompletion=complete_recipe)],
+    assignments: Assignments = None,
+    as_json: Json = False,
 ) -> None:
-    """Show every option of a preset and where each value comes from."""
+    """Show every option of a preset, and what it means.
+
+    A value that is not a default has its origin beside it.
+    """
     from gptj_ft.recipe import dump
 
     resolved = resolve({"recipe": name}, None, as_tuple(assignments))
@@ -44,10 +50,10 @@ def show_recipe(
 
 @recipes_app.command("copy")
 def copy_recipe(
-    name: Annotated[str, typer.Argument(help="a preset")],
+    name: Annotated[str, typer.Argument(help="a preset", autocompletion=complete_recipe)],
     target: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="new file; default NAME.yaml")] = None,
 ) -> None:
-    """Write a preset to a file of yours, to be changed and given to --config."""
+    """Copy a preset to a file of yours, for --config."""
     from gptj_ft.recipe import preset_file
 
     target = target or Path(f"{name}.yaml")

@@ -9,11 +9,14 @@ import typer
 
 from gptj_ft.commands.terminal import Output
 from gptj_ft.errors import UsageError
-from gptj_ft.options import Json, Quiet
+from gptj_ft.options import Json, Quiet, complete_run
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders; several are compared")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN", help="run folders; several are compared", autocompletion=complete_run),
+    ],
     output: Annotated[
         Path | None,
         typer.Option("--output", metavar="FILE.html", help="page to write; of one run by default its report.html"),
@@ -24,7 +27,10 @@ def report(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Write a run as one page (data, curves, scores, how to repeat it), or several runs side by side."""
+    """Write a run as one page, or several side by side.
+
+    The page has data, curves, scores and how to repeat the run; it needs no network.
+    """
     from gptj_ft.run import Run
     from gptj_ft.run_report import write_comparison, write_report
 

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gptj_ft.commands.help import Commands
 from gptj_ft.commands.terminal import Output, print_json
 from gptj_ft.errors import DataError
-from gptj_ft.options import Json, Quiet
+from gptj_ft.options import Json, Quiet, complete_run
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-runs_app = typer.Typer(help="The runs: list, verify and clean them, export a checkpoint.")
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
+runs_app = typer.Typer(cls=Commands, help="Runs: list, verify, clean or export them.")
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder", autocompletion=complete_run)]
 
 
 @runs_app.callback(invoke_without_command=True)
@@ -28,11 +29,11 @@ def runs(context: typer.Context, as_json: Json = False) -> None:
 @runs_app.command("list")
 def list_runs(
     folders: Annotated[
-        list[Path] | None, typer.Argument(metavar="[FOLDER]...", help="runs or folders of runs; default: runs/")
+        list[Path] | None, typer.Argument(metavar="FOLDER", help="runs or folders of runs; default: runs/")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List runs: how far each is, its validation loss before and after, its size."""
+    """List runs: how far each is, its losses, its size."""
     from gptj_ft.runs import find_runs, rows_of, summarize
     from gptj_ft.screen import console_for, table
 
@@ -47,7 +48,7 @@ def list_runs(
 
 @runs_app.command("verify")
 def verify_run(run: RunFolder, quiet: Quiet = False, as_json: Json = False) -> None:
-    """Read every file of a run and compare it with what was written."""
+    """Compare every file of a run with what was written."""
     from gptj_ft.machine import gigabytes
     from gptj_ft.run import Run
     from gptj_ft.verify import verify
@@ -64,12 +65,15 @@ def verify_run(run: RunFolder, quiet: Quiet = False, as_json: Json = False) -> N
 
 @runs_app.command("clean")
 def clean_runs(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="run folders", autocompletion=complete_run)],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would go and stop")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Remove state and checkpoints of finished runs, and what crashes left behind; never a model or its metrics."""
+    """Remove what finished runs and crashes left behind.
+
+    State and checkpoints; never a model or its metrics.
+    """
     from gptj_ft.machine import gigabytes
     from gptj_ft.run import Run
     from gptj_ft.runs import leftovers, remove

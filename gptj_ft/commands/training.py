@@ -12,6 +12,7 @@ import typer
 from gptj_ft.commands.terminal import Output, as_tuple, asking, fetched
 from gptj_ft.errors import UsageError
 from gptj_ft.options import (
+    MORE,
     Activations,
     Assignments,
     BatchSize,
@@ -23,6 +24,7 @@ from gptj_ft.options import (
     DeviceMemory,
     DiskSpace,
     Epochs,
+    HelpAll,
     HostMemory,
     Json,
     Map,
@@ -39,6 +41,7 @@ from gptj_ft.options import (
     RecipeName,
     Seed,
     Weights,
+    complete_run,
     option_of,
 )
 from gptj_ft.recipe import Recipe, resolve
@@ -52,50 +55,60 @@ if TYPE_CHECKING:
 def finetune(
     recipe: RecipeName = None,
     data: Data = None,
-    val_data: Annotated[str | None, option_of("val_data")] = None,
-    map: Map = None,
-    max_bad_rows: MaxBadRows = None,
-    cache: Cache = None,
     model: Model = None,
+    map: Map = None,
+    val_data: Annotated[str | None, option_of("val_data")] = None,
     output: Annotated[str | None, option_of("output")] = None,
     method: Annotated[str | None, option_of("method")] = None,
-    train: Annotated[str | None, option_of("train")] = None,
     lr: Annotated[float | None, option_of("lr")] = None,
     epochs: Epochs = None,
     max_steps: MaxSteps = None,
     batch_size: BatchSize = None,
     max_length: MaxLength = None,
-    on_long: OnLong = None,
+    max_time: MaxTime = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    config: Config = None,
+    assignments: Assignments = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what it will cost and stop")] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume", metavar="RUN", help="go on with a run; needs nothing else", autocompletion=complete_run
+        ),
+    ] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="CHECKPOINT", help="with --resume: step-000120, best or last", rich_help_panel=MORE
+        ),
+    ] = None,
+    train: Annotated[str | None, option_of("train", more=True)] = None,
     seed: Seed = None,
+    on_long: OnLong = None,
+    max_bad_rows: MaxBadRows = None,
+    cache: Cache = None,
+    offline: Offline = False,
+    validate_every: Annotated[int | None, option_of("validate_every", more=True)] = None,
+    save_every: Annotated[int | None, option_of("save_every", more=True)] = None,
+    keep: Annotated[str | None, option_of("keep", more=True)] = None,
+    export: Annotated[str | None, option_of("export", more=True)] = None,
+    report_to: Annotated[str | None, option_of("report_to", more=True)] = None,
     device: Device = None,
     precision: Precision = None,
     weights: Weights = None,
     optimizer_state: OptimizerState = None,
     activations: Activations = None,
     boundaries: Boundaries = None,
-    max_time: MaxTime = None,
-    device_memory: DeviceMemory = None,
-    host_memory: HostMemory = None,
     disk_space: DiskSpace = None,
-    validate_every: Annotated[int | None, option_of("validate_every")] = None,
-    save_every: Annotated[int | None, option_of("save_every")] = None,
-    keep: Annotated[str | None, option_of("keep")] = None,
-    export: Annotated[str | None, option_of("export")] = None,
-    report_to: Annotated[str | None, option_of("report_to")] = None,
-    config: Config = None,
-    assignments: Assignments = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what it will cost and stop")] = False,
-    resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="RUN", help="go on with a run; needs nothing else")
-    ] = None,
-    start: Annotated[
-        str | None, typer.Option("--from", metavar="CHECKPOINT", help="with --resume: step-000120, best or last")
-    ] = None,
-    offline: Offline = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    help_all: HelpAll = False,
 ) -> None:
-    """Fine-tune a model by weight streaming: every parameter, some of them (--train) or adapters (--method lora)."""
+    """Train a model on your rows.
+
+    By weight streaming: every parameter, some of them (--train) or adapters (--method lora).
+    """
     began = time.monotonic()
     flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
     from gptj_ft import finetune as command
@@ -165,8 +178,13 @@ def plan(
     offline: Offline = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print nothing: the exit code tells if it fits")] = False,
     as_json: Json = False,
+    help_all: HelpAll = False,
 ) -> None:
-    """Tell what a run will cost, before it starts; without --data, for rows of the greatest length."""
+    """Tell what a run will cost, before it starts.
+
+    Memory and disk that it needs beside what there is, seconds a step, the time it ends. Without --data, for rows of
+    the greatest length.
+    """
     flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
     from gptj_ft import finetune as command
     from gptj_ft.report import show_outlook, show_plan
