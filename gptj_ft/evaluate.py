@@ -14,6 +14,7 @@ from gptj_ft import machine
 from gptj_ft.answering import Answerer, scores_of
 from gptj_ft.data.batches import Document
 from gptj_ft.data.prepare import is_prepared, load_tokenizer
+from gptj_ft.data.tokenizer import NoTokenizer, has_tokenizer
 from gptj_ft.errors import NotFinite, UsageError
 from gptj_ft.families import Architecture, read_architecture
 from gptj_ft.formats.adapters import base_folder, tokenizer_folder, weight_bytes
@@ -41,6 +42,8 @@ NO_TEMPLATE = (
     "this model has no template, and no recipe is named: only the loss of the rows as plain text is measured; "
     "--recipe NAME asks for answers"
 )
+NO_TEXT = "{rows:,} rows have targets that are no text ({why}): the perplexities of words and bytes are left out"
+NO_REFERENCES = "these rows have no texts to compare answers with: only their loss is measured, not {metrics}"
 Progress = Callable[[int, int], None]  # called with (rows done, rows to do)
 
 
@@ -83,7 +86,7 @@ class Planned:
     Attributes:
         folder: the model folder.
         recipe: templates, metrics, generation settings, device.
-        tokenizer: of the model.
+        tokenizer: of the model, if it has one.
         task: the rows.
         device: where it runs.
         dtype: of the computation.
@@ -93,7 +96,7 @@ class Planned:
 
     folder: Path
     recipe: Recipe
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerFast | None
     task: Task
     device: torch.device
     dtype: torch.dtype
@@ -114,10 +117,14 @@ def plan_evaluation(folder: Path, recipe: Recipe, data: Path, limit: int | None)
         ResourceError: it does not fit.
     """
     architecture = read_architecture(base_folder(folder))
-    tokenizer = load_tokenizer(tokenizer_folder(folder))
+    own = tokenizer_folder(folder)
+    tokenizer = load_tokenizer(own) if has_tokenizer(own) else None
     check_lengths(recipe, architecture)
-    task = make_task(recipe, tokenizer, folder, data, limit)
-    writes = recipe.metrics and not candidates(recipe, tokenizer)
+    task = make_task(recipe, tokenizer or NoTokenizer(own), folder, data, limit)
+    if recipe.metrics and not any(task.references):  # rows that came as tokens, or plain text
+        task = replace(task, notes=(*task.notes, NO_REFERENCES.format(metrics=", ".join(recipe.metrics))))
+        recipe = recipe.model_copy(update={"metrics": ()})
+    writes = tokenizer is not None and recipe.metrics and not candidates(recipe, tokenizer)
     if writes:
         task = with_short_answers(task, recipe.generation.max_new_tokens, int(architecture.config.n_positions))
     if recipe.recipe == "custom" and not recipe.metrics:
@@ -154,13 +161,17 @@ def evaluate_model(planned: Planned, progress: Progress | None = None) -> Evalua
         inquiry = Inquiry(planned, *opened, progress)
         rows, answers = inquiry.run()
     figures = {**language_model(rows), **scores_of(recipe, answers, task.references)}
+    notes, no_text = task.notes, sum(row.bytes is None for row in rows)
+    if no_text:
+        why = "the tokenizer lacks their ids" if planned.tokenizer else "the model has no tokenizer"
+        notes = (*notes, NO_TEXT.format(rows=no_text, why=why))
     evaluation = Evaluation(
         str(planned.folder),
         figures,
         task.places,
         answers,
         task.references,
-        task.notes,
+        notes,
         sum(row.targets for row in rows),
     )
     return with_warnings(evaluation, recipe)
@@ -205,7 +216,7 @@ class Inquiry:
         planned, task = self.planned, self.planned.task
         known, answers = planned.journal.of("loss"), planned.journal.of("answer")
         number = len(task.documents)
-        if planned.recipe.metrics:
+        if planned.recipe.metrics and planned.tokenizer:
             answerer = Answerer(planned.recipe, planned.tokenizer, self.architecture, self.stack, planned.plan.together)
             for rows in answerer.together(task.prompts):
                 if not answers.keys() >= set(rows):
@@ -232,7 +243,7 @@ class Inquiry:
             texts = answerer.answer(prompts, seed=rows[0])
         journal.add("answer", dict(zip(rows, texts, strict=True)))
 
-    def _asked(self, rows: Sequence[int]) -> tuple[LayerStack, PreTrainedTokenizerFast, list[Document], int]:
+    def _asked(self, rows: Sequence[int]) -> tuple[LayerStack, PreTrainedTokenizerFast | None, list[Document], int]:
         planned = self.planned
         documents = [planned.task.documents[row] for row in rows]
         return self.stack, planned.tokenizer, documents, planned.plan.together.computed

@@ -48,7 +48,7 @@ def passes(sizes: Sequence[int], most_tokens: int) -> Iterator[range]:
 
 def losses(
     stack: LayerStack,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerFast | None,
     documents: Sequence[Document],
     budget_tokens: int,
     score: Score | None = None,
@@ -57,7 +57,7 @@ def losses(
 
     Args:
         stack: the model.
-        tokenizer: its tokenizer, for the words and bytes of the targets.
+        tokenizer: its tokenizer, for the words and bytes of the targets, if it has one.
         documents: each with at least one target.
         budget_tokens: tokens computed at once.
         score: reads them; by default `score_tokens`.
@@ -69,14 +69,14 @@ def losses(
     ]
     found = []
     for each, spans, scores in zip(documents, targets, _ask(stack, asked, budget_tokens, score), strict=True):
-        texts = [tokenizer.decode(each.ids[span.start : span.stop], skip_special_tokens=True) for span in spans]
+        words, num_bytes = _text_size(tokenizer, [each.ids[span.start : span.stop] for span in spans])
         found.append(
             RowLoss(
                 total=-math.fsum(scores.log_probabilities_S.tolist()),
                 targets=len(scores.log_probabilities_S),
                 right=int(scores.is_likeliest_S.sum()),
-                words=sum(len(text.split()) for text in texts),
-                bytes=_num_bytes(tokenizer, [each.ids[at] for span in spans for at in span]),
+                words=words,
+                bytes=num_bytes,
             )
         )
     return found
@@ -155,13 +155,22 @@ def _targets(document: Document) -> list[range]:
     return [span for span in spans if span]
 
 
-def _num_bytes(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> int:
-    """Count the bytes that tokens stand for; decoded, half a character would count as another.
+def _text_size(
+    tokenizer: PreTrainedTokenizerFast | None, stretches: Sequence[Sequence[int]]
+) -> tuple[int, int] | tuple[None, None]:
+    """Count the words and bytes that stretches of tokens stand for; nothing if some are ids that no token has.
 
-    The tokenizers of GPT-2 and GPT-J write a token with a character for each of its bytes.
+    GPT-J has 143 such ids, which other systems use as separators. Bytes are counted token by token, as decoded, half a
+    character would count as another: the tokenizers of GPT-2 and GPT-J write a token with a character for each byte.
     """
+    if tokenizer is None:
+        return None, None
     special = set(tokenizer.all_special_ids)
-    return sum(map(len, tokenizer.convert_ids_to_tokens([each for each in ids if each not in special])))
+    names = tokenizer.convert_ids_to_tokens([each for ids in stretches for each in ids if each not in special])
+    if None in names:
+        return None, None
+    texts = [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in stretches]
+    return sum(len(text.split()) for text in texts), sum(map(len, names))
 
 
 def _ask(

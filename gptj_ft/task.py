@@ -13,7 +13,7 @@ from gptj_ft.inputs import read_or_prepare
 from gptj_ft.recipe import Recipe
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from gptj_ft.data.tokenizer import RowTokenizer
 
 UNLIMITED = 2**31 - 1  # tokens of a row
 
@@ -39,7 +39,7 @@ class Task:
     notes: tuple[str, ...]
 
 
-def make_task(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path, data: Path, limit: int | None) -> Task:
+def make_task(recipe: Recipe, tokenizer: RowTokenizer, folder: Path, data: Path, limit: int | None) -> Task:
     """Prepare rows for a model.
 
     Raises:

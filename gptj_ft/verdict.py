@@ -96,6 +96,7 @@ def judge(model: Evaluation, baseline: Evaluation | None, metrics: Sequence[str]
         for file in (names if 1 < len(names) <= MOST_FILES else ())
     }
     main = METRICS[metrics[0]].main if metrics else "loss"
+    main = main if main in model.figures else "loss"
     by_row = _by_row(main, model, baseline) if baseline else None
     return Verdict(model, baseline, compare(model.figures, other, model.rows, seed), by_file, by_row)
 

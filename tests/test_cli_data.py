@@ -131,6 +131,29 @@ def test_prepared_files_of_other_systems_are_trained_on_where_those_train(shell,
     assert done.code == 0, done.err
 
 
+def test_rows_that_are_tokens_need_no_tokenizer_and_may_have_ids_that_it_lacks(shell, tmp_path) -> None:
+    write("texts.jsonl", [{"text": "The patient came with a cough."}] * 3)
+    assert shell("prepare-data --data texts.jsonl --recipe continuous-pretraining --model tiny").code == 0
+    model = next((Path("home") / "models").iterdir())
+    size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    write("tokens.jsonl", [{"input_ids": [5, size - 1, 6, 7, 5 + n]} for n in range(3)])
+    measured = shell(f"evaluate {model} --recipe summarization --data tokens.jsonl --json")
+    assert measured.code == 0, measured.err
+    lacking = measured.json["model"]
+    assert lacking["scores"].keys() == {"loss", "perplexity", "token_accuracy"}
+    assert "the tokenizer lacks their ids" in lacking["notes"][-1]
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (model / name).unlink(missing_ok=True)
+    told = shell(f"finetune --recipe summarization --data tokens.jsonl --model {model} --max-steps 1 --output run")
+    assert told.code == 0, told.err
+    assert not list(Path("run/model").glob("tokenizer*"))
+    assert shell("evaluate run --data tokens.jsonl --json").json["baseline"]["loss"] == lacking["loss"]
+    for command in (f"finetune --data texts.jsonl --model {model}", 'generate --model run "Who?"'):
+        refused = shell(command)
+        assert refused.code == 2
+        assert "has no tokenizer" in refused.err
+
+
 def test_who_is_evaluated_is_not_shown_where_the_answer_is(shell) -> None:
     rows = [
         {

@@ -55,7 +55,7 @@ def assembled(
     tally: Tally, recipe: Recipe, tokenizer: RowTokenizer, good: Sequence[Texts], tokens: Sequence[Tokens]
 ) -> pyarrow.RecordBatch:
     """Return the documents of rows, given the tokens of all their texts; count those that are left out."""
-    eos, at = eos_of(tokenizer), 0
+    eos, at = eos_of(tokenizer) if tokens else 0, 0
     documents: list[tuple[Any, ...]] = []
     for row, found, texts in good:
         first, at = at, at + len(texts)

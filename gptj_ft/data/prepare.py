@@ -76,14 +76,16 @@ def prepare(
         DataError: unreadable rows, a missing column, a token the model does not have, or no row left.
     """
     check_templates(recipe)
-    eos_of(tokenizer)  # that there is none is said before anything is read
     columns = find_columns(source, recipe)
-    digest = sha256_of(source)
     reader = None if TOKENS in columns else FieldReader(columns, recipe)
+    if reader is not None:
+        eos_of(tokenizer)  # that there is none is said before all is read
+    digest = sha256_of(source)
     # What the tokenizer makes needs no check if all of its tokens are the model's.
     needs_check = reader is None or max(tokenizer.get_vocab().values()) >= vocab_size
     tally = Tally(vocab_size if needs_check else None, Checks(recipe))
-    tokenize, findings = tokenize_by(tokenizer), Findings(recipe.max_bad_rows)
+    tokenize = tokenize_by(tokenizer) if reader else lambda texts: []
+    findings = Findings(recipe.max_bad_rows)
     rows = read_rows(source, findings, recipe.documents, recipe.quotes)
     with _no_cycles_sought(), RowFile() as file:
         for chunk in _chunks(rows):

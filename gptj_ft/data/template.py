@@ -12,12 +12,14 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gptj_ft.data.chat import MESSAGES, REPLY, is_chat, parts_of, shorter
 from gptj_ft.data.placeholders import fields_of, render
 from gptj_ft.data.shorten import shorten
 from gptj_ft.data.targets import num_inputs
+from gptj_ft.data.tokenizer import NoTokenizer, no_tokenizer
 from gptj_ft.data.tokens import tokenize
 from gptj_ft.errors import DataError, RowSkipped, UsageError, did_you_mean
 from gptj_ft.recipe import Recipe
@@ -108,8 +110,10 @@ def eos_of(tokenizer: RowTokenizer) -> int:
     """Return the id that ends every document.
 
     Raises:
-        UsageError: the tokenizer has none.
+        UsageError: the tokenizer has none, or there is no tokenizer.
     """
+    if isinstance(tokenizer, NoTokenizer):
+        raise no_tokenizer(Path(tokenizer.name_or_path))
     if tokenizer.eos_token_id is None:
         raise UsageError(
             f"the tokenizer {tokenizer.name_or_path} has no EOS token, and a model tuned without one never stops\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -49,14 +50,58 @@ class RowTokenizer(Protocol):
         """Tell it from others."""
 
 
+class NoTokenizer:
+    """Stands for the tokenizer of a model folder that has none: rows that are tokens already need none."""
+
+    split_special_tokens, eos_token_id = True, None
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.name_or_path = folder, str(folder)
+
+    @property
+    def backend_tokenizer(self) -> Any:
+        """Refuse to tokenise.
+
+        Raises:
+            UsageError: always.
+        """
+        raise no_tokenizer(self._folder)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return no token."""
+        return {}
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        """Return the ids themselves."""
+        return "".join(f"[{number}]" for number in ids)
+
+
+def no_tokenizer(folder: Path) -> UsageError:
+    """Return the error of a model folder that has no tokenizer where one is needed."""
+    return UsageError(
+        f"{folder} has no tokenizer: neither tokenizer.json nor vocab.json with merges.txt\n"
+        "copy these files from the original model (for GPT-J: `gptj-ft download` has them); only rows that are tokens "
+        "already need none"
+    )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Tell whether a model folder has the files of a tokenizer."""
+    return (folder / "tokenizer.json").exists() or all(
+        (folder / name).exists() for name in ("vocab.json", "merges.txt")
+    )
+
+
 def load_row_tokenizer(folder: Path) -> RowTokenizer:
     """Load what rows are tokenised with: as `load_tokenizer` does, but without `transformers` where that adds nothing.
 
     Raises:
-        UsageError: as `load_tokenizer`.
+        UsageError: as `load_tokenizer`, but that there is none is said only where one is needed.
     """
     from gptj_ft.data.plain_tokenizer import read_plain
 
+    if folder.is_dir() and not has_tokenizer(folder):
+        return NoTokenizer(folder)
     return read_plain(folder, GENERIC) or load_tokenizer(folder)
 
 
@@ -68,13 +113,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """
     if not folder.is_dir():
         raise UsageError(f"no such folder: {folder}")
+    if not has_tokenizer(folder):
+        raise no_tokenizer(folder)
     present = {path.name for path in folder.iterdir()}
-    bare_bpe = {"vocab.json", "merges.txt"} <= present
-    if not bare_bpe and "tokenizer.json" not in present:
-        raise UsageError(
-            f"{folder} has no tokenizer: neither tokenizer.json nor vocab.json with merges.txt\n"
-            "copy these files from the original model (for GPT-J: `gptj-ft download` has them)"
-        )
     try:
         tokenizer = _loader(folder, present).from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # The Rust library raises bare Exception on a broken tokenizer.json.
@@ -110,7 +151,12 @@ def _class_of(folder: Path) -> str | None:
 
 @lru_cache(maxsize=4)
 def tokenizer_digest(tokenizer: RowTokenizer) -> str:
-    """Return what tells two tokenizers apart: a SHA-256 of vocabulary, merges, text splitting and the EOS id."""
+    """Return what tells two tokenizers apart: a SHA-256 of vocabulary, merges, text splitting and the EOS id.
+
+    Of none it is empty.
+    """
+    if isinstance(tokenizer, NoTokenizer):
+        return ""
     saved = json.loads(tokenizer.backend_tokenizer.to_str())
     parts = {name: saved.get(name) for name in _PARTS} | {"eos": tokenizer.eos_token_id}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
