@@ -198,10 +198,11 @@ def takes_ragged(device: torch.device, dtype: torch.dtype, head_width: int) -> b
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
-    x_TNH = torch.ones(3, 1, head_width, dtype=dtype, device=device, requires_grad=True)
-    tokens_T = torch.zeros(3, dtype=torch.int64, device=device)
     try:
-        with torch.enable_grad():
+        # Whoever asks first may be writing, and inference mode records nothing that backward could follow.
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            x_TNH = torch.ones(3, 1, head_width, dtype=dtype, device=device, requires_grad=True)
+            tokens_T = torch.zeros(3, dtype=torch.int64, device=device)
             attend_ragged(x_TNH, x_TNH, x_TNH, PackedBatch(tokens_T, tokens_T, tokens_T, (0, 1, 3))).sum().backward()  # type: ignore[no-untyped-call]
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         log.warning("attention goes document by document: %s", str(error).partition("\n")[0])

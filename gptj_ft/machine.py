@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # rows are prepared without it
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of a run.
+    """Return the device of a run; a CUDA device with its number, which `torch.cuda.set_device` asks for.
 
     Raises:
         UsageError: unknown, or not on this machine.
@@ -23,15 +23,22 @@ def choose_device(name: str) -> torch.device:
     import torch
 
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.split(":")[0] not in ("cpu", "cuda"):
         raise UsageError(f"unknown device '{name}': auto, cpu or cuda")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no CUDA device here; use --device cpu, or install torch for CUDA")
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise UsageError(f"unknown device '{name}': auto, cpu or cuda") from error
+    if device.type == "cpu":
+        return device
+    index, count = torch.cuda.current_device() if device.index is None else device.index, torch.cuda.device_count()
+    if index >= count:
+        there = ", ".join(f"cuda:{number}" for number in range(count))
+        raise UsageError(f"--device {name}: there is no such device here; there are {there}")
+    return torch.device("cuda", index)
 
 
 def free_memory(device: torch.device) -> int:

@@ -20,6 +20,7 @@ from gptj_ft.machine import free_memory
 from gptj_ft.selection import Selection, adapted
 from gptj_ft.stack import LayerStack, Room
 from gptj_ft.stores import MOMENTS, Kind, Layout
+from gptj_ft.stores.cuda import marks
 from gptj_ft.stores.device import DeviceStore
 from gptj_ft.stores.folder import FolderStore
 from gptj_ft.stores.host import HostStore
@@ -91,7 +92,8 @@ def _settle_frozen(stack: LayerStack, place: Place) -> None:
         if not layout.numel:
             continue
         if store.resident:
-            source.read(FROZEN, layer, store.read(FROZEN, layer, None).result()).result()
+            own = store.read(FROZEN, layer, None).result()
+            source.read(FROZEN, layer, own, 0, marks(stack.device)).result()  # not before it has been zeroed
             continue
         slot, _ = stack.frozen_slots.take(None)
         values = slot.tensor[: layout.numel]

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)

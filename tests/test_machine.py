@@ -17,8 +17,9 @@ import torch
 import yaml
 
 from gptj_ft import measure, rates
-from gptj_ft.errors import ResourceError
+from gptj_ft.errors import ResourceError, UsageError
 from gptj_ft.home import home
+from gptj_ft.machine import choose_device
 from gptj_ft.measure import ASSUMED_DISK, DiskRates, Rates, matmul_rate, measure_disk
 from gptj_ft.rates import choose_dtype, compute_rates, disk_rates, reason_for
 from gptj_ft.stores.blockio import write_bytes
@@ -258,3 +259,13 @@ def test_plan_measure_measures_again_and_the_plan_follows(
     assert measured["compute"] == 2
     known = json.loads((home() / "machine.json").read_text(encoding="utf-8"))
     assert [len(known[part]) for part in ("compute", "disk")] == [1, 1]
+
+
+def test_a_cuda_device_is_known_by_a_number_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("is_available", True), ("current_device", 1), ("device_count", 2)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert [choose_device(name) for name in ("auto", "cuda", "cuda:0")] == [
+        torch.device("cuda", number) for number in (1, 1, 0)
+    ]
+    with pytest.raises(UsageError, match="cuda:2: there is no such device here; there are cuda:0, cuda:1"):
+        choose_device("cuda:2")

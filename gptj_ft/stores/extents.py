@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.errors import DataError
-from gptj_ft.stores import allocate
+from gptj_ft.stores import Transfer, allocate
 from gptj_ft.stores.blockio import PAGE, let_go, open_direct, read_range
 from gptj_ft.stores.cuda import copy, pin, use_own_stream
 
@@ -76,13 +76,17 @@ class BlockReader:
         self._staging = list(memory.view(num_threads, -1))  # as many as can be in use
         self._unpin = pin(memory) if device.type == "cuda" else None
 
-    def read(self, pieces: Iterable[Piece]) -> None:
+    def read(self, pieces: Iterable[Piece], after: Sequence[Transfer] = ()) -> None:
         """Bring pieces to their places; they are there when this returns.
+
+        Args:
+            pieces: ranges of files, and the tensors they go to.
+            after: work that may still use these tensors; each thread waits for it on its own stream before it copies.
 
         Raises:
             DataError: a file has become shorter, or cannot be read.
         """
-        tasks = [self._threads.submit(self._bring, block) for block in in_blocks(pieces, self._block_bytes)]
+        tasks = [self._threads.submit(self._bring, block, after) for block in in_blocks(pieces, self._block_bytes)]
         failed = [error for task in tasks if (error := task.exception())]  # waits for all: they write to the places
         if failed:
             raise failed[0]
@@ -93,7 +97,7 @@ class BlockReader:
         if self._unpin:
             self._unpin()
 
-    def _bring(self, block: Sequence[Piece]) -> None:
+    def _bring(self, block: Sequence[Piece], after: Sequence[Transfer]) -> None:
         path = block[0].path
         begin, end = min(piece.offset for piece in block) // PAGE * PAGE, max(piece.end for piece in block)
         staging = self._staging.pop()
@@ -106,6 +110,8 @@ class BlockReader:
                 os.close(descriptor)
             if count < end - begin:
                 raise DataError(f"{path}: truncated while it was being read")
+            for transfer in after:
+                transfer.result()
             for piece in block:
                 found = staging[piece.offset - begin : piece.end - begin]
                 is_aligned = (piece.offset - begin) % piece.dtype.itemsize == 0

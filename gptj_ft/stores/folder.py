@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.stores import Kind, Layout, Transfer
-from gptj_ft.stores.cuda import copy
+from gptj_ft.stores.cuda import copy, marks
 from gptj_ft.stores.extents import BlockReader, Extent
 from gptj_ft.stores.queue import TransferQueue
 
@@ -34,7 +34,7 @@ class FolderStore:
         self._queue = TransferQueue("folder", 2, device)
         self._blocks = BlockReader(device)
         self._row_blocks = BlockReader(device, ROWS_BLOCK_BYTES, ROW_READERS)  # that need not wait for whole layers
-        self._layouts, self._find = layouts, find
+        self._layouts, self._find, self._device = layouts, find, device
 
     def read(
         self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Transfer] = ()
@@ -46,7 +46,9 @@ class FolderStore:
         def load() -> Tensor:
             views = self._layouts[layer].views(out)
             found = [(self._find(layer, name), view) for name, view in views.items()]
-            self._blocks.read(source.to(view) for source, view in found if isinstance(source, Extent))
+            pieces = (source.to(view) for source, view in found if isinstance(source, Extent))
+            # This thread's stream has waited for what uses ``out``; the block readers' streams wait for this one.
+            self._blocks.read(pieces, marks(self._device))
             for source, view in found:
                 if not isinstance(source, Extent):
                     copy(source(), view)
@@ -58,7 +60,8 @@ class FolderStore:
         assert kind == "frozen"
         source, width = self._find(layer, name), out.shape[1]
         if isinstance(source, Extent):
-            self._row_blocks.read(source.to(to, row * width) for row, to in zip(rows, out, strict=True))
+            pieces = (source.to(to, row * width) for row, to in zip(rows, out, strict=True))
+            self._row_blocks.read(pieces, marks(self._device))  # ``out`` is fresh memory of the caller's stream
         else:
             copy(source()[torch.tensor(rows)], out)
 
