@@ -20,7 +20,8 @@ from gptj_ft.data.chat import ASSISTANT, MESSAGES, Conversation, is_chat, read_c
 from gptj_ft.data.fields import FieldReader, choose_columns
 from gptj_ft.data.fields import text_of as cell_text
 from gptj_ft.data.placeholders import fields_of
-from gptj_ft.data.records import Findings, read_rows
+from gptj_ft.data.records import FileOptions, Findings, read_rows
+from gptj_ft.data.tables import check_headers
 from gptj_ft.decoding import generate_tokens, text_of
 from gptj_ft.errors import DataError, Interrupted, RowSkipped
 from gptj_ft.formats.adapters import weight_bytes
@@ -155,7 +156,7 @@ def read_questions(asker: Asker, source: Path, findings: Findings) -> Iterator[Q
     recipe = asker.recipe
     columns = _columns(source, recipe)
     files = set[str]()
-    for row in read_rows(source, findings, recipe.documents, recipe.quotes):
+    for row in read_rows(source, findings, FileOptions.of(recipe)):
         files.add(row.source)
         head: dict[str, Any] = {"line": row.line} | ({"file": row.source} if len(files) > 1 else {})
         head |= {"id": row.values["id"]} if isinstance(row.values.get("id"), str | int) else {}
@@ -170,13 +171,16 @@ def read_questions(asker: Asker, source: Path, findings: Findings) -> Iterator[Q
 def _columns(source: Path, recipe: Recipe) -> dict[str, str]:
     """Choose the columns of the prompt's fields; those of an answer are not needed."""
     found: dict[str, None] = {}
-    for number, row in enumerate(read_rows(source, Findings(recipe.max_bad_rows), recipe.documents, recipe.quotes)):
+    findings = Findings(recipe.max_bad_rows)
+    for number, row in enumerate(read_rows(source, findings, FileOptions.of(recipe))):
         found.update(dict.fromkeys(row.values))
         if number >= SURVEY_ROWS:
             break
+    fields = fields_of(recipe.prompt or recipe.completion)
     try:
-        return choose_columns(found, recipe, fields_of(recipe.prompt or recipe.completion))
+        return choose_columns(found, recipe, fields)
     except DataError as error:
+        check_headers(findings, fields)
         raise DataError(f"{source}: {error}") from error
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 from gptj_ft.data.batches import steps_per_epoch
 from gptj_ft.data.lengths import Lengths, histogram
 from gptj_ft.data.targets import num_targets, stretches
+from gptj_ft.plain_text import shortened
 from gptj_ft.screen import panel, whole
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def show_data(console: Console, report: Report) -> None:
     rows = [
         ("file" + "s" * (len(report.files) > 1), whole(files)),
         ("rows", f"{report.rows_read:,} read, {report.rows_kept:,} kept"),
-        ("columns", ", ".join(f"{field} = column '{column}'" for field, column in report.columns.items())),
+        ("columns", ", ".join(f"{field} = column '{shortened(column)}'" for field, column in report.columns.items())),
         ("tokens", counts),
     ]
     if report.rows_cut:

@@ -10,7 +10,7 @@ from gptj_ft.data.checks import PLACES_SHOWN
 from gptj_ft.data.hub_rows import is_reference, local_folder
 from gptj_ft.data.prepare import Prepared, check_compatible, is_prepared, load
 from gptj_ft.data.prepared import Skips
-from gptj_ft.data.records import Findings, read_rows, sha256_of
+from gptj_ft.data.records import FileOptions, Findings, read_rows, sha256_of
 from gptj_ft.data.split import split
 from gptj_ft.data.tokenizer import RowTokenizer, load_row_tokenizer, vocab_size_of
 from gptj_ft.errors import UsageError
@@ -109,7 +109,7 @@ def tiny_model(recipe: Recipe, source: Path) -> Path:
                 f"{source} was prepared for another model than {folder}: prepare it again with --model {name}"
             )
         findings = Findings(recipe.max_bad_rows)
-        rows = read_rows(source, findings, recipe.documents, recipe.quotes)
+        rows = read_rows(source, findings, FileOptions.of(recipe))
         values = (value for row in rows for value in row.values.values())
         texts = (value for value in values if isinstance(value, str))
         from gptj_ft.tiny import make_tiny

@@ -19,5 +19,10 @@ def one_line(text: str) -> str:
     return _LINE_CONTROLS.sub(_escaped, text)
 
 
+def shortened(text: str, characters: int = 30) -> str:
+    """Return text as a single line, cut after so many characters: the name of a column may be a whole document."""
+    return one_line(text if len(text) <= characters else f"{text[:characters]}...")
+
+
 def _escaped(found: re.Match[str]) -> str:
     return found[0].encode("unicode_escape").decode("ascii")

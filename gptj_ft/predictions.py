@@ -11,7 +11,7 @@ from typing import Any
 from gptj_ft.answering import scores_of
 from gptj_ft.data.fields import FieldReader
 from gptj_ft.data.prepare import find_columns, is_prepared, load
-from gptj_ft.data.records import Findings, read_rows
+from gptj_ft.data.records import FileOptions, Findings, read_rows
 from gptj_ft.durable import new_files
 from gptj_ft.errors import DataError, RowSkipped
 from gptj_ft.evaluate import Evaluation, with_warnings
@@ -129,7 +129,7 @@ def _rows(recipe: Recipe, data: Path) -> tuple[list[Line], tuple[str, ...]]:
         return [Line(f"{file}:{line}", None, "", list(of)) for file, line, of in zip(*columns, strict=True)], ()
     findings, rows, left_out = Findings(recipe.max_bad_rows), list[Line](), dict[str, int]()
     reader = FieldReader(find_columns(data, recipe), recipe)
-    for row in read_rows(data, findings, recipe.documents, recipe.quotes):
+    for row in read_rows(data, findings, FileOptions.of(recipe)):
         try:
             references: list[str] | None = reader.read(row.values).references
         except RowSkipped as reason:

@@ -6,6 +6,7 @@ from flags, the environment (``GPTJ_FT_LR=1e-5``), a ``--config`` file, the pres
 
 from __future__ import annotations
 
+import codecs
 import math
 import os
 import re
@@ -190,6 +191,34 @@ def _read_map(value: Any) -> Any:
     return {field.strip(): column.strip() for field, _, column in pairs}
 
 
+DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "\\t": "\t", "pipe": "|", "space": " "}
+
+
+def _read_delimiter(value: str) -> str:
+    character = DELIMITERS.get(value.lower(), value)
+    if value != "auto" and (len(character) != 1 or character in '"\r\n\0'):
+        raise PydanticCustomError("delimiter", "comma, semicolon, tab, pipe or a single character is needed")
+    return character
+
+
+Delimiter = Annotated[str, AfterValidator(_read_delimiter)]
+
+
+def _read_encoding(value: str) -> str:
+    try:
+        if value != "auto":
+            b" ".decode(value, "ignore")  # nothing at all would be taken without a look at the name
+            codecs.getincrementaldecoder(value)()
+    except (LookupError, ValueError) as error:
+        raise PydanticCustomError(
+            "encoding", "a text encoding that Python knows is needed, e.g. utf-8, cp1252, utf-16, shift_jis"
+        ) from error
+    return value
+
+
+Encoding = Annotated[str, AfterValidator(_read_encoding)]
+
+
 ColumnMap = Annotated[dict[str, str], BeforeValidator(_read_map)]
 
 
@@ -219,8 +248,16 @@ class Recipe(Options):
         "paragraph", description="what a row of plain text is: up to a blank line, a line, or the file"
     )
     quotes: Literal["auto", "on", "off"] = Field(
-        "auto", description='whether " encloses cells of tables; auto: in CSV, not in TSV'
+        "auto", description='whether " encloses cells of tables; auto: in CSV; in TSV where it encloses the names'
     )
+    delimiter: Delimiter = Field(
+        "auto", description="what separates the cells of a table: comma, semicolon, tab, pipe or a character"
+    )
+    encoding: Encoding = Field(
+        "auto",
+        description="of texts, e.g. cp1252, utf-16, shift_jis; auto: UTF-8, UTF-16, or Windows-1252, which is said",
+    )
+    sheet: str = Field("", description="sheet of a spreadsheet that is read; empty: the first")
     max_bad_rows: int = Field(0, ge=0, description="records that may be unreadable before the data is refused")
     cache: bool = Field(True, description="keep rows as tokens, and take those that are kept, if nothing has changed")
     map: ColumnMap = Field({}, description="columns by field, e.g. document=body,summary=tl_dr; others are recognised")

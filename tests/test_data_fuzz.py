@@ -30,9 +30,10 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from test_data_tokenizer import make_tokenizer
 
-from gptj_ft.data.files import identify, opened_file
+from gptj_ft.data.files import FileOptions, identify, opened_file
 from gptj_ft.data.prepare import Report, prepare
 from gptj_ft.data.records import read_rows
+from gptj_ft.data.tables import SAMPLE_LINES, separation_of
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.recipe import resolve
 
@@ -289,9 +290,11 @@ def prepared(path: Path, preset: str, options: dict[str, Any]) -> Report | None:
 
 def count_rows(path: Path, options: dict[str, Any]) -> int | None:
     """Count the rows of a file; None where they are no more than what the reader can make of it."""
-    file = identify(path)
+    file = identify(path, FileOptions(quotes=options.get("quotes", "auto")))
     with opened_file(file) as opened:
         content = opened.read()
+    if file.encoding or (file.format != "parquet" and not is_utf8(content)):
+        return None  # read in another encoding, which a reader that shares nothing does not know
     text = content.decode("utf-8-sig") if file.format != "parquet" else ""
     if file.format == "parquet":
         return parquet.read_table(io.BytesIO(content), columns=[]).num_rows
@@ -304,10 +307,9 @@ def count_rows(path: Path, options: dict[str, Any]) -> int | None:
         blocks = [text] if documents == "file" else re.split(r"\n(?:[^\S\n]*\n)+", text)
         return sum(1 for block in blocks if block.strip())
     if file.format in ("csv", "tsv"):
-        quotes = options["quotes"] == "on" or (options["quotes"] == "auto" and file.format == "csv")
+        lines = list(io.StringIO(text, newline="\n"))
+        delimiter, quotes = separation_of(file, lines[:SAMPLE_LINES])
         quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
-        delimiter = "," if file.format == "csv" else "\t"
-        lines = io.StringIO(text, newline="\n")
         return sum(1 for cells in csv.reader(lines, delimiter=delimiter, quoting=quoting) if cells) - 1
     try:
         whole = json.loads(text)
@@ -323,6 +325,14 @@ def count_rows(path: Path, options: dict[str, Any]) -> int | None:
         if isinstance(row, dict)
     )
     return sum(nested_rows) + sum(1 for row in whole if not isinstance(row, dict))
+
+
+def is_utf8(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 QUIET = {"derandomize": True, "database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -374,6 +384,6 @@ def test_text_that_is_not_unicode_in_parquet_is_refused(tmp_path: Path) -> None:
 def test_a_message_does_not_print_a_text_that_stands_where_the_header_should(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text(f"{'secret ' * 900},{'words ' * 900}\na,b\n", encoding="utf-8")
     recipe = resolve({"recipe": "summarization"}, environment={}).recipe
-    with pytest.raises(DataError, match=r"no column for 'document'") as refused:
+    with pytest.raises(DataError, match=r"looks like a row, not like names") as refused:
         prepare(recipe, TOKENIZER, tmp_path / "rows.csv", 50400)
-    assert str(refused.value).count("secret") < 10
+    assert "secret" not in str(refused.value)

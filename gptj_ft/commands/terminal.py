@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
+from gptj_ft.plain_text import shortened
 from gptj_ft.recipe import Resolved
 
 if TYPE_CHECKING:
@@ -93,9 +94,11 @@ def asking(resolved: Resolved, out: Output, work: Callable[[Resolved], T]) -> T:
             if out.as_json or not error.choices or not (sys.stdin.isatty() and sys.stderr.isatty()):
                 raise
             print(str(error).partition("\n")[0], file=sys.stderr)
-            question = f"column for '{error.field}' ({', '.join(error.choices)})"
-            while (column := typer.prompt(question, err=True).strip()) not in error.choices:
+            choices = {shortened(column): column for column in error.choices} | {each: each for each in error.choices}
+            question = f"column for '{error.field}' ({', '.join(map(shortened, error.choices))})"
+            while (answer := typer.prompt(question, err=True).strip()) not in choices:
                 pass
+            column = choices[answer]
             columns = {**resolved.recipe.map, error.field: column}
             recipe = resolved.recipe.model_copy(update={"map": columns})
             resolved = Resolved(recipe, {**resolved.origins, "map": "asked"})

@@ -39,7 +39,8 @@ def read_archive(
                     continue
                 content = archive.extractfile(member) if member.isreg() and member.size else None
                 try:
-                    found = identify_stream(Path(f"{file.path}/{path}"), cast(BinaryIO, content)) if content else None
+                    name = Path(f"{file.path}/{path}")
+                    found = identify_stream(name, cast(BinaryIO, content), file.options) if content else None
                 except UnknownFormat:
                     found = None
                 nested_twice = found and found.format == "tar" and file.content is not None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gptj_ft.data.chat import ASSISTANT, MESSAGES, REPLY, SYSTEM, is_chat, read_conversation, up_to_the_last_answer
 from gptj_ft.data.placeholders import fields_of, render
 from gptj_ft.errors import DataError, RowSkipped, did_you_mean
+from gptj_ft.plain_text import one_line, shortened
 from gptj_ft.recipe import Recipe
 
 LABEL = "label"  # the field whose values `labels` translates
@@ -20,7 +22,8 @@ TURNS = {
     INPUT: ("input", "context"),
     ASSISTANT: ("output", "response", "completion", "answer", "reply"),
 }
-NAME_CHARACTERS, NAMES_SHOWN = 40, 20  # of columns, in messages
+NAMES_SHOWN = 20  # of columns, in messages
+NOT_IN_A_NAME = ",;\t|"  # what rather separates two
 
 
 class FieldTexts(NamedTuple):
@@ -96,14 +99,14 @@ def _recognised(field: str, free: Sequence[str], names: Sequence[str]) -> str:
     if not matches:
         raise UnknownColumn(
             f"no column for '{field}': looked for {', '.join(names)}; there are: {_listed(free)}\n"
-            f"name yours with --map {field}={free[0] if len(free) == 1 else 'COLUMN'}",
+            f"{_how_to_name(field, free)}",
             field,
             free,
         )
     if len(matches) > 1 and matches[0].strip().casefold() not in (field, names[0].strip().casefold()):
         raise UnknownColumn(
-            f"'{field}' may be any of the columns {', '.join(matches)}; there are: {_listed(free)}\n"
-            f"say which with --map {field}={matches[0]}",
+            f"'{field}' may be any of the columns {_listed(matches)}; there are: {_listed(free)}\n"
+            f"say which with --map {_pair(field, matches[0])}",
             field,
             matches,
         )
@@ -125,15 +128,32 @@ def _mapped(field: str, columns: Sequence[str], recipe: Recipe) -> str:
     column = recipe.map[field]
     if column not in columns:
         raise DataError(
-            f"--map {field}={column}: there is no such column{did_you_mean(column, columns)}; there are: "
+            f"--map {field}={shortened(column)}: there is no such column"
+            f"{did_you_mean(column, [name for name in columns if shortened(name) == name])}; there are: "
             f"{_listed(columns)}"
         )
     return column
 
 
+def _how_to_name(field: str, free: Sequence[str]) -> str:
+    """Return what to type where no column is recognised."""
+    separator = next((each for each in NOT_IN_A_NAME if len(free) == 1 and each in free[0]), None)
+    if separator is not None:
+        return (
+            f"if that is several columns, say what separates them: --set delimiter={shlex.quote(one_line(separator))}"
+        )
+    return f"name yours with --map {_pair(field, free[0] if len(free) == 1 else '')}"
+
+
+def _pair(field: str, column: str) -> str:
+    """Return what names a column, as a shell takes it; COLUMN stands for one that cannot be typed there."""
+    can_be_typed = column.strip() and shortened(column) == column and not any(each in column for each in NOT_IN_A_NAME)
+    return shlex.quote(f"{field}={column}") if can_be_typed else f"{field}=COLUMN"
+
+
 def _listed(columns: Sequence[str]) -> str:
     """Return column names for a message; where the header is missing they are the first row's texts, so not in full."""
-    names = [name if len(name) <= NAME_CHARACTERS else f"{name[:NAME_CHARACTERS]}..." for name in columns]
+    names = [shortened(name) for name in columns]
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return ", ".join(names[:NAMES_SHOWN]) + more or "none"
 
@@ -229,9 +249,9 @@ class FieldReader:
         if field == LABEL and self._words:
             found = [self._word_for(label) for label in found]
         if not found:
-            raise RowSkipped(f"no value for column '{column}'")
+            raise RowSkipped(f"no value for column '{shortened(column)}'")
         if not all(map(_is_unicode, found)):
-            raise RowSkipped(f"column '{column}': half a surrogate pair, which is no character")
+            raise RowSkipped(f"column '{shortened(column)}': half a surrogate pair, which is no character")
         return found
 
     def _texts_in(self, column: str, cell: Any, is_answer: bool) -> list[str]:
@@ -242,7 +262,7 @@ class FieldReader:
                 return alternatives_of(cell)
             text = text_of(cell)
         except RowSkipped as reason:
-            raise RowSkipped(f"column '{column}': {reason}") from reason
+            raise RowSkipped(f"column '{shortened(column)}': {reason}") from reason
         return [] if text is None else [text]
 
     def _word_for(self, label: str) -> str:

@@ -15,12 +15,29 @@ from pathlib import Path, PurePath
 from typing import BinaryIO
 
 from gptj_ft.data.compression import PACKED, SNIFFED_BYTES, peeked, suffixes_of, unpacked
-from gptj_ft.data.kinds import SUFFIXES, TOKEN_FORMATS, format_and_notes, packing_by_content
+from gptj_ft.data.encodings import AUTO
+from gptj_ft.data.kinds import SUFFIXES, TOKEN_FORMATS, kind_of, packing_by_content
 from gptj_ft.errors import DataError, UsageError, did_you_mean
+from gptj_ft.recipe import Recipe
 
 DATASET_FILES = ("dataset_dict.json", "dataset_info.json")  # of a folder that `datasets` has saved
 # What may lie beside files of rows and is none: an index only repeats them, the other says how they were made.
 BESIDE_ROWS = (".index", "data_params.json")
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """How files are to be read: the recipe's options of the same names."""
+
+    documents: str = "paragraph"
+    quotes: str = AUTO
+    delimiter: str = AUTO
+    encoding: str = AUTO
+    sheet: str = ""
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> FileOptions:
+        return cls(**{name: getattr(recipe, name) for name in cls.__dataclass_fields__})
 
 
 @dataclass(frozen=True)
@@ -33,6 +50,8 @@ class File:
         packing: gzip, xz, zstandard or zlib; empty if it is not packed.
         notes: what is odd about it, in sentences.
         content: of a member of an archive: the stream to read it from, once, unpacked.
+        encoding: of a text; empty if the first bytes do not tell.
+        options: how it is to be read.
     """
 
     path: Path
@@ -40,9 +59,11 @@ class File:
     packing: str = ""
     notes: tuple[str, ...] = ()
     content: BinaryIO | None = None
+    encoding: str = ""
+    options: FileOptions = FileOptions()
 
 
-def find_files(source: Path) -> list[File]:
+def find_files(source: Path, options: FileOptions = FileOptions()) -> list[File]:
     """Return the files that a path, a folder or a pattern stands for, in the order of their names.
 
     Raises:
@@ -50,14 +71,14 @@ def find_files(source: Path) -> list[File]:
         DataError: a file that cannot be rows.
     """
     if source.is_dir():
-        return [File(source, "dataset")] if is_saved_dataset(source) else _files_in(source)
+        return [File(source, "dataset")] if is_saved_dataset(source) else _files_in(source, options)
     if not source.exists() and glob.has_magic(str(source)):
         found = [Path(name) for name in sorted(glob.glob(str(source), recursive=True)) if Path(name).is_file()]
         if not found:
             raise UsageError(f"no file matches {source}")
-        return _of_one_kind(source, [file for path in found for file in _identified(path)])
+        return _of_one_kind(source, [file for path in found for file in _identified(path, options)])
     require_file(source)
-    return _identified(source)
+    return _identified(source, options)
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -65,13 +86,13 @@ def is_saved_dataset(folder: Path) -> bool:
     return any((folder / name).is_file() for name in DATASET_FILES)
 
 
-def _identified(path: Path) -> list[File]:
+def _identified(path: Path, options: FileOptions) -> list[File]:
     """Return a file with its format, or the files that it is an index of."""
-    file = identify(path)
+    file = identify(path, options)
     return _files_of_index(file) if file.format == "tfindex" else [file]
 
 
-def identify(path: Path) -> File:
+def identify(path: Path, options: FileOptions = FileOptions()) -> File:
     """Return a file with its format: what its name says, unless its content says otherwise.
 
     Raises:
@@ -84,11 +105,11 @@ def identify(path: Path) -> File:
     if packing:
         with opened_file(File(path, "", packing)) as opened:
             head = opened.read(SNIFFED_BYTES)
-    format_, notes = format_and_notes(path, packing, head)
-    return File(path, format_, packing, notes)
+    kind = kind_of(path, packing, head, options.encoding)
+    return File(path, kind.format, packing, kind.notes, None, kind.encoding, options)
 
 
-def identify_stream(path: Path, raw: BinaryIO) -> File:
+def identify_stream(path: Path, raw: BinaryIO, options: FileOptions) -> File:
     """Return a member of an archive with its format, and the stream to read it from.
 
     Raises:
@@ -99,8 +120,8 @@ def identify_stream(path: Path, raw: BinaryIO) -> File:
         packing = packing_by_content(path, head)
         if packing:
             head, content = peeked(unpacked(content, packing))
-    format_, notes = format_and_notes(path, packing, head)
-    return File(path, format_, "", notes, content)
+    kind = kind_of(path, packing, head, options.encoding)
+    return File(path, kind.format, "", kind.notes, content, kind.encoding, options)
 
 
 @contextmanager
@@ -148,7 +169,7 @@ def is_hidden(path: PurePath) -> bool:
     return any(part.startswith(".") and part != ".." for part in path.parts)
 
 
-def _files_in(folder: Path) -> list[File]:
+def _files_in(folder: Path, options: FileOptions) -> list[File]:
     """Return the files of rows in a folder and below; hidden ones, and what is of no known kind, are left out."""
     found: list[Path] = []
     for path in sorted(folder.rglob("*")):
@@ -161,7 +182,7 @@ def _files_in(folder: Path) -> list[File]:
             f"{folder} is a folder, and not prepared data (no manifest.json in it), nor are there files of rows in it "
             f"({', '.join(SUFFIXES)})"
         )
-    return _of_one_kind(folder, [identify(path) for path in found])
+    return _of_one_kind(folder, [identify(path, options) for path in found])
 
 
 def _of_one_kind(source: Path, files: list[File]) -> list[File]:

@@ -25,7 +25,7 @@ from gptj_ft.data.fields import alternatives_of, read_fields
 from gptj_ft.data.fixes import FIXES, fix_texts
 from gptj_ft.data.kinds import SUFFIXES
 from gptj_ft.data.prepare import find_columns
-from gptj_ft.data.records import Findings, Row, read_rows
+from gptj_ft.data.records import FileOptions, Findings, Row, read_rows
 from gptj_ft.data.template import check_templates, parts
 from gptj_ft.durable import new_files, require_new
 from gptj_ft.errors import DataError, RowSkipped, UsageError
@@ -110,7 +110,7 @@ def fix_rows(recipe: Recipe, source: Path, target: Path, progress: Callable[[int
         diff.write(visible(f"--- {source}") + "\n" + visible(f"+++ {target}") + "\n")
         fixer = _Fixer(recipe, columns, report, diff)
         findings = Findings(sys.maxsize)
-        for row in read_rows(source, findings, recipe.documents, recipe.quotes):
+        for row in read_rows(source, findings, FileOptions.of(recipe)):
             fixer.drop_unreadable(findings)
             if (values := fixer.fix(row)) is not None:
                 out.write(_json_line(values))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from gptj_ft.data.compression import PACKED, begins_zlib, packing_of, suffixes_of
+from gptj_ft.data.encodings import AUTO, NAMES, encoding_by_head
 from gptj_ft.data.framing import record_length
 from gptj_ft.errors import DataError
 
@@ -33,8 +36,6 @@ FOREIGN = {
     b"PK\x03\x04": "a zip archive (or a spreadsheet): unpack it, or save the sheet as CSV",
     b"\xd0\xcf\x11\xe0": "an old Office document: save it as CSV or plain text",
     b"%PDF": "a PDF: convert it to plain text first",
-    b"\xff\xfe": "in UTF-16: save it as UTF-8, e.g. `iconv -f UTF-16 -t UTF-8`",
-    b"\xfe\xff": "in UTF-16: save it as UTF-8, e.g. `iconv -f UTF-16 -t UTF-8`",
 }
 
 
@@ -51,8 +52,27 @@ def packing_by_content(path: Path, head: bytes) -> str:
     return packing_of(head)
 
 
-def format_and_notes(path: Path, packing: str, head: bytes) -> tuple[str, tuple[str, ...]]:
-    """Return the format of what begins with ``head``, unpacked, and what is odd about its name."""
+@dataclass(frozen=True)
+class Kind:
+    """What a file is: its format, its encoding if the first bytes tell, and what is odd about it, in sentences."""
+
+    format: str
+    encoding: str
+    notes: tuple[str, ...]
+
+
+def kind_of(path: Path, packing: str, head: bytes, encoding: str) -> Kind:
+    """Return what kind of file begins with ``head``, unpacked.
+
+    Args:
+        path: its name.
+        packing: how it is packed.
+        head: the first bytes.
+        encoding: of a text, as the user named it, or `AUTO`.
+
+    Raises:
+        UnknownFormat: neither name nor content is of a kind that is read here.
+    """
     notes = []
     named, suffix = suffixes_of(path)
     if packing and packing != named:
@@ -64,7 +84,9 @@ def format_and_notes(path: Path, packing: str, head: bytes) -> tuple[str, tuple[
         if head.startswith(magic) and not by_content:
             raise UnknownFormat(f"{path} is {what}")
     by_name = SUFFIXES.get(suffix, "")
-    format_ = by_content or _format_of(head, by_name)
+    told = encoding_by_head(head)
+    encoding = told if encoding == AUTO or (told and encoding in ("utf-16", "utf-32")) else encoding
+    format_ = by_content or _format_of(_recoded(head, encoding), by_name)
     if not format_:
         raise UnknownFormat(
             f"{path}: unknown suffix '{suffix}'; rows are read from {', '.join(SUFFIXES)}, also packed as "
@@ -72,7 +94,21 @@ def format_and_notes(path: Path, packing: str, head: bytes) -> tuple[str, tuple[
         )
     if by_name and format_ != by_name:
         notes.append(f"{path} is read as {format_}, which it is, not as the {by_name} of its name")
-    return format_, tuple(notes)
+    if told and told == encoding and not by_content:
+        notes.append(f"{path} is in {NAMES[told]}")
+    return Kind(format_, encoding, tuple(notes))
+
+
+def _recoded(head: bytes, encoding: str) -> bytes:
+    """Return the first bytes of a text as they would be in UTF-8."""
+    try:
+        return (
+            codecs.getincrementaldecoder(encoding)("replace").decode(head).encode(errors="replace")
+            if encoding
+            else head
+        )
+    except UnicodeError:  # some take no other way with errors than to raise them
+        return head
 
 
 def _format_by_content(head: bytes) -> str:
@@ -90,8 +126,6 @@ def _format_of(head: bytes, by_name: str) -> str:
     line = head.partition(b"\n")[0]
     if by_name == "jsonl" and start == b"[" and _begins_a_list_of_objects(line):
         return "json"
-    if by_name == "csv" and b"\t" in line and b"," not in line:
-        return "tsv"
     if not by_name:
         return {b"[": "json", b"{": "jsonl"}.get(start, "")
     return by_name

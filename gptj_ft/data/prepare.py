@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gptj_ft.data.assembly import TOKENS, TRAINED, assembled, texts_of
 from gptj_ft.data.checks import Checks
-from gptj_ft.data.fields import FieldReader, UnknownColumn, choose_columns
+from gptj_ft.data.fields import FieldReader, UnknownColumn, choose_columns, recipe_fields
 from gptj_ft.data.files import find_files
 from gptj_ft.data.prepared import (
     Prepared,
@@ -23,8 +23,9 @@ from gptj_ft.data.prepared import (
     save,
     settings_of,
 )
-from gptj_ft.data.records import Findings, Row, read_rows, sha256_of
+from gptj_ft.data.records import FileOptions, Findings, Row, read_rows, sha256_of
 from gptj_ft.data.row_file import RowFile
+from gptj_ft.data.tables import check_headers
 from gptj_ft.data.tally import Tally
 from gptj_ft.data.template import check_templates, eos_of
 from gptj_ft.data.tokenizer import load_tokenizer, tokenizer_digest
@@ -86,7 +87,7 @@ def prepare(
     tally = Tally(vocab_size if needs_check else None, Checks(recipe))
     tokenize = tokenize_by(tokenizer) if reader else lambda texts: []
     findings = Findings(recipe.max_bad_rows)
-    rows = read_rows(source, findings, recipe.documents, recipe.quotes)
+    rows = read_rows(source, findings, FileOptions.of(recipe))
     with _no_cycles_sought(), RowFile() as file:
         for chunk in _chunks(rows):
             good = texts_of(tally, chunk, recipe, reader)
@@ -138,7 +139,8 @@ def find_columns(source: Path, recipe: Recipe) -> dict[str, str]:
         DataError: unreadable rows among those that were looked at.
     """
     found: dict[str, None] = {}
-    rows = read_rows(source, Findings(recipe.max_bad_rows), recipe.documents, recipe.quotes)
+    findings = Findings(recipe.max_bad_rows)
+    rows = read_rows(source, findings, FileOptions.of(recipe))
     for row in islice(rows, SURVEY_ROWS):
         # A column of nulls is not there.
         found.update((column, None) for column, value in row.values.items() if value is not None)
@@ -152,6 +154,7 @@ def find_columns(source: Path, recipe: Recipe) -> dict[str, str]:
     try:
         return choose_columns(found, recipe)
     except UnknownColumn as error:
+        check_headers(findings, recipe_fields(recipe))
         raise UnknownColumn(f"{source}: {error}", error.field, error.choices) from error
     except DataError as error:
         raise DataError(f"{source}: {error}") from error

@@ -19,6 +19,7 @@ from gptj_ft.data.token_table import TokenTable
 from gptj_ft.data.tokenizer import tokenizer_digest
 from gptj_ft.durable import draft_of
 from gptj_ft.errors import DataError, ResourceError, UsageError
+from gptj_ft.plain_text import shortened
 from gptj_ft.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 # Raised whenever the same rows and recipe would give other tokens or columns.
 VERSION = 5
+# Those that say how a file is read, and nothing of rows that were read before.
+FILE_SETTINGS = ("delimiter", "encoding", "sheet")
 # The options that decide what is a row and how it becomes tokens.
 SETTINGS = (
     "prompt",
@@ -37,6 +40,7 @@ SETTINGS = (
     "max_length",
     "documents",
     "quotes",
+    *FILE_SETTINGS,
     "sentences",
     "labels",
     "no_answer",
@@ -214,13 +218,13 @@ def check_compatible(prepared: Prepared, recipe: Recipe, tokenizer: RowTokenizer
     differences = [
         f"{name} is {value!r}, was {report.settings.get(name)!r}"
         for name, value in settings_of(recipe).items()
-        if value != report.settings.get(name)
+        if value != report.settings.get(name) and name not in FILE_SETTINGS
     ]
     for field, column in report.columns.items():
         mapped = recipe.map.get(field)
         names = recipe.fields.get(field, (field,)) if mapped is None else (mapped,)
         if column.strip().casefold() not in {name.strip().casefold() for name in names}:
-            differences.append(f"'{field}' was taken from column '{column}', now from {', '.join(names)}")
+            differences.append(f"'{field}' was taken from column '{shortened(column)}', now from {', '.join(names)}")
     if tokenizer_digest(tokenizer) != report.tokenizer_sha256:
         differences.insert(0, "the tokenizer is another one")
     if differences:

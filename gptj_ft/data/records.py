@@ -7,52 +7,37 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gptj_ft.data.archives import read_archive
-from gptj_ft.data.files import File, find_files, opened_file
+from gptj_ft.data.files import File, FileOptions, find_files, opened_file
 from gptj_ft.data.hdf5_samples import read_samples
 from gptj_ft.data.json_records import read_json, read_json_lines
 from gptj_ft.data.rows import Findings, Row, numbered_lines
-from gptj_ft.data.tables import read_csv, read_parquet, read_quoted_tsv, read_saved_dataset, read_tsv, read_unquoted_csv
+from gptj_ft.data.tables import read_parquet, read_saved_dataset, read_table
 from gptj_ft.data.tfrecords import read_tfrecords
 from gptj_ft.errors import DataError
 
-__all__ = ["Findings", "Row", "read_rows", "sha256_of"]
+__all__ = ["FileOptions", "Findings", "Row", "read_rows", "sha256_of"]
 
 Reader = Callable[[File, Findings], Iterator[Row]]
 
 
-def read_rows(
-    source: Path, findings: Findings | None = None, documents: str = "paragraph", quotes: str = "auto"
-) -> Iterator[Row]:
+def read_rows(source: Path, findings: Findings | None = None, options: FileOptions = FileOptions()) -> Iterator[Row]:
     """Yield the rows of a file, of the files in a folder, or of those that match a pattern.
 
     Args:
         source: what the user named.
         findings: collects what is odd, and as many unreadable records as it allows; by default none.
-        documents: what a row of plain text is: ``file``, ``line``, or ``paragraph`` (up to a blank line).
-        quotes: whether ``"`` encloses cells of tables: ``on``, ``off``, or ``auto``: on in CSV, off in TSV.
+        options: how the files are to be read.
 
     Raises:
         UsageError: there is no such file (with the nearest name), or it cannot be read.
-        DataError: empty, not UTF-8, not what it should be; with file:line.
+        DataError: empty, not of the encoding it should be, not what it should be; with file:line.
     """
     findings = findings or Findings()
-    readers: dict[str, Reader] = {
-        "jsonl": read_json_lines,
-        "json": read_json,
-        "csv": read_unquoted_csv if quotes == "off" else read_csv,
-        "tsv": read_quoted_tsv if quotes == "on" else read_tsv,
-        "parquet": read_parquet,
-        "dataset": read_saved_dataset,
-        "txt": {"file": read_document, "line": read_lines, "paragraph": read_paragraphs}[documents],
-        "tfrecords": read_tfrecords,
-        "hdf5": read_samples,
-        "tar": lambda file, findings: read_archive(file, findings, readers),
-    }
-    for file in find_files(source):
+    for file in find_files(source, options):
         for note in file.notes:
             findings.note(note)
         empty = True
-        for row in readers[file.format](file, findings):
+        for row in READERS[file.format](file, findings):
             empty = False
             yield row
         findings.check()
@@ -82,6 +67,12 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
+def read_text(file: File, findings: Findings) -> Iterator[Row]:
+    """Plain text, in documents as the options say."""
+    readers = {"file": read_document, "line": read_lines, "paragraph": read_paragraphs}
+    return readers[file.options.documents](file, findings)
+
+
 def read_paragraphs(file: File, findings: Findings) -> Iterator[Row]:
     """Plain text; documents are separated by blank lines."""
     start, lines = 0, list[str]()
@@ -108,3 +99,17 @@ def read_document(file: File, findings: Findings) -> Iterator[Row]:
     text = "".join(line.replace("\r\n", "\n") for _, line in numbered_lines(file, findings))
     if text.strip():
         yield Row(str(file.path), 1, {"text": text.rstrip("\n")})
+
+
+READERS: dict[str, Reader] = {
+    "jsonl": read_json_lines,
+    "json": read_json,
+    "csv": read_table,
+    "tsv": read_table,
+    "parquet": read_parquet,
+    "dataset": read_saved_dataset,
+    "txt": read_text,
+    "tfrecords": read_tfrecords,
+    "hdf5": read_samples,
+    "tar": lambda file, findings: read_archive(file, findings, READERS),
+}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+from gptj_ft.data.encodings import HOW_TO_SAY, OTHERS, PIECE_BYTES, UTF8, WINDOWS, as_utf8, guess_encoding
 from gptj_ft.data.files import File, opened_file
 from gptj_ft.errors import DataError
 
@@ -56,11 +58,13 @@ class Findings:
         most_bad: records that may be unreadable before reading them is given up.
         bad: (file:line, what is wrong with it), of as many records.
         notes: sentences.
+        headless: tables whose first line looks like a row, not like names; and what separates their cells.
     """
 
     most_bad: int = 0
     bad: list[tuple[str, str]] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
+    headless: dict[str, str] = field(default_factory=dict)
 
     def add(self, file: File, line: int, problem: str) -> None:
         """Note a record that cannot be read."""
@@ -83,6 +87,29 @@ class Findings:
             raise DataError(f"{where}: {problem}{also}")
 
 
+@contextmanager
+def opened_text(file: File, findings: Findings) -> Iterator[BinaryIO]:
+    """Open a text as UTF-8, whatever its encoding; note one that is assumed.
+
+    Raises:
+        UsageError, DataError: as `opened_file`.
+    """
+    encoding = file.encoding or (UTF8 if file.content is not None else guess_encoding(lambda: _pieces(file)))
+    if encoding != file.encoding and encoding == WINDOWS:
+        findings.note(
+            f"{file.path} is not UTF-8; it is read as Windows-1252 (Western Europe), which is assumed: if letters look "
+            f"wrong, name its encoding with --set encoding=..., e.g. {OTHERS}"
+        )
+    with opened_file(file) as opened:
+        yield as_utf8(opened, encoding, file.path)
+
+
+def _pieces(file: File) -> Iterator[bytes]:
+    with opened_file(file) as opened:
+        while piece := opened.read(PIECE_BYTES):
+            yield piece
+
+
 def numbered_lines(file: File, findings: Findings) -> Iterator[tuple[int, str]]:
     """Yield (number, line with its ending); lines end at ``\\n`` only, as in JSON lines.
 
@@ -90,7 +117,7 @@ def numbered_lines(file: File, findings: Findings) -> Iterator[tuple[int, str]]:
         DataError: empty, or not UTF-8; names the byte.
     """
     number = 0
-    with opened_file(file) as opened:
+    with opened_text(file, findings) as opened:
         for number, raw in enumerate(opened, 1):
             line = _without_mark(raw, file, findings) if number == 1 else raw
             try:
@@ -108,7 +135,7 @@ def text_chunks(file: File, findings: Findings) -> Iterator[str]:
         DataError: as `numbered_lines`.
     """
     decoder, line, tail = codecs.getincrementaldecoder("utf-8")(), 1, b""
-    with opened_file(file) as opened:
+    with opened_text(file, findings) as opened:
         raw = _without_mark(opened.read(CHUNK_BYTES), file, findings)
         if not raw:
             raise DataError(f"{file.path}: the file is empty")
@@ -139,7 +166,4 @@ def _without_mark(raw: bytes, file: File, findings: Findings) -> bytes:
 
 
 def _not_utf8(file: File, line: int, raw: bytes, start: int) -> DataError:
-    return DataError(
-        f"{file.path}:{line}: not UTF-8: byte 0x{raw[start]:02x} at column {start + 1}\n"
-        f"save it as UTF-8, e.g. `iconv -f WINDOWS-1252 -t UTF-8 {file.path.name}`"
-    )
+    return DataError(f"{file.path}:{line}: not UTF-8: byte 0x{raw[start]:02x} at column {start + 1}\n{HOW_TO_SAY}")

@@ -3,36 +3,153 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain
+from typing import Any, NamedTuple
 
+from gptj_ft.data.encodings import AUTO
 from gptj_ft.data.files import DATASET_FILES, File, opened_file
 from gptj_ft.data.rows import Findings, Row, numbered_lines
 from gptj_ft.errors import DataError
+from gptj_ft.plain_text import shortened
 
 BATCH_ROWS = 1000
 # csv refuses cells above 131,072 characters, and documents are longer. This is the most a C long holds everywhere.
 csv.field_size_limit(2**31 - 1)
+# What separates cells by a file's name, what else may, and what a message calls it.
+SEPARATORS = {"csv": ",", "tsv": "\t"}
+SEPARATOR_NAMES = {",": "commas", ";": "';'", "\t": "tabs", "|": "'|'"}
+# What the separator is chosen by: so much of the beginning.
+SAMPLE_LINES, SAMPLE_CHARACTERS = 100, 2**18
+MOST_UNLIKE = 0.5  # share of the records that may have other numbers of cells than the header
+SEPARATOR_LINE = re.compile(r"sep=([^\r\n])\r?\n?", re.IGNORECASE)  # Excel's, before the header
+NAME_CHARACTERS, NAME_WORDS = 60, 6  # names of columns are not longer
+SENTENCE = re.compile(r"\n|[。！？]|(?:\S+\s+){3}.*[.!?…]['”’]?$")  # what is in no name
 
 
-def read_csv(file: File, findings: Findings) -> Iterator[Row]:
-    """Comma-separated, quotes around cells that hold commas, quotes or line breaks."""
-    return _read_table(file, findings, delimiter=",", strict=True)
+class Separation(NamedTuple):
+    """What separates the cells of a table, and whether quotes enclose those that hold it."""
+
+    delimiter: str
+    quotes: bool
+
+    def reader(self, lines: Iterable[str]) -> Any:
+        """Return what reads the cells, record by record, and knows how many lines it has taken."""
+        if self.quotes:
+            return csv.reader(lines, delimiter=self.delimiter, strict=True)
+        return csv.reader(lines, delimiter=self.delimiter, quoting=csv.QUOTE_NONE)
 
 
-def read_tsv(file: File, findings: Findings) -> Iterator[Row]:
-    """Tab-separated; quotes are text, as in the published benchmarks."""
-    return _read_table(file, findings, delimiter="\t", quoting=csv.QUOTE_NONE)
+def read_table(file: File, findings: Findings) -> Iterator[Row]:
+    """Cells separated by commas, tabs, semicolons or pipes.
+
+    Quotes enclose cells that hold one of these, quotes or line breaks; in a TSV they are text, as in the published
+    benchmarks, unless those around the names of the header say otherwise.
+    """
+    lines = (line for _, line in numbered_lines(file, findings))
+    beginning = _beginning(lines)
+    number = 1
+    told = SEPARATOR_LINE.fullmatch(beginning[0]) if beginning else None
+    if told:
+        number, beginning = 2, beginning[1:]
+    wanted = file.options.delimiter
+    separation = separation_of(file, beginning, told[1] if told and wanted == AUTO else wanted)
+    if separation.delimiter != SEPARATORS[file.format] and wanted == AUTO:
+        what = SEPARATOR_NAMES.get(separation.delimiter, repr(separation.delimiter))
+        findings.note(f"{file.path} is separated by {what}")
+    records = _records(file, separation, number, chain(beginning, lines))
+    number, header = next(records, (number, []))
+    sample = _cells(separation, beginning)[1:]
+    if looks_like_a_row(header, sample):
+        findings.headless[str(file.path)] = separation.delimiter
+    repeated = sorted({name for name in header if name and header.count(name) > 1})
+    if repeated:
+        check_headers(findings, ("document", "summary"))
+        raise DataError(f"{file.path}:{number}: the header names column '{shortened(repeated[0])}' twice")
+    for line, cells in records:
+        if len(cells) != len(header):
+            findings.add(file, line, f"{len(cells)} cells, the header has {len(header)}")
+            continue
+        # Line endings are the file's, not the text's: a file written on Windows would teach the model carriage returns.
+        yield Row(str(file.path), line, {k: v.replace("\r\n", "\n") for k, v in zip(header, cells, strict=True)})
 
 
-def read_quoted_tsv(file: File, findings: Findings) -> Iterator[Row]:
-    """Tab-separated, quotes as in CSV."""
-    return _read_table(file, findings, delimiter="\t", strict=True)
+def separation_of(file: File, beginning: Sequence[str], delimiter: str = AUTO) -> Separation:
+    """Choose what separates the cells of a table.
+
+    The name of the file is right unless another separator splits the header and the records after it more evenly.
+
+    Args:
+        file: its format and its options.
+        beginning: the first lines.
+        delimiter: what it is, if that is known.
+    """
+    by_name = SEPARATORS[file.format]
+    if delimiter == AUTO:
+        shares = {each: _evenness(_separation(file, beginning, each), beginning) for each in SEPARATOR_NAMES}
+        best = max(shares, key=lambda each: shares[each])  # of several, the first
+        delimiter = best if shares[best] > max(shares[by_name], 1 - MOST_UNLIKE) else by_name
+    return _separation(file, beginning, delimiter)
 
 
-def read_unquoted_csv(file: File, findings: Findings) -> Iterator[Row]:
-    """Comma-separated; quotes are text."""
-    return _read_table(file, findings, delimiter=",", quoting=csv.QUOTE_NONE)
+def _separation(file: File, beginning: Sequence[str], delimiter: str) -> Separation:
+    quotes = file.options.quotes
+    if quotes != AUTO:
+        return Separation(delimiter, quotes == "on")
+    is_quoted = bool(beginning) and beginning[0].startswith('"') and beginning[0].rstrip().endswith('"')
+    return Separation(delimiter, file.format == "csv" or delimiter != "\t" or is_quoted)
+
+
+def _evenness(separation: Separation, beginning: Sequence[str]) -> float:
+    """Return the share of the first records that have as many cells as the header; 0 if that has one only."""
+    header, *records = _cells(separation, beginning) or [[]]
+    if len(header) < 2:
+        return 0.0
+    return sum(len(cells) == len(header) for cells in records) / len(records) if records else 1.0
+
+
+def _cells(separation: Separation, beginning: Sequence[str]) -> list[list[str]]:
+    """Return the first records of a table, up to one that is damaged or cut off."""
+    records: list[list[str]] = []
+    with suppress(csv.Error):
+        records.extend(cells for cells in separation.reader(beginning) if cells)
+    return records
+
+
+def looks_like_a_row(header: Sequence[str], records: Sequence[Sequence[str]]) -> bool:
+    """Tell whether the first line of a table holds what the others do, and not the names of its columns.
+
+    Texts are longer than names, or have several lines, or end as sentences do; numbers name nothing, unless they are
+    years or count the columns; and what a column holds again is no name of it.
+    """
+    names = [name.strip() for name in header]
+    if any(len(name) > NAME_CHARACTERS or len(name.split()) > NAME_WORDS or SENTENCE.search(name) for name in names):
+        return True
+    if any(map(_is_number, names)) and names != [str(number) for number in range(len(names))]:
+        return True
+    others = [[cell.strip() for cell in cells] for cells in records if len(cells) == len(header)]
+    return any(
+        name and any(cells[index] == name for cells in others if cells != names) for index, name in enumerate(names)
+    )
+
+
+def check_headers(findings: Findings, names: Sequence[str]) -> None:
+    """Check that the tables that were read had names of columns, where none of these is known.
+
+    Raises:
+        DataError: one begins with a row; says nothing of what is in it.
+    """
+    for path, delimiter in findings.headless.items():
+        raise DataError(
+            f"{path}: the first line looks like a row, not like names of columns: add a header line, e.g. "
+            f"{delimiter.join(names)}\n(or, if those are the names, say which are meant with --map)"
+        )
+
+
+def _is_number(text: str) -> bool:
+    return bool(re.fullmatch(r"[-+]?\d[\d.,:/-]*", text)) and not re.fullmatch(r"(19|20)\d\d", text)
 
 
 def read_parquet(file: File, findings: Findings) -> Iterator[Row]:
@@ -83,24 +200,20 @@ def read_saved_dataset(file: File, findings: Findings) -> Iterator[Row]:
         raise DataError(f"{file.path}: damaged: {_first_line(error)}") from error
 
 
-def _read_table(file: File, findings: Findings, **dialect: Any) -> Iterator[Row]:
-    records = _records(file, findings, dialect)
-    _, header = next(records, (0, []))
-    repeated = sorted({name for name in header if name and header.count(name) > 1})
-    if repeated:
-        raise DataError(f"{file.path}:1: the header names column '{repeated[0]}' twice")
-    for line, cells in records:
-        if len(cells) != len(header):
-            findings.add(file, line, f"{len(cells)} cells, the header has {len(header)}")
-            continue
-        # Line endings are the file's, not the text's: a file written on Windows would teach the model carriage returns.
-        yield Row(str(file.path), line, {k: v.replace("\r\n", "\n") for k, v in zip(header, cells, strict=True)})
+def _beginning(lines: Iterator[str]) -> list[str]:
+    """Take the first lines of a table."""
+    found, characters = list[str](), 0
+    for line in lines:
+        found.append(line)
+        characters += len(line)
+        if len(found) == SAMPLE_LINES or characters > SAMPLE_CHARACTERS:
+            break
+    return found
 
 
-def _records(file: File, findings: Findings, dialect: dict[str, Any]) -> Iterator[tuple[int, list[str]]]:
-    """Yield (physical line on which the record starts, cells); blank lines are no records."""
-    reader = csv.reader((line for _, line in numbered_lines(file, findings)), **dialect)
-    line = 1
+def _records(file: File, separation: Separation, line: int, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """Yield (physical line on which the record starts, from ``line``, cells); blank lines are no records."""
+    reader, before = separation.reader(lines), line - 1
     while True:
         try:
             cells = next(reader, None)
@@ -110,7 +223,7 @@ def _records(file: File, findings: Findings, dialect: dict[str, Any]) -> Iterato
             return
         if cells:
             yield line, cells
-        line = reader.line_num + 1
+        line = before + reader.line_num + 1
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,147 @@
+"""Which characters the bytes of a text are: UTF-8, UTF-16, or Windows-1252; all read as UTF-8, piece by piece."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import re
+import unicodedata
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from gptj_ft.errors import DataError
+
+AUTO = "auto"
+UTF8, WINDOWS = "utf-8", "cp1252"
+PIECE_BYTES = 2**16
+# Longest first: that of UTF-32 begins as that of UTF-16.
+MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32-le",
+    codecs.BOM_UTF32_BE: "utf-32-be",
+    codecs.BOM_UTF16_LE: "utf-16-le",
+    codecs.BOM_UTF16_BE: "utf-16-be",
+}
+NAMES = {"utf-16-le": "UTF-16", "utf-16-be": "UTF-16", "utf-32-le": "UTF-32", "utf-32-be": "UTF-32"}
+OTHERS = "cp1250 (Central Europe), cp1251 (Cyrillic), cp932 (Japan), mac_roman (old Macs)"
+HOW_TO_SAY = (
+    "save it as UTF-8 (in Excel: Save as, CSV UTF-8; elsewhere `iconv -t UTF-8 -f ...`), or name its encoding: "
+    f"--set encoding=cp1252 (Western Europe), {OTHERS}"
+)
+# Share of zeros among every second byte, from which on it is UTF-16 without a mark; where all bytes are ASCII's, and may
+# be a text with some zeros in it, more.
+LEAST_ZEROS, LEAST_ZEROS_IN_ASCII = 0.1, 0.4
+MOST_ODD = 0.05  # share of characters beyond ASCII that may stand where Western European languages have none such
+# What Windows-1252 has no character for, and what no text holds.
+UNDEFINED = b"\x81\x8d\x8f\x90\x9d\0"
+ASCII = bytes(range(128))
+# In Western European languages no capital follows a small letter, no sign but an apostrophe, a dash or a point stands
+# between two letters, and no four letters in a row have accents. In a text of another encoding they do.
+ODD = re.compile(
+    "[a-zß-ÿœšž](?=[À-ÖØ-ÞŠŒŽŸ][a-zß-ÿœšž])|(?<=[^\\W\\d_])[‚ƒ„†‡ˆ‰‹“”•˜™›¡-©«¬®-³¸¹»-¿](?=[^\\W\\d_])|[À-ÖØ-öø-ÿ]{4}"
+)
+
+
+def encoding_by_head(head: bytes) -> str:
+    """Return the encoding that the first bytes of a text leave no doubt of; empty if it may be UTF-8 or any other."""
+    for mark, encoding in MARKS.items():
+        if head.startswith(mark):
+            return encoding
+    least = LEAST_ZEROS_IN_ASCII if head.isascii() else LEAST_ZEROS
+    for encoding, zeros, others in (("utf-16-le", head[1::2], head[::2]), ("utf-16-be", head[::2], head[1::2])):
+        count = zeros.count(0)
+        if count >= max(2, least * len(zeros)) and count > others.count(0) and _is_text(head, encoding):
+            return encoding
+    return ""
+
+
+def _is_text(head: bytes, encoding: str) -> bool:
+    """Tell whether bytes are characters that have a meaning, in some encoding; the last one may be cut off."""
+    try:
+        text = codecs.getincrementaldecoder(encoding)().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return all(each in "\t\r\n" or unicodedata.category(each) not in ("Cc", "Cn", "Co", "Cs") for each in set(text))
+
+
+def guess_encoding(pieces: Callable[[], Iterable[bytes]]) -> str:
+    """Return UTF-8, or Windows-1252 where the bytes are not the former and all look like the latter.
+
+    A text with more characters of UTF-8 than bytes that are none is a damaged one.
+
+    Args:
+        pieces: starts to read the bytes.
+    """
+    if _is_utf8(pieces()):
+        return UTF8
+    decoder = codecs.getincrementaldecoder(UTF8)("surrogateescape")
+    wrong = characters = beyond_ascii = odd = 0
+    for piece in pieces():
+        if len(piece.translate(None, UNDEFINED)) < len(piece):
+            return UTF8
+        escaped = decoder.decode(piece)
+        wrong += len(escaped) - len(without_wrong := escaped.encode(UTF8, "ignore").decode(UTF8))
+        characters += len(without_wrong) - len(without_wrong.encode("ascii", "ignore"))
+        beyond_ascii += len(piece.translate(None, ASCII))
+        odd += sum(1 for _ in ODD.finditer(piece.decode(WINDOWS)))
+    return WINDOWS if characters < wrong and odd <= MOST_ODD * beyond_ascii else UTF8
+
+
+def _is_utf8(pieces: Iterable[bytes]) -> bool:
+    decoder = codecs.getincrementaldecoder(UTF8)()
+    try:
+        for piece in pieces:
+            if decoder.getstate()[0] or not piece.isascii():
+                decoder.decode(piece)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def as_utf8(raw: BinaryIO, encoding: str, path: Path) -> BinaryIO:
+    """Return a stream of a text's characters in UTF-8, whatever they are in ``raw``.
+
+    Reading raises DataError, with the line, where there is no such character.
+    """
+    return (
+        raw
+        if codecs.lookup(encoding).name == UTF8
+        else cast(BinaryIO, io.BufferedReader(_Recoded(raw, encoding, path)))
+    )
+
+
+class _Recoded(io.RawIOBase):
+    """A text in another encoding."""
+
+    def __init__(self, raw: BinaryIO, encoding: str, path: Path) -> None:
+        super().__init__()
+        self._raw, self._encoding, self._path = raw, encoding, path
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+        self._ready, self._line, self._is_ended = b"", 1, False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        while not self._ready and not self._is_ended:
+            piece = self._raw.read(PIECE_BYTES)
+            self._is_ended = not piece
+            try:
+                text = self._decoder.decode(piece, final=not piece)
+                self._ready = text.encode(UTF8)
+            except UnicodeError as error:
+                raise self._error(error) from error
+            self._line += text.count("\n")
+        piece, self._ready = self._ready[: len(buffer)], self._ready[len(buffer) :]
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+    def _error(self, error: UnicodeError) -> DataError:
+        what, line = str(error), self._line
+        if isinstance(error, UnicodeDecodeError):
+            before = error.object[: error.start]
+            line += before.decode(self._encoding, "ignore").count("\n")
+            what = f"byte 0x{error.object[error.start]:02x} has no meaning there"
+        name = NAMES.get(self._encoding, self._encoding)
+        return DataError(f"{self._path}:{line}: not {name}: {what}\n{HOW_TO_SAY}")

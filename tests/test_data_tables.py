@@ -1,0 +1,290 @@
+"""Tables as people have them: every separator, encoding, line ending and way of quoting gives the same rows."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gptj_ft.data.encodings import encoding_by_head, guess_encoding
+from gptj_ft.data.prepare import find_columns
+from gptj_ft.data.records import FileOptions, Findings, read_rows
+from gptj_ft.errors import DataError, UsageError
+from gptj_ft.recipe import Recipe, resolve
+
+Table = list[dict[str, str]]
+TEXTS: dict[str, list[str]] = {
+    "German": [
+        "Der Patient klagt über Schmerzen; seit gestern, sagt er, „sehr“.",
+        "Größe 1,80 m | Süßes",
+        "Ja.\n\nNein.",
+    ],
+    "French": ["L’été, c'est « très » beau ; où ça ?", "Ça va\tbien, n'est-ce pas ?", "Œuvre d’un cœur : 3,50 €"],
+    "Spanish": ["¿Cómo está? ¡Muy bien!", "El niño; la niña", "Él dijo \"sí\", ella dijo 'no'"],
+    "Polish": ["Zażółć gęślą jaźń; było źle.", "Łódź | Kraków", "Święta, pięć"],
+    "Japanese": ["患者は「痛い」と言った。", "東京、大阪；京都", "はい\nいいえ"],
+}
+WESTERN = ("German", "French", "Spanish")
+ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "cp1252")
+SEPARATORS = {",": "commas", ";": "';'", "\t": "tabs", "|": "'|'"}
+QUIET: dict[str, Any] = {"derandomize": True, "database": None, "deadline": None,
+                         "suppress_health_check": list(HealthCheck)}  # fmt: skip
+
+
+def rows_of(texts: list[str]) -> Table:
+    return [{"id": str(n), "document": text, "summary": texts[-1 - n]} for n, text in enumerate(texts)]
+
+
+def written(rows: Table, separator: str, ending: str, quoting: int, encoding: str) -> bytes:
+    out = io.StringIO(newline="")
+    writer = csv.DictWriter(out, list(rows[0]), delimiter=separator, lineterminator=ending, quoting=quoting)
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue().encode(encoding)
+
+
+def read(path: Path, findings: Findings | None = None, **options: str) -> Table:
+    return [row.values for row in read_rows(path, findings, FileOptions(**options))]
+
+
+def columns(path: Path, **flags: Any) -> dict[str, str]:
+    return find_columns(path, resolve({"recipe": "summarization", **flags}, environment={}).recipe)
+
+
+# Separators, encodings, line endings, quotes
+
+
+@pytest.mark.parametrize("language", TEXTS)
+def test_a_table_has_the_same_rows_however_it_is_written(language: str, tmp_path: Path) -> None:
+    rows, count = rows_of(TEXTS[language]), 0
+    for separator, ending, quoting in product(SEPARATORS, ("\n", "\r\n"), (csv.QUOTE_ALL, csv.QUOTE_MINIMAL)):
+        for encoding in ENCODINGS:
+            if encoding == "cp1252" and language not in WESTERN:
+                continue
+            for suffix in ("csv", "tsv") if quoting == csv.QUOTE_ALL or separator != "\t" else ("csv",):
+                path, findings = tmp_path / f"a.{suffix}", Findings()
+                path.write_bytes(written(rows, separator, ending, quoting, encoding))
+                assert read(path, findings) == rows, (separator, ending, quoting, encoding, suffix)
+                said = "\n".join(findings.notes)
+                by_name = separator == ("," if suffix == "csv" else "\t")
+                assert (f"{path} is separated by {SEPARATORS[separator]}" in said) == (not by_name)
+                assert ("it is read as Windows-1252 (Western Europe), which is assumed" in said) == (
+                    encoding == "cp1252"
+                )
+                assert ("is in UTF-16" in said) == encoding.startswith("utf-16")
+                count += 1
+    assert count >= 140
+
+
+CELLS = st.text(st.sampled_from("ab Zäöüßéèñ€’“”,;|\t\n\"'.!?-"), max_size=12)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500, **QUIET)
+@given(data=st.data())
+def test_any_table_has_the_same_rows_however_it_is_written(tmp_path: Path, data: st.DataObject) -> None:
+    table = data.draw(st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=6))
+    rows = [{"document": one, "summary": two} for one, two in table]
+    encoding = data.draw(st.sampled_from(ENCODINGS))
+    separator, ending = data.draw(st.sampled_from(list(SEPARATORS))), data.draw(st.sampled_from(["\n", "\r\n"]))
+    quoting = data.draw(st.sampled_from([csv.QUOTE_ALL, csv.QUOTE_MINIMAL]))
+    path = tmp_path / "a.csv"
+    path.write_bytes(written(rows, separator, ending, quoting, encoding))
+    # That a text of a few letters is Windows-1252, its letters may not tell.
+    told = {"encoding": "cp1252"} if encoding == "cp1252" else {}
+    assert read(path, **told) == rows
+
+
+def test_the_line_of_a_bad_row_is_that_of_the_file_in_every_encoding(tmp_path: Path) -> None:
+    text = 'document;summary\r\n"größer\r\nals";b\r\n\r\nzu;viel;hier\r\n'
+    for encoding in ENCODINGS:
+        path = tmp_path / f"{encoding}.csv"
+        path.write_bytes(text.encode(encoding))
+        with pytest.raises(DataError, match=r"\.csv:5: 3 cells, the header has 2"):
+            read(path, delimiter=";")
+
+
+def test_the_separator_that_is_named_is_taken_and_so_is_the_one_of_excels_first_line(tmp_path: Path) -> None:
+    path, findings = tmp_path / "a.csv", Findings()
+    path.write_text("a^b\nx,y^1\n")
+    assert read(path, findings, delimiter="^") == [{"a": "x,y", "b": "1"}]
+    assert not findings.notes
+    path.write_text("sep=;\r\na;b\r\nx,y;1\r\n2;3;4\r\n", newline="")
+    with pytest.raises(DataError, match=r"a\.csv:4: 3 cells, the header has 2"):
+        read(path)
+    for typed, meant in {"comma": ",", "semicolon": ";", "tab": "\t", "\\t": "\t", "pipe": "|", "^": "^"}.items():
+        assert Recipe(delimiter=typed).delimiter == meant
+    with pytest.raises(UsageError, match=r"delimiter: comma, semicolon, tab, pipe or a single character is needed"):
+        resolve({"delimiter": "--"}, environment={})
+
+
+def test_a_table_whose_texts_hold_separators_is_still_separated_as_its_name_says(tmp_path: Path) -> None:
+    path, findings = tmp_path / "a.csv", Findings()
+    for text in (
+        "text\none; two\nthree; four | five\n",
+        "a,b\nx;y,1\nz;w,2\n",
+        "a;x,b;y\n1;2,3;4\n",
+        "a,b\n1,2\n3\n4\n",
+    ):
+        path.write_text(text)
+        names = text.partition("\n")[0].split(",")
+        assert list(read(path, Findings(most_bad=9))[0]) == names
+    assert not findings.notes
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "txt"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_texts_and_json_are_read_in_every_encoding_too(form: str, encoding: str, tmp_path: Path) -> None:
+    texts = [text.replace("\n", " ") for text in TEXTS["French"]]
+    path, findings = tmp_path / f"a.{form}", Findings()
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts] if form != "txt" else texts
+    whole = "[\n" + ",\n".join(lines) + "]" if form == "json" else "\n".join(lines)
+    path.write_bytes(whole.encode(encoding))
+    found = list(read_rows(path, findings, FileOptions(documents="line")))
+    assert [row.values["text"] for row in found] == texts
+    assert [row.line for row in found] == ([2, 3, 4] if form == "json" else [1, 2, 3])
+    assert bool(findings.notes) == (encoding != "utf-8")
+
+
+# What is assumed, and what is not
+
+
+@pytest.mark.parametrize(("encoding", "language", "is_taken"), [
+    ("cp1252", "German", True), ("cp1252", "French", True), ("cp1252", "Spanish", True), ("cp1250", "Polish", False),
+    ("iso8859-2", "Polish", False), ("cp1251", "Russian", False), ("shift_jis", "Japanese", False),
+    ("euc_jp", "Japanese", False), ("mac_roman", "French", False), ("cp850", "German", False),
+    ("cp1253", "Greek", False),
+])  # fmt: skip
+def test_what_is_not_windows_1252_by_its_letters_is_not_read_as_such(
+    encoding: str, language: str, is_taken: bool, tmp_path: Path
+) -> None:
+    texts = {"Russian": ["Привет, как дела?"], "Greek": ["Καλημέρα σας, τι κάνετε"],
+             "French": ["L'été a été très long, déjà", "Où ça ?"]}.get(language) or TEXTS[language]  # fmt: skip
+    path = tmp_path / "a.txt"
+    content = "\n".join(texts).encode(encoding, "ignore")
+    path.write_bytes(content)
+    assert (guess_encoding(lambda: [content]) == "cp1252") == is_taken
+    if not is_taken:
+        with pytest.raises(
+            DataError, match=r"a\.txt:\d: not UTF-8: byte 0x..(?s:.*)in Excel: Save as, CSV UTF-8(?s:.*)"
+        ):
+            read(path)
+    assert read(path, encoding=encoding, documents="file") == [{"text": content.decode(encoding)}]
+
+
+def test_a_damaged_text_in_utf8_is_not_taken_for_another_encoding(tmp_path: Path) -> None:
+    content = ("déjà vu, " * 9).encode() + b"\xe9 " + "été".encode()
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.txt:1: not UTF-8: byte 0xe9 at column 100"):
+        read(path)
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9 \x81")
+    with pytest.raises(DataError, match=r"b\.txt:1: not UTF-8: byte 0xe9 at column 4"):
+        read(tmp_path / "b.txt")
+
+
+def test_an_encoding_that_is_named_is_taken_at_its_word(tmp_path: Path) -> None:
+    path, findings = tmp_path / "a.csv", Findings()
+    path.write_bytes("document,summary\nZażółć gęślą,jaźń\n".encode("cp1250"))
+    assert read(path, findings, encoding="cp1250") == [{"document": "Zażółć gęślą", "summary": "jaźń"}]
+    assert not findings.notes
+    with pytest.raises(DataError, match=r"a\.csv:2: not ascii: byte 0xbf has no meaning there"):
+        read(path, encoding="ascii")
+    for name in ("nonsense", "hex", "a\0b"):
+        with pytest.raises(UsageError, match="encoding: a text encoding that Python knows is needed"):
+            resolve({"encoding": name}, environment={})
+
+
+def test_utf16_without_a_mark_is_recognised_only_where_it_is_certain() -> None:
+    japanese = "document,summary\n" + "患者は「痛い」と言った。\u3000はい,はい\n" * 40
+    for text, encoding in product([japanese, "a,b\n1,2\n", "größer"], ["utf-16-le", "utf-16-be"]):
+        assert encoding_by_head(text.encode(encoding)) == encoding
+    for head in (
+        b"",
+        b"a",
+        b"a\0",
+        b"nul\0here, nul\0there",
+        bytes(64),
+        "患者は「痛い」".encode("utf-16-le"),
+        b"\x01\0\x02\0" * 9,
+    ):
+        assert encoding_by_head(head) == ""
+
+
+def test_a_text_in_another_encoding_is_never_held_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gptj_ft.data import encodings
+
+    path, longest = tmp_path / "a.txt", 0
+    path.write_bytes("füß\n".encode("utf-16") * 300_000)
+    utf8 = encodings.as_utf8
+
+    class Watched(io.RawIOBase):
+        def __init__(self, raw: Any) -> None:
+            self.raw = raw
+
+        def read(self, size: int = -1) -> bytes:
+            nonlocal longest
+            assert size >= 0
+            longest = max(longest, size)
+            return self.raw.read(size)
+
+    monkeypatch.setattr("gptj_ft.data.rows.as_utf8", lambda raw, *rest: utf8(Watched(raw), *rest))
+    count = sum(1 for _ in read_rows(path, options=FileOptions(documents="line")))
+    assert (count, 0 < longest <= 2**20) == (300_000, True)
+
+
+# Names of columns
+
+
+@pytest.mark.parametrize("content", [
+    "Doctor: When did it begin? \nPatient: Monday,Pain\n".replace("\n", " ", 1) + "x,y\n",
+    '"Doctor: When did it begin?\nPatient: On Monday.",secret pain\nx,y\n', "17,secret\n18,y\n",
+    "a secret text,positive\nb,negative\nc,positive\n", "secret。,b\nx,y\n", "2024-05-01,secret\n2024-05-02,b\n",
+    "secret,secret word,secret\nx,y,x\nz,secret word,z\n",
+])  # fmt: skip
+def test_a_missing_header_is_noticed_and_no_row_is_printed(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(content)
+    with pytest.raises(
+        DataError, match=r"looks like a row, not like names .* add a header line, e\.g\. document,summary"
+    ) as told:
+        columns(path)
+    assert "secret" not in str(told.value).lower()
+    assert "Doctor" not in str(told.value)
+
+
+@pytest.mark.parametrize("header", ["id,note,summary", "document,summary,2020", "0,1", "Patient no.,Dr. says", ",a,b"])
+def test_names_of_columns_are_not_taken_for_a_row(header: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    row = ",".join("xyz"[: header.count(",") + 1])
+    path.write_text(f"{header}\n{row}\n{header}\n{row}\n")
+    findings = Findings()
+    read(path, findings)
+    assert not findings.headless
+
+
+def test_the_header_of_a_form_can_still_be_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("What brings you here today, in short?;Say more\nx;y\n")
+    chosen = {"document": "Say more", "summary": "What brings you here today, in short?"}
+    assert columns(path, map=chosen) == chosen
+
+
+@pytest.mark.parametrize(("content", "says"), [
+    ("my notes^x;y\nb\n", r"--set delimiter=';'$"), ("my notes\nb\n", r"--map 'document=my notes'$"),
+    ('"a\tb"\nb\n', r"--set delimiter='\\t'$"), ("x\nb\n", r"--map document=x$"),
+    ("a,b\n1,2\n", r"--map document=COLUMN$"),
+    ("n" * 40 + "\nb\n", r"there are: n{30}\.\.\.\nname yours with --map document=COLUMN$"),
+])  # fmt: skip
+def test_what_is_to_be_typed_can_be_typed(content: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(content)
+    with pytest.raises(DataError, match=says):
+        columns(path)
