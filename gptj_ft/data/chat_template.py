@@ -6,18 +6,14 @@ trained. One with several fields is no conversation, and gets none.
 
 from __future__ import annotations
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from gptj_ft.data.chat import ASSISTANT, MESSAGES, SYSTEM, Conversation, is_chat, read_conversation
 from gptj_ft.data.placeholders import ENVIRONMENT, fields_of, render
+from gptj_ft.data.sandbox import bounded_environment, compiled
 from gptj_ft.errors import UsageError
 from gptj_ft.recipe import Recipe
 
 # As transformers makes it, https://github.com/huggingface/transformers/blob/main/src/transformers/utils/chat_template_utils.py
-_THEIRS = ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], autoescape=False
-)
+_THEIRS = bounded_environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 # What `data.chat` makes of messages: no white space around them, and one name for who sets the scene.
 _MESSAGES = (
     "{%- set gptj_ft = namespace(messages=[]) -%}{%- for message in messages -%}"
@@ -73,8 +69,8 @@ def _is_same(recipe: Recipe, template: str) -> bool:
         except UsageError:  # a template may refuse who sets the scene
             continue
         try:
-            theirs = _THEIRS.from_string(template).render(messages=sample, add_generation_prompt=True)
-        except (jinja2.TemplateError, TypeError, ValueError):
+            theirs = compiled(_THEIRS, template).render({MESSAGES: sample, "add_generation_prompt": True})
+        except UsageError:
             return False
         if ours != theirs:
             return False

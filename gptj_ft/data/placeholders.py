@@ -1,23 +1,19 @@
-"""Templates: Jinja, without a way out. Strict about the template, indifferent to what the values hold."""
+"""Templates of prompts and completions. Strict about the template, indifferent to what the values hold."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import jinja2
-from jinja2 import meta, nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import nodes
 
+from gptj_ft.data.sandbox import Compiled, bounded_environment, compiled, shown
 from gptj_ft.errors import UsageError
 
-# Templates come with recipes and models of others: they compute text and can reach nothing else.
-ENVIRONMENT = ImmutableSandboxedEnvironment(
-    undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False
-)
+ENVIRONMENT = bounded_environment(keep_trailing_newline=True)
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ class Template:
     uses: Mapping[str, int]
     literals: tuple[str, ...]
     pieces: tuple[tuple[str, bool], ...] | None
-    compiled: jinja2.Template
+    compiled: Compiled
 
 
 @lru_cache
@@ -46,25 +42,20 @@ def parse_template(source: str) -> Template:
     Raises:
         UsageError: it is no Jinja, or has single braces where fields are meant.
     """
-    try:
-        tree = ENVIRONMENT.parse(source)
-        compiled = ENVIRONMENT.from_string(source)
-    except jinja2.TemplateError as error:
-        raise UsageError(f"template {source!r}: {error}") from error
-    free = meta.find_undeclared_variables(tree)
-    names = [node.name for node in tree.find_all(nodes.Name) if node.name in free]
+    template = compiled(ENVIRONMENT, source)
+    tree, names = template.tree, template.fields
     if not names and (lone := re.search(r"\{(\w+)\}", source)):
-        raise UsageError(f"template {source!r}: write {{{{ {lone[1]} }}}} for a field, not {lone[0]}")
+        raise UsageError(f"template {shown(source)}: write {{{{ {lone[1]} }}}} for a field, not {lone[0]}")
     return Template(
         fields=tuple(dict.fromkeys(names)),
         uses={name: names.count(name) for name in names},
         literals=tuple(node.data for node in tree.find_all(nodes.TemplateData)),
-        pieces=_pieces_of(tree),
-        compiled=compiled,
+        pieces=_pieces_of(tree, names),
+        compiled=template,
     )
 
 
-def _pieces_of(tree: nodes.Template) -> tuple[tuple[str, bool], ...] | None:
+def _pieces_of(tree: nodes.Template, fields: Sequence[str]) -> tuple[tuple[str, bool], ...] | None:
     """Return texts and fields of a template that has nothing else, which can be joined faster than rendered."""
     pieces = []
     for statement in tree.body:
@@ -73,7 +64,7 @@ def _pieces_of(tree: nodes.Template) -> tuple[tuple[str, bool], ...] | None:
         for node in statement.nodes:
             if isinstance(node, nodes.TemplateData):
                 pieces.append((node.data, False))
-            elif isinstance(node, nodes.Name):
+            elif isinstance(node, nodes.Name) and node.name in fields:
                 pieces.append((node.name, True))
             else:
                 return None
@@ -94,7 +85,4 @@ def render(source: str, values: Mapping[str, Any]) -> str:
     template = parse_template(source)
     if template.pieces is not None and all(map(values.__contains__, template.fields)):
         return "".join([str(values[text]) if is_field else text for text, is_field in template.pieces])
-    try:
-        return template.compiled.render(values)
-    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
-        raise UsageError(f"template {source!r}: {error}") from error
+    return template.compiled.render(values)

@@ -1,0 +1,340 @@
+"""Jinja that reaches nothing and whose work is bounded: templates come with recipes and models of others.
+
+A template may use what prompts and chat templates use: names, filters, loops, `if`, `set`, `namespace`, macros. It has
+a budget of units: one for each node of its syntax that is evaluated, each element of a list, and each 16 characters.
+Whatever makes much of little is charged before it is done: the passes of a loop, a macro, a filter, a method, an
+operator, an output. Nothing is computed while a template is parsed, as Jinja's folding of constants has no bounds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes, pass_context
+from jinja2.runtime import Context, LoopContext, Macro, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from gptj_ft.errors import UsageError
+from gptj_ft.plain_text import one_line
+
+SOURCE_CHARACTERS = 2**17
+UNITS = 2**21  # 32 MiB of text, or a few seconds
+UNITS_PER_INPUT = 16  # and for each unit of the values that a template is given
+UNIT_CHARACTERS = 16
+LARGEST_FACTOR = 2**63
+WIDEST_INDENT = 100
+SHOWN, REASON_SHOWN = 60, 200  # characters in messages: of a template, and of what is wrong with it
+BUDGET = "budget of this rendering"  # among the values; a name in a template has no blanks
+
+FILTERS = (
+    "abs", "attr", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "indent", "int",
+    "items", "join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "replace",
+    "reverse", "safe", "select", "selectattr", "sort", "string", "title", "tojson", "trim", "truncate", "unique",
+    "upper", "wordcount",
+)  # fmt: skip
+GLANCES = ("count", "d", "default", "first", "last", "length", "safe")  # filters that look at no element
+METHODS: dict[type, tuple[str, ...]] = {
+    str: (
+        "capitalize", "casefold", "count", "endswith", "find", "index", "isalnum", "isalpha", "isdigit", "islower",
+        "isspace", "istitle", "isupper", "join", "lower", "lstrip", "partition", "removeprefix", "removesuffix",
+        "replace", "rfind", "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "title",
+        "upper",
+    ),
+    dict: ("get", "items", "keys", "values"),
+    list: ("count", "index"),
+    tuple: ("count", "index"),
+    LoopContext: ("changed", "cycle"),
+}  # fmt: skip
+GLOBALS = ("dict", "namespace", "range")
+REFUSED = (nodes.Block, nodes.Extends, nodes.FromImport, nodes.Import, nodes.Include, nodes.Pow)
+# Filters that are put into the syntax of a template; it cannot name them.
+CONCATENATE, COUNT, WEIGH = "~", "passes of a loop", "weight"
+
+
+class Budget:
+    """The work that one rendering may still do.
+
+    Args:
+        values: what the template is given.
+        call: units that calling a macro costs.
+    """
+
+    def __init__(self, values: Mapping[str, Any], call: int) -> None:
+        self.call, self.units = call, 2**62
+        self.weigh(dict(values))
+        self.units = UNITS + UNITS_PER_INPUT * (2**62 - self.units)
+
+    def charge(self, units: int) -> None:
+        """Take units away; a TemplateRuntimeError if there are not so many."""
+        self.units -= units
+        if self.units < 0:
+            raise jinja2.TemplateRuntimeError("it repeats or writes far more than a prompt needs, and was stopped")
+
+    def weigh(self, *values: Any) -> None:
+        """Charge for values with all that is in them, which to look at takes as long."""
+        waiting = list(values)
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, str):
+                self.charge(1 + len(value) // UNIT_CHARACTERS)
+                continue
+            size = len(value) if isinstance(value, list | tuple | dict | range) else 0
+            self.charge(1 + size)
+            if isinstance(value, dict):
+                waiting += (*value.keys(), *value.values())
+            elif isinstance(value, list | tuple):
+                waiting += value
+
+
+class Environment(ImmutableSandboxedEnvironment):
+    """A sandbox in which what a template calls and computes is charged."""
+
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%"))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        _budget(context).weigh(left, right)
+        if operator in "*%":
+            if not (isinstance(left, int | float) and isinstance(right, int | float)):
+                raise jinja2.TemplateRuntimeError(f"'{operator}' is for numbers here")
+            if max(abs(left), abs(right)) > LARGEST_FACTOR:
+                raise jinja2.TemplateRuntimeError("a number is too large")
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        budget, owner = _budget(__context), getattr(__obj, "__self__", None)
+        name = str(getattr(__obj, "__name__", type(__obj).__name__))
+        is_method = any(isinstance(owner, kind) and name in names for kind, names in METHODS.items())
+        if isinstance(__obj, Macro):
+            budget.charge(budget.call)
+        elif not (is_method or isinstance(__obj, Undefined) or any(__obj is each for each in __self.globals.values())):
+            raise jinja2.TemplateRuntimeError(f"'{name}' cannot be called here")
+        budget.weigh(owner if is_method else None, *args, *kwargs.values())
+        if isinstance(owner, str) and name == "replace" and len(args) > 1:
+            _charge_replacing(budget, owner, *args[:2])
+        if isinstance(owner, str) and name == "join" and args and hasattr(args[0], "__len__"):
+            budget.charge(len(owner) * len(args[0]) // UNIT_CHARACTERS)
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A template that is ready to be rendered.
+
+    Attributes:
+        source: its text.
+        tree: its syntax, as written.
+        fields: names of values, each time that one is used, in order.
+    """
+
+    source: str
+    tree: nodes.Template
+    fields: tuple[str, ...]
+    _template: jinja2.Template
+    _size: int
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        """Put values in the place of fields.
+
+        Raises:
+            UsageError: the template asks for what a value does not have, or for far more work than a prompt needs.
+        """
+        with _said_of(self.source):
+            return self._template.render({**values, BUDGET: Budget(values, self._size)})
+
+
+def bounded_environment(**options: Any) -> Environment:
+    """Return an environment for templates of others; options as those of `jinja2.Environment` for white space."""
+    made = Environment(
+        undefined=jinja2.StrictUndefined, autoescape=False, optimized=False, finalize=_written, **options
+    )
+    own = {CONCATENATE: _concatenated, COUNT: _counted, WEIGH: _weighed}
+    made.filters = {name: _bounded(name) for name in FILTERS} | own
+    made.globals = {name: made.globals[name] for name in GLOBALS}
+    return made
+
+
+def compiled(environment: Environment, source: str) -> Compiled:
+    """Parse a template; nothing of it is computed.
+
+    Raises:
+        UsageError: it is no Jinja, or uses what templates of prompts have no use for.
+    """
+    if len(source) > SOURCE_CHARACTERS:
+        raise UsageError(f"template {shown(source)}: longer than {SOURCE_CHARACTERS:,} characters")
+    with _said_of(source):
+        tree, charged = environment.parse(source), environment.parse(source)
+        _check(tree)
+        free = meta.find_undeclared_variables(tree)
+        fields = tuple(node.name for node in tree.find_all(nodes.Name) if node.name in free)
+        charged = _Charging().visit(charged)
+        charged.set_environment(environment)
+        return Compiled(source, tree, fields, environment.from_string(charged), _units_of(tree))
+
+
+def _check(tree: nodes.Template) -> None:
+    for node in tree.find_all(nodes.Node):
+        if isinstance(node, REFUSED) or (isinstance(node, nodes.For) and node.recursive):
+            kind = "recursive loop" if isinstance(node, nodes.For) else type(node).__name__.lower()
+            raise jinja2.TemplateSyntaxError(f"'{kind}' is not for templates of prompts", node.lineno)
+        if re.search("[\ud800-\udfff]", _text_of(node)):
+            raise jinja2.TemplateSyntaxError("half a surrogate pair, which is no character", node.lineno)
+
+
+def _text_of(node: nodes.Node) -> str:
+    """Return the text that a node is, if it is one."""
+    if isinstance(node, nodes.TemplateData):
+        return node.data
+    return node.value if isinstance(node, nodes.Const) and isinstance(node.value, str) else ""
+
+
+def _units_of(*parts: nodes.Node) -> int:
+    """Return the units of evaluating parts of a template once."""
+    units = 0
+    waiting = list(parts)
+    while waiting:
+        node = waiting.pop()
+        units += 1 + len(_text_of(node)) // UNIT_CHARACTERS
+        waiting += node.iter_child_nodes()
+    return units
+
+
+class _Charging(NodeTransformer):
+    """Puts charges into a template, where the environment cannot intercept what it does."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        units = 1 + _units_of(*node.body, *([node.test] if node.test else []))
+        self.generic_visit(node)
+        node.iter = _filter(node.iter, COUNT, nodes.Const(units, lineno=node.lineno))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
+        self.generic_visit(node)
+        return _filter(nodes.List(node.nodes, lineno=node.lineno), CONCATENATE)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
+        self.generic_visit(node)
+        node.expr = _filter(node.expr, WEIGH)
+        for operand in node.ops:
+            operand.expr = _filter(operand.expr, WEIGH)
+        return node
+
+    def visit_Test(self, node: nodes.Test) -> nodes.Test:
+        self.generic_visit(node)
+        if node.name not in ("defined", "undefined", "none"):
+            node.node = _filter(node.node, WEIGH)
+            node.args = [_filter(each, WEIGH) for each in node.args]
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Getitem:
+        self.generic_visit(node)
+        if isinstance(node.arg, nodes.Slice):
+            node.node = _filter(node.node, WEIGH)
+        return node
+
+
+def _filter(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
+
+
+def _budget(context: Context) -> Budget:
+    found = context[BUDGET]
+    assert isinstance(found, Budget)
+    return found
+
+
+# Filters that take the context are computed when a template is rendered, never before.
+
+
+@pass_context
+def _written(context: Context, value: Any) -> Any:
+    _budget(context).weigh(value)
+    return value
+
+
+@pass_context
+def _weighed(context: Context, value: Any) -> Any:
+    _budget(context).weigh(value)
+    return value
+
+
+@pass_context
+def _concatenated(context: Context, values: list[Any]) -> str:
+    _budget(context).weigh(values)
+    return "".join(map(str, values))
+
+
+@pass_context
+def _counted(context: Context, value: Any, units: int) -> Any:
+    """Charge for all passes of a loop before the first."""
+    if isinstance(value, Iterator):
+        value = list(value)
+    if not isinstance(value, Undefined) and hasattr(value, "__len__"):
+        _budget(context).charge(units * len(value))
+    return value
+
+
+_PLAIN = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
+
+
+def _bounded(name: str) -> Callable[..., Any]:
+    """Return one of Jinja's filters, charged for what it looks at and for what it writes."""
+
+    @pass_context
+    def bounded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        budget = _budget(context)
+        value = list(value) if isinstance(value, Iterator) else value
+        if name in GLANCES:
+            budget.charge(1)
+        else:
+            budget.weigh(value, *args, *kwargs.values())
+        given = [*args, *kwargs.values()]
+        if name in ("indent", "tojson") and any(isinstance(each, int) and each > WIDEST_INDENT for each in given):
+            raise jinja2.TemplateRuntimeError(f"{name}: wider than {WIDEST_INDENT}")
+        if name == "indent":
+            budget.charge(str(value).count("\n") * max([WIDEST_INDENT, *(len(x) for x in given if isinstance(x, str))]))
+        if name == "replace" and len(args) > 1:
+            _charge_replacing(budget, *map(str, (value, *args[:2])))
+        if name == "join" and hasattr(value, "__len__"):
+            longest = max((len(each) for each in given if isinstance(each, str)), default=0)
+            budget.charge(len(value) * longest // UNIT_CHARACTERS)
+        found = _PLAIN.call_filter(name, value, args, kwargs, context, context.eval_ctx)
+        if isinstance(found, str):
+            budget.weigh(found)
+        return found
+
+    return bounded
+
+
+def _charge_replacing(budget: Budget, text: str, old: str, new: str) -> None:
+    budget.charge(text.count(old) * len(new) // UNIT_CHARACTERS)
+
+
+@contextmanager
+def _said_of(source: str) -> Iterator[None]:
+    """Say what goes wrong with a template in one line."""
+    try:
+        yield
+    except RecursionError as error:
+        raise UsageError(f"template {shown(source)}: nested too deeply") from error
+    except jinja2.TemplateSyntaxError as error:
+        line = f" line {error.lineno}:" if "\n" in source else ""
+        raise UsageError(f"template {shown(source)}:{line} {_reason(error)}") from error
+    except (
+        jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, SyntaxError
+    ) as error:  # fmt: skip
+        raise UsageError(f"template {shown(source)}: {_reason(error)}") from error
+
+
+def shown(source: str) -> str:
+    """Return a template for a message, quoted; of a long one its beginning."""
+    return repr(source if len(source) <= SHOWN else f"{source[:SHOWN]}...")
+
+
+def _reason(error: Exception) -> str:
+    return one_line(getattr(error, "message", None) or str(error) or type(error).__name__)[:REASON_SHOWN]
