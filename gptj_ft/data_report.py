@@ -13,7 +13,7 @@ from gptj_ft.data.batches import steps_per_epoch
 from gptj_ft.data.lengths import Lengths, histogram
 from gptj_ft.data.targets import num_targets, stretches
 from gptj_ft.plain_text import shortened
-from gptj_ft.screen import panel, whole
+from gptj_ft.screen import panel, whole, width_of
 
 if TYPE_CHECKING:
     from gptj_ft.data.fixed_file import FixReport
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gptj_ft.recipe import Recipe
 
 FILES_SHOWN = 3
+LINES_SHOWN = 6  # of a row, its heading aside
 
 
 def show_data(console: Console, report: Report) -> None:
@@ -71,10 +72,8 @@ def show_lengths(console: Console, prepared: Prepared, recipe: Recipe) -> None:
     for name, of in named:
         console.print(Text(f"\nTokens of the {name}, rows", style="bold"))
         console.print(Text("\n".join(histogram(of))))
-    padding = (
-        f"batches of {recipe.batch_size} to their longest row would compute "
-        f"{lengths.padding(recipe.batch_size, recipe.seed):.2f} times as many tokens"
-    )
+    times = lengths.padding(recipe.batch_size, recipe.seed)
+    padding = f"none (for comparison: other systems pad, and would compute {times:.1f} times as much)"
     filled = f"a row fills {lengths.share_of_window:.0%} of max_length on average"
     named_rows = [("window", filled), ("padding", padding)]
     panel(console, "An epoch", [*named_rows, *_steps_and_split(recipe, rows, unit, int(lengths.steps.sum()))])
@@ -103,8 +102,18 @@ def _steps_and_split(recipe: Recipe, rows: int, unit: str, tokens: int) -> Itera
     )
 
 
-def show_examples(console: Console, prepared: Prepared, decode: Callable[[list[int]], str], count: int) -> None:
-    """Show the first rows as the model will see them: what is trained on between marks, and bold."""
+def show_examples(
+    console: Console, prepared: Prepared, decode: Callable[[list[int]], str], count: int, cut: bool = False
+) -> None:
+    """Show the first rows as the model will see them: what is trained on between marks, and bold.
+
+    Args:
+        console: where to.
+        prepared: the rows.
+        decode: token ids -> text.
+        count: rows to show.
+        cut: leave out the middle of those that take more than a few lines.
+    """
     for row in prepared.rows.select(range(min(count, len(prepared.rows)))):
         ids, prompt = row["input_ids"], row["prompt_length"]
         trained = num_targets(len(ids), prompt, row["untrained"])
@@ -116,4 +125,14 @@ def show_examples(console: Console, prepared: Prepared, decode: Callable[[list[i
             else:
                 text.append(decode(ids[start:end]), style="dim")
         # On a terminal, words are not torn apart; a log has the text as it is.
-        console.print(text, soft_wrap=not console.is_terminal)
+        console.print(in_few_lines(text, console) if cut else text, soft_wrap=not console.is_terminal)
+
+
+def in_few_lines(text: Text, console: Console) -> Text:
+    """Return a text as lines of the terminal, few enough: the beginning and the end, which is what is trained on."""
+    lines = text.wrap(console, width_of(console))
+    if len(lines) <= LINES_SHOWN + 2:  # an empty line and the heading are before them
+        return text
+    first, last = lines[: LINES_SHOWN - 1], lines[len(lines) - 2 :]
+    left = len(lines) - len(first) - len(last)
+    return Text("\n").join([*first, Text(f"  ... {left:,} more lines; --show 1 shows them ..."), *last])

@@ -45,7 +45,7 @@ class Job:
 
     Attributes:
         session: what `trainer.train` needs.
-        report: on the rows.
+        report: on the rows, those that are held out among them.
         resolved: the recipe with origins, to be saved in a new run folder.
         rows: training and validation rows, to be saved there.
         run: the folder, when it exists already.
@@ -71,12 +71,11 @@ def fresh(resolved: Resolved) -> Job:
     folder = choose_folder(recipe)
     inputs = gather(recipe)
     final = recipe.model_copy(update={"model": str(inputs.model.resolve()), "output": str(folder)})
-    report = inputs.train.report
     session = _session(final, inputs.model, (inputs.train, inputs.validation), folder)
     origins = dict(resolved.origins)
     if final.precision == "auto":
         origins["precision"] = "chosen by measuring"
-    return Job(session, report, Resolved(session.recipe, origins), (inputs.train, inputs.validation), None)
+    return Job(session, inputs.report, Resolved(session.recipe, origins), (inputs.train, inputs.validation), None)
 
 
 def resumed(
@@ -130,8 +129,14 @@ def resumed(
     return Job(_session(recipe, model, rows, run.folder), rows[0].report, Resolved(recipe, {}), rows, run, step)
 
 
-def execute(job: Job, console: Console, quiet: bool, began: float) -> TrainResult:
-    """Make the run folder if there is none, and train; ``began`` is the `time.monotonic` at which the command did.
+def execute(job: Job, console: Console, verbose: bool, began: float) -> TrainResult:
+    """Make the run folder if there is none, and train.
+
+    Args:
+        job: what to train.
+        console: for progress; a quiet one shows none.
+        verbose: whether to show what the engine does, too.
+        began: `time.monotonic` when the command began.
 
     Raises:
         UsageError: another process is training it.
@@ -147,7 +152,7 @@ def execute(job: Job, console: Console, quiet: bool, began: float) -> TrainResul
             console.print(f"back to step {job.start}; what came after it is done again", highlight=False)
         if (start := job.session.plan.costs.start.seconds) > LONG_START:
             console.print(f"putting weights and state in their places, about {clock(start)}", highlight=False)
-        return train(job.session, run, console, quiet, began)
+        return train(job.session, run, console, verbose, began)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 from gptj_ft.data.cache import prepare_once
 from gptj_ft.data.checks import PLACES_SHOWN
 from gptj_ft.data.hub_rows import is_reference, local_folder
-from gptj_ft.data.prepare import Prepared, check_compatible, is_prepared, load
+from gptj_ft.data.prepare import Prepared, Report, check_compatible, is_prepared, load
 from gptj_ft.data.prepared import Skips
 from gptj_ft.data.records import FileOptions, Findings, read_rows, sha256_of
 from gptj_ft.data.split import split
@@ -20,11 +20,19 @@ from gptj_ft.recipe import Recipe
 
 @dataclass(frozen=True)
 class Inputs:
-    """The model to start from and the rows, ready to be packed."""
+    """The model to start from and the rows, ready to be packed.
+
+    Attributes:
+        model: folder.
+        train: rows to train on.
+        validation: rows to measure on.
+        report: on the rows that ``data`` names, whichever of them are held out.
+    """
 
     model: Path
     train: Prepared
     validation: Prepared | None
+    report: Report
 
 
 def gather(recipe: Recipe) -> Inputs:
@@ -42,9 +50,10 @@ def gather(recipe: Recipe) -> Inputs:
     rows = read_or_prepare(recipe, tokenizer, model, source)
     if recipe.val_data is not None:
         validation = read_or_prepare(recipe, tokenizer, model, data_path(recipe.val_data))
-        return Inputs(model, warn_of_shared(rows, validation), validation)
+        train = warn_of_shared(rows, validation)
+        return Inputs(model, train, validation, train.report)
     train, held_out = split(rows, recipe.holdout, recipe.seed)
-    return Inputs(model, train, held_out)
+    return Inputs(model, train, held_out, rows.report)
 
 
 def warn_of_shared(train: Prepared, validation: Prepared) -> Prepared:

@@ -17,10 +17,11 @@ from rich.text import Text
 from gptj_ft.bars import LogTimes, drawn, log_line
 from gptj_ft.machine import gigabytes
 from gptj_ft.meters import Meters, Tally
-from gptj_ft.screen import GAP, clock, is_live, time_after, whole, width_of, wrapped
+from gptj_ft.screen import GAP, clock, is_live, time_after, width_of, wrapped
 
 STDERR = 2
 NOTICED_SECONDS = 2.0  # what takes less is not worth a line
+WAITING_NOTICED = 0.05  # share of the time
 
 
 @dataclass(frozen=True)
@@ -59,18 +60,18 @@ class StepProgress:
         num_steps: of the run.
         done: of them, before this session.
         seconds_per_step: as forecast; taken until a step has been seen.
-        quiet: show nothing.
+        verbose: show what the engine does, too.
     """
 
     def __init__(
-        self, console: Console, num_steps: int, done: int, seconds_per_step: float, quiet: bool = False
+        self, console: Console, num_steps: int, done: int, seconds_per_step: float, verbose: bool = False
     ) -> None:
-        self._console, self._num_steps, self._quiet = console, num_steps, quiet
+        self._console, self._num_steps, self._verbose = console, num_steps, verbose
         self._done, self._expected = done, seconds_per_step
         self._recent: deque[StepReport] = deque(maxlen=20)
         self._times, self._doing, self._since = LogTimes(), "", time.monotonic()
         self._stopping = ""
-        has_live = is_live(console) and not (quiet or console.quiet)
+        has_live = is_live(console) and not console.quiet
         self._live = Live(get_renderable=self._drawn, console=console, transient=True) if has_live else None
 
     def __enter__(self) -> StepProgress:
@@ -89,7 +90,7 @@ class StepProgress:
     def stopping(self) -> None:
         """Show that the run stops when the step is done; called by a signal, so it prints as little as it can."""
         self._stopping = "stopping when this step is done and saved; Ctrl-C again stops at once, unsaved"
-        if self._live is None and not (self._quiet or self._console.quiet):
+        if self._live is None and not self._console.quiet:
             with suppress(OSError):
                 os.write(STDERR, f"{self._stopping}\n".encode())  # its buffer may just be in use
 
@@ -99,28 +100,27 @@ class StepProgress:
         self._done = report.step
         step, left = f"step {report.step}/{self._num_steps}", f"{clock(self._seconds_left)} left"
         is_worth_a_line = len(self._recent) == 1 or report.step == self._num_steps or self._times.is_due()
-        if self._live is None and not self._quiet and is_worth_a_line:
+        if self._live is None and is_worth_a_line:
             speed = f"{report.meters.tokens_per_second:,.0f} tokens/s"
             share = f"{report.step / self._num_steps:.0%}"
             log_line(self._console, GAP.join([step, share, f"loss {report.loss:.4f}", speed, left]))
-        return GAP.join([step, _learning(report), left, *self._speed])
+        return GAP.join([step, _learning(report), left, *self._speed(verbose=True)])
 
     @property
     def _seconds_left(self) -> float:
         seconds = [each.tally.seconds for each in self._recent] or [self._expected]
         return (self._num_steps - self._done) * sum(seconds) / len(seconds)
 
-    @property
-    def _speed(self) -> list[str]:
+    def _speed(self, verbose: bool) -> list[str]:
         seconds = [each.tally.seconds for each in self._recent]
         mean = Meters.mean([each.meters for each in self._recent], seconds)
-        return meter_texts(self._recent[-1].tally, mean)
+        return meter_texts(self._recent[-1].tally, mean, verbose)
 
     def _drawn(self) -> RenderableType:
         """Return the bar, and under it the figures of the last step and what is being done."""
         share, left = self._done / self._num_steps, self._seconds_left
         ends = f"{share:.0%}, {clock(left)} left, done at {time_after(left)}"
-        lines = [_learning(self._recent[-1]), GAP.join(map(whole, self._speed))] if self._recent else []
+        lines = [_learning(self._recent[-1]), GAP.join(self._speed(self._verbose))] if self._recent else []
         taken = time.monotonic() - self._since
         lines += [f"{self._doing}, {clock(taken)}"] if self._doing and taken > NOTICED_SECONDS else []
         lines += [self._stopping] if self._stopping else []
@@ -133,16 +133,28 @@ def _learning(report: StepReport) -> str:
     return f"loss {report.loss:.4f}{GAP}lr {report.lr:.2e}{GAP}norm {report.grad_norm:.2f}{z_loss}"
 
 
-def meter_texts(tally: Tally, meters: Meters) -> list[str]:
-    """Return the rates of a step as people read them; what does not apply is left out."""
-    texts = [
-        f"{meters.target_tokens_per_second:,.1f} target tokens/s of {meters.tokens_per_second:,.1f}",
-        f"{meters.hardware_gflops:,.1f} GFLOP/s, {meters.hfu:.0%} of matmul",
-    ]
-    if meters.stall >= 0.005:
-        texts.append(f"waiting {meters.stall:.0%}")
-    if tally.bytes_read or tally.bytes_written:
-        texts.append(f"read {gigabytes(tally.bytes_read)}, wrote {gigabytes(tally.bytes_written)}")
+def meter_texts(tally: Tally, meters: Meters, verbose: bool = False) -> list[str]:
+    """Return the rates of a step as people read them; what does not apply is left out.
+
+    Args:
+        tally: of the step, or of a whole run.
+        meters: its rates.
+        verbose: with what the engine does: FLOPs, and bytes moved.
+    """
+    memory = f"{gigabytes(tally.memory_bytes)} of memory"
     if tally.device_memory_bytes:
-        texts.append(f"{gigabytes(tally.device_memory_bytes)} on the device")
-    return [*texts, f"{gigabytes(tally.memory_bytes)} of memory"]
+        memory = f"{gigabytes(tally.device_memory_bytes)} on the device, {memory}"
+    texts = [
+        f"{_rate(meters.tokens_per_second)} tokens/s ({_rate(meters.target_tokens_per_second)} trained on), {memory}"
+    ]
+    if verbose:
+        texts.append(f"{meters.hardware_gflops:,.1f} GFLOP/s, {meters.hfu:.0%} of matmul")
+    if meters.stall >= (0.005 if verbose else WAITING_NOTICED):
+        texts.append(f"waiting for the stores {meters.stall:.0%}")
+    if verbose and (tally.bytes_read or tally.bytes_written):
+        texts.append(f"read {gigabytes(tally.bytes_read)}, wrote {gigabytes(tally.bytes_written)}")
+    return texts
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.2g}"

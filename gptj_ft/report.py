@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from rich.console import Console
 from gptj_ft.costs import WARRANTED_BYTES, Costs
 from gptj_ft.machine import gigabytes
 from gptj_ft.plan import Plan
+from gptj_ft.progress import meter_texts
 from gptj_ft.rates import PRECISIONS
 from gptj_ft.reading import ReadingPlan
 from gptj_ft.scaling import CONFIRMED_FLOPS, FITTED_FLOPS, TOKENS_PER_PARAMETER, Outlook
@@ -18,13 +20,15 @@ from gptj_ft.screen import clock, next_steps, panel, say, time_after, whole
 
 if TYPE_CHECKING:
     from gptj_ft.finetune import Job
+    from gptj_ft.meters import Meters, Tally
     from gptj_ft.published import Published
     from gptj_ft.trainer import TrainResult
 
+FEW_TRAINING_ROWS, FEW_VALIDATION_ROWS = 100, 20
 BUSY = 0.5  # average load of a core from which on what is measured is not to be trusted
 
 
-def show_job(console: Console, job: Job) -> None:
+def show_job(console: Console, job: Job, verbose: bool = False) -> None:
     """Show what a run will do and cost, before it starts: on what, where to, and how it is stopped and gone on with."""
     session, recipe = job.session, job.session.recipe
     folder = recipe.output or ""
@@ -36,13 +40,31 @@ def show_job(console: Console, job: Job) -> None:
     if session.updates_before is not None:
         updates = f"begins with the moments in the model's folder, after {session.updates_before:,} updates"
         before.append(("optimizer", updates))
+    numbers = len(session.train), len(session.validation), recipe.batch_size
+    before += [("warning", text) for text in cautions(*numbers)]
     keeps = "no step is ever lost" if session.plan.placement.is_durable else "everything is saved first"
     after = [
         ("results", f"in {folder}; figures in its metrics.jsonl{_TRACKED[recipe.report_to]}"),
         ("to stop", f"Ctrl-C ends the step and stops; {keeps}"),
         ("to go on", whole(f"gptj-ft finetune --resume {folder}")),
     ]
-    panel(console, "The run", [*before, *plan_rows(session.plan, session.architecture.notes), *after])
+    panel(console, "The run", [*before, *plan_rows(session.plan, session.architecture.notes, verbose), *after])
+
+
+def cautions(train: int, validation: int, batch_size: int) -> list[str]:
+    """Return what is odd about the numbers of rows: to train on, to validate on, in a batch."""
+    found = []
+    if train < FEW_TRAINING_ROWS:
+        found.append(
+            f"{train:,} rows to train on are few: below about {FEW_TRAINING_ROWS} a model learns little but them"
+        )
+    if 0 < validation < FEW_VALIDATION_ROWS:
+        found.append(
+            f"{validation:,} rows to validate on are few: below about {FEW_VALIDATION_ROWS} their loss says little"
+        )
+    if batch_size > train:
+        found.append(f"batch_size {batch_size:,} is more than the {train:,} rows there are: each step takes them all")
+    return found
 
 
 _TRACKED = {
@@ -58,14 +80,15 @@ def show_plan(console: Console, plan: Plan, notes: Sequence[str] = ()) -> None:
     panel(console, "What it will cost", plan_rows(plan, notes))
 
 
-def plan_rows(plan: Plan, notes: Sequence[str] = ()) -> list[tuple[str, str]]:
+def plan_rows(plan: Plan, notes: Sequence[str] = (), verbose: bool = True) -> list[tuple[str, str]]:
     """Say what a run needs beside what it may use, what it moves, how long it takes.
 
     Args:
         plan: of the run.
         notes: on how the model is treated.
+        verbose: with what is moved and computed in a step, and what the machine was measured to do.
     """
-    return [
+    rows = [
         ("parameters", f"{plan.num_parameters:,}, {_share_trained(plan)}"),
         ("computed in", f"{plan.precision}: {plan.reason}"),
         ("placement", str(plan.placement)),
@@ -76,6 +99,10 @@ def plan_rows(plan: Plan, notes: Sequence[str] = ()) -> list[tuple[str, str]]:
         ("training", _amount(plan.outlook)),
         *(("note", note) for note in notes),
     ]
+    return [row for row in rows if verbose or row[0] not in ENGINE_ROWS]
+
+
+ENGINE_ROWS = {"moved per step", "validations", "checkpoints", "measured", "training"}
 
 
 def show_reading(console: Console, title: str, about: Sequence[tuple[str, str]], plan: ReadingPlan) -> None:
@@ -122,30 +149,43 @@ def _share_trained(plan: Plan) -> str:
     return "all trained" if plan.num_trained == plan.num_parameters else f"{plan.num_trained:,} of them trained"
 
 
-def show_training(console: Console, result: TrainResult) -> None:
-    """Show what a finished run did and how fast, where the model is, and what to type next."""
+def show_training(console: Console, result: TrainResult, num_validation: int, verbose: bool = False) -> None:
+    """Show what came of a run, where the model is, and what to type next.
+
+    Args:
+        console: where to.
+        result: of the run.
+        num_validation: rows that it was measured on.
+        verbose: with what the engine did.
+    """
     tally, meters = result.tally, result.meters
-    rows = [
-        ("tokens", f"{tally.tokens:,}, {tally.target_tokens:,} of them trained on, in {clock(tally.seconds)} of steps"),
-        ("tokens/s", f"{meters.target_tokens_per_second:,.1f} trained on, of {meters.tokens_per_second:,.1f}"),
+    rows = []
+    if result.loss_before is not None and result.loss_after is not None:
+        losses = f"{result.loss_before:.4f} before, {result.loss_after:.4f} after; lower is better"
+        little = f" ({num_validation} rows say little)" if num_validation < FEW_VALIDATION_ROWS else ""
+        exported = f" (exported: step {result.exported_step})" if result.exported_step != result.steps else ""
+        rows.append(("validation loss", losses + little + exported))
+    if result.best and result.best["step"] != result.exported_step:
+        rows.append(("best", describe_best(result.run, result.best)))
+    rows.append(("time", f"{clock(tally.seconds)} of steps, {meter_texts(tally, meters)[0]}"))
+    page = Path(result.run) / "report.html"
+    rows += [("tuned model", whole(result.model)), *([("report", whole(str(page)))] if page.is_file() else [])]
+    panel(console, f"Done: {result.steps:,} steps", [*rows, *(_engine_rows(tally, meters) if verbose else ())])
+    run = shlex.quote(result.run)
+    measure = f"gptj-ft evaluate {run}   # on the {num_validation:,} rows held out"
+    next_steps(
+        console, measure if num_validation else f"gptj-ft evaluate {run} --data FILE", 'gptj-ft generate "prompt"'
+    )
+
+
+def _engine_rows(tally: Tally, meters: Meters) -> list[tuple[str, str]]:
+    return [
+        ("tokens", f"{tally.tokens:,}, {tally.target_tokens:,} of them trained on"),
         ("GFLOP/s", f"{meters.hardware_gflops:,.1f}; {meters.model_gflops:,.1f} without recomputation"),
         ("of matmul rate", f"{meters.hfu:.1%}; {meters.mfu:.1%} without recomputation"),
         ("waiting", f"{meters.stall:.1%} of the time, for the stores"),
         ("moved", f"{gigabytes(tally.bytes_read)} read, {gigabytes(tally.bytes_written)} written by the stores"),
-        ("peak memory", gigabytes(tally.memory_bytes)),
     ]
-    if tally.device_memory_bytes:
-        rows.append(("on the device", gigabytes(tally.device_memory_bytes)))
-    if result.loss_before is not None and result.loss_after is not None:
-        rows.insert(0, ("validation loss", f"{result.loss_before:.4f} before, {result.loss_after:.4f} after"))
-        if result.exported_step != result.steps:
-            rows[0] = (rows[0][0], f"{rows[0][1]} (exported: step {result.exported_step})")
-    page = Path(result.run) / "report.html"
-    rows += [("tuned model", whole(result.model)), *([("report", whole(str(page)))] if page.is_file() else [])]
-    if result.best and result.best["step"] != result.exported_step:
-        rows.append(("best", describe_best(result.run, result.best)))
-    panel(console, f"Done: {result.steps:,} steps", rows)
-    next_steps(console, f"gptj-ft evaluate {result.run} --data FILE", 'gptj-ft generate "prompt"')
 
 
 def _transfers(costs: Costs) -> Iterator[tuple[str, str]]:

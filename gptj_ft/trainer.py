@@ -75,14 +75,16 @@ class TrainResult:
     meters: Meters
 
 
-def train(session: Session, run: Run, console: Console, quiet: bool = False, began: float | None = None) -> TrainResult:
+def train(
+    session: Session, run: Run, console: Console, verbose: bool = False, began: float | None = None
+) -> TrainResult:
     """Train a run, from its newest checkpoint if it has one, and export the model.
 
     Args:
         session: what to train.
         run: its folder.
         console: for progress.
-        quiet: whether to show none.
+        verbose: whether to show what the engine does, too.
         began: when the session did, by `time.monotonic`; ``max_time`` counts from there. Default: now.
 
     Raises:
@@ -104,7 +106,7 @@ def train(session: Session, run: Run, console: Console, quiet: bool = False, beg
         sampler = Sampler(session, run) if recipe.sample_rows else None
         warn, expected = partial(warn_of, run, console), session.plan.costs.seconds_per_step
         with (
-            StepProgress(console, session.num_steps, optimizer.step, expected, quiet) as progress,
+            StepProgress(console, session.num_steps, optimizer.step, expected, verbose) as progress,
             tracking(run, recipe, warn) as record,
             StopRequest(progress.stopping) as stop,
         ):

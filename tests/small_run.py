@@ -49,7 +49,7 @@ def new_run(folder: Path) -> Run:
 
 
 def train(session: Session, run: Run) -> TrainResult:
-    return train_run(session, run, Console(file=io.StringIO()), quiet=True)
+    return train_run(session, run, Console(file=io.StringIO()))
 
 
 def weights_of(model: Path) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptj_ft.metrics.language_model import NAMES
+from gptj_ft.report import cautions
 from gptj_ft.run import Run
 
 TINY = "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 8 --set holdout=0.1"
@@ -129,10 +131,32 @@ def test_metrics_and_the_closing_summary_tell_how_fast_it_was(place: str, shell,
     assert tally["target_tokens"] == sum(line["target_tokens"] for line in lines)
     assert tally["memory_bytes"] == max(line["memory_bytes"] for line in lines)
     assert meters["tokens_per_second"] == pytest.approx(tally["tokens"] / tally["seconds"])
-    shown = shell(f"{TINY} --max-steps 2 --output again").out
-    for text in ("validation loss", "tokens/s", "GFLOP/s", "without recomputation", "waiting", "moved", "peak memory"):
-        assert text in shown
-    assert "next: gptj-ft evaluate again --data FILE" in shown
+
+
+def test_a_run_is_told_in_a_users_terms_and_ends_with_what_to_type(shell, rows_file: Path) -> None:
+    done = shell(f"{TINY} --batch-size 50 --max-steps 2 --output 'an other'")
+    names = [line[2:].split("  ")[0] for line in done.out.splitlines() if re.match("  [a-z]", line)]
+    assert names == ["validation loss", "time", "tuned model", "report"]
+    assert "lower is better (4 rows say little)" in " ".join(done.out.split())
+    assert "next: gptj-ft evaluate 'an other'   # on the 4 rows held out" in done.out
+    for text in ("GFLOP", "matmul", "moved", "measured", "FLOPs"):
+        assert text not in done.said, text
+    assert "GFLOP" in Path("an other/log.txt").read_text(encoding="utf-8")
+    for warning in (*cautions(36, 4, 50), "36 rows to train on are few: below about 100"):
+        assert warning in done.said
+    prepared = shell("prepare-data --recipe summarization --data rows.jsonl --model tiny").said
+    (counts,) = re.findall(r"rows 40 read, 40 kept .* tokens ([\d,]+, [\d,]+ of them trained on; longest)", prepared)
+    assert f" tokens {counts} " in done.said, "the same rows are counted here as there, held out or not"
+    measured = shell("evaluate 'an other' --limit 2 --baseline none --set generation.max_new_tokens=2")
+    assert (measured.code, "an other/data/validation" in measured.said) == (0, True), measured.err
+
+
+def test_only_few_rows_and_too_large_batches_are_warned_of() -> None:
+    assert cautions(100, 20, 100) == cautions(100, 0, 8) == []
+    few, little, large = cautions(99, 19, 100)
+    assert few.startswith("99 rows to train on are few")
+    assert little.startswith("19 rows to validate on are few")
+    assert large.startswith("batch_size 100 is more than the 99 rows there are")
 
 
 def timeless(lines: list[dict[str, object]]) -> list[dict[str, object]]:

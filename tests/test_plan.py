@@ -496,10 +496,11 @@ def test_plan_knows_published_models_without_a_download(shell) -> None:
     assert values["outlook"]["flops"] == pytest.approx(3 * values["outlook"]["flops_per_step"])
     assert values["published"]["pile_loss"] == 1.572
     small = "plan --recipe summarization --model cerebras/Cerebras-GPT-111M --weights disk --optimizer-state disk"
-    done = shell(f"{small} --max-steps 3 --set batch_size=1")
+    done = shell(f"{small} --max-steps 3 --set batch_size=1 --scaling-law")
     assert done.code == 0, done.err
     for phrase in ("111,050,496", "2.4e+18 FLOPs", "a loss of 2.62", "fitted from 2.6e+18 to", "2.608"):
         assert phrase in done.said, phrase
+    assert "From scratch" not in shell(f"{small} --max-steps 3 --set batch_size=1").said, "only if it is asked for"
     assert shell("plan --recipe summarization --json").json["num_parameters"] == 6_050_882_784
     assert shell("plan --recipe summarization --model cerebras/Cerebras-GPT-112M").code == 2
 

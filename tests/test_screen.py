@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 from conftest import write_rows
 from rich.console import Console
+from rich.text import Text
 
 from gptj_ft import bars
 from gptj_ft.bars import Pace, bar
+from gptj_ft.data_report import in_few_lines
 from gptj_ft.meters import Meters, Tally
 from gptj_ft.progress import StepProgress, StepReport
+from gptj_ft.report import show_training
 from gptj_ft.screen import panel, table, whole
+from gptj_ft.trainer import TrainResult
 
 PATH = "/home/somebody/a/folder/with/a/name/that/is/longer/than/most/lines.jsonl"
 ROWS = [
@@ -57,6 +61,17 @@ def test_a_table_that_is_wider_than_the_terminal_becomes_a_list_and_in_a_log_sta
     assert [line.split() for line in printed(log).splitlines()] == [[cell for cell in row if cell] for row in rows]
 
 
+def test_of_a_long_row_six_lines_are_shown_its_beginning_and_what_is_trained_on() -> None:
+    row = Text("\nrows.jsonl:1 as the model sees it\n" + "word " * 500 + "«the answer»")
+    lines = [line.plain for line in in_few_lines(row, console_of(80)).split("\n")]
+    assert len(lines) == 2 + 6
+    assert max(map(len, lines)) <= 80
+    assert lines[1].startswith("rows.jsonl:1")
+    assert lines[-3] == "  ... 27 more lines; --show 1 shows them ..."
+    assert lines[-1].endswith("«the answer»")
+    assert in_few_lines(Text("short"), console_of(80)).plain == "short"
+
+
 def test_a_log_gets_a_line_now_and_then_with_time_and_percent(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(bars.time, "monotonic", lambda: now[0])
@@ -85,10 +100,25 @@ def test_the_time_left_is_that_of_what_was_done_here(monkeypatch: pytest.MonkeyP
     assert fresh.left(50, 100) == pytest.approx(10)
 
 
+@pytest.mark.parametrize("verbose", [False, True])
+def test_the_closing_summary_tells_what_the_engine_did_to_those_who_ask(verbose: bool) -> None:
+    console, tally = console_of(80), Tally(2048, 600, 649.0, 3.0, 10**11, 10**11, 6 * 10**9, 0)
+    meters = Meters(0.9, 3.2, 20.0, 30.0, 0.5, 0.6, 0.005)
+    result = TrainResult("-run", "-run/model", 9, 9, 2.5, 2.25, None, 700.0, tally, meters)
+    show_training(console, result, 20, verbose)
+    text = " ".join(printed(console).split())
+    assert "validation loss 2.5000 before, 2.2500 after; lower is better time 11 min of steps, 3.2 tokens/s" in text
+    for phrase in ("GFLOP/s 30.0", "without recomputation", "waiting 0.5%", "moved 100.0 GB read"):
+        assert (phrase in text) == verbose
+    show_training(none := console_of(80), result, 0)
+    assert "evaluate -run --data FILE" in printed(none)
+
+
+@pytest.mark.parametrize("verbose", [False, True])
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_the_live_figures_of_a_run_fit_and_say_how_far_how_long_and_what_now(width: int) -> None:
+def test_the_live_figures_of_a_run_fit_and_say_how_far_how_long_and_what_now(width: int, verbose: bool) -> None:
     console = console_of(width)
-    progress = StepProgress(console, 12000, 0, 90.0)
+    progress = StepProgress(console, 12000, 0, 90.0, verbose)
     tally = Tally(2048, 600, 649.0, 3.0, 10**11, 10**11, 6 * 10**9, 10**9)
     report = StepReport(11999, 12.3456, 0.01, 1e-5, 123.4, tally, Meters(123456.7, 234567.8, 1e4, 1e4, 0.5, 0.6, 0.1))
     progress.doing("validating on 1,000 rows")
@@ -103,16 +133,19 @@ def test_the_live_figures_of_a_run_fit_and_say_how_far_how_long_and_what_now(wid
         "step 11999/12000",
         "11 min left, done at",
         "loss 12.3456",
-        "waiting 10%",
+        "waiting for the stores 10%",
         "validating on 1,000 rows",
+        "234,568 tokens/s (123,457 trained on), 1.0 GB on the device, 6.0 GB of memory",
     ):
-        assert phrase in printed(console), phrase
+        assert phrase in " ".join(printed(console).split()), phrase
+    for phrase in ("GFLOP/s", "of matmul", "read 100.0 GB"):
+        assert (phrase in printed(console)) == verbose, "only for those who ask what the engine does"
 
 
 COMMANDS = {
     "prepare-data --recipe summarization --data rows.jsonl --model tiny": "next: gptj-ft finetune --recipe",
     "finetune --recipe summarization --data rows.jsonl.prepared --model tiny --max-steps 2 --output run":
-        "next: gptj-ft evaluate run --data FILE",
+        "next: gptj-ft evaluate run   # on the 2 rows held out",
     "evaluate run --limit 4 --set generation.max_new_tokens=2": "next: gptj-ft report run",
     "generate --input rows.jsonl --output out.jsonl --set generation.max_new_tokens=2": "next: gptj-ft evaluate --pred",
     "convert run/model converted": "--data my.jsonl --model converted",

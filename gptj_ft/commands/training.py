@@ -77,6 +77,13 @@ def finetune(
             "--resume", metavar="RUN", help="go on with a run; needs nothing else", autocompletion=complete_run
         ),
     ] = None,
+    show: Annotated[
+        int | None,
+        typer.Option("--show", min=0, help="show so many rows as the model will see them, whole [default: one, cut]"),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="show what the engine does: FLOPs, bytes moved, rates measured")
+    ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
     start: Annotated[
@@ -122,25 +129,33 @@ def finetune(
     else:
         resolved = fetched(resolve(flags, config, as_tuple(assignments)), offline, out)
         job = asking(resolved, out, command.fresh)
-        _show_rows(out.notes, job)
+        _show_rows(out.notes, job, show)
     if dry_run:
         plan, notes = job.session.plan, job.session.architecture.notes
         out.finish(plan.to_dict(), "", lambda console: show_plan(console, plan, notes))
         return
-    show_job(out.notes, job)
-    result = command.execute(job, out.notes, out.notes.quiet, began)
+    show_job(out.notes, job, verbose)
+    result = command.execute(job, out.notes, verbose, began)
     write_page(result.run, out.notes)
-    out.finish(asdict(result), result.model, lambda console: show_training(console, result))
+    measured_on = len(job.session.validation)
+    out.finish(asdict(result), result.model, lambda console: show_training(console, result, measured_on, verbose))
 
 
-def _show_rows(console: Console, job: Job) -> None:
-    """Show what was understood of the rows; on a terminal one of them, too: a log gets no text of the user's."""
+def _show_rows(console: Console, job: Job, count: int | None) -> None:
+    """Show what was understood of the rows; on a terminal one of them, too: a log gets no text of the user's.
+
+    Args:
+        console: where to.
+        job: whose rows.
+        count: rows that were asked for; ``None``: one is shown, and the middle of it left out if it is long.
+    """
     from gptj_ft.data.tokenizer import load_row_tokenizer
     from gptj_ft.data_report import show_data, show_examples
 
     show_data(console, job.report)
     if console.is_terminal and not console.quiet:
-        show_examples(console, job.rows[0], load_row_tokenizer(job.session.model).decode, 1)
+        decode = load_row_tokenizer(job.session.model).decode
+        show_examples(console, job.rows[0], decode, 1 if count is None else count, cut=count is None)
 
 
 def write_page(run: str, console: Console) -> None:
@@ -174,6 +189,10 @@ def plan(
     disk_space: DiskSpace = None,
     config: Config = None,
     assignments: Assignments = None,
+    scaling_law: Annotated[
+        bool,
+        typer.Option("--scaling-law", help="tell what a pre-training from scratch would take and reach, too"),
+    ] = False,
     measure: Annotated[bool, typer.Option("--measure", help="measure device and disk again, first")] = False,
     offline: Offline = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print nothing: the exit code tells if it fits")] = False,
@@ -194,7 +213,8 @@ def plan(
 
     def show(console: Console) -> None:
         show_plan(console, forecast.plan, forecast.notes)
-        show_outlook(console, forecast.plan.outlook, forecast.published)
+        if scaling_law:
+            show_outlook(console, forecast.plan.outlook, forecast.published)
 
     out.finish(forecast.to_dict(), "", show)
     if forecast.problem and as_json:  # said in the one object that is printed
