@@ -28,8 +28,8 @@ HOW_TO_SAY = (
     "save it as UTF-8 (in Excel: Save as, CSV UTF-8; elsewhere `iconv -t UTF-8 -f ...`), or name its encoding: "
     f"--set encoding=cp1252 (Western Europe), {OTHERS}"
 )
-# Share of zeros among every second byte, from which on it is UTF-16 without a mark; where all bytes are ASCII's, and may
-# be a text with some zeros in it, more.
+# Share of zeros among every second byte, from which on it is UTF-16 without a mark; where all bytes are ASCII's, and
+# may be a text with some zeros in it, more.
 LEAST_ZEROS, LEAST_ZEROS_IN_ASCII = 0.1, 0.4
 MOST_ODD = 0.05  # share of characters beyond ASCII that may stand where Western European languages have none such
 # What Windows-1252 has no character for, and what no text holds.
