@@ -4,41 +4,110 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
+from difflib import SequenceMatcher
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
 from rich.console import Console
+from rich.text import Text
 
 from gptj_ft.durable import new_files, require_new
 from gptj_ft.errors import UsageError
+from gptj_ft.metrics import METRICS
 from gptj_ft.metrics.bootstrap import Comparison, Estimate
 from gptj_ft.pages import to_page
+from gptj_ft.pages.charts import Change, change_strip
+from gptj_ft.pages.names import apart_names, model_name, place_name, portable
 from gptj_ft.run import read_json, write_json
 from gptj_ft.screen import next_steps, panel, say, table
 from gptj_ft.verdict import LOWER_IS_BETTER, Verdict
 
-SAMPLE_CHARACTERS = 300
+SAMPLE_CHARACTERS = 1000
+LONG_CHARACTERS, LONG_LINES = 200, 6  # from which on a page folds a text
+WORD = re.compile(r"\w+|[^\w\s]")
+SHOWN_CHARACTERS = 300  # of that, on a terminal
 RECORD = "evaluation.json"  # in a run's folder
 RECORDED = 20  # rows of each kind
 DIGITS = {"loss": 4, "perplexity": 3, "word_perplexity": 3, "byte_perplexity": 3}  # others 2
+POWERS_FROM = 10_000  # what is larger, as perplexities of an untrained model are, has three digits and a power of ten
+ONLY_IN_REPORTS = ("word_perplexity", "byte_perplexity")  # not on a terminal, so that the table fits
+VERDICTS = {"better": "better", "worse": "worse", "unclear": "no clear change"}
 Facts = Mapping[str, Any]
 
 
 def facts_of(verdict: Verdict, command: str, num_samples: int) -> dict[str, Any]:
     """Return what there is to say, as text; of the rows' texts only as many as are asked for."""
     baseline = verdict.baseline
+    main = main_score(verdict.comparison, verdict.by_row.score if verdict.by_row else None)
     return {
-        "model": verdict.model.model,
-        "baseline": baseline.model if baseline else None,
+        "model": model_name(verdict.model.model),
+        "baseline": model_name(baseline.model) if baseline else None,
         "rows": verdict.model.rows,
         "target_tokens": verdict.model.target_tokens,
+        "headline": headline_of(verdict.comparison, main, verdict.model.rows),
+        "changes": changes_of(verdict.comparison, main),
+        "by_row": verdict.by_row.to_dict() if verdict.by_row else None,
         "table": table_of(verdict.comparison),
-        "by_file": {file: table_of(found) for file, found in verdict.by_file.items()},
+        "by_file": {
+            name: table_of(found)
+            for name, found in zip(apart_names(list(verdict.by_file)), verdict.by_file.values(), strict=True)
+        },
         "lines": lines_of(verdict),
         "samples": samples_of(verdict, range(min(num_samples, verdict.model.rows))),
         "command": command,
+        "portable_command": portable(shlex.split(command)),
     }
+
+
+def main_score(comparison: Comparison, by_row: str | None) -> str:
+    """Return the name of the score that says most: that of the wins and losses, else a recipe's main one."""
+    mains = [metric.main for metric in METRICS.values() if metric.main in comparison.scores]
+    return next(filter(None, [by_row, *mains]), next(iter(comparison.scores), ""))
+
+
+def headline_of(comparison: Comparison, main: str, rows: int) -> dict[str, str]:
+    """Return the verdict in a few words, and the figures that it is by."""
+    if main not in comparison.scores:
+        return {"verdict": "", "words": "", "figures": f"{rows:,} rows"}
+    verdict = _verdict(main, comparison.differences.get(main))
+    figures = f"{main} {_pair(comparison, main)} on {rows:,} row{'s' * (rows != 1)}"
+    return {"verdict": verdict, "words": VERDICTS.get(verdict, ""), "figures": figures}
+
+
+def changes_of(comparison: Comparison, main: str) -> list[dict[str, Any]]:
+    """Return changes with their intervals as strips of a chart, the main score first; of a loss, no perplexities."""
+    names = [
+        name
+        for name in dict.fromkeys([main, *comparison.differences])
+        if name in comparison.differences and not (name.endswith("perplexity") and "loss" in comparison.differences)
+    ]
+    found = []
+    for name in names:
+        difference = comparison.differences[name]
+        sign = -1 if name in LOWER_IS_BETTER else 1
+        has_ends = difference.low is not None and difference.high is not None
+        ends = sorted(sign * end for end in (difference.low, difference.high) if end is not None)
+        change = Change(
+            name,
+            _texts(name, difference, sign="+")["value"],
+            sign * difference.value,
+            (ends[0], ends[1]) if has_ends else None,
+            _verdict(name, difference),
+        )
+        figures = _pair(comparison, name)
+        found.append({"name": name, "figures": figures, "verdict": change.verdict, "svg": Markup(change_strip(change))})
+    return [each for each in found if each["svg"]]
+
+
+def _pair(comparison: Comparison, name: str) -> str:
+    """Return a score's values, the baseline's before the model's."""
+    found = (comparison.baseline.get(name), comparison.scores[name])
+    return " -> ".join(_texts(name, each)["value"] for each in found if each is not None)
 
 
 def table_of(comparison: Comparison) -> list[dict[str, Any]]:
@@ -55,15 +124,15 @@ def table_of(comparison: Comparison) -> list[dict[str, Any]]:
     ]
 
 
-def table_in(record: Facts) -> list[dict[str, Any]]:
-    """Return `table_of` what was recorded."""
+def comparison_in(record: Facts) -> Comparison:
+    """Return the scores that were recorded."""
 
     def read(found: Facts | None) -> dict[str, Estimate]:
         scores, intervals = (found["scores"], found["intervals"]) if found else ({}, {})
         return {name: _estimate(value, *intervals[name]) for name, value in scores.items()}
 
     differences = {name: _estimate(*each.values()) for name, each in record["differences"].items()}
-    return table_of(Comparison(read(record["model"]), read(record["baseline"]), differences))
+    return Comparison(read(record["model"]), read(record["baseline"]), differences)
 
 
 def _estimate(value: float | None, low: float | None, high: float | None) -> Estimate:
@@ -96,11 +165,45 @@ def samples_in(record: Facts, count: int) -> list[dict[str, Any]]:
     """Return recorded rows: where the model has gained most and lost most, or if nothing was compared the first."""
     kinds = record["samples"]
     changed = [
-        {**sample, "place": f"{sample['place']}: {word}"}
-        for kind, word in (("better", "better"), ("worse", "worse"))
+        {**sample, "place": f"{sample['place']}: {kind}" + (f", {sample['change']}" if sample.get("change") else "")}
+        for kind in ("better", "worse")
         for sample in kinds[kind][:count]
     ]
     return changed or list(kinds["first"][:count])
+
+
+def marked(samples: Sequence[Facts]) -> list[dict[str, Any]]:
+    """Return rows for a page: their answers in parts, those that differ from what was expected marked."""
+    return [
+        {
+            "place": sample["place"],
+            "texts": {
+                name: {
+                    "parts": _parts(text, text if name == "expected" else sample["texts"]["expected"]),
+                    "is_long": len(text) > LONG_CHARACTERS or text.count("\n") >= LONG_LINES,
+                }
+                for name, text in sample["texts"].items()
+            },
+        }
+        for sample in samples
+    ]
+
+
+def _parts(text: str, expected: str) -> list[dict[str, Any]]:
+    """Return a text in stretches that agree with what was expected, word by word, and stretches that do not."""
+    words = list(WORD.finditer(text))
+    keys, others = ([found[0].lower() for found in WORD.finditer(each)] for each in (text, expected))
+    blocks = SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks()
+    same = {at for block in blocks for at in range(block.a, block.a + block.size)}
+    starts = [word.start() if number else 0 for number, word in enumerate(words)]
+    parts: list[dict[str, Any]] = []
+    for number, (start, end) in enumerate(pairwise([*starts, len(text)])):
+        differs = number not in same
+        if parts and parts[-1]["differs"] == differs:
+            parts[-1]["text"] += text[start:end]
+        else:
+            parts.append({"text": text[start:end], "differs": differs})
+    return parts
 
 
 def lines_of(verdict: Verdict) -> list[str]:
@@ -120,13 +223,14 @@ def lines_of(verdict: Verdict) -> list[str]:
 
 
 def samples_of(verdict: Verdict, rows: Sequence[int]) -> list[dict[str, Any]]:
-    """Return what was expected and answered in some rows, cut to what can be looked at."""
-    model, baseline = verdict.model, verdict.baseline
+    """Return what was expected and answered in some rows, cut to what can be looked at, and how the score changed."""
+    model, baseline, by_row = verdict.model, verdict.baseline, verdict.by_row
     return [
         {
-            "place": model.places[row],
+            "place": place_name(model.places[row]),
+            "change": by_row.change_of(row) if by_row else "",
             "texts": {
-                name: text if len(text) <= SAMPLE_CHARACTERS else text[:SAMPLE_CHARACTERS] + " ..."
+                name: _cut(text, SAMPLE_CHARACTERS)
                 for name, text in {
                     "expected": " | ".join(model.references[row]),
                     **({"baseline": baseline.answers[row]} if baseline else {}),
@@ -138,8 +242,12 @@ def samples_of(verdict: Verdict, rows: Sequence[int]) -> list[dict[str, Any]]:
     ]
 
 
+def _cut(text: str, characters: int) -> str:
+    return text if len(text) <= characters else text[:characters] + " ..."
+
+
 def show_verdict(console: Console, facts: Facts, written: Sequence[Path] = (), commands: Sequence[str] = ()) -> None:
-    """Show scores, the baseline's beside them if there is one, then rows by rows what was asked for.
+    """Show scores, the baseline's beside them if there is one, then rows that were asked for; the verdict last.
 
     Args:
         console: where to.
@@ -153,7 +261,12 @@ def show_verdict(console: Console, facts: Facts, written: Sequence[Path] = (), c
     for line in facts["lines"]:
         say(console, line, "  ")
     for sample in facts["samples"]:
-        panel(console, sample["place"], [(name, text) for name, text in sample["texts"].items()])
+        panel(
+            console, sample["place"], [(name, _cut(text, SHOWN_CHARACTERS)) for name, text in sample["texts"].items()]
+        )
+    headline = facts["headline"]
+    text = ": ".join(filter(None, (headline["words"], headline["figures"])))
+    console.print(Text(f"\n{text[:1].upper()}{text[1:]}", style="bold"), soft_wrap=True)
     for path in written:
         console.print(f"written to {path}")
     next_steps(console, *commands)
@@ -173,6 +286,7 @@ def _show_table(console: Console, title: str, rows: Sequence[Facts], facts: Fact
          row["verdict"])
         if compared else (row["name"], row["model"]["value"], row["model"]["interval"])
         for row in rows
+        if row["name"].rpartition(".")[2] not in ONLY_IN_REPORTS or len(rows) <= len(ONLY_IN_REPORTS)
     ]  # fmt: skip
     table(console, title, [head, *lines], right=range(1, 5))
 
@@ -208,7 +322,9 @@ def to_json(facts: Facts, json_facts: Facts) -> str:
 def to_markdown(facts: Facts, json_facts: Facts) -> str:
     """Return the same as Markdown."""
     compared = f", compared with `{facts['baseline']}`" if facts["baseline"] else ""
-    lines = [f"# Evaluation of `{facts['model']}`", "", f"{facts['rows']:,} rows{compared}.", ""]
+    headline = facts["headline"]
+    title = ". ".join(filter(None, (headline["words"], headline["figures"])))
+    lines = [f"# {facts['model']}: {title}", "", f"{facts['rows']:,} rows{compared}.", ""]
     lines += _markdown_table(facts["table"], facts["baseline"] is not None)
     for file, rows in facts["by_file"].items():
         lines += ["", f"## Rows of {file}", "", *_markdown_table(rows, facts["baseline"] is not None)]
@@ -217,7 +333,7 @@ def to_markdown(facts: Facts, json_facts: Facts) -> str:
         lines += ["", f"### {sample['place']}"]
         for name, text in sample["texts"].items():
             lines += ["", f"{name}:", "", *(f"    {line}" for line in text.splitlines())]
-    return "\n".join([*lines, "", "```", facts["command"], "```", ""])
+    return "\n".join([*lines, "", "```", facts["portable_command"], "```", ""])
 
 
 def _markdown_table(rows: Sequence[Facts], has_baseline: bool) -> list[str]:
@@ -234,7 +350,7 @@ def _cell(texts: Facts) -> str:
 
 def to_html(facts: Facts, json_facts: Facts) -> str:
     """Return the same as a page that needs nothing else."""
-    return to_page("evaluation", facts)
+    return to_page("evaluation", {**facts, "samples": marked(facts["samples"])})
 
 
 WRITERS: Mapping[str, Callable[[Facts, Facts], str]] = {".json": to_json, ".md": to_markdown, ".html": to_html}
@@ -246,10 +362,16 @@ def _texts(name: str, estimate: Estimate | None, sign: str = "") -> dict[str, st
     digits = DIGITS.get(name, 2)
     if digits > 2 and math.isfinite(estimate.value):  # of large perplexities nobody reads more
         digits = max(0, digits - max(0, len(f"{abs(estimate.value):.0f}") - 1))
-    form = f"{sign},.{digits}f"
-    has_interval = estimate.low is not None and estimate.high is not None
-    interval = f"{estimate.low:{form}} to {estimate.high:{form}}" if has_interval else ""
-    return {"value": "?" if math.isnan(estimate.value) else f"{estimate.value:{form}}", "interval": interval}
+
+    def text(value: float) -> str:
+        if abs(value) >= POWERS_FROM and math.isfinite(value):
+            mantissa, power = f"{value:{sign}.2e}".split("e")
+            return f"{mantissa}e{int(power)}"
+        return f"{value:{sign},.{digits}f}"
+
+    low, high = estimate.low, estimate.high
+    interval = f"{text(low)} to {text(high)}" if low is not None and high is not None else ""
+    return {"value": "?" if math.isnan(estimate.value) else text(estimate.value), "interval": interval}
 
 
 def _verdict(name: str, difference: Estimate | None) -> str:

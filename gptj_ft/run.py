@@ -141,8 +141,15 @@ def choose_folder(recipe: Recipe) -> Path:
     return folder
 
 
-def record_environment(run: Run, device: str, threads: int) -> None:
-    """Write ``environment.json``: what a bit-identical repetition needs to be the same; log if it is not any more."""
+def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str, str]) -> None:
+    """Write ``environment.json``: what a bit-identical repetition needs to be the same; log if it is not any more.
+
+    Args:
+        run: where to.
+        device: it computes on.
+        threads: of the processor.
+        chosen: what the plan made of options that say ``auto``.
+    """
     from importlib.metadata import version
 
     packages = ("torch", "transformers", "tokenizers", "datasets", "safetensors")
@@ -153,6 +160,7 @@ def record_environment(run: Run, device: str, threads: int) -> None:
         **{name: version(name) for name in packages},
         "device": device,
         "threads": threads,
+        **chosen,
         "command": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -10,29 +11,41 @@ from typing import Any
 
 from markupsafe import Markup
 
+from gptj_ft import yaml_text
 from gptj_ft.data.lengths import bins_of
 from gptj_ft.data.prepared import Prepared, is_prepared, load
 from gptj_ft.data.targets import lengths_of
 from gptj_ft.durable import new_files, replace_text
 from gptj_ft.errors import ResourceError
-from gptj_ft.evaluation_report import evaluation_of, samples_in, table_in
+from gptj_ft.evaluation_report import (
+    changes_of,
+    comparison_in,
+    evaluation_of,
+    headline_of,
+    main_score,
+    marked,
+    samples_in,
+    table_of,
+)
 from gptj_ft.machine import gigabytes
 from gptj_ft.pages import to_page
-from gptj_ft.pages.charts import Axis, Line, Span, bar_chart, intervals_chart, line_chart
+from gptj_ft.pages.charts import FEWEST_JOINED, Axis, Line, line_chart, lowest_of
+from gptj_ft.pages.names import file_names, model_name, portable
+from gptj_ft.recipe import Recipe
 from gptj_ft.run import Run, read_json
 from gptj_ft.runs import Summary, summarize
 from gptj_ft.screen import clock
 from gptj_ft.tuning import read_tuning
 
 Points = list[tuple[float, float]]
-SMOOTHED = 30  # steps from which on a mean is drawn
+SMOOTHED = 100  # steps from which on a mean is drawn: in shorter runs it would cover the line
 SAMPLES = 5  # of the greatest gains, and as many of the greatest losses
+NATS = "nats per target token"
 # Of a step: title, axis, value.
 CURVES: Sequence[tuple[str, str, Callable[[Mapping[str, Any]], float]]] = (
     ("Learning rate", "learning rate", lambda line: line["lr"]),
     ("Gradient norm, before clipping", "norm", lambda line: line["grad_norm"]),
     ("Throughput", "target tokens / s", lambda line: line["target_tokens_per_second"]),
-    ("Waiting for the stores", "% of the step", lambda line: 100 * line["stall"]),
 )
 
 
@@ -64,11 +77,23 @@ def write_comparison(runs: Sequence[Run], path: Path) -> None:
     """
     names = [run.folder.resolve().name for run in runs]
     lines = [run.metrics() for run in runs]
+    overviews = [_overview(run) for run in runs]
+    evaluations = [evaluation_of(run.folder) for run in runs]
+    charts, engine = _compared_charts(names, lines)
     facts = {
-        "runs": [_overview(run) for run in runs],
-        "charts": _compared_charts(names, lines),
+        "sentence": _sentence_on(runs, names),
+        "names": names,
+        "changes": _compared_changes(names, evaluations),
+        "changes_caption": "Change of each run's main score against its baseline, with 95 % intervals, "
+        "each line in a scale of its own",
+        "charts": charts,
+        "engine": engine,
         "options": _differing_options(runs),
-        "command": shlex.join(["gptj-ft", "report", *(str(run.folder) for run in runs), "--output", str(path)]),
+        "overviews": [
+            {"name": name, "values": [overview.get(name, "") for overview in overviews]}
+            for name in dict.fromkeys(name for overview in overviews for name in overview)
+        ],
+        "command": portable(["gptj-ft", "report", *(str(run.folder) for run in runs), "--output", str(path)]),
     }
     with new_files(path) as (file,):
         file.write(to_page("runs", facts).encode(errors="backslashreplace").decode())
@@ -76,125 +101,254 @@ def write_comparison(runs: Sequence[Run], path: Path) -> None:
 
 def facts_of(run: Run, show_text: bool) -> dict[str, Any]:
     """Return what there is to say of a run."""
-    recipe, lines = run.recipe(), run.metrics()
-    environment = read_json(run.folder / "environment.json") if (run.folder / "environment.json").is_file() else {}
+    recipe, lines, environment = run.recipe(), run.metrics(), _environment(run)
     evaluation = evaluation_of(run.folder)
     parts = {name: load(run.data / name) for name in ("train", "validation") if is_prepared(run.data / name)}
+    names = _names(recipe, parts)
+    train = parts.get("train")
     return {
-        "name": run.folder.resolve().name,
+        "subject": _subject(run, recipe),
+        "headline": _headline(run, evaluation),
         "overview": _overview(run),
         "about": recipe.about,
         "source": recipe.source,
-        "data": _data(parts),
-        "charts": [*_charts(lines), *_length_charts(parts)],
+        "data": [
+            (
+                name, file_names(part.report.files), len(part.rows), part.report.tokens, part.report.target_tokens,
+                part.report.longest,
+            )
+            for name, part in parts.items()
+        ],
+        "digests": _digests(parts),
+        "lengths": bins_of(lengths_of(train.rows)) if train else [],
+        "rows_cut": train.report.rows_cut if train else 0,
+        "max_length": recipe.max_length,
+        "charts": _charts(lines),
+        "engine": _engine_charts(lines),
         "evaluation": _evaluation(evaluation) if evaluation else None,
-        "samples": samples_in(evaluation, SAMPLES) if evaluation and show_text else [],
-        "has_samples": evaluation is not None,
+        "samples": marked(samples_in(evaluation, SAMPLES)) if evaluation and show_text else [],
         "environment": {name: value for name, value in environment.items() if name != "command"},
-        "commands": _commands(run, environment, evaluation),
-        "recipe": run.recipe_file.read_text(encoding="utf-8"),
+        "commands": _commands(run, names, evaluation),
+        "recipe": _recipe_text(run, names),
+    }  # fmt: skip
+
+
+def _environment(run: Run) -> dict[str, Any]:
+    path = run.folder / "environment.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def _subject(run: Run, recipe: Recipe) -> str:
+    """Return what the page is about: the recipe, and the run unless it has no name of its own."""
+    task, name = recipe.recipe.replace("_", " ").replace("-", " "), run.folder.resolve().name
+    number = re.sub(r"^run\b[-_ ]*", "", name.removeprefix(f"{recipe.recipe}-"))
+    return f"{task[:1].upper()}{task[1:]}" + (f", run\N{NO-BREAK SPACE}{number}" if number else "")
+
+
+def _headline(run: Run, evaluation: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the verdict, or before an evaluation how far the run is."""
+    if evaluation:
+        comparison = comparison_in(evaluation)
+        return headline_of(comparison, _main(evaluation), evaluation["model"]["rows"])
+    found = summarize(run)
+    of = f" of {found.steps:,}" if found.steps else ""
+    progress = "trained" if found.status == "finished" else f"{found.status} at step {found.step:,}{of}"
+    before, after = found.loss_before, found.loss_after
+    losses = f"validation loss {before:.4f} -> {after:.4f}" if before is not None and after is not None else ""
+    return {"verdict": "", "words": progress, "figures": losses}
+
+
+def _main(evaluation: Mapping[str, Any]) -> str:
+    by_row = evaluation["by_row"]
+    return main_score(comparison_in(evaluation), by_row["score"] if by_row else None)
+
+
+def _names(recipe: Recipe, parts: Mapping[str, Prepared]) -> dict[str, str]:
+    """Return what a page calls the folders and files of a recipe, by what the recipe calls them."""
+    files = {
+        "data": file_names(parts["train"].report.files) if "train" in parts else "",
+        "val_data": file_names(parts["validation"].report.files) if "validation" in parts else "",
     }
+    given = {key: getattr(recipe, key) for key in ("data", "val_data", "model", "output")}
+    return {str(value): files.get(key) or model_name(str(value)) for key, value in given.items() if value}
+
+
+def _recipe_text(run: Run, names: Mapping[str, str]) -> str:
+    """Return the recipe as it was saved, without the folders of whoever ran it."""
+
+    def renamed(line: re.Match[str]) -> str:
+        value = yaml_text.parse(line["value"], "recipe.yaml")
+        return f"{line['key']}: {names.get(value, model_name(value)) if isinstance(value, str) else line['value']}"
+
+    text = run.recipe_file.read_text(encoding="utf-8")
+    return re.sub(r"(?m)^(?P<key>data|val_data|model|output): (?P<value>.*?)(?=  #|$)", renamed, text)
+
+
+def _digests(parts: Mapping[str, Prepared]) -> list[str]:
+    """Say what the data was, each digest once."""
+    found = {name: part.report.data_sha256 for name, part in parts.items()}
+    if len(found) > 1 and len(set(found.values())) == 1:
+        return [f"SHA-256 of the data: {found['train']}; the validation rows were held out from the same data"]
+    return [f"SHA-256 of the {name} data: {digest}" for name, digest in found.items()]
 
 
 def _overview(run: Run) -> dict[str, str]:
     """Return a run at a glance: name of a fact -> text."""
     recipe, found, lines = run.recipe(), summarize(run), [line for line in run.metrics() if "loss" in line]
     tuning = read_tuning(run.model) if found.status == "finished" else None
+    chosen = _environment(run)
+    asked = recipe.weights, recipe.optimizer_state
+    not_known = "chosen by the run, not recorded"
+    placement = not_known if "auto" in asked else "weights on {}, optimizer state on {}".format(*asked)
+    precision = not_known if recipe.precision == "auto" else recipe.precision
+    manifest = run.data / "train" / "manifest.json"
+    files = file_names(read_json(manifest)["files"]) if manifest.is_file() else model_name(str(recipe.data))
     facts = {
         "Run": run.folder.resolve().name,
         "Recipe": recipe.recipe,
-        "Model": recipe.model or (tuning.base_model if tuning else "") or "the downloaded one",
-        "Data": str(recipe.data),
+        "Model": model_name(recipe.model or (tuning.base_model if tuning else "") or "the downloaded one"),
+        "Data": files,
         "Status": f"{found.status}, step {found.step:,} of {found.steps or '?'}",
         "Validation loss": _losses(found),
-        "Placement": f"weights {recipe.weights}, optimizer state {recipe.optimizer_state}; {recipe.precision}",
+        "Placement": str(chosen.get("placement", placement)),
+        "Precision": str(chosen.get("precision", precision)),
     }
     if lines:
         seconds, targets = sum(line["seconds"] for line in lines), sum(line["target_tokens"] for line in lines)
-        moved = (sum(line[name] for line in lines) for name in ("bytes_read", "bytes_written"))
+        moved = [sum(line[name] for line in lines) for name in ("bytes_read", "bytes_written")]
         facts |= {
             "Time of steps": clock(seconds),
-            "Target tokens": f"{targets:,}, {targets / seconds:,.1f} a second",
+            "Tokens trained on": f"{targets:,}, {targets / seconds:,.1f} a second",
             "Peak memory": gigabytes(max(line["memory_bytes"] for line in lines)),
-            "Moved by the stores": "{} read, {} written".format(*map(gigabytes, moved)),
         }
+        if any(moved):
+            facts["Moved by the stores"] = "{} read, {} written".format(*map(gigabytes, moved))
     return facts
 
 
 def _losses(found: Summary) -> str:
     before, after = (f"{loss:.4f}" if loss is not None else "?" for loss in (found.loss_before, found.loss_after))
-    return "none" if found.loss_before is None else f"{before} before, {after} after"
-
-
-def _data(parts: Mapping[str, Prepared]) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": name,
-            "files": ", ".join(part.report.files),
-            "documents": len(part.rows),
-            "tokens": part.report.tokens,
-            "target_tokens": part.report.target_tokens,
-            "longest": part.report.longest,
-            "sha256": part.report.data_sha256,
-        }
-        for name, part in parts.items()
-    ]
+    return "none" if found.loss_before is None else f"{before} before, {after} after (lower is better)"
 
 
 def _charts(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     steps = [line for line in lines if "loss" in line]
     loss: Points = [(line["step"], line["loss"]) for line in steps]
     validation: Points = [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]
-    losses = [Line("training", loss), Line("validation", validation)]
+    losses, notes = [Line("training", loss)], []
     if len(loss) >= SMOOTHED:
-        losses = [Line("training, mean", _smoothed(loss)), losses[1], Line("training", loss, is_faint=True)]
-    charts = [_chart("Loss", "nats per target token", losses)]
+        losses = [Line("training", _smoothed(loss)), Line("each step", loss, is_faint=True)]
+        notes.append(f"training: mean of {_width(loss)} steps; thin: each step")
+    losses.append(Line("validation", validation, marks_lowest=True))
+    if len(validation) >= FEWEST_JOINED:
+        step, lowest = lowest_of(validation)
+        notes.append(f"ring: lowest validation loss, {lowest:.4f} after step {step:,}")
+    charts = [_chart("Loss", Axis(NATS), losses, "; ".join(notes))]
     for name in sorted({name for line in lines for name in line.get("scores", {})}):
         points = [(line["step"], line["scores"][name]) for line in lines if name in line.get("scores", {})]
-        charts.append(_chart(f"{name} of the sample", name, [Line(name, points)]))
-    for title, unit, value in CURVES:
-        points = [(line["step"], value(line)) for line in steps]
-        charts.append(_chart(title, unit, [Line(title, points)], from_zero=True))
-    memory = [Line("process", [(line["step"], line["memory_bytes"] / 1e9) for line in steps])]
-    if any(line["device_memory_bytes"] for line in steps):
-        memory.append(Line("device", [(line["step"], line["device_memory_bytes"] / 1e9) for line in steps]))
-    traffic = [
-        Line(name, [(line["step"], line[f"bytes_{name}"] / 1e9) for line in steps]) for name in ("read", "written")
-    ]
-    charts.append(_chart("Peak memory", "GB", memory, from_zero=True))
-    charts.append(_chart("Moved by the stores in a step", "GB", traffic, from_zero=True))
+        charts.append(_chart(f"{name} of the sample", Axis(name), [Line(name, points)]))
     return [chart for chart in charts if chart["svg"]]
 
 
-def _chart(title: str, unit: str, lines: Sequence[Line], from_zero: bool = False) -> dict[str, Any]:
-    return {"title": title, "svg": Markup(line_chart(title, Axis("step"), Axis(unit, from_zero), lines))}
+def _engine_charts(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return charts on the machine; of what was nothing all the time there is none."""
+    steps = [line for line in lines if "loss" in line]
+
+    def of(name: str, value: Callable[[Mapping[str, Any]], float]) -> Line:
+        return Line(name, [(line["step"], value(line)) for line in steps])
+
+    moved = [
+        of("read", lambda line: line["bytes_read"] / 1e9),
+        of("written", lambda line: line["bytes_written"] / 1e9),
+    ]
+    memory = [of("process", lambda line: line["memory_bytes"] / 1e9)]
+    if any(line["device_memory_bytes"] for line in steps):
+        memory.append(of("device", lambda line: line["device_memory_bytes"] / 1e9))
+    charts = [_chart(title, Axis(unit, from_zero=True), [of(title, value)]) for title, unit, value in CURVES]
+    charts.append(_chart("Peak memory", Axis("GB", from_zero=True), memory))
+    if any(line["bytes_read"] or line["bytes_written"] for line in steps):
+        waiting = of("waiting", lambda line: 100 * line["stall"])
+        charts.append(_chart("Waiting for the stores", Axis("% of the step", from_zero=True), [waiting]))
+        charts.append(_chart("Moved by the stores in a step", Axis("GB", from_zero=True), moved))
+    return [chart for chart in charts if chart["svg"]]
 
 
-def _length_charts(parts: Mapping[str, Prepared]) -> list[dict[str, Any]]:
-    if "train" not in parts:
-        return []
-    bins = [(f"{each.first:,}", float(each.rows)) for each in bins_of(lengths_of(parts["train"].rows))]
-    return [{"title": "Lengths of rows trained on", "svg": Markup(bar_chart("Lengths", "tokens, from", "rows", bins))}]
+def _chart(title: str, y: Axis, lines: Sequence[Line], note: str = "") -> dict[str, Any]:
+    return {"title": title, "note": note, "svg": Markup(line_chart(title, Axis("step"), y, lines))}
 
 
-def _compared_charts(names: Sequence[str], runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    def of(value: Callable[[Mapping[str, Any]], float], key: str) -> list[Line]:
+def _compared_charts(
+    names: Sequence[str], runs: Sequence[Sequence[Mapping[str, Any]]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return charts of what runs learned, and of the machine."""
+
+    def of(value: Callable[[Mapping[str, Any]], float], key: str, marks_lowest: bool = False) -> list[Line]:
         return [
-            Line(name, [(line["step"], value(line)) for line in lines if key in line])
+            Line(name, [(line["step"], value(line)) for line in lines if key in line], marks_lowest=marks_lowest)
             for name, lines in zip(names, runs, strict=True)
         ]
 
-    charts = [
-        _chart("Validation loss", "nats per target token", of(lambda line: line["validation_loss"], "validation_loss")),
-        _chart("Training loss", "nats per target token", of(lambda line: line["loss"], "loss")),
-        *(_chart(title, unit, of(value, "loss"), from_zero=True) for title, unit, value in CURVES),
-        _chart("Peak memory", "GB", of(lambda line: line["memory_bytes"] / 1e9, "loss"), from_zero=True),
+    training = of(lambda line: line["loss"], "loss")
+    training = [Line(line.name, _smoothed(list(line.points))) for line in training]
+    learned = [
+        _chart(
+            "Validation loss",
+            Axis(NATS),
+            of(lambda line: line["validation_loss"], "validation_loss", marks_lowest=True),
+            "ring: the lowest of a run",
+        ),
+        _chart("Training loss", Axis(NATS), training, "means of a twentieth of the steps"),
     ]
-    return [chart for chart in charts if chart["svg"]]
+    engine = [
+        *(_chart(title, Axis(unit, from_zero=True), of(value, "loss")) for title, unit, value in CURVES),
+        _chart("Peak memory", Axis("GB", from_zero=True), of(lambda line: line["memory_bytes"] / 1e9, "loss")),
+    ]
+    return [chart for chart in learned if chart["svg"]], [chart for chart in engine if chart["svg"]]
+
+
+def _compared_changes(names: Sequence[str], evaluations: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
+    found = []
+    for name, evaluation in zip(names, evaluations, strict=True):
+        changes = changes_of(comparison_in(evaluation), _main(evaluation)) if evaluation else []
+        found += [{**change, "name": f"{name}: {change['name']}"} for change in changes[:1]]
+    return found
+
+
+def _sentence_on(runs: Sequence[Run], names: Sequence[str]) -> str:
+    """Return which run has the lowest validation loss, or why that cannot be said."""
+    losses = [summarize(run).loss_after for run in runs]
+    told = ", ".join(
+        f"{name} {'?' if loss is None else f'{loss:.4f}'}" for name, loss in zip(names, losses, strict=True)
+    )
+    known = [loss for loss in losses if loss is not None]
+    if len(known) < len(runs):
+        return f"{len(runs)} runs, not all of them validated: {told}"
+    rows = [_validation_rows(run) for run in runs]
+    if any(each is None or each != rows[0] for each in rows):
+        return f"{len(runs)} runs, validated on different rows: {told}"
+    best = names[losses.index(min(known))]
+    return f"{best} has the lowest validation loss of {len(runs)} runs: {told}"
+
+
+def _validation_rows(run: Run) -> tuple[str, ...] | None:
+    """Return what tells whether runs were validated on the same tokens."""
+    manifest = run.data / "validation" / "manifest.json"
+    if not manifest.is_file():
+        return None
+    report = read_json(manifest)
+    keys = ("data_sha256", "tokenizer_sha256", "settings_sha256", "windows", "tokens", "target_tokens")
+    return tuple(str(report.get(key)) for key in keys)
 
 
 def _differing_options(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    recipes = [run.recipe().to_dict() for run in runs]
+    paths = ("data", "val_data", "model")
+    recipes = [
+        {
+            name: model_name(str(value)) if name in paths and value else value
+            for name, value in run.recipe().to_dict().items()
+        }
+        for run in runs
+    ]
     names = dict.fromkeys(name for recipe in recipes for name in recipe)
     return [
         {"name": name, "values": [str(recipe.get(name)) for recipe in recipes]}
@@ -204,41 +358,43 @@ def _differing_options(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _evaluation(evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    model, baseline = evaluation["model"], evaluation["baseline"]
-    systems = [*(["baseline"] if baseline else []), "model"]
-    rows = []
-    for name in model["scores"]:
-        if name in ("loss",) or name.endswith("perplexity"):
-            continue
-        found = [each for each in (baseline, model) if each]
-        spans = [Span(each["scores"][name], *each["intervals"][name]) for each in found if name in each["scores"]]
-        rows.append((name, spans))
-    by_row = evaluation["by_row"]
+    model, baseline, comparison = evaluation["model"], evaluation["baseline"], comparison_in(evaluation)
     return {
         "rows": model["rows"],
-        "table": table_in(evaluation),
-        "baseline": baseline["model"] if baseline else None,
-        "by_row": by_row,
-        "by_row_svg": Markup(
-            bar_chart("Rows", by_row["score"], "rows", [(name, by_row[name]) for name in ("worse", "same", "better")])
-        )
-        if by_row
-        else "",
-        "svg": Markup(intervals_chart("Scores", "score, with its 95 % interval", systems, rows)),
+        "changes": changes_of(comparison, _main(evaluation)),
+        "table": table_of(comparison),
+        "baseline": model_name(baseline["model"]) if baseline else None,
+        "by_row": evaluation["by_row"],
         "notes": model["notes"],
     }
 
 
-def _commands(run: Run, environment: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> list[str]:
-    commands = [f"gptj-ft finetune --config {shlex.quote(str(run.recipe_file))} --output NEW"]
-    if environment.get("command"):
-        commands.insert(0, shlex.join(["gptj-ft", *environment["command"][1:]]))
-    return [*commands, evaluation["command"] if evaluation else f"gptj-ft evaluate {shlex.quote(str(run.folder))}"]
+def _commands(run: Run, names: Mapping[str, str], evaluation: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """Return commands, each with what it is for."""
+    commands = []
+    if typed := _environment(run).get("command"):
+        commands.append(("Train again, as it was typed:", portable(["gptj-ft", *typed[1:]], names)))
+    commands.append(
+        (
+            "Or train again from the recipe below, saved as recipe.yaml, whatever the defaults are by then:",
+            "gptj-ft finetune --config recipe.yaml --output NEW",
+        )
+    )
+    if evaluation:
+        commands.append(("Measure the tuned model as above:", portable(shlex.split(evaluation["command"]), names)))
+    else:
+        command = portable(["gptj-ft", "evaluate", str(run.folder)])
+        commands.append(("Measure the tuned model, beside the one it started from:", command))
+    return commands
+
+
+def _width(points: Sequence[tuple[float, float]]) -> int:
+    return max(2, len(points) // 20)
 
 
 def _smoothed(points: Points) -> Points:
     """Return the mean of each point and those before it, a twentieth of all."""
-    width = max(2, len(points) // 20)
+    width = _width(points)
     sums = list(accumulate((y for _, y in points), initial=0.0))
     starts = [max(0, at + 1 - width) for at in range(len(points))]
     return [(points[at][0], (sums[at + 1] - sums[start]) / (at + 1 - start)) for at, start in enumerate(starts)]

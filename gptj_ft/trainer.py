@@ -94,7 +94,8 @@ def train(
         DataError: a weight of the model.
     """
     recipe, started = session.recipe, time.monotonic()
-    record_environment(run, str(session.device), torch.get_num_threads())
+    chosen = {"placement": str(session.plan.placement), "precision": session.plan.precision}
+    record_environment(run, str(session.device), torch.get_num_threads(), chosen)
     stack, optimizer, facts = open_state(session, run)
     is_durable = session.plan.placement.is_durable
     budget = recipe.micro_batch_tokens

@@ -31,16 +31,24 @@ class ByRow:
         better: rows, the greatest gain first.
         worse: rows, the greatest loss first.
         same: how many are neither.
+        before: the score of each row, by the baseline.
+        after: the score of each row, by the system.
     """
 
     score: str
     better: list[int]
     worse: list[int]
     same: int
+    before: list[float]
+    after: list[float]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts."""
         return {"score": self.score, "better": len(self.better), "worse": len(self.worse), "same": self.same}
+
+    def change_of(self, row: int) -> str:
+        """Return the score of a row before and after."""
+        return f"{self.score} {self.before[row]:,.4g} -> {self.after[row]:,.4g}"
 
 
 @dataclass(frozen=True)
@@ -171,7 +179,7 @@ def _by_row(name: str, model: Evaluation, baseline: Evaluation) -> ByRow | None:
     order = np.argsort(-gain, kind="stable").tolist()
     better = [row for row in order if gain[row] > 0]
     worse = [row for row in reversed(order) if gain[row] < 0]
-    return ByRow(name, better, worse, len(gain) - len(better) - len(worse))
+    return ByRow(name, better, worse, len(gain) - len(better) - len(worse), theirs.tolist(), ours.tolist())
 
 
 def _of_baseline(comparison: Comparison) -> Comparison:

@@ -71,7 +71,7 @@ def test_the_json_is_what_json_prints_and_lengths_and_splits(tmp_path: Path, she
     assert done.json.items() <= facts.items()
     assert facts["rows_read"] == 43
     assert facts["rows_kept"] == 41
-    assert set(facts["lengths"]) == {"prompt", "answer"}
+    assert set(facts["lengths"]) == {"whole row", "prompt", "answer"}
     for of in facts["lengths"].values():
         assert sum(each["rows"] for each in of["bins"]) == facts["windows"]
         assert of["bins"][0]["first"] == of["shortest"]
@@ -158,6 +158,25 @@ def test_what_is_in_the_data_is_text_on_the_page() -> None:
     assert "summary <script>alert(1)</script>" in page.text
     assert "</pre><img src=x onerror=alert(2)>" in page.text
     assert "«<b>&amp;»" in page.text
+
+
+def test_the_page_begins_with_a_sentence_has_no_folder_and_marks_max_length(tmp_path: Path) -> None:
+    with Path("rows.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"note": "Call 555-867-5309 or mail ann@example.org", "summary": "Call."}) + "\n")
+    recipe = resolve({"recipe": "summarization", "max_length": 60}, environment={}).recipe
+    facts = facts_of(prepare(recipe, make_tokenizer(), tmp_path / "rows.jsonl", 50400), recipe)
+    text = to_html(facts)
+    page = Page(text)
+    shortened = facts["rows_cut"]
+    assert shortened
+    sentence = f"42 of 44 rows kept, {shortened} shortened, 1 with what looks like personal data, 1 other warning"
+    assert page.text.startswith(sentence)
+    assert str(tmp_path) not in text
+    assert "rows.jsonl:44" in page.text
+    assert text.count('class="limit"') == 1
+    assert "max_length 60" in page.text
+    assert "target tokens" not in page.text
+    assert "windows" not in page.text
 
 
 def test_a_count_that_is_new_is_on_the_page() -> None:

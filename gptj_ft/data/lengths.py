@@ -77,7 +77,8 @@ def bins_of(lengths: Sequence[int] | Numbers) -> list[Bin]:
     low, high = int(numbers.min()), int(numbers.max())
     width = -(-(high - low + 1) // BINS)
     counts = np.bincount((numbers - low) // width, minlength=-(-(high - low + 1) // width)).tolist()
-    return [Bin(low + number * width, low + (number + 1) * width - 1, count) for number, count in enumerate(counts)]
+    ends = [min(low + (number + 1) * width - 1, high) for number in range(len(counts))]
+    return [Bin(low + number * width, end, rows) for number, (end, rows) in enumerate(zip(ends, counts, strict=True))]
 
 
 def histogram(lengths: Sequence[int] | Numbers) -> list[str]:

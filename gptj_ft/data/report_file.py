@@ -6,7 +6,7 @@ Both hold the same facts. No text of a row is among them unless examples are ask
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +20,23 @@ from gptj_ft.data.targets import stretches
 from gptj_ft.durable import new_files, require_new
 from gptj_ft.errors import UsageError
 from gptj_ft.pages import to_page
+from gptj_ft.pages.names import file_names, place_name
 from gptj_ft.recipe import Recipe
+
+PERSONAL = "personal data"  # in the text of a warning
+# What counts are called on a page; others by their own names.
+COUNTED = {
+    "rows_read": "rows in the files",
+    "rows_kept": "rows kept",
+    "rows_cut": "rows shortened to fit max_length",
+    "tokens_cut": "tokens that were cut off them",
+    "windows": "documents the model is given (a long text makes several)",
+    "tokens": "tokens, each row's end included",
+    "target_tokens": "tokens trained on: the answers",
+    "longest": "tokens of the longest document",
+    "steps_per_epoch": "steps in one pass over the rows",
+    "steps": "steps in all",
+}
 
 
 def check_report_path(path: Path) -> None:
@@ -37,7 +53,8 @@ def check_report_path(path: Path) -> None:
 def facts_of(prepared: Prepared, recipe: Recipe) -> dict[str, Any]:
     """Return what there is to say of prepared rows: their report, lengths, what padding would cost, and the split."""
     lengths = Lengths.of(prepared, recipe.packing)
-    of_field = {"prompt": lengths.prompts, "answer": lengths.answers} if recipe.prompt else {"text": lengths.answers}
+    whole = {"whole row": lengths.prompts + lengths.answers}
+    parts = {"prompt": lengths.prompts, "answer": lengths.answers} if recipe.prompt else {}
     train, held = split(prepared, 0.0 if recipe.val_data else recipe.holdout, recipe.seed)
     num_rows = len(Rows.of(train.rows, recipe.packing, recipe.max_length))
     return {
@@ -49,7 +66,7 @@ def facts_of(prepared: Prepared, recipe: Recipe) -> dict[str, Any]:
                 "longest": int(of.max()),
                 "bins": [asdict(each) for each in bins_of(of)],
             }
-            for name, of in of_field.items()
+            for name, of in {**whole, **parts}.items()
         },
         "padding": {
             "share_of_window": lengths.share_of_window,
@@ -105,14 +122,49 @@ def to_json(facts: Mapping[str, Any]) -> str:
 def to_html(facts: Mapping[str, Any]) -> str:
     """Return the facts as a page that needs nothing else: no script, no network.
 
-    Counts that the page has no place for are listed by their names, so that none is left out.
+    Counts that the page has no place for are listed by their names, so that none is left out. Files and models stand
+    there without the folders that they lie in.
     """
     counts = {
-        name.replace("_", " "): value
+        COUNTED.get(name, name.replace("_", " ")): value
         for name, value in facts.items()
         if isinstance(value, int | float) and name != "version"
     }
-    return to_page("rows", {**facts, "counts": counts})
+    folders = sorted({str(Path(file).parent) for file in facts["files"]} - {"."}, key=len, reverse=True)
+    named = {name: _without(facts.get(name), folders) for name in ("fixes", "notes", "rows_skipped", "warnings")}
+    if "examples" in facts:
+        named["examples"] = [{**example, "place": place_name(example["place"])} for example in facts["examples"]]
+    own = {"counts": counts, "file_names": file_names(facts["files"]), "sentence": sentence_on(facts)}
+    return to_page("rows", {**facts, **named, **own})
+
+
+def _without(value: Any, folders: Sequence[str]) -> Any:
+    """Return what is said of files, in whose texts they stand without their folders."""
+    if isinstance(value, str):
+        for folder in folders:
+            value = value.replace(f"{folder}/", "")
+        return value
+    if isinstance(value, Mapping):
+        return {
+            _without(key, folders): list(map(place_name, each)) if key == "first" else _without(each, folders)
+            for key, each in value.items()
+        }
+    return [_without(each, folders) for each in value] if isinstance(value, list | tuple) else value
+
+
+def sentence_on(facts: Mapping[str, Any]) -> str:
+    """Return in a sentence what became of the rows."""
+    read, kept = facts["rows_read"], facts["rows_kept"]
+    parts = [f"{kept:,} row{'s' * (kept != 1)}" if kept == read else f"{kept:,} of {read:,} rows kept"]
+    if facts["rows_cut"]:
+        parts.append(f"{facts['rows_cut']:,} shortened")
+    personal = sum(found["count"] for what, found in facts["warnings"].items() if PERSONAL in what)
+    if personal:
+        parts.append(f"{personal:,} with what looks like personal data")
+    other = len([what for what in facts["warnings"] if PERSONAL not in what])
+    if other:
+        parts.append(f"{other} other warning{'s' * (other > 1)}" if personal else f"{other} warning{'s' * (other > 1)}")
+    return ", ".join(parts)
 
 
 WRITERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {".json": to_json, ".html": to_html}

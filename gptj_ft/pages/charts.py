@@ -1,4 +1,4 @@
-"""Charts as SVG inside a page: axes with round numbers and units, a legend, the colours of the page."""
+"""Charts as SVG inside a page: round numbers and units, lines named at their ends, the colours of the page."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 560, 250
-LEFT, RIGHT, TOP, BOTTOM = 70, 14, 12, 42
-LEGEND = 20  # height of its line
+WIDTH, HEIGHT = 560, 270
+LEFT, RIGHT, TOP, BOTTOM = 66, 18, 34, 46
+CHARACTER = 8.4  # width of one on a phone, where letters are the largest
+LABEL = 19  # height of a line's name
+MOST_LABEL = 16  # characters of it
 COLOURS = 6  # in the page's style: --c0 and so on
 DASHES = ("", "6 3", "2 3", "8 3 2 3")  # so that lines differ without colours, too
 MOST_POINTS = 400
 MARKED = 25  # points that are so few get marks
+FEWEST_JOINED = 3  # two points are no trend
 POWERS = 1e-3, 1e6  # numbers outside are written with a power of ten
+REACH = 42.0  # percent of a strip's width, from its middle to the far end of the interval
 Place = Callable[[float, float], tuple[float, float]]  # values -> where they are drawn
 
 
@@ -23,14 +27,16 @@ class Line:
     """Points in the order of x; what is not finite is left out.
 
     Attributes:
-        name: for the legend.
+        name: written at the end of the line.
         points: (x, y).
-        is_faint: whether it is in the background.
+        is_faint: whether it is in the background, without a name.
+        marks_lowest: whether the lowest point has a ring.
     """
 
     name: str
     points: Sequence[tuple[float, float]]
     is_faint: bool = False
+    marks_lowest: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,12 +48,22 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Span:
-    """A value with its interval, of one of several systems, for `intervals_chart`."""
+class Change:
+    """Change of a score, for `change_strip`.
 
+    Attributes:
+        name: of the score.
+        text: the change as it is written.
+        value: new minus old, turned so that more is better.
+        ends: of its 95 % interval, turned as well; ``None``: there is no interval.
+        verdict: ``better``, ``worse`` or ``unclear``.
+    """
+
+    name: str
+    text: str
     value: float
-    low: float | None
-    high: float | None
+    ends: tuple[float, float] | None
+    verdict: str
 
 
 def round_ticks(low: float, high: float, most: int = 6) -> list[float]:
@@ -80,130 +96,137 @@ def tick_texts(ticks: Sequence[float]) -> list[str]:
 
 
 def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
-    """Return a chart of lines; an empty text if there is nothing to show."""
+    """Return a chart of lines; an empty text if there is nothing to show: no point, or amounts that are all 0."""
     lines = [
-        Line(line.name, _thinned([p for p in line.points if all(map(math.isfinite, p))]), line.is_faint)
+        Line(
+            line.name,
+            _thinned([p for p in line.points if all(map(math.isfinite, p))]),
+            line.is_faint,
+            line.marks_lowest,
+        )
         for line in lines
     ]
     lines = [line for line in lines if line.points]
-    if not lines:
-        return ""
     xs, ys = ([point[axis] for line in lines for point in line.points] for axis in (0, 1))
-    x_ticks = [tick for tick in round_ticks(min(xs), max(xs)) if tick == int(tick) or max(xs) - min(xs) < 2]
+    if not lines or (y.from_zero and not any(ys)):
+        return ""
     y_ticks = round_ticks(min(0.0, *ys) if y.from_zero else min(ys), max(ys))
-    has_legend = len(lines) > 1
-    top = TOP + LEGEND * has_legend
-    left, right = x_ticks[0], x_ticks[-1]
+    left, right = min(xs), max(xs)
+    named = [line for line in lines if not line.is_faint]
+    names = [_short(line.name) for line in named] if len(named) > 1 else []
+    margin = RIGHT + CHARACTER * max(map(len, names), default=0)
 
     def place(px: float, py: float) -> tuple[float, float]:
-        across = LEFT + (px - left) / ((right - left) or 1) * (WIDTH - LEFT - RIGHT)
-        return across, HEIGHT - BOTTOM - (py - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (HEIGHT - BOTTOM - top)
+        across = LEFT + (px - left) / ((right - left) or 1) * (WIDTH - LEFT - margin)
+        return across, HEIGHT - BOTTOM - (py - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (HEIGHT - BOTTOM - TOP)
 
-    parts = [*_grid(place, x_ticks, y_ticks, x.name, y.name)]
-    for number, line in enumerate(lines):
-        points = [place(*point) for point in line.points]
-        colour, dash = f"var(--c{number % COLOURS})", DASHES[number % len(DASHES)]
-        if line.is_faint:
-            colour, dash = "var(--c0)", ""
-        style = f'stroke="{colour}" stroke-width="{1 if line.is_faint else 2}" opacity="{0.4 if line.is_faint else 1}"'
+    parts = _grid(place, (_inner_ticks(left, right), y_ticks), (x.name, y.name), right)
+    for line in [*(line for line in lines if line.is_faint), *named]:
+        parts += _drawn(line, 0 if line.is_faint else named.index(line), place)
+    heights = _apart([place(*line.points[-1])[1] for line in named]) if names else []
+    for number, (name, height) in enumerate(zip(names, heights, strict=True)):
+        at = f'x="{WIDTH - margin + 10:.0f}" y="{height + 4:.1f}"'
+        parts.append(f'<text {at} style="fill:{_colour(number)}">{escape(name)}</text>')
+    told = "; ".join(f"{line.name} from {line.points[0][1]:.4g} to {line.points[-1][1]:.4g}" for line in named)
+    return _svg(f"{title} by {x.name}, {left:,.4g} to {right:,.4g}: {told}", parts)
+
+
+def lowest_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the point with the least y, the first of them."""
+    return min(points, key=lambda point: point[1])
+
+
+def change_strip(change: Change) -> str:
+    """Return the change of a score with its interval around 0: a strip as wide as its place, in a scale of its own."""
+    ends = change.ends or (change.value, change.value)
+    if not all(map(math.isfinite, (change.value, *ends))):
+        return ""
+    reach = max(abs(change.value), *map(abs, ends)) or 1.0
+    low, at, high = (50 + REACH * each / reach for each in (ends[0], change.value, ends[1]))
+    anchor = "start" if at < 15 else "end" if at > 85 else "middle"
+    between = f", 95 % interval {ends[0]:.4g} to {ends[1]:.4g}, more is better" if change.ends else ""
+    told = escape(f"{change.name}: change {change.text}{between}; {change.verdict or 'no verdict'}", quote=True)
+    parts = ['<line class="zero" x1="50%" x2="50%" y1="0" y2="36"/>']
+    if change.ends:
+        parts.append(f'<line class="span" x1="{low:.2f}%" x2="{high:.2f}%" y1="24" y2="24"/>')
+    parts.append(f'<circle cx="{at:.2f}%" cy="24" r="5"/>')
+    parts.append(f'<text x="{at:.2f}%" y="13" text-anchor="{anchor}">{escape(change.text)}</text>')
+    kind = change.verdict or "unclear"
+    return f'<svg class="strip {kind}" height="36" role="img" aria-label="{told}">{"".join(parts)}</svg>'
+
+
+def _drawn(line: Line, number: int, place: Place) -> list[str]:
+    points, colour = [place(*point) for point in line.points], _colour(number)
+    style = f'stroke="{colour}" stroke-width="{1 if line.is_faint else 2}" opacity="{0.4 if line.is_faint else 1}"'
+    dash = "" if line.is_faint else DASHES[number % len(DASHES)]
+    parts = []
+    if len(points) >= FEWEST_JOINED:
         path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in points)
         parts.append(f'<path d="{path}" fill="none" {style} stroke-dasharray="{dash}" stroke-linejoin="round"/>')
-        if len(points) <= MARKED and not line.is_faint:
-            parts += [f'<circle cx="{px:.1f}" cy="{py:.1f}" r="2.5" fill="{colour}"/>' for px, py in points]
-        if has_legend:
-            at = LEFT + number * (WIDTH - LEFT - RIGHT) / len(lines)
-            parts.append(f'<path d="M{at:.0f} 10h22" {style} stroke-dasharray="{dash}"/>')
-            parts.append(f'<text x="{at + 28:.0f}" y="14">{escape(_short(line.name, len(lines)))}</text>')
-    return _svg(title, HEIGHT, parts)
-
-
-def bar_chart(title: str, x: str, y: str, bars: Sequence[tuple[str, float]]) -> str:
-    """Return a chart of bars, each with its name below; an empty text if there is none."""
-    if not bars:
-        return ""
-    ticks = round_ticks(0.0, max(value for _, value in bars) or 1.0)
-    width = (WIDTH - LEFT - RIGHT) / len(bars)
-
-    def place(px: float, py: float) -> tuple[float, float]:
-        return LEFT + px * width, HEIGHT - BOTTOM - py / ticks[-1] * (HEIGHT - BOTTOM - TOP)
-
-    parts = [*_grid(place, [], ticks, x, y)]
-    every = -(-len(bars) * max(len(name) for name, _ in bars) * 7 // (WIDTH - LEFT - RIGHT))
-    for number, (name, value) in enumerate(bars):
-        px, py = place(number, value)
-        size = f'width="{max(width - 2, 0.5):.1f}" height="{HEIGHT - BOTTOM - py:.1f}"'
-        parts.append(f'<rect x="{px + 1:.1f}" y="{py:.1f}" {size} fill="var(--c0)"/>')
-        if number % every == 0:
-            at = f'x="{px + width / 2:.1f}" y="{HEIGHT - BOTTOM + 16}"'
-            parts.append(f'<text {at} text-anchor="middle">{escape(name)}</text>')
-    return _svg(title, HEIGHT, parts)
-
-
-def intervals_chart(title: str, unit: str, systems: Sequence[str], rows: Sequence[tuple[str, Sequence[Span]]]) -> str:
-    """Return a chart of scores with their intervals, a line for each score and a mark for each system."""
-    if not rows:
-        return ""
-    ends = [end for _, spans in rows for span in spans for end in (span.value, span.low, span.high) if end is not None]
-    ticks = round_ticks(min(0.0, *ends), max(ends))
-    left, line = 150, 16 + 14 * len(systems)
-    top = TOP + LEGEND
-    height = top + line * len(rows) + BOTTOM
-
-    def across(value: float) -> float:
-        return left + (value - ticks[0]) / (ticks[-1] - ticks[0]) * (WIDTH - left - RIGHT)
-
-    parts = []
-    for tick, text in zip(ticks, tick_texts(ticks), strict=True):
-        px = across(tick)
-        parts.append(f'<path d="M{px:.1f} {top}V{height - BOTTOM}" stroke="var(--grid)"/>')
-        parts.append(f'<text x="{px:.1f}" y="{height - BOTTOM + 16}" text-anchor="middle">{text}</text>')
-    parts.append(_x_name(unit, height, left))
-    for number, system in enumerate(systems):
-        at = left + number * (WIDTH - left - RIGHT) / len(systems)
-        parts.append(f'<circle cx="{at:.0f}" cy="10" r="4" fill="var(--c{number % COLOURS})"/>')
-        parts.append(f'<text x="{at + 10:.0f}" y="14">{escape(_short(system, len(systems)))}</text>')
-    for row, (name, spans) in enumerate(rows):
-        start = top + row * line
-        parts.append(f'<text x="{left - 10}" y="{start + line / 2 + 4:.1f}" text-anchor="end">{escape(name)}</text>')
-        for number, span in enumerate(spans):
-            py, colour = start + 15 + 14 * number, f"var(--c{number % COLOURS})"
-            if span.low is not None and span.high is not None:
-                whisker = f"M{across(span.low):.1f} {py}H{across(span.high):.1f}"
-                parts.append(f'<path d="{whisker}" stroke="{colour}" stroke-width="2"/>')
-            parts.append(f'<circle cx="{across(span.value):.1f}" cy="{py}" r="4" fill="{colour}"/>')
-    return _svg(title, height, parts)
-
-
-def _grid(place: Place, x_ticks: Sequence[float], y_ticks: Sequence[float], x: str, y: str) -> list[str]:
-    parts = []
-    for tick, text in zip(y_ticks, tick_texts(y_ticks), strict=True):
-        py = place(0, tick)[1]
-        parts.append(f'<path d="M{LEFT} {py:.1f}H{WIDTH - RIGHT}" stroke="var(--grid)"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{py + 4:.1f}" text-anchor="end">{text}</text>')
-    for tick, text in zip(x_ticks, tick_texts(x_ticks) if len(x_ticks) > 1 else map(str, x_ticks), strict=True):
-        px = place(tick, y_ticks[0])[0]
-        parts.append(f'<text x="{px:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{text}</text>')
-    parts.append(f'<path d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}" stroke="var(--dim)"/>')
-    parts.append(_x_name(x, HEIGHT, LEFT))
-    middle = (HEIGHT - BOTTOM + TOP) / 2
-    turned = f'transform="rotate(-90 12 {middle:.0f})"'
-    parts.append(f'<text class="unit" x="12" y="{middle:.0f}" text-anchor="middle" {turned}>{escape(y)}</text>')
+    if len(points) <= MARKED and not line.is_faint:
+        parts += [f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{colour}"/>' for px, py in points]
+    if line.marks_lowest and len(points) >= FEWEST_JOINED:
+        px, py = place(*lowest_of(line.points))
+        parts.append(f'<circle class="lowest" cx="{px:.1f}" cy="{py:.1f}" r="7" fill="none" stroke="{colour}"/>')
     return parts
 
 
-def _x_name(name: str, height: int, left: int) -> str:
-    middle = (left + WIDTH - RIGHT) / 2
-    return f'<text class="unit" x="{middle:.0f}" y="{height - 6}" text-anchor="middle">{escape(name)}</text>'
+def _grid(
+    place: Place, ticks: tuple[Sequence[float], Sequence[float]], names: tuple[str, str], right: float
+) -> list[str]:
+    (x_ticks, y_ticks), (x, y), parts = ticks, names, []
+    end = place(right, y_ticks[0])[0]
+    y_texts = tick_texts(y_ticks)
+    for tick, text in zip(y_ticks, y_texts, strict=True):
+        py = place(right, tick)[1]
+        parts.append(f'<path d="M{LEFT} {py:.1f}H{end:.1f}" stroke="var(--grid)"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{py + 4:.1f}" text-anchor="end">{text}</text>')
+    for tick, text in zip(x_ticks, _x_texts(x_ticks), strict=True):
+        px = place(tick, y_ticks[0])[0]
+        parts.append(f'<text x="{px:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{text}</text>')
+    parts.append(f'<path d="M{LEFT} {HEIGHT - BOTTOM}H{end:.1f}" stroke="var(--dim)"/>')
+    middle = (LEFT + end) / 2
+    parts.append(f'<text class="unit" x="{middle:.0f}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x)}</text>')
+    span = f", axis {y_texts[0]} to {y_texts[-1]}" if y_ticks[0] else ""
+    return [*parts, f'<text class="unit" x="0" y="14">{escape(y)}{span}</text>']
 
 
-def _svg(title: str, height: int, parts: Sequence[str]) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img"'
+def _inner_ticks(low: float, high: float) -> list[float]:
+    """Return round numbers within a range, and its ends: an axis ends where the data ends."""
+    least = (high - low) / 7  # between two of them, so that their texts have room
+    inner = [
+        tick
+        for tick in round_ticks(low, high)
+        if low + least < tick < high - least and (tick == int(tick) or high - low < 2)
+    ]
+    return [low, *inner, high] if high > low else [low]
+
+
+def _x_texts(ticks: Sequence[float]) -> list[str]:
+    return [f"{tick:,.0f}" if tick == int(tick) else f"{tick:,.3g}" for tick in ticks]
+
+
+def _apart(heights: Sequence[float]) -> list[float]:
+    """Return heights, moved so that names there do not cover each other."""
+    placed: dict[int, float] = {}
+    lowest = HEIGHT - BOTTOM - LABEL * (len(heights) - 1)
+    last = -math.inf
+    for rank, number in enumerate(sorted(range(len(heights)), key=lambda number: heights[number])):
+        last = placed[number] = max(min(heights[number], lowest + LABEL * rank), last + LABEL)
+    return [placed[number] for number in range(len(heights))]
+
+
+def _colour(number: int) -> str:
+    return f"var(--c{number % COLOURS})"
+
+
+def _svg(title: str, parts: Sequence[str]) -> str:
+    head = f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
     return f'{head} aria-label="{escape(title, quote=True)}">{"".join(parts)}</svg>'
 
 
-def _short(name: str, count: int) -> str:
-    room = max(6, (WIDTH - LEFT - RIGHT) // count // 7 - 5)
-    return name if len(name) <= room else "..." + name[3 - room :]
+def _short(name: str) -> str:
+    return name if len(name) <= MOST_LABEL else "..." + name[3 - MOST_LABEL :]
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
