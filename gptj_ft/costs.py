@@ -15,7 +15,6 @@ from gptj_ft.stack import Room
 from gptj_ft.stores import Kind
 from gptj_ft.stores.placement import Placement
 
-PASS_TOKENS = 32768  # of hidden states held at once when only a loss is wanted
 WARRANTED_BYTES = 600e12  # written to an SSD; see `Costs.ssd_wear`
 
 
@@ -154,7 +153,7 @@ def cost(
     per_step = sum(each.seconds(load, rates) for each in passes)
     num_saves = 0 if placement.is_durable else num_checkpoints(recipe, load, per_step)
     update, _ = passes_of_state(placement, load, stored, room, is_late)
-    per_validation = seconds_per_validation(placement, load, update, rates)
+    per_validation = seconds_per_validation(placement, load, update, rates, room.pass_tokens)
     return Costs(
         num_steps=load.num_steps,
         is_late=is_late,
@@ -184,10 +183,10 @@ def num_validations(recipe: Recipe, load: Load) -> int:
     return 2 + between
 
 
-def seconds_per_validation(placement: Placement, load: Load, forward: Pass, rates: Rates) -> float:
+def seconds_per_validation(placement: Placement, load: Load, forward: Pass, rates: Rates, pass_tokens: int) -> float:
     """Return how long one validation takes: the pending update of every layer, then passes over the weights."""
     update = replace(forward, flops=0.0, times=0.0) if forward.updated else Pass()
-    passes = -(-load.validation_tokens // PASS_TOKENS)
+    passes = -(-load.validation_tokens // pass_tokens)
     flops = 2.0 * load.block_parameters * load.validation_tokens + 2.0 * load.head_parameters * load.validation_targets
     weights = bytes_moved(placement, {"weight": load.dtype}, passes * (load.stored_elements + load.lent_elements))
     frozen = bytes_moved(placement, {"frozen": load.dtype}, passes * sum(load.frozen_passed))

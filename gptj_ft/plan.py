@@ -18,7 +18,7 @@ from gptj_ft.measure import Rates
 from gptj_ft.rates import PRECISIONS, reason_for
 from gptj_ft.recipe import Recipe
 from gptj_ft.scaling import Outlook
-from gptj_ft.stack import Room, slot_numel, sum_numel
+from gptj_ft.stack import PASS_TOKENS, Room, slot_numel, sum_numel
 from gptj_ft.stores import Kind
 from gptj_ft.stores.extents import STAGING_BYTES
 from gptj_ft.stores.placement import Place, Placement, training_dtypes
@@ -27,6 +27,7 @@ from gptj_ft.streaming import HEAD_CHUNK_BYTES
 PROCESS_BYTES = 500 * 2**20  # the interpreter, torch, transformers, the rows
 FREE_SHARE = 0.8  # of the memory that is left goes to kept activations at most
 SAVED_PER_TOKEN = 20  # tensors of [tokens, width] that one block keeps for its backward, the MLP's counted by 4
+TOKEN_BYTES = 3 * 8  # id, position and target of a token
 FASTEST_FIRST: list[tuple[Place, Place]] = [
     ("device", "device"),
     ("device", "host"),
@@ -243,8 +244,16 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, hav
     room = next((room for room in rooms if _buffer_bytes(room, placement, dtypes, stored, load) <= free), rooms[-1])
     buffers = _buffer_bytes(room, placement, dtypes, stored, load)
     per_block = SAVED_PER_TOKEN * hidden * load.step_tokens
-    room = replace(room, kept=_kept(recipe, load.num_backward_blocks, free - buffers, per_block))
-    device = fixed + buffers + room.kept * per_block
+    kept = _kept(recipe, load.num_backward_blocks, free - buffers, per_block)
+    device = fixed + buffers + kept * per_block
+    # A validation has the place of a step's hidden states and kept activations, and some of what is free.
+    of_step = boundaries - (beside - 3) * hidden * load.step_tokens + kept * per_block
+    of_step += load.boundary_bytes() if placement.boundaries == "device" else 0
+    spare = max(0, int(FREE_SHARE * (free - buffers)) - kept * per_block)
+    of_token = 2 * hidden + TOKEN_BYTES  # what a layer takes and what it gives
+    pass_tokens = min(PASS_TOKENS, max((of_step + spare) // of_token, load.micro_batch_tokens))
+    device += max(0, of_token * min(pass_tokens, load.validation_tokens) - of_step)
+    room = replace(room, kept=kept, pass_tokens=pass_tokens)
     costs = cost(placement, load, recipe, stored, rates, room)
     can_be_late = placement.weights != "device" and placement.optimizer_state != "device"  # see `AdamW`
     if can_be_late and costs.forward.transfer_seconds(rates) > costs.forward.compute_seconds(load, rates):

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from gptj_ft.costs import PASS_TOKENS
 from gptj_ft.errors import ResourceError
 from gptj_ft.families import Architecture
 from gptj_ft.kv_cache import slots_taken
 from gptj_ft.machine import gigabytes
 from gptj_ft.plan import PLACES_FASTEST_FIRST, PROCESS_BYTES, Free, Need, needs_of, shortage
 from gptj_ft.recipe import Generation, Recipe
+from gptj_ft.stack import PASS_TOKENS
 from gptj_ft.stores import Layout
 from gptj_ft.stores.extents import STAGING_BYTES
 from gptj_ft.stores.placement import Place

@@ -20,6 +20,8 @@ from gptj_ft.runner import Runner
 from gptj_ft.stores import LENDER, PART_NUMEL, Kind, LayerStore, Layout, Transfer, parts
 from gptj_ft.stores.cuda import Gaps, marks
 
+PASS_TOKENS = 32768  # of hidden states held at once when only a loss is wanted, at most
+
 
 @dataclass(frozen=True)
 class Room:
@@ -32,6 +34,7 @@ class Room:
         parts: of each kind that only an update needs.
         part_numel: elements of a part.
         kept: blocks, the last ones, whose activations are kept for backward instead of computed again.
+        pass_tokens: whose hidden states share a pass over the weights when only a loss is wanted.
     """
 
     read_ahead: int = 1
@@ -39,6 +42,7 @@ class Room:
     parts: int = 24
     part_numel: int = PART_NUMEL
     kept: int = 0
+    pass_tokens: int = PASS_TOKENS
 
 
 class Advances(Protocol):

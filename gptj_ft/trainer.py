@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from types import FrameType
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from rich.console import Console
 
 from gptj_ft import checkpoint
-from gptj_ft.costs import PASS_TOKENS
 from gptj_ft.data.batches import Rows, rows_of_step
 from gptj_ft.deadline import Deadline, coming, forecast_seconds
 from gptj_ft.errors import GptjFtError, Interrupted, NotFinite, OutOfTime
@@ -24,6 +22,7 @@ from gptj_ft.guard import explain_gradient, explain_loss
 from gptj_ft.home import remember_run
 from gptj_ft.keeping import Keeper
 from gptj_ft.layers import PackedBatch
+from gptj_ft.likelihood import passes
 from gptj_ft.lora import seed_of
 from gptj_ft.meters import Meters, Stopwatch, Tally, count_flops, summarize
 from gptj_ft.model import trained_parameters
@@ -36,7 +35,7 @@ from gptj_ft.samples import Sample, Sampler
 from gptj_ft.schedule import is_multiple
 from gptj_ft.screen import clock, panel
 from gptj_ft.session import Session
-from gptj_ft.stack import LayerStack
+from gptj_ft.stack import PASS_TOKENS, LayerStack
 from gptj_ft.state import open_state
 from gptj_ft.streaming import StepLoss, evaluate_losses, train_step
 from gptj_ft.trackers import tracking
@@ -255,14 +254,14 @@ def warn_unmoved(session: Session, optimizer: AdamW, warn: Callable[[str], None]
 def validate(stack: LayerStack, rows: Rows, budget_tokens: int) -> StepLoss:
     """Return the loss over rows; nothing is trained.
 
-    As many micro-batches as `PASS_TOKENS` allows share a pass over the weights.
+    Rows are read and put on the device as they are needed. Which of them share a micro-batch depends on the rows alone;
+    how many micro-batches share a pass over the weights depends on `Room.pass_tokens`, and changes no number.
     """
-    batches = [batch.to(stack.device) for batch in rows.batches(range(len(rows)), budget_tokens)]
     losses: list[StepLoss] = []
-    while batches:
-        count = max(1, sum(total <= PASS_TOKENS for total in accumulate(len(batch.tokens_T) for batch in batches)))
-        losses += evaluate_losses(stack, batches[:count])
-        batches = batches[count:]
+    for span in passes(rows.lengths, PASS_TOKENS):
+        batches = rows.batches(span, budget_tokens)
+        for some in passes([len(batch.tokens_T) for batch in batches], stack.room.pass_tokens):
+            losses += evaluate_losses(stack, [batches[number].to(stack.device) for number in some])
     return StepLoss(sum(loss.total for loss in losses), sum(loss.num_targets for loss in losses))
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from hub_server import serve
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from small_run import small_session
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptj_ft.metrics.language_model import NAMES
@@ -504,3 +506,44 @@ def test_the_other_recipes_train_and_evaluate_on_the_examples(recipe: str, shell
         assert done.code == 0, done.err
         done = shell("generate --model out", "Who came?")
         assert (done.code, "--field context=" in done.err) == (2, True)
+
+
+def test_a_validation_holds_a_pass_of_rows_at_a_time_and_its_loss_is_the_same(tmp_path: Path, monkeypatch) -> None:
+    from gptj_ft import trainer
+    from gptj_ft.data.batches import Rows
+    from gptj_ft.model import reading_stack
+
+    class Read(list):
+        """Rows that know how many of their tokens were read."""
+
+        tokens = 0
+
+        def __getitem__(self, number):
+            Read.tokens += len(super().__getitem__(number))
+            return super().__getitem__(number)
+
+    session = small_session(tmp_path)
+    generator = torch.Generator().manual_seed(2)
+    documents = Read(torch.randint(1, 40, (5 + n % 9,), generator=generator).tolist() for n in range(60))
+    rows = Rows(documents, [2] * 60, known_lengths=[5 + n % 9 for n in range(60)])
+    most, measured = [], trainer.evaluate_losses
+
+    def watch(stack, batches):
+        most.append((Read.tokens, sum(len(batch.tokens_T) for batch in batches)))
+        return measured(stack, batches)
+
+    monkeypatch.setattr(trainer, "evaluate_losses", watch)
+    with reading_stack(tmp_path, session.device, torch.float32, "disk") as (_, stack):
+        losses = []
+        for pass_tokens in (30, 90, 10**6):
+            most.clear()
+            Read.tokens, computed = 0, 0
+            stack.room = replace(stack.room, pass_tokens=pass_tokens)
+            monkeypatch.setattr(trainer, "PASS_TOKENS", 100)
+            losses.append(trainer.validate(stack, rows, 20))
+            for read, tokens in most:
+                assert tokens <= max(pass_tokens, 20)
+                assert read <= computed + 100, "more rows were read than the next pass needs"
+                computed += tokens
+            assert computed == sum(rows.lengths)
+    assert losses[0] == losses[1] == losses[2]

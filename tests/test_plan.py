@@ -109,6 +109,26 @@ def test_streamed_memory_does_not_grow_with_depth_but_for_the_boundaries() -> No
     assert device_bytes(32) - device_bytes(4) == 28 * 2048 * 4096 * 4
 
 
+def test_a_validation_set_of_any_size_needs_no_more_memory_than_the_plan_says(six_b: Load) -> None:
+    def plan(tokens: int, device: float) -> Plan:
+        return forecast(ON_DISK, replace(six_b, validation_tokens=tokens), recipe, RATES, shared(device))
+
+    def shared(device: float) -> Free:
+        return Free(int(device), int(device), 10**14, is_shared=True)
+
+    recipe = Recipe(activations="recompute")
+    least = forecast(ON_DISK, six_b, recipe, RATES, shared(1)).device_bytes
+    for device in (least, least + 2 * GB, 60 * GB):
+        some, many = plan(10**6, device), plan(10**12, device)
+        assert some.device_bytes == many.device_bytes
+        assert some.room.pass_tokens >= six_b.micro_batch_tokens
+        held = 2 * 4096 * 4 * some.room.pass_tokens  # what a layer takes and what it gives
+        assert held <= some.device_bytes - plan(0, device).device_bytes + six_b.boundary_bytes() + 3 * 2048 * 4096 * 4
+    tight, roomy = plan(10**6, least), plan(10**6, 60 * GB)
+    assert tight.room.pass_tokens < roomy.room.pass_tokens
+    assert tight.costs.validations.seconds > roomy.costs.validations.seconds
+
+
 def ends(load: Load) -> tuple[int, int]:
     """Return the elements of the lowest two layers, and of the highest two."""
     sizes = [layout.numel for layout in load.layouts]
