@@ -76,8 +76,8 @@ def data_path(data: str | None) -> Path:
     """
     if data is None:
         raise UsageError(
-            "no rows are named: add --data FILE (jsonl, json, csv, tsv, parquet, txt, tfrecords, h5, a folder, or "
-            "prepared) or --data hub:owner/name"
+            "no rows are named: add --data FILE (jsonl, json, csv, tsv, xlsx, parquet, txt, tfrecords, h5, a folder, "
+            "or prepared) or --data hub:owner/name"
         )
     return local_folder(data) if is_reference(data) else Path(data).expanduser()
 

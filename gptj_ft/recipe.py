@@ -237,7 +237,7 @@ class Recipe(Options):
     )
     data: str | None = Field(
         None,
-        description="training rows: a file (jsonl, json, csv, tsv, parquet, txt), folder or pattern; or prepared; "
+        description="training rows: file (jsonl, json, csv, tsv, xlsx, parquet, txt), folder or pattern; or prepared; "
         "or a data set on the Hub, hub:owner/name",
     )
     val_data: str | None = Field(None, description="validation rows; none: a share of the data is held out")

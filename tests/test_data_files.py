@@ -8,6 +8,7 @@ import json
 import lzma
 import random
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,13 @@ def packed_by_zstandard(content: bytes) -> bytes:
     import pyarrow
 
     return pyarrow.compress(content, codec="zstd", asbytes=True)
+
+
+def zip_of(name: str, content: bytes = b"x") -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr(name, content)
+    return out.getvalue()
 
 
 PACKERS = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": packed_by_zstandard}
@@ -88,16 +96,34 @@ def test_json_is_recognised_without_a_suffix(suffix: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"PK\x03\x04rest", "zip archive"),
-        (b"%PDF-1.7", "PDF"),
-        (b"\xd0\xcf\x11\xe0old", "Office document"),
+        (b"PK\x03\x04rest", "zip archive: unpack it"),
+        (b"%PDF-1.7", "PDF: convert it"),
+        (b"\xd0\xcf\x11\xe0old", "old Excel workbook: save it as .xlsx"),
+        (b"{\\rtf1", "document in rich text: save it as plain text"),
+        (zip_of("word/document.xml"), "Word document: save it as plain text"),
+        (zip_of("xl/workbook.bin"), "binary Excel workbook: save it as .xlsx"),
+        (zip_of("mimetype", b"application/vnd.oasis.opendocument.spreadsheet"), "OpenDocument spreadsheet"),
+        (zip_of("notes.txt"), "zip archive: unpack it"),
     ],
 )
 def test_files_of_other_kinds_are_refused_with_what_to_do(content: bytes, says: str, tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=f"a.csv is an? {says}"):
         values(path)
+
+
+def test_a_document_of_an_office_is_told_by_its_name_where_its_content_does_not(tmp_path: Path) -> None:
+    old = b"\xd0\xcf\x11\xe0old"
+    for name, content, says in [
+        ("a.doc", old, "an old Word document"),
+        ("a.xlsx", old, "a workbook with a password"),
+        ("a.docx", b"x", "by its name a Word document"),
+        ("a.xls", b"<html>", "by its name an old"),
+    ]:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=f"{name} is {says}.*: save it as"):
+            values(tmp_path / name)
 
 
 def test_a_mark_and_the_line_endings_of_windows_are_said(tmp_path: Path) -> None:

@@ -167,8 +167,8 @@ def test_a_file_without_rows_is_refused(write, name, content):
 
 
 def test_an_unknown_suffix_names_the_known_ones(write):
-    with pytest.raises(DataError, match=r"unknown suffix '\.docx'; rows are read from \.jsonl, .*\.txt"):
-        rows(write("a.docx", "x"))
+    with pytest.raises(DataError, match=r"unknown suffix '\.wav'; rows are read from \.jsonl, .*\.txt"):
+        rows(write("a.wav", "x"))
 
 
 def test_the_first_line_that_is_not_json_is_named_and_the_others_counted(write):

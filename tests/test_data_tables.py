@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import csv
+import datetime
+import gzip
 import io
 import json
+import random
+import sys
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import openpyxl
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -222,7 +230,7 @@ def test_a_text_in_another_encoding_is_never_held_as_a_whole(tmp_path: Path, mon
     from gptj_ft.data import encodings
 
     path, longest = tmp_path / "a.txt", 0
-    path.write_bytes("füß\n".encode("utf-16") * 300_000)
+    path.write_bytes("füß\n".encode("utf-16") * 100_000)
     utf8 = encodings.as_utf8
 
     class Watched(io.RawIOBase):
@@ -237,7 +245,7 @@ def test_a_text_in_another_encoding_is_never_held_as_a_whole(tmp_path: Path, mon
 
     monkeypatch.setattr("gptj_ft.data.rows.as_utf8", lambda raw, *rest: utf8(Watched(raw), *rest))
     count = sum(1 for _ in read_rows(path, options=FileOptions(documents="line")))
-    assert (count, 0 < longest <= 2**20) == (300_000, True)
+    assert (count, 0 < longest <= 2**20) == (100_000, True)
 
 
 # Names of columns
@@ -288,3 +296,172 @@ def test_what_is_to_be_typed_can_be_typed(content: str, says: str, tmp_path: Pat
     path.write_text(content)
     with pytest.raises(DataError, match=says):
         columns(path)
+
+
+# Workbooks
+
+
+def workbook(path: Path, sheets: dict[str, list[list[Any]]], hidden: tuple[str, ...] = ()) -> Path:
+    book = openpyxl.Workbook()
+    book.remove(book.active)
+    for name, rows in sheets.items():
+        sheet = book.create_sheet(name)
+        for row in rows:
+            sheet.append(row)
+        sheet.sheet_state = "hidden" if name in hidden else "visible"
+    book.save(path)
+    return path
+
+
+def edited(path: Path, part: str, change: Callable[[str], str]) -> Path:
+    """Change a part of a workbook, as another program, or a person, might have written it."""
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    parts[part] = change(parts[part].decode()).encode()
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content)
+    return path
+
+
+SHEET = "xl/worksheets/sheet1.xml"
+
+
+@pytest.mark.parametrize("language", TEXTS)
+def test_a_workbook_has_the_rows_that_the_table_in_text_has(language: str, tmp_path: Path) -> None:
+    rows, findings = rows_of(TEXTS[language]), Findings()
+    path = workbook(tmp_path / "a.xlsx", {"Sheet": [list(rows[0]), *(list(row.values()) for row in rows)]})
+    assert read(path, findings) == rows
+    assert [row.line for row in read_rows(path)] == list(range(2, 2 + len(rows)))
+    assert not findings.notes
+    wrong = tmp_path / "wrong.csv"
+    wrong.write_bytes(path.read_bytes())
+    assert read(wrong, findings) == rows
+    assert list(findings.notes) == [f"{wrong} is read as xlsx, which it is, not as the csv of its name"]
+
+
+def test_cells_are_the_texts_that_they_show(tmp_path: Path) -> None:
+    cells: dict[Any, str] = {
+        7: "7", -3.0: "-3", 2.5: "2.5", 0.1 + 0.2: "0.3", 1e20: "1e+20", True: "true", None: "", "": "",
+        datetime.date(2024, 5, 1): "2024-05-01", datetime.datetime(2024, 5, 1, 14, 30): "2024-05-01 14:30:00",
+        datetime.time(8, 15): "08:15:00", " a ": " a ", "0012": "0012", "x_x000D_\ny": "x\ny", "#N/A": "", "=1+1": "2",
+    }  # fmt: skip
+    rows = [["id", "cell"], *([f"r{n}", cell] for n, cell in enumerate(cells))]
+    path = edited(workbook(tmp_path / "a.xlsx", {"Sheet": rows}), SHEET, lambda xml: xml.replace(
+        "<f>1+1</f><v />", "<f>1+1</f><v>2</v>").replace("<f>1+1</f><v></v>", "<f>1+1</f><v>2</v>"))  # fmt: skip
+    assert [row["cell"] for row in read(path)] == list(cells.values())
+
+
+def test_what_lies_around_a_table_in_a_sheet_is_no_part_of_it(tmp_path: Path) -> None:
+    rows = [[], [], [None, "document", "summary", None], [None, "one", "1", None, "aside"], [], ["x", "two", 2]]
+    path, findings = workbook(tmp_path / "a.xlsx", {"Sheet": rows}), Findings()
+    found = list(read_rows(path, findings))
+    assert [(row.line, row.values) for row in found] == [
+        (4, {"document": "one", "summary": "1"}), (6, {"document": "two", "summary": "2"}),
+    ]  # fmt: skip
+    assert not findings.notes
+    workbook(path, {"Sheet": [["document", "summary"], ["one", "1", "aside"]]})
+    assert read(path, findings) == [{"document": "one", "summary": "1"}]
+    assert list(findings.notes) == [f"{path}: what stands to the right of the last named column is left out"]
+
+
+def test_merged_cells_have_their_text_once_and_hidden_rows_are_read(tmp_path: Path) -> None:
+    path = workbook(
+        tmp_path / "a.xlsx", {"Sheet": [["document", "summary"], ["one", "1"], ["two", "2"], ["three", "3"]]}
+    )
+    book = openpyxl.load_workbook(path)
+    book.active.merge_cells("A2:A3")
+    book.active.row_dimensions[4].hidden = True
+    book.save(path)
+    assert [row["document"] for row in read(path)] == ["one", "", "three"]
+
+
+def test_of_several_sheets_the_first_that_is_seen_is_read_or_the_one_that_is_named(tmp_path: Path) -> None:
+    sheets = {name: [["document", "summary"], [name, "x"]] for name in ("Lists", "Notes", "2023")}
+    path, findings = workbook(tmp_path / "a.xlsx", sheets, hidden=("Lists",)), Findings()
+    assert read(path, findings)[0]["document"] == "Notes"
+    assert list(findings.notes) == [
+        f"{path}: the sheet 'Notes' is read, of 'Lists', 'Notes', '2023'; --set sheet=NAME reads another"
+    ]
+    named = resolve({}, assignments=("sheet=2023",), environment={}).recipe
+    assert read(path, Findings(), sheet=named.sheet)[0]["document"] == "2023"
+    assert read(path, Findings(), sheet="Lists")[0]["document"] == "Lists"
+    with pytest.raises(
+        UsageError, match=r"a\.xlsx has no sheet 'Note' \(did you mean 'Notes'\?\); there are: 'Lists', "
+    ):
+        read(path, sheet="Note")
+
+
+def test_a_workbook_without_names_of_columns_is_noticed_and_one_without_rows_too(tmp_path: Path) -> None:
+    path = workbook(tmp_path / "a.xlsx", {"Sheet": [["Doctor: where does it hurt today, please?", 17], ["x", 18]]})
+    with pytest.raises(DataError, match=r"looks like a row, not like names .* e\.g\. document, summary") as told:
+        columns(path)
+    assert "hurt" not in str(told.value)
+    for rows in ([], [[]], [["document", "summary"]]):
+        with pytest.raises(DataError, match="there are no rows in it"):
+            read(workbook(path, {"Sheet": rows}))
+    with pytest.raises(DataError, match=r"a\.xlsx:1: the header names column 'a' twice"):
+        read(workbook(path, {"Sheet": [["a", "a"], ["x", "y"]]}))
+
+
+def test_a_workbook_that_is_damaged_or_made_to_fill_the_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gptj_ft.data.spreadsheets.MOST_OTHER_BYTES", 2**21)
+    monkeypatch.setattr("gptj_ft.data.spreadsheets.MOST_PIECE_BYTES", 2**20)
+    monkeypatch.setattr("gptj_ft.data.spreadsheets.MOST_ROWS", 2**13)
+    rows = [["document", "summary"], ["one", "1"]]
+
+    def made(part: str, change: Callable[[str], str]) -> Path:
+        return edited(workbook(tmp_path / "a.xlsx", {"Sheet": rows}), part, change)
+
+    laughs = "".join(f'<!ENTITY l{n} "{f"&l{n - 1};" * 10}">' for n in range(1, 12))
+    bomb = f'<!DOCTYPE x [<!ENTITY l0 "ha">{laughs}]><x>&l11;</x>'
+    odd: list[tuple[str, Callable[[str], str], str]] = [
+        (SHEET, lambda xml: bomb, "not a whole workbook"),
+        ("xl/workbook.xml", lambda xml: bomb, "not a whole workbook"),
+        (SHEET, lambda xml: xml.replace('"2"', '"99999999999"').replace('"A2"', '"A99999999999"'), "rows|whole"),
+        (SHEET, lambda xml: xml.replace('r="2">', 'r="2">' + " " * 2**23), "too large a workbook: a row or text above"),
+        ("xl/styles.xml", lambda xml: xml + " " * 2**22, "too large a workbook: .* unpacked"),
+        (SHEET, lambda xml: xml[:-80], "not a whole workbook"),
+        ("[Content_Types].xml", lambda xml: "x", "not a whole workbook"),
+    ]  # fmt: skip
+    for part, change, says in odd:
+        with pytest.raises(DataError, match=rf"a\.xlsx: .*({says})"):
+            read(made(part, change))
+    whole = workbook(tmp_path / "a.xlsx", {"Sheet": rows}).read_bytes()
+    (tmp_path / "a.xlsx").write_bytes(whole[:-30])
+    with pytest.raises(DataError, match=r"a\.xlsx: not a whole workbook"):
+        read(tmp_path / "a.xlsx")
+    (tmp_path / "a.xlsx.gz").write_bytes(gzip.compress(whole))
+    with pytest.raises(
+        DataError, match=r"a\.xlsx\.gz: a workbook cannot be read while it is packed by gzip; unpack it"
+    ):
+        read(tmp_path / "a.xlsx.gz")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_workbook_with_wrong_bytes_is_refused_or_read_but_never_breaks(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    rows = [["document", "summary"], *([f"Note {n}", n] for n in range(9))]
+    path = workbook(tmp_path / "a.xlsx", {"Sheet": rows})
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    for _ in range(40):
+        name = draw.choice(sorted(parts))
+        changed = bytearray(parts[name])
+        for _ in range(draw.randint(1, 4)):
+            at = draw.randrange(len(changed))
+            changed[at : at + draw.choice([1, 1, 9])] = draw.choice([b"", b"<", b"9", b'"', b"\xff", b"-1", b"x" * 9])
+        with zipfile.ZipFile(path, "w") as archive:
+            for part, content in parts.items():
+                archive.writestr(part, bytes(changed) if part == name else content)
+        with suppress(DataError):
+            read(path, Findings(most_bad=99))
+
+
+def test_without_openpyxl_it_is_said_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = workbook(tmp_path / "a.xlsx", {"Sheet": [["a"], ["b"]]})
+    monkeypatch.setitem(sys.modules, "openpyxl", None)
+    with pytest.raises(UsageError, match=r"pip install 'gptj-ft\[xlsx\]', or save the sheet as CSV UTF-8"):
+        read(path)

@@ -13,7 +13,7 @@ from gptj_ft.data.rows import Findings, Row
 from gptj_ft.errors import DataError
 
 # Formats that are read from their end, or that name other files.
-NOT_STREAMED = ("parquet", "hdf5", "tfindex")
+NOT_STREAMED = ("parquet", "hdf5", "tfindex", "xlsx")
 NAMED = 3  # of what is left out
 
 

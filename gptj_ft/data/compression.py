@@ -5,10 +5,14 @@ from __future__ import annotations
 import gzip
 import io
 import lzma
+import struct
+import zipfile
 from pathlib import PurePath
 from typing import BinaryIO, cast
 
 SNIFFED_BYTES = 4096
+# At the end of a zip archive is the list of what is in it, and at the end of that a record with its size.
+END_BYTES, MOST_LIST_BYTES = 2**16 + 22, 2**22
 # Suffix -> packing, as in rows.jsonl.gz, and what short names stand for.
 PACKED = {".gz": "gzip", ".xz": "xz", ".zst": "zstandard"}
 SHORT = {".tgz": ("gzip", ".tar"), ".txz": ("xz", ".tar")}
@@ -34,6 +38,21 @@ def suffixes_of(path: PurePath) -> tuple[str, str]:
     if suffix in PACKED:
         return PACKED[suffix], PurePath(path.stem).suffix.lower()
     return SHORT.get(suffix, ("", suffix))
+
+
+def names_in_zip(raw: BinaryIO) -> frozenset[str]:
+    """Return the names in a zip archive; none if it is damaged, or lists more than any document has."""
+    raw.seek(0, io.SEEK_END)
+    raw.seek(max(0, raw.tell() - END_BYTES))
+    end = raw.read()
+    at = end.rfind(b"PK\5\6")
+    if at < 0 or b"PK\6\7" in end or int.from_bytes(end[at + 12 : at + 16], "little") > MOST_LIST_BYTES:
+        return frozenset()
+    try:
+        with zipfile.ZipFile(raw) as archive:
+            return frozenset(archive.namelist())
+    except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, struct.error):
+        return frozenset()
 
 
 def unpacked(raw: BinaryIO, packing: str) -> BinaryIO:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import BinaryIO
 
-from gptj_ft.data.compression import PACKED, SNIFFED_BYTES, peeked, suffixes_of, unpacked
+from gptj_ft.data.compression import PACKED, SNIFFED_BYTES, names_in_zip, peeked, suffixes_of, unpacked
 from gptj_ft.data.encodings import AUTO
-from gptj_ft.data.kinds import SUFFIXES, TOKEN_FORMATS, kind_of, packing_by_content
+from gptj_ft.data.kinds import SUFFIXES, TOKEN_FORMATS, ZIP_MAGIC, kind_of, packing_by_content
 from gptj_ft.errors import DataError, UsageError, did_you_mean
 from gptj_ft.recipe import Recipe
 
@@ -101,11 +101,12 @@ def identify(path: Path, options: FileOptions = FileOptions()) -> File:
     """
     with opened_file(File(path, "")) as raw:
         head = raw.read(SNIFFED_BYTES)
+        parts = names_in_zip(raw) if head.startswith(ZIP_MAGIC) else frozenset()
     packing = packing_by_content(path, head)
     if packing:
         with opened_file(File(path, "", packing)) as opened:
             head = opened.read(SNIFFED_BYTES)
-    kind = kind_of(path, packing, head, options.encoding)
+    kind = kind_of(path, packing, head, options.encoding, parts)
     return File(path, kind.format, packing, kind.notes, None, kind.encoding, options)
 
 
@@ -165,8 +166,8 @@ def require_file(path: Path) -> None:
 
 
 def is_hidden(path: PurePath) -> bool:
-    """Tell whether a file, or a folder it is in, is hidden."""
-    return any(part.startswith(".") and part != ".." for part in path.parts)
+    """Tell whether a file, or a folder it is in, is hidden, or is what Excel leaves beside an open workbook."""
+    return any(part.startswith((".", "~$")) and part != ".." for part in path.parts)
 
 
 def _files_in(folder: Path, options: FileOptions) -> list[File]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ SUFFIXES = {
     ".json": "json",
     ".csv": "csv",
     ".tsv": "tsv",
+    ".xlsx": "xlsx",
+    ".xlsm": "xlsx",
     ".parquet": "parquet",
     ".txt": "txt",
     ".tar": "tar",
@@ -32,11 +35,28 @@ TOKEN_FORMATS = ("tfrecords", "tfindex", "hdf5")  # whose rows are tokens alread
 # What a file may begin with, and what it is then.
 MAGIC = {b"PAR1": "parquet", b"\x89HDF\r\n\x1a\n": "hdf5"}
 TAR_MAGIC, TAR_MAGIC_AT = b"ustar", 257
-FOREIGN = {
-    b"PK\x03\x04": "a zip archive (or a spreadsheet): unpack it, or save the sheet as CSV",
-    b"\xd0\xcf\x11\xe0": "an old Office document: save it as CSV or plain text",
-    b"%PDF": "a PDF: convert it to plain text first",
+ZIP_MAGIC, OLE_MAGIC = b"PK\x03\x04", b"\xd0\xcf\x11\xe0"
+# Suffix -> what such a file is, and how to make rows of it.
+ADVICE = {
+    ".docx": "a Word document: save it as plain text (.txt)",
+    ".doc": "an old Word document: save it as plain text (.txt)",
+    ".odt": "an OpenDocument text: save it as plain text (.txt)",
+    ".rtf": "a document in rich text: save it as plain text (.txt)",
+    ".pptx": "a presentation: save its outline as plain text (.txt)",
+    ".pdf": "a PDF: convert it to plain text first, e.g. with `pdftotext`",
+    ".epub": "an e-book: convert it to plain text (.txt) first",
+    ".xls": "an old Excel workbook: save it as .xlsx, or the sheet as CSV UTF-8",
+    ".xlsb": "a binary Excel workbook: save it as .xlsx, or the sheet as CSV UTF-8",
+    ".ods": "an OpenDocument spreadsheet: save it as .xlsx, or the sheet as CSV UTF-8",
+    ".numbers": "a spreadsheet of Numbers: export it as .xlsx or CSV",
+    ".xlsx with a password": "a workbook with a password, or an old one: save it as .xlsx without a password",
+    ".zip": "a zip archive: unpack it, and name the folder",
 }
+FOREIGN = {b"%PDF": ".pdf", b"{\\rtf": ".rtf"}
+# What the parts of an archive say that it is; the first bytes of one of OpenDocument say it in words.
+PARTS = {"xl/workbook.xml": ".xlsx", "xl/workbook.bin": ".xlsb", "word/document.xml": ".docx",
+         "ppt/presentation.xml": ".pptx", "META-INF/container.xml": ".epub"}  # fmt: skip
+OPEN_DOCUMENT = {b"opendocument.spreadsheet": ".ods", b"opendocument.text": ".odt"}
 
 
 class UnknownFormat(DataError):
@@ -61,7 +81,7 @@ class Kind:
     notes: tuple[str, ...]
 
 
-def kind_of(path: Path, packing: str, head: bytes, encoding: str) -> Kind:
+def kind_of(path: Path, packing: str, head: bytes, encoding: str, parts: Collection[str] = ()) -> Kind:
     """Return what kind of file begins with ``head``, unpacked.
 
     Args:
@@ -69,6 +89,7 @@ def kind_of(path: Path, packing: str, head: bytes, encoding: str) -> Kind:
         packing: how it is packed.
         head: the first bytes.
         encoding: of a text, as the user named it, or `AUTO`.
+        parts: names in it, of a zip archive.
 
     Raises:
         UnknownFormat: neither name nor content is of a kind that is read here.
@@ -80,14 +101,17 @@ def kind_of(path: Path, packing: str, head: bytes, encoding: str) -> Kind:
     if named and not packing and head:
         notes.append(f"{path} is not packed by {named} as its name says")
     by_content = _format_by_content(head)
-    for magic, what in FOREIGN.items():
-        if head.startswith(magic) and not by_content:
-            raise UnknownFormat(f"{path} is {what}")
+    if not by_content and (meant := _foreign(suffix, head, parts)):
+        by_content = SUFFIXES.get(meant, "")
+        if not by_content:
+            raise UnknownFormat(f"{path} is {ADVICE[meant]}")
     by_name = SUFFIXES.get(suffix, "")
     told = encoding_by_head(head)
     encoding = told if encoding == AUTO or (told and encoding in ("utf-16", "utf-32")) else encoding
     format_ = by_content or _format_of(_recoded(head, encoding), by_name)
     if not format_:
+        if suffix in ADVICE:
+            raise UnknownFormat(f"{path} is by its name {ADVICE[suffix]}")
         raise UnknownFormat(
             f"{path}: unknown suffix '{suffix}'; rows are read from {', '.join(SUFFIXES)}, also packed as "
             f"{', '.join(PACKED)}"
@@ -97,6 +121,17 @@ def kind_of(path: Path, packing: str, head: bytes, encoding: str) -> Kind:
     if told and told == encoding and not by_content:
         notes.append(f"{path} is in {NAMES[told]}")
     return Kind(format_, encoding, tuple(notes))
+
+
+def _foreign(suffix: str, head: bytes, parts: Collection[str]) -> str:
+    """Return the suffix that an office's file should have, by its content; empty if it is none."""
+    if head.startswith(ZIP_MAGIC):
+        by_parts = [kind for name, kind in PARTS.items() if name in parts]
+        by_head = [kind for words, kind in OPEN_DOCUMENT.items() if words in head[:128]]
+        return next(iter(by_parts + by_head), suffix if suffix in ADVICE or SUFFIXES.get(suffix) == "xlsx" else ".zip")
+    if head.startswith(OLE_MAGIC):
+        return ".doc" if suffix == ".doc" else ".xlsx with a password" if suffix in (".xlsx", ".xlsm") else ".xls"
+    return next((kind for magic, kind in FOREIGN.items() if head.startswith(magic)), "")
 
 
 def _recoded(head: bytes, encoding: str) -> bytes:

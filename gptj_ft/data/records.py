@@ -11,6 +11,7 @@ from gptj_ft.data.files import File, FileOptions, find_files, opened_file
 from gptj_ft.data.hdf5_samples import read_samples
 from gptj_ft.data.json_records import read_json, read_json_lines
 from gptj_ft.data.rows import Findings, Row, numbered_lines
+from gptj_ft.data.spreadsheets import read_workbook
 from gptj_ft.data.tables import read_parquet, read_saved_dataset, read_table
 from gptj_ft.data.tfrecords import read_tfrecords
 from gptj_ft.errors import DataError
@@ -107,6 +108,7 @@ READERS: dict[str, Reader] = {
     "csv": read_table,
     "tsv": read_table,
     "parquet": read_parquet,
+    "xlsx": read_workbook,
     "dataset": read_saved_dataset,
     "txt": read_text,
     "tfrecords": read_tfrecords,

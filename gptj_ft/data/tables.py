@@ -42,6 +42,15 @@ class Separation(NamedTuple):
         return csv.reader(lines, delimiter=self.delimiter, quoting=csv.QUOTE_NONE)
 
 
+class Header(NamedTuple):
+    """The names of a table's columns, their line, the first records after it, and what is to stand between names."""
+
+    line: int
+    names: list[str]
+    sample: Sequence[Sequence[str]]
+    delimiter: str
+
+
 def read_table(file: File, findings: Findings) -> Iterator[Row]:
     """Cells separated by commas, tabs, semicolons or pipes.
 
@@ -61,13 +70,7 @@ def read_table(file: File, findings: Findings) -> Iterator[Row]:
         findings.note(f"{file.path} is separated by {what}")
     records = _records(file, separation, number, chain(beginning, lines))
     number, header = next(records, (number, []))
-    sample = _cells(separation, beginning)[1:]
-    if looks_like_a_row(header, sample):
-        findings.headless[str(file.path)] = separation.delimiter
-    repeated = sorted({name for name in header if name and header.count(name) > 1})
-    if repeated:
-        check_headers(findings, ("document", "summary"))
-        raise DataError(f"{file.path}:{number}: the header names column '{shortened(repeated[0])}' twice")
+    check_header(file, Header(number, header, _cells(separation, beginning)[1:], separation.delimiter), findings)
     for line, cells in records:
         if len(cells) != len(header):
             findings.add(file, line, f"{len(cells)} cells, the header has {len(header)}")
@@ -116,6 +119,20 @@ def _cells(separation: Separation, beginning: Sequence[str]) -> list[list[str]]:
     with suppress(csv.Error):
         records.extend(cells for cells in separation.reader(beginning) if cells)
     return records
+
+
+def check_header(file: File, header: Header, findings: Findings) -> None:
+    """Check that the names of a table's columns differ, and note a table that seems to have none.
+
+    Raises:
+        DataError: a name stands there twice.
+    """
+    if looks_like_a_row(header.names, header.sample):
+        findings.headless[str(file.path)] = header.delimiter
+    repeated = sorted({name for name in header.names if name and header.names.count(name) > 1})
+    if repeated:
+        check_headers(findings, ("document", "summary"))
+        raise DataError(f"{file.path}:{header.line}: the header names column '{shortened(repeated[0])}' twice")
 
 
 def looks_like_a_row(header: Sequence[str], records: Sequence[Sequence[str]]) -> bool:
