@@ -9,7 +9,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from gptj_ft.durable import sync_path
+from gptj_ft.durable import (
+    SHARED_FILE,
+    create_file,
+    hidden_name,
+    open_file,
+    read_bytes,
+    read_text,
+    sync_path,
+    write_file,
+)
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.lock import take
 
@@ -37,7 +46,7 @@ class AnswersFile:
         self._text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
         self._check_settings()
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._descriptor = open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, SHARED_FILE)
         except OSError as error:
             raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
         if not take(self._descriptor):
@@ -49,7 +58,7 @@ class AnswersFile:
     def setting_of(path: Path, name: str) -> Any:
         """Return a setting that a file of answers was made with; ``None`` if there is no such file."""
         try:
-            return json.loads(_settings_path(path).read_text(encoding="utf-8")).get(name)
+            return json.loads(read_text(_settings_path(path))).get(name)
         except (OSError, ValueError, AttributeError):
             return None
 
@@ -83,8 +92,8 @@ class AnswersFile:
         ordered = sorted(lines, key=lambda line: int(line[ROW]))
         if lines == ordered:
             return
-        whole = self.path.with_name(f".{self.path.name}.sorted")
-        with whole.open("w", encoding="utf-8", newline="\n") as file:
+        whole = hidden_name(self.path, "sorted")
+        with os.fdopen(create_file(whole, SHARED_FILE), "w", encoding="utf-8", newline="\n") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in ordered)
             file.flush()
             os.fsync(file.fileno())
@@ -93,7 +102,7 @@ class AnswersFile:
 
     def _check_settings(self) -> None:
         if self._settings_path.is_file():
-            there = self._settings_path.read_text(encoding="utf-8")
+            there = read_text(self._settings_path)
             if there != self._text and self.path.exists():
                 raise UsageError(
                     f"{self.path} is there and was made {_difference(there, self._text)}; name a new --output"
@@ -103,14 +112,13 @@ class AnswersFile:
         elif self.path.exists():
             raise UsageError(f"{self.path} is there already, and not of this command; name a new --output")
         try:
-            self._settings_path.write_text(self._text, encoding="utf-8")
-            sync_path(self._settings_path)
+            write_file(self._settings_path, self._text, SHARED_FILE)
         except OSError as error:
             raise UsageError(f"cannot write {self._settings_path}: {error.strerror or error}") from error
 
     def _read(self) -> None:
         """Find the rows that are done; cut off a line that a kill has left unfinished."""
-        content = self.path.read_bytes()
+        content = read_bytes(self.path)
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
             os.ftruncate(self._descriptor, whole)
@@ -118,7 +126,7 @@ class AnswersFile:
 
     def _lines(self) -> list[dict[str, Any]]:
         lines = []
-        for number, text in enumerate(self.path.read_bytes().splitlines(), 1):
+        for number, text in enumerate(read_bytes(self.path).splitlines(), 1):
             try:
                 line = json.loads(text)
                 lines.append({**line, ROW: int(line[ROW])})

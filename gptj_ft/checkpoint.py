@@ -19,7 +19,6 @@ on. Which checkpoints are made and kept is decided in `keeping`.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptj_ft.durable import link_or_copy, remove_folder, sync_path
+from gptj_ft.durable import create_folder, discard, doomed_name, keep_folder, link_or_copy, remove_folder, sync_path
 from gptj_ft.errors import DataError, ResourceError
 from gptj_ft.formats.shards import open_shard
 from gptj_ft.optimizer import Update
@@ -143,7 +142,7 @@ def turn_into_checkpoint(run: Run, step: int, facts: Mapping[str, Any]) -> None:
     if (final / MANIFEST).is_file():  # of the same files, by links
         remove_folder(run.state)
         return
-    run.checkpoints.mkdir(exist_ok=True)
+    keep_folder(run.checkpoints)
     _publish(run.state, final, step, facts)
 
 
@@ -238,14 +237,14 @@ def _is_there(run: Run, step: int, facts: Mapping[str, Any]) -> bool:
 def _new_checkpoint(run: Run, step: int, facts: Mapping[str, Any]) -> Iterator[Path]:
     """Yield a folder to fill; it then becomes the checkpoint."""
     final = run.checkpoint(step)
-    temporary = final.with_name(final.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = doomed_name(final)
     try:
-        temporary.mkdir(parents=True)
+        keep_folder(final.parent)
+        create_folder(temporary)
         yield temporary
         _publish(temporary, final, step, facts)
     except (OSError, ResourceError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        discard(temporary)
         raise (disk_error(error, f"checkpoint {final}") if isinstance(error, OSError) else error) from error
 
 

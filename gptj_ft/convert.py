@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import shutil
@@ -17,6 +18,7 @@ import torch
 
 import gptj_ft
 from gptj_ft.copying import Copy
+from gptj_ft.durable import discard, hidden_name, read_text, require_plain
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.formats import mesh_writing
 from gptj_ft.formats import moments as moments_of_model
@@ -271,17 +273,25 @@ def _moments_of(source: Source, conversion: Conversion) -> Iterator[Moments | No
 @contextmanager
 def _scratch(target: Path, plan: Mapping[str, Any]) -> Iterator[Path]:
     """Yield the hidden name of a folder for what has to be unpacked; after a kill it stays, for the same conversion."""
-    start = f".{target.name}.unpacked-"
-    scratch = target.with_name(start + hashlib.sha256(json.dumps(plan["source"]).encode()).hexdigest()[:12])
-    for old in target.parent.glob(f"{start}*") if target.parent.is_dir() else ():
-        if old != scratch:
-            shutil.rmtree(old, ignore_errors=True)
+    digest = hashlib.sha256(json.dumps(plan["source"]).encode()).hexdigest()[:12]
+    scratch = hidden_name(target, f"unpacked-{digest}")
+    for old in target.parent.glob(f".{glob.escape(target.name)}.unpacked-*") if target.parent.is_dir() else ():
+        if old != scratch or not _is_plain(scratch):
+            discard(old)
     try:
         yield scratch
     except Exception:
-        shutil.rmtree(scratch, ignore_errors=True)
+        discard(scratch)
         raise
-    shutil.rmtree(scratch, ignore_errors=True)
+    discard(scratch)
+
+
+def _is_plain(folder: Path) -> bool:
+    try:
+        require_plain(folder)
+    except DataError:
+        return False
+    return not folder.is_symlink()
 
 
 def _plan(source: Path, conversion: Conversion) -> dict[str, Any]:
@@ -300,7 +310,7 @@ def _tuning(source: Path) -> dict[str, object] | None:
     if not path.is_file():
         return None
     try:
-        loaded: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
+        loaded: dict[str, object] = json.loads(read_text(path))
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     return loaded

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gptj_ft.durable import replace_text
+from gptj_ft.durable import SHARED_FILE, replace_text
 from gptj_ft.errors import DataError, UsageError
+from gptj_ft.home import home, make_home
 from gptj_ft.hub import is_offline
 from gptj_ft.hub_files import HubFile, fetch_files, is_there, writing
 from gptj_ft.hub_models import Wanted, choose_files, read_config
@@ -127,5 +128,7 @@ def _claim(folder: Path, origin: Origin) -> None:
         )
     if before is None and folder.is_dir() and any(path.name != "source.new" for path in folder.iterdir()):
         raise UsageError(f"{folder} exists and is no download; name another folder or remove it")
+    if folder.is_relative_to(home()):
+        make_home()
     folder.mkdir(parents=True, exist_ok=True)
-    replace_text(folder / SOURCE, origin.to_text())
+    replace_text(folder / SOURCE, origin.to_text(), SHARED_FILE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from rich.console import Console
 from gptj_ft.data.batches import Rows
 from gptj_ft.data.prepare import Prepared, Report, load, save
 from gptj_ft.demand import Load
-from gptj_ft.durable import sync_path, sync_tree
+from gptj_ft.durable import hidden_name, keep_folder, remove, sync_path, sync_tree, write_file
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.families import Architecture, read_architecture
 from gptj_ft.home import DEFAULT_REPOSITORY, TINY_MODELS, is_model, is_tuned
@@ -164,21 +163,21 @@ def begin(job: Job) -> Iterator[None]:
         ResourceError: the disk is full.
     """
     final = Path(job.session.recipe.output or "")
-    draft = Run(final.with_name(f".{final.name}.starting"))
+    draft = Run(hidden_name(final, "starting"))
     try:
-        draft.folder.mkdir(parents=True, exist_ok=True)
+        keep_folder(draft.folder)
     except OSError as error:
         raise _not_made(final, error) from error
     with locked(draft.folder, "training"):
         for left in draft.folder.iterdir():  # by a process that was killed
             if left.name != LOCK:
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
-        draft.recipe_file.write_text(dump(job.resolved.recipe, job.resolved.origins), encoding="utf-8")
+                remove(left)
+        write_file(draft.recipe_file, dump(job.resolved.recipe, job.resolved.origins))
         for name, rows in zip(("train", "validation"), job.rows, strict=True):
             if rows is not None:
                 save(rows, draft.data / name)
         if any(layout.numel for layout in job.session.selection.frozen):
-            draft.base_file.write_text(json.dumps(fingerprint(job.session.model), indent=1), encoding="utf-8")
+            write_file(draft.base_file, json.dumps(fingerprint(job.session.model), indent=1))
         sync_tree(draft.folder)
         try:
             draft.folder.rename(final)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-from gptj_ft.errors import UsageError, did_you_mean
+from gptj_ft.durable import keep_folder, read_text, replace_text
+from gptj_ft.errors import GptjFtError, UsageError, did_you_mean
 
 DEFAULT_REPOSITORY = "EleutherAI/gpt-j-6b"
 DEFAULTS = (DEFAULT_REPOSITORY, f"{DEFAULT_REPOSITORY}-fp16")  # as `download --variant fp16` calls its folder
@@ -33,6 +35,18 @@ def home() -> Path:
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "gptj-ft"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gptj-ft"
+
+
+def make_home() -> Path:
+    """Make the home folder, for its owner alone, if it is not there; return it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    folder = home()
+    if not folder.is_dir():  # it may be a link to another disk
+        keep_folder(folder)
+    return folder
 
 
 def models() -> Path:
@@ -107,15 +121,16 @@ def downloaded_model() -> Path | None:
 
 
 def remember_run(run: Path) -> None:
-    """Note the newest finished run, so that `generate` and `evaluate` find it from any folder."""
-    home().mkdir(parents=True, exist_ok=True)
-    (home() / "newest-run").write_text(str(run.resolve()) + "\n", encoding="utf-8")
+    """Note the newest finished run, so that `generate` and `evaluate` find it from any folder; if it can be noted."""
+    with suppress(OSError, GptjFtError):
+        replace_text(make_home() / "newest-run", f"{run.resolve()}\n")
 
 
 def newest_run() -> Path | None:
     """Return the newest run that holds a model: the one last remembered, or one in ``./runs``."""
-    note = home() / "newest-run"
-    candidates = [Path(note.read_text(encoding="utf-8").strip())] if note.is_file() else []
+    candidates = []
+    with suppress(OSError, ValueError):  # none was noted, or it cannot be read
+        candidates.append(Path(read_text(home() / "newest-run").strip()))
     candidates += RUNS.glob("*") if RUNS.is_dir() else []
     finished = [run for run in candidates if is_tuned(run / "model")]
     return max(finished, key=lambda run: written_at(run / "model") or 0.0, default=None)

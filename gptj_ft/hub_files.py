@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
+from gptj_ft.durable import SHARED_FILE, create_file, open_file, require_plain
 from gptj_ft.errors import NetworkError, ResourceError, UsageError
 from gptj_ft.hub import hub_api, hub_errors
 
@@ -105,6 +106,7 @@ def fetch_files(
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        require_plain(folder)  # what an earlier download has left there is written on
         missing = [file for file in files if not is_there(folder, file)]
         fetched = sum(file.bytes - _partial_bytes(folder, file) for file in missing)
         _check_space(folder, fetched)
@@ -181,7 +183,8 @@ def _fetch(repository: Repository, folder: Path, file: HubFile, bar: _Bar) -> No
     url = hf_hub_url(repository.name, name, repo_type=repository.kind, revision=revision, endpoint=api.endpoint)
     headers = build_hf_headers(token=api.token, library_name=api.library_name)
     partial.parent.mkdir(parents=True, exist_ok=True)
-    with partial.open("r+b" if start else "wb") as content:
+    descriptor = open_file(partial, os.O_RDWR) if start else create_file(partial, SHARED_FILE)
+    with os.fdopen(descriptor, "r+b") as content:
         content.seek(start)
         http_get(
             url,

@@ -14,7 +14,7 @@ from gptj_ft.data.records import FileOptions, Findings, read_rows, sha256_of
 from gptj_ft.data.split import split
 from gptj_ft.data.tokenizer import RowTokenizer, load_row_tokenizer, vocab_size_of
 from gptj_ft.errors import UsageError
-from gptj_ft.home import TINY_MODELS, downloaded_model, find_model, is_adapter, is_model, models
+from gptj_ft.home import TINY_MODELS, downloaded_model, find_model, is_adapter, is_model, make_home, models
 from gptj_ft.recipe import Recipe
 
 
@@ -123,7 +123,12 @@ def tiny_model(recipe: Recipe, source: Path) -> Path:
         texts = (value for value in values if isinstance(value, str))
         from gptj_ft.tiny import make_tiny
 
-        make_tiny(folder, texts, recipe.seed, model_type=TINY_MODELS[name])
+        make_home()
+        try:
+            make_tiny(folder, texts, recipe.seed, model_type=TINY_MODELS[name])
+        except UsageError:
+            if not is_model(folder):  # of another process, that was first
+                raise
     return folder
 
 

@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from gptj_ft.durable import append_text
+from gptj_ft.durable import append_text, keep_folder, read_text
 from gptj_ft.errors import ResourceError
-from gptj_ft.home import home
+from gptj_ft.home import home, make_home
 
 
 class Journal:
@@ -26,7 +26,7 @@ class Journal:
         self.path = home() / "evaluations" / f"{digest[:32]}.jsonl"
         self._found: dict[str, dict[int, Any]] = {}
         if self.path.is_file():
-            for line in self.path.read_text(encoding="utf-8").splitlines():
+            for line in read_text(self.path).splitlines():
                 try:
                     kind, findings = json.loads(line)
                 except ValueError:  # cut short by a crash; what follows, another process has written
@@ -46,7 +46,8 @@ class Journal:
         self.of(kind).update(findings)
         line = json.dumps([kind, {str(row): value for row, value in findings.items()}])
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_home()
+            keep_folder(self.path.parent)
             append_text(self.path, f"\n{line}\n")  # on a line of its own, whatever a crash has left before it
         except OSError as error:
             raise ResourceError(f"cannot write {self.path}: {error.strerror}") from error

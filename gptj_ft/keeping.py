@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from gptj_ft import checkpoint
-from gptj_ft.durable import remove_folder, sync_path
+from gptj_ft.durable import discard, remove_folder, sync_path
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.metrics import score_names
 from gptj_ft.optimizer import AdamW
@@ -96,7 +95,7 @@ class Keeper:
             if step not in kept:
                 remove_folder(folder)
         if is_finished and not kept & found.keys():
-            shutil.rmtree(self._run.checkpoints, ignore_errors=True)
+            discard(self._run.checkpoints)
         return {step: folder for step, folder in found.items() if step in kept}
 
     def _save(self) -> None:

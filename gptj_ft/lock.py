@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from gptj_ft.durable import open_file
 from gptj_ft.errors import UsageError
 
 try:
@@ -51,6 +52,7 @@ def locked(folder: Path, work: str) -> Iterator[None]:
 
     Raises:
         UsageError: another process is at work there; says which, and what to do.
+        DataError: ``run.lock`` is a link, or no file.
     """
     descriptor = _open(folder, os.O_RDWR | os.O_CREAT)
     if descriptor is None:
@@ -68,7 +70,10 @@ def locked(folder: Path, work: str) -> Iterator[None]:
         note = asdict(Holder(os.getpid(), platform.node(), work))
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (json.dumps(note) + "\n").encode(), 0)
-        yield
+        try:
+            yield
+        finally:
+            os.ftruncate(descriptor, 0)  # the folder may be handed on: the host has no place in it
     finally:
         os.close(descriptor)
 
@@ -93,7 +98,7 @@ def _open(folder: Path, flags: int) -> int | None:
     if fcntl is None:
         return None
     try:
-        return os.open(folder / LOCK, flags, 0o666)
+        return open_file(folder / LOCK, flags)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EACCES, errno.EROFS):
             return None

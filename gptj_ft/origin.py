@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from gptj_ft.durable import read_text
 from gptj_ft.errors import DataError
 from gptj_ft.hub_files import HubFile
 
@@ -45,7 +46,7 @@ def read_origin(folder: Path) -> Origin | None:
     if not path.is_file():
         return None
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_text(path))
         files = tuple(HubFile(**file) for file in values["files"])
         return Origin(**{**values, "files": files})
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from gptj_ft.durable import discard, hidden_name
 from gptj_ft.formats.adapters import MergedCheckpoint, open_adapter, write_adapter
 from gptj_ft.formats.huggingface import layer_tensors, open_checkpoint, write_model
 from gptj_ft.lora import is_transposed, linear_layers, name_of
@@ -37,9 +37,9 @@ def write_outcome(target: Path, trained: Trained, selection: Selection, layers: 
         write_model(target, trained.architecture, whole, dtype=None, source=base, files=files)
         return
     merges = trained.recipe.lora.merge
-    draft = target.with_name(f".{target.name}.unmerged") if merges else target
+    draft = hidden_name(target, "unmerged") if merges else target
     if merges:
-        shutil.rmtree(draft, ignore_errors=True)
+        discard(draft)
     named = (
         {name_of(family, index, local, len(selection.trained)): view for local, view in layer.items()}
         for index, layer in enumerate(layers)
@@ -47,7 +47,7 @@ def write_outcome(target: Path, trained: Trained, selection: Selection, layers: 
     write_adapter(draft, base, peft_settings(trained, selection), named, files_of(trained, is_adapter=True))
     if merges:
         # The adapter comes last: where it is, everything is.
-        shutil.rmtree(target.with_name(MERGED), ignore_errors=True)
+        discard(target.with_name(MERGED))
         write_merged(target.with_name(MERGED), trained, draft, files)
         draft.rename(target)
 

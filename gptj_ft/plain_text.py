@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+from pathlib import Path
 
 # C0 and C1 controls, DEL, the line and paragraph separators, and the marks that reorder text on a screen.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -22,6 +24,22 @@ def one_line(text: str) -> str:
 def shortened(text: str, characters: int = 30) -> str:
     """Return text as a single line, cut after so many characters: the name of a column may be a whole document."""
     return one_line(text if len(text) <= characters else f"{text[:characters]}...")
+
+
+def command_line(*words: str | Path) -> str:
+    r"""Return a command of this program as a shell takes it, to be copied.
+
+    Args:
+        words: what follows the program's name; a path that begins with a dash would be taken for an option.
+    """
+    return " ".join(["gptj-ft", *map(_quoted, words)])
+
+
+def _quoted(word: str | Path) -> str:
+    text = f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
+    if one_line(text) == text:
+        return shlex.quote(text)
+    return "$'{}'".format(one_line(text.replace("\\", r"\\").replace("'", r"\'")))
 
 
 def _escaped(found: re.Match[str]) -> str:

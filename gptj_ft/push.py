@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gptj_ft.durable import read_text, require_plain
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.families import read_architecture
 from gptj_ft.formats.adapters import WEIGHTS as ADAPTER_WEIGHTS
@@ -56,10 +57,10 @@ def pack(folder: Path) -> list[Parcel]:
     """Return what is sent of a model folder; nothing is sent yet.
 
     Raises:
-        UsageError: not a model, or adapter, with safetensors weights, the base of an adapter is not there, or a file
-            is a link to elsewhere.
-        DataError: the weights are damaged, or a text file is not JSON.
+        UsageError: not a model, or adapter, with safetensors weights, or the base of an adapter is not there.
+        DataError: the weights are damaged, a text file is not JSON, or a file is a link to elsewhere.
     """
+    require_plain(folder)
     weights = _adapter_weights(folder) if is_adapter(folder) else _model_weights(folder)
     if not all(name.endswith(".safetensors") for name in weights):
         raise UsageError(
@@ -68,9 +69,6 @@ def pack(folder: Path) -> list[Parcel]:
     index = [] if "model.safetensors" in weights or is_adapter(folder) else [INDEX]
     names = [*COMPANIONS, ADAPTER_CONFIG if is_adapter(folder) else "config.json", *index, *weights]
     there = [name for name in names if os.path.lexists(folder / name)]
-    for name in there:
-        if not (folder / name).resolve().is_relative_to(folder.resolve()):
-            raise UsageError(f"{folder / name} is a link to elsewhere, which is not sent; copy it into the folder")
     base = read_origin(base_folder(folder))
     return [_parcel(folder / name, base.repository if base else "") for name in there]
 
@@ -170,7 +168,7 @@ def _parcel(path: Path, base: str) -> Parcel:
     if path.suffix != ".json" or path.name in (INDEX, "tokenizer.json", "vocab.json", "added_tokens.json"):
         return Parcel(path.name, path, size)
     try:
-        values = dict(json.loads(path.read_text(encoding="utf-8")))
+        values = dict(json.loads(read_text(path)))
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     local = {key: base if key == ADAPTER_BASE else "" for key in PATHS if _is_path(values.get(key))}

@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 import torch
 
 from gptj_ft import measure
+from gptj_ft.durable import read_text, write_file
 from gptj_ft.errors import ResourceError
-from gptj_ft.home import home
+from gptj_ft.home import home, make_home
 from gptj_ft.machine import existing_folder, free_disk
 from gptj_ft.measure import ASSUMED_DISK, FILE_BYTES, ComputeRates, DiskRates, Rates
 
@@ -100,7 +101,7 @@ def _cache() -> Path:
 
 def _read_cache() -> dict[str, Any]:
     try:
-        known = json.loads(_cache().read_text(encoding="utf-8"))
+        known = json.loads(read_text(_cache()))
     except (OSError, ValueError):
         known = {}
     return known if isinstance(known, dict) and known.get("method") == METHOD else {"method": METHOD}
@@ -127,8 +128,8 @@ def _keep(part: str, key: str, measured: T) -> T:
     known[part] = {**(entries if isinstance(entries, dict) else {}), key: asdict(measured)}
     new = _cache().with_suffix(f".{os.getpid()}")
     try:
-        new.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+        make_home()
+        write_file(new, json.dumps(known, indent=2) + "\n")
         os.replace(new, _cache())
     except OSError:
         _unsaved[part, key] = asdict(measured)

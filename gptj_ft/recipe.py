@@ -631,7 +631,8 @@ def resolve(
             _assign(merged, key, value, origin)
             origins[key] = origin
     for key in TEMPLATES:
-        if str(merged.get(key, "")).startswith("@"):
+        # What a model remembers is no name of a file: the model may be anybody's.
+        if str(merged.get(key, "")).startswith("@") and (base is None or origins[key] != base[0]):
             merged[key] = _template_file(str(merged[key])[1:], key, config if origins[key] == str(config) else None)
     if isinstance(merged.get("schedule"), list):
         _drop_what_pieces_replace(merged, origins, sources)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
-import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from gptj_ft import __version__
-from gptj_ft.durable import append_text, replace_text
+from gptj_ft.durable import append_text, appending, discard, read_text, replace_text, require_plain
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.home import RUNS
+from gptj_ft.plain_text import command_line, one_line
 from gptj_ft.recipe import Recipe, build, load_options
 
 COMMIT = "commit.json"  # in the state folder of a run whose whole state is on disk: its last step
@@ -75,23 +76,25 @@ class Run:
         return read_json(self.state / COMMIT) if (self.state / COMMIT).is_file() else None
 
     def recipe(self) -> Recipe:
-        """Return the recipe that the run was started with.
+        """Return the recipe that the run was started with; every command that opens a run begins with it.
 
         Raises:
             UsageError: this is not a run folder.
+            DataError: it holds a link to elsewhere, a pipe or a device.
         """
         if not self.recipe_file.is_file():
             raise UsageError(f"{self.folder} is not a run folder: it has no recipe.yaml")
+        require_plain(self.folder)
         return build(load_options(self.recipe_file))
 
     def discard_state(self) -> None:
         """Remove what only an unfinished run needs: the model holds the result."""
-        shutil.rmtree(self.state, ignore_errors=True)
+        discard(self.state)
 
     def log(self, line: str) -> None:
         """Add a line, with the time, to ``log.txt``."""
-        with (self.folder / "log.txt").open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")
+        with appending(self.folder / "log.txt") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {one_line(line)}\n")
 
     def append_metrics(self, values: Mapping[str, Any]) -> None:
         """Add a line to ``metrics.jsonl``, durably.
@@ -108,7 +111,7 @@ class Run:
         """Return the lines of ``metrics.jsonl``; a last line cut short by a crash is left out."""
         lines = []
         if self.metrics_file.is_file():
-            for text in self.metrics_file.read_text(encoding="utf-8").splitlines():
+            for text in read_text(self.metrics_file).splitlines():
                 try:
                     lines.append(json.loads(text))
                 except ValueError:
@@ -134,10 +137,9 @@ def choose_folder(recipe: Recipe) -> Path:
     if recipe.output is None:
         return next(path for n in range(1, sys.maxsize) if not (path := RUNS / f"{recipe.recipe}-{n}").exists())
     folder = Path(recipe.output).expanduser()
-    if folder.exists():
-        raise UsageError(
-            f"{folder} exists: name another --output, or continue it with `gptj-ft finetune --resume {folder}`"
-        )
+    if os.path.lexists(folder):
+        resume = command_line("finetune", "--resume", folder)
+        raise UsageError(f"{folder} exists: name another --output, or continue it with `{resume}`")
     return folder
 
 
@@ -191,7 +193,7 @@ def read_json(path: Path) -> dict[str, Any]:
         DataError: it is missing or damaged.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_text(path))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):

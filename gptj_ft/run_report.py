@@ -15,7 +15,7 @@ from gptj_ft import yaml_text
 from gptj_ft.data.lengths import bins_of
 from gptj_ft.data.prepared import Prepared, is_prepared, load
 from gptj_ft.data.targets import lengths_of
-from gptj_ft.durable import new_files, replace_text
+from gptj_ft.durable import new_files, read_text, replace_text
 from gptj_ft.errors import ResourceError
 from gptj_ft.evaluation_report import (
     changes_of,
@@ -180,7 +180,7 @@ def _recipe_text(run: Run, names: Mapping[str, str]) -> str:
         value = yaml_text.parse(line["value"], "recipe.yaml")
         return f"{line['key']}: {names.get(value, model_name(value)) if isinstance(value, str) else line['value']}"
 
-    text = run.recipe_file.read_text(encoding="utf-8")
+    text = read_text(run.recipe_file)
     return re.sub(r"(?m)^(?P<key>data|val_data|model|output): (?P<value>.*?)(?=  #|$)", renamed, text)
 
 

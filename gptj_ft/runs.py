@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gptj_ft import durable
 from gptj_ft.durable import disk_bytes, files_in
 from gptj_ft.errors import GptjFtError, UsageError
 from gptj_ft.home import RUNS, is_tuned, written_at
@@ -161,7 +161,7 @@ def remove(found: Leftovers) -> None:
     """
     for path in found.paths:
         try:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            durable.remove(path)
         except OSError as error:
             raise UsageError(f"cannot remove {path}: {error.strerror}") from error
 

@@ -9,7 +9,7 @@ from gptj_ft.data.batches import Rows
 from gptj_ft.data.prepared import load
 from gptj_ft.data.split import select
 from gptj_ft.data.tokenizer import load_tokenizer
-from gptj_ft.durable import replace_text
+from gptj_ft.durable import keep_folder, replace_text
 from gptj_ft.errors import ResourceError
 from gptj_ft.metrics.figures import values
 from gptj_ft.reading import Reads, together_within
@@ -79,7 +79,7 @@ class Sampler:
         keys = ("place", "prediction", "references")
         lines = [dict(zip(keys, row, strict=True)) for row in zip(self._places, texts, self._references, strict=True)]
         try:
-            folder.mkdir(exist_ok=True)
+            keep_folder(folder)
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             replace_text(folder / f"step-{step:06d}.jsonl", text)
         except OSError as error:

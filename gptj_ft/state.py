@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 from gptj_ft import checkpoint
 from gptj_ft.boundaries import boundary_layout
+from gptj_ft.durable import discard
 from gptj_ft.formats.huggingface import open_checkpoint
 from gptj_ft.formats.moments import open_moments
 from gptj_ft.model import load_weights, open_frozen, training_stack
@@ -30,7 +30,7 @@ def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str,
         settle(session, run, commit)
         commit = None
     if not commit:
-        shutil.rmtree(run.state, ignore_errors=True)  # without a commit it is scratch, or half of a beginning
+        discard(run.state)  # without a commit it is scratch, or half of a beginning
     facts: dict[str, Any] = {"loss_before": None, "updates_before": 0}
     stack = open_stack(session, run, session.plan.placement)
     if run.state.is_dir() and not takes_direct(run.state):

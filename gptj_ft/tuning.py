@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gptj_ft.durable import read_text
 from gptj_ft.errors import DataError
 from gptj_ft.formats.writing import TUNING
 from gptj_ft.recipe import Recipe
@@ -56,7 +57,7 @@ def read_tuning(model: Path) -> Tuning | None:
     if not path.is_file():
         return None
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_text(path))
         return Tuning(**{key: values[key] for key in Tuning.__dataclass_fields__})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path} is damaged: {error!r}") from error

@@ -234,7 +234,7 @@ def test_a_full_disk_is_a_resource_error_and_leaves_nothing(prepared, tmp_path, 
     def full(self, *_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ResourceError, match="no space left"):
         save(prepared, tmp_path / "data")
     assert [path.name for path in tmp_path.iterdir() if path.name != "home"] == ["notes.jsonl"]

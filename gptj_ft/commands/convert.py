@@ -181,9 +181,8 @@ def _check(first: Path | None, second: Path | None, form: Form | None, config: P
 
     if first is None or second is None:
         raise UsageError("--check needs two checkpoints: gptj-ft convert --check A B")
-    home.home().mkdir(parents=True, exist_ok=True)
     with (
-        TemporaryDirectory(dir=home.home(), prefix="unpacked-") as scratch,
+        TemporaryDirectory(dir=home.make_home(), prefix="unpacked-") as scratch,
         open_source(first, form, config, Path(scratch) / "a") as a,
         open_source(second, None, config, Path(scratch) / "b") as b,
         out.bar("comparing") as advance,

@@ -9,8 +9,9 @@ import typer
 
 from gptj_ft.commands.help import Commands
 from gptj_ft.commands.terminal import as_tuple, print_json
-from gptj_ft.errors import UsageError
+from gptj_ft.durable import new_files
 from gptj_ft.options import Assignments, Json, complete_recipe
+from gptj_ft.plain_text import command_line
 from gptj_ft.recipe import resolve
 
 recipes_app = typer.Typer(cls=Commands, no_args_is_help=True, help="Presets for tasks: list them, show or copy one.")
@@ -57,11 +58,7 @@ def copy_recipe(
     from gptj_ft.recipe import preset_file
 
     target = target or Path(f"{name}.yaml")
-    if target.exists():
-        raise UsageError(f"{target} exists, and is not overwritten: name another file")
     text = preset_file(name).read_text(encoding="utf-8")
-    try:
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {target}: {error.strerror}") from error
-    print(f"{target}: yours to change\nnext: gptj-ft finetune --config {target} --data FILE")
+    with new_files(target) as (file,):
+        file.write(text)
+    print(f"{target}: yours to change\nnext: {command_line('finetune', '--config', target, '--data')} FILE")

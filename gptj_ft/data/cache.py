@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ from gptj_ft.data.prepare import prepare
 from gptj_ft.data.prepared import MANIFEST, VERSION, Prepared, is_prepared, load, save, settings_of
 from gptj_ft.data.records import sha256_of
 from gptj_ft.data.tokenizer import tokenizer_digest
-from gptj_ft.durable import disk_bytes, files_in
+from gptj_ft.durable import discard, disk_bytes, files_in, keep_folder, read_text
 from gptj_ft.errors import DataError, ResourceError, UsageError
-from gptj_ft.home import home
+from gptj_ft.home import home, make_home
 from gptj_ft.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -53,9 +52,11 @@ def prepare_once(
         try:
             return load(folder)
         except DataError:  # damaged
-            shutil.rmtree(folder, ignore_errors=True)
+            discard(folder)
     prepared = prepare(recipe, tokenizer, source, vocab_size, progress)
-    with suppress(ResourceError, UsageError):
+    with suppress(ResourceError, UsageError, OSError):
+        make_home()
+        keep_folder(cache())
         save(prepared, folder)
     try:
         return load(folder)
@@ -69,7 +70,7 @@ def kept() -> list[Kept]:
     for folder in cache().glob("*"):
         if is_prepared(folder):
             try:
-                manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+                manifest = json.loads(read_text(folder / MANIFEST))
                 files, rows = tuple(manifest["files"]), int(manifest["rows_kept"])
             except (OSError, ValueError, KeyError, TypeError):
                 files, rows = (), 0
@@ -80,7 +81,7 @@ def kept() -> list[Kept]:
 def clear() -> int:
     """Remove everything that is kept; return the bytes that are free now."""
     size = disk_bytes(files_in(cache()))
-    shutil.rmtree(cache(), ignore_errors=True)
+    discard(cache())
     return size
 
 

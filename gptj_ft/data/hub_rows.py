@@ -16,9 +16,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from gptj_ft.data.hub_layout import TRAIN, Layout, Part, layout_of
-from gptj_ft.durable import replace_text
+from gptj_ft.durable import read_text, replace_text, require_plain
 from gptj_ft.errors import NoSuchRevision, Unreachable, UsageError
-from gptj_ft.home import home
+from gptj_ft.home import home, make_home
 from gptj_ft.hub import open_network
 from gptj_ft.hub_files import HubFile, Repository, fetch_files, is_there, look_up, writing
 from gptj_ft.lock import locked
@@ -154,7 +154,9 @@ def _fetch(reference: Reference, say: Callable[[str], None], progress: Callable[
     say(f"{reference} is {note.pinned}: {len(files)} file{'s' * (len(files) != 1)}, {size}")
     if not _is_whole(note):
         with writing(folder):
+            make_home()
             folder.mkdir(parents=True, exist_ok=True)
+            require_plain(folder)
         with locked(folder, "fetching"):
             fetch_files(repository, files, folder, progress)
     with writing(datasets()):
@@ -194,7 +196,7 @@ def _conversion(name: str) -> tuple[Repository | None, Layout]:
 def _note(reference: Reference) -> Note | None:
     """Return what a reference stood for, if its files are still there."""
     try:
-        values = json.loads(_note_file(reference).read_text(encoding="utf-8"))
+        values = json.loads(read_text(_note_file(reference)))
         note = Note(**{**values, "files": tuple(HubFile(**file) for file in values["files"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None

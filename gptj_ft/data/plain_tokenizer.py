@@ -10,6 +10,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
+from gptj_ft.durable import read_text
+
 # What tokenizer_config.json may say without a change to the tokens of a text, but for the tokens it names.
 HARMLESS = {
     "added_tokens_decoder", "additional_special_tokens", "backend", "chat_template", "errors", "extra_special_tokens",
@@ -69,7 +71,7 @@ def _object(path: Path) -> dict[str, Any] | None:
     """Return the object in a JSON file; ``None`` if there is no such file."""
     if not path.exists():
         return None
-    values = json.loads(path.read_text(encoding="utf-8"))
+    values = json.loads(read_text(path))
     if not isinstance(values, dict):
         raise ValueError(f"{path}: no object")
     return values

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from gptj_ft.data.placeholders import fields_of
 from gptj_ft.data.table_folder import open_table, write_table
 from gptj_ft.data.token_table import TokenTable
 from gptj_ft.data.tokenizer import tokenizer_digest
-from gptj_ft.durable import draft_of
+from gptj_ft.durable import discard, draft_of, read_text, require_plain, write_file
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.plain_text import shortened
 from gptj_ft.recipe import Recipe
@@ -171,7 +170,7 @@ def save(prepared: Prepared, folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         write_table(prepared.rows, temporary)
         manifest = json.dumps(prepared.report.to_dict(), indent=2, ensure_ascii=False) + "\n"
-        (temporary / MANIFEST).write_text(manifest, encoding="utf-8")
+        write_file(temporary / MANIFEST, manifest)
         temporary.rename(folder)
     except OSError as error:
         if error.errno == errno.ENOSPC:
@@ -180,7 +179,7 @@ def save(prepared: Prepared, folder: Path) -> None:
             raise UsageError(exists) from error
         raise UsageError(f"cannot write {folder}: {error.strerror or error}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        discard(temporary)
 
 
 def load(folder: Path) -> Prepared:
@@ -188,13 +187,14 @@ def load(folder: Path) -> Prepared:
 
     Raises:
         UsageError: the folder holds none.
-        DataError: made by another version, or damaged.
+        DataError: made by another version, or damaged, or a link in it leads elsewhere.
     """
     if not is_prepared(folder):
         raise UsageError(f"{folder} is not prepared data: it has no {MANIFEST}")
+    require_plain(folder)
     again = "prepare the data again"
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads(read_text(folder / MANIFEST))
         if manifest["version"] != VERSION:
             raise DataError(f"{folder}: prepared by version {manifest['version']}, this is {VERSION}; {again}")
         report = Report.from_dict(manifest)

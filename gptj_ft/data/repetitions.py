@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gptj_ft.home import home
+from gptj_ft.home import make_home
 
 RECORD = np.dtype([("asked", "<u8"), ("answered", "<u8"), ("source", "<u4"), ("line", "<u8")])
 HELD = 2**14  # records in memory before they are written
@@ -24,8 +24,8 @@ class Repetitions:
         self._bucket = bucket
         self._sources: dict[str, int] = {}
         self._held: list[tuple[int, int, int, int]] = []
-        home().mkdir(parents=True, exist_ok=True)  # not where temporary files go: that may be memory
-        self._file = tempfile.TemporaryFile(dir=home())  # noqa: SIM115 - closed by `close`
+        # Not where temporary files go: that may be memory.
+        self._file = tempfile.TemporaryFile(dir=make_home())  # noqa: SIM115 - closed by `close`
 
     def add(self, asked: int, answered: int, source: str, line: int) -> None:
         """Remember a row: digests of 64 bits, and where it is."""

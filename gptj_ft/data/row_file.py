@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 import weakref
 from pathlib import Path
 
@@ -11,7 +11,8 @@ import pyarrow
 
 from gptj_ft.data.columns import SCHEMA
 from gptj_ft.data.token_table import TokenTable
-from gptj_ft.home import home
+from gptj_ft.durable import create_file
+from gptj_ft.home import home, make_home
 
 BATCH_BYTES = 16 * 2**20  # opening a file looks at the head of every batch, and maps what is around it
 UNSAVED = ".rows-"  # how files of rows begin that have not been saved
@@ -21,7 +22,8 @@ class RowWriter:
     """Writes rows to an Arrow stream, in batches of some megabytes."""
 
     def __init__(self, path: Path) -> None:
-        self._writer = pyarrow.ipc.new_stream(str(path), SCHEMA)
+        self._file = os.fdopen(create_file(path), "wb")
+        self._writer = pyarrow.ipc.new_stream(self._file, SCHEMA)
         self._waiting: list[pyarrow.RecordBatch] = []
         self._waiting_bytes = 0
 
@@ -36,6 +38,7 @@ class RowWriter:
         """Write what is left."""
         self._flush()
         self._writer.close()
+        self._file.close()
 
     def _flush(self) -> None:
         for batch in pyarrow.Table.from_batches(self._waiting, SCHEMA).combine_chunks().to_batches():
@@ -48,11 +51,9 @@ class RowFile:
     """A file in the home folder, of which no more is in memory than is looked at; it goes with the table made of it."""
 
     def __init__(self) -> None:
-        home().mkdir(parents=True, exist_ok=True)  # not where temporary files go: that may be memory
+        folder = make_home()  # not where temporary files go: that may be memory
         _remove_leftovers()
-        descriptor, name = tempfile.mkstemp(prefix=f"{UNSAVED}{os.getpid()}-", suffix=".arrow", dir=home())
-        os.close(descriptor)
-        self._path = Path(name)
+        self._path = folder / f"{UNSAVED}{os.getpid()}-{secrets.token_hex(8)}.arrow"
         self._writer = RowWriter(self._path)
         self.write = self._writer.write
         self._is_used = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pyarrow
 from gptj_ft.data.columns import SCHEMA
 from gptj_ft.data.row_file import RowWriter
 from gptj_ft.data.token_table import TokenTable
+from gptj_ft.durable import copy_file, create_folder, read_text, write_file
 
 ROWS = "data-00000-of-00001.arrow"  # as `datasets` names the file of a data set that has one
 INFO, STATE = "dataset_info.json", "state.json"
@@ -26,7 +26,7 @@ def write_table(table: TokenTable, folder: Path) -> None:
     Raises:
         OSError: it exists, or cannot be written.
     """
-    folder.mkdir()
+    create_folder(folder)
     info = {"citation": "", "description": "", "features": _features(), "homepage": "", "license": ""}
     state: dict[str, Any] = {
         "_data_files": [{"filename": ROWS}],
@@ -38,7 +38,7 @@ def write_table(table: TokenTable, folder: Path) -> None:
         "_split": None,
     }
     for name, facts in ((INFO, info), (STATE, state)):
-        (folder / name).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        write_file(folder / name, json.dumps(facts, indent=2) + "\n")
     if not table.is_whole:
         writer = RowWriter(folder / ROWS)
         for batch in table.batches(size=COPIED):
@@ -48,7 +48,7 @@ def write_table(table: TokenTable, folder: Path) -> None:
     try:
         os.link(table.files[0], folder / ROWS)  # neither is ever changed
     except OSError:  # another file system, or one without links
-        shutil.copyfile(table.files[0], folder / ROWS)
+        copy_file(table.files[0], folder / ROWS)
 
 
 def open_table(folder: Path) -> TokenTable:
@@ -57,7 +57,7 @@ def open_table(folder: Path) -> TokenTable:
     Raises:
         OSError, ValueError, KeyError, TypeError: not there, or damaged.
     """
-    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    state = json.loads(read_text(folder / STATE))
     return TokenTable.open([folder / Path(each["filename"]).name for each in state["_data_files"]])
 
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from gptj_ft.durable import read_text, require_plain
 from gptj_ft.errors import UsageError
 from gptj_ft.home import TINY_MODELS
 
@@ -97,11 +98,13 @@ def load_row_tokenizer(folder: Path) -> RowTokenizer:
 
     Raises:
         UsageError: as `load_tokenizer`, but that there is none is said only where one is needed.
+        DataError: as `load_tokenizer`.
     """
     from gptj_ft.data.plain_tokenizer import read_plain
 
     if folder.is_dir() and not has_tokenizer(folder):
         return NoTokenizer(folder)
+    require_plain(folder)
     return read_plain(folder, GENERIC) or load_tokenizer(folder)
 
 
@@ -110,11 +113,13 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
     Raises:
         UsageError: no tokenizer files in it, or none that can be read; says what is missing.
+        DataError: the folder has a link to elsewhere.
     """
     if not folder.is_dir():
         raise UsageError(f"no such folder: {folder}")
     if not has_tokenizer(folder):
         raise no_tokenizer(folder)
+    require_plain(folder)
     present = {path.name for path in folder.iterdir()}
     try:
         tokenizer = _loader(folder, present).from_pretrained(str(folder), local_files_only=True)
@@ -143,7 +148,7 @@ def _loader(folder: Path, present: set[str]) -> Any:
 
 def _class_of(folder: Path) -> str | None:
     try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        config = json.loads(read_text(folder / "tokenizer_config.json"))
     except (ValueError, OSError):
         return None
     return str(config.get("tokenizer_class")) if isinstance(config, dict) else None
@@ -169,7 +174,7 @@ def vocab_size_of(folder: Path) -> int:
         UsageError, DataError: as `families.read_architecture`.
     """
     try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        raw = json.loads(read_text(folder / "config.json"))
     except (ValueError, OSError):
         raw = None
     if isinstance(raw, dict) and raw.get("model_type") in TINY_MODELS.values():

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from gptj_ft.durable import read_text, require_plain
 from gptj_ft.errors import DataError, UsageError, did_you_mean
 from gptj_ft.stores import LENDER, Layout
 
@@ -142,13 +143,14 @@ def read_architecture(folder: Path) -> Architecture:
 
     Raises:
         UsageError: there is none, or it names an architecture that is not supported.
-        DataError: it is not JSON, or contradicts the architecture.
+        DataError: it is not JSON, or contradicts the architecture, or the folder has a link to elsewhere.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise UsageError(f"{folder} is not a model folder: it has no config.json")
+    require_plain(folder)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_text(path))
     except (ValueError, OSError) as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     if not isinstance(raw, dict):

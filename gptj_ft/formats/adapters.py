@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptj_ft.durable import sync_path, sync_tree
+from gptj_ft.durable import SHARED_FILE, discard, read_bytes, read_text, require_plain, sync_path, sync_tree, write_file
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.families import Architecture
 from gptj_ft.formats.entries import Entry, Shard
 from gptj_ft.formats.huggingface import Checkpoint
 from gptj_ft.formats.shards import open_shard, write_safetensors
+from gptj_ft.formats.writing import partial_name, remove_leftovers
 from gptj_ft.home import ADAPTER_CONFIG, TOKENIZER_FILES, find_model, is_adapter, is_model
 from gptj_ft.lora import A, B, Rank, is_transposed, linear_layers, widths
 
@@ -96,6 +96,7 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
         UsageError: no adapter, or of a kind that is not supported.
         DataError: damaged, or made for another model.
     """
+    require_plain(folder)
     config = _read_config(folder)
     if config.get("peft_type") != "LORA":
         raise UsageError(f"{folder / ADAPTER_CONFIG}: peft_type {config.get('peft_type')} is not supported, LORA is")
@@ -184,30 +185,31 @@ def write_adapter(
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base.resolve()), **settings,
         "bias": "none", "inference_mode": True, "init_lora_weights": True,
     }  # fmt: skip
-    draft = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
+    draft = partial_name(folder)
     try:
-        draft.mkdir(parents=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+        draft.mkdir()
         tensors = {f"{PREFIX}{name}": matrix.clone() for layer in layers for name, matrix in layer.items()}
         write_safetensors(draft / WEIGHTS[0], tensors, torch.float32)
         for name in TOKENIZER_FILES:
             if (base / name).is_file():
-                shutil.copyfile(base / name, draft / name)
+                write_file(draft / name, read_bytes(base / name), SHARED_FILE)
         for name, text in {**files, ADAPTER_CONFIG: json.dumps(config, indent=2) + "\n"}.items():
-            (draft / name).write_text(text, encoding="utf-8")
+            write_file(draft / name, text, SHARED_FILE)
         sync_tree(draft)
         draft.rename(folder)
         sync_path(folder.parent)
     except OSError as error:
         raise ResourceError(f"cannot write {folder}: {error.strerror or error}; make room and repeat") from error
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        discard(draft)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / ADAPTER_CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_text(path))
     except OSError as error:
         raise UsageError(f"{folder} is no adapter: it has no {ADAPTER_CONFIG}") from error
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tarfile
@@ -10,6 +11,7 @@ from lzma import LZMAError
 from pathlib import Path
 
 from gptj_ft.data.compression import SNIFFED_BYTES, packing_of, unpacked
+from gptj_ft.durable import create_file
 from gptj_ft.errors import DataError, ResourceError
 from gptj_ft.formats.writing import writing
 from gptj_ft.machine import free_disk
@@ -103,7 +105,7 @@ def _save(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path, path:
             )
         content = archive.extractfile(member)
         assert content is not None
-    with part.open("wb") as file:
+    with os.fdopen(create_file(part), "wb") as file:
         while True:
             data = content.read(COPY_BYTES)  # outside `writing`: what fails here is the archive
             if not data:

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gptj_ft.durable import SHARED_FILE
 from gptj_ft.formats.borrowed import borrow
 from gptj_ft.stores.blockio import PAGE, REQUEST_BYTES, REQUESTS_IN_FLIGHT, let_go, open_direct, read_range, write_range
 
@@ -52,7 +53,7 @@ class WriteBehind:
         Raises:
             OSError: the disk's own.
         """
-        descriptor = open_direct(path, os.O_RDWR | os.O_CREAT)
+        descriptor = open_direct(path, os.O_RDWR | os.O_CREAT, SHARED_FILE)
         self._open.add(descriptor)
         return PageWriter(self, descriptor, begin)
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gptj_ft.durable import replace_text, sync_path
+from gptj_ft.durable import (
+    SHARED_FOLDER,
+    discard,
+    hidden_name,
+    keep_folder,
+    read_text,
+    remove,
+    replace_text,
+    require_plain,
+    sync_path,
+)
 from gptj_ft.errors import UsageError
 from gptj_ft.formats.writing import writing
 from gptj_ft.lock import LOCK, locked
@@ -20,7 +29,7 @@ PLAN = "plan.json"
 
 def draft_name(folder: Path) -> Path:
     """Return the hidden name under which a folder is made."""
-    return folder.with_name(f".{folder.name}.converting")
+    return hidden_name(folder, "converting")
 
 
 @contextmanager
@@ -41,7 +50,7 @@ def drafted(folder: Path, plan: Mapping[str, Any]) -> Iterator[Path]:
         raise UsageError(f"output folder {folder} exists; name another or remove it")
     draft = draft_name(folder)
     with writing(folder):
-        draft.mkdir(parents=True, exist_ok=True)
+        keep_folder(draft, SHARED_FOLDER)
     with locked(draft, "converting into"):
         try:
             with writing(folder):
@@ -54,7 +63,7 @@ def drafted(folder: Path, plan: Mapping[str, Any]) -> Iterator[Path]:
                 draft.rename(folder)
                 sync_path(folder.parent)
         except Exception:
-            shutil.rmtree(draft, ignore_errors=True)
+            discard(draft)
             raise
 
 
@@ -62,13 +71,12 @@ def _begin(draft: Path, plan: Mapping[str, Any]) -> None:
     """Keep what is there if it is of the same plan."""
     path = draft / PLAN
     try:
-        if json.loads(path.read_text(encoding="utf-8")) == plan:
+        require_plain(draft)
+        if json.loads(read_text(path)) == plan:
             return
     except (OSError, ValueError):
-        pass  # nothing yet, or of a process that was killed before it began
+        pass  # nothing yet, of a process that was killed before it began, or not made here
     for old in draft.iterdir():
-        if old.is_dir():
-            shutil.rmtree(old)
-        elif old.name != LOCK:
-            old.unlink()
+        if old.name != LOCK:
+            remove(old)
     replace_text(path, json.dumps(plan))

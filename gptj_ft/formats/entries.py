@@ -60,21 +60,6 @@ class Shard(Protocol):
         """Return how many rows to read at a time: few enough for little memory, and none read twice."""
 
 
-def inside(path: Path, folder: Path | None = None) -> Path:
-    """Check that a file lies in its folder, or in one above it, and is no link to elsewhere on this machine.
-
-    The cache of Hugging Face keeps ``snapshots/COMMIT/NAME`` as links to ``blobs/DIGEST``.
-
-    Raises:
-        DataError: it is one.
-    """
-    folder, target = (folder or path.parent).resolve(), path.resolve()
-    cache = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
-    if not any(target.is_relative_to(place) for place in (folder, *cache)):
-        raise DataError(f"{path} is a link to {target}, out of the folder; put the file itself there")
-    return path
-
-
 def read_rows(path: Path, entry: Entry, start: int = 0, stop: int | None = None) -> Tensor:
     """Read rows of a tensor that a file has in one piece.
 

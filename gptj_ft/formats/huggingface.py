@@ -11,9 +11,10 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from gptj_ft.durable import inside, read_text
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.families import Architecture, Family, full_name
-from gptj_ft.formats.entries import Entry, Shard, inside
+from gptj_ft.formats.entries import Entry, Shard
 from gptj_ft.formats.shards import open_shard
 from gptj_ft.formats.writing import INDEX, write_model
 from gptj_ft.stores.extents import Extent
@@ -131,7 +132,7 @@ def _single(path: Path) -> dict[str, Shard]:
 
 def _indexed(index: Path) -> dict[str, Shard]:
     try:
-        weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        weight_map = dict(json.loads(read_text(index))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{index}: not an index of weights ({error!r}); get the file again") from error
     shards: dict[str, Shard] = {}

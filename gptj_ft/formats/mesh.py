@@ -17,11 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gptj_ft.durable import inside
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.families import Family, Leaf
 from gptj_ft.formats.ahead import ahead
 from gptj_ft.formats.borrowed import borrow_tensor, contiguous
-from gptj_ft.formats.entries import Entry, inside
+from gptj_ft.formats.entries import Entry
 from gptj_ft.formats.npz import Array, arrays_of
 
 NUM_FILES = 16  # in a shard's folder

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from gptj_ft.durable import read_text
 from gptj_ft.errors import DataError
 from gptj_ft.formats.huggingface import Checkpoint, open_checkpoint
 from gptj_ft.stores import MOMENTS, Kind
@@ -46,7 +47,7 @@ def count_updates(folder: Path) -> int:
     """
     path = folder / FOLDER / STATE
     try:
-        updates = json.loads(path.read_text(encoding="utf-8"))["updates"]
+        updates = json.loads(read_text(path))["updates"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(f"{path}: cannot be read ({error!r}); convert the model again") from error
     if type(updates) is not int or updates < 0:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
+from gptj_ft.durable import require_plain
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.families import Architecture, Family, architecture_of, families, read_architecture
 from gptj_ft.formats import cerebras_moments, moments
@@ -88,6 +89,8 @@ def open_source(path: Path, form: Form | None, config: Path | None, scratch: Pat
         ResourceError: no room to unpack it.
     """
     form = form or form_of(path)
+    if path.is_dir():
+        require_plain(path)
     if form == "huggingface":
         own = None if config is None or (path / CONFIG).is_file() else config
         architecture = architecture_of(read_config(own), own) if own else read_architecture(path)

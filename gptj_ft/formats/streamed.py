@@ -11,6 +11,7 @@ from pathlib import Path
 import xxhash
 from torch import Tensor
 
+from gptj_ft.durable import SHARED_FILE, new_name, read_text, write_file
 from gptj_ft.formats.ahead import Task, ahead
 from gptj_ft.formats.behind import PageWriter, WriteBehind
 from gptj_ft.formats.borrowed import bytes_of
@@ -61,7 +62,7 @@ class _Unfinished:
         self.path, self.entries = path, entries
         self.part, self._mark = path.with_name(path.name + ".part"), path.with_name(path.name + ".mark")
         self.header, names = header_of(entries), list(entries)
-        num_done = int(self._mark.read_text()) if self._mark.is_file() and self.part.is_file() else 0
+        num_done = int(read_text(self._mark)) if self._mark.is_file() and self.part.is_file() else 0
         self.left = names[num_done:]
         self._ends = [len(self.header)]  # of the header, of the header and the first tensor, ...
         for name in names:
@@ -70,8 +71,8 @@ class _Unfinished:
 
     def mark(self, num_bytes: int) -> None:
         """Note for a later process that the disk has so many bytes."""
-        new = self._mark.with_name(self._mark.name + ".new")
-        new.write_text(str(max(0, sum(end <= num_bytes for end in self._ends) - 1)))
+        new = new_name(self._mark)
+        write_file(new, str(max(0, sum(end <= num_bytes for end in self._ends) - 1)), SHARED_FILE)
         new.replace(self._mark)
 
     def finish(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptj_ft.durable import SHARED_FILE, discard, hidden_name, read_bytes, remove, sync_path, write_file
 from gptj_ft.errors import ResourceError, UsageError
 from gptj_ft.families import Architecture
-from gptj_ft.formats.entries import inside
 from gptj_ft.formats.shards import write_safetensors
 from gptj_ft.home import TOKENIZER_FILES
 from gptj_ft.origin import SOURCE, read_origin
@@ -58,11 +57,11 @@ def write_model(
     """
     if os.path.lexists(folder):
         raise UsageError(f"output folder {folder} exists; name another or remove it")
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    partial = partial_name(folder)
     try:
         with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(folder)
+            remove_leftovers(folder)
             partial.mkdir()
         stored = _write_weights(folder, partial, architecture, layers, dtype)
         with writing(folder):
@@ -70,15 +69,15 @@ def write_model(
             if source is not None:
                 copy_origin(source, partial)
             for name, text in (files or {}).items():
-                _write(partial / name, text.encode())
+                write_file(partial / name, text, SHARED_FILE)
             if files is None and source is not None:
                 copy_description(source, partial)
-            _sync(partial)
+            sync_path(partial)
         with writing(folder):
             partial.rename(folder)
-            _sync(folder.parent)
+            sync_path(folder.parent)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        discard(partial)
         raise
 
 
@@ -120,9 +119,9 @@ def write_companions(
     """Write all that a model folder has beside its weights."""
     for name in TOKENIZER_FILES:
         if source is not None and (source / name).is_file():
-            _write(partial / name, inside(source / name).read_bytes())
+            write_file(partial / name, read_bytes(source / name), SHARED_FILE)
     if source is not None and (source / "generation_config.json").is_file():
-        _write(partial / "generation_config.json", inside(source / "generation_config.json").read_bytes())
+        write_file(partial / "generation_config.json", read_bytes(source / "generation_config.json"), SHARED_FILE)
     else:
         tokens = {key: getattr(architecture.config, key, None) for key in ("bos_token_id", "eos_token_id")}
         write_json(
@@ -144,14 +143,14 @@ def copy_origin(source: Path, partial: Path) -> None:
         DataError: that is damaged.
     """
     if origin := read_origin(source):
-        _write(partial / SOURCE, replace(origin, files=()).to_text().encode())
+        write_file(partial / SOURCE, replace(origin, files=()).to_text(), SHARED_FILE)
 
 
 def copy_description(source: Path, partial: Path) -> None:
     """Copy what a model says of itself, and how to talk to it."""
     for name in DESCRIPTION:
         if (source / name).is_file():
-            _write(partial / name, inside(source / name).read_bytes())
+            write_file(partial / name, read_bytes(source / name), SHARED_FILE)
 
 
 @contextmanager
@@ -165,7 +164,12 @@ def writing(folder: Path) -> Iterator[None]:
         raise UsageError(f"cannot write {folder}: {error.strerror or error}") from error
 
 
-def _remove_leftovers(folder: Path) -> None:
+def partial_name(folder: Path) -> Path:
+    """Return the hidden name, of this process alone, under which a model folder is written."""
+    return hidden_name(folder, f"partial-{os.getpid()}")
+
+
+def remove_leftovers(folder: Path) -> None:
     """Remove what writers of the same folder left that were killed."""
     import psutil
 
@@ -173,26 +177,9 @@ def _remove_leftovers(folder: Path) -> None:
         process = left.name.rpartition("-")[2]
         # After a restart of the machine, this process may have the number of the one that was killed.
         if process.isdigit() and (int(process) == os.getpid() or not psutil.pid_exists(int(process))):
-            shutil.rmtree(left, ignore_errors=True)
+            remove(left)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON file, onto the disk."""
-    _write(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Make renames and new files in a folder durable, where the platform can."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    write_file(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", SHARED_FILE)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from gptj_ft.durable import PRIVATE_FILE, create_file, open_file
 from gptj_ft.errors import ResourceError
 
 PAGE = 4096
@@ -23,18 +24,28 @@ _readers = ThreadPoolExecutor(REQUESTS_IN_FLIGHT, thread_name_prefix="read")
 _writers = ThreadPoolExecutor(REQUESTS_IN_FLIGHT, thread_name_prefix="write")
 
 
-def open_direct(path: Path, flags: int) -> int:
+def open_direct(path: Path, flags: int, mode: int = PRIVATE_FILE) -> int:
     """Open a file past the page cache; through it where the file system or the platform does not take that.
 
     Transfers must start and end on pages, in the file and in memory.
+
+    Args:
+        path: of the file; one that is a link is read where it leads to, see `durable.inside`, and not written.
+        flags: as `os.open` takes them.
+        mode: of a file that is made, before the umask.
+
+    Raises:
+        DataError: a link that was to be written, a pipe, a device.
+        OSError: the system's own.
     """
     direct = getattr(os, "O_DIRECT", 0)
+    opener = os.open if flags & os.O_ACCMODE == os.O_RDONLY else open_file
     try:
-        return os.open(path, flags | direct, 0o644)
+        return opener(path, flags | direct, mode)
     except OSError as error:
         if error.errno != errno.EINVAL or not direct:
             raise
-        return os.open(path, flags, 0o644)
+        return opener(path, flags, mode)
 
 
 def let_go(descriptor: int) -> None:
@@ -51,7 +62,8 @@ def takes_direct(folder: Path) -> bool:
     """Tell whether files in a folder can be opened past the page cache."""
     probe = folder / ".direct"
     try:
-        os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
+        os.close(create_file(probe))
+        os.close(open_file(probe, os.O_RDWR | os.O_DIRECT))
     except (OSError, AttributeError):
         return False
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,12 +12,15 @@ from threading import Lock, local
 import torch
 from torch import Tensor
 
+from gptj_ft.durable import keep_folder, new_name, remove
 from gptj_ft.errors import DataError
 from gptj_ft.stores import Kind, Layout, Transfer, allocate, parts
 from gptj_ft.stores.blockio import disk_error, open_direct, sync, sync_folder
 from gptj_ft.stores.cuda import copy, pin
 from gptj_ft.stores.queue import TransferQueue
 from gptj_ft.stores.statefile import Digests, StateFile, layer_path
+
+SPARE = ".spare.new"  # in place of the suffix of a file that was replaced, and is written over by and by
 
 
 class DiskStore:
@@ -45,12 +49,12 @@ class DiskStore:
         self._files = [StateFile(layout, kinds, part_numel) for layout in layouts]
         self._paths = [layer_path(prefix, layer) for layer in range(len(layouts))]
         self._new: dict[int, tuple[int, Digests]] = {}  # layer -> descriptor and digests of the file being written
-        self._spare = sorted(prefix.parent.glob(f"{prefix.name}-*.spare.new"))  # files that were replaced
+        self._spare = sorted(prefix.parent.glob(f"{prefix.name}-*{SPARE}"))  # files that were replaced
         self._lock = Lock()
         self._part_numel, self._staging = part_numel, local()
         self._unpin: list[Callable[[], None]] = []
         self._unchecked: dict[int, Digests | None] = dict.fromkeys(range(len(layouts)))  # found, not written here
-        prefix.parent.mkdir(parents=True, exist_ok=True)
+        keep_folder(prefix.parent)
 
     def read(
         self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Transfer] = ()
@@ -150,16 +154,16 @@ class DiskStore:
             yield start + span.start, values[span], host
 
     def _new_path(self, layer: int) -> Path:
-        return self._paths[layer].with_suffix(".new")
+        return new_name(self._paths[layer])
 
     def _keep_replaced(self, layer: int) -> list[Path]:
         """Keep a file that is about to be replaced, under another name."""
-        spare = self._paths[layer].with_suffix(".spare.new")
+        spare = self._paths[layer].with_suffix(SPARE)
         with self._lock:
             if spare in self._spare:
                 return []  # there are enough
         try:
-            spare.unlink(missing_ok=True)
+            remove(spare)
             os.link(self._paths[layer], spare)
         except OSError:  # there is none yet, or the file system has no hard links
             return []
@@ -168,13 +172,17 @@ class DiskStore:
     def _create(self, layer: int) -> int:
         path = self._new_path(layer)
         try:
+            remove(path)
             while self._spare:
-                spare = self._spare.pop()
-                if spare.stat().st_nlink == 1:
+                spare, flags = self._spare.pop(), os.O_RDWR
+                status = spare.lstat()
+                if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
                     os.replace(spare, path)
                     break
-                spare.unlink()  # a checkpoint has it too
-            descriptor = open_direct(path, os.O_RDWR | os.O_CREAT)
+                remove(spare)  # a checkpoint has it too, or it was never made here
+            else:
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+            descriptor = open_direct(path, flags)
             os.truncate(descriptor, self._files[layer].num_bytes)
         except OSError as error:
             raise disk_error(error, str(path)) from error
