@@ -187,7 +187,7 @@ def compare_scores(arguments: argparse.Namespace) -> list[str]:
     rows = [json.loads(line) for line in lines]
     texts = [row["summary"] for row in rows] + [row["dialogue"] for row in rows]
     pairs = [(generator.choice(texts), generator.choice(texts)) for _ in range(PAIRS)]
-    names = ("rouge1", "rouge2", "rougeL")  # for rougeLsum the package wants sentences split already
+    names = ("rouge1", "rouge2", "rougeL", "rougeLsum")
     mine = values(score(["rouge"], [one for one, _ in pairs], [[two] for _, two in pairs]), PAIRS)
     scorer = RougeScorer(list(names), use_stemmer=True)
     reference = [scorer.score(two, one) for one, two in pairs]

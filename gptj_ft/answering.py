@@ -110,4 +110,4 @@ def scores_of(recipe: Recipe, answers: Sequence[str], references: Sequence[Seque
     if "squad" in recipe.metrics:
         answers = unanswered(answers, recipe.no_answer)
         references = [unanswered(texts, recipe.no_answer) for texts in references]
-    return score(recipe.metrics, answers, references)
+    return score(recipe.metrics, answers, references, recipe.stemming)

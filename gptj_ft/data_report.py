@@ -33,7 +33,7 @@ def show_data(console: Console, report: Report) -> None:
     rows = [
         ("file" + "s" * (len(report.files) > 1), whole(files)),
         ("rows", f"{report.rows_read:,} read, {report.rows_kept:,} kept"),
-        ("columns", ", ".join(f"{field} = column '{shortened(column)}'" for field, column in report.columns.items())),
+        ("columns", ", ".join(_column(field, column) for field, column in report.columns.items())),
         ("tokens", counts),
     ]
     if report.rows_cut:
@@ -47,6 +47,15 @@ def show_data(console: Console, report: Report) -> None:
         rows.append(("warning", f"{found.count:,} row{'s' * (found.count > 1)}: {what} ({', '.join(found.first)})"))
     rows += [("note", note) for note in report.notes]
     panel(console, "Data", rows)
+
+
+def _column(field: str, column: str) -> str:
+    """Say where a field is from."""
+    first, several, _ = column.partition("+")
+    if not several:
+        return f"{field} = column '{shortened(column)}'"
+    trained = f"'{shortened(first)}' is trained on where it has a text, and all are right answers"
+    return f"{field} = columns '{shortened(column)}' ({trained})"
 
 
 def show_fixes(console: Console, report: FixReport) -> None:

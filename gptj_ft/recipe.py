@@ -260,7 +260,11 @@ class Recipe(Options):
     sheet: str = Field("", description="sheet of a spreadsheet that is read; empty: the first")
     max_bad_rows: int = Field(0, ge=0, description="records that may be unreadable before the data is refused")
     cache: bool = Field(True, description="keep rows as tokens, and take those that are kept, if nothing has changed")
-    map: ColumnMap = Field({}, description="columns by field, e.g. document=body,summary=tl_dr; others are recognised")
+    map: ColumnMap = Field(
+        {},
+        description="columns by field, e.g. document=body,summary=tl_dr; where several hold right answers, "
+        "summary=s1+s2 or summary=s*; others are recognised",
+    )
 
     # How a row becomes tokens
     prompt: str = Field(
@@ -300,6 +304,7 @@ class Recipe(Options):
 
     # How it is judged
     metrics: tuple[Literal["rouge", "squad", "accuracy", "relations"], ...] = Field((), description="scores of answers")
+    stemming: bool = Field(True, description="rouge: words of English that have the same stem are the same")
     generation: Generation = Field(default_factory=Generation)  # type: ignore[arg-type]
 
     # How it learns

@@ -16,7 +16,7 @@ from gptj_ft.recipe import Recipe
 # The options of a recipe that say how texts become prompts and how answers are written and judged.
 TEMPLATE_KEYS = (
     "recipe", "prompt", "completion", "fields", "map", "documents", "quotes", "sentences", "labels", "no_answer",
-    "shorten", "on_long", "cut", "max_length", "metrics", "generation",
+    "shorten", "on_long", "cut", "max_length", "metrics", "stemming", "generation",
 )  # fmt: skip
 
 

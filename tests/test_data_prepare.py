@@ -151,6 +151,14 @@ def test_a_column_that_turns_up_late_is_found_but_does_not_win(tokenizer, tmp_pa
     assert prepare(recipe(), tokenizer, only_late, VOCAB).report.rows_kept == 3
 
 
+def test_columns_of_a_pattern_may_turn_up_late(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("gptj_ft.data.prepare.SURVEY_ROWS", 1)
+    path = json_lines(tmp_path / "a.jsonl", [{"note": "a", "s1": "x"}, {"note": "b", "s1": "x", "s2": "y"}])
+    done = prepare(recipe(map="summary=s*"), tokenizer, path, VOCAB)
+    assert list(done.rows["references"]) == [["x"], ["x", "y"]]
+    check_compatible(done, recipe(map="summary=s*"), tokenizer)
+
+
 def test_csv_with_quoted_newlines_keeps_its_lines(tokenizer, tmp_path):
     path = tmp_path / "a.csv"
     with path.open("w", newline="") as file:

@@ -1,7 +1,7 @@
 import pytest
 from test_data_tokenizer import make_tokenizer
 
-from gptj_ft.data.fields import UnknownColumn, alternatives_of, choose_columns, read_fields, text_of
+from gptj_ft.data.fields import UnknownColumn, alternatives_of, choose_columns, is_column_for, read_fields, text_of
 from gptj_ft.data.placeholders import fields_of, render
 from gptj_ft.data.template import Encoded, check_templates, encode, encode_prompt, from_tokens
 from gptj_ft.errors import DataError, RowSkipped, UsageError
@@ -117,6 +117,43 @@ def test_a_missing_column_says_what_was_sought_what_there_is_and_the_way_out():
     assert message.startswith("no column for 'document': looked for document, text, article")
     assert "there are: body_of_note, abstract" in message
     assert message.endswith("--map document=COLUMN")
+
+
+@pytest.mark.parametrize("named", ["summary*", "summary1+summary2+summary10", "SUMMARY[0-9]*+summary2", None])
+def test_several_columns_hold_right_answers_of_which_the_first_is_trained_on(named: str | None):
+    row = {"dialogue": "d", "summary10": "ten", "summary2": " ", "topic1": "t", "summary1": "one"}
+    if named is None:
+        chosen = recipe("dialogsum", fields={"dialogue": ["dialogue"], "summary": ["x", "summary1+Summary2+summary10"]})
+    else:
+        chosen = recipe("dialogsum", map=f"summary={named}".replace("SUMMARY", "summary"))
+    columns = choose_columns(row, chosen)
+    assert columns == {"dialogue": "dialogue", "summary": "summary1+summary2+summary10"}
+    assert read_fields(row, columns, chosen).references == ["one", "ten"], "blank ones are none"
+    assert read_fields(row, columns, chosen).values["summary"] == "one"
+    assert read_fields({**row, "summary1": None, "summary2": ["two", "zwei"]}, columns, chosen).references == [
+        "two", "zwei", "ten",
+    ]  # fmt: skip
+    with pytest.raises(RowSkipped, match=r"no value for columns 'summary1\+summary2\+summary10'"):
+        read_fields({"dialogue": "d"}, columns, chosen)
+
+
+def test_the_published_test_split_of_dialogsum_is_read_by_its_recipe():
+    row = {"fname": "test_0", "dialogue": "#Person1#: Hi.", **{f"{a}{n}": f"{a} {n}" for n in (1, 2, 3)
+                                                             for a in ("summary", "topic")}}  # fmt: skip
+    columns = choose_columns(row, recipe("dialogsum"))
+    assert read_fields(row, columns, recipe("dialogsum")).references == ["summary 1", "summary 2", "summary 3"]
+    assert is_column_for(columns["summary"], recipe("dialogsum").fields["summary"])
+    assert is_column_for(columns["summary"], ["summary*"])
+    assert not is_column_for(columns["summary"], ["summary", "summary1+summary2"])
+
+
+def test_several_columns_are_for_answers_and_all_of_them_must_be_there():
+    with pytest.raises(DataError, match=r"--map document=\w\+b: several columns are several right answers"):
+        choose_columns(["a", "b", "summary"], recipe(map="document=a+b"))
+    with pytest.raises(DataError, match="no such column.*there are: a, b"):
+        choose_columns(["a", "b"], recipe(map="summary=b+sum*,document=a"))
+    assert choose_columns(["a+b", "a", "b"], recipe(map="summary=a+b,document=a"))["summary"] == "a+b"
+    assert read_fields({"a+b": "x", "a": "y"}, {"document": "a", "summary": "a+b"}, recipe()).references == ["x"]
 
 
 def test_only_the_prompts_columns_are_needed_when_asked_for():

@@ -39,10 +39,6 @@ def rouge(predictions: Texts, references: Answers) -> dict[str, float]:
     return scores("rouge", predictions, references)
 
 
-def rouge_rows(predictions: Texts, references: Answers) -> list[dict[str, float]]:
-    return rows_of("rouge", predictions, references)
-
-
 def squad(predictions: Texts, references: Answers) -> dict[str, float]:
     found = scores("squad", predictions, references)
     return {name: found[name] for name in ("exact_match", "f1")}
@@ -61,11 +57,14 @@ def test_rouge_matches_values_worked_out_by_hand() -> None:
     scores = rouge(["the cat sat"], [["the cat sat on the mat"]])
     assert scores["rouge1"] == pytest.approx(100 * 2 / 3)
     assert scores["rouge2"] == pytest.approx(100 * 4 / 7)
-    assert scores["rougeL"] == scores["rougeLsum"] == pytest.approx(100 * 2 / 3)
+    assert scores["rougeL"] == scores["rougeLsum"] == scores["rougeLsum_sentences"] == pytest.approx(100 * 2 / 3)
 
 
 def test_rouge_stems_words() -> None:
-    assert rouge(["the doctors walked"], [["the doctor walks"]])["rouge1"] == pytest.approx(100)
+    texts = (["the doctors walked"], [["the doctor walks"]])
+    assert rouge(*texts)["rouge1"] == pytest.approx(100)
+    unstemmed = values(score(["rouge"], *texts, stemming=False), 1)
+    assert unstemmed == pytest.approx({**dict.fromkeys(unstemmed, 100 / 3), "rouge2": 0.0})
 
 
 def test_rouge_is_the_mean_over_rows_and_times_100() -> None:
@@ -79,29 +78,28 @@ def test_each_rouge_takes_its_best_reference() -> None:
     assert scores["rouge2"] == pytest.approx(100 * 2 * (1 / 3) * (1 / 5) / (1 / 3 + 1 / 5))
 
 
-def test_rouge_lsum_splits_sentences_at_line_ends_and_after_full_stops() -> None:
+def test_rouge_lsum_by_sentences_splits_them_at_line_ends_and_after_full_stops() -> None:
     prediction, reference = "It rains. We stay in!\nWhy? No 3.5 idea.", "We stay in. It rains. No 3.5 idea."
     scorer = RougeScorer(["rougeL", "rougeLsum"], use_stemmer=True)
     lines = scorer.score("We stay in.\nIt rains.\nNo 3.5 idea.", "It rains.\nWe stay in!\nWhy?\nNo 3.5 idea.")
     scores = rouge([prediction], [[reference]])
-    assert scores["rougeLsum"] == pytest.approx(100 * lines["rougeLsum"].fmeasure)
-    assert scores["rougeLsum"] > scores["rougeL"] == pytest.approx(100 * lines["rougeL"].fmeasure)
+    assert scores["rougeLsum_sentences"] == pytest.approx(100 * lines["rougeLsum"].fmeasure)
+    assert scores["rougeLsum_sentences"] > scores["rougeL"] == pytest.approx(100 * lines["rougeL"].fmeasure)
 
 
-def test_rouge_matches_the_package_on_single_references() -> None:
+@pytest.mark.parametrize("stemming", [True, False])
+def test_rouge_is_the_packages_own_on_one_reference_and_on_several(stemming: bool) -> None:
     rows = [
-        ("She left early. He stayed.", "He stayed, she left."),
-        ("", "something"),
-        ("numbers 12 34", "12 34 numbers"),
+        ("She left early. He stayed.", ["He stayed, she left.", "She left.\nHe was staying. Early."]),
+        ("It rained\nand rains.", ["It rains. It rained."]),
+        ("", ["something"]),
+        ("numbers 12 34", ["12 34 numbers", "", "the number 34"]),
     ]
-    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
-    for (prediction, reference), scores in zip(
-        rows, rouge_rows(*zip(*[(p, [r]) for p, r in rows], strict=True)), strict=True
-    ):
-        expected = scorer.score(reference, prediction)
-        assert {name: scores[name] for name in expected} == pytest.approx(
-            {name: 100 * value.fmeasure for name, value in expected.items()}
-        )
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL", "rougeLsum"], use_stemmer=stemming)
+    figures = score(["rouge"], [text for text, _ in rows], [targets for _, targets in rows], stemming)
+    for row, (prediction, references) in enumerate(rows):
+        for name, expected in scorer.score_multi(references, prediction).items():
+            assert figures[name].rows_N[row] == pytest.approx(100 * expected.fmeasure, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +213,7 @@ def test_a_recipe_can_ask_for_every_metric_and_recipes_with_labels_or_facts_do()
 
 def test_score_joins_the_metrics_asked_for() -> None:
     assert set(score(["rouge", "squad"], ["a b"], [["a b"]])) == {
-        "rouge1", "rouge2", "rougeL", "rougeLsum", "exact_match", "f1", "strict_match",
+        "rouge1", "rouge2", "rougeL", "rougeLsum", "rougeLsum_sentences", "exact_match", "f1", "strict_match",
     }  # fmt: skip
     assert score([], ["a"], [["a"]]) == {}
 

@@ -48,7 +48,9 @@ def test_answers_are_written_down_at_each_validation_and_are_in_no_log(shell, ro
     assert [[row["place"] for row in each] for each in rows] == [[row["place"] for row in rows[0]]] * 3
     assert len(rows[0]) == 3
     lines = [line for line in Run(Path("run")).metrics() if "validation_loss" in line]
-    assert all(set(line["scores"]) == {"rouge1", "rouge2", "rougeL", "rougeLsum"} for line in lines)
+    assert all(
+        set(line["scores"]) == {"rouge1", "rouge2", "rougeL", "rougeLsum", "rougeLsum_sentences"} for line in lines
+    )
     assert "rougeL" in done.err
     assert rows[0][0]["references"][0] not in done.err + done.out
     again = shell(

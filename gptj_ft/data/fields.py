@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
+import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gptj_ft.data.chat import ASSISTANT, MESSAGES, REPLY, SYSTEM, is_chat, read_conversation, up_to_the_last_answer
@@ -24,6 +26,7 @@ TURNS = {
 }
 NAMES_SHOWN = 20  # of columns, in messages
 NOT_IN_A_NAME = ",;\t|"  # what rather separates two
+JOINED = "+"  # between the columns of a field that has several
 
 
 class FieldTexts(NamedTuple):
@@ -65,6 +68,7 @@ def choose_columns(found: Iterable[str], recipe: Recipe, fields: Sequence[str] |
     """Return field -> column: for each field the one recognised name that is there, whatever its case.
 
     Of several, the one called as the field is, or as the recipe's first name for it, is taken; else it is not clear.
+    A field of the answer may have several columns, each an answer: ``summary1+summary2``, or ``summary*`` in a `map`.
 
     Args:
         found: the columns of the data.
@@ -79,13 +83,20 @@ def choose_columns(found: Iterable[str], recipe: Recipe, fields: Sequence[str] |
         return turns
     wanted = recipe_fields(recipe) if fields is None else fields
     chosen = {field: _mapped(field, columns, recipe) for field in wanted if field in recipe.map}
+    if not_answers := [field for field, column in chosen.items() if len(columns_of(column, columns)) > 1
+                       and (not recipe.prompt or field in fields_of(recipe.prompt))]:  # fmt: skip
+        raise DataError(
+            f"--map {not_answers[0]}={recipe.map[not_answers[0]]}: several columns are several right answers, and "
+            f"'{not_answers[0]}' is no answer; name each in the template, e.g. {{{{ title }}}} {{{{ text }}}}"
+        )
     if unknown := recipe.map.keys() - set(recipe_fields(recipe)):
         raise DataError(
             f"--map: '{min(unknown)}' is no field of the templates; they have: {', '.join(recipe_fields(recipe))}"
         )
     for field in wanted:
         if field not in chosen:
-            free = [column for column in columns if column not in chosen.values()]
+            taken = {each for column in chosen.values() for each in columns_of(column, columns)}
+            free = [column for column in columns if column not in taken]
             chosen[field] = _recognised(field, free, recipe.fields.get(field, (field,)))
     return {field: chosen[field] for field in wanted}
 
@@ -94,7 +105,16 @@ def _recognised(field: str, free: Sequence[str], names: Sequence[str]) -> str:
     """Return the column of a field, of those that no other has taken."""
     # An exact name before one that differs in case.
     by_name = {column.strip().casefold(): column for column in reversed(free)} | {column: column for column in free}
-    found = (by_name.get(name) or by_name.get(name.strip().casefold()) for name in names)
+
+    def known(name: str) -> str | None:
+        found = by_name.get(name) or by_name.get(name.strip().casefold())
+        parts = name.split(JOINED)
+        if found is None and len(parts) > 1:
+            several = [column for part in parts if (column := known(part)) is not None]
+            return JOINED.join(several) if len(several) == len(parts) else None
+        return found
+
+    found = map(known, names)
     matches = list(dict.fromkeys(match for match in found if match is not None))
     if not matches:
         raise UnknownColumn(
@@ -124,15 +144,45 @@ def _columns_of_turns(columns: Sequence[str], recipe: Recipe) -> dict[str, str]:
 
 
 def _mapped(field: str, columns: Sequence[str], recipe: Recipe) -> str:
-    """Return the column that the user has named for a field."""
-    column = recipe.map[field]
-    if column not in columns:
-        raise DataError(
-            f"--map {field}={shortened(column)}: there is no such column"
-            f"{did_you_mean(column, [name for name in columns if shortened(name) == name])}; there are: "
-            f"{_listed(columns)}"
-        )
-    return column
+    """Return the column that the user has named for a field; of several, in their order, with ``+`` between them."""
+    named = recipe.map[field]
+    if named in columns:
+        return named
+    several: dict[str, None] = {}
+    for part in named.split(JOINED):
+        matching = sorted(filter(re.compile(fnmatch.translate(part)).match, columns), key=_natural)
+        if not matching:
+            raise DataError(
+                f"--map {field}={shortened(named)}: there is no such column"
+                f"{did_you_mean(part, [name for name in columns if shortened(name) == name])}; there are: "
+                f"{_listed(columns)}"
+            )
+        several |= dict.fromkeys([part] if part in columns else matching)
+    return JOINED.join(several)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return what puts summary10 behind summary9."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
+
+
+def columns_of(column: str, there: Container[str]) -> list[str]:
+    """Return the columns of a field: the one, or those whose names stand in it with ``+`` between them.
+
+    Args:
+        column: as `choose_columns` returns it.
+        there: the columns of the data, or of a row.
+    """
+    return [column] if column in there or JOINED not in column else column.split(JOINED)
+
+
+def is_column_for(column: str, names: Iterable[str]) -> bool:
+    """Tell whether a column, or all of several, may be what names or patterns of columns stand for."""
+    wanted = [name.strip().casefold() for name in names]
+    if (whole := column.strip().casefold()) in wanted:
+        return True
+    patterns = [part for name in wanted for part in name.split(JOINED)]
+    return all(any(fnmatch.fnmatchcase(part, pattern) for pattern in patterns) for part in whole.split(JOINED))
 
 
 def _how_to_name(field: str, free: Sequence[str]) -> str:
@@ -191,7 +241,8 @@ class FieldReader:
     """Reads the texts of a row's fields, and the acceptable completions.
 
     In a field of the completion a list means alternatives (the first is trained on), unless the recipe says that the
-    column's lists are sentences; elsewhere, and in plain text, parts of one text.
+    column's lists are sentences; elsewhere, and in plain text, parts of one text. Of several columns each is an
+    alternative, but for those in which a row has nothing.
     """
 
     def __init__(self, columns: Mapping[str, str], recipe: Recipe) -> None:
@@ -217,7 +268,7 @@ class FieldReader:
             completion = render(recipe.completion, values).strip()
             answer_at = _answer_at(row, columns, recipe, values, answers) if recipe.cut == "answer" else None
             return FieldTexts(values, [completion] if completion else [], answer_at)
-        alternatives = {field: self._alternatives(field, column, row.get(column)) for field, column in columns.items()}
+        alternatives = {field: self._of_columns(field, column, row) for field, column in columns.items()}
         values = {field: found[0] for field, found in alternatives.items()}
         if not answers or not answers <= columns.keys():
             return FieldTexts(values, [])
@@ -237,6 +288,18 @@ class FieldReader:
                 return None
             values[field] = self._word_for(cell) if field == LABEL and self._words else cell
         return values
+
+    def _of_columns(self, field: str, column: str, row: Mapping[str, Any]) -> list[str]:
+        """Return the texts of a field, from all of its columns."""
+        several = columns_of(column, row)
+        if len(several) == 1:
+            return self._alternatives(field, column, row.get(column))
+        cells = [(each, row.get(each)) for each in several]
+        found = [self._alternatives(field, each, cell) for each, cell in cells if cell is not None]
+        texts = [text for of_one in found for text in of_one if text.strip()]
+        if not texts:
+            raise RowSkipped(f"no value for columns '{column}'")
+        return list(dict.fromkeys(texts))
 
     def _alternatives(self, field: str, column: str, cell: Any) -> list[str]:
         is_answer = field in self._answers

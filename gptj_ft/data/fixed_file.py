@@ -21,7 +21,7 @@ from gptj_ft.data.assembly import TOKENS
 from gptj_ft.data.checks import Found
 from gptj_ft.data.compression import PACKED
 from gptj_ft.data.difference import difference, visible
-from gptj_ft.data.fields import alternatives_of, read_fields
+from gptj_ft.data.fields import alternatives_of, columns_of, read_fields
 from gptj_ft.data.fixes import FIXES, fix_texts
 from gptj_ft.data.kinds import SUFFIXES
 from gptj_ft.data.prepare import find_columns
@@ -140,7 +140,8 @@ class _Fixer:
 
     def fix(self, row: Row) -> dict[str, Any] | None:
         """Return the values of a row as they are to be written; ``None`` if it is dropped."""
-        names = [column for column in self._columns.values() if column in row.values]
+        columns = [each for column in self._columns.values() for each in columns_of(column, row.values)]
+        names = [column for column in columns if column in row.values]
         before = {column: list(_texts_in(row.values[column])) for column in names}
         fixed = iter(fix_texts([text for of_column in before.values() for text in of_column]))
         after = {column: [next(fixed) for _ in of_column] for column, of_column in before.items()}
@@ -150,7 +151,7 @@ class _Fixer:
             found = read_fields(values, self._columns, self._recipe)
             trained_on = (*(text for text, _ in parts(self._recipe, found.values)), *found.references)
         except RowSkipped:
-            empty = [column for column in self._columns.values() if _is_empty(values.get(column))]
+            empty = [column for column in columns if _is_empty(values.get(column))]
             if empty:
                 self._drop(row.where, EMPTY, ", ".join(f"column '{column}'" for column in empty))
                 return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import glob
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -141,7 +142,8 @@ def find_columns(source: Path, recipe: Recipe) -> dict[str, str]:
     found: dict[str, None] = {}
     findings = Findings(recipe.max_bad_rows)
     rows = read_rows(source, findings, FileOptions.of(recipe))
-    for row in islice(rows, SURVEY_ROWS):
+    has_pattern = any(glob.has_magic(column) for column in recipe.map.values())  # which a later row may add to
+    for row in islice(rows, None if has_pattern else SURVEY_ROWS):
         # A column of nulls is not there.
         found.update((column, None) for column, value in row.values.items() if value is not None)
     if TOKENS in found and TOKENS not in recipe.fields and not recipe.map:

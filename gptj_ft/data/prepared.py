@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from gptj_ft.data.fields import is_column_for
 from gptj_ft.data.placeholders import fields_of
 from gptj_ft.data.table_folder import open_table, write_table
 from gptj_ft.data.token_table import TokenTable
@@ -223,7 +224,7 @@ def check_compatible(prepared: Prepared, recipe: Recipe, tokenizer: RowTokenizer
     for field, column in report.columns.items():
         mapped = recipe.map.get(field)
         names = recipe.fields.get(field, (field,)) if mapped is None else (mapped,)
-        if column.strip().casefold() not in {name.strip().casefold() for name in names}:
+        if not is_column_for(column, names):
             differences.append(f"'{field}' was taken from column '{shortened(column)}', now from {', '.join(names)}")
     if tokenizer_digest(tokenizer) != report.tokenizer_sha256:
         differences.insert(0, "the tokenizer is another one")

@@ -1,6 +1,6 @@
 """Scores of written answers, named and computed as published results compute them.
 
-    rouge       ROUGE-1, -2, -L, -Lsum, stemmed, as by the rouge-score package; means over rows
+    rouge       ROUGE-1, -2, -L, -Lsum as by the rouge-score package, and -Lsum by sentences; means over rows
     squad       exact match and F1 as by SQuAD's official scripts, v1.1 and v2.0, and a strict match; means over rows
     accuracy    labels: accuracy, and F1 averaged over the labels
     relations   precision, recall and F1 of all facts of all rows together
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from gptj_ft.errors import DataError
 from gptj_ft.metrics import labels, relations, rouge, squad
@@ -52,13 +53,16 @@ def score_names(metrics: Sequence[str]) -> list[str]:
     return [name for metric in metrics for name in METRICS[metric].names]
 
 
-def score(metrics: Sequence[str], predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Figure]:
+def score(
+    metrics: Sequence[str], predictions: Sequence[str], references: Sequence[Sequence[str]], stemming: bool = True
+) -> dict[str, Figure]:
     """Return every score of the named metrics.
 
     Args:
         metrics: keys of `METRICS`.
         predictions: one text per row.
         references: for each row, all texts that are right.
+        stemming: whether ROUGE takes words for the same that have the same stem.
 
     Raises:
         DataError: no rows, or a row without what the metric needs.
@@ -73,5 +77,6 @@ def score(metrics: Sequence[str], predictions: Sequence[str], references: Sequen
             for row, targets in enumerate(references, start=1):
                 if not targets:
                     raise DataError(f"row {row} has no reference, which {name} needs")
-        figures |= METRICS[name].scorer(predictions, references)
+        scorer = METRICS[name].scorer if stemming or name != "rouge" else partial(rouge.rouge, stemming=False)
+        figures |= scorer(predictions, references)
     return figures

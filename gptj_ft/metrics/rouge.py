@@ -1,4 +1,4 @@
-"""ROUGE: F-measure of the rouge-score package, with stemming.
+"""ROUGE: F-measure of the rouge-score package, as it is.
 
 https://github.com/google-research/google-research/tree/master/rouge, which most published results use.
 """
@@ -10,24 +10,32 @@ from collections.abc import Iterable, Sequence
 
 from gptj_ft.metrics.figures import Figure, mean
 
-NAMES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+OF_PACKAGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+BY_SENTENCES = "rougeLsum_sentences"
+NAMES = (*OF_PACKAGE, BY_SENTENCES)
 FOREIGN = 0.01  # share of letters from which on a text is not English
 
 
-def rouge(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Figure]:
+def rouge(predictions: Sequence[str], references: Sequence[Sequence[str]], stemming: bool = True) -> dict[str, Figure]:
     """Return ROUGE-1, -2, -L and -Lsum, each the mean over rows.
 
-    Each of the four takes the reference that is best for it, as the package's ``score_multi`` does. For ROUGE-Lsum a
-    sentence ends at a line's end, and where ``.``, ``!`` or ``?`` is followed by white space.
+    Each of them takes the reference that is best for it, as the package's ``score_multi`` does. ROUGE-Lsum wants a
+    sentence a line, and most systems write theirs in one: for ``rougeLsum_sentences`` one also ends with ``.``, ``!``
+    or ``?`` before white space.
     """
     from rouge_score.rouge_scorer import RougeScorer
 
-    scorer = RougeScorer(list(NAMES), use_stemmer=True)
-    rows = [
-        scorer.score_multi([one_sentence_a_line(target) for target in targets], one_sentence_a_line(prediction))
-        for prediction, targets in zip(predictions, references, strict=True)
-    ]
-    return {name: mean([100.0 * float(row[name].fmeasure) for row in rows]) for name in NAMES}
+    scorer, by_sentences = RougeScorer(OF_PACKAGE, stemming), RougeScorer(["rougeLsum"], stemming)
+    rows: dict[str, list[float]] = {name: [] for name in NAMES}
+    for prediction, targets in zip(predictions, references, strict=True):
+        for name, found in scorer.score_multi(targets, prediction).items():
+            rows[name].append(100.0 * float(found.fmeasure))
+        lines = [one_sentence_a_line(target) for target in targets]
+        if [*lines, split := one_sentence_a_line(prediction)] == [*targets, prediction]:
+            rows[BY_SENTENCES].append(rows["rougeLsum"][-1])
+        else:
+            rows[BY_SENTENCES].append(100.0 * float(by_sentences.score_multi(lines, split)["rougeLsum"].fmeasure))
+    return {name: mean(values) for name, values in rows.items()}
 
 
 def one_sentence_a_line(text: str) -> str:
