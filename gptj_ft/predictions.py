@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from gptj_ft.durable import new_files
 from gptj_ft.errors import DataError, RowSkipped
 from gptj_ft.evaluate import Evaluation, with_warnings
 from gptj_ft.metrics import METRICS
+from gptj_ft.metrics.squad import unanswered
 from gptj_ft.recipe import Recipe
 
 TEXT_KEYS = ("prediction", "answer", "output", "text")
@@ -48,12 +50,13 @@ def score_predictions(
 
     Args:
         path: a file of JSON lines, each with a ``prediction`` (or `TEXT_KEYS`), perhaps with an ``id`` and
-            ``references``.
+            ``references``; or one object of texts by id, as SQuAD's official scripts take it.
         recipe: the metrics; the fields of the rows.
         data: the rows, which are matched by ``id`` if both have one, else by their order; ``None``: the references
             are in the predictions.
         limit: use only the first rows.
-        allow_empty: whether a prediction may be empty, and scores as such.
+        allow_empty: whether a prediction may be empty, and scores as such. It may be in any case where some questions
+            have no answer (SQuAD v2.0), which is how a system says so.
 
     Raises:
         DataError: a line that is no prediction, an empty one, ids that do not match, references that are missing.
@@ -66,8 +69,13 @@ def score_predictions(
     predictions = predictions[:limit]
     if not predictions:
         raise DataError(f"{path}: there are no predictions in it")
-    if not allow_empty:
-        _complain("an empty prediction", [each.place for each in predictions if not each.text.strip()], EMPTY_HINT)
+    empty = [each for each in predictions if not each.text.strip()]
+    unanswerable = [each.place for each in predictions if _has_no_answer(recipe, each)]
+    if unanswerable:
+        wrong = len({each.place for each in empty}.difference(unanswerable))
+        notes = (*notes, EMPTY_NOTE.format(wrong=wrong)) if wrong else notes
+    elif not allow_empty:
+        _complain("an empty prediction", [each.place for each in empty], EMPTY_HINT)
     needed = any(METRICS[metric].needs_reference for metric in recipe.metrics)
     missing = [each.place for each in predictions if each.references is None or (needed and not each.references)]
     _complain("no references", missing, "name the rows with --data FILE, or add a list of 'references' to each line")
@@ -79,6 +87,15 @@ def score_predictions(
 
 
 EMPTY_HINT = "if that is what the system wrote, add --allow-empty: it is scored as it is"
+EMPTY_NOTE = (
+    "{wrong:,} predictions are empty, which says that there is no answer, where there is one: they count as wrong"
+)
+
+
+def _has_no_answer(recipe: Recipe, line: Line) -> bool:
+    """Tell whether a row is a question without an answer."""
+    references = unanswered(line.references or [], recipe.no_answer)
+    return "squad" in recipe.metrics and line.references is not None and not any(map(str.strip, references))
 
 
 def write_outputs(path: Path, model: Evaluation, baseline: Evaluation | None) -> None:
@@ -108,7 +125,13 @@ def _number(value: float) -> float | None:
 
 
 def _read(path: Path) -> Iterator[Line]:
-    for row in read_rows(path):
+    rows = read_rows(path)
+    first, others = next(rows, None), next(rows, None)
+    if first is not None and others is None and _is_texts_by_id(first.values):
+        for id, text in first.values.items():
+            yield Line(f"{first.source} ({id})", id, text, None)
+        return
+    for row in chain([each for each in (first, others) if each is not None], rows):
         text = next((row.values[key] for key in TEXT_KEYS if key in row.values), None)
         if not isinstance(text, str):
             raise DataError(f'{row.where}: no text in any of {", ".join(TEXT_KEYS)}; a line is {{"prediction": "..."}}')
@@ -119,6 +142,12 @@ def _read(path: Path) -> Iterator[Line]:
         ):
             raise DataError(f"{row.where}: references must be a list of texts")
         yield Line(row.where, _id_of(row.values), text, references)
+
+
+def _is_texts_by_id(values: Mapping[str, Any]) -> bool:
+    """Tell whether an object is SQuAD's form of predictions, not a line of one."""
+    keys = {*TEXT_KEYS, *REFERENCE_KEYS, ID}
+    return not keys & values.keys() and all(isinstance(value, str) for value in values.values())
 
 
 def _rows(recipe: Recipe, data: Path) -> tuple[list[Line], tuple[str, ...]]:

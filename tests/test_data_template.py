@@ -150,7 +150,7 @@ def test_the_published_test_split_of_dialogsum_is_read_by_its_recipe():
 def test_several_columns_are_for_answers_and_all_of_them_must_be_there():
     with pytest.raises(DataError, match=r"--map document=\w\+b: several columns are several right answers"):
         choose_columns(["a", "b", "summary"], recipe(map="document=a+b"))
-    with pytest.raises(DataError, match="no such column.*there are: a, b"):
+    with pytest.raises(DataError, match=r"no such column.*there are: a, b"):
         choose_columns(["a", "b"], recipe(map="summary=b+sum*,document=a"))
     assert choose_columns(["a+b", "a", "b"], recipe(map="summary=a+b,document=a"))["summary"] == "a+b"
     assert read_fields({"a+b": "x", "a": "y"}, {"document": "a", "summary": "a+b"}, recipe()).references == ["x"]

@@ -363,6 +363,23 @@ def test_squad_v2_predictions_are_scored_with_and_without_answers(shell) -> None
             "NoAns_exact": 50, "NoAns_f1": 50,
         }
     )  # fmt: skip
+    official = {"b": "", "c": "Bonn", "a": "ann."}
+    Path("p.json").write_text(json.dumps(official), encoding="utf-8")
+    again = shell("evaluate --predictions p.json --data dev.json --recipe squad --json")
+    assert again.code == 0, again.err
+    assert again.json["model"]["scores"] == done.json["model"]["scores"]
+    assert not again.json["model"]["notes"]
+    Path("p.json").write_text(json.dumps({**official, "a": ""}, indent=1), encoding="utf-8")
+    said = shell("evaluate --predictions p.json --data dev.json --recipe squad --json").json["model"]
+    assert (said["scores"]["HasAns_exact"], said["notes"][0][:24]) == (0.0, "1 predictions are empty,")
+    for wrong, complaint in (
+        ({**official, "z": "x"}, "p.json (z)"),
+        ({"a": "x"}, "no prediction of the row: dev.json"),
+    ):
+        Path("p.json").write_text(json.dumps(wrong), encoding="utf-8")
+        refused = shell("evaluate --predictions p.json --data dev.json --recipe squad")
+        assert refused.code == 3
+        assert complaint in refused.err
 
 
 def test_a_language_that_rouge_drops_is_warned_of(shell) -> None:

@@ -55,7 +55,8 @@ def evaluate(
         typer.Option(
             "--predictions",
             metavar="FILE.jsonl",
-            help="score these outputs of any system instead of a model's; --baseline may be such a file, too",
+            help="score these outputs of any system instead of a model's: lines of id and prediction, or SQuAD's form, "
+            "{id: text}; --baseline may be such a file, too",
         ),
     ] = None,
     allow_empty: Annotated[
