@@ -11,6 +11,7 @@ from rich.text import Text
 
 from gptj_ft.data.batches import steps_per_epoch
 from gptj_ft.data.lengths import Lengths, histogram
+from gptj_ft.data.rows import in_words
 from gptj_ft.data.targets import num_targets, stretches
 from gptj_ft.plain_text import shortened
 from gptj_ft.screen import panel, whole, width_of
@@ -42,9 +43,11 @@ def show_data(console: Console, report: Report) -> None:
     if report.windows > report.rows_kept:
         rows.append(("split", f"into {report.windows:,} windows of at most {report.settings['max_length']:,} tokens"))
     for reason, skips in report.rows_skipped.items():
-        rows.append(("skipped", f"{skips.count:,}: {reason} ({', '.join(skips.first)})"))
+        rows.append(("skipped", f"{skips.count:,}: {reason} ({in_words(skips.first, skips.count)})"))
     for what, found in report.warnings.items():
-        rows.append(("warning", f"{found.count:,} row{'s' * (found.count > 1)}: {what} ({', '.join(found.first)})"))
+        rows.append(
+            ("warning", f"{found.count:,} row{'s' * (found.count > 1)}: {what} ({in_words(found.first, found.count)})")
+        )
     rows += [("note", note) for note in report.notes]
     panel(console, "Data", rows)
 
@@ -67,7 +70,7 @@ def show_fixes(console: Console, report: FixReport) -> None:
         ("mended", f"{cells:,} cell{'s' if cells > 1 else ''}: {fix}") for fix, cells in report.cells.items() if cells
     ]
     for reason, found in report.rows_dropped.items():
-        rows.append(("dropped", f"{found.count:,}: {reason} ({', '.join(found.first)})"))
+        rows.append(("dropped", f"{found.count:,}: {reason} ({in_words(found.first, found.count)})"))
     rows.append(("changes", f"are in {whole(str(report.diff))}"))
     panel(console, "Mended, and what follows is about that file", rows)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from gptj_ft.data.records import Findings, read_rows, sha256_of
+from gptj_ft.data.rows import in_words
 from gptj_ft.errors import DataError, UsageError
 
 
@@ -78,6 +79,47 @@ def test_json_on_one_line_counts_records_instead(write):
 def test_flat_rows_under_data_are_rows(write):
     path = write("a.json", '{"version": 2, "data": [\n{"question": "q"},\n{"question": "r"}\n]}')
     assert rows(path) == [(2, {"question": "q"}), (3, {"question": "r"})]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_rows_that_one_object_wraps_are_read_and_that_is_said(write, indent):
+    items = [{"document": "a", "tags": [{"n": 1}]}, {"document": "b"}]
+    path = write("wrap.json", json.dumps({"version": 2, "items": items, "empty": [], "about": {"n": 1}}, indent=indent))
+    findings = Findings()
+    found = list(read_rows(path, findings))
+    assert [row.values for row in found] == items
+    lines = path.read_text().splitlines()
+    expected = [1, 2] if indent is None else [n for n, line in enumerate(lines, 1) if line == "  {"]
+    assert [row.line for row in found] == expected
+    assert list(findings.notes) == [f"{path}: the rows are those in 'items'"]
+    with pytest.raises(
+        DataError, match=r"wrap\.json: the rows seem to be in one of 'a', 'b': write that list to a file"
+    ):
+        rows(write("wrap.json", json.dumps({"a": items, "b": items, "c": 1})))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "x"}]},
+        {"conversations": [{"from": "human", "value": "x"}], "tools": [{}]},
+        {"document": "x" * 101, "tags": [{"n": 1}]},
+        {"a": 1},
+        {"a": ["x"]},
+        {"a": [{"b": 1}, 2]},
+    ],
+)
+def test_one_object_that_is_a_row_is_a_row(write, row):
+    assert rows(write("a.json", json.dumps(row))) == [(1, row)]
+    several = json.dumps(row) + "\n" + json.dumps({"a": [{"b": 1}]}) + "\n"
+    assert [values for _, values in rows(write("a.json", several))] == [row, {"a": [{"b": 1}]}]
+
+
+def test_places_name_a_file_once():
+    assert in_words(["/a/val.csv:49"], 1) == "val.csv:49"
+    assert in_words(["/a/val.csv:49", "/a/val.csv:140", "/a/val.csv:155"], 9) == "val.csv: lines 49, 140, 155 ..."
+    assert in_words(["/a/x.csv:1", "/b/y.csv:7", "/a/x.csv:3"], 3) == "x.csv: lines 1, 3; y.csv:7"
+    assert in_words(["/a/x.csv:1", "/b/x.csv:7"], 3) == "/a/x.csv:1; /b/x.csv:7 ..."
 
 
 def test_squad_is_one_row_per_question_and_impossible_ones_have_no_answers(write):

@@ -10,8 +10,12 @@ from typing import Any
 from gptj_ft.data.files import File
 from gptj_ft.data.rows import Findings, Row, numbered_lines, text_chunks
 from gptj_ft.errors import DataError
+from gptj_ft.plain_text import shortened
 
 DECODER = json.JSONDecoder()
+MESSAGE_KEYS = ({"role"}, {"from", "value"})  # what a message of a conversation has, one or the other
+LONG_TEXT = 100  # characters, from which on a text is what a row is about
+LISTS_SHOWN = 10
 CUT_OFF = 16  # characters before the end of what has been read in which an error may only mean that more is needed
 
 
@@ -58,14 +62,18 @@ def _kind(value: object) -> str:
 
 
 def read_json(file: File, findings: Findings) -> Iterator[Row]:
-    """A list of objects, ``{"data": [...]}`` (flat or SQuAD), one object, or JSON lines after all."""
-    text = JsonText(file, findings)
+    """A list of objects, ``{"data": [...]}`` (flat or SQuAD), one object, or JSON lines after all.
+
+    Where one object is all there is, and in it one list of objects, those are the rows.
+    """
+    text = JsonText(file, text_chunks(file, findings))
     first, start = text.peek(), text.line
     if first == "[":
         yield from _rows_of(file, findings, text)
     elif first == "{":
         text.take()
         values: dict[str, Any] = {}
+        lists: dict[str, Decoded] = {}
         has_rows = False
         while text.peek() != "}":
             if text.peek() != '"':
@@ -76,12 +84,17 @@ def read_json(file: File, findings: Findings) -> Iterator[Row]:
                 has_rows = True
                 yield from _rows_of(file, findings, text)
             else:
-                values[key] = text.value().value
+                decoded = text.value()
+                values[key] = decoded.value
+                if _is_list_of_rows(decoded.value):
+                    lists[key] = decoded
             if text.peek() != "}":
                 text.expect(",", "Expecting ',' delimiter")
         text.take()
         end = text.line
-        if not has_rows:
+        if lists and not has_rows and not text.peek() and _only_wraps(values):
+            yield from _unwrapped(file, findings, lists, text.is_one_line)
+        elif not has_rows:
             yield Row(str(file.path), start, values)
         if text.peek():
             if has_rows or text.line == end:
@@ -89,6 +102,34 @@ def read_json(file: File, findings: Findings) -> Iterator[Row]:
             yield from _rows_of_lines(file, findings, text.lines())
     elif first:
         raise DataError(f"{file.path}: expected objects, found {_kind(text.value().value)}")
+
+
+def _is_list_of_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _only_wraps(values: dict[str, Any]) -> bool:
+    """Tell whether an object is no row: it has neither a long text nor a conversation, which is a list, too."""
+    if any(isinstance(value, str) and len(value) > LONG_TEXT for value in values.values()):
+        return False
+    lists = [value for value in values.values() if _is_list_of_rows(value)]
+    return not any(keys <= value[0].keys() for value in lists for keys in MESSAGE_KEYS)
+
+
+def _unwrapped(file: File, findings: Findings, lists: dict[str, Decoded], is_one_line: bool) -> Iterator[Row]:
+    """Yield the rows of the one list of objects in an object.
+
+    Raises:
+        DataError: there are several.
+    """
+    if len(lists) > 1:
+        names = ", ".join(f"'{shortened(name)}'" for name in list(lists)[:LISTS_SHOWN])
+        raise DataError(f"{file.path}: the rows seem to be in one of {names}: write that list to a file of its own")
+    ((name, found),) = lists.items()
+    findings.note(f"{file.path}: the rows are those in '{shortened(name)}'")
+    text = JsonText(file, iter([found.text]), found.line)
+    text.is_one_line = is_one_line
+    yield from _rows_of(file, findings, text)
 
 
 @dataclass(frozen=True)
@@ -101,11 +142,17 @@ class Decoded:
 
 
 class JsonText:
-    """A JSON text, read and decoded piece by piece."""
+    """A JSON text, read and decoded piece by piece.
 
-    def __init__(self, file: File, findings: Findings) -> None:
-        self._file, self._chunks = file, text_chunks(file, findings)
-        self._buffer, self._position, self.line = "", 0, 1
+    Args:
+        file: that it is from.
+        chunks: the text.
+        line: on which it begins.
+    """
+
+    def __init__(self, file: File, chunks: Iterator[str], line: int = 1) -> None:
+        self._file, self._chunks = file, chunks
+        self._buffer, self._position, self.line = "", 0, line
         self._decoder = json.JSONDecoder()
         self._more()
         self.is_one_line = "\n" not in self._buffer.strip()

@@ -15,12 +15,14 @@ from typing import Any
 from gptj_ft.data.batches import Rows, steps_per_epoch
 from gptj_ft.data.lengths import Lengths, bins_of
 from gptj_ft.data.prepared import Prepared
+from gptj_ft.data.rows import in_words
 from gptj_ft.data.split import split
 from gptj_ft.data.targets import stretches
 from gptj_ft.durable import new_files, require_new
 from gptj_ft.errors import UsageError
 from gptj_ft.pages import to_page
 from gptj_ft.pages.names import file_names, place_name
+from gptj_ft.plain_text import shortened
 from gptj_ft.recipe import Recipe
 
 PERSONAL = "personal data"  # in the text of a warning
@@ -134,7 +136,13 @@ def to_html(facts: Mapping[str, Any]) -> str:
     named = {name: _without(facts.get(name), folders) for name in ("fixes", "notes", "rows_skipped", "warnings")}
     if "examples" in facts:
         named["examples"] = [{**example, "place": place_name(example["place"])} for example in facts["examples"]]
-    own = {"counts": counts, "file_names": file_names(facts["files"]), "sentence": sentence_on(facts)}
+    named["columns"] = {field: shortened(column) for field, column in facts["columns"].items()}
+    own = {
+        "counts": counts,
+        "file_names": file_names(facts["files"]),
+        "sentence": sentence_on(facts),
+        "in_words": in_words,
+    }
     return to_page("rows", {**facts, **named, **own})
 
 

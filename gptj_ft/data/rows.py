@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, BinaryIO, NamedTuple
 
 from gptj_ft.data.encodings import HOW_TO_SAY, OTHERS, PIECE_BYTES, UTF8, WINDOWS, as_utf8, guess_encoding
@@ -33,6 +34,25 @@ class Row(NamedTuple):
     @property
     def where(self) -> str:
         return f"{self.source}:{self.line}"
+
+
+def in_words(places: Sequence[str], count: int) -> str:
+    """Say where rows are: each file once, by its name, then its lines.
+
+    Args:
+        places: the first of them, as `Row.where` has them.
+        count: of all; three points stand for those that are not named.
+    """
+    lines: dict[str, list[str]] = {}
+    for place in places:
+        source, _, line = place.rpartition(":")
+        lines.setdefault(source, []).append(line)
+    names = [PurePath(source).name for source in lines]
+    said = [
+        f"{name if names.count(name) == 1 else source}:{' lines ' if len(of) > 1 else ''}{', '.join(of)}"
+        for name, (source, of) in zip(names, lines.items(), strict=True)
+    ]
+    return "; ".join(said) + (" ..." if count > len(places) else "")
 
 
 def token_row(file: File, line: int, input_ids: list[int], trained: list[int]) -> Row:
