@@ -22,8 +22,8 @@ def check_is_chat(recipe: Recipe) -> None:
         UsageError: it is not.
     """
     if not is_chat(recipe):
-        what = "has no template" if not recipe.prompt else f"was tuned for single texts ({recipe.recipe})"
-        raise UsageError(f"--chat: this model {what}, not for conversations; add --recipe chat to try it all the same")
+        what = "was not tuned, for" if not recipe.prompt else f"was tuned for single texts ({recipe.recipe}), not for"
+        raise UsageError(f"--chat: this model {what} conversations; add --recipe chat to try it all the same")
 
 
 def talk(

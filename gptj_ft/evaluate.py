@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,6 +103,10 @@ class Planned:
     journal: Journal
     plan: ReadingPlan
 
+    def with_note(self, note: str) -> Planned:
+        """Return it with something more to be known about its rows."""
+        return replace(self, task=replace(self.task, notes=(*self.task.notes, note)))
+
 
 def plan_evaluation(folder: Path, recipe: Recipe, data: Path, limit: int | None) -> Planned:
     """Prepare to measure a model on rows, or to go on where an evaluation like this one was killed.
@@ -143,6 +147,20 @@ def plan_evaluation(folder: Path, recipe: Recipe, data: Path, limit: int | None)
     )
     plan = plan_reading(recipe, reads, free_resources(device, home()), journal.of("together").get(0))
     return Planned(folder, recipe, tokenizer, task, device, dtype, journal, plan)
+
+
+def fitted(recipe: Recipe, folders: Iterable[Path], data: Path) -> Recipe:
+    """Return a recipe with rows that every one of some models can read; prepared rows are as long as they are.
+
+    Args:
+        recipe: its ``max_length`` may be more than a model's context.
+        folders: of the models, which are all to be measured on the same.
+        data: the rows.
+    """
+    if is_prepared(data):
+        return recipe
+    shortest = min(int(read_architecture(base_folder(folder)).config.n_positions) for folder in folders)
+    return recipe.model_copy(update={"max_length": min(recipe.max_length, shortest)})
 
 
 def evaluate_model(planned: Planned, progress: Progress | None = None) -> Evaluation:

@@ -108,9 +108,10 @@ def resumed(
     changes = {key: getattr(given, key) for key in given.model_fields_set}
     for key, value in changes.items():
         if key not in FREE_ON_RESUME and value != getattr(saved, key):
+            was = getattr(saved, key)
             raise UsageError(
-                f"{key} is {getattr(saved, key)!r} in this run; changing it to {value!r} would make another run of it: "
-                "leave it out, or start a new run"
+                f"{key} is {'not set' if was is None else repr(was)} in this run; {value!r} would make another run of "
+                "it: leave it out, or start a new run"
             )
     recipe = build({**saved.model_dump(), **changes, "output": str(run.folder)})
     check_tracker(recipe.report_to)

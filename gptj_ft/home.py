@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 from gptj_ft.durable import keep_folder, read_text, replace_text
 from gptj_ft.errors import GptjFtError, UsageError, did_you_mean
+from gptj_ft.plain_text import one_line
 
 DEFAULT_REPOSITORY = "EleutherAI/gpt-j-6b"
 DEFAULTS = (DEFAULT_REPOSITORY, f"{DEFAULT_REPOSITORY}-fp16")  # as `download --variant fp16` calls its folder
 RUNS = Path("runs")
 TINY_MODELS = {"tiny": "gptj", "tiny-gpt2": "gpt2"}  # made from the rows of a run; name -> ``model_type``
+MODEL_TYPES = ("gptj", "gpt2")  # those that `families` has
 # What a tokenizer may consist of, in Hugging Face's form.
 ADAPTER_CONFIG = "adapter_config.json"
 TOKENIZER_FILES = (
@@ -96,18 +100,62 @@ def find_model(name: str) -> Path:
     In this order: a folder, a run folder (its ``model/``), a converted or downloaded model of that name.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or it is of a family that is not supported.
     """
     given = Path(name).expanduser()
     for folder in (given, given / "model", model_folder(name), download_folder(name)):
         if is_tuned(folder):
+            check_family(folder)
             return folder
+    raise UsageError(_why_no_model(name, given))
+
+
+def _why_no_model(name: str, given: Path) -> str:
+    """Say why a name is none of a model, and what to type instead."""
+    if given.suffix.lower() == ".gguf":
+        return (
+            f"{given}: GGUF files cannot be trained, nor turned back: name the folder of the model that it was made "
+            "from (config.json and safetensors)"
+        )
+    if given.is_file():
+        return f"{given} is a file; a model is a folder with config.json, or what `gptj-ft convert {given}` makes of it"
+    if (given / "recipe.yaml").is_file():
+        return f"{given} has no tuned model yet; to finish that run: gptj-ft finetune --resume {given}"
     if given.is_dir():
-        raise UsageError(f"{given} is not a model folder: it has no config.json")
+        return f"{given} is not a model folder: it has no config.json"
+    if given.parent.resolve() == RUNS.resolve():
+        there = sorted(str(path.parent) for path in RUNS.glob("*/recipe.yaml"))
+        return f"no such run '{name}'; there are: {', '.join(there) or 'none here'}{did_you_mean(name, there)}"
     known = [path.name for path in models().glob("*") if is_model(path)] if models().is_dir() else []
     hint = did_you_mean(name, [*known, *TINY_MODELS])
-    download = f"; to fetch it from the Hub type `gptj-ft download {name}`" if name.count("/") == 1 else ""
-    raise UsageError(f"no model '{name}': neither a folder nor a model in {models()}{hint}{download}")
+    owner, _, repository = name.partition("/")
+    is_hub_name = all(re.fullmatch(r"\w[\w.-]*", part) for part in (owner, repository)) and not Path(owner).exists()
+    download = f"; to fetch it from the Hub type `gptj-ft download {name}`" if is_hub_name else ""
+    return f"no model '{name}': neither a folder nor a model in {models()}{hint}{download}"
+
+
+def check_family(folder: Path) -> None:
+    """Check that a model is of a supported family, before anything of it is read that another may have otherwise.
+
+    Raises:
+        UsageError: it is of another one. What is no config is left to those who read it.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError):
+        return
+    if isinstance(config, dict) and config.get("model_type") not in MODEL_TYPES:
+        raise other_family(path, config.get("model_type"))
+
+
+def other_family(config: Path, model_type: object) -> UsageError:
+    """Return the error for a model that is not of a supported family."""
+    what = f"this is a {one_line(str(model_type))} model" if model_type else "it names no model_type"
+    return UsageError(
+        f"{config}: {what}; supported: {', '.join(MODEL_TYPES)} (GPT-J, GPT-2, Cerebras-GPT)\n"
+        "for other models there are TRL, LLaMA-Factory, Axolotl and, on a Mac, mlx-lm"
+    )
 
 
 def default_download() -> Path | None:

@@ -24,9 +24,17 @@ def parse(text: str, where: str) -> Any:
         raise UsageError(f"{where}{line}: not YAML: {getattr(error, 'problem', error)}") from error
 
 
-def dump(values: dict[str, Any]) -> str:
-    """Write a mapping, without a line break at the end."""
-    return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)).rstrip("\n")
+def dump(values: dict[str, Any], width: int = 1000, compact: bool = False) -> str:
+    """Write a mapping, without a line break at the end.
+
+    Args:
+        values: the mapping.
+        width: characters of a line, as far as words can be parted.
+        compact: write lists and mappings that hold nothing but single values on one line, if it is long enough.
+    """
+    style = None if compact else False
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=width, default_flow_style=style)
+    return str(text).rstrip("\n")
 
 
 class _Loader(yaml.SafeLoader):

@@ -28,6 +28,7 @@ def test_with_nothing_there_each_command_says_what_to_type(shell, rows_file: Pat
         ("generate prompt", "gptj-ft download"),
         ("evaluate --data rows.jsonl", "gptj-ft download"),
         ("finetune", "--data"),
+        ("generate --input rows.jsonl", "--input and --output go together"),
         ("evaluate --num-fewshot 2", "add --tasks"),
         ("evaluate --tasks some --data rows.jsonl", "leave out --data"),
         ("evaluate --predictions rows.jsonl --dry-run", "leave one out"),
@@ -72,6 +73,62 @@ def test_a_model_folder_without_config_is_refused(shell, model: Path, rows_file:
         done = shell(line)
         assert (done.code, "no config.json" in done.err) == (2, True), done.err
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox", None])
+def test_a_model_of_another_family_is_named_as_such_before_anything_of_it_is_read(
+    family: str | None, shell, rows_file: Path
+) -> None:
+    Path("other").mkdir()
+    Path("other/config.json").write_text(json.dumps({"model_type": family} if family else {"hidden_size": 9}))
+    Path("other/tokenizer.json").write_text("{}")
+    for line in (
+        "finetune --recipe summarization --data rows.jsonl --model other",
+        "prepare-data --recipe summarization --data rows.jsonl --model other",
+        "plan --recipe summarization --model other",
+        "evaluate other --data rows.jsonl --recipe summarization",
+        "generate x --model other",
+        "convert other out",
+    ):
+        done = shell(line)
+        assert (done.code, done.out) == (2, ""), (line, done.err)
+        what = f"this is a {family} model" if family else "it names no model_type"
+        assert f"other/config.json: {what}; supported: gptj, gpt2 (GPT-J, GPT-2, Cerebras-GPT)" in done.err, line
+        assert "for other models there are" in done.err
+        assert "did you mean" not in done.err
+
+
+def test_a_model_that_is_not_there_is_told_by_what_its_name_looks_like(shell, tmp_path: Path) -> None:
+    for run in ("qa-1", "qa-2"):
+        (tmp_path / "runs" / run).mkdir(parents=True)
+        (tmp_path / "runs" / run / "recipe.yaml").touch()
+    (tmp_path / "m").mkdir()
+    for file in ("m/model.gguf", "m/weights.bin"):
+        (tmp_path / file).touch()
+    for name, said in (
+        ("runs/nope", "no such run 'runs/nope'; there are: runs/qa-1, runs/qa-2"),
+        ("runs/qa-1", "runs/qa-1 has no tuned model yet; to finish that run: gptj-ft finetune --resume runs/qa-1"),
+        ("m/model.gguf", "m/model.gguf: GGUF files cannot be trained"),
+        ("m/nowhere.gguf", "GGUF files cannot be trained"),
+        ("m/weights.bin", "m/weights.bin is a file; a model is a folder"),
+        ("m/nothere", "no model 'm/nothere': neither a folder nor"),
+        ("./m/nothere", "no model './m/nothere': neither a folder nor"),
+    ):
+        for line in (f"evaluate {name}", f"generate x --model {name}"):
+            done = shell(line)
+            assert (done.code, said in done.err, "gptj-ft download" in done.err) == (2, True, False), done.err
+    assert "type `gptj-ft download EleutherAI/gpt-j-6b`" in shell("generate x --model EleutherAI/gpt-j-6b").err
+
+
+def test_evaluation_shortens_rows_to_a_smaller_context_and_says_so(shell, model: Path, rows_file: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "n_positions": 64}))
+    line = f"evaluate {model} --data rows.jsonl --recipe summarization --limit 2 --set generation.max_new_tokens=2"
+    note = "max_length is 64, the context of the model, and not 1,024: rows are cut to that"
+    assert note in shell(f"{line} --dry-run").said
+    done = shell(line)
+    assert (done.code, done.said.count(note)) == (0, 2), done.err
+    assert "rows are cut" not in shell(f"{line} --set max_length=50 --dry-run").said
 
 
 def test_a_truncated_shard_is_named_before_training_and_before_converting(shell, model: Path, rows_file: Path) -> None:

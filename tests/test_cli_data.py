@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -40,18 +41,21 @@ def test_a_script_is_told_the_columns_that_may_be_meant_and_what_to_type(shell) 
 
 def test_on_a_terminal_the_user_is_asked_for_columns_that_are_not_clear(shell, monkeypatch) -> None:
     write("notes.jsonl", NOTES)
-    asked = []
-
-    def answer(question: str, **_: object) -> str:
-        asked.append(question)
-        return ["nothing", "body", "tl_dr"][len(asked) - 1]
-
-    for stream in ("stdin", "stderr"):
-        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
-    monkeypatch.setattr("typer.prompt", answer)
-    done = shell("prepare-data --data notes.jsonl --recipe summarization --model tiny")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    command = "prepare-data --data notes.jsonl --recipe summarization --model tiny"
+    keyboard = io.StringIO("nothing\n")
+    monkeypatch.setattr(keyboard, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdin", keyboard)
+    done = shell(command)
+    assert (done.code, "Aborted" in done.err) == (2, False)
+    assert "no column was named for 'document': type one, or add --map document=COLUMN" in done.said
+    keyboard.write("\nbody\ntl_dr\n")
+    keyboard.seek(0)
+    done = shell(command)
     assert done.code == 0
-    assert asked == ["column for 'document' (article, body)"] * 2 + ["column for 'summary' (article, tl_dr)"]
+    for line in ("column for 'document' (article, body): 'nothing' is none of these columns; Ctrl-D stops",
+                 "column for 'document' (article, body): ", "column for 'summary' (article, tl_dr): "):  # fmt: skip
+        assert line in done.err
     assert load(Path("notes.jsonl.prepared")).report.columns == {"document": "body", "summary": "tl_dr"}
     # A program that reads JSON is not asked.
     assert shell("prepare-data --data notes.jsonl --recipe summarization --model tiny --output other --json").code == 3

@@ -308,7 +308,9 @@ def test_a_variant_that_is_not_there_is_refused_with_what_to_do(hub: Hub, reposi
 
 def test_a_model_that_is_not_supported_is_refused_before_its_weights_are_fetched(hub: Hub, repository: Path) -> None:
     (repository / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UsageError, match=r"^EleutherAI/gpt-j-6b/config\.json: model_type 'llama' is not supported"):
+    with pytest.raises(
+        UsageError, match=r"^EleutherAI/gpt-j-6b/config\.json: this is a llama model; supported: gptj, gpt2"
+    ):
         download()
     assert hub.fetched() == ["config.json"]
     assert not home.home().exists()

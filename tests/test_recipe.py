@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import yaml
 from gptj_ft.data.fields import recipe_fields
 from gptj_ft.data.template import fields_of
 from gptj_ft.errors import UsageError
-from gptj_ft.recipe import Recipe, build, dump, load_preset, preset_names, resolve
+from gptj_ft.recipe import GROUPS, Recipe, build, dump, load_preset, preset_names, resolve
 
 NOWHERE: dict[str, str] = {}
 
@@ -58,6 +59,19 @@ def test_nothing_is_typed_as_null_where_there_may_be_none() -> None:
 def test_shares_of_an_epoch_are_rounded_up_as_the_trainer_of_transformers_does() -> None:
     steps = [build({"epochs": epochs, "batch_size": 4}).num_steps(9) for epochs in (0.1, 0.5, 1.0, 1.5, 2.5, 3.0)]
     assert steps == [1, 2, 3, 5, 8, 9]  # of ceil(num_train_epochs * 3): Trainer.set_initial_training_values
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_shown_recipe_is_yaml_of_80_columns_with_the_meaning_of_each_option(name: str, shell) -> None:
+    set_ = "--set generation.top_k=7"
+    text = shell(f"recipes show {name} {set_}").out
+    recipe = resolve({"recipe": name}, None, ("generation.top_k=7",), environment=NOWHERE).recipe
+    assert build(yaml.safe_load(text)) == recipe
+    assert max(map(len, text.splitlines())) <= 80
+    comments = " ".join(" ".join(line.rpartition("# ")[2] for line in text.splitlines() if "# " in line).split())
+    for group, key in [("", "lr"), ("", "prompt"), ("", "batch_size"), ("generation", "top_k"), ("lora", "rank")]:
+        assert (GROUPS[group] if group else Recipe).model_fields[key].description in comments, key
+    assert re.search(r"top_k: 7 .*\n? .*\[command line\]", text)
 
 
 def test_flag_beats_environment_beats_config_beats_preset_beats_default(tmp_path: Path) -> None:

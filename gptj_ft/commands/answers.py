@@ -132,7 +132,7 @@ def _check_kind(prompt: str | None, rows: Path | None, output: Path | None, chat
     if sum((prompt is not None, rows is not None, chat)) > 1:
         raise UsageError("a prompt, --input and --chat are three ways of asking: use one")
     if (rows is None) != (output is None):
-        raise UsageError(f"{'--input' if rows else '--output'} needs the other: --input rows.jsonl --output out.jsonl")
+        raise UsageError("--input and --output go together: --input rows.jsonl --output out.jsonl")
     if not (prompt or rows or chat or not sys.stdin.isatty()):
         raise UsageError('nothing to answer: gptj-ft generate "prompt", or --input FILE --output FILE, or --chat')
     if chat and shows:

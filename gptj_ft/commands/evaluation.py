@@ -198,7 +198,7 @@ def _measure(
     folder: Path, options: Recipe, rows: tuple[str | None, int | None], baseline: str, shown: tuple[Output, bool]
 ) -> Verdict | None:
     """Measure a model and its baseline on rows, or so many of them; nothing for ``shown``'s second, a dry run."""
-    from gptj_ft.evaluate import choose_baseline, default_rows, evaluate_model, plan_evaluation
+    from gptj_ft.evaluate import choose_baseline, default_rows, evaluate_model, fitted, plan_evaluation
     from gptj_ft.inputs import data_path
     from gptj_ft.report import show_reading
     from gptj_ft.screen import whole
@@ -209,6 +209,7 @@ def _measure(
     other = choose_baseline(folder, baseline)
     missing = "none: what this model was tuned from is not there; --baseline names one"
     models = {"baseline": other, "model": folder} if other is not None else {"model": folder}
+    asked, options = options.max_length, fitted(options, models.values(), data)
     planned = {name: plan_evaluation(each, options, data, limit) for name, each in models.items()}
     most = max((each.plan for each in planned.values()), key=lambda plan: plan.device_bytes + plan.host_bytes)
     about = [
@@ -217,6 +218,10 @@ def _measure(
         ("rows", whole(str(data)) + (f", the first {limit:,}" if limit else "")),
         ("measured", ", ".join(("loss and perplexity", *options.metrics))),
     ]
+    if options.max_length < asked:
+        cut = f"max_length is {options.max_length:,}, the context of the model, and not {asked:,}: rows are cut to that"
+        about.append(("note", cut))
+        planned = {name: each.with_note(cut) for name, each in planned.items()}
     if dry_run:
         out.finish(most.to_dict(), "", lambda console: show_reading(console, "The evaluation", about, most))
         return None

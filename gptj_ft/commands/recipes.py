@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from gptj_ft import yaml_text
 from gptj_ft.commands.help import Commands
 from gptj_ft.commands.terminal import as_tuple, print_json
 from gptj_ft.durable import new_files
 from gptj_ft.options import Assignments, Json, complete_recipe
 from gptj_ft.plain_text import command_line
-from gptj_ft.recipe import resolve
+from gptj_ft.recipe import GROUPS, Recipe, Resolved, resolve
 
+WIDTH, COMMENTS_FROM = 80, 34
+LONGEST_WORD = 16  # by so much a line of YAML may be longer than it is told
 recipes_app = typer.Typer(cls=Commands, no_args_is_help=True, help="Presets for tasks: list them, show or copy one.")
 
 
@@ -38,15 +43,40 @@ def show_recipe(
 ) -> None:
     """Show every option of a preset, and what it means.
 
-    A value that is not a default has its origin beside it.
+    It is YAML, and may be given to --config. A value that is not a default has its origin in brackets.
     """
-    from gptj_ft.recipe import dump
-
     resolved = resolve({"recipe": name}, None, as_tuple(assignments))
     if as_json:
         print_json(resolved.recipe.to_dict())
     else:
-        print(dump(resolved.recipe, resolved.origins), end="")
+        print("\n".join(_explained(resolved)))
+
+
+def _explained(resolved: Resolved) -> Iterator[str]:
+    """Yield a recipe as lines of YAML, the meaning of each option in a comment."""
+    for key, value in resolved.recipe.to_dict().items():
+        origin = resolved.origins.get(key)
+        if key in GROUPS and isinstance(value, dict):
+            yield f"{key}:" + (f"  # [{origin}]" if origin else "")
+            for name, each in value.items():
+                meaning = GROUPS[key].model_fields[name].description
+                yield from _entry(name, each, meaning, resolved.origins.get(f"{key}.{name}"), "  ")
+        else:
+            yield from _entry(key, value, Recipe.model_fields[key].description, origin, "")
+
+
+def _entry(name: str, value: Any, meaning: str | None, origin: str | None, indent: str) -> Iterator[str]:
+    """Yield the lines of an option: the comment beside a short value, else above it."""
+    is_single = not isinstance(value, list | dict)
+    lines = yaml_text.dump({name: value}, WIDTH - LONGEST_WORD, compact=not is_single).splitlines()
+    comment = f"{meaning or ''}{f' [{origin}]' if origin else ''}"
+    if len(lines) == 1 and len(indent + lines[0]) < COMMENTS_FROM:
+        first, *rest = textwrap.wrap(comment, WIDTH - COMMENTS_FROM - 2)
+        yield f"{indent + lines[0]:{COMMENTS_FROM}}# {first}"
+        yield from (f"{'':{COMMENTS_FROM}}# {line}" for line in rest)
+    else:
+        yield from (f"{indent}# {line}" for line in textwrap.wrap(comment, WIDTH - len(indent) - 2))
+        yield from (indent + line for line in lines)
 
 
 @recipes_app.command("copy")

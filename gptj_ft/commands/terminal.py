@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import typer
-
+from gptj_ft.errors import UsageError
 from gptj_ft.plain_text import shortened
 from gptj_ft.recipe import Resolved
 
@@ -94,14 +93,28 @@ def asking(resolved: Resolved, out: Output, work: Callable[[Resolved], T]) -> T:
             if out.as_json or not error.choices or not (sys.stdin.isatty() and sys.stderr.isatty()):
                 raise
             print(str(error).partition("\n")[0], file=sys.stderr)
-            choices = {shortened(column): column for column in error.choices} | {each: each for each in error.choices}
-            question = f"column for '{error.field}' ({', '.join(map(shortened, error.choices))})"
-            while (answer := typer.prompt(question, err=True).strip()) not in choices:
-                pass
-            column = choices[answer]
-            columns = {**resolved.recipe.map, error.field: column}
+            columns = {**resolved.recipe.map, error.field: _ask_for_column(error.field, error.choices)}
             recipe = resolved.recipe.model_copy(update={"map": columns})
             resolved = Resolved(recipe, {**resolved.origins, "map": "asked"})
+
+
+def _ask_for_column(field: str, columns: Sequence[str]) -> str:
+    """Ask for the column of a field until one is named that there is.
+
+    Raises:
+        UsageError: the input ends.
+    """
+    named = {shortened(column): column for column in columns} | {column: column for column in columns}
+    while True:
+        question = f"column for '{field}' ({', '.join(map(shortened, columns))}): "
+        print(question, end="", file=sys.stderr, flush=True)
+        answer = sys.stdin.readline()
+        if not answer:  # Ctrl-D
+            print(file=sys.stderr)
+            raise UsageError(f"no column was named for '{field}': type one, or add --map {field}=COLUMN")
+        if answer.strip() in named:
+            return named[answer.strip()]
+        print(f"'{shortened(answer.strip())}' is none of these columns; Ctrl-D stops", file=sys.stderr)
 
 
 def as_tuple(assignments: list[str] | None) -> tuple[str, ...]:

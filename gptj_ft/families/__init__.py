@@ -13,7 +13,8 @@ from typing import Any, Literal
 from torch import nn
 
 from gptj_ft.durable import read_text, require_plain
-from gptj_ft.errors import DataError, UsageError, did_you_mean
+from gptj_ft.errors import DataError, UsageError
+from gptj_ft.home import other_family
 from gptj_ft.stores import LENDER, Layout
 
 # Where a tensor of a checkpoint belongs: ("embed" | "block" | "head", name inside that layer).
@@ -171,10 +172,7 @@ def architecture_of(raw: Mapping[str, Any], path: Path) -> Architecture:
     """
     model_type, known = str(raw.get("model_type")), families()
     if model_type not in known:
-        raise UsageError(
-            f"{path}: model_type '{model_type}' is not supported{did_you_mean(model_type, known)}; "
-            f"supported: {', '.join(known)}"
-        )
+        raise other_family(path, raw.get("model_type"))
     family = known[model_type]
     try:
         return Architecture(family, family.read_config(raw), raw)
