@@ -45,7 +45,7 @@ BAD_DATA = {
     "not-json": (b'{"note": "a b", "short_summary": "c"}\n{"note": \n', 3, "bad.jsonl:2"),
     "missing-column": (b'{"body_text": "a", "title": "b"}\n', 3, "body_text, title"),
     "no-row-left": (b'{"note": "a", "short_summary": " "}\n', 3, "none of the 1 rows"),
-    "not-utf8": (b'{"note": "\xff\xfe", "short_summary": "c"}\n', 3, "bad.jsonl:1"),
+    "not-utf8": (b'{"note": "\x81\x8d", "short_summary": "c"}\n', 3, "bad.jsonl:1"),
     "not-objects": (b"[1, 2]\n", 3, "bad.jsonl:1"),
 }
 
