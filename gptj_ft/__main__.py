@@ -1,6 +1,27 @@
-"""`python -m gptj_ft` is `gptj-ft`."""
+"""`python -m gptj_ft` is `gptj-ft`: signals are taken care of first, for the libraries take a while to load."""
 
-from gptj_ft.cli import main
+from __future__ import annotations
+
+import sys
+
+from gptj_ft.stopping import StopRequest, ignore_signals
+
+
+def main() -> None:
+    """Run the command line."""
+    said = "stopped before anything was done"
+    try:
+        StopRequest().take()
+        from gptj_ft.cli import main as run
+
+        said = "stopped"
+        run()
+    except KeyboardInterrupt:
+        print(f"gptj-ft: {said}", file=sys.stderr)
+        sys.exit(130)
+    finally:
+        ignore_signals()
+
 
 if __name__ == "__main__":
     main()

@@ -55,12 +55,6 @@ def commit(run: Run, step: int, update: Update | None, facts: Mapping[str, Any])
     write_json(run.state / COMMIT, {"step": step, "update": asdict(update) if update else None, "facts": dict(facts)})
 
 
-def steps_done(run: Run) -> int:
-    """Return the optimizer steps that resuming a run would not do again."""
-    last = run.last_commit()
-    return int(last["step"]) if last else max(run.whole_checkpoints(), default=0)
-
-
 def layers_behind(run: Run, stack: LayerStack, step: int) -> set[int]:
     """Return the layers that the update of a committed step had not reached.
 

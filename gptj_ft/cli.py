@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -17,8 +17,10 @@ from gptj_ft import __version__
 from gptj_ft.commands import answers, convert, data, evaluation, inventory, models, recipes, reports, runs, training
 from gptj_ft.commands.help import Command, Commands
 from gptj_ft.commands.terminal import print_json
-from gptj_ft.errors import GptjFtError, ResourceError
+from gptj_ft.errors import GptjFtError, Interrupted, ResourceError
 from gptj_ft.hub import close_network
+from gptj_ft.stopping import StopRequest
+from gptj_ft.streams import lasting_streams
 
 FIRST_RUN = "gptj-ft finetune --recipe summarization --data my.jsonl --model tiny"
 app = typer.Typer(
@@ -97,14 +99,26 @@ def main() -> None:
     if "download" not in sys.argv[1:2]:
         close_network()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    with lasting_streams(), StopRequest() as stop:
+        sys.exit(_run(stop))
+
+
+def _run(stop: StopRequest) -> int:
+    """Run the command that was typed; return its exit code."""
     try:
         app(prog_name="gptj-ft")
     except GptjFtError as error:
-        sys.exit(_fail(error))
+        return _fail(error)
     except (OSError, MemoryError, RuntimeError) as error:
         if out_of := _exhausted(error):
-            sys.exit(_fail(ResourceError(f"{out_of} ran out: {error}; `gptj-ft plan` tells what a run needs")))
+            failure = ResourceError(f"{out_of} ran out: {error}; `gptj-ft plan` tells what a run needs")
+            return _fail(failure, notes_of(error))
         raise
+    except SystemExit:
+        if stop.requested:  # Typer has made an exit code of it
+            return _fail(Interrupted("stopped; the same command goes on, or begins again"))
+        raise
+    return 0
 
 
 def _exhausted(error: Exception) -> str | None:
@@ -115,14 +129,23 @@ def _exhausted(error: Exception) -> str | None:
     return "memory" if is_memory else None
 
 
-def _fail(error: GptjFtError) -> int:
-    if "--json" in sys.argv:
-        print_json({"error": str(error), "exit_code": error.exit_code})
-    text = f"gptj-ft: {error}"
-    if sys.stderr.isatty():  # there the words of a long line would be torn apart
-        from gptj_ft.screen import console_for, say
+def _fail(error: GptjFtError, notes: Sequence[str] = ()) -> int:
+    """Say what went wrong, and what to do next; return the exit code."""
+    message = "\n".join([str(error), *(notes or notes_of(error))])
+    with StopRequest(on_first=lambda: None):  # it is being said how to go on
+        if "--json" in sys.argv:
+            print_json({"error": message, "exit_code": error.exit_code})
+        text = f"gptj-ft: {message}"
+        if sys.stderr.isatty():  # there the words of a long line would be torn apart
+            from gptj_ft.screen import console_for, say, whole
 
-        say(console_for(), text)
-    else:
-        print(text, file=sys.stderr)
+            lines = (whole(line) if line.startswith("gptj-ft ") else line for line in text.splitlines())
+            say(console_for(), "\n".join(lines))
+        else:
+            print(text, file=sys.stderr)
     return error.exit_code
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """Return the notes that were added to an error on its way here: how to go on after it."""
+    return list(getattr(error, "__notes__", ()))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from gptj_ft.data.batches import Rows
 from gptj_ft.data.prepare import Prepared, Report, load, save
 from gptj_ft.demand import Load
 from gptj_ft.durable import hidden_name, keep_folder, remove, sync_path, sync_tree, write_file
-from gptj_ft.errors import DataError, UsageError
+from gptj_ft.errors import DataError, Interrupted, NotFinite, UsageError
 from gptj_ft.families import Architecture, read_architecture
 from gptj_ft.home import DEFAULT_REPOSITORY, TINY_MODELS, is_model, is_tuned
 from gptj_ft.inputs import choose_model, gather
@@ -26,10 +27,11 @@ from gptj_ft.plan import DoesNotFit, Plan, choose
 from gptj_ft.published import Published, find_published
 from gptj_ft.rates import choose_dtype, rates
 from gptj_ft.recipe import FREE_ON_RESUME, Recipe, Resolved, build, dump, resolve
-from gptj_ft.run import Run, choose_folder, read_json
+from gptj_ft.run import Run, choose_folder, read_json, stopped, what_is_saved
 from gptj_ft.screen import clock
 from gptj_ft.selection import select
 from gptj_ft.session import Session, free_resources, make_session
+from gptj_ft.stopping import stop_says
 from gptj_ft.trackers import check_tracker
 from gptj_ft.trainer import TrainResult, train
 from gptj_ft.unchanged import check_unchanged, fingerprint
@@ -143,8 +145,8 @@ def execute(job: Job, console: Console, verbose: bool, began: float) -> TrainRes
         DataError: the checkpoint to go back to is damaged.
         GptjFtError: as `trainer.train`.
     """
-    with begin(job) if job.run is None else locked(job.run.folder, "training"):
-        run = job.run or Run(Path(job.session.recipe.output or ""))
+    run = job.run or Run(Path(job.session.recipe.output or ""))
+    with going_on(run), begin(job) if job.run is None else locked(job.run.folder, "training"):
         if job.start is not None:
             if damage := list(Checker(run, job.session.selection.trained).checkpoint(job.start)):
                 raise DataError("\n".join([*damage, "nothing was changed; name another checkpoint with --from"]))
@@ -153,6 +155,19 @@ def execute(job: Job, console: Console, verbose: bool, began: float) -> TrainRes
         if (start := job.session.plan.costs.start.seconds) > LONG_START:
             console.print(f"putting weights and state in their places, about {clock(start)}", highlight=False)
         return train(job.session, run, console, verbose, began)
+
+
+@contextmanager
+def going_on(run: Run) -> Iterator[None]:
+    """Say what is saved, and how to go on, when a signal or something unforeseen ends what is done with a run."""
+    with stop_says(partial(stopped, run)):
+        try:
+            yield
+        except (Interrupted, UsageError, DataError, NotFinite):  # they say it; or resumed, it would end so again
+            raise
+        except Exception as error:
+            error.add_note(what_is_saved(run))
+            raise
 
 
 @contextmanager

@@ -1,9 +1,13 @@
-"""Where numbers stopped being finite: looked for once something has failed, so that good steps pay nothing for it."""
+"""Where numbers stopped being finite, looked for once something has failed; and a finite loss that explodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -14,6 +18,68 @@ from gptj_ft.lora import name_of
 from gptj_ft.model import flat_views
 from gptj_ft.session import Session
 from gptj_ft.stack import LayerStack
+
+GROWTH = 1.0  # nats
+WORSE_THAN_GUESSING_STEPS = 3
+ABOVE_BEST_STEPS = 15
+BEST_OF_STEPS = 50
+
+
+class LossWatch:
+    """Notices, once, that a loss has exploded though it is finite.
+
+    Steps differ: a batch of one short row may well have ten times the loss of the one before. So a step alone says
+    nothing, and a mean little. What says something is that *every one* of several steps in a row is worse:
+
+    * three of them by a nat than the run's first step and than guessing among all tokens, ln(vocabulary); or
+    * fifteen of them than the best that the run has been at, the lowest median of up to 50 steps before them, by a nat
+      and by as much as the loss usually changes from one step to the next.
+
+    On losses drawn from normal, exponential and two-valued distributions this stays quiet for thousands of steps; with
+    fewer steps in a row, or with their mean, it does not. A jump from 2.5 to 7.5 is told after fifteen steps.
+
+    Args:
+        vocabulary: number of tokens.
+        earlier: losses of the run's steps in earlier sessions, which said then what was to be said.
+    """
+
+    def __init__(self, vocabulary: int, earlier: Iterable[float] = ()) -> None:
+        self._guessing, self._best = math.log(vocabulary), math.inf
+        self._recent: deque[float] = deque(maxlen=BEST_OF_STEPS + ABOVE_BEST_STEPS)
+        self._has_warned = False
+        for loss in earlier:
+            self.after_step(loss)
+
+    def after_step(self, loss: float) -> str | None:
+        """Take note of a step's loss; return the warning if there is one."""
+        if not self._recent:
+            self._guessing = max(self._guessing, loss)
+        self._recent.append(loss)
+        losses = list(self._recent)
+        before, last = losses[:-ABOVE_BEST_STEPS], losses[-ABOVE_BEST_STEPS:]
+        if len(before) >= 5:
+            self._best = min(self._best, median(before))
+        limit = self._best + max(GROWTH, median(abs(a - b) for a, b in pairwise(losses)) if before else 0.0)
+        if (
+            len(losses) >= WORSE_THAN_GUESSING_STEPS
+            and min(last[-WORSE_THAN_GUESSING_STEPS:]) > self._guessing + GROWTH
+        ):
+            return self._warn(f"the loss is {loss:.2f}, more than that of guessing")
+        if min(last) > limit:
+            return self._warn(f"the loss was {self._best:.2f} and is {loss:.2f}")
+        return None
+
+    def after_validation(self, loss: float, before: float | None) -> str | None:
+        """Compare a validation loss with that before training; return the warning if there is one."""
+        if before is not None and loss > before + GROWTH:
+            return self._warn(f"the validation loss was {before:.2f} before training and is {loss:.2f}")
+        return None
+
+    def _warn(self, what: str) -> str | None:
+        if self._has_warned:
+            return None
+        self._has_warned = True
+        return f"{what}: the run gets worse, not better; start a new one with a lower --lr, or a longer --set warmup=N"
 
 
 class Found(Exception):

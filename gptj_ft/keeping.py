@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from gptj_ft import checkpoint
 from gptj_ft.durable import discard, remove_folder, sync_path
-from gptj_ft.errors import UsageError, did_you_mean
+from gptj_ft.errors import DataError, Interrupted, NotFinite, UsageError, did_you_mean
 from gptj_ft.metrics import score_names
 from gptj_ft.optimizer import AdamW
 from gptj_ft.recipe import Recipe
@@ -49,7 +50,7 @@ class Keeper:
         if best and self._recipe.keeps_best and best["step"] not in self._run.whole_checkpoints():
             self._facts["best"] = None  # it was not kept then, or the run has gone back behind it
         if self._is_durable and self._optimizer.step:
-            self.after_step(is_stopping=False)  # the step was committed, but perhaps its checkpoint not made any more
+            self.after_step()  # the step was committed, but perhaps its checkpoint not made any more
         self.prune()
 
     def after_validation(self, loss: float, scores: Mapping[str, float]) -> None:
@@ -72,18 +73,42 @@ class Keeper:
         since = [line for line in self._run.metrics() if LOSS in line and line["step"] > best["step"]]
         return len(since) >= patience
 
-    def after_step(self, is_stopping: bool) -> bool:
-        """Make a checkpoint if one is due: by steps, by time, or because the run is about to stop; tell whether."""
+    def after_step(self) -> bool:
+        """Make a checkpoint if one is due, by steps or by time; tell whether it was."""
         recipe, step = self._recipe, self._optimizer.step
         is_regular = is_multiple(step, recipe.save_every)
         is_late = time.monotonic() - self._saved_at > recipe.save_minutes * 60
         if step == self._num_steps:
             return False  # the model comes next
         is_kept = is_regular and recipe.num_newest_kept != 0
-        is_due = is_kept if self._is_durable else is_regular or is_late or is_stopping
+        is_due = is_kept if self._is_durable else is_regular or is_late
         if is_due:
             self._save()
         return is_due
+
+    def save_now(self) -> None:
+        """Have the state after the last step on the disk, if anything was trained yet."""
+        if self._is_durable:
+            self._stack.drain()
+        elif self._optimizer.step:
+            self._save()
+
+    @contextmanager
+    def rescuing(self) -> Iterator[None]:
+        """Save before an error ends the run, where that can be done: what is in memory would be lost."""
+        try:
+            yield
+        except (Interrupted, NotFinite, DataError):  # saved; or resumed, the run would get here again
+            raise
+        except BaseException:
+            with suppress(BaseException):  # what ended the run is what is to be told
+                if not self._is_durable and self._optimizer.is_whole and self._is_recorded():
+                    self.save_now()
+            raise
+
+    def _is_recorded(self) -> bool:
+        """Tell whether the last step has its line in the metrics: resumed after it, the run would never write that."""
+        return any("loss" in line and line["step"] == self._optimizer.step for line in self._run.metrics())
 
     def prune(self, is_finished: bool = False) -> dict[int, Path]:
         """Remove the checkpoints that are not kept; return those that are."""

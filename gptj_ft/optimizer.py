@@ -67,6 +67,7 @@ class AdamW:
         self._late = range(1, 1 + (min(late, len(stack.layers) - 3) if can_be_late else 0))
         self._pending: Update | None = None
         self._waiting: set[int] = set()  # layers that the pending update has not reached
+        self._torn: set[int] = set()  # layers whose state in the stores is, for a while, of no step
         self._layer_norms: dict[int, Tensor] = {}
         self._scratch: dict[Kind, Tensor] = {}
         self._movement = Movement(stack.layouts, stack.trained) if step == 0 else None
@@ -86,6 +87,7 @@ class AdamW:
             GptjFtError: it is not finite; nothing of this step has touched the weights (where clipping is on).
         """
         self.step += 1
+        self._torn.clear()
         norm = math.sqrt(math.fsum(value.item() ** 2 for value in self._layer_norms.values()))
         if not math.isfinite(norm):
             first = max(layer for layer, value in self._layer_norms.items() if not math.isfinite(value.item()))
@@ -105,6 +107,11 @@ class AdamW:
     def pending(self) -> Update | None:
         """The update of the last step, for layers that it has not reached yet."""
         return self._pending
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a `flush` gives the state after ``step``: not while a layer is half updated, or ahead of others."""
+        return not self._torn
 
     def resume(self, update: Update | None, waiting: set[int]) -> None:
         """Take up an update again where some layers are still without it."""
@@ -140,6 +147,8 @@ class AdamW:
     def apply(self, visit: Visit, span: slice, tensors: Mapping[Kind, Tensor]) -> None:
         update = self._pending if self._defers else Update(self.step + 1, self._lr, 1.0)
         assert update is not None
+        if visit.keeps:
+            self._torn.add(visit.layer)
         recipe, parameter = self._recipe, tensors[self._stack.parameter]
         gradient = self._in_fp32("grad", tensors["grad"])
         if update.clip != 1.0:
@@ -168,6 +177,8 @@ class AdamW:
         if visit.keeps:
             self._stack.commit(self.kinds, visit.layer, self.step if self._defers else self.step + 1)
             self._waiting.discard(visit.layer)
+            if self._defers:  # otherwise it is a step ahead, until the others are, too
+                self._torn.discard(visit.layer)
 
     def after_backward(self, loaded: Passage) -> None:
         self._layer_norms[loaded.index] = torch.linalg.vector_norm(loaded.tensors["grad"])

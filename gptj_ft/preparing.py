@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -70,6 +71,15 @@ class Targets:
         if folder.exists():
             raise UsageError(f"{folder} exists: name another --output or remove it")
         return cls(folder, target, report, examples)
+
+    def stopped(self) -> str:
+        """Say what is there when a signal has stopped the work, and how to go on: what is there is whole."""
+        if self.folder.exists():
+            return f"stopped; the rows are in {self.folder}, and only the report on them is missing"
+        if self.fixed is not None and self.fixed.exists():
+            command = shlex.join(["gptj-ft", "prepare-data", "--data", str(self.fixed)])
+            return f"stopped; the mended rows are in {self.fixed}: go on with the options of before and\n{command}"
+        return "stopped; nothing was written, and the same command begins again"
 
 
 @dataclass(frozen=True)

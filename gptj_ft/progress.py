@@ -88,8 +88,9 @@ class StepProgress:
         self._doing, self._since = what, time.monotonic()
 
     def stopping(self) -> None:
-        """Show that the run stops when the step is done; called by a signal, so it prints as little as it can."""
-        self._stopping = "stopping when this step is done and saved; Ctrl-C again stops at once, unsaved"
+        """Show that the run stops when it can be saved; called by a signal, so it prints as little as it can."""
+        doing = f" ({self._doing})" if self._doing else ""
+        self._stopping = f"stopping when this is done{doing} and saved; Ctrl-C again stops at once, unsaved"
         if self._live is None and not self._console.quiet:
             with suppress(OSError):
                 os.write(STDERR, f"{self._stopping}\n".encode())  # its buffer may just be in use

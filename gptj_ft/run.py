@@ -14,8 +14,8 @@ from typing import Any
 
 from gptj_ft import __version__
 from gptj_ft.durable import append_text, appending, discard, read_text, replace_text, require_plain
-from gptj_ft.errors import DataError, ResourceError, UsageError
-from gptj_ft.home import RUNS
+from gptj_ft.errors import DataError, GptjFtError, ResourceError, UsageError
+from gptj_ft.home import RUNS, is_tuned
 from gptj_ft.plain_text import command_line, one_line
 from gptj_ft.recipe import Recipe, build, load_options
 
@@ -126,6 +126,41 @@ class Run:
             replace_text(self.metrics_file, "".join(f"{line}\n" for line in kept))
         except OSError as error:
             raise ResourceError(f"cannot write {self.metrics_file}: {error.strerror}") from error
+
+
+def steps_done(run: Run) -> int:
+    """Return the optimizer steps that resuming a run would not do again."""
+    last = run.last_commit()
+    return int(last["step"]) if last else max(run.whole_checkpoints(), default=0)
+
+
+def resume_command(run: Run) -> str:
+    """Return what to type to go on with a run."""
+    return command_line("finetune", "--resume", run.folder)
+
+
+def what_is_saved(run: Run, nothing: str = "nothing was saved yet") -> str:
+    """Say, by what is on the disk, how far a run is, and how to go on with it.
+
+    Args:
+        run: it; its folder may not be there yet.
+        nothing: said where no step is saved.
+    """
+    if not run.recipe_file.is_file():
+        return nothing
+    if is_tuned(run.model):
+        return f"all steps are done, and the tuned model is in {run.model}"
+    try:
+        steps = steps_done(run)
+    except GptjFtError as error:
+        return str(error)
+    return f"{f'the run is saved at step {steps}' if steps else nothing}; go on with\n{resume_command(run)}"
+
+
+def stopped(run: Run | None) -> str:
+    """Say that a signal has stopped a session outside of its steps; ``None``: of a run that has no folder yet."""
+    nothing = "nothing was trained yet"
+    return f"stopped; {what_is_saved(run, nothing) if run else nothing}"
 
 
 def choose_folder(recipe: Recipe) -> Path:

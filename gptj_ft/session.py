@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from gptj_ft import machine
-from gptj_ft.checkpoint import steps_done
 from gptj_ft.data.batches import Rows, rows_of_step, steps_per_epoch
 from gptj_ft.demand import Load
 from gptj_ft.durable import disk_bytes, files_in
@@ -19,7 +18,7 @@ from gptj_ft.formats.moments import has_moments, open_moments
 from gptj_ft.plan import Free, Plan, choose
 from gptj_ft.rates import choose_dtype, rates
 from gptj_ft.recipe import Recipe
-from gptj_ft.run import Run
+from gptj_ft.run import Run, steps_done
 from gptj_ft.schedule import Schedule
 from gptj_ft.selection import Selection, select
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from gptj_ft import checkpoint
 from gptj_ft.data.batches import Rows, rows_of_step
 from gptj_ft.deadline import Deadline, coming, forecast_seconds
 from gptj_ft.errors import GptjFtError, Interrupted, NotFinite, OutOfTime
-from gptj_ft.guard import explain_gradient, explain_loss
+from gptj_ft.guard import LossWatch, explain_gradient, explain_loss
 from gptj_ft.home import remember_run
 from gptj_ft.keeping import Keeper
 from gptj_ft.layers import PackedBatch
@@ -30,13 +28,14 @@ from gptj_ft.optimizer import AdamW
 from gptj_ft.outcome import write_outcome
 from gptj_ft.progress import StepProgress, StepReport
 from gptj_ft.recipe import Recipe
-from gptj_ft.run import Run, record_environment
+from gptj_ft.run import Run, record_environment, resume_command, what_is_saved
 from gptj_ft.samples import Sample, Sampler
 from gptj_ft.schedule import is_multiple
 from gptj_ft.screen import clock, panel
 from gptj_ft.session import Session
 from gptj_ft.stack import PASS_TOKENS, LayerStack
 from gptj_ft.state import open_state
+from gptj_ft.stopping import StopRequest
 from gptj_ft.streaming import StepLoss, evaluate_losses, train_step
 from gptj_ft.trackers import tracking
 from gptj_ft.tuned import Trained
@@ -88,7 +87,7 @@ def train(
 
     Raises:
         Interrupted, OutOfTime: asked to stop; the state is saved and the message says how to go on.
-        ResourceError: memory or disk ran out; the last checkpoint is intact.
+        ResourceError: memory or disk ran out; what could be saved was, else the last checkpoint is intact.
         NotFinite: a loss or a gradient; the last commit or checkpoint is intact.
         DataError: a weight of the model.
     """
@@ -96,20 +95,22 @@ def train(
     chosen = {"placement": str(session.plan.placement), "precision": session.plan.precision}
     record_environment(run, str(session.device), torch.get_num_threads(), chosen)
     stack, optimizer, facts = open_state(session, run)
-    is_durable = session.plan.placement.is_durable
-    budget = recipe.micro_batch_tokens
     loss_after: float | None = None
     deadline = Deadline(recipe.max_time, started if began is None else began, forecast_seconds(session))
     try:
         keeper = Keeper(session, run, stack, optimizer, facts)
-        keeper.begin()
         sampler = Sampler(session, run) if recipe.sample_rows else None
         warn, expected = partial(warn_of, run, console), session.plan.costs.seconds_per_step
         with (
             StepProgress(console, session.num_steps, optimizer.step, expected, verbose) as progress,
             tracking(run, recipe, warn) as record,
-            StopRequest(progress.stopping) as stop,
+            StopRequest(progress.stopping, partial(what_is_saved, run)) as request,
+            keeper.rescuing(),
         ):
+            earlier = [line["loss"] for line in run.metrics() if "loss" in line]
+            watch = LossWatch(session.architecture.config.vocab_size, earlier)
+            stopper = Stopper(session, run, request, deadline, keeper, optimizer)
+            keeper.begin()
             while True:
                 is_end = optimizer.step == session.num_steps
                 is_due = is_end or optimizer.step == 0 or is_multiple(optimizer.step, recipe.validate_every)
@@ -117,75 +118,57 @@ def train(
                     progress.doing(f"validating on {len(session.validation):,} rows")
                     flush(optimizer, deadline)
                     with deadline.measure("validation"):
-                        loss_after = validate(stack, session.validation, budget).mean
-                        sample = sampler.take(stack, optimizer.step) if sampler and math.isfinite(loss_after) else None
-                    if not math.isfinite(loss_after):
-                        again = partial(validate, stack, session.validation, budget)
-                        raise explain_loss("validation loss", optimizer.step, session, stack, again)
+                        loss_after, sample = measure(session, stack, optimizer.step, sampler, stopper.stop_if_asked)
                     if optimizer.step == 0:
                         facts["loss_before"] = loss_after
                     scores = sample.scores if sample else {}
                     line = {"step": optimizer.step, "validation_loss": loss_after}
                     record({**line, "scores": scores} if scores else line)
                     show_validation(console, optimizer.step, loss_after, sample)
+                    warn(watch.after_validation(loss_after, facts["loss_before"]))
                     keeper.after_validation(loss_after, scores)
                     if not is_end and keeper.is_out_of_patience():
                         end = f"ended after step {optimizer.step}: no better state in {recipe.patience} validations"
                         run.log(end)
                         console.print(end, highlight=False)
                         is_end = True
+                stopper.stop_if_asked()
                 if is_end:
                     break
 
                 progress.doing(f"computing step {optimizer.step + 1}")
-                stopwatch = Stopwatch(stack)
-                rows = rows_of_step(optimizer.step, len(session.train), recipe.batch_size, recipe.seed)
-                batches = with_noise(recipe, optimizer.step, session.train.batches(rows, budget), session.device)
-                lr = session.schedule.lr(optimizer.step + 1)
-                optimizer.begin(lr)
-                loss, grad_norm = guarded_step(session, stack, optimizer, batches)
+                report = compute_step(session, stack, optimizer)
                 warn_unmoved(session, optimizer, warn)
-                tally = stopwatch.read(sum(len(batch.tokens_T) for batch in batches), loss.num_targets)
-                flops = count_flops(stack.layouts, tally.tokens, tally.target_tokens, stack.room.kept, stack.frozen)
-                meters = Meters.of(tally, flops, session.plan.rates.compute.matmul(session.dtype))
-                report = StepReport(optimizer.step, loss.mean, loss.z_mean, lr, grad_norm, tally, meters)
+                warn(watch.after_step(report.loss))
                 # Before the commit: a line too many is dropped on resume, a line too few would be missing for good.
                 record(report.to_dict())
                 run.log(progress.show(report))
-                if is_durable:
+                if session.plan.placement.is_durable:
                     # The next step may begin meanwhile: whatever it writes comes after this.
                     commit = partial(checkpoint.commit, run, optimizer.step, optimizer.pending, dict(facts))
                     stack.stores["grad"].then(commit)
-
-                deadline.record("step", tally.seconds)
-                if optimizer.step == session.num_steps:
-                    continue
-                is_late = not deadline.allows(*coming(session, optimizer.step))
+                deadline.record("step", report.tally.seconds)
+                progress.doing(f"saving after step {optimizer.step}")
                 before = time.monotonic()
-                if keeper.after_step(is_stopping=stop.requested or is_late):
+                if keeper.after_step():
                     deadline.record("save", time.monotonic() - before)
-                if stop.requested or is_late:
-                    stack.drain()
-                    step = f"stopped after step {optimizer.step} of {session.num_steps}"
-                    command = f"gptj-ft finetune --resume {run.folder}"
-                    if stop.requested:
-                        raise Interrupted(f"{step}, everything is saved; go on with\n{command}")
-                    limit = clock(recipe.max_time or 0.0)
-                    raise OutOfTime(
-                        f"{step}: another might not end within {limit}; everything is saved, go on with\n{command}"
-                    )
-        console.print(f"all steps are done; writing {run.model}", highlight=False)
-        flush(optimizer, deadline)
-        warn_unmoved(session, optimizer, warn)
-        best: dict[str, Any] | None = facts["best"]
-        last: dict[str, Any] = {"step": optimizer.step, "validation_loss": loss_after}
-        exported = best if best and recipe.export == "best" else last
-        export(session, run, stack, optimizer.step, {**facts, "exported": exported})
+                stopper.stop_if_late()
+
+            console.print(f"all steps are done; writing {run.model}", highlight=False)
+            progress.doing("writing the tuned model")
+            flush(optimizer, deadline)
+            warn_unmoved(session, optimizer, warn)
+            best: dict[str, Any] | None = facts["best"]
+            last: dict[str, Any] = {"step": optimizer.step, "validation_loss": loss_after}
+            exported = best if best and recipe.export == "best" else last
+            export(session, run, stack, optimizer.step, {**facts, "exported": exported})
     finally:
         stack.close()
     run.discard_state()
     kept = keeper.prune(is_finished=True)
     remember_run(run.folder)
+    if request.requested:  # while the model was being written, which is sooner done than a checkpoint
+        raise Interrupted(f"stopped; {what_is_saved(run)}")
     tally, meters = summarize([line for line in run.metrics() if "loss" in line])
     if best:
         is_apart = best["step"] in kept and best["step"] != exported["step"]
@@ -195,6 +178,41 @@ def train(
         exported["validation_loss"], best, time.monotonic() - started,
         tally, meters,
     )  # fmt: skip
+
+
+def measure(
+    session: Session, stack: LayerStack, step: int, sampler: Sampler | None, before_pass: Callable[[], None]
+) -> tuple[float, Sample | None]:
+    """Return the validation loss after a step, and sampled answers if the recipe asks for some.
+
+    Raises:
+        NotFinite: the loss; says where it appeared.
+        DataError: a weight of the model that training starts from.
+    """
+    rows, budget = session.validation, session.recipe.micro_batch_tokens
+    loss = validate(stack, rows, budget, before_pass).mean
+    if not math.isfinite(loss):
+        raise explain_loss("validation loss", step, session, stack, partial(validate, stack, rows, budget))
+    return loss, sampler.take(stack, step) if sampler else None
+
+
+def compute_step(session: Session, stack: LayerStack, optimizer: AdamW) -> StepReport:
+    """Take the next optimizer step; return its figures.
+
+    Raises:
+        NotFinite, DataError: as `guarded_step`.
+    """
+    recipe, stopwatch = session.recipe, Stopwatch(stack)
+    rows = rows_of_step(optimizer.step, len(session.train), recipe.batch_size, recipe.seed)
+    batches = session.train.batches(rows, recipe.micro_batch_tokens)
+    batches = with_noise(recipe, optimizer.step, batches, session.device)
+    lr = session.schedule.lr(optimizer.step + 1)
+    optimizer.begin(lr)
+    loss, grad_norm = guarded_step(session, stack, optimizer, batches)
+    tally = stopwatch.read(sum(len(batch.tokens_T) for batch in batches), loss.num_targets)
+    flops = count_flops(stack.layouts, tally.tokens, tally.target_tokens, stack.room.kept, stack.frozen)
+    meters = Meters.of(tally, flops, session.plan.rates.compute.matmul(session.dtype))
+    return StepReport(optimizer.step, loss.mean, loss.z_mean, lr, grad_norm, tally, meters)
 
 
 def with_noise(recipe: Recipe, step: int, batches: Sequence[PackedBatch], device: torch.device) -> list[PackedBatch]:
@@ -237,36 +255,40 @@ def show_validation(console: Console, step: int, loss: float, sample: Sample | N
         panel(console, "", rows)
 
 
-def warn_of(run: Run, console: Console, warning: str) -> None:
-    """Say on the terminal and in the log what a user should know."""
-    run.log(warning)
-    console.print(f"warning: {warning}", highlight=False, markup=False)
+def warn_of(run: Run, console: Console, warning: str | None) -> None:
+    """Say on the terminal and in the log what a user should know, if there is anything."""
+    if warning:
+        run.log(warning)
+        console.print(f"warning: {warning}", highlight=False, markup=False)
 
 
-def warn_unmoved(session: Session, optimizer: AdamW, warn: Callable[[str], None]) -> None:
+def warn_unmoved(session: Session, optimizer: AdamW, warn: Callable[[str | None], None]) -> None:
     """Say which tensors the first step has left as they were, as soon as its update has reached every layer."""
     movement, lr = optimizer.first_movement(), session.schedule.lr(1)
     warning = movement.warning(session.architecture.family, lr) if movement and lr > 0 else None
-    if warning:
-        warn(warning)
+    warn(warning)
 
 
-def validate(stack: LayerStack, rows: Rows, budget_tokens: int) -> StepLoss:
+def validate(
+    stack: LayerStack, rows: Rows, budget_tokens: int, before_pass: Callable[[], None] = lambda: None
+) -> StepLoss:
     """Return the loss over rows; nothing is trained.
 
     Rows are read and put on the device as they are needed. Which of them share a micro-batch depends on the rows alone;
     how many micro-batches share a pass over the weights depends on `Room.pass_tokens`, and changes no number.
+    ``before_pass`` is called before each pass.
     """
     losses: list[StepLoss] = []
     for span in passes(rows.lengths, PASS_TOKENS):
         batches = rows.batches(span, budget_tokens)
         for some in passes([len(batch.tokens_T) for batch in batches], stack.room.pass_tokens):
+            before_pass()
             losses += evaluate_losses(stack, [batches[number].to(stack.device) for number in some])
     return StepLoss(sum(loss.total for loss in losses), sum(loss.num_targets for loss in losses))
 
 
 def export(session: Session, run: Run, stack: LayerStack, step: int, facts: dict[str, Any]) -> None:
-    """Write the tuned model; if that fails, a checkpoint where the state is in memory, so that nothing is lost.
+    """Write the tuned model.
 
     Args:
         session: of the run.
@@ -276,7 +298,7 @@ def export(session: Session, run: Run, stack: LayerStack, step: int, facts: dict
         facts: ``exported`` in them says which state the model has.
 
     Raises:
-        GptjFtError: it could not be written; the state of the run was saved.
+        GptjFtError: it could not be written.
     """
     exported = facts["exported"]
     data = {"sha256": session.data_sha256, "rows": len(session.train), "validation_rows": len(session.validation)}
@@ -291,14 +313,7 @@ def export(session: Session, run: Run, stack: LayerStack, step: int, facts: dict
         if exported["step"] == step
         else checkpoint.parameters(run.checkpoint(exported["step"]), stack.layouts)
     )
-    try:
-        write_outcome(run.model, trained, session.selection, chosen)
-    except GptjFtError as error:
-        if not session.plan.placement.is_durable:
-            checkpoint.save(run, stack, step, facts)
-        raise type(error)(
-            f"{error}\ntraining is done and saved; `gptj-ft finetune --resume {run.folder}` exports it"
-        ) from error
+    write_outcome(run.model, trained, session.selection, chosen)
 
 
 def flush(optimizer: AdamW, deadline: Deadline) -> None:
@@ -310,24 +325,45 @@ def flush(optimizer: AdamW, deadline: Deadline) -> None:
         optimizer.flush()
 
 
-class StopRequest:
-    """Ctrl-C and SIGTERM: the first asks to stop after the step, the second stops at once."""
+@dataclass(frozen=True)
+class Stopper:
+    """Ends a run early, with everything saved: because a signal asks for it, or because its time is over."""
 
-    def __init__(self, on_first: Callable[[], None] = lambda: None) -> None:
-        self.requested, self._on_first = False, on_first
-        self._previous: dict[int, Any] = {}
+    session: Session
+    run: Run
+    request: StopRequest
+    deadline: Deadline
+    keeper: Keeper
+    optimizer: AdamW
 
-    def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._ask)
-        return self
+    def stop_if_asked(self) -> None:
+        """Stop if a signal has asked; called where the state is that after a step, between passes over the weights.
 
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        Raises:
+            Interrupted: it has.
+        """
+        if self.request.requested:
+            self._stop(Interrupted, "")
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise Interrupted("stopped at once; the last checkpoint, if there is one, is intact")
-        self.requested = True
-        self._on_first()
+    def stop_if_late(self) -> None:
+        """Stop if what comes next might not end in time, unless that is only the end of the run.
+
+        Raises:
+            OutOfTime, Interrupted: it might not; or a signal has asked, too.
+        """
+        step, recipe = self.optimizer.step, self.session.recipe
+        if step < self.session.num_steps and not self.deadline.allows(*coming(self.session, step)):
+            limit = clock(recipe.max_time or 0.0)
+            self._stop(Interrupted if self.request.requested else OutOfTime, f": another might not end within {limit}")
+
+    def _stop(self, kind: type[Interrupted], reason: str) -> None:
+        self.keeper.save_now()
+        step = self.optimizer.step
+        end = (
+            f"stopped after step {step} of {self.session.num_steps}{reason}"
+            if step
+            else "stopped before the first step"
+        )
+        self.run.log(end)
+        saved = "everything is saved" if step else "nothing was trained yet"
+        raise kind(f"{end}; {saved}, go on with\n{resume_command(self.run)}")

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "gptj_ft"
 
 # Each module may import modules of its own line and of the lines above.
 ORDER = [
-    ("__init__", "errors"),
+    ("__init__", "errors", "stopping", "streams"),
     (
         "recipe",
         "pages",

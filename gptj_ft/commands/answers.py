@@ -31,6 +31,7 @@ from gptj_ft.options import (
     option_of,
 )
 from gptj_ft.recipe import Generation, Recipe, Resolved, resolve
+from gptj_ft.stopping import every_ctrl_c
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -199,7 +200,7 @@ def _talk(folder: Path, options: Recipe, system: str | None) -> None:
     def note(text: str) -> None:
         print(text, file=sys.stderr)
 
-    with open_writer(Asker.of(folder, options)) as writer:
+    with open_writer(Asker.of(folder, options)) as writer, every_ctrl_c():
         note(HELP)
         talk(writer, _typed_lines(), system, _show, note)
 

@@ -13,6 +13,7 @@ from gptj_ft.commands.push import send
 from gptj_ft.commands.terminal import Output
 from gptj_ft.errors import UsageError
 from gptj_ft.options import Json, Quiet
+from gptj_ft.stopping import stop_says
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -120,7 +121,10 @@ def _convert(source: Path, target: Path, conversion: Conversion, out: Output) ->
         ("to stop", "Ctrl-C; the same command goes on where it was"),
     ]
     panel(out.notes, "The conversion", rows)
-    with out.bar("converting") as advance:
+    with (
+        stop_says(lambda: "stopped; what was converted is kept, and the same command goes on from there"),
+        out.bar("converting") as advance,
+    ):
         report = convert_model(source, target, conversion, advance)
     if report.not_finite:
         names = ", ".join(report.not_finite[:3]) + (" ..." if len(report.not_finite) > 3 else "")

@@ -27,6 +27,7 @@ from gptj_ft.options import (
     option_of,
 )
 from gptj_ft.recipe import Recipe, resolve
+from gptj_ft.stopping import stop_says
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,8 +82,9 @@ def prepare_data(
     resolved = resolve(flags, config, as_tuple(assignments))
     targets = Targets.of(data, output, fix, fixed, report, show or 0)
     resolved = fetched(resolved, offline, out)
-    done = asking(resolved, out, lambda its: prepare_rows(its.recipe, targets, lambda: out.bar("rows", "rows")))
-    done.write()
+    with stop_says(targets.stopped):
+        done = asking(resolved, out, lambda its: prepare_rows(its.recipe, targets, lambda: out.bar("rows", "rows")))
+        done.write()
     out.finish(done.to_dict(), str(targets.folder), lambda console: _show(console, done, 1 if show is None else show))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gptj_ft.commands.answers import for_model
-from gptj_ft.commands.terminal import Output, as_tuple, fetched_rows
+from gptj_ft.commands.terminal import MEASURED, Output, as_tuple, fetched_rows
 from gptj_ft.errors import GateError, UsageError
 from gptj_ft.options import (
     MORE,
@@ -33,6 +33,7 @@ from gptj_ft.options import (
     option_of,
 )
 from gptj_ft.recipe import Recipe, resolve
+from gptj_ft.stopping import stop_says
 
 if TYPE_CHECKING:
     from gptj_ft.verdict import Gate, Verdict
@@ -228,7 +229,7 @@ def _measure(
     show_reading(out.notes, "The evaluation", about, most)
     found = {}
     for name, each in planned.items():
-        with out.bar(name, "rows") as advance:
+        with stop_says(lambda: MEASURED), out.bar(name, "rows") as advance:
             found[name] = evaluate_model(each, advance)
     verdict = judge(found["model"], found.get("baseline"), options.metrics, options.seed)
     for each in planned.values():

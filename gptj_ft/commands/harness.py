@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gptj_ft.commands.terminal import Output
+from gptj_ft.commands.terminal import MEASURED, Output
 from gptj_ft.recipe import Recipe
+from gptj_ft.stopping import stop_says
 
 if TYPE_CHECKING:
     from gptj_ft.harness import Chosen
@@ -50,7 +51,7 @@ def measure_tasks(
     show_reading(out.notes, "The evaluation", about, most)
     found, journals = {}, []
     for name, each in planned.items():
-        with out.bar(name, "questions") as advance:
+        with stop_says(lambda: MEASURED), out.bar(name, "questions") as advance:
             found[name], own = ask(each, loaded, chosen.limit, advance)
         journals += own
     verdict = judge_tasks(found["model"], found.get("baseline"), options.seed)

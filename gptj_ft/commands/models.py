@@ -10,6 +10,7 @@ import typer
 from gptj_ft.commands.terminal import Output
 from gptj_ft.errors import UsageError
 from gptj_ft.options import Json, Quiet
+from gptj_ft.stopping import stop_says
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,7 +45,10 @@ def download(
         raise UsageError(f"--variant {variant}: fp32 or fp16")
     wanted = Wanted(repository or DEFAULT_REPOSITORY, revision, variant, endpoint)  # type: ignore[arg-type]
     out = Output(as_json, quiet)
-    with out.bar("downloading") as advance:
+    with (
+        stop_says(lambda: "stopped; what was fetched is kept, and the same command goes on from there"),
+        out.bar("downloading") as advance,
+    ):
         report = fetch(wanted, output, offline=offline, dry_run=dry_run, progress=advance)
     out.finish(asdict(report), str(report.folder), lambda console: _show(console, report, dry_run))
 

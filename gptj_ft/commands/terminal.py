@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gptj_ft.bars import Advance
 
 T = TypeVar("T")
+MEASURED = "stopped; what was measured so far is kept, and the same command goes on from there"
 
 
 @dataclass(frozen=True)

@@ -118,27 +118,33 @@ def finetune(
     """
     began = time.monotonic()
     flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
-    from gptj_ft import finetune as command
-    from gptj_ft.report import show_job, show_plan, show_training
+    from gptj_ft.run import Run, stopped
+    from gptj_ft.stopping import stop_says
 
-    out = Output(as_json, quiet)
-    if start is not None and resume is None:
-        raise UsageError("--from names a checkpoint of a run: add --resume RUN")
-    if resume is not None:
-        job = command.resumed(resume, flags, config, as_tuple(assignments), start)
-    else:
-        resolved = fetched(resolve(flags, config, as_tuple(assignments)), offline, out)
-        job = asking(resolved, out, command.fresh)
-        _show_rows(out.notes, job, show)
-    if dry_run:
-        plan, notes = job.session.plan, job.session.architecture.notes
-        out.finish(plan.to_dict(), "", lambda console: show_plan(console, plan, notes))
-        return
-    show_job(out.notes, job, verbose)
-    result = command.execute(job, out.notes, verbose, began)
-    write_page(result.run, out.notes)
-    measured_on = len(job.session.validation)
-    out.finish(asdict(result), result.model, lambda console: show_training(console, result, measured_on, verbose))
+    run = Run(resume) if resume is not None else None
+    with stop_says(lambda: stopped(run)):
+        from gptj_ft import finetune as command
+        from gptj_ft.report import show_job, show_plan, show_training
+
+        out = Output(as_json, quiet)
+        if start is not None and resume is None:
+            raise UsageError("--from names a checkpoint of a run: add --resume RUN")
+        if resume is not None:
+            job = command.resumed(resume, flags, config, as_tuple(assignments), start)
+        else:
+            resolved = fetched(resolve(flags, config, as_tuple(assignments)), offline, out)
+            job = asking(resolved, out, command.fresh)
+            _show_rows(out.notes, job, show)
+        if dry_run:
+            plan, notes = job.session.plan, job.session.architecture.notes
+            out.finish(plan.to_dict(), "", lambda console: show_plan(console, plan, notes))
+            return
+        show_job(out.notes, job, verbose)
+        result = command.execute(job, out.notes, verbose, began)
+        run = Run(Path(result.run))
+        write_page(result.run, out.notes)
+        measured_on = len(job.session.validation)
+        out.finish(asdict(result), result.model, lambda console: show_training(console, result, measured_on, verbose))
 
 
 def _show_rows(console: Console, job: Job, count: int | None) -> None:
