@@ -146,13 +146,17 @@ class Ended(BaseException):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that stands still, and an exit that can be seen."""
+    """A clock that nearly stands still, and an exit that can be seen."""
 
     def end(code: int) -> None:
         raise Ended(code)
 
+    def tick() -> float:
+        now[0] += 1e-6
+        return now[0]
+
     now = [100.0]
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stopping.time, "monotonic", tick)
     monkeypatch.setattr(stopping.os, "_exit", end)
     return now
 
