@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from gptj_ft.data.tokenizer import RowTokenizer, load_row_tokenizer, vocab_size_
 from gptj_ft.errors import UsageError
 from gptj_ft.home import TINY_MODELS
 from gptj_ft.inputs import choose_model, data_path
+from gptj_ft.plain_text import command_line
 from gptj_ft.recipe import Recipe
 
 Bar = Callable[[], AbstractContextManager[Callable[[int, int | None], None]]]
@@ -77,7 +77,7 @@ class Targets:
         if self.folder.exists():
             return f"stopped; the rows are in {self.folder}, and only the report on them is missing"
         if self.fixed is not None and self.fixed.exists():
-            command = shlex.join(["gptj-ft", "prepare-data", "--data", str(self.fixed)])
+            command = command_line("prepare-data", "--data", self.fixed)
             return f"stopped; the mended rows are in {self.fixed}: go on with the options of before and\n{command}"
         return "stopped; nothing was written, and the same command begins again"
 

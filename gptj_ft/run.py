@@ -173,7 +173,7 @@ def choose_folder(recipe: Recipe) -> Path:
         return next(path for n in range(1, sys.maxsize) if not (path := RUNS / f"{recipe.recipe}-{n}").exists())
     folder = Path(recipe.output).expanduser()
     if os.path.lexists(folder):
-        resume = command_line("finetune", "--resume", folder)
+        resume = resume_command(Run(folder))
         raise UsageError(f"{folder} exists: name another --output, or continue it with `{resume}`")
     return folder
 
