@@ -84,24 +84,31 @@ def changes_of(comparison: Comparison, main: str) -> list[dict[str, Any]]:
     names = [
         name
         for name in dict.fromkeys([main, *comparison.differences])
-        if name in comparison.differences and not (name.endswith("perplexity") and "loss" in comparison.differences)
+        if not (name.endswith("perplexity") and "loss" in comparison.differences)
     ]
-    found = []
-    for name in names:
-        difference = comparison.differences[name]
-        sign = -1 if name in LOWER_IS_BETTER else 1
-        has_ends = difference.low is not None and difference.high is not None
-        ends = sorted(sign * end for end in (difference.low, difference.high) if end is not None)
-        change = Change(
-            name,
-            _texts(name, difference, sign="+")["value"],
-            sign * difference.value,
-            (ends[0], ends[1]) if has_ends else None,
-            _verdict(name, difference),
-        )
-        figures = _pair(comparison, name)
-        found.append({"name": name, "figures": figures, "verdict": change.verdict, "svg": Markup(change_strip(change))})
+    found = [strip_of(comparison, name) for name in names if name in comparison.differences]
     return [each for each in found if each["svg"]]
+
+
+def strip_of(comparison: Comparison, name: str, reach: float | None = None) -> dict[str, Any]:
+    """Return the change of a score: its values, its verdict and its strip, see `change_strip`."""
+    change = change_in(comparison, name)
+    svg = Markup(change_strip(change, reach))
+    return {"name": name, "figures": _pair(comparison, name), "verdict": change.verdict, "svg": svg}
+
+
+def change_in(comparison: Comparison, name: str) -> Change:
+    """Return the change of a score, turned so that more is better."""
+    difference = comparison.differences[name]
+    sign = -1 if name in LOWER_IS_BETTER else 1
+    ends = sorted(sign * end for end in (difference.low, difference.high) if end is not None)
+    return Change(
+        name,
+        _texts(name, difference, sign="+")["value"],
+        sign * difference.value,
+        (ends[0], ends[1]) if len(ends) > 1 else None,
+        _verdict(name, difference),
+    )
 
 
 def _pair(comparison: Comparison, name: str) -> str:
@@ -173,13 +180,13 @@ def samples_in(record: Facts, count: int) -> list[dict[str, Any]]:
 
 
 def marked(samples: Sequence[Facts]) -> list[dict[str, Any]]:
-    """Return rows for a page: their answers in parts, those that differ from what was expected marked."""
+    """Return rows for a page, in parts: of answers what was not expected, of what was expected what the model lacks."""
     return [
         {
             "place": sample["place"],
             "texts": {
                 name: {
-                    "parts": _parts(text, text if name == "expected" else sample["texts"]["expected"]),
+                    "parts": _parts(text, sample["texts"]["model" if name == "expected" else "expected"]),
                     "is_long": len(text) > LONG_CHARACTERS or text.count("\n") >= LONG_LINES,
                 }
                 for name, text in sample["texts"].items()
@@ -189,10 +196,10 @@ def marked(samples: Sequence[Facts]) -> list[dict[str, Any]]:
     ]
 
 
-def _parts(text: str, expected: str) -> list[dict[str, Any]]:
-    """Return a text in stretches that agree with what was expected, word by word, and stretches that do not."""
+def _parts(text: str, other: str) -> list[dict[str, Any]]:
+    """Return a text in stretches that agree with another, word by word, and stretches that do not."""
     words = list(WORD.finditer(text))
-    keys, others = ([found[0].lower() for found in WORD.finditer(each)] for each in (text, expected))
+    keys, others = ([found[0].lower() for found in WORD.finditer(each)] for each in (text, other))
     blocks = SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks()
     same = {at for block in blocks for at in range(block.a, block.a + block.size)}
     starts = [word.start() if number else 0 for number, word in enumerate(words)]

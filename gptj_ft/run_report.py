@@ -16,8 +16,9 @@ from gptj_ft.data.lengths import bins_of
 from gptj_ft.data.prepared import Prepared, is_prepared, load
 from gptj_ft.data.targets import lengths_of
 from gptj_ft.durable import new_files, read_text, replace_text
-from gptj_ft.errors import ResourceError
+from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.evaluation_report import (
+    change_in,
     changes_of,
     comparison_in,
     evaluation_of,
@@ -25,12 +26,13 @@ from gptj_ft.evaluation_report import (
     main_score,
     marked,
     samples_in,
+    strip_of,
     table_of,
 )
 from gptj_ft.machine import gigabytes
 from gptj_ft.pages import to_page
 from gptj_ft.pages.charts import FEWEST_JOINED, Axis, Line, line_chart, lowest_of
-from gptj_ft.pages.names import file_names, model_name, portable
+from gptj_ft.pages.names import file_names, last_part, model_name, portable
 from gptj_ft.recipe import Recipe
 from gptj_ft.run import Run, read_json
 from gptj_ft.runs import Summary, summarize
@@ -40,6 +42,7 @@ from gptj_ft.tuning import read_tuning
 Points = list[tuple[float, float]]
 SMOOTHED = 100  # steps from which on a mean is drawn: in shorter runs it would cover the line
 SAMPLES = 5  # of the greatest gains, and as many of the greatest losses
+PLACES = ("weights", "optimizer_state", "precision")  # may say auto; what was chosen is among the facts
 NATS = "nats per target token"
 # Of a step: title, axis, value.
 CURVES: Sequence[tuple[str, str, Callable[[Mapping[str, Any]], float]]] = (
@@ -83,9 +86,7 @@ def write_comparison(runs: Sequence[Run], path: Path) -> None:
     facts = {
         "sentence": _sentence_on(runs, names),
         "names": names,
-        "changes": _compared_changes(names, evaluations),
-        "changes_caption": "Change of each run's main score against its baseline, with 95 % intervals, "
-        "each line in a scale of its own",
+        **_compared_changes(names, evaluations),
         "charts": charts,
         "engine": engine,
         "options": _differing_options(runs),
@@ -103,7 +104,7 @@ def facts_of(run: Run, show_text: bool) -> dict[str, Any]:
     """Return what there is to say of a run."""
     recipe, lines, environment = run.recipe(), run.metrics(), _environment(run)
     evaluation = evaluation_of(run.folder)
-    parts = {name: load(run.data / name) for name in ("train", "validation") if is_prepared(run.data / name)}
+    parts, problem = _rows_of(run)
     names = _names(recipe, parts)
     train = parts.get("train")
     return {
@@ -119,7 +120,7 @@ def facts_of(run: Run, show_text: bool) -> dict[str, Any]:
             )
             for name, part in parts.items()
         ],
-        "digests": _digests(parts),
+        "digests": [*_digests(parts), *([f"not shown: {problem}"] if problem else [])],
         "lengths": bins_of(lengths_of(train.rows)) if train else [],
         "rows_cut": train.report.rows_cut if train else 0,
         "max_length": recipe.max_length,
@@ -131,6 +132,14 @@ def facts_of(run: Run, show_text: bool) -> dict[str, Any]:
         "commands": _commands(run, names, evaluation),
         "recipe": _recipe_text(run, names),
     }  # fmt: skip
+
+
+def _rows_of(run: Run) -> tuple[dict[str, Prepared], str]:
+    """Return the rows of a run by part, and why there are none: they may be of an older version, and the run done."""
+    try:
+        return {name: load(run.data / name) for name in ("train", "validation") if is_prepared(run.data / name)}, ""
+    except (UsageError, DataError) as error:
+        return {}, str(error).replace(f"{run.folder}/", "")
 
 
 def _environment(run: Run) -> dict[str, Any]:
@@ -170,7 +179,7 @@ def _names(recipe: Recipe, parts: Mapping[str, Prepared]) -> dict[str, str]:
         "val_data": file_names(parts["validation"].report.files) if "validation" in parts else "",
     }
     given = {key: getattr(recipe, key) for key in ("data", "val_data", "model", "output")}
-    return {str(value): files.get(key) or model_name(str(value)) for key, value in given.items() if value}
+    return {str(value): files.get(key) or last_part(str(value)) for key, value in given.items() if value}
 
 
 def _recipe_text(run: Run, names: Mapping[str, str]) -> str:
@@ -178,7 +187,7 @@ def _recipe_text(run: Run, names: Mapping[str, str]) -> str:
 
     def renamed(line: re.Match[str]) -> str:
         value = yaml_text.parse(line["value"], "recipe.yaml")
-        return f"{line['key']}: {names.get(value, model_name(value)) if isinstance(value, str) else line['value']}"
+        return f"{line['key']}: {names.get(value, last_part(value)) if isinstance(value, str) else line['value']}"
 
     text = read_text(run.recipe_file)
     return re.sub(r"(?m)^(?P<key>data|val_data|model|output): (?P<value>.*?)(?=  #|$)", renamed, text)
@@ -306,28 +315,38 @@ def _compared_charts(
     return [chart for chart in learned if chart["svg"]], [chart for chart in engine if chart["svg"]]
 
 
-def _compared_changes(names: Sequence[str], evaluations: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
-    found = []
-    for name, evaluation in zip(names, evaluations, strict=True):
-        changes = changes_of(comparison_in(evaluation), _main(evaluation)) if evaluation else []
-        found += [{**change, "name": f"{name}: {change['name']}"} for change in changes[:1]]
-    return found
+def _compared_changes(names: Sequence[str], evaluations: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
+    """Return the change of each run's main score, on one scale where it is the same score."""
+    found = {
+        name: (comparison, main)
+        for name, evaluation in zip(names, evaluations, strict=True)
+        if evaluation and (main := _main(evaluation)) in (comparison := comparison_in(evaluation)).differences
+    }
+    scores = {main for _, main in found.values()}
+    is_one = len(scores) == 1
+    reach = max(change_in(*each).reach for each in found.values()) if is_one else None
+    strips = [
+        {**strip_of(*each, reach), "name": name if is_one else f"{name}: {each[1]}"} for name, each in found.items()
+    ]
+    what, scale = (f"of {min(scores)}", "all") if is_one else ("of each run's main score", "each line")
+    own = "in one scale" if is_one else "in a scale of its own"
+    return {
+        "changes": [strip for strip in strips if strip["svg"]],
+        "changes_caption": f"Change {what} against the baseline, with 95 % intervals, {scale} {own}",
+    }
 
 
-def _sentence_on(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Return which run has the lowest validation loss, or why that cannot be said."""
+def _sentence_on(runs: Sequence[Run], names: Sequence[str]) -> tuple[str, str]:
+    """Return which run has the lowest validation loss, its name apart, or why that cannot be said."""
     losses = [summarize(run).loss_after for run in runs]
-    told = ", ".join(
-        f"{name} {'?' if loss is None else f'{loss:.4f}'}" for name, loss in zip(names, losses, strict=True)
-    )
     known = [loss for loss in losses if loss is not None]
     if len(known) < len(runs):
-        return f"{len(runs)} runs, not all of them validated: {told}"
+        return "", f"{len(runs)} runs, not all of them validated"
     rows = [_validation_rows(run) for run in runs]
     if any(each is None or each != rows[0] for each in rows):
-        return f"{len(runs)} runs, validated on different rows: {told}"
-    best = names[losses.index(min(known))]
-    return f"{best} has the lowest validation loss of {len(runs)} runs: {told}"
+        return "", f"{len(runs)} runs, validated on different rows: their losses cannot be compared"
+    best = losses.index(min(known))
+    return names[best], f"has the lowest validation loss of {len(runs)} runs, {losses[best]:.4f}"
 
 
 def _validation_rows(run: Run) -> tuple[str, ...] | None:
@@ -353,7 +372,7 @@ def _differing_options(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return [
         {"name": name, "values": [str(recipe.get(name)) for recipe in recipes]}
         for name in names
-        if name != "output" and len({str(recipe.get(name)) for recipe in recipes}) > 1
+        if name not in ("output", *PLACES) and len({str(recipe.get(name)) for recipe in recipes}) > 1
     ]
 
 

@@ -277,7 +277,8 @@ def test_no_page_has_a_folder_of_whoever_made_it_or_what_was_not_chosen(tmp_path
         ("/home/a/x.jsonl", "x.jsonl"), ("~/x.jsonl", "x.jsonl"), ("../b/x", "x"), ("ward/patient/rows", "rows"),
         ("ward/x.jsonl", "x.jsonl"), ("--data=/a/x.csv", "--data=x.csv"), ("/a/runs/r1/model", "r1"),
         ("runs/r1", "runs/r1"), ("EleutherAI/gpt-j-6b", "EleutherAI/gpt-j-6b"), ("hub:a/b/c", "hub:a/b/c"),
-        ("prompt={{ text }} yes/no", "prompt={{ text }} yes/no"), ("--lr", "--lr"),
+        ("prompt={{ text }} yes/no", "prompt={{ text }} yes/no"), ("ward 7/x.jsonl", "x.jsonl"),
+        ("yes/no or so", "yes/no or so"), ("--lr", "--lr"),
     ],
 )  # fmt: skip
 def test_a_command_on_a_page_has_names_for_paths(word: str, shown: str) -> None:
@@ -304,7 +305,8 @@ def test_words_that_were_not_expected_are_marked_and_long_texts_folded() -> None
     differing = [part["text"].strip() for part in sample["texts"]["model"]["parts"] if part["differs"]]
     assert differing == ["that", "wait"]
     assert [sample["texts"][name]["is_long"] for name in texts] == [False, False, True]
-    assert not any(part["differs"] for part in sample["texts"]["expected"]["parts"])
+    missing = [part["text"].strip() for part in sample["texts"]["expected"]["parts"] if part["differs"]]
+    assert missing == ["the", "call"], "what the model's answer lacks"
 
 
 WIDE = Comparison(
@@ -374,10 +376,31 @@ def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
     page = Checker((tmp_path / "both.html").read_text(encoding="utf-8"))
     assert not page.open
     assert not page.fetches
-    assert page.first("h1").startswith("2 runs, validated on different rows: one 1.2500, two 1.2500")
+    assert page.first("h1") == "2 runs, validated on different rows: their losses cannot be compared"
     assert page.text.count("Options that differ") == 1
     assert "2e-05" in page.text
     assert "batch_size" not in page.text
+
+
+def test_runs_side_by_side_begin_with_the_lowest_loss_and_changes_on_one_scale(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name) for name in ("one", "two")]
+    runs[1].append_metrics({"step": 4, "validation_loss": 1.125})
+    for run, answers in zip(runs, (["a text"] * 3 + ["another"], ["a secret text"] * 3 + ["another"]), strict=True):
+        (run.data / "validation").mkdir(parents=True)
+        write_json(run.data / "validation" / "manifest.json", {"data_sha256": "d", "windows": 3})
+        run.recipe_file.write_text(run.recipe_file.read_text() + f"weights: {'auto' if run is runs[0] else 'disk'}\n")
+        record(run.folder, verdict_on(answers), "gptj-ft evaluate run")
+    write_comparison(runs, tmp_path / "both.html")
+    text = (tmp_path / "both.html").read_text(encoding="utf-8")
+    page = Checker(text)
+    assert page.first("h1") == "two has the lowest validation loss of 2 runs, 1.1250"
+    assert "Change of rougeL against the baseline, with 95 % intervals, all in one scale" in page.text
+    assert "auto" not in page.text
+    ends = [float(end) for end in re.findall(r'class="span" x1="[\d.]+%" x2="([\d.]+)%"', text)]
+    assert len(ends) == 2
+    assert ends[1] == 92, "the farthest end"
+    assert ends[0] - 50 == pytest.approx(0.8 * 42), "rougeL of 80 beside 100"
+    assert "not shown: data/" in page_of(runs[0]).text, "rows that cannot be read do not keep a run from being shown"
 
 
 def test_report_is_a_command(shell, tmp_path: Path) -> None:

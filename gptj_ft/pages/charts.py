@@ -9,9 +9,9 @@ from html import escape
 
 WIDTH, HEIGHT = 560, 270
 LEFT, RIGHT, TOP, BOTTOM = 66, 18, 34, 46
-CHARACTER = 8.4  # width of one on a phone, where letters are the largest
-LABEL = 19  # height of a line's name
-MOST_LABEL = 16  # characters of it
+CHARACTER = 10.2  # width of one on a phone, where letters are the largest
+LABEL = 20  # height of a line's name
+MOST_LABEL = 15  # characters of it
 COLOURS = 6  # in the page's style: --c0 and so on
 DASHES = ("", "6 3", "2 3", "8 3 2 3")  # so that lines differ without colours, too
 MOST_POINTS = 400
@@ -64,6 +64,11 @@ class Change:
     value: float
     ends: tuple[float, float] | None
     verdict: str
+
+    @property
+    def reach(self) -> float:
+        """Distance from 0 of the farthest of value and ends."""
+        return max(abs(self.value), *map(abs, self.ends or (self.value,)))
 
 
 def round_ticks(low: float, high: float, most: int = 6) -> list[float]:
@@ -136,12 +141,17 @@ def lowest_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return min(points, key=lambda point: point[1])
 
 
-def change_strip(change: Change) -> str:
-    """Return the change of a score with its interval around 0: a strip as wide as its place, in a scale of its own."""
+def change_strip(change: Change, reach: float | None = None) -> str:
+    """Return the change of a score with its interval around 0, as a strip that is as wide as its place.
+
+    Args:
+        change: of the score; an empty text where it is not finite.
+        reach: value at either end of the strip; by default the scale is the strip's own, see `Change.reach`.
+    """
     ends = change.ends or (change.value, change.value)
     if not all(map(math.isfinite, (change.value, *ends))):
         return ""
-    reach = max(abs(change.value), *map(abs, ends)) or 1.0
+    reach = reach or change.reach or 1.0
     low, at, high = (50 + REACH * each / reach for each in (ends[0], change.value, ends[1]))
     anchor = "start" if at < 15 else "end" if at > 85 else "middle"
     between = f", 95 % interval {ends[0]:.4g} to {ends[1]:.4g}, more is better" if change.ends else ""
@@ -149,8 +159,8 @@ def change_strip(change: Change) -> str:
     parts = ['<line class="zero" x1="50%" x2="50%" y1="0" y2="36"/>']
     if change.ends:
         parts.append(f'<line class="span" x1="{low:.2f}%" x2="{high:.2f}%" y1="24" y2="24"/>')
-    parts.append(f'<circle cx="{at:.2f}%" cy="24" r="5"/>')
-    parts.append(f'<text x="{at:.2f}%" y="13" text-anchor="{anchor}">{escape(change.text)}</text>')
+    parts.append(f'<circle cx="{at:.2f}%" cy="24" r="4.5"/>')
+    parts.append(f'<text class="halo" x="{at:.2f}%" y="13" text-anchor="{anchor}">{escape(change.text)}</text>')
     kind = change.verdict or "unclear"
     return f'<svg class="strip {kind}" height="36" role="img" aria-label="{told}">{"".join(parts)}</svg>'
 

@@ -45,17 +45,15 @@ def portable(words: Sequence[str], names: Mapping[str, str] | None = None) -> st
     return shlex.join([(names or {}).get(word) or _portable(word) for word in words])
 
 
-def _portable(word: str) -> str:
-    option, equals, value = word.partition("=")
-    return f"{option}={_last(value)}" if equals else _last(word)
-
-
-def _last(word: str) -> str:
+def last_part(word: str) -> str:
     """Return the last part of a path; names on the Hub, folders of runs and templates stay as they are."""
     path = Path(word)
-    if "/" not in word or (" " in word and not path.is_absolute()) or word.startswith("hub:"):
+    if "/" not in word or "{{" in word or word.startswith("hub:") or path.parent == Path("runs"):
         return word
-    if path.parent == Path("runs"):
-        return word
-    is_path = word[0] in "/~." or word.count("/") > 1 or path.suffix[1:].isalpha() or path.exists()
-    return model_name(word) if is_path else word
+    looks_so = word[0] in "/~." or path.suffix[1:].isalpha() or (word.count("/") > 1 and " " not in word)
+    return model_name(word) if looks_so or path.exists() else word
+
+
+def _portable(word: str) -> str:
+    option, equals, value = word.partition("=")
+    return f"{option}={last_part(value)}" if equals else last_part(word)
