@@ -31,7 +31,7 @@ from gptj_ft.run import Run, choose_folder, read_json, stopped, what_is_saved
 from gptj_ft.screen import clock
 from gptj_ft.selection import select
 from gptj_ft.session import Session, free_resources, make_session
-from gptj_ft.stopping import stop_says
+from gptj_ft.stopping import StopRequest, stop_says
 from gptj_ft.trackers import check_tracker
 from gptj_ft.trainer import TrainResult, train
 from gptj_ft.unchanged import check_unchanged, fingerprint
@@ -160,7 +160,7 @@ def execute(job: Job, console: Console, verbose: bool, began: float) -> TrainRes
 @contextmanager
 def going_on(run: Run) -> Iterator[None]:
     """Say what is saved, and how to go on, when a signal or something unforeseen ends what is done with a run."""
-    with stop_says(partial(stopped, run)):
+    with stop_says(partial(stopped, run)), StopRequest(saved=partial(what_is_saved, run)):
         try:
             yield
         except (Interrupted, UsageError, DataError, NotFinite):  # they say it; or resumed, it would end so again

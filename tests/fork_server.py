@@ -1,4 +1,4 @@
-"""Runs commands in forks of a process that has everything imported, and kills them when told to.
+"""Runs commands in forks of a process that has everything imported, and sends them signals when told to.
 
 A command then takes as long as its own work, not the seconds that importing torch takes. As a script, it is the server:
 one JSON object a line comes in, one goes out.
@@ -12,17 +12,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from gptj_ft.stopping import SIGNALS, StopRequest
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command line of gptj-ft, its working folder, and the seconds after which it is killed with SIGKILL."""
+    """A command line of gptj-ft, its working folder, and its signals: after how many seconds, and which."""
 
     line: str
     folder: str
-    kill_after: float | None = None
+    signals: Sequence[tuple[float, int]] = ()
 
 
 class ForkServer:
@@ -34,11 +37,11 @@ class ForkServer:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
-    def run(self, line: str, folder: Path, kill_after: float | None = None) -> tuple[int, float]:
+    def run(self, line: str, folder: Path, *signals: tuple[float, int]) -> tuple[int, float]:
         """Run a command; return its exit code, -9 if it was killed, and the seconds that it took."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asdict(Job(line, str(folder), kill_after))) + "\n")
+        self._process.stdin.write(json.dumps(asdict(Job(line, str(folder), signals))) + "\n")
         self._process.stdin.flush()
         code, seconds = json.loads(self._process.stdout.readline())
         return code, seconds
@@ -57,14 +60,15 @@ def serve() -> None:
 
     for text in sys.stdin:
         job = Job(**json.loads(text))
-        start = time.monotonic()
+        start, due = time.monotonic(), sorted(job.signals)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the command takes them, as at its real start
         process = os.fork()
         if process == 0:
             work(job)
-        status = 0
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         while not (ended := os.waitpid(process, os.WNOHANG))[0]:
-            if job.kill_after is not None and time.monotonic() - start > job.kill_after:
-                os.kill(process, signal.SIGKILL)
+            if due and time.monotonic() - start > due[0][0]:
+                os.kill(process, due.pop(0)[1])
             time.sleep(0.0005)
         status = os.waitstatus_to_exitcode(ended[1])
         print(json.dumps([status, time.monotonic() - start]), flush=True)
@@ -74,7 +78,7 @@ def work(job: Job) -> None:
     """Be the command; never returns."""
     code = 1
     try:
-        from gptj_ft import cli
+        from gptj_ft.__main__ import main
 
         os.chdir(job.folder)
         os.environ["GPTJ_FT_HOME"] = str(Path(job.folder) / "home")
@@ -82,7 +86,9 @@ def work(job: Job) -> None:
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.argv = ["gptj-ft", *job.line.split()]
-        cli.main()
+        StopRequest().take()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        main()
     except SystemExit as stop:
         code = int(stop.code or 0)
     except BaseException:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import namedtuple
@@ -237,6 +238,26 @@ def test_ctrl_c_keeps_what_was_done_and_an_error_does_not(
     with pytest.raises(DataError, match="damaged"):
         convert(source, tmp_path / "out" / "model")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_signal_says_that_what_was_converted_is_kept_and_the_same_command_goes_on(
+    tmp_path: Path, source: Path, shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Checkpoint.read
+
+    def signalled(self: Checkpoint, name: str, *rows: int) -> Tensor:
+        if name == "lm_head.bias":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return read(self, name, *rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "read", signalled)
+        done = shell("convert", source, tmp_path / "model")
+    assert (done.code, "what was converted is kept, and the same command goes on from there" in done.said) == (
+        130,
+        True,
+    )
+    assert shell("convert", source, tmp_path / "model").code == 0
 
 
 @pytest.mark.parametrize("call", ["fsync", "pwritev"])

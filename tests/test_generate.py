@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -83,14 +85,14 @@ def test_what_was_killed_goes_on_and_ends_as_if_it_had_not_been(
     assert shell(f"{command} out.jsonl --json").json["found"] == 12
 
 
-def test_ctrl_c_says_how_to_go_on(model: Path, rows: Path, shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_says_how_to_go_on(model: Path, rows: Path, shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gptj_ft.reading.BATCH_TOKENS", 1)
     generate, calls = answer_rows.generate_tokens, []
 
     def interrupted(*arguments: object) -> object:
         calls.append(1)
         if len(calls) == 4:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGHUP)
         return generate(*arguments)
 
     with monkeypatch.context() as patch:

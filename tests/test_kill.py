@@ -1,10 +1,11 @@
-"""SIGKILL of the command at random instants: resumed, or begun again where there is no run yet, it ends the same."""
+"""Signals to the command at random instants: resumed, or begun again where there is no run yet, it ends the same."""
 
 from __future__ import annotations
 
 import json
 import random
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import pytest
 from fork_server import ForkServer
 from small_run import assert_same_weights, weights_of
 
-from gptj_ft.run import Run
+from gptj_ft.run import Run, steps_done
+from gptj_ft.stopping import SIGNALS
 from gptj_ft.verify import verify
 
 OPTIONS = (
@@ -65,7 +67,7 @@ def kill_and_resume(
         if run.model.is_dir():
             break
         line = f"finetune --resume run {place}" if run.folder.exists() else f"{options} {place}"
-        code, _ = server.run(line, folder, delay)
+        code, _ = server.run(line, folder, *([(delay, signal.SIGKILL)] if delay is not None else []))
         assert code in (0, -9), output_of(folder)
         kills += code == -9
     assert_same_weights(weights_of(run.model), weights_of(straight.model), place, delays)
@@ -96,3 +98,68 @@ def test_a_command_killed_at_200_random_instants_ends_the_same(
 def test_adapters_killed_at_60_random_instants_end_the_same(server: ForkServer, tmp_path: Path) -> None:
     options = f"{OPTIONS} {LORA}"
     kill_at_random(server, run_straight(server, tmp_path, options), tmp_path, 60, options)
+
+
+def stop_and_resume(
+    server: ForkServer, straight: Run, folder: Path, place: str, signals: list[tuple[float, int]], options: str
+) -> int:
+    """Stop a run again and again, each time with a signal or two, then let it end; return how often it was stopped."""
+    run, stops = Run(new_folder(folder) / "run"), 0
+    for delay, number in [*signals, (None, 0)]:
+        if run.model.is_dir():
+            break
+        line = f"finetune --resume run {place}" if run.folder.exists() else f"{options} {place}"
+        (folder / "output.txt").unlink(missing_ok=True)
+        sent = [] if delay is None else [(delay, number)]
+        if number == signal.SIGINT:  # as a shell does that hands on what the whole group has got
+            sent.append((delay + 0.002, number))
+        code, _ = server.run(line, folder, *sent)
+        said = output_of(folder)
+        assert code in (0, 130), said
+        assert "Traceback" not in said, said
+        if code == 130:
+            stops += 1
+            check_said(run, said)
+    assert_same_weights(weights_of(run.model), weights_of(straight.model), place, signals)
+    assert losses_of(run) == losses_of(straight), (place, signals)
+    assert not verify(run).problems, (place, signals)
+    shutil.rmtree(folder)
+    return stops
+
+
+def check_said(run: Run, said: str) -> None:
+    """Check that the last words of a command that was stopped are true, and that no step that was done is lost."""
+    words = said.strip().rpartition("gptj-ft: stopped")[2]
+    done = max((line["step"] for line in run.metrics() if "loss" in line), default=0)
+    if run.model.is_dir():
+        assert words.endswith("all steps are done, and the tuned model is in run/model"), said
+    elif not run.folder.exists():
+        assert words.endswith(("nothing was trained yet", "before anything was done")), said
+    else:
+        assert words.endswith("go on with\ngptj-ft finetune --resume run"), said
+        assert steps_done(run) == done, said
+        assert (f"step {done}" in words) == (done > 0), said
+
+
+def stop_at_random(server: ForkServer, straight: Run, folder: Path, trials: int, options: str = OPTIONS) -> None:
+    seconds = server.run(options, new_folder(folder / "timed"))[1]
+    draw, stops = random.Random(1), 0
+    for trial in range(trials):
+        number = SIGNALS[trial // len(PLACES) % len(SIGNALS)]
+        signals = [(draw.uniform(0.0, seconds), number) for _ in range(draw.choice((1, 1, 2)))]
+        stops += stop_and_resume(server, straight, folder / str(trial), PLACES[trial % len(PLACES)], signals, options)
+    print(f"{stops} stops in {trials} runs")
+    assert stops > trials / 2, "most were over before they were to be stopped"
+
+
+@pytest.mark.slow
+def test_a_command_stopped_by_signals_at_200_random_instants_ends_the_same(
+    server: ForkServer, straight: Run, tmp_path: Path
+) -> None:
+    stop_at_random(server, straight, tmp_path, trials=200)
+
+
+@pytest.mark.slow
+def test_adapters_stopped_by_signals_at_60_random_instants_end_the_same(server: ForkServer, tmp_path: Path) -> None:
+    options = f"{OPTIONS} {LORA}"
+    stop_at_random(server, run_straight(server, tmp_path, options), tmp_path, 60, options)

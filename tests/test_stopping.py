@@ -125,6 +125,22 @@ def test_a_command_that_is_stopped_before_its_run_begins_says_that_nothing_was_t
     assert not Path("a run").exists()
 
 
+def test_a_signal_while_rows_are_prepared_says_what_is_written(shell, rows_file: Path, monkeypatch) -> None:
+    from gptj_ft import preparing
+
+    command = "prepare-data --recipe summarization --data rows.jsonl --model tiny --fix --output out"
+    for name, said in (
+        ("fix_rows", "stopped; nothing was written, and the same command begins again"),
+        ("prepare_once", "the mended rows are in rows.fixed.jsonl: go on with the options of before and"),
+    ):
+        with monkeypatch.context() as patch:
+            signal_at(patch, preparing, name, 1, signal.SIGTERM)
+            done = shell(command)
+        assert (done.code, said in done.said) == (130, True), done.said
+    assert done.err.endswith("gptj-ft prepare-data --data rows.fixed.jsonl\n")
+    assert not Path("out").exists()
+
+
 def test_a_signal_while_the_report_is_written_says_where_the_model_is_and_the_resume_command_is_quoted(
     shell, rows_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
