@@ -20,9 +20,12 @@ import openpyxl
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_data_tokenizer import make_tokenizer
 
+from gptj_ft.data.cache import prepare_once
 from gptj_ft.data.encodings import encoding_by_head, guess_encoding
 from gptj_ft.data.prepare import find_columns
+from gptj_ft.data.prepared import check_compatible
 from gptj_ft.data.records import FileOptions, Findings, read_rows
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.recipe import Recipe, resolve
@@ -62,8 +65,12 @@ def read(path: Path, findings: Findings | None = None, **options: str) -> Table:
     return [row.values for row in read_rows(path, findings, FileOptions(**options))]
 
 
+def recipe_of(**flags: Any) -> Recipe:
+    return resolve({"recipe": "summarization", **flags}, environment={}).recipe
+
+
 def columns(path: Path, **flags: Any) -> dict[str, str]:
-    return find_columns(path, resolve({"recipe": "summarization", **flags}, environment={}).recipe)
+    return find_columns(path, recipe_of(**flags))
 
 
 # Separators, encodings, line endings, quotes
@@ -108,6 +115,8 @@ def test_any_table_has_the_same_rows_however_it_is_written(tmp_path: Path, data:
     # That a text of a few letters is Windows-1252, its letters may not tell.
     told = {"encoding": "cp1252"} if encoding == "cp1252" else {}
     assert read(path, **told) == rows
+    workbook(tmp_path / "a.xlsx", {"Sheet": [["document", "summary"], *([f"_{one}", f"_{two}"] for one, two in table)]})
+    assert read(tmp_path / "a.xlsx") == [{"document": f"_{one}", "summary": f"_{two}"} for one, two in table]
 
 
 def test_the_line_of_a_bad_row_is_that_of_the_file_in_every_encoding(tmp_path: Path) -> None:
@@ -296,6 +305,32 @@ def test_what_is_to_be_typed_can_be_typed(content: str, says: str, tmp_path: Pat
     path.write_text(content)
     with pytest.raises(DataError, match=says):
         columns(path)
+
+
+def test_how_a_file_is_read_decides_what_is_kept_and_nothing_of_rows_that_were_read_before(tmp_path: Path) -> None:
+    path, tokenizer = tmp_path / "a.csv", make_tokenizer()
+    path.write_text("document;summary\na long note;short\n")
+    prepared = [prepare_once(recipe_of(delimiter=each), tokenizer, path, 50400) for each in ("auto", ";")]
+    assert prepared[0].report.settings["delimiter"] == "auto"
+    assert prepared[1].report.settings["delimiter"] == ";"
+    for options in ({"delimiter": ";"}, {"encoding": "cp1252"}, {"sheet": "Notes"}):
+        check_compatible(prepared[0], recipe_of(**options), tokenizer)
+
+
+def test_names_of_columns_are_cut_where_they_are_shown(tmp_path: Path, shell: Any) -> None:
+    name = "What was said when you came in to see us on Monday"
+    (tmp_path / "a.csv").write_text(f"{name};summary\na long note;short\n" + "note;x\n" * 9)
+    (tmp_path / "c.yaml").write_text(json.dumps({"map": {"document": name}}))
+    done = shell(
+        "prepare-data --recipe summarization --model tiny --data a.csv --config c.yaml --report r.html --show 0"
+    )
+    assert done.code == 0, done.err
+    page = (tmp_path / "r.html").read_text()
+    for shown in (done.said, page):
+        assert name not in shown
+        assert f"{name[:30]}..." in shown
+    assert "a.csv is separated by &#39;;&#39;" in page
+    assert "a.csv is separated by ';'" in done.said
 
 
 # Workbooks
