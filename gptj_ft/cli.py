@@ -16,7 +16,7 @@ import typer
 from gptj_ft import __version__
 from gptj_ft.commands import answers, convert, data, evaluation, inventory, models, recipes, reports, runs, training
 from gptj_ft.commands.help import Command, Commands
-from gptj_ft.commands.terminal import print_json
+from gptj_ft.commands.terminal import print_json, print_note
 from gptj_ft.errors import GptjFtError, Interrupted, ResourceError
 from gptj_ft.hub import close_network
 from gptj_ft.stopping import StopRequest
@@ -142,7 +142,7 @@ def _fail(error: GptjFtError, notes: Sequence[str] = ()) -> int:
             lines = (whole(line) if line.startswith("gptj-ft ") else line for line in text.splitlines())
             say(console_for(), "\n".join(lines))
         else:
-            print(text, file=sys.stderr)
+            print_note(text)
     return error.exit_code
 
 

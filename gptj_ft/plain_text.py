@@ -16,6 +16,11 @@ def escape_controls(text: str) -> str:
     return _CONTROLS.sub(_escaped, text)
 
 
+def in_json(text: str) -> str:
+    r"""Return JSON that means the same, the control characters in it written out (``\u009b``)."""
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
 def one_line(text: str) -> str:
     r"""Return text as a single line, its line breaks, tabs and control characters written out."""
     return _LINE_CONTROLS.sub(_escaped, text)

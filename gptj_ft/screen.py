@@ -7,21 +7,32 @@ is to be copied (a path, a command) is never broken.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
+
+from gptj_ft.plain_text import escape_controls
 
 WIDEST = 100
 GAP = "  "
 NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
+class PlainConsole(Console):
+    """A console whose texts are only text: control characters in them are written out, not obeyed."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=escape_controls(segment.text))
+
+
 def console_for(stderr: bool = True, quiet: bool = False) -> Console:
     """Return a terminal for plain text: what looks like markup is text, and long lines are broken by the terminal."""
-    return Console(stderr=stderr, quiet=quiet, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    return PlainConsole(stderr=stderr, quiet=quiet, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def is_live(console: Console) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gptj_ft.commands.terminal import Output, as_tuple
+from gptj_ft.commands.terminal import Output, as_tuple, print_note, print_result
 from gptj_ft.errors import UsageError
 from gptj_ft.options import (
     Assignments,
@@ -157,7 +157,7 @@ def _answer(folder: Path, options: Recipe, text: str, more: Mapping[str, str], s
              "text": result.texts[0], "texts": result.texts}  # fmt: skip
     one = shown.num_return == 1
     answers = "\n".join(text if one else f"[{number}] {text}" for number, text in enumerate(result.texts, 1))
-    shown.out.finish(facts, answers, lambda console: print(answers))
+    shown.out.finish(facts, answers, lambda console: print_result(answers))
 
 
 def _answer_file(asker: Asker, planned: Questionnaire, rows: Path, dry_run: bool, out: Output) -> None:
@@ -175,7 +175,7 @@ def _answer_file(asker: Asker, planned: Questionnaire, rows: Path, dry_run: bool
     with open_writer(asker, plan.weights) as writer, out.bar("answering", "rows") as advance:
         done = answer_rows(writer, planned, advance)
     for where, problem in done.bad if not out.is_quiet else ():
-        print(f"{where}: {problem}", file=sys.stderr)
+        print_note(f"{where}: {problem}")
     facts = {"model": str(folder), "output": str(output), "rows": done.rows, "found": done.found,
              "shortened": done.cut, "bad": len(done.bad)}  # fmt: skip
     there = f", {done.found:,} of them were there" if done.found else ""
@@ -197,12 +197,9 @@ def _talk(folder: Path, options: Recipe, system: str | None) -> None:
 
     check_is_chat(options)
 
-    def note(text: str) -> None:
-        print(text, file=sys.stderr)
-
     with open_writer(Asker.of(folder, options)) as writer, every_ctrl_c():
-        note(HELP)
-        talk(writer, _typed_lines(), system, _show, note)
+        print_note(HELP)
+        talk(writer, _typed_lines(), system, _show, print_note)
 
 
 def _typed_lines() -> Iterator[str]:
@@ -221,7 +218,7 @@ def _typed_lines() -> Iterator[str]:
 
 
 def _show(text: str) -> None:
-    print(text, end="", flush=True)
+    print_result(text, end="")
 
 
 def for_model(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gptj_ft.commands.push import send
-from gptj_ft.commands.terminal import Output
+from gptj_ft.commands.terminal import Output, print_note
 from gptj_ft.errors import UsageError
 from gptj_ft.options import Json, Quiet
 from gptj_ft.stopping import stop_says
@@ -128,14 +127,9 @@ def _convert(source: Path, target: Path, conversion: Conversion, out: Output) ->
         report = convert_model(source, target, conversion, advance)
     if report.not_finite:
         names = ", ".join(report.not_finite[:3]) + (" ..." if len(report.not_finite) > 3 else "")
-        print(
-            f"{source}: NaN or infinity in {len(report.not_finite)} tensors, as in the source: {names}", file=sys.stderr
-        )
+        print_note(f"{source}: NaN or infinity in {len(report.not_finite)} tensors, as in the source: {names}")
     if report.has_left_moments:
-        print(
-            f"{source}: the optimizer's moments in it were left out; --with-optimizer keeps them",
-            file=sys.stderr,
-        )
+        print_note(f"{source}: the optimizer's moments in it were left out; --with-optimizer keeps them")
     return report
 
 

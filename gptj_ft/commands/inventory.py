@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gptj_ft.commands.help import Commands
-from gptj_ft.commands.terminal import Output, print_json
+from gptj_ft.commands.terminal import Output, print_json, print_result
 from gptj_ft.options import Json, Quiet
 
 models_app = typer.Typer(cls=Commands, help="Models on this disk: list them, remove one.")
@@ -34,7 +34,7 @@ def list_models(as_json: Json = False) -> None:
     elif entries:
         table(console_for(stderr=False), "", rows_of(entries), right=(2, 4))
     else:
-        print(f"no models in {home_of_models()}; `gptj-ft download` fetches GPT-J 6B")
+        print_result(f"no models in {home_of_models()}; `gptj-ft download` fetches GPT-J 6B")
 
 
 @models_app.command("remove")

@@ -11,7 +11,7 @@ import typer
 
 from gptj_ft import yaml_text
 from gptj_ft.commands.help import Commands
-from gptj_ft.commands.terminal import as_tuple, print_json
+from gptj_ft.commands.terminal import as_tuple, print_json, print_result
 from gptj_ft.durable import new_files
 from gptj_ft.options import Assignments, Json, complete_recipe
 from gptj_ft.plain_text import command_line
@@ -49,7 +49,7 @@ def show_recipe(
     if as_json:
         print_json(resolved.recipe.to_dict())
     else:
-        print("\n".join(_explained(resolved)))
+        print_result("\n".join(_explained(resolved)))
 
 
 def _explained(resolved: Resolved) -> Iterator[str]:
@@ -91,4 +91,4 @@ def copy_recipe(
     text = preset_file(name).read_text(encoding="utf-8")
     with new_files(target) as (file,):
         file.write(text)
-    print(f"{target}: yours to change\nnext: {command_line('finetune', '--config', target, '--data')} FILE")
+    print_result(f"{target}: yours to change\nnext: {command_line('finetune', '--config', target, '--data')} FILE")

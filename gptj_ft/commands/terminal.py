@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gptj_ft.errors import UsageError
-from gptj_ft.plain_text import shortened
+from gptj_ft.plain_text import escape_controls, in_json, shortened
 from gptj_ft.recipe import Resolved
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Output:
         if self.as_json:
             print_json(facts)
         elif self.is_quiet:
-            print(result, end="\n" if result else "")
+            print_result(result, end="\n" if result else "")
         else:
             show(console_for(stderr=False))
 
@@ -93,7 +93,7 @@ def asking(resolved: Resolved, out: Output, work: Callable[[Resolved], T]) -> T:
         except UnknownColumn as error:
             if out.as_json or not error.choices or not (sys.stdin.isatty() and sys.stderr.isatty()):
                 raise
-            print(str(error).partition("\n")[0], file=sys.stderr)
+            print_note(str(error).partition("\n")[0])
             columns = {**resolved.recipe.map, error.field: _ask_for_column(error.field, error.choices)}
             recipe = resolved.recipe.model_copy(update={"map": columns})
             resolved = Resolved(recipe, {**resolved.origins, "map": "asked"})
@@ -125,4 +125,14 @@ def as_tuple(assignments: list[str] | None) -> tuple[str, ...]:
 
 def print_json(value: Mapping[str, Any]) -> None:
     """Print one JSON object."""
-    print(json.dumps(value, ensure_ascii=False, default=str))
+    print(in_json(json.dumps(value, ensure_ascii=False, default=str)))
+
+
+def print_result(text: str, end: str = "\n") -> None:
+    """Print to stdout: to a file or a pipe as it is, to a terminal with control characters written out."""
+    print(escape_controls(text) if sys.stdout.isatty() else text, end=end, flush=not end)
+
+
+def print_note(text: str) -> None:
+    """Print to stderr, control characters written out."""
+    print(escape_controls(text), file=sys.stderr)

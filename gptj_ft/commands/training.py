@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptj_ft.commands.terminal import Output, as_tuple, asking, fetched
+from gptj_ft.commands.terminal import Output, as_tuple, asking, fetched, print_note
 from gptj_ft.errors import UsageError
 from gptj_ft.options import (
     MORE,
@@ -224,7 +224,7 @@ def plan(
 
     out.finish(forecast.to_dict(), "", show)
     if forecast.problem and as_json:  # said in the one object that is printed
-        typer.echo(f"gptj-ft: {forecast.problem}", err=True)
+        print_note(f"gptj-ft: {forecast.problem}")
         raise typer.Exit(forecast.problem.exit_code)
     if forecast.problem:
         raise forecast.problem
