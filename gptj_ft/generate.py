@@ -156,6 +156,8 @@ def fill_fields(recipe: Recipe, prompt: str, more: Mapping[str, str]) -> dict[st
         UsageError: a field that the template does not have, or one without a text.
     """
     names = fields_of(recipe.prompt or recipe.completion)
+    if not names:
+        raise UsageError("this model's template has no field that a prompt could stand in: use --raw")
     for name in more:
         if name not in names:
             raise UsageError(

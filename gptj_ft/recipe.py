@@ -29,6 +29,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from gptj_ft.errors import UsageError, did_you_mean
+from gptj_ft.plain_text import shortened
 
 ENVIRONMENT_PREFIX = "GPTJ_FT_"
 NOT_OPTIONS = {"GPTJ_FT_HOME", "GPTJ_FT_TEST_DATA"}
@@ -501,6 +502,7 @@ PEERS_NAMES: Mapping[str, str] = {
     }.items()
     for peer in peers.split()
 }
+VALUE_SHOWN = 80  # characters of a value in a message
 TEMPLATES = ("prompt", "completion")  # which may be files
 STRETCHING = ("warmup", "final_lr")  # what a schedule of pieces has no use for
 
@@ -555,7 +557,7 @@ def preset_file(name: str) -> Path:
     """
     if name not in preset_names():
         raise UsageError(
-            f"no recipe '{name}'{did_you_mean(name, preset_names())}; `gptj-ft recipes list` shows: "
+            f"no recipe '{shortened(name)}'{did_you_mean(name, preset_names())}; `gptj-ft recipes list` shows: "
             + ", ".join(preset_names())
         )
     return recipes_folder() / f"{name}.yaml"
@@ -662,9 +664,9 @@ def build(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -
             group = GROUPS[path[0]] if len(path) > 1 else Recipe
             hint = suggest_option(key, group.model_fields)
             hint = hint or (f" (there are {', '.join(group.model_fields)})" if len(path) > 1 else "")
-            raise UsageError(f"{where}: unknown option '{key}'{hint}") from error
+            raise UsageError(f"{where}: unknown option '{shortened(key, VALUE_SHOWN)}'{hint}") from error
         message = problem["msg"].removeprefix("Value error, ")
-        raise UsageError(f"{where}: {key}: {message}, not {problem['input']!r}") from error
+        raise UsageError(f"{where}: {key}: {message}, not {shortened(repr(problem['input']), VALUE_SHOWN)}") from error
 
 
 def dump(recipe: Recipe, origins: Mapping[str, str]) -> str:

@@ -161,6 +161,7 @@ def test_what_cannot_be_answered_is_refused_with_a_reason(model: Path, shell) ->
         ("generate --input rows.jsonl --model tuned", 2, "--output"),
         ("generate x --num-return 3 --model tuned", 2, "--num-beams 3"),
         ("generate x --stream --num-beams 3 --model tuned", 2, "--stream"),
+        ("generate x --set 'prompt=Say it.' --model tuned", 2, "no field"),
         ("generate x --set generation.num_beans=3 --model tuned", 2, "num_beams"),
     ):
         done = shell(line)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gptj_ft.data.fields import recipe_fields
 from gptj_ft.data.template import fields_of
 from gptj_ft.errors import UsageError
 from gptj_ft.recipe import GROUPS, Recipe, build, dump, load_preset, preset_names, resolve
+from gptj_ft.yaml_text import parse
 
 NOWHERE: dict[str, str] = {}
 
@@ -188,3 +192,65 @@ def test_a_config_file_that_is_not_yaml_is_named_with_its_line(tmp_path: Path) -
 def test_an_option_given_twice_on_the_command_line_is_refused() -> None:
     with pytest.raises(UsageError, match="given twice"):
         resolve({"lr": 1e-3}, assignments=("lr=1e-4",), environment=NOWHERE)
+
+
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in pairwise("abcdefgh")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BOMB + "lr: *h\n", "stands for more than 100,000 values"),
+        (BOMB.replace("x,", "{p: q},") + "lr: {<<: [*h, *h]}\n", "stands for more than 100,000 values"),
+        ("lr: &a [*a]\n", "nested too deeply, or in itself"),
+        ("lr: " + "[" * 1000 + "]" * 1000 + "\n", "nested too deeply"),
+        ("lr: " + "{a: " * 5000 + "1" + "}" * 5000 + "\n", "nested too deeply"),
+        (f"lr: {'9' * 5000}\n", "limit"),
+        (f"lr: 0x{'f' * 5000}\n", r":1: not YAML: a number of too many digits"),
+        (f"{'0x' + 'f' * 1000}: 1\n", "too many digits"),
+        ("seed: 2020-13-45\n", "month must be in 1..12"),
+        ("seed: !!int ''\n", "not YAML"),
+        ("seed: !!bool x\n", "not YAML"),
+        ("seed: !!timestamp x\n", "not YAML"),
+        ("seed: !!python/object/apply:os.system ['true']\n", ":1: not YAML: could not determine a constructor"),
+        ("seed: \x1b[2J\n", "not YAML"),
+        (f"seed: '{'word ' * 100_000}'\n", r"seed: .*, not 'word word .*\.\.\.$"),
+        (f"lr: [{'x, ' * 9000}x]\n", r"lr: .*, not \['x', 'x', .*\.\.\.$"),
+        (f"{'word ' * 100}: 1\n", r"unknown option 'word word .*\.\.\.'"),
+    ],
+)
+def test_odd_yaml_is_refused_in_a_line(text: str, said: str, tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=said) as caught:
+        resolve({}, config, environment=NOWHERE)
+    assert len(str(caught.value)) < 400 + len(str(config))
+    assert str(caught.value).isprintable()
+
+
+YAML_PIECES = st.sampled_from(
+    ["lr: ", "seed: ", "prompt: ", "&a ", "*a", "[", "]", "{", "}", ", ", ": ", "\n", "  ", "- ", "1e-5", "2020-13-45",
+     "0x" + "f" * 300, "!!int ", "!!bool ", "!!set ", "!!omap ", "!!pairs ", "!!binary ", "!!timestamp ", "<<: ", "'",
+     '"', "|\n", ">\n", "x", "\t", "? ", "---\n", "%YAML 9.9\n", "\x07", "\\ud800", "\ud800", "null", "~", ".nan",
+     "-.inf", "1:2:3", "generation: ", "schedule: ", "fields: ", "map: "]
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, derandomize=True, database=None, deadline=None)
+@given(text=st.lists(YAML_PIECES, max_size=25).map("".join))
+def test_options_of_any_pieces_are_read_or_refused_in_a_line(text: str) -> None:
+    try:
+        build(as_options(parse(text, "c.yaml")), {})
+    except UsageError as error:
+        message = str(error)
+    else:
+        message = ""
+    assert len(message) < 1000
+    assert "\n" not in message
+
+
+def as_options(value: object) -> dict[str, object]:
+    return {str(key): each for key, each in value.items()} if isinstance(value, dict) else {"lr": value}
