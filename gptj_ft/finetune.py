@@ -14,6 +14,8 @@ from rich.console import Console
 
 from gptj_ft.data.batches import Rows
 from gptj_ft.data.prepare import Prepared, Report, load, save
+from gptj_ft.data.token_checks import check_tokens
+from gptj_ft.data.tokenizer import vocab_size_of
 from gptj_ft.demand import Load
 from gptj_ft.durable import hidden_name, keep_folder, remove, sync_path, sync_tree, write_file
 from gptj_ft.errors import DataError, Interrupted, NotFinite, UsageError
@@ -127,6 +129,9 @@ def resumed(
         check_unchanged(model, read_json(run.base_file))
     train, validation = run.data / "train", run.data / "validation"
     rows = (load(train), load(validation) if validation.exists() else None)
+    for part, where in zip(rows, (train, validation), strict=True):
+        if part is not None:
+            check_tokens(part, where, vocab_size_of(model), recipe.max_length)
     step = find_checkpoint(run, start) if start is not None else None
     return Job(_session(recipe, model, rows, run.folder), rows[0].report, Resolved(recipe, {}), rows, run, step)
 

@@ -12,6 +12,7 @@ from gptj_ft.data.prepare import Prepared, Report, check_compatible, is_prepared
 from gptj_ft.data.prepared import Skips
 from gptj_ft.data.records import FileOptions, Findings, read_rows, sha256_of
 from gptj_ft.data.split import split
+from gptj_ft.data.token_checks import check_tokens
 from gptj_ft.data.tokenizer import RowTokenizer, load_row_tokenizer, vocab_size_of
 from gptj_ft.errors import UsageError
 from gptj_ft.home import TINY_MODELS, downloaded_model, find_model, is_adapter, is_model, make_home, models
@@ -139,12 +140,13 @@ def read_or_prepare(
     source: Path,
 ) -> Prepared:
     """Return rows as tokens: loaded if they are prepared (and fit this recipe and tokenizer), else made from a file."""
-    if is_prepared(source):
-        prepared = load(source)
-        check_compatible(prepared, recipe, tokenizer)
-        return prepared
     if is_adapter(model):
         from gptj_ft.formats.adapters import base_folder
 
         model = base_folder(model)
+    if is_prepared(source):
+        prepared = load(source)
+        check_compatible(prepared, recipe, tokenizer)
+        check_tokens(prepared, source, vocab_size_of(model), recipe.max_length)
+        return prepared
     return prepare_once(recipe, tokenizer, source, vocab_size_of(model))

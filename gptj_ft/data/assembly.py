@@ -91,4 +91,6 @@ def _tokens_of(row: Row) -> list[int]:
     tokens = row.values.get(TOKENS)
     if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
         raise RowSkipped("input_ids is no list of token ids")
+    if not tokens:
+        raise RowSkipped("no tokens")
     return tokens
