@@ -59,6 +59,8 @@ def parse_duration(value: object) -> object:
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0.0)]
 
 
+# A thousand times what GPT-J reads at once; and a whole corpus in one line, as some are published, is not larger.
+MOST_RECORD_BYTES = 256 * 2**20
 SIZE_UNITS = {"": 1, "B": 1, "MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "TB": 10**12, "TiB": 2**40}
 
 
@@ -259,6 +261,10 @@ class Recipe(Options):
         description="of texts, e.g. cp1252, utf-16, shift_jis; auto: UTF-8, UTF-16, or Windows-1252, which is said",
     )
     sheet: str = Field("", description="sheet of a spreadsheet that is read; empty: the first")
+    max_record: Size = Field(
+        MOST_RECORD_BYTES,
+        description="longest line, cell or record of a file, e.g. 1GiB; what is longer is taken for damage",
+    )
     max_bad_rows: int = Field(0, ge=0, description="records that may be unreadable before the data is refused")
     cache: bool = Field(True, description="keep rows as tokens, and take those that are kept, if nothing has changed")
     map: ColumnMap = Field(

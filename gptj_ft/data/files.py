@@ -18,7 +18,7 @@ from gptj_ft.data.compression import PACKED, SNIFFED_BYTES, names_in_zip, peeked
 from gptj_ft.data.encodings import AUTO
 from gptj_ft.data.kinds import SUFFIXES, TOKEN_FORMATS, ZIP_MAGIC, kind_of, packing_by_content
 from gptj_ft.errors import DataError, UsageError, did_you_mean
-from gptj_ft.recipe import Recipe
+from gptj_ft.recipe import MOST_RECORD_BYTES, Recipe
 
 DATASET_FILES = ("dataset_dict.json", "dataset_info.json")  # of a folder that `datasets` has saved
 # What may lie beside files of rows and is none: an index only repeats them, the other says how they were made.
@@ -34,6 +34,7 @@ class FileOptions:
     delimiter: str = AUTO
     encoding: str = AUTO
     sheet: str = ""
+    max_record: int = MOST_RECORD_BYTES
 
     @classmethod
     def of(cls, recipe: Recipe) -> FileOptions:
@@ -153,6 +154,10 @@ def require_file(path: Path) -> None:
     Raises:
         UsageError: it does not; names the nearest, or the data set on the Hub that may be meant.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UsageError(
+            f"{path} is a pipe, a device or a socket, and rows are read more than once: save them to a file first"
+        )
     if not path.exists():
         siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, siblings)

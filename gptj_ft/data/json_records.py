@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from gptj_ft.data.files import File
-from gptj_ft.data.rows import Findings, Row, numbered_lines, text_chunks
+from gptj_ft.data.rows import Findings, Row, numbered_lines, text_chunks, too_long
 from gptj_ft.errors import DataError
 from gptj_ft.plain_text import shortened
 
@@ -16,6 +17,7 @@ DECODER = json.JSONDecoder()
 MESSAGE_KEYS = ({"role"}, {"from", "value"})  # what a message of a conversation has, one or the other
 LONG_TEXT = 100  # characters, from which on a text is what a row is about
 LISTS_SHOWN = 10
+NOT_BLANK = re.compile(r"\S")
 CUT_OFF = 16  # characters before the end of what has been read in which an error may only mean that more is needed
 
 
@@ -159,11 +161,15 @@ class JsonText:
 
     def peek(self) -> str:
         """Return the next character that is no blank; empty at the end."""
+        blank = 0
         while True:
-            while self._position < len(self._buffer):
-                if not self._buffer[self._position].isspace():
-                    return self._buffer[self._position]
-                self._advance(self._position + 1)
+            if found := NOT_BLANK.search(self._buffer, self._position):
+                self._advance(found.start())
+                return found[0]
+            blank += len(self._buffer) - self._position
+            if blank > self._file.options.max_record:
+                raise too_long(self._file, self.line)
+            self._advance(len(self._buffer))
             if not self._more():
                 return ""
 
@@ -220,7 +226,9 @@ class JsonText:
         self._position = position
 
     def _more(self) -> bool:
-        """Read on, as much again as there is: a value of any length is decoded a few times only."""
+        """Read on, as much again as there is: a long value is decoded a few times only."""
+        if len(self._buffer) - self._position > self._file.options.max_record:
+            raise too_long(self._file, self.line)
         rest, wanted = self._buffer[self._position :], max(1, len(self._buffer) - self._position)
         pieces, length = [rest], 0
         for chunk in self._chunks:

@@ -10,7 +10,7 @@ from gptj_ft.data.archives import read_archive
 from gptj_ft.data.files import File, FileOptions, find_files, opened_file
 from gptj_ft.data.hdf5_samples import read_samples
 from gptj_ft.data.json_records import read_json, read_json_lines
-from gptj_ft.data.rows import Findings, Row, numbered_lines
+from gptj_ft.data.rows import Findings, Row, numbered_lines, too_long
 from gptj_ft.data.spreadsheets import read_workbook
 from gptj_ft.data.tables import read_parquet, read_saved_dataset, read_table
 from gptj_ft.data.tfrecords import read_tfrecords
@@ -76,10 +76,12 @@ def read_text(file: File, findings: Findings) -> Iterator[Row]:
 
 def read_paragraphs(file: File, findings: Findings) -> Iterator[Row]:
     """Plain text; documents are separated by blank lines."""
-    start, lines = 0, list[str]()
+    start, lines, size = 0, list[str](), 0
     for number, line in numbered_lines(file, findings):
         if line.strip():
-            start = start if lines else number
+            start, size = (start, size + len(line)) if lines else (number, len(line))
+            if size > file.options.max_record:
+                raise too_long(file, start)
             lines.append(line.removesuffix("\n").removesuffix("\r"))
         elif lines:
             yield Row(str(file.path), start, {"text": "\n".join(lines)})
@@ -97,7 +99,13 @@ def read_lines(file: File, findings: Findings) -> Iterator[Row]:
 
 def read_document(file: File, findings: Findings) -> Iterator[Row]:
     """Plain text; the file is one document."""
-    text = "".join(line.replace("\r\n", "\n") for _, line in numbered_lines(file, findings))
+    lines, size = list[str](), 0
+    for _, line in numbered_lines(file, findings):
+        lines.append(line.replace("\r\n", "\n"))
+        size += len(line)
+        if size > file.options.max_record:
+            raise too_long(file, 1)
+    text = "".join(lines)
     if text.strip():
         yield Row(str(file.path), 1, {"text": text.rstrip("\n")})
 

@@ -134,11 +134,16 @@ def numbered_lines(file: File, findings: Findings) -> Iterator[tuple[int, str]]:
     """Yield (number, line with its ending); lines end at ``\\n`` only, as in JSON lines.
 
     Raises:
-        DataError: empty, or not UTF-8; names the byte.
+        DataError: empty, or not UTF-8 (names the byte), or a line that is too long.
     """
-    number = 0
+    number = blank = 0
+    most = file.options.max_record
     with opened_text(file, findings) as opened:
-        for number, raw in enumerate(opened, 1):
+        while raw := opened.readline(most + 1):
+            number += 1
+            blank = blank + len(raw) if raw.isspace() else 0
+            if len(raw) > most or blank > most:
+                raise too_long(file, number)
             line = _without_mark(raw, file, findings) if number == 1 else raw
             try:
                 yield number, line.decode()
@@ -146,6 +151,16 @@ def numbered_lines(file: File, findings: Findings) -> Iterator[tuple[int, str]]:
                 raise _not_utf8(file, number, raw, raw.find(line) + error.start) from error
     if not number:
         raise DataError(f"{file.path}: the file is empty")
+
+
+def too_long(file: File, line: int) -> DataError:
+    """Return the error of a record, or of blanks where one should be, above the recipe's `max_record`."""
+    limit = file.options.max_record
+    size = f"{limit // 2**20} MiB" if limit >= 2**20 else f"{limit} bytes"
+    return DataError(
+        f"{file.path}:{line}: longer than {size}: damaged, or not what it seems; if this is one record indeed, "
+        f"--set max_record={2 * limit}"
+    )
 
 
 def text_chunks(file: File, findings: Findings) -> Iterator[str]:

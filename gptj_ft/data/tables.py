@@ -7,15 +7,16 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from gptj_ft.data.encodings import AUTO
 from gptj_ft.data.files import DATASET_FILES, File, opened_file
-from gptj_ft.data.rows import Findings, Row, numbered_lines
+from gptj_ft.data.rows import Findings, Row, numbered_lines, too_long
 from gptj_ft.errors import DataError
 from gptj_ft.plain_text import shortened
 
 BATCH_ROWS = 1000
+MOST_UNPACKED_BYTES = 2**30  # of Parquet that is packed once more, which is read as a whole
 # csv refuses cells above 131,072 characters, and documents are longer. This is the most a C long holds everywhere.
 csv.field_size_limit(2**31 - 1)
 # What separates cells by a file's name, what else may, and what a message calls it.
@@ -177,7 +178,7 @@ def read_parquet(file: File, findings: Findings) -> Iterator[Row]:
     try:
         with opened_file(file) as opened:
             # Packed once more by gzip or the like it cannot be read from its end, where Parquet begins.
-            source = pyarrow.BufferReader(opened.read()) if file.packing else opened
+            source = pyarrow.BufferReader(_unpacked(file, opened)) if file.packing else opened
             number = 0
             for batch in parquet.ParquetFile(source).iter_batches(BATCH_ROWS):
                 for values in batch.to_pylist():
@@ -217,6 +218,13 @@ def read_saved_dataset(file: File, findings: Findings) -> Iterator[Row]:
         raise DataError(f"{file.path}: damaged: {_first_line(error)}") from error
 
 
+def _unpacked(file: File, opened: BinaryIO) -> bytes:
+    content = opened.read(MOST_UNPACKED_BYTES + 1)
+    if len(content) > MOST_UNPACKED_BYTES:
+        raise DataError(f"{file.path}: longer than {MOST_UNPACKED_BYTES // 2**30} GiB: unpack it first")
+    return content
+
+
 def _beginning(lines: Iterator[str]) -> list[str]:
     """Take the first lines of a table."""
     found, characters = list[str](), 0
@@ -230,8 +238,19 @@ def _beginning(lines: Iterator[str]) -> list[str]:
 
 def _records(file: File, separation: Separation, line: int, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
     """Yield (physical line on which the record starts, from ``line``, cells); blank lines are no records."""
-    reader, before = separation.reader(lines), line - 1
+    size = 0
+
+    def bounded() -> Iterator[str]:
+        nonlocal size
+        for text in lines:
+            size += len(text)
+            if size > file.options.max_record:  # a quote that is never closed takes all that follows
+                raise too_long(file, line)
+            yield text
+
+    reader, before = separation.reader(bounded()), line - 1
     while True:
+        size = 0
         try:
             cells = next(reader, None)
         except csv.Error as error:
