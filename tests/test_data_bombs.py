@@ -36,7 +36,7 @@ BOMBS: dict[str, tuple[str, bytes, str, int]] = {
     "a long text": ("a.jsonl", GOOD + b'{"text": "' + b"x" * MANY, "paragraph", 2),
     "blank lines": ("a.jsonl", GOOD + b"\n" * MANY, "paragraph", LIMIT + 2),
     "a long value": ("a.json", b'[\n{"text": "' + b"x" * MANY + b'"}]', "paragraph", 2),
-    "blanks in JSON": ("a.json", b"[\n" + b" " * MANY + b"]", "paragraph", 2),
+    "blanks in JSON": ("a.json", b"[\n" + b" " * MANY + b"]", "paragraph", 0),
     "lines in JSON": ("a.json", b'{"data":\n' + b"\n" * MANY + b"[]}", "paragraph", 0),
     "a long cell": ("a.csv", TABLE + b'"' + b"x" * MANY, "paragraph", 3),
     "a quote that is never closed": ("a.csv", TABLE + b'"' + b"xxxxxxxxx\n" * (MANY // 10), "paragraph", 3),
