@@ -20,7 +20,9 @@ from gptj_ft.screen import GAP, clock, is_live, width_of
 LOG_SECONDS = 10.0  # between lines of a log at first; the longer something takes, the fewer there are
 LOG_SECONDS_AT_MOST = 600.0
 BAR_WIDTH = 30
+NOTICED_SECONDS = 2.0  # what takes less is not timed
 Advance = Callable[[int, int | None], None]
+Doing = Callable[[str], None]
 
 
 @contextmanager
@@ -51,6 +53,45 @@ def bar(console: Console, what: str, unit: str = "bytes", then: str = "") -> Ite
             log_line(console, f"{amount.what}: {amount.text}")
 
     yield advance
+
+
+@contextmanager
+def activity(console: Console, what: str) -> Iterator[Doing]:
+    """Show what is being done, and for how long, where nothing can be counted: a line of a terminal that goes away.
+
+    A log shows nothing of it.
+
+    Args:
+        console: where to; a quiet one shows nothing.
+        what: is done first.
+
+    Yields: what is told what is done now.
+    """
+    since = time.monotonic()
+
+    def doing(next_: str) -> None:
+        nonlocal what, since
+        what, since = next_, time.monotonic()
+        live.refresh()
+
+    def line() -> RenderableType:
+        taken = time.monotonic() - since
+        return Text(f"{what} ..." + (f" {clock(taken)}" if taken > NOTICED_SECONDS else ""))
+
+    if not is_live(console) or console.quiet:
+        yield lambda next_: None
+        return
+    live = Live(
+        get_renderable=line,
+        console=console,
+        refresh_per_second=4,
+        transient=True,
+        redirect_stdout=False,  # what libraries keep of the streams while they load must be the streams themselves
+        redirect_stderr=False,
+    )
+    with live:
+        live.refresh()
+        yield doing
 
 
 def log_line(console: Console, text: str) -> None:

@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
+from gptj_ft.bars import Doing
 from gptj_ft.data.batches import Rows
 from gptj_ft.data.prepare import Prepared, Report, load, save
 from gptj_ft.data.token_checks import check_tokens
@@ -27,7 +29,7 @@ from gptj_ft.lock import LOCK, locked
 from gptj_ft.machine import choose_device
 from gptj_ft.plan import DoesNotFit, Plan, choose
 from gptj_ft.published import Published, find_published
-from gptj_ft.rates import choose_dtype, rates
+from gptj_ft.rates import are_known, choose_dtype, rates
 from gptj_ft.recipe import FREE_ON_RESUME, Recipe, Resolved, build, dump, resolve
 from gptj_ft.run import Run, choose_folder, read_json, stopped, what_is_saved
 from gptj_ft.screen import clock
@@ -63,8 +65,21 @@ class Job:
     start: int | None = None
 
 
-def fresh(resolved: Resolved) -> Job:
+def nothing(_: str) -> None:
+    """Show nothing."""
+
+
+def planning(device: torch.device, folder: Path) -> str:
+    """Say what takes the time when a run in a folder is planned."""
+    return "planning" if are_known(device, folder) else "measuring this machine, once, up to 10 s"
+
+
+def fresh(resolved: Resolved, doing: Doing = nothing) -> Job:
     """Read everything that a new run needs, and plan it; writes nothing but a tiny model.
+
+    Args:
+        resolved: its options.
+        doing: is told what is done.
 
     Raises:
         GptjFtError: whatever stands in its way.
@@ -72,7 +87,9 @@ def fresh(resolved: Resolved) -> Job:
     recipe = resolved.recipe
     check_tracker(recipe.report_to)
     folder = choose_folder(recipe)
+    doing("reading the rows")
     inputs = gather(recipe)
+    doing(planning(choose_device(recipe.device), folder))
     final = recipe.model_copy(update={"model": str(inputs.model.resolve()), "output": str(folder)})
     session = _session(final, inputs.model, (inputs.train, inputs.validation), folder)
     origins = dict(resolved.origins)
@@ -237,7 +254,7 @@ class Forecast:
         return {**self.plan.to_dict(), "notes": list(self.notes), "published": published, **problem}
 
 
-def forecast(resolved: Resolved, measure_again: bool = False) -> Forecast:
+def forecast(resolved: Resolved, measure_again: bool = False, doing: Doing = nothing) -> Forecast:
     """Plan a run, from its rows if they are named, else for rows of the greatest length.
 
     Without rows, a published model need not be there: see `published`. Where none is named or downloaded, it is GPT-J.
@@ -245,6 +262,7 @@ def forecast(resolved: Resolved, measure_again: bool = False) -> Forecast:
     Args:
         resolved: its options.
         measure_again: measure what the machine does in a second, though it is known.
+        doing: is told what is done.
 
     Raises:
         GptjFtError: there are no such rows, or no such model.
@@ -252,10 +270,11 @@ def forecast(resolved: Resolved, measure_again: bool = False) -> Forecast:
     recipe = resolved.recipe
     device = choose_device(recipe.device)
     if measure_again:
+        doing("measuring this machine, up to 10 s")
         rates(device, choose_folder(recipe), again=True)
     if recipe.data is not None:
         try:
-            session = fresh(resolved).session
+            session = fresh(resolved, doing).session
         except DoesNotFit as problem:
             return Forecast(problem.nearest, problem)
         return Forecast(session.plan, notes=session.architecture.notes)
@@ -281,6 +300,7 @@ def forecast(resolved: Resolved, measure_again: bool = False) -> Forecast:
         longest_row=length,
     )
     folder = choose_folder(recipe)
+    doing(planning(device, folder))
     try:
         plan = choose(recipe, load_, free_resources(device, folder), rates(device, folder))
     except DoesNotFit as problem:

@@ -14,13 +14,12 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from gptj_ft.bars import LogTimes, drawn, log_line
+from gptj_ft.bars import NOTICED_SECONDS, LogTimes, drawn, log_line
 from gptj_ft.machine import gigabytes
 from gptj_ft.meters import Meters, Tally
 from gptj_ft.screen import GAP, clock, is_live, time_after, width_of, wrapped
 
 STDERR = 2
-NOTICED_SECONDS = 2.0  # what takes less is not worth a line
 WAITING_NOTICED = 0.05  # share of the time
 
 

@@ -43,12 +43,23 @@ def rates(device: torch.device, folder: Path, again: bool = False) -> Rates:
     return Rates(compute_rates(device, again), disk_rates(folder, again), device.type == "cpu")
 
 
+def are_known(device: torch.device, folder: Path) -> bool:
+    """Tell whether `rates` takes no time."""
+    folder = existing_folder(folder)
+    compute = _recall("compute", _device_key(device), ComputeRates)
+    return bool(compute and (_recall("disk", _file_system(folder), DiskRates) or free_disk(folder) < 3 * FILE_BYTES))
+
+
 def compute_rates(device: torch.device, again: bool = False) -> ComputeRates:
     """Return the rates of a device: known, or measured now."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    key = f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    key = _device_key(device)
     known = None if again else _recall("compute", key, ComputeRates)
     return known or _keep("compute", key, measure.measure_compute(device))
+
+
+def _device_key(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
 def disk_rates(folder: Path, again: bool = False) -> DiskRates:

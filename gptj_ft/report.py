@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from rich.console import Console
 
 from gptj_ft.costs import WARRANTED_BYTES, Costs
 from gptj_ft.machine import gigabytes
+from gptj_ft.plain_text import command_line
 from gptj_ft.plan import Plan
 from gptj_ft.progress import meter_texts
 from gptj_ft.rates import PRECISIONS
@@ -171,11 +171,9 @@ def show_training(console: Console, result: TrainResult, num_validation: int, ve
     page = Path(result.run) / "report.html"
     rows += [("tuned model", whole(result.model)), *([("report", whole(str(page)))] if page.is_file() else [])]
     panel(console, f"Done: {result.steps:,} steps", [*rows, *(_engine_rows(tally, meters) if verbose else ())])
-    run = shlex.quote(result.run)
-    measure = f"gptj-ft evaluate {run}   # on the {num_validation:,} rows held out"
-    next_steps(
-        console, measure if num_validation else f"gptj-ft evaluate {run} --data FILE", 'gptj-ft generate "prompt"'
-    )
+    measure = command_line("evaluate", Path(result.run))
+    measure += f"   # on the {num_validation:,} rows held out" if num_validation else " --data FILE"
+    next_steps(console, measure, 'gptj-ft generate "prompt"')
 
 
 def _engine_rows(tally: Tally, meters: Meters) -> list[tuple[str, str]]:

@@ -20,7 +20,9 @@ from safetensors.torch import load_file, save_file
 from small_run import small_session
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gptj_ft.finetune import fresh
 from gptj_ft.metrics.language_model import NAMES
+from gptj_ft.recipe import resolve
 from gptj_ft.report import cautions
 from gptj_ft.run import Run
 
@@ -151,6 +153,14 @@ def test_a_run_is_told_in_a_users_terms_and_ends_with_what_to_type(shell, rows_f
     assert f" tokens {counts} " in done.said, "the same rows are counted here as there, held out or not"
     measured = shell("evaluate 'an other' --limit 2 --baseline none --set generation.max_new_tokens=2")
     assert (measured.code, "an other/data/validation" in measured.said) == (0, True), measured.err
+
+
+def test_a_run_that_begins_tells_that_rows_are_read_and_the_machine_is_measured_once(rows_file: Path) -> None:
+    options = {"recipe": "summarization", "data": "rows.jsonl", "model": "tiny"}
+    for planning in ("measuring this machine, once, up to 10 s", "planning"):
+        said: list[str] = []
+        fresh(resolve(options, environment={}), said.append)
+        assert said == ["reading the rows", planning]
 
 
 def test_only_few_rows_and_too_large_batches_are_warned_of() -> None:

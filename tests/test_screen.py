@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gptj_ft import bars
-from gptj_ft.bars import Pace, bar
+from gptj_ft.bars import Pace, activity, bar
 from gptj_ft.data_report import in_few_lines
 from gptj_ft.meters import Meters, Tally
 from gptj_ft.progress import StepProgress, StepReport
@@ -87,6 +87,19 @@ def test_a_log_gets_a_line_now_and_then_with_time_and_percent(monkeypatch: pytes
             assert re.fullmatch(r"\d\d:\d\d:\d\d  converting: \d+%, [\d.]+ [MG]B of 28.8 GB, .* left", line), line
 
 
+def test_what_cannot_be_counted_is_named_on_a_terminal_while_it_lasts_and_leaves_a_log_alone() -> None:
+    live, log, quiet = console_of(80), console_of(80, is_terminal=False), console_of(80)
+    quiet.quiet = True
+    for console in (live, log, quiet):
+        with activity(console, "loading libraries") as doing:
+            doing("reading the rows")
+    text = printed(live)
+    assert "loading libraries ..." in text
+    assert "reading the rows ..." in text
+    assert text.rstrip().endswith("\x1b[2K"), "the line goes away"
+    assert printed(log) == printed(quiet) == ""
+
+
 def test_the_time_left_is_that_of_what_was_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(bars.time, "monotonic", lambda: now[0])
@@ -111,7 +124,7 @@ def test_the_closing_summary_tells_what_the_engine_did_to_those_who_ask(verbose:
     for phrase in ("GFLOP/s 30.0", "without recomputation", "waiting 0.5%", "moved 100.0 GB read"):
         assert (phrase in text) == verbose
     show_training(none := console_of(80), result, 0)
-    assert "evaluate -run --data FILE" in printed(none)
+    assert "evaluate ./-run --data FILE" in printed(none)
 
 
 @pytest.mark.parametrize("verbose", [False, True])

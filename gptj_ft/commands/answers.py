@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -98,19 +98,23 @@ def generate(
     _check_kind(prompt, rows, output, chat, stream or as_json)
     if dry_run and not rows:
         raise UsageError("--dry-run tells what the rows of a file take: add --input FILE --output FILE")
-    from gptj_ft.answer_rows import plan_answers
-    from gptj_ft.generate import Asker, check_num_return
     from gptj_ft.home import default_model, find_model
 
     out = Output(as_json, quiet)
+    with out.activity():
+        from gptj_ft.answer_rows import plan_answers
+        from gptj_ft.generate import Asker, check_num_return
+
     folder = find_model(model) if model else default_model("generate")
     options = for_model(folder, flags, config, assignments, plain=raw).recipe
     check_num_return(options, num_return)
     if rows and output:
-        asker = Asker.of(folder, options)
-        _answer_file(asker, plan_answers(asker, rows, output, num_return), rows, dry_run, out)
+        with out.activity("reading the rows"):
+            asker = Asker.of(folder, options)
+            planned = plan_answers(asker, rows, output, num_return)
+        _answer_file(asker, planned, rows, dry_run, out)
     elif chat:
-        _talk(folder, options, system)
+        _talk(folder, options, system, out)
     else:
         _answer(folder, options, str(text), field_texts(fields), Shown(num_return, stream, out))
 
@@ -146,8 +150,11 @@ def _answer(folder: Path, options: Recipe, text: str, more: Mapping[str, str], s
     if shown.stream and (shown.out.as_json or shown.num_return > 1 or options.generation.num_beams > 1):
         raise UsageError("--stream shows one answer as it comes: not with --json, --num-return or beams")
     values = fill_fields(options, text, more)
-    with open_writer(Asker.of(folder, options)) as writer:
-        result = writer.write(values, shown.num_return, _show if shown.stream else None)
+    with ExitStack() as opened:
+        with shown.out.activity("loading the model"):
+            writer = opened.enter_context(open_writer(Asker.of(folder, options)))
+        with nullcontext() if shown.stream else shown.out.activity("writing"):
+            result = writer.write(values, shown.num_return, _show if shown.stream else None)
     if result.was_cut:
         shown.out.notes.print(f"the prompt was shortened to {result.prompt_tokens} tokens, to fit")
     if shown.stream:
@@ -191,13 +198,16 @@ def _answer_file(asker: Asker, planned: Questionnaire, rows: Path, dry_run: bool
     out.finish(facts, str(output), show)
 
 
-def _talk(folder: Path, options: Recipe, system: str | None) -> None:
+def _talk(folder: Path, options: Recipe, system: str | None, out: Output) -> None:
     from gptj_ft.dialogue import HELP, check_is_chat, talk
     from gptj_ft.generate import Asker, open_writer
 
     check_is_chat(options)
 
-    with open_writer(Asker.of(folder, options)) as writer, every_ctrl_c():
+    with ExitStack() as opened:
+        with out.activity("loading the model"):
+            writer = opened.enter_context(open_writer(Asker.of(folder, options)))
+        opened.enter_context(every_ctrl_c())
         print_note(HELP)
         talk(writer, _typed_lines(), system, _show, print_note)
 

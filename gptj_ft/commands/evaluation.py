@@ -38,6 +38,7 @@ from gptj_ft.stopping import stop_says
 if TYPE_CHECKING:
     from gptj_ft.verdict import Gate, Verdict
 
+MEASURING = "reading the rows, and measuring this machine, once, up to 10 s"
 FLAGS = ("recipe", "map", "seed", "device", "precision", "weights", "device_memory", "host_memory")
 
 
@@ -112,11 +113,13 @@ def evaluate(
     """
     given = locals()
     flags = {name: given[name] for name in FLAGS}
-    from gptj_ft.durable import require_new
-    from gptj_ft.evaluation_report import check_report_path
-    from gptj_ft.metrics import score_names
-    from gptj_ft.metrics.language_model import NAMES
-    from gptj_ft.verdict import parse_gates
+    out = Output(as_json, quiet)
+    with out.activity():
+        from gptj_ft.durable import require_new
+        from gptj_ft.evaluation_report import check_report_path
+        from gptj_ft.metrics import score_names
+        from gptj_ft.metrics.language_model import NAMES
+        from gptj_ft.verdict import parse_gates
 
     for path in reports or ():
         check_report_path(path)
@@ -130,7 +133,6 @@ def evaluate(
         raise UsageError("--include-path and --num-fewshot are about lm-eval's tasks: add --tasks T1,T2")
     if predictions is not None and dry_run:
         raise UsageError("--dry-run shows what reading a model takes; --predictions reads none: leave one out")
-    out = Output(as_json, quiet)
     rows = fetched_rows(data, offline, out) if data else None
     wishes = Wishes(output, reports or [], show, out, shlex.join(["gptj-ft", *sys.argv[1:]]))
     if predictions is not None:
@@ -200,7 +202,10 @@ def _measure(
 ) -> Verdict | None:
     """Measure a model and its baseline on rows, or so many of them; nothing for ``shown``'s second, a dry run."""
     from gptj_ft.evaluate import choose_baseline, default_rows, evaluate_model, fitted, plan_evaluation
+    from gptj_ft.home import home
     from gptj_ft.inputs import data_path
+    from gptj_ft.machine import choose_device
+    from gptj_ft.rates import are_known
     from gptj_ft.report import show_reading
     from gptj_ft.screen import whole
     from gptj_ft.verdict import judge
@@ -210,8 +215,11 @@ def _measure(
     other = choose_baseline(folder, baseline)
     missing = "none: what this model was tuned from is not there; --baseline names one"
     models = {"baseline": other, "model": folder} if other is not None else {"model": folder}
-    asked, options = options.max_length, fitted(options, models.values(), data)
-    planned = {name: plan_evaluation(each, options, data, limit) for name, each in models.items()}
+    asked = options.max_length
+    device = choose_device(options.device)
+    with out.activity("reading the rows" if are_known(device, home()) else MEASURING):
+        options = fitted(options, models.values(), data)
+        planned = {name: plan_evaluation(each, options, data, limit) for name, each in models.items()}
     most = max((each.plan for each in planned.values()), key=lambda plan: plan.device_bytes + plan.host_bytes)
     about = [
         ("model", whole(str(folder))),

@@ -16,7 +16,7 @@ from gptj_ft.recipe import Resolved
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gptj_ft.bars import Advance
+    from gptj_ft.bars import Advance, Doing
 
 T = TypeVar("T")
 MEASURED = "stopped; what was measured so far is kept, and the same command goes on from there"
@@ -46,6 +46,12 @@ class Output:
         from gptj_ft.bars import bar
 
         return bar(self.notes, what, unit, then)
+
+    def activity(self, what: str = "loading libraries") -> AbstractContextManager[Doing]:
+        """Show what is being done where nothing can be counted, see `bars.activity`."""
+        from gptj_ft.bars import activity
+
+        return activity(self.notes, what)
 
     def finish(self, facts: Mapping[str, Any], result: str, show: Callable[[Console], None]) -> None:
         """Print the result.

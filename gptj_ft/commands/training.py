@@ -44,7 +44,7 @@ from gptj_ft.options import (
     complete_run,
     option_of,
 )
-from gptj_ft.recipe import Recipe, resolve
+from gptj_ft.recipe import Recipe, Resolved, resolve
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -123,17 +123,24 @@ def finetune(
 
     run = Run(resume) if resume is not None else None
     with stop_says(lambda: stopped(run)):
-        from gptj_ft import finetune as command
-        from gptj_ft.report import show_job, show_plan, show_training
-
         out = Output(as_json, quiet)
+        with out.activity():
+            from gptj_ft import finetune as command
+            from gptj_ft.report import show_job, show_plan, show_training
+
         if start is not None and resume is None:
             raise UsageError("--from names a checkpoint of a run: add --resume RUN")
         if resume is not None:
-            job = command.resumed(resume, flags, config, as_tuple(assignments), start)
+            with out.activity("reading the run"):
+                job = command.resumed(resume, flags, config, as_tuple(assignments), start)
         else:
             resolved = fetched(resolve(flags, config, as_tuple(assignments)), offline, out)
-            job = asking(resolved, out, command.fresh)
+
+            def prepared(its: Resolved) -> Job:
+                with out.activity("reading the rows") as doing:
+                    return command.fresh(its, doing)
+
+            job = asking(resolved, out, prepared)
             _show_rows(out.notes, job, show)
         if dry_run:
             plan, notes = job.session.plan, job.session.architecture.notes
@@ -211,11 +218,14 @@ def plan(
     the greatest length.
     """
     flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
-    from gptj_ft import finetune as command
-    from gptj_ft.report import show_outlook, show_plan
-
     out = Output(as_json, quiet)
-    forecast = command.forecast(fetched(resolve(flags, config, as_tuple(assignments)), offline, out), measure)
+    with out.activity():
+        from gptj_ft import finetune as command
+        from gptj_ft.report import show_outlook, show_plan
+
+    resolved = fetched(resolve(flags, config, as_tuple(assignments)), offline, out)
+    with out.activity("planning") as doing:
+        forecast = command.forecast(resolved, measure, doing)
 
     def show(console: Console) -> None:
         show_plan(console, forecast.plan, forecast.notes)
