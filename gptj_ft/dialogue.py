@@ -22,8 +22,9 @@ def check_is_chat(recipe: Recipe) -> None:
         UsageError: it is not.
     """
     if not is_chat(recipe):
-        what = "was not tuned, for" if not recipe.prompt else f"was tuned for single texts ({recipe.recipe}), not for"
-        raise UsageError(f"--chat: this model {what} conversations; add --recipe chat to try it all the same")
+        single = f"was tuned for single texts ({recipe.recipe}), not for conversations"
+        what = single if recipe.prompt else "has no template of conversations"
+        raise UsageError(f"--chat: this model {what}; add --recipe chat to try it all the same")
 
 
 def talk(

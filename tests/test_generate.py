@@ -157,7 +157,7 @@ def test_what_cannot_be_answered_is_refused_with_a_reason(model: Path, shell) ->
         ('generate "  " --model tuned', 3, "the field 'document' is empty"),
         ("generate x --chat --model tuned", 2, "three ways"),
         ("generate --chat --model tuned", 2, "tuned for single texts (summarization)"),
-        ("generate --chat --raw --model tuned", 2, "has no template"),
+        ("generate --chat --raw --model tuned", 2, "has no template of conversations;"),
         ("generate --input rows.jsonl --model tuned", 2, "--output"),
         ("generate x --num-return 3 --model tuned", 2, "--num-beams 3"),
         ("generate x --stream --num-beams 3 --model tuned", 2, "--stream"),
