@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 # C0 and C1 controls, DEL, the line and paragraph separators, and the marks that reorder text on a screen.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+HIDDEN = "***"
+_SECRET_NAME = re.compile(r"(^|[-_.])(token|key|apikey|secret|password|passwd)$", re.IGNORECASE)
+# Access tokens as the Hub, OpenAI, GitHub and others write them; what a URL has before its @.
+_SECRET = re.compile(r"\b(?:hf|api_org|sk|ghp|gho|github_pat|glpat|xoxb)[-_][A-Za-z0-9_-]{16,}|(?<=://)[^/@\s]+(?=@)")
 _LINE_CONTROLS = re.compile(f"{_CONTROLS.pattern}|[\t\n]")
 
 
@@ -29,6 +34,19 @@ def one_line(text: str) -> str:
 def shortened(text: str, characters: int = 30) -> str:
     """Return text as a single line, cut after so many characters: the name of a column may be a whole document."""
     return one_line(text if len(text) <= characters else f"{text[:characters]}...")
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """Return the words of a command with what looks like a password or an access token left out."""
+    kept: list[str] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if kept and _SECRET_NAME.search(kept[-1]) and kept[-1].startswith("-") and "=" not in kept[-1]:
+            word = HIDDEN
+        elif equals and value and _SECRET_NAME.search(name):
+            word = f"{name}={HIDDEN}"
+        kept.append(_SECRET.sub(HIDDEN, word))
+    return kept
 
 
 def command_line(*words: str | Path) -> str:

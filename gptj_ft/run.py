@@ -16,7 +16,7 @@ from gptj_ft import __version__
 from gptj_ft.durable import append_text, appending, discard, read_text, replace_text, require_plain
 from gptj_ft.errors import DataError, GptjFtError, ResourceError, UsageError
 from gptj_ft.home import RUNS, is_tuned
-from gptj_ft.plain_text import command_line, one_line
+from gptj_ft.plain_text import command_line, one_line, without_secrets
 from gptj_ft.recipe import Recipe, build, load_options
 
 COMMIT = "commit.json"  # in the state folder of a run whose whole state is on disk: its last step
@@ -198,7 +198,7 @@ def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str,
         "device": device,
         "threads": threads,
         **chosen,
-        "command": sys.argv,
+        "command": without_secrets(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     path = run.folder / "environment.json"

@@ -7,7 +7,9 @@ import os
 from collections import Counter
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 from test_data_tokenizer import make_tokenizer
 
 from gptj_ft.data.prepare import check_compatible, is_prepared, load, prepare, save
@@ -439,3 +441,11 @@ def test_real_files_are_prepared_with_the_presets(name, recipe_name, kept):
     done = prepare(recipe(recipe_name), load_tokenizer(folder / "tokenizers" / "gpt2"), folder / name, 50400)
     assert isinstance(done, Prepared)
     assert done.report.rows_kept == kept
+
+
+def test_a_column_that_is_null_in_every_row_is_said_to_be_empty(tmp_path, tokenizer):
+    columns = {"document": ["A note."] * 100, "summary": pyarrow.nulls(100, pyarrow.string())}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
+    for options in ({}, {"map": "summary=summary"}):
+        with pytest.raises(DataError, match=r"rows\.parquet: column 'summary' is empty in all 100 rows$"):
+            prepare(recipe(**options), tokenizer, tmp_path / "rows.parquet", 50400)

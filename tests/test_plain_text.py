@@ -1,4 +1,4 @@
-from gptj_ft.plain_text import escape_controls, one_line
+from gptj_ft.plain_text import escape_controls, one_line, without_secrets
 
 
 def test_controls_are_written_out_and_other_text_stays() -> None:
@@ -8,3 +8,20 @@ def test_controls_are_written_out_and_other_text_stays() -> None:
 
 def test_a_line_stays_one_line() -> None:
     assert one_line("a\nb\r\nc\td\u2028e") == "a\\nb\\r\\nc\\td\\u2028e"
+
+
+def test_secrets_are_left_out_of_a_command_and_nothing_else() -> None:
+    token = "hf_" + "a1B2" * 8
+    typed = [
+        "--hub-token",
+        "abc",
+        "--set",
+        f"api_key={token}",
+        f"--auth-token={token}",
+        "https://me:pass@host/a",
+        token,
+    ]
+    shown = ["--hub-token", "***", "--set", "api_key=***", "--auth-token=***", "https://***@host/a", "***"]
+    assert without_secrets(typed) == shown
+    harmless = ["finetune", "--set", "generation.max_new_tokens=4", "--set", "micro_batch_tokens=99", "hub:a/b", "keys"]
+    assert without_secrets(harmless) == harmless

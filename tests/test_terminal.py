@@ -49,11 +49,13 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     return type_
 
 
-def test_no_control_character_of_others_reaches_the_terminal(typed: Callable[..., str], tmp_path: Path) -> None:
+def test_no_control_character_of_others_reaches_the_terminal_and_no_row_a_log(
+    typed: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / f"from{HOSTILE.replace('/', '')}others"
     folder.mkdir()
     rows, odd = folder / "rows.jsonl", folder / "odd.jsonl"
-    lines = [{"document": f"Note {n} {HOSTILE} is long.", "summary": f"{HOSTILE} {n}"} for n in range(8)]
+    lines = [{"document": f"Zwetschge {n} {HOSTILE} is long.", "summary": f"{HOSTILE} Zwetschge {n}"} for n in range(8)]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     odd.write_text(json.dumps({f"name{HOSTILE}": "a", f"other{HOSTILE}": HOSTILE}) + "\n")
     small = "--recipe summarization --model tiny --max-length 128"
@@ -75,6 +77,24 @@ def test_no_control_character_of_others_reaches_the_terminal(typed: Callable[...
     typed("evaluate --show 2 --set generation.max_new_tokens=4", run, "--data", rows)
     for more in ("--json", "--stream"):
         typed(f"generate --max-new-tokens 8 {more} --model", run, HOSTILE)
+    log = io.StringIO()
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{stream}", log)
+    for line, *more in (
+        (f"prepare-data {small} --data", rows, "--output", tmp_path / "logged"),
+        ("evaluate --set generation.max_new_tokens=4", run, "--data", rows),
+        (
+            f"finetune {small} --max-steps 1 --precision fp32 --set sample_rows=1 --set generation.max_new_tokens=2",
+            "--data", rows, "--output", tmp_path / "again",
+        ),
+        ("runs list",),
+        ("report", run, "--output", tmp_path / "page.html"),
+    ):  # fmt: skip
+        monkeypatch.setattr("sys.argv", ["gptj-ft", *shlex.split(line), *map(str, more)])
+        with pytest.raises(SystemExit):
+            cli.main()
+        assert log.getvalue(), line
+        assert "Zwetschge" not in log.getvalue(), line
     typed("models list")
     typed("cache list")
     config = run / "model" / "config.json"

@@ -60,7 +60,9 @@ def prepare_data(
     show: Annotated[
         int | None,
         typer.Option(
-            "--show", min=0, help="show so many rows as the model will see them [default 1]; in the --report, too"
+            "--show",
+            min=0,
+            help="show so many rows as the model will see them [default 1, in a log none]; in the --report, too",
         ),
     ] = None,
     config: Config = None,
@@ -85,11 +87,11 @@ def prepare_data(
     with stop_says(targets.stopped):
         done = asking(resolved, out, lambda its: prepare_rows(its.recipe, targets, lambda: out.bar("rows", "rows")))
         done.write()
-    out.finish(done.to_dict(), str(targets.folder), lambda console: _show(console, done, 1 if show is None else show))
+    out.finish(done.to_dict(), str(targets.folder), lambda console: _show(console, done, show))
 
 
-def _show(console: Console, done: Preparation, num_examples: int) -> None:
-    """Show what became of the rows, what the model will see, and what to type next."""
+def _show(console: Console, done: Preparation, num_examples: int | None) -> None:
+    """Show what became of the rows, what the model will see, and what to type next; a log gets no row unasked."""
     from gptj_ft.data_report import show_data, show_examples, show_fixes, show_lengths
     from gptj_ft.screen import next_steps, panel, whole
 
@@ -97,6 +99,7 @@ def _show(console: Console, done: Preparation, num_examples: int) -> None:
         show_fixes(console, done.fixes)
     show_data(console, done.prepared.report)
     show_lengths(console, done.prepared, done.recipe)
+    num_examples = int(console.is_terminal) if num_examples is None else num_examples
     show_examples(console, done.prepared, done.tokenizer.decode, num_examples)
     page = [("report", whole(str(done.targets.report)))] if done.targets.report else []
     panel(console, "Written", [("tokens", whole(str(done.targets.folder))), *page])

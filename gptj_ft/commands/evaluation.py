@@ -32,6 +32,7 @@ from gptj_ft.options import (
     complete_model,
     option_of,
 )
+from gptj_ft.plain_text import without_secrets
 from gptj_ft.recipe import Recipe, resolve
 from gptj_ft.stopping import stop_says
 
@@ -134,7 +135,7 @@ def evaluate(
     if predictions is not None and dry_run:
         raise UsageError("--dry-run shows what reading a model takes; --predictions reads none: leave one out")
     rows = fetched_rows(data, offline, out) if data else None
-    wishes = Wishes(output, reports or [], show, out, shlex.join(["gptj-ft", *sys.argv[1:]]))
+    wishes = Wishes(output, reports or [], show, out, shlex.join(["gptj-ft", *without_secrets(sys.argv[1:])]))
     if predictions is not None:
         options = resolve(flags, config, as_tuple(assignments)).recipe
         asked = parse_gates(gates or (), score_names(options.metrics))

@@ -13,6 +13,7 @@ from typing import Any
 
 from gptj_ft.data.placeholders import fields_of, render
 from gptj_ft.errors import RowSkipped, UsageError
+from gptj_ft.plain_text import shortened
 from gptj_ft.recipe import Recipe
 
 MESSAGES, REPLY = "messages", "reply"  # the field of a prompt, and what its completion is made of
@@ -64,7 +65,7 @@ def _message(value: Any) -> dict[str, str]:
     role = value.get("role", value.get("from"))
     content = value.get("content", value.get("value", value.get("text")))
     if not isinstance(role, str) or role.strip().casefold() not in ROLES:
-        raise RowSkipped(f"a message has the role '{str(role)[:40]}', not system, user or assistant")
+        raise RowSkipped(f"a message has the role '{shortened(str(role))}', not system, user or assistant")
     if isinstance(content, list):  # parts of several kinds
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise RowSkipped("a message is not text alone")
@@ -107,7 +108,7 @@ def parts_of(recipe: Recipe, conversation: Conversation) -> list[tuple[str, bool
         if not before.startswith(done):
             raise UsageError(
                 "prompt: after an answer it must go on from what it was before, with the answer as the completion "
-                f"writes it; it does not after {done[-40:]!r}"
+                f"writes it; it does not before message {index + 1}"
             )
         answer = render(recipe.completion, {REPLY: message["content"], MESSAGES: conversation[:index]})
         parts += [(before[len(done) :], False), (answer, True)]

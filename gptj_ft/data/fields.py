@@ -333,7 +333,7 @@ class FieldReader:
         text = label.strip().casefold()
         word = self._words.get(text) or self._words.get(text.removesuffix(".0"))
         if word is None:
-            raise RowSkipped(f"label '{label.strip()[:40]}' is none of {', '.join(self._recipe.labels)}")
+            raise RowSkipped(f"label '{shortened(label.strip())}' is none of {', '.join(self._recipe.labels)}")
         return word
 
 

@@ -18,6 +18,7 @@ from gptj_ft.data.compression import PACKED, SNIFFED_BYTES, names_in_zip, peeked
 from gptj_ft.data.encodings import AUTO
 from gptj_ft.data.kinds import SUFFIXES, TOKEN_FORMATS, ZIP_MAGIC, kind_of, packing_by_content
 from gptj_ft.errors import DataError, UsageError, did_you_mean
+from gptj_ft.plain_text import shortened
 from gptj_ft.recipe import MOST_RECORD_BYTES, Recipe
 
 DATASET_FILES = ("dataset_dict.json", "dataset_info.json")  # of a folder that `datasets` has saved
@@ -218,7 +219,7 @@ def _files_of_index(index: File) -> list[File]:
             path = index.path.parent / name
             if not os.path.isfile(path):  # asks without minding what may not be in a path
                 hint = "copy it here first" if "://" in name else "paths are relative to the folder of the index"
-                raise DataError(f"{index.path}:{number}: no such file: {name[:200]!r}; {hint}")
+                raise DataError(f"{index.path}:{number}: no such file: '{shortened(name, 100)}'; {hint}")
             file = identify(path)
             if file.format != "tfrecords":
                 raise DataError(f"{index.path}:{number}: {path} is {file.format}, and an index is of TFRecords")

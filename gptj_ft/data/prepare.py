@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import glob
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +32,7 @@ from gptj_ft.data.template import check_templates, eos_of
 from gptj_ft.data.tokenizer import load_tokenizer, tokenizer_digest
 from gptj_ft.data.words import tokenize_by
 from gptj_ft.errors import DataError
+from gptj_ft.plain_text import shortened
 from gptj_ft.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -140,26 +141,44 @@ def find_columns(source: Path, recipe: Recipe) -> dict[str, str]:
         DataError: unreadable rows among those that were looked at.
     """
     found: dict[str, None] = {}
+    seen: dict[str, None] = {}  # with those that are null in every row
+    number = 0
+
+    def look_at(row: Row) -> None:
+        nonlocal number
+        number += 1
+        seen.update(dict.fromkeys(row.values))
+        found.update((column, None) for column, value in row.values.items() if value is not None)
+
     findings = Findings(recipe.max_bad_rows)
     rows = read_rows(source, findings, FileOptions.of(recipe))
     has_pattern = any(glob.has_magic(column) for column in recipe.map.values())  # which a later row may add to
     for row in islice(rows, None if has_pattern else SURVEY_ROWS):
-        # A column of nulls is not there.
-        found.update((column, None) for column, value in row.values.items() if value is not None)
+        look_at(row)
     if TOKENS in found and TOKENS not in recipe.fields and not recipe.map:
         return {column: column for column in (TOKENS, TRAINED) if column in found}
     try:
         return choose_columns(found, recipe)
     except DataError:
         for row in rows:
-            found.update((column, None) for column, value in row.values.items() if value is not None)
+            look_at(row)
     try:
         return choose_columns(found, recipe)
-    except UnknownColumn as error:
+    except DataError as error:
+        if empty := _empty_column(found, seen, recipe):
+            rows_seen = f"all {number:,} rows" if number > 1 else "its only row"
+            raise DataError(f"{source}: column '{shortened(empty)}' is empty in {rows_seen}") from error
+        if not isinstance(error, UnknownColumn):
+            raise DataError(f"{source}: {error}") from error
         check_headers(findings, recipe_fields(recipe))
         raise UnknownColumn(f"{source}: {error}", error.field, error.choices) from error
-    except DataError as error:
-        raise DataError(f"{source}: {error}") from error
+
+
+def _empty_column(found: Collection[str], seen: Collection[str], recipe: Recipe) -> str:
+    """Return the column that would be chosen if it had a value in any row; empty if there is none."""
+    with suppress(DataError):
+        return next((column for column in choose_columns(seen, recipe).values() if column not in found), "")
+    return ""
 
 
 def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
