@@ -1,6 +1,8 @@
 """Saving the state of a run and bringing it back: without memory for the model, and so that no crash loses a step.
 
-A run whose whole state is on disk needs no checkpoints: its state folder is one, at any instant.
+A run whose whole state is on disk needs no checkpoints: its state folder is one, at any instant. Which of the two a
+run goes on from, commit or newest checkpoint, is noted in its ``run.json`` once there is one; so what a kill leaves
+before anything was saved, which is scratch, differs from a run of which a file was lost, which is left as it is.
 
 1.  Step t+1 has written every gradient, each stamped t+1; then ``commit.json`` is replaced: step t+1, with the update
     that turns the gradients into weights. That is the commit of step t+1.
@@ -29,11 +31,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptj_ft.digests import write_sealed
 from gptj_ft.durable import create_folder, discard, doomed_name, keep_folder, link_or_copy, remove_folder, sync_path
 from gptj_ft.errors import DataError, ResourceError
 from gptj_ft.formats.shards import open_shard
 from gptj_ft.optimizer import Update
-from gptj_ft.run import COMMIT, MANIFEST, Run, read_json, write_json
+from gptj_ft.run import COMMIT, MANIFEST, Run
 from gptj_ft.stack import LayerStack
 from gptj_ft.stores import Kind, Layout, allocate
 from gptj_ft.stores.blockio import disk_error, open_direct, sync
@@ -52,7 +55,7 @@ def commit(run: Run, step: int, update: Update | None, facts: Mapping[str, Any])
     Raises:
         ResourceError: the disk is full or fails; the commit before this one stands.
     """
-    write_json(run.state / COMMIT, {"step": step, "update": asdict(update) if update else None, "facts": dict(facts)})
+    write_sealed(run.state / COMMIT, {"step": step, "update": asdict(update) if update else None, "facts": dict(facts)})
 
 
 def layers_behind(run: Run, stack: LayerStack, step: int) -> set[int]:
@@ -95,6 +98,7 @@ def save(run: Run, stack: LayerStack, step: int, facts: Mapping[str, Any]) -> No
     if not _is_there(run, step, facts):
         with _new_checkpoint(run, step, facts) as folder:
             _write_layers(folder, stack, step)
+    run.note_saved(run.checkpoint(step) / MANIFEST)
 
 
 def link(run: Run, stack: LayerStack, step: int, facts: Mapping[str, Any]) -> None:
@@ -113,10 +117,10 @@ def adopt(run: Run, stack: LayerStack, step: int) -> None:
     """Make a checkpoint the state of a run on disk, of links to it; the state folder must be empty.
 
     Raises:
-        ResourceError, DataError: as `save` and `read_json`.
+        ResourceError, DataError: as `save` and `Run.manifest`.
     """
     folder = run.checkpoint(step)
-    facts = read_json(folder / MANIFEST)["facts"]
+    facts = run.manifest(step)["facts"]
     try:
         _link_layers(folder, run.state, stack)
         sync_path(run.state)
@@ -133,6 +137,7 @@ def turn_into_checkpoint(run: Run, step: int, facts: Mapping[str, Any]) -> None:
     for path in {*run.state.glob("gradient-*"), *run.state.glob("*.new")}:
         path.unlink()
     final = run.checkpoint(step)
+    run.note_saved(final / MANIFEST)  # before the commit goes
     if (final / MANIFEST).is_file():  # of the same files, by links
         remove_folder(run.state)
         return
@@ -222,7 +227,7 @@ def _is_there(run: Run, step: int, facts: Mapping[str, Any]) -> bool:
     """Tell whether a step has its checkpoint already; then only its facts change (it has turned out to be the best)."""
     manifest = run.checkpoint(step) / MANIFEST
     if manifest.is_file():
-        write_json(manifest, {"step": step, "facts": dict(facts)})
+        write_sealed(manifest, {"step": step, "facts": dict(facts)})
         return True
     return False
 
@@ -244,7 +249,7 @@ def _new_checkpoint(run: Run, step: int, facts: Mapping[str, Any]) -> Iterator[P
 
 def _publish(temporary: Path, final: Path, step: int, facts: Mapping[str, Any]) -> None:
     """Complete a checkpoint's folder and give it its name."""
-    write_json(temporary / MANIFEST, {"step": step, "facts": dict(facts)})
+    write_sealed(temporary / MANIFEST, {"step": step, "facts": dict(facts)})
     temporary.rename(final)
     for folder in (final.parent, final.parent.parent):
         sync_path(folder)

@@ -30,6 +30,7 @@ from gptj_ft.formats.moments import Moments
 from gptj_ft.formats.sources import Form, Source, open_source
 from gptj_ft.formats.writing import TUNING, copy_description, copy_origin, write_companions, write_json, writing
 from gptj_ft.stores import Kind
+from gptj_ft.unchanged import check_base
 
 DtypeChoice = Literal["keep", "fp32", "bf16", "fp16"]
 Target = Literal["folder", "huggingface", "mesh"]
@@ -134,6 +135,7 @@ def convert(
         dropped = check(opened.architecture, opened.checkpoint)
         if conversion.merge is not None:
             adapter = open_adapter(conversion.merge, opened.architecture)
+            check_base(conversion.merge, opened.architecture, opened.checkpoint)
             opened = replace(opened, checkpoint=MergedCheckpoint(opened.checkpoint, adapter))
         work = _Work(opened, moments, target, conversion, progress)
         work.check_space()

@@ -16,6 +16,7 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.text import Text
 
+from gptj_ft.digests import read_json
 from gptj_ft.durable import new_files, require_new
 from gptj_ft.errors import UsageError
 from gptj_ft.metrics import METRICS
@@ -23,7 +24,7 @@ from gptj_ft.metrics.bootstrap import Comparison, Estimate
 from gptj_ft.pages import to_page
 from gptj_ft.pages.charts import Change, change_strip
 from gptj_ft.pages.names import apart_names, model_name, place_name, portable
-from gptj_ft.run import read_json, write_json
+from gptj_ft.run import write_json
 from gptj_ft.screen import next_steps, panel, say, table
 from gptj_ft.verdict import LOWER_IS_BETTER, Verdict
 

@@ -31,6 +31,7 @@ def export_checkpoint(run: Run, name: str, target: Path) -> int:
         ResourceError: the disk is full.
     """
     recipe, step = run.recipe(), find_checkpoint(run, name)
+    run.check_recipe(recipe)
     source = Path(recipe.model or "")
     if not is_model(source):
         raise UsageError(

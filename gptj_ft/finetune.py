@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,16 +12,18 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from gptj_ft import yaml_text
 from gptj_ft.bars import Doing
 from gptj_ft.data.batches import Rows
 from gptj_ft.data.prepare import Prepared, Report, load, save
 from gptj_ft.data.token_checks import check_tokens
 from gptj_ft.data.tokenizer import vocab_size_of
 from gptj_ft.demand import Load
-from gptj_ft.durable import hidden_name, keep_folder, remove, sync_path, sync_tree, write_file
+from gptj_ft.digests import read_sealed, write_sealed
+from gptj_ft.durable import hidden_name, keep_folder, remove, replace_text, sync_path, sync_tree, write_file
 from gptj_ft.errors import DataError, Interrupted, NotFinite, UsageError
 from gptj_ft.families import Architecture, read_architecture
-from gptj_ft.home import DEFAULT_REPOSITORY, TINY_MODELS, is_model, is_tuned
+from gptj_ft.home import DEFAULT_REPOSITORY, TINY_MODELS, find_model, is_model, is_tuned
 from gptj_ft.inputs import choose_model, gather
 from gptj_ft.keeping import check_keep, find_checkpoint, go_back
 from gptj_ft.lock import LOCK, locked
@@ -31,13 +32,13 @@ from gptj_ft.plan import DoesNotFit, Plan, choose
 from gptj_ft.published import Published, find_published
 from gptj_ft.rates import are_known, choose_dtype, rates
 from gptj_ft.recipe import FREE_ON_RESUME, Recipe, Resolved, build, dump, resolve
-from gptj_ft.run import Run, choose_folder, read_json, stopped, what_is_saved
+from gptj_ft.run import START, Run, choose_folder, steps_done, stopped, what_is_saved
 from gptj_ft.screen import clock
 from gptj_ft.selection import select
 from gptj_ft.session import Session, free_resources, make_session
 from gptj_ft.stopping import StopRequest, stop_says
 from gptj_ft.trackers import check_tracker
-from gptj_ft.trainer import TrainResult, train
+from gptj_ft.trainer import TrainResult, train, warn_of
 from gptj_ft.unchanged import check_unchanged, fingerprint
 from gptj_ft.verify import Checker
 
@@ -117,6 +118,7 @@ def resumed(
     Raises:
         UsageError: not a run folder, a finished run, one that another process is training, a model that has moved, or
             an option that would change the result.
+        DataError: a file that the run goes on from is missing, damaged, or not the one that it began with.
     """
     run = Run(folder.expanduser())
     saved = run.recipe()
@@ -128,28 +130,35 @@ def resumed(
     given = resolve(flags, config, assignments, environment={}, base=("run", {})).recipe
     changes = {key: getattr(given, key) for key in given.model_fields_set}
     for key, value in changes.items():
-        if key not in FREE_ON_RESUME and value != getattr(saved, key):
+        if key not in FREE_ON_RESUME | {"model"} and value != getattr(saved, key):
             was = getattr(saved, key)
             raise UsageError(
                 f"{key} is {'not set' if was is None else repr(was)} in this run; {value!r} would make another run of "
                 "it: leave it out, or start a new run"
             )
+    if given.model is not None and "model" in changes:
+        changes["model"] = str(find_model(given.model).resolve())
     recipe = build({**saved.model_dump(), **changes, "output": str(run.folder)})
+    run.check_recipe(recipe)
+    if start is None:
+        run.check_saved()
     check_tracker(recipe.report_to)
     model = Path(recipe.model or "")
     if not is_model(model):
         raise UsageError(
-            f"the model that this run started from is not in {model} any more; if it is elsewhere now, write so in "
-            f"{run.recipe_file}"
+            f"the model that this run started from is not in {model} any more; if it is elsewhere now, add --model PATH"
         )
-    if run.base_file.is_file():
-        check_unchanged(model, read_json(run.base_file))
+    check_unchanged(model, read_sealed(run.base_file))
+    if recipe.patience and start is None and (problems := run.metrics_problems(steps_done(run))):
+        raise DataError(
+            "\n".join([*problems, "patience counts validations there: put back a copy, or add --from start"])
+        )
     train, validation = run.data / "train", run.data / "validation"
     rows = (load(train), load(validation) if validation.exists() else None)
     for part, where in zip(rows, (train, validation), strict=True):
         if part is not None:
             check_tokens(part, where, vocab_size_of(model), recipe.max_length)
-    step = find_checkpoint(run, start) if start is not None else None
+    step = None if start is None else 0 if start == START else find_checkpoint(run, start)
     return Job(_session(recipe, model, rows, run.folder), rows[0].report, Resolved(recipe, {}), rows, run, step)
 
 
@@ -170,13 +179,26 @@ def execute(job: Job, console: Console, verbose: bool, began: float) -> TrainRes
     run = job.run or Run(Path(job.session.recipe.output or ""))
     with going_on(run), begin(job) if job.run is None else locked(job.run.folder, "training"):
         if job.start is not None:
-            if damage := list(Checker(run, job.session.selection.trained).checkpoint(job.start)):
+            checker = Checker(run, job.session.selection.trained)
+            if damage := list(checker.checkpoint(job.start)) if job.start else []:
                 raise DataError("\n".join([*damage, "nothing was changed; name another checkpoint with --from"]))
             go_back(run, job.start)
             console.print(f"back to step {job.start}; what came after it is done again", highlight=False)
+        if job.run is not None:
+            move_model(run, job.session.model)
+            for problem in run.metrics_problems(steps_done(run)):
+                warn_of(run, console, problem)
         if (start := job.session.plan.costs.start.seconds) > LONG_START:
             console.print(f"putting weights and state in their places, about {clock(start)}", highlight=False)
         return train(job.session, run, console, verbose, began)
+
+
+def move_model(run: Run, model: Path) -> None:
+    """Write into a run's recipe where its model is now, if that has changed."""
+    if run.recipe().model != str(model):
+        lines = run.recipe_file.read_text(encoding="utf-8").splitlines()
+        moved = [yaml_text.dump({"model": str(model)}) if line.startswith("model:") else line for line in lines]
+        replace_text(run.recipe_file, "\n".join(moved) + "\n")
 
 
 @contextmanager
@@ -214,8 +236,8 @@ def begin(job: Job) -> Iterator[None]:
         for name, rows in zip(("train", "validation"), job.rows, strict=True):
             if rows is not None:
                 save(rows, draft.data / name)
-        if any(layout.numel for layout in job.session.selection.frozen):
-            write_file(draft.base_file, json.dumps(fingerprint(job.session.model), indent=1))
+        draft.start_record(job.resolved.recipe)
+        write_sealed(draft.base_file, fingerprint(job.session.model))
         sync_tree(draft.folder)
         try:
             draft.folder.rename(final)

@@ -177,8 +177,9 @@ def remember_run(run: Path) -> None:
 def newest_run() -> Path | None:
     """Return the newest run that holds a model: the one last remembered, or one in ``./runs``."""
     candidates = []
-    with suppress(OSError, ValueError):  # none was noted, or it cannot be read
-        candidates.append(Path(read_text(home() / "newest-run").strip()))
+    with suppress(OSError, ValueError):  # none was noted, or it cannot be read, or it is no name that a folder can have
+        noted = Path(read_text(home() / "newest-run").strip())
+        candidates += [noted] if is_tuned(noted / "model") else []
     candidates += RUNS.glob("*") if RUNS.is_dir() else []
     finished = [run for run in candidates if is_tuned(run / "model")]
     return max(finished, key=lambda run: written_at(run / "model") or 0.0, default=None)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gptj_ft.durable import append_text, keep_folder, read_text
+from gptj_ft.digests import digest_of
+from gptj_ft.durable import append_text, keep_folder, read_bytes
 from gptj_ft.errors import ResourceError
 from gptj_ft.home import home, make_home
 
@@ -25,13 +26,8 @@ class Journal:
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         self.path = home() / "evaluations" / f"{digest[:32]}.jsonl"
         self._found: dict[str, dict[int, Any]] = {}
-        if self.path.is_file():
-            for line in read_text(self.path).splitlines():
-                try:
-                    kind, findings = json.loads(line)
-                except ValueError:  # cut short by a crash; what follows, another process has written
-                    continue
-                self._found.setdefault(kind, {}).update({int(row): value for row, value in findings.items()})
+        for kind, findings in self._lines() if self.path.is_file() else ():
+            self._found.setdefault(kind, {}).update({int(row): value for row, value in findings.items()})
 
     def of(self, kind: str) -> dict[int, Any]:
         """Return the findings of a kind, by row."""
@@ -44,13 +40,28 @@ class Journal:
             ResourceError: they cannot be written.
         """
         self.of(kind).update(findings)
-        line = json.dumps([kind, {str(row): value for row, value in findings.items()}])
+        entry = [kind, {str(row): value for row, value in findings.items()}]
+        line = json.dumps([digest_of(entry), *entry])
         try:
             make_home()
             keep_folder(self.path.parent)
             append_text(self.path, f"\n{line}\n")  # on a line of its own, whatever a crash has left before it
         except OSError as error:
             raise ResourceError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield kind and findings of each line that is as it was written; what others held is found out again."""
+        try:
+            lines = read_bytes(self.path).split(b"\n")
+        except OSError as error:
+            raise ResourceError(f"cannot read {self.path}: {error.strerror}") from error
+        for line in lines:
+            try:
+                digest, *entry = json.loads(line)
+            except (ValueError, TypeError, RecursionError):  # cut short by a crash, or damaged
+                continue
+            if digest == digest_of(entry):
+                yield entry[0], entry[1]
 
     def close(self) -> None:
         """Remove the file: all is known."""

@@ -15,7 +15,7 @@ from gptj_ft.errors import DataError, Interrupted, NotFinite, UsageError, did_yo
 from gptj_ft.metrics import score_names
 from gptj_ft.optimizer import AdamW
 from gptj_ft.recipe import Recipe
-from gptj_ft.run import COMMIT, MANIFEST, Run, read_json
+from gptj_ft.run import COMMIT, MANIFEST, STEP, Run
 from gptj_ft.schedule import is_multiple
 from gptj_ft.session import Session
 from gptj_ft.stack import LayerStack
@@ -192,19 +192,20 @@ def find_checkpoint(run: Run, name: str) -> int:
         UsageError: there is none of that name; says which there are.
     """
     found = run.whole_checkpoints()
-    number = name.removeprefix("step-")
+    number = STEP.fullmatch(f"step-{name.removeprefix('step-')}")
     if name == "last" and found:
         return max(found)
     if name == "best" and (best := _best_of(run, found)) is not None:
         return best
-    if number.isdigit() and int(number) in found:
-        return int(number)
+    if number and int(number[1]) in found:
+        return int(number[1])
     there = ", ".join(folder.name for folder in found.values()) or "none: --keep best,last or --save-every makes some"
     raise UsageError(f"no checkpoint '{name}' in {run.checkpoints}; there are {there}")
 
 
 def go_back(run: Run, step: int) -> None:
-    """Forget what a run did after a checkpoint: it is the newest from now on."""
+    """Forget what a run did after a checkpoint: it is the newest from now on. After step 0, that is everything."""
+    run.note_saved(run.checkpoint(step) / MANIFEST if step else None)  # until the commit goes, that one counts
     for later, folder in reversed(run.whole_checkpoints().items()):
         if later > step:
             remove_folder(folder)
@@ -215,6 +216,6 @@ def go_back(run: Run, step: int) -> None:
 
 def _best_of(run: Run, found: dict[int, Path]) -> int | None:
     """Return the step that the run knows as its best, if there is a checkpoint of it."""
-    newest = run.last_commit() or (read_json(found[max(found)] / MANIFEST) if found else None)
+    newest = run.last_commit() or (run.manifest(max(found)) if found else None)
     best = newest["facts"].get("best") if newest else None
     return best["step"] if best and best["step"] in found else None

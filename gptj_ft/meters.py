@@ -146,7 +146,11 @@ class Meters:
 
 
 def summarize(lines: Sequence[Mapping[str, Any]]) -> tuple[Tally, Meters]:
-    """Put the steps of a run together, at least one, from their lines in ``metrics.jsonl``."""
+    """Put the steps of a run together, from their lines in ``metrics.jsonl``; of those that lack something, nothing."""
+    names = {field.name for form in (Tally, Meters) for field in fields(form)}
+    lines = [line for line in lines if names <= line.keys()]
+    if not lines:  # all were damaged
+        return Tally(0, 0, 0.0, 0.0, 0, 0, 0, 0), Meters(**{field.name: 0.0 for field in fields(Meters)})
     tallies = [Tally(**{field.name: line[field.name] for field in fields(Tally)}) for line in lines]
     meters = [Meters(**{field.name: line[field.name] for field in fields(Meters)}) for line in lines]
     return Tally.total(tallies), Meters.mean(meters, [tally.seconds for tally in tallies])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.boundaries import Away
+from gptj_ft.digests import check_weights
 from gptj_ft.families import Architecture, read_architecture
 from gptj_ft.formats.adapters import Adapter, base_folder, open_adapter
 from gptj_ft.formats.huggingface import Checkpoint, check, layer_tensor, open_checkpoint, tensor_source
@@ -25,6 +26,7 @@ from gptj_ft.stores.device import DeviceStore
 from gptj_ft.stores.folder import FolderStore
 from gptj_ft.stores.host import HostStore
 from gptj_ft.stores.placement import Place, Placement, open_boundaries, open_stores
+from gptj_ft.unchanged import check_base
 
 FROZEN: Kind = "frozen"
 
@@ -242,7 +244,11 @@ def reading_stack(
     architecture = read_architecture(base)
     with open_checkpoint(base) as checkpoint:
         check(architecture, checkpoint)
+        for used in {base, folder}:
+            check_weights(used)
         adapter = open_adapter(folder, architecture) if base != folder else None
+        if adapter:
+            check_base(folder, architecture, checkpoint)
         selection = adapted(architecture, adapter.ranks if adapter else {})
         dtypes: dict[Kind, torch.dtype] = {"weight": compute}
         if weights == "auto":

@@ -13,10 +13,9 @@ from gptj_ft.formats.adapters import MergedCheckpoint, open_adapter, write_adapt
 from gptj_ft.formats.huggingface import layer_tensors, open_checkpoint, write_model
 from gptj_ft.lora import is_transposed, linear_layers, name_of
 from gptj_ft.model import whole_layers
+from gptj_ft.run import MERGED
 from gptj_ft.selection import Selection
 from gptj_ft.tuned import Trained, files_of
-
-MERGED = "merged"  # beside the adapter
 
 
 def write_outcome(target: Path, trained: Trained, selection: Selection, layers: Iterator[dict[str, Tensor]]) -> None:

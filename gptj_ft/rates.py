@@ -7,7 +7,6 @@ written costs the seconds again and nothing else.
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import shutil
@@ -18,13 +17,15 @@ from typing import Any, TypeVar
 import torch
 
 from gptj_ft import measure
-from gptj_ft.durable import read_text, write_file
-from gptj_ft.errors import ResourceError
+from gptj_ft.digests import read_sealed, sealed
+from gptj_ft.durable import write_file
+from gptj_ft.errors import DataError, ResourceError
 from gptj_ft.home import home, make_home
 from gptj_ft.machine import existing_folder, free_disk
 from gptj_ft.measure import ASSUMED_DISK, FILE_BYTES, ComputeRates, DiskRates, Rates
 
 METHOD = 7  # of measuring: figures from another one are not used
+SLOWEST, FASTEST = 1e3, 1e21  # FLOP or bytes a second
 BF16_GAIN = 1.3  # how much faster bf16 must be to be worth its rounding
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -112,10 +113,10 @@ def _cache() -> Path:
 
 def _read_cache() -> dict[str, Any]:
     try:
-        known = json.loads(read_text(_cache()))
-    except (OSError, ValueError):
+        known = read_sealed(_cache())
+    except DataError:
         known = {}
-    return known if isinstance(known, dict) and known.get("method") == METHOD else {"method": METHOD}
+    return known if known.get("method") == METHOD else {"method": METHOD}
 
 
 def _recall(part: str, key: str, form: type[T]) -> T | None:
@@ -127,9 +128,12 @@ def _recall(part: str, key: str, form: type[T]) -> T | None:
     except TypeError:
         return None
     values = {field: getattr(known, field.name) for field in fields(known)}
-    makes_sense = all(isinstance(value, float) and math.isfinite(value) and value >= 0 for value in values.values())
-    # What has a default can be nothing.
-    return known if makes_sense and all(value or field.default == 0.0 for field, value in values.items()) else None
+    # What has a default can be nothing. Nothing else is that slow, nor as fast: a plan would divide by it.
+    makes_sense = all(
+        isinstance(value, float) and (0.0 if field.default == 0.0 else SLOWEST) <= value <= FASTEST
+        for field, value in values.items()
+    )
+    return known if makes_sense else None
 
 
 def _keep(part: str, key: str, measured: T) -> T:
@@ -140,7 +144,7 @@ def _keep(part: str, key: str, measured: T) -> T:
     new = _cache().with_suffix(f".{os.getpid()}")
     try:
         make_home()
-        write_file(new, json.dumps(known, indent=2) + "\n")
+        write_file(new, json.dumps(sealed(known), indent=2) + "\n")
         os.replace(new, _cache())
     except OSError:
         _unsaved[part, key] = asdict(measured)

@@ -15,6 +15,7 @@ from gptj_ft import yaml_text
 from gptj_ft.data.lengths import bins_of
 from gptj_ft.data.prepared import Prepared, is_prepared, load
 from gptj_ft.data.targets import lengths_of
+from gptj_ft.digests import read_json
 from gptj_ft.durable import new_files, read_text, replace_text
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.evaluation_report import (
@@ -34,7 +35,7 @@ from gptj_ft.pages import to_page
 from gptj_ft.pages.charts import FEWEST_JOINED, Axis, Line, line_chart, lowest_of
 from gptj_ft.pages.names import file_names, last_part, model_name, portable
 from gptj_ft.recipe import Recipe
-from gptj_ft.run import Run, read_json
+from gptj_ft.run import Run
 from gptj_ft.runs import Summary, summarize
 from gptj_ft.screen import clock
 from gptj_ft.tuning import read_tuning

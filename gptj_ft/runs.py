@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from gptj_ft import durable
+from gptj_ft.digests import read_json
 from gptj_ft.durable import disk_bytes, files_in
 from gptj_ft.errors import GptjFtError, UsageError
 from gptj_ft.home import RUNS, is_tuned, written_at
 from gptj_ft.lock import holder, locked
 from gptj_ft.machine import gigabytes
-from gptj_ft.run import COMMIT, MANIFEST, Run, read_json
+from gptj_ft.run import COMMIT, MANIFEST, Run
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,7 @@ def _not_needed(run: Run) -> list[Path]:
     found += run.data.glob(".*.writing")
     if is_tuned(run.model):
         return [*found, *(path for path in (run.state, run.checkpoints) if path.exists())]
+    run.check_saved()
     has_commit = (run.state / COMMIT).is_file()
     found += run.state.glob("*.new") if has_commit else [run.state] if run.state.exists() else []
     return [*found, *run.checkpoints.glob("*.tmp"), *run.checkpoints.glob("step-*/*.new")]

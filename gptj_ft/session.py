@@ -10,6 +10,7 @@ import torch
 from gptj_ft import machine
 from gptj_ft.data.batches import Rows, rows_of_step, steps_per_epoch
 from gptj_ft.demand import Load
+from gptj_ft.digests import check_weights
 from gptj_ft.durable import disk_bytes, files_in
 from gptj_ft.errors import UsageError
 from gptj_ft.families import Architecture, read_architecture
@@ -64,6 +65,7 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
     """
     architecture = read_architecture(model)
     check_lengths(recipe, architecture)
+    check_weights(model)
     with open_checkpoint(model) as weights:
         check(architecture, weights)
     selection = select(architecture, recipe)

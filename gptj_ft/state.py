@@ -7,13 +7,14 @@ from typing import Any
 from gptj_ft import checkpoint
 from gptj_ft.boundaries import boundary_layout
 from gptj_ft.durable import discard
+from gptj_ft.errors import DataError
 from gptj_ft.formats.huggingface import open_checkpoint
 from gptj_ft.formats.moments import open_moments
 from gptj_ft.model import load_weights, open_frozen, training_stack
 from gptj_ft.optimizer import AdamW, Update
 from gptj_ft.plan import keeps_gradients
 from gptj_ft.rates import PRECISIONS
-from gptj_ft.run import MANIFEST, Run, read_json
+from gptj_ft.run import COMMIT, Run, recipe_digest
 from gptj_ft.session import Session
 from gptj_ft.stack import LayerStack
 from gptj_ft.stores.blockio import takes_direct
@@ -24,14 +25,18 @@ def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str,
     """Open the stores of a run and fill them: from where it stopped, else from the model it starts from.
 
     Returns: the stack, the optimizer at the run's step, and the facts that go into every commit and checkpoint.
+
+    Raises:
+        DataError: what it goes on from is missing or damaged, or is that of another run; nothing was removed.
     """
+    run.check_saved()
     commit, is_durable = run.last_commit(), session.plan.placement.is_durable
     if commit and not is_durable:  # the session before had the state on disk, this one has not
         settle(session, run, commit)
         commit = None
     if not commit:
-        discard(run.state)  # without a commit it is scratch, or half of a beginning
-    facts: dict[str, Any] = {"loss_before": None, "updates_before": 0}
+        discard(run.state)  # what is saved is elsewhere: scratch, or half of a beginning
+    facts: dict[str, Any] = {"loss_before": None, "updates_before": 0, "recipe": recipe_digest(session.recipe)}
     stack = open_stack(session, run, session.plan.placement)
     if run.state.is_dir() and not takes_direct(run.state):
         run.log(f"{run.state} is on a file system without direct I/O: transfers go through the page cache")
@@ -41,24 +46,40 @@ def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str,
             checkpoint.adopt(run, stack, saved)
             commit = run.last_commit()
         if commit:
+            facts |= facts_of(session, run, commit)
             optimizer = resume_optimizer(session, run, stack, commit)
-            facts |= commit["facts"]
         elif saved is not None:
-            folder = run.checkpoint(saved)
-            facts |= read_json(folder / MANIFEST)["facts"]
-            checkpoint.restore(folder, stack, saved)
+            facts |= facts_of(session, run, run.manifest(saved))
+            checkpoint.restore(run.checkpoint(saved), stack, saved)
             optimizer = AdamW(stack, session.recipe, saved, late_blocks(session), facts["updates_before"])
         else:
             facts["updates_before"] = begin(session, stack)
             optimizer = AdamW(stack, session.recipe, 0, late_blocks(session), facts["updates_before"])
             if is_durable:
                 checkpoint.commit(run, optimizer.step, None, facts)
+        if is_durable:
+            run.note_saved(run.state / COMMIT)
         # This has the name of the state folder on the disk, too.
         run.forget_metrics_after(optimizer.step)
     except BaseException:
         stack.close()
         raise
     return stack, optimizer, facts
+
+
+def facts_of(session: Session, run: Run, saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of a commit or a checkpoint.
+
+    Raises:
+        DataError: it was made with other options than the session's.
+    """
+    facts: dict[str, Any] = saved["facts"]
+    if facts.get("recipe") != recipe_digest(session.recipe):
+        raise DataError(
+            f"step {saved['step']} of {run.folder} was trained with other options than those in {run.recipe_file}: put "
+            "back the file that the run began with"
+        )
+    return facts
 
 
 def begin(session: Session, stack: LayerStack) -> int:
@@ -99,7 +120,7 @@ def late_blocks(session: Session) -> int:
 
 def resume_optimizer(session: Session, run: Run, stack: LayerStack, commit: dict[str, Any]) -> AdamW:
     """Return the optimizer of a run on disk as of its last commit."""
-    before = commit["facts"].get("updates_before", 0)  # a run that an earlier version began does not say
+    before = commit["facts"]["updates_before"]
     optimizer = AdamW(stack, session.recipe, commit["step"], late_blocks(session), before)
     behind = checkpoint.layers_behind(run, stack, commit["step"])
     optimizer.resume(Update(**commit["update"]) if commit["update"] else None, behind)
@@ -110,6 +131,7 @@ def settle(session: Session, run: Run, commit: dict[str, Any]) -> None:
     """Bring every layer of a run on disk to its last commit, and make the folder a checkpoint."""
     stack = open_stack(session, run, Placement("disk", "disk", frozen="disk"))
     try:
+        facts_of(session, run, commit)
         resume_optimizer(session, run, stack, commit).flush()
     finally:
         stack.close()

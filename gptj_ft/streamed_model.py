@@ -18,7 +18,7 @@ from transformers import AutoConfig, DynamicCache, GenerationConfig, GenerationM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from gptj_ft.data.batches import first_fit
-from gptj_ft.errors import NotFinite
+from gptj_ft.errors import DataError, NotFinite
 from gptj_ft.families import Architecture
 from gptj_ft.kv_cache import KVCache
 from gptj_ft.layers import PackedBatch, pack
@@ -121,7 +121,11 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     _is_stateful = False
 
     def __init__(self, architecture: Architecture, stack: LayerStack, budget_tokens: int = COMPUTED_TOKENS) -> None:
-        super().__init__(AutoConfig.for_model(**architecture.raw))
+        try:
+            config = AutoConfig.for_model(**architecture.raw)
+        except (TypeError, ValueError, AttributeError, KeyError) as error:
+            raise DataError(f"config.json says what `transformers` does not understand: {error}") from error
+        super().__init__(config)
         self.stack, self.budget_tokens = stack, budget_tokens
         self.passes = Passes(stack)
         self.generation_config = GenerationConfig()  # the settings come with each call, not from the folder

@@ -16,11 +16,13 @@ from gptj_ft.data.chat_template import chat_template
 from gptj_ft.data.tokenizer import load_tokenizer
 from gptj_ft.errors import UsageError
 from gptj_ft.families import Architecture
+from gptj_ft.formats.huggingface import open_checkpoint
 from gptj_ft.formats.writing import TUNING
 from gptj_ft.home import name_in_home
 from gptj_ft.origin import read_origin
 from gptj_ft.recipe import Generation, Recipe
 from gptj_ft.tuning import Tuning, template_of
+from gptj_ft.unchanged import sampled_digest
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ def files_of(trained: Trained, is_adapter: bool = False) -> dict[str, str]:
     begin = trained.architecture.raw.get("bos_token_id")
     settings = generation_config(recipe.generation, end) | ({} if begin is None else {"bos_token_id": begin})
     template = chat_template(recipe)
-    tuning = Tuning(name_in_home(trained.base), template_of(recipe), trained.data, trained.metrics)
+    base_digest = digest_of_base(trained) if is_adapter else None
+    tuning = Tuning(name_in_home(trained.base), template_of(recipe), trained.data, trained.metrics, base_digest)
     card = Card(recipe, read_origin(trained.base), trained.architecture.family.model_type, trained.data,
                 trained.metrics, token, bool(template), is_adapter)  # fmt: skip
     files = {
@@ -70,6 +73,12 @@ def files_of(trained: Trained, is_adapter: bool = False) -> dict[str, str]:
         "README.md": write_card(card),
     }
     return files | ({"chat_template.jinja": template} if template else {})
+
+
+def digest_of_base(trained: Trained) -> str:
+    """Return what an adapter knows its model by."""
+    with open_checkpoint(trained.base) as checkpoint:
+        return sampled_digest(trained.architecture, checkpoint)
 
 
 def generation_config(settings: Generation, end: int | None) -> dict[str, Any]:

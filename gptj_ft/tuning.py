@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gptj_ft.digests import check_file
 from gptj_ft.durable import read_text
 from gptj_ft.errors import DataError
 from gptj_ft.formats.writing import TUNING
@@ -30,12 +31,14 @@ class Tuning:
         template: the recipe's `TEMPLATE_KEYS`.
         data: what was trained on, and its digest.
         metrics: validation loss before and after.
+        base_digest: of an adapter, that of the model which it was trained for, see `unchanged.sampled_digest`.
     """
 
     base_model: str
     template: Mapping[str, Any]
     data: Mapping[str, Any]
     metrics: Mapping[str, Any]
+    base_digest: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": 1, **self.__dict__}
@@ -57,7 +60,10 @@ def read_tuning(model: Path) -> Tuning | None:
     if not path.is_file():
         return None
     try:
+        check_file(path)
         values = json.loads(read_text(path))
-        return Tuning(**{key: values[key] for key in Tuning.__dataclass_fields__})
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return Tuning(**{key: values[key] for key in Tuning.__dataclass_fields__ if key in values})
+    except DataError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {error!r}") from error

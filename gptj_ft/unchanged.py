@@ -1,4 +1,4 @@
-"""Whether the weights that a run reads, and does not train, are still those that it began with."""
+"""Whether a model folder is still the one that a run began with, or an adapter was trained for."""
 
 from __future__ import annotations
 
@@ -8,22 +8,26 @@ from typing import Any
 import xxhash
 
 from gptj_ft.errors import DataError
-from gptj_ft.formats.huggingface import weights_of
+from gptj_ft.families import Architecture
+from gptj_ft.formats.borrowed import bytes_of
+from gptj_ft.formats.huggingface import Checkpoint, weights_of
+from gptj_ft.tuning import read_tuning
 
 SAMPLES = 32  # of a file; another training has changed every one
 SAMPLE_BYTES = 4096
 
 
 def fingerprint(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the size of each weight file of a model folder and the XXH3-64 digest of pages from all over it, by name.
+    """Return the sizes of a model folder's weight files and the XXH3-64 digests of pages from all over them, by name.
 
-    Reading all of a model would take as long as a pass of training; so this finds another model or another type, and
-    not each flipped bit.
+    The same of ``config.json``, which fits into the pages. Reading all of a model would take as long as a pass of
+    training; so this finds another model or another type, and not each flipped bit.
 
     Raises:
         UsageError, DataError: as `huggingface.weights_of`.
     """
-    return {path.name: _of_file(path) for path in sorted({shard.path for shard in weights_of(folder).values()})}
+    weights = sorted({shard.path for shard in weights_of(folder).values()})
+    return {path.name: _of_file(path) for path in (folder / "config.json", *weights)}
 
 
 def check_unchanged(folder: Path, began_with: dict[str, dict[str, Any]]) -> None:
@@ -38,9 +42,36 @@ def check_unchanged(folder: Path, began_with: dict[str, dict[str, Any]]) -> None
         if now.get(name) != began_with.get(name):
             what = "is new" if name not in began_with else "is missing" if name not in now else "has changed"
             raise DataError(
-                f"{folder / name} {what} since the run began; what it does not train is read from there, so that it "
-                "would go on from another model: put the old one back, or start a new run"
+                f"{folder / name} {what} since the run began, which would go on from another model: put the old one "
+                "back, name the folder that holds it with --model, or start a new run"
             )
+
+
+def sampled_digest(architecture: Architecture, checkpoint: Checkpoint) -> str:
+    """Return the XXH3-128 digest of some rows of each tensor of a model, however they are divided into files."""
+    digest = xxhash.xxh3_128()
+    for layer in range(len(architecture.layers())):
+        for _, name in sorted(checkpoint.names_of(architecture, layer).items()):
+            entry = checkpoint.entry(name)
+            count = entry.rows_in(SAMPLE_BYTES)
+            digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
+            for start in sorted({0, entry.rows // 2, max(0, entry.rows - count)}):
+                digest.update(bytes_of(checkpoint.read(name, start, min(start + count, entry.rows))))
+    return digest.hexdigest()
+
+
+def check_base(adapter: Path, architecture: Architecture, checkpoint: Checkpoint) -> None:
+    """Check that a model is the one that an adapter was trained for; one from elsewhere does not say.
+
+    Raises:
+        DataError: it is not.
+    """
+    tuning = read_tuning(adapter)
+    if tuning and tuning.base_digest and sampled_digest(architecture, checkpoint) != tuning.base_digest:
+        raise DataError(
+            f"{checkpoint.folder} is not the model that the adapter in {adapter} was trained for, but another of its "
+            "shape, or the same in another type: put the right one there"
+        )
 
 
 def _of_file(path: Path) -> dict[str, Any]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gptj_ft.data.prepare import load
+from gptj_ft.digests import FOLDER_DIGESTS, damaged_files, read_json, read_sealed
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.families import read_architecture
 from gptj_ft.formats.adapters import base_folder, open_adapter
 from gptj_ft.formats.huggingface import check, open_checkpoint
 from gptj_ft.formats.shards import open_shard
-from gptj_ft.home import is_adapter, is_model
+from gptj_ft.home import is_adapter, is_model, is_tuned
 from gptj_ft.lock import locked
-from gptj_ft.run import COMMIT, MANIFEST, Run, read_json
+from gptj_ft.run import COMMIT, MERGED, Run, steps_done
 from gptj_ft.selection import select
 from gptj_ft.stores import PART_NUMEL, Layout
 from gptj_ft.stores.statefile import StateFile, layer_path
@@ -28,12 +29,13 @@ Progress = Callable[[int, int | None], None]
 
 @dataclass(frozen=True)
 class Verification:
-    """What a check has found: a line for each damaged file or tensor."""
+    """What a check has found: a line for each damaged file or tensor, and what could not be compared."""
 
     run: str
     files: int
     bytes: int
     problems: list[str]
+    notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what JSON can hold."""
@@ -55,14 +57,17 @@ def verify(run: Run, progress: Progress | None = None) -> Verification:
     if base is None:
         raise UsageError(
             f"{run.folder} started from {recipe.model}, which is not there to tell what belongs into the run; if it is "
-            f"elsewhere now, write so in {run.recipe_file}"
+            f"elsewhere now, write so under `model:` in {run.recipe_file}"
         )
     with locked(run.folder, "verifying"):
         checker = Checker(run, select(read_architecture(base), recipe).trained, progress)
-        problems = list(checker.problems())
-        if run.base_file.is_file() and is_model(model := Path(recipe.model or "")):
-            problems += _said(lambda: check_unchanged(model, read_json(run.base_file)))
-    return Verification(str(run.folder), checker.files, checker.bytes, problems)
+        problems, notes = list(checker.problems()), list[str]()
+        if is_tuned(run.model) and not run.record_file.is_file():
+            notes.append(f"{run.folder} was trained by an earlier version of gptj-ft: model and rows have no digests")
+        else:
+            problems += _said(lambda: run.check_recipe(recipe))
+            problems += _said(lambda: _check_base(run, Path(recipe.model or "")))
+    return Verification(str(run.folder), checker.files, checker.bytes, list(dict.fromkeys(problems)), notes)
 
 
 class Checker:
@@ -79,28 +84,33 @@ class Checker:
     def problems(self) -> Iterator[str]:
         """Yield a line for each damaged file or tensor of state, checkpoints, model, rows and metrics."""
         run = self._run
+        if not is_tuned(run.model):
+            yield from _said(run.check_saved)
         if (run.state / COMMIT).is_file():  # without a commit it is scratch
             yield from self.state()
         for step in run.whole_checkpoints():
             yield from self.checkpoint(step)
-        if run.model.exists():
-            yield from self.model()
+        for folder in (run.model, run.folder / MERGED):
+            if folder.exists():
+                yield from self.model(folder)
         for rows in (run.data / "train", run.data / "validation"):
-            if rows.exists():
+            if rows.exists() and run.record_file.is_file():
                 yield from _said(lambda rows=rows: load(rows))  # type: ignore[misc]
-        if run.metrics_file.is_file():
-            # The last line may have been cut short by a crash; it is written anew.
-            num_lines = run.metrics_file.read_bytes().count(b"\n")
-            if (good := len(run.metrics())) < num_lines:
-                yield f"{run.metrics_file}:{good + 1}: not a line of metrics"
+        if (run.folder / "environment.json").is_file():
+            yield from _said(lambda: read_json(run.folder / "environment.json"))
+        try:
+            yield from run.metrics_problems(0 if is_tuned(run.model) else steps_done(run))
+        except DataError as error:
+            yield str(error)
 
     def state(self) -> Iterator[str]:
         """Check the layers of a run on disk, and the gradients of those that its last update has not reached."""
         try:
-            step = int((self._run.last_commit() or {})["step"])
-        except (DataError, KeyError, TypeError, ValueError) as error:
-            yield f"{self._run.state / COMMIT} is damaged: {error}"
+            commit = self._run.last_commit()
+        except DataError as error:
+            yield str(error)
             return
+        step = commit["step"] if commit else 0
         for layer, layout in self._layouts.items():
             stamp, problems = self._file(layer_path(self._run.state / "layer", layer), layout, STATE_KINDS)
             yield from problems
@@ -116,7 +126,7 @@ class Checker:
     def checkpoint(self, step: int) -> Iterator[str]:
         """Check a checkpoint."""
         folder = self._run.checkpoint(step)
-        yield from _said(lambda: read_json(folder / MANIFEST))
+        yield from _said(lambda: self._run.manifest(step))
         for layer, layout in self._layouts.items():
             path = layer_path(folder / "layer", layer)
             stamp, problems = self._file(path, layout, STATE_KINDS)
@@ -124,14 +134,15 @@ class Checker:
             if stamp not in (None, step):
                 yield f"{path} is of step {stamp}"
 
-    def model(self) -> Iterator[str]:
-        """Check the form of the tuned model; its files have no digests."""
-        folder, problems = self._run.model, []
+    def model(self, folder: Path) -> Iterator[str]:
+        """Check a tuned model: every file against its digest, and its form."""
+        problems = damaged_files(folder)
+        if self._run.record_file.is_file() and not (folder / FOLDER_DIGESTS).is_file():
+            problems.append(f"{folder / FOLDER_DIGESTS} is missing: the files of the model cannot be compared")
         for path in sorted(folder.glob("*.safetensors")):
-            problems += _said(lambda path=path: open_shard(path))  # type: ignore[misc]
+            problems = problems or _said(lambda path=path: open_shard(path))  # type: ignore[misc]
             self._count(path)
-        problems = problems or [*_said(lambda: _check_model(folder)), *_said(lambda: read_tuning(folder))]
-        yield from problems
+        yield from problems or [*_said(lambda: _check_model(folder)), *_said(lambda: read_tuning(folder))]
 
     def _file(self, path: Path, layout: Layout, kinds: set[str]) -> tuple[int | None, list[str]]:
         """Check a state file; return its step, ``None`` if that is not to be had, and its problems."""
@@ -162,6 +173,13 @@ def stored_form(path: Path, layout: Layout) -> StateFile:
     """
     kinds = {kind: entry.dtype for kind, entry in open_shard(path).entries.items()}
     return StateFile(layout, kinds, PART_NUMEL)  # type: ignore[arg-type]
+
+
+def _check_base(run: Run, model: Path) -> None:
+    """Check the model that a run started from, if it is there, and that the run knows it."""
+    began_with = read_sealed(run.base_file)
+    if is_model(model):
+        check_unchanged(model, began_with)
 
 
 def _check_model(folder: Path) -> None:

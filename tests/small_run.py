@@ -49,6 +49,8 @@ def new_run(folder: Path) -> Run:
 
 
 def train(session: Session, run: Run) -> TrainResult:
+    if not run.record_file.is_file():
+        run.start_record(session.recipe)
     return train_run(session, run, Console(file=io.StringIO()))
 
 

@@ -31,6 +31,7 @@ ORDER = [
         "hub_files",
         "origin",
         "durable",
+        "digests",
         "lock",
     ),
     ("machine", "stores", "families", "lora", "formats", "data"),

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from gptj_ft.digests import read_json
 from gptj_ft.evaluate import Evaluation
 from gptj_ft.evaluation_report import (
     comparison_in,
@@ -30,7 +31,7 @@ from gptj_ft.metrics import score
 from gptj_ft.metrics.bootstrap import Comparison, Estimate
 from gptj_ft.pages.charts import Axis, Change, Line, change_strip, line_chart, round_ticks, tick_texts
 from gptj_ft.pages.names import portable
-from gptj_ft.run import Run, read_json, write_json
+from gptj_ft.run import Run, write_json
 from gptj_ft.run_report import write_comparison, write_report
 from gptj_ft.verdict import judge
 

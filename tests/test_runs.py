@@ -242,8 +242,10 @@ def test_cleaning_a_stopped_run_takes_only_what_a_crash_left(runs: Path, shell: 
     assert_same_weights(weights_of(run / "model"), weights_of(made / "runs/done/model"))
 
 
-def test_scratch_of_a_run_that_committed_nothing_is_cleaned(runs: Path, shell: Shell) -> None:
-    (runs / "stopped" / "state" / "commit.json").unlink()
+def test_scratch_of_a_run_that_is_saved_elsewhere_is_cleaned(runs: Path, shell: Shell) -> None:
+    run = Run(runs / "stopped")
+    run.note_saved(run.checkpoint(6) / "manifest.json")
+    (run.state / "commit.json").unlink()
     assert shell("runs clean runs/stopped").code == 0
     assert not (runs / "stopped" / "state").exists()
     assert (runs / "stopped" / "checkpoints" / "step-000006").exists()

@@ -57,8 +57,9 @@ def verify_run(run: RunFolder, quiet: Quiet = False, as_json: Json = False) -> N
     with out.bar("verifying") as advance:
         found = verify(Run(run.expanduser()), advance)
     checked = f"{found.files} files, {gigabytes(found.bytes)} checked: {len(found.problems) or 'no'} problems"
-    problems = "\n".join(map(str, found.problems))
-    out.finish(found.to_dict(), problems, lambda console: console.print("\n".join(filter(None, (problems, checked)))))
+    problems = "\n".join(found.problems)
+    lines = [*found.notes, *found.problems, checked]
+    out.finish(found.to_dict(), problems, lambda console: console.print("\n".join(lines)))
     if found.problems:
         raise typer.Exit(DataError.exit_code)
 

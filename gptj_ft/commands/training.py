@@ -89,7 +89,10 @@ def finetune(
     start: Annotated[
         str | None,
         typer.Option(
-            "--from", metavar="CHECKPOINT", help="with --resume: step-000120, best or last", rich_help_panel=MORE
+            "--from",
+            metavar="CHECKPOINT",
+            help="with --resume: step-000120, best or last; start: step 0",
+            rich_help_panel=MORE,
         ),
     ] = None,
     train: Annotated[str | None, option_of("train", more=True)] = None,

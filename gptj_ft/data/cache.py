@@ -14,7 +14,8 @@ from gptj_ft.data.prepare import prepare
 from gptj_ft.data.prepared import MANIFEST, VERSION, Prepared, is_prepared, load, save, settings_of
 from gptj_ft.data.records import sha256_of
 from gptj_ft.data.tokenizer import tokenizer_digest
-from gptj_ft.durable import discard, disk_bytes, files_in, keep_folder, read_text
+from gptj_ft.digests import read_json
+from gptj_ft.durable import discard, disk_bytes, files_in, keep_folder
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.home import home, make_home
 from gptj_ft.recipe import Recipe
@@ -70,9 +71,9 @@ def kept() -> list[Kept]:
     for folder in cache().glob("*"):
         if is_prepared(folder):
             try:
-                manifest = json.loads(read_text(folder / MANIFEST))
-                files, rows = tuple(manifest["files"]), int(manifest["rows_kept"])
-            except (OSError, ValueError, KeyError, TypeError):
+                manifest = read_json(folder / MANIFEST)
+                files, rows = tuple(map(str, manifest["files"])), int(manifest["rows_kept"])
+            except (ValueError, KeyError, TypeError):
                 files, rows = (), 0
             found.append(Kept(folder, disk_bytes(files_in(folder)), files, rows))
     return sorted(found, key=lambda each: -each.bytes)

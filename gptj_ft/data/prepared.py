@@ -17,7 +17,8 @@ from gptj_ft.data.placeholders import fields_of
 from gptj_ft.data.table_folder import open_table, write_table
 from gptj_ft.data.token_table import TokenTable
 from gptj_ft.data.tokenizer import tokenizer_digest
-from gptj_ft.durable import discard, draft_of, read_text, require_plain, write_file
+from gptj_ft.digests import digest_of_file, read_json, sealed, unsealed
+from gptj_ft.durable import discard, draft_of, require_plain, write_file
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.plain_text import shortened
 from gptj_ft.recipe import Recipe
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     from gptj_ft.data.tokenizer import RowTokenizer
 
 MANIFEST = "manifest.json"
-# Raised whenever the same rows and recipe would give other tokens or columns.
-VERSION = 5
+# Raised whenever the same rows and recipe would give other tokens or columns, or the folder gets another form.
+VERSION = 6
+ROWS_DIGESTS = "rows_xxh3_128"  # in the manifest: of each file of rows
 # Those that say how a file is read, and nothing of rows that were read before.
 FILE_SETTINGS = ("delimiter", "encoding", "sheet")
 # The options that decide what is a row and how it becomes tokens.
@@ -170,8 +172,8 @@ def save(prepared: Prepared, folder: Path) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         write_table(prepared.rows, temporary)
-        manifest = json.dumps(prepared.report.to_dict(), indent=2, ensure_ascii=False) + "\n"
-        write_file(temporary / MANIFEST, manifest)
+        content = sealed({**prepared.report.to_dict(), ROWS_DIGESTS: _row_digests(temporary)})
+        write_file(temporary / MANIFEST, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         temporary.rename(folder)
     except OSError as error:
         if error.errno == errno.ENOSPC:
@@ -184,7 +186,7 @@ def save(prepared: Prepared, folder: Path) -> None:
 
 
 def load(folder: Path) -> Prepared:
-    """Open prepared data, memory-mapped.
+    """Open prepared data, memory-mapped, after one pass over its files to compare their digests.
 
     Raises:
         UsageError: the folder holds none.
@@ -193,12 +195,14 @@ def load(folder: Path) -> Prepared:
     if not is_prepared(folder):
         raise UsageError(f"{folder} is not prepared data: it has no {MANIFEST}")
     require_plain(folder)
-    again = "prepare the data again"
+    again = "prepare the data again, or put back a copy"
     try:
-        manifest = json.loads(read_text(folder / MANIFEST))
-        if manifest["version"] != VERSION:
-            raise DataError(f"{folder}: prepared by version {manifest['version']}, this is {VERSION}; {again}")
-        report = Report.from_dict(manifest)
+        manifest = read_json(folder / MANIFEST)
+        if manifest.get("version") != VERSION:
+            raise DataError(f"{folder}: prepared by version {manifest.get('version')}, this is {VERSION}; {again}")
+        report = Report.from_dict(unsealed(manifest, folder / MANIFEST))
+        if _row_digests(folder) != manifest[ROWS_DIGESTS]:
+            raise DataError(f"{folder}: damaged prepared data: the rows are not those that were written; {again}")
         rows = open_table(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         if isinstance(error, DataError):
@@ -207,6 +211,14 @@ def load(folder: Path) -> Prepared:
     if len(rows) != report.windows:
         raise DataError(f"{folder}: {len(rows)} documents, {MANIFEST} says {report.windows}; {again}")
     return Prepared(rows, report)
+
+
+def _row_digests(folder: Path) -> dict[str, str]:
+    """Return the digests of the files of a table, which are read once for it: four bytes a token and a little more.
+
+    That is before they are opened: Arrow believes what a file says of itself.
+    """
+    return {path.name: digest_of_file(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
 
 
 def check_compatible(prepared: Prepared, recipe: Recipe, tokenizer: RowTokenizer) -> None:

@@ -9,9 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from gptj_ft.digests import check_file
 from gptj_ft.durable import read_text, require_plain
 from gptj_ft.errors import UsageError
-from gptj_ft.home import TINY_MODELS
+from gptj_ft.home import TINY_MODELS, TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -102,6 +103,8 @@ def load_row_tokenizer(folder: Path) -> RowTokenizer:
     """
     from gptj_ft.data.plain_tokenizer import read_plain
 
+    for name in TOKENIZER_FILES:
+        check_file(folder / name)
     if folder.is_dir() and not has_tokenizer(folder):
         return NoTokenizer(folder)
     require_plain(folder)
@@ -121,6 +124,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         raise no_tokenizer(folder)
     require_plain(folder)
     present = {path.name for path in folder.iterdir()}
+    for name in TOKENIZER_FILES:
+        check_file(folder / name)
     try:
         tokenizer = _loader(folder, present).from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # The Rust library raises bare Exception on a broken tokenizer.json.

@@ -10,8 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
+from gptj_ft.digests import check_file
 from gptj_ft.durable import read_text, require_plain
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.home import other_family
@@ -20,6 +22,7 @@ from gptj_ft.stores import LENDER, Layout
 # Where a tensor of a checkpoint belongs: ("embed" | "block" | "head", name inside that layer).
 Home = tuple[str, str]
 PREFIX = "transformer."  # of all names but the head's; files of a model that was saved without its head lack it
+LARGEST = {"n_layer": 10_000}  # ten times what anybody has trained; making so many takes seconds
 TRUNK = frozenset({"wte", "wpe", "h", "ln_f"})  # what comes after it
 
 
@@ -127,6 +130,22 @@ class Architecture:
         }
 
 
+def check_numbers(config: Any) -> None:
+    """Refuse numbers in a config that no model has: what is made from them could take all memory, or fail anywhere.
+
+    Raises:
+        DataError: names the first of them.
+    """
+    for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "d_inner"):
+        value = getattr(config, name)
+        if type(value) is not int or not 1 <= value <= LARGEST.get(name, 2**31):
+            name = "n_inner" if name == "d_inner" else name
+            raise DataError(f"{name} must be a positive integer that a model can have, not {value!r}")
+    epsilon = config.layer_norm_epsilon
+    if type(epsilon) not in (int, float) or not 0 <= epsilon < 1:
+        raise DataError(f"layer_norm_epsilon must be a number from 0 to 1, not {epsilon!r}")
+
+
 def full_name(name: str) -> str:
     """Return a tensor's name in a whole model, given that in a file of whichever form."""
     return PREFIX + name if name.partition(".")[0] in TRUNK else name
@@ -144,15 +163,19 @@ def read_architecture(folder: Path) -> Architecture:
 
     Raises:
         UsageError: there is none, or it names an architecture that is not supported.
-        DataError: it is not JSON, or contradicts the architecture, or the folder has a link to elsewhere.
+        DataError: it is not JSON, contradicts the architecture, is not what was written, or the folder has a link to
+            elsewhere.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise UsageError(f"{folder} is not a model folder: it has no config.json")
     require_plain(folder)
     try:
+        check_file(path)
         raw = json.loads(read_text(path))
-    except (ValueError, OSError) as error:
+    except DataError:
+        raise
+    except (ValueError, OSError, RecursionError) as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise DataError(f"{path}: expected an object, found {type(raw).__name__}")
@@ -174,6 +197,9 @@ def architecture_of(raw: Mapping[str, Any], path: Path) -> Architecture:
     if model_type not in known:
         raise other_family(path, raw.get("model_type"))
     family = known[model_type]
+    for name in ("dtype", "torch_dtype"):  # `transformers` believes them when it writes texts
+        if raw.get(name) is not None and not isinstance(getattr(torch, str(raw[name]), None), torch.dtype):
+            raise DataError(f"{path}: {name} {raw[name]!r} is no type of numbers")
     try:
         return Architecture(family, family.read_config(raw), raw)
     except DataError as error:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptj_ft.errors import DataError
-from gptj_ft.families import Family, Leaf
+from gptj_ft.families import Family, Leaf, check_numbers
 from gptj_ft.layers import Embedding, PackedBatch, attend
 from gptj_ft.linear import Conv1D, Linear, TiedLinear
 
@@ -112,10 +112,7 @@ def read_config(raw: Mapping[str, Any]) -> GPT2Config:
     """
     names = {field.name for field in fields(GPT2Config)}
     config = GPT2Config(**{key: value for key, value in raw.items() if key in names})
-    for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "d_inner"):
-        value = getattr(config, name)
-        if not isinstance(value, int) or value < 1:
-            raise DataError(f"{name} must be a positive integer, not {value!r}")
+    check_numbers(config)
     if config.n_embd % config.n_head:
         raise DataError(f"n_embd {config.n_embd} is not a multiple of n_head {config.n_head}")
     if config.activation_function not in ACTIVATIONS:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptj_ft.errors import DataError
-from gptj_ft.families import Family
+from gptj_ft.families import Family, check_numbers
 from gptj_ft.families.gptj_names import CEREBRAS, MESH
 from gptj_ft.layers import Embedding, PackedBatch, attend, rotate, turns
 from gptj_ft.linear import Linear, project_by_all
@@ -52,11 +52,9 @@ def read_config(raw: Mapping[str, Any]) -> GPTJConfig:
     """
     names = {field.name for field in fields(GPTJConfig)}
     config = GPTJConfig(**{key: value for key, value in raw.items() if key in names})
-    sizes = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "rotary_dim")
-    for name in sizes:
-        value = getattr(config, name)
-        if not isinstance(value, int) or value < 1:
-            raise DataError(f"{name} must be a positive integer, not {value!r}")
+    check_numbers(config)
+    if type(config.rotary_dim) is not int or config.rotary_dim < 1:
+        raise DataError(f"rotary_dim must be a positive integer, not {config.rotary_dim!r}")
     if config.n_embd % config.n_head:
         raise DataError(f"n_embd {config.n_embd} is not a multiple of n_head {config.n_head}")
     if config.rotary_dim % 2 or config.rotary_dim > config.n_embd // config.n_head:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptj_ft.digests import FOLDER_DIGESTS, check_file, folder_digests
 from gptj_ft.durable import SHARED_FILE, discard, read_bytes, read_text, require_plain, sync_path, sync_tree, write_file
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.families import Architecture
@@ -191,12 +192,14 @@ def write_adapter(
         remove_leftovers(folder)
         draft.mkdir()
         tensors = {f"{PREFIX}{name}": matrix.clone() for layer in layers for name, matrix in layer.items()}
-        write_safetensors(draft / WEIGHTS[0], tensors, torch.float32)
+        _, digest = write_safetensors(draft / WEIGHTS[0], tensors, torch.float32)
         for name in TOKENIZER_FILES:
             if (base / name).is_file():
                 write_file(draft / name, read_bytes(base / name), SHARED_FILE)
         for name, text in {**files, ADAPTER_CONFIG: json.dumps(config, indent=2) + "\n"}.items():
             write_file(draft / name, text, SHARED_FILE)
+        digests = json.dumps(folder_digests(draft, {WEIGHTS[0]: digest}), indent=2) + "\n"
+        write_file(draft / FOLDER_DIGESTS, digests, SHARED_FILE)
         sync_tree(draft)
         draft.rename(folder)
         sync_path(folder.parent)
@@ -208,11 +211,12 @@ def write_adapter(
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / ADAPTER_CONFIG
+    check_file(path)
     try:
         config = json.loads(read_text(path))
     except OSError as error:
         raise UsageError(f"{folder} is no adapter: it has no {ADAPTER_CONFIG}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     if not isinstance(config, dict):
         raise DataError(f"{path}: expected an object, found {type(config).__name__}")

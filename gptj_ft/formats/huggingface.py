@@ -161,6 +161,11 @@ def check(architecture: Architecture, checkpoint: Checkpoint) -> list[str]:
     Raises:
         DataError: how many problems there are, and the first of them with tensor, shapes and file.
     """
+    if (num_layers := architecture.config.n_layer) > len(checkpoint.names):  # before so many are made
+        raise DataError(
+            f"{checkpoint.folder}: the weights do not fit config.json: that says n_layer {num_layers}, and there are "
+            f"{len(checkpoint.names)} tensors"
+        )
     family, layers = architecture.family, architecture.layers()
     expected = {
         family.name_of(index, local, len(layers)): tuple(tensor.shape)

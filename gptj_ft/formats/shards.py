@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from gptj_ft.errors import DataError
@@ -62,7 +63,7 @@ class SafetensorsShard:
         return self.entries[name].rows_in(PIECE_BYTES)
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> int:
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[int, str]:
     """Write a safetensors file, one tensor in memory at a time, and wait until the disk has it.
 
     Args:
@@ -70,20 +71,24 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dt
         tensors: by name, on any device.
         dtype: the type to store; ``None`` keeps each tensor's own.
 
-    Returns: bytes of tensor data.
+    Returns: bytes of tensor data, and the digest of the file.
 
     Raises:
         OSError: the disk's own.
     """
+    digest = xxhash.xxh3_128()
     entries = {name: Entry(dtype or tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     with path.open("xb") as file:
-        file.write(header_of(entries))
+        file.write(header := header_of(entries))
+        digest.update(header)
         for tensor in tensors.values():
             stored_tensor = tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype).contiguous()
-            file.write(stored_tensor.reshape(-1).view(torch.uint8).numpy().data)
+            content = stored_tensor.reshape(-1).view(torch.uint8).numpy().data
+            digest.update(content)
+            file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    return sum(entry.num_bytes for entry in entries.values())
+    return sum(entry.num_bytes for entry in entries.values()), digest.hexdigest()
 
 
 def header_of(entries: Mapping[str, Entry]) -> bytes:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptj_ft.digests import FOLDER_DIGESTS, folder_digests
 from gptj_ft.durable import SHARED_FILE, discard, hidden_name, read_bytes, remove, sync_path, write_file
 from gptj_ft.errors import ResourceError, UsageError
 from gptj_ft.families import Architecture
@@ -49,7 +50,7 @@ def write_model(
         source: a model folder whose tokenizer files, generation settings and origin are copied.
         extra: written as ``gptj_ft.json``.
         files: texts by file name; with them it is another model than the source, so that what that says of itself is
-            not copied.
+            not copied, and it gets digests of its own.
 
     Raises:
         UsageError: the folder exists, or cannot be written.
@@ -63,7 +64,7 @@ def write_model(
             folder.parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(folder)
             partial.mkdir()
-        stored = _write_weights(folder, partial, architecture, layers, dtype)
+        stored, digests = _write_weights(folder, partial, architecture, layers, dtype)
         with writing(folder):
             write_companions(partial, architecture, stored, source, extra)
             if source is not None:
@@ -72,6 +73,8 @@ def write_model(
                 write_file(partial / name, text, SHARED_FILE)
             if files is None and source is not None:
                 copy_description(source, partial)
+            if files is not None:
+                write_json(partial / FOLDER_DIGESTS, folder_digests(partial, digests))
             sync_path(partial)
         with writing(folder):
             partial.rename(folder)
@@ -87,10 +90,11 @@ def _write_weights(
     architecture: Architecture,
     layers: Iterable[Mapping[str, Tensor]],
     dtype: torch.dtype | None,
-) -> torch.dtype:
-    """Write the shards and the index; return the type that holds every stored value."""
+) -> tuple[torch.dtype, dict[str, str]]:
+    """Write the shards and the index; return the type that holds every stored value, and the shards' digests."""
     expected, name_of = [layer.state_dict() for layer in architecture.layers()], architecture.family.name_of
     weight_map: dict[str, str] = {}
+    digests: dict[str, str] = {}
     total_size, index, stored = 0, 0, dtype
     for tensors in layers:  # not enumerate(), which keeps the layer before in memory while the next is made
         assert tensors.keys() == expected[index].keys(), f"layer {index} has {sorted(tensors)}"
@@ -102,7 +106,8 @@ def _write_weights(
             named[name_of(index, local, len(expected))] = tensor
         file_name = f"model-{index + 1:05d}-of-{len(expected):05d}.safetensors"
         with writing(folder):
-            total_size += write_safetensors(partial / file_name, named, dtype)
+            size, digests[file_name] = write_safetensors(partial / file_name, named, dtype)
+        total_size += size
         weight_map |= dict.fromkeys(named, file_name)
         index += 1
         del tensors, named, tensor  # for the same reason
@@ -110,7 +115,7 @@ def _write_weights(
     assert stored is not None
     with writing(folder):
         write_json(partial / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
-    return stored
+    return stored, digests
 
 
 def write_companions(
