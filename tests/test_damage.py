@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
 import shutil
 import subprocess
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_runner import Shell
 from conftest import write_rows
+from fork_server import ForkServer
 from safetensors.torch import load_file, save_file
 from small_run import assert_same_weights, weights_of
 
@@ -19,6 +25,7 @@ from gptj_ft.digests import read_sealed, sealed
 from gptj_ft.home import newest_run
 from gptj_ft.journal import Journal
 from gptj_ft.run import Run
+from gptj_ft.tuning import read_tuning
 
 OPTIONS = (
     "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 8 --max-length 64 "
@@ -281,3 +288,172 @@ def test_a_sealed_file_is_itself_and_nothing_else(tmp_path: Path) -> None:
     path.write_text(json.dumps(sealed({"a": [1.5, "é"], "b": None})))
     assert read_sealed(path) == {"a": [1.5, "é"], "b": None}
     os.truncate(path, 5)
+
+
+# Attacks, trials of each, and what is run on the damaged files: a stopped run goes on, a cache is used, a model asked.
+CAMPAIGN = {"disk": 190, "host": 130, "lora": 110, "cache": 60, "disk-done": 90, "lora-done": 70}
+ODD_VALUES = (None, "x", -1, 0, 10**9, float("nan"), 1e308, [], {}, [[1]], True, "\u0000")
+
+
+@dataclass
+class Trial:
+    """One damage: what was done to which file, and what came of it."""
+
+    number: int
+    attack: str
+    damage: str = ""
+    output: str = ""
+    codes: tuple[int, ...] = ()
+    outcome: object = None
+
+
+class Damager:
+    """Damages one file of a folder, the same for the same number."""
+
+    def __init__(self, number: int) -> None:
+        self._random = random.Random(number)
+
+    def damage(self, folder: Path) -> str:
+        """Damage a file; return what was done."""
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in UNREAD]
+        path = self._random.choice([path for path in files if path.stat().st_size])
+        data = path.read_bytes()
+        is_text = path.suffix in (".json", ".jsonl", ".yaml")
+        kinds = [self.flip, self.cut, self.zero, *((self.digit, self.digit, self.value) if is_text else (self.header,))]
+        kind = self._random.choice(kinds)
+        if (damaged := kind(data)) == data:
+            kind, damaged = self.flip, self.flip(data)
+        path.unlink()  # the same file may have other names
+        path.write_bytes(damaged)
+        return f"{kind.__name__} in {path.relative_to(folder)}"
+
+    def flip(self, data: bytes) -> bytes:
+        at = self._random.randrange(len(data))
+        return data[:at] + bytes([data[at] ^ 1 << self._random.randrange(8)]) + data[at + 1 :]
+
+    def header(self, data: bytes) -> bytes:
+        at = self._random.randrange(min(len(data), 600))
+        return data[:at] + bytes([data[at] ^ 1 << self._random.randrange(8)]) + data[at + 1 :]
+
+    def cut(self, data: bytes) -> bytes:
+        return data[: self._random.randrange(len(data))]
+
+    def zero(self, data: bytes) -> bytes:
+        at = self._random.randrange(len(data))
+        size = min(self._random.choice((1, 16, 512, 4096)), len(data) - at)
+        return data[:at] + bytes(size) + data[at + size :]
+
+    def digit(self, data: bytes) -> bytes:
+        places = [at for at, byte in enumerate(data) if chr(byte) in "0123456789"]
+        if not places:
+            return data
+        at = self._random.choice(places)
+        return data[:at] + self._random.choice([b"0", b"1", b"4", b"9"]) + data[at + 1 :]
+
+    def value(self, data: bytes) -> bytes:
+        try:
+            values = json.loads(data)
+        except ValueError:  # lines, or YAML
+            lines = data.split(b"\n")
+            lines[self._random.randrange(len(lines))] = json.dumps(self._random.choice(ODD_VALUES)).encode()
+            return b"\n".join(lines)
+        part: Any = values
+        while True:
+            key = self._random.choice(list(part) if isinstance(part, dict) else list(range(len(part))))
+            if not isinstance(part[key], dict | list) or not part[key] or self._random.random() < 0.3:
+                break
+            part = part[key]
+        part[key] = self._random.choice(ODD_VALUES)
+        return json.dumps(values).encode()
+
+
+UNREAD = {"run.lock", "log.txt", "README.md", "environment.json", "report.html"}
+
+
+class Campaign:
+    """Runs commands on damaged copies of what was made, in forks of one process."""
+
+    def __init__(self, made: Path, work: Path) -> None:
+        self._made, self._work, self._server = made, work, ForkServer()
+        self._machine: bytes | None = None
+        self.expected = {
+            (attack, way): self.run(Trial(way - 2, attack)).outcome for attack in CAMPAIGN for way in range(2)
+        }
+
+    def run(self, trial: Trial) -> Trial:
+        """Do a trial; those of numbers below 0 damage nothing. Models write for odd numbers, and read for even ones."""
+        folder, attack = self._work / "trial", trial.attack
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "home").mkdir(parents=True)
+        if attack == "cache":
+            subprocess.run(["cp", "-a", self._made / "home" / "models", folder / "home"], check=True)
+            subprocess.run(["cp", "-a", self._made / "home" / "data", folder / "home"], check=True)
+            shutil.copy(self._made / "rows.jsonl", folder)
+        else:
+            subprocess.run(["cp", "-a", self._made / attack, folder / "run"], check=True)
+        if self._machine:
+            (folder / "home" / "machine.json").write_bytes(self._machine)
+        if trial.number >= 0:
+            part = {"cache": "home/data", "disk-done": "run/model", "lora-done": "run/model"}.get(attack, "run")
+            trial.damage = Damager(trial.number).damage(folder / part)
+        if attack == "cache":
+            codes = [self._server.run(f"{OPTIONS} --output run".replace("-steps 4", "-steps 1"), folder)[0]]
+        else:
+            is_asked = attack.endswith("done")
+            asked = "generate --model run --max-new-tokens 6 --json printer" if trial.number % 2 else EVALUATE
+            commands = ("runs verify run", asked if is_asked else "finetune --resume run")
+            codes = [self._server.run(command, folder)[0] for command in commands]
+        trial.output, trial.codes = (folder / "output.txt").read_text(encoding="utf-8"), tuple(codes)
+        self._machine = self._machine or (folder / "home" / "machine.json").read_bytes()
+        if codes[-1] == 0:
+            trial.outcome = self._outcome(folder, trial)
+        return trial
+
+    def _outcome(self, folder: Path, trial: Trial) -> object:
+        if trial.attack.endswith("done"):
+            answer = json.loads(trial.output[trial.output.rindex("\n{") if "\n{" in trial.output else 0 :])
+            return answer.get("text") or (answer["model"]["loss"], answer["model"]["scores"])
+        run = Run(folder / "run")
+        losses = [(line["step"], line.get("loss"), line.get("validation_loss")) for line in run.metrics()]
+        files = {path.name: path.read_bytes() for path in run.model.iterdir() if path.suffix == ".safetensors"}
+        return losses, files, read_tuning(run.model)
+
+    def close(self) -> None:
+        self._server.close()
+
+
+EVALUATE = "evaluate run --limit 2 --baseline none --set metrics=[] --json"
+
+
+def judge(trial: Trial, expected: object) -> str:
+    """Return what came of a trial: ``same``, ``told``, ``refused``; or, in capitals, what must not be."""
+    if "Traceback" in trial.output or trial.codes[-1] not in (0, 2, 3, 4) or trial.codes[0] not in (0, 2, 3):
+        return "TRACEBACK"
+    if trial.codes[-1]:
+        if trial.attack == "cache":
+            return "REFUSED"
+        return "refused" if trial.codes[0] else "NOT VERIFIED"
+    if trial.outcome == expected:
+        return "same"
+    # What the metrics say of steps that were done is read by nobody but people, who are told.
+    is_told = trial.attack in PLACES and trial.outcome[1:] == expected[1:] and "metrics.jsonl" in trial.output
+    return "told" if is_told and trial.codes[0] else "SILENT"
+
+
+@pytest.mark.slow
+def test_six_hundred_damages_change_no_result_silently(made: Path, tmp_path: Path) -> None:
+    campaign = Campaign(made, tmp_path)
+    counts: Counter[tuple[str, str]] = Counter()
+    failures = []
+    numbers = itertools.count(int(os.environ.get("DAMAGE_SEED", "0")))
+    for attack, trials in CAMPAIGN.items():
+        for trial in (campaign.run(Trial(next(numbers), attack)) for _ in range(trials)):
+            result = judge(trial, campaign.expected[attack, trial.number % 2])
+            counts[attack, result] += 1
+            if result.isupper():
+                what = f"{result}: {trial.number}, {attack}: {trial.damage}, {trial.codes}"
+                failures.append(f"{what}\n{trial.output[-900:]}")
+                print(failures[-1], flush=True)
+    campaign.close()
+    print(dict(counts))
+    assert not failures, "\n\n".join(failures)

@@ -208,6 +208,8 @@ def load(folder: Path) -> Prepared:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{folder}: damaged prepared data ({type(error).__name__}: {error}); {again}") from error
+    if [file.name for file in rows.files] != list(manifest[ROWS_DIGESTS]):
+        raise DataError(f"{folder}: damaged prepared data: it names other files of rows; {again}")
     if len(rows) != report.windows:
         raise DataError(f"{folder}: {len(rows)} documents, {MANIFEST} says {report.windows}; {again}")
     return Prepared(rows, report)
@@ -218,7 +220,7 @@ def _row_digests(folder: Path) -> dict[str, str]:
 
     That is before they are opened: Arrow believes what a file says of itself.
     """
-    return {path.name: digest_of_file(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
+    return {path.name: digest_of_file(path) for path in sorted(folder.glob("*.arrow"))}
 
 
 def check_compatible(prepared: Prepared, recipe: Recipe, tokenizer: RowTokenizer) -> None:
