@@ -107,7 +107,7 @@ DAMAGE = {
     "no commit": ("disk", lambda run: (run / "state/commit.json").unlink(), "state/commit.json is missing"),
     "no state": ("disk", lambda run: shutil.rmtree(run / "state"), "state/commit.json is missing"),
     "empty commit": ("disk", lambda run: (run / "state/commit.json").write_text("{}"), "commit.json carries no digest"),
-    "no checkpoints": ("host", lambda run: shutil.rmtree(run / "checkpoints"), "step-000002/manifest.json is missing"),
+    "no checkpoints": ("host", lambda run: shutil.rmtree(run / "checkpoints"), "step-000003/manifest.json is missing"),
     "no record": ("lora", lambda run: (run / "run.json").unlink(), "run.json is missing"),
     "no base": ("lora", lambda run: (run / "base.json").unlink(), "base.json is missing"),
     "learning rate of a commit": (
@@ -115,7 +115,7 @@ DAMAGE = {
     ),
     "facts of a manifest": (
         "host",
-        lambda run: change_digit(run / "checkpoints/step-000002/manifest.json", "facts/updates_before", 4),
+        lambda run: change_digit(run / "checkpoints/step-000003/manifest.json", "facts/updates_before", 4),
         "manifest.json is damaged",
     ),
     "brackets": ("disk", lambda run: (run / "state/commit.json").write_text("[" * 100_000), "commit.json cannot be"),
