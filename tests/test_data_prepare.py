@@ -376,14 +376,22 @@ def test_rows_that_share_a_document_stay_on_one_side_and_the_order_of_rows_does_
     assert held[0] == held[1]
 
 
-def test_each_label_is_held_out_in_its_share(tokenizer, tmp_path):
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        pytest.param((60, 30, 10), (6, 3, 1), id="whole shares"),
+        pytest.param((54, 29, 17), (5, 3, 2), id="what rounding down leaves goes to those that lost most"),
+    ],
+)
+def test_each_label_is_held_out_in_its_share(counts, expected, tokenizer, tmp_path):
     path = tmp_path / "a.jsonl"
-    labels = ["positive"] * 60 + ["negative"] * 30 + ["neutral"] * 10
+    names = ("positive", "negative", "neutral")
+    labels = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
     path.write_text("".join(json.dumps({"text": f"t {n}", "label": label}) + "\n" for n, label in enumerate(labels)))
     done = prepare(recipe("sentiment"), tokenizer, path, VOCAB)
     _, held = split(done, 0.1, seed=0)
     found = list(held.rows["label"])
-    assert {label: found.count(label) for label in set(labels)} == {"positive": 6, "negative": 3, "neutral": 1}
+    assert tuple(found.count(name) for name in names) == expected
     assert done.rows["references"][0] == ["positive"]
 
 

@@ -212,6 +212,34 @@ def test_dropout_drops_in_training_only_and_differs_by_its_seed(folders, tmp_pat
     assert len(set(losses.values())) == 3
 
 
+def test_each_layer_and_micro_batch_drops_other_inputs_and_recomputing_drops_the_same(
+    folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropout, masks = torch.nn.functional.dropout, []
+
+    def watched(x: torch.Tensor, *rest: object) -> torch.Tensor:
+        out = dropout(x, *rest)
+        masks.append((tuple(x.shape), (out == 0).flatten().tolist()))
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", watched)
+    recipe = lora(dropout=0.5).model_copy(
+        update={"lora": lora(dropout=0.5).lora.model_copy(update={"targets": ["q_proj"]})}
+    )
+    stack = open_training(folders["narrow"], tmp_path, recipe)
+    docs = [documents(101)[1]] * 2  # two micro-batches of one shape
+    batches = with_noise(micro_batches(docs, [0, 0], len(docs[0])))
+    optimizer = AdamW(stack, recipe)
+    optimizer.begin(1e-3)
+    train_step(stack, optimizer, batches)
+    stack.close()
+    blocks, forward = 3, masks[: 3 * len(batches)]
+    assert len({shape for shape, _ in masks}) == 1
+    assert len({tuple(mask) for _, mask in forward}) == blocks * len(batches), "some layers drop the same"
+    assert {tuple(mask) for _, mask in masks} == {tuple(mask) for _, mask in forward}, "recomputed otherwise"
+    assert len(masks) == 2 * len(forward)
+
+
 def adapter_of(run) -> dict[str, torch.Tensor]:
     return load_file(run.model / "adapter_model.safetensors")
 
