@@ -7,6 +7,8 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -269,3 +271,21 @@ def test_a_cuda_device_is_known_by_a_number_that_is_there(monkeypatch: pytest.Mo
     ]
     with pytest.raises(UsageError, match="cuda:2: there is no such device here; there are cuda:0, cuda:1"):
         choose_device("cuda:2")
+
+
+def test_memory_does_not_grow_with_the_shapes_that_bf16_steps_ask_for() -> None:
+    code = """
+from gptj_ft.cli import bound_kernel_caches
+bound_kernel_caches()
+import psutil, torch
+torch.set_num_threads(1)
+weight = torch.randn(96, 64, dtype=torch.bfloat16, requires_grad=True)
+for tokens in range(1, 301):
+    x = torch.randn(tokens, 64, dtype=torch.bfloat16, requires_grad=True)
+    torch.nn.functional.linear(x, weight).sum().backward()
+    if tokens == 100:
+        before = psutil.Process().memory_info().rss
+print((psutil.Process().memory_info().rss - before) / 1e6)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 60, "megabytes; 400 where every kernel is kept"
