@@ -141,8 +141,8 @@ def prepare_rows(recipe: Recipe, targets: Targets, bar: Bar) -> Preparation:
         with bar() as advance:
             fixes = fix_rows(recipe, source, targets.fixed, lambda rows: advance(rows, None))
         source = targets.fixed
-    model = choose_model(recipe, source)
-    tokenizer = load_row_tokenizer(model)
     with bar() as advance:
+        model = choose_model(recipe, source)
+        tokenizer = load_row_tokenizer(model)
         prepared = prepare_once(recipe, tokenizer, source, vocab_size_of(model), lambda rows: advance(rows, None))
     return Preparation(recipe, targets, model, tokenizer, prepared, fixes)

@@ -174,6 +174,25 @@ def test_what_cannot_be_answered_is_refused_with_a_reason(model: Path, shell) ->
     assert shard.name in done.err
 
 
+def test_a_long_answer_of_a_tiny_model_is_cut_on_a_terminal_and_nowhere_else(
+    model: Path, shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untrained = model.rename("tiny-0123456789ab-0")
+    line = f"generate x --max-new-tokens 70 --set generation.stop=[] --model {untrained}"
+    whole = shell(line).out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    cut = shell(line)
+    assert len(whole) > 3 * 40, shell(line).err
+    assert len(cut.out.splitlines()) == 2
+    assert "(cut: the tiny model only shows the steps; --quiet shows all that it writes)" in cut.said
+    assert shell(f"{line} --quiet").out == whole
+    other = untrained.rename("trained")
+    tuning = json.loads((other / TUNING).read_text())
+    (other / TUNING).write_text(json.dumps({**tuning, "base_model": "gpt-j-6b"}))
+    assert shell(line.replace(str(untrained), "trained")).out == whole
+
+
 def test_several_answers_differ_and_come_again_with_the_seed(model: Path, shell) -> None:
     command = "generate x --model tuned --temperature 3 --num-return 3 --json"
     texts = shell(command).json["texts"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 
 from gptj_ft.commands.terminal import Output, as_tuple, print_note, print_result
 from gptj_ft.errors import UsageError
+from gptj_ft.home import TINY_MODELS
 from gptj_ft.options import (
     Assignments,
     Config,
@@ -163,8 +165,33 @@ def _answer(folder: Path, options: Recipe, text: str, more: Mapping[str, str], s
     facts = {"model": str(folder), "prompt_tokens": result.prompt_tokens, "shortened": result.was_cut,
              "text": result.texts[0], "texts": result.texts}  # fmt: skip
     one = shown.num_return == 1
-    answers = "\n".join(text if one else f"[{number}] {text}" for number, text in enumerate(result.texts, 1))
-    shown.out.finish(facts, answers, lambda console: print_result(answers))
+
+    def numbered(texts: Sequence[str]) -> str:
+        return "\n".join(text if one else f"[{number}] {text}" for number, text in enumerate(texts, 1))
+
+    def show(console: Console) -> None:
+        texts = _cut(result.texts, console) if console.is_terminal and _is_tiny(folder) else result.texts
+        print_result(numbered(texts))
+        if texts != result.texts:
+            shown.out.notes.print("(cut: the tiny model only shows the steps; --quiet shows all that it writes)")
+
+    shown.out.finish(facts, numbered(result.texts), show)
+
+
+def _is_tiny(folder: Path) -> bool:
+    """Tell whether a model is one that `--model tiny` made, or was tuned from one."""
+    from gptj_ft.tuning import read_tuning
+
+    tuning = read_tuning(folder)
+    names = (folder.name, tuning.base_model if tuning else "")
+    return any(re.fullmatch(rf"({'|'.join(TINY_MODELS)})-[0-9a-f]{{12}}-\d+", name) for name in names)
+
+
+def _cut(texts: Sequence[str], console: Console) -> list[str]:
+    """Return as much of each text as two lines take."""
+    from gptj_ft.screen import width_of, wrapped
+
+    return ["\n".join(wrapped(text, width_of(console))[:2]) for text in texts]
 
 
 def _answer_file(asker: Asker, planned: Questionnaire, rows: Path, dry_run: bool, out: Output) -> None:

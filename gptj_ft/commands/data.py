@@ -78,9 +78,10 @@ def prepare_data(
     """
     flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
     flags.pop("output", None)  # here that is the folder of the rows
-    from gptj_ft.preparing import Targets, prepare_rows
-
     out = Output(as_json, quiet)
+    with out.activity():
+        from gptj_ft.preparing import Targets, prepare_rows
+
     resolved = resolve(flags, config, as_tuple(assignments))
     targets = Targets.of(data, output, fix, fixed, report, show or 0)
     resolved = fetched(resolved, offline, out)
