@@ -12,6 +12,7 @@ import torch
 
 from gptj_ft import machine
 from gptj_ft.data.chat import MESSAGES, asked
+from gptj_ft.data.fields import stripped
 from gptj_ft.data.prepare import load_tokenizer
 from gptj_ft.data.template import Prompt, encode_prompt, fields_of
 from gptj_ft.decoding import StreamedModel, generate_tokens, text_of
@@ -171,4 +172,5 @@ def fill_fields(recipe: Recipe, prompt: str, more: Mapping[str, str]) -> dict[st
         raise UsageError(
             f"this model's template has the fields {', '.join(names)}: give all but one, e.g. {example}, or use --raw"
         )
-    return {**more, left[0]: asked(prompt) if left[0] == MESSAGES else prompt}
+    texts = stripped(recipe, {**more, left[0]: prompt})
+    return {**texts, left[0]: asked(prompt)} if left[0] == MESSAGES else texts

@@ -37,9 +37,9 @@ def note(number: int, text: str = "", summary: str = "") -> dict[str, str]:
         (note(1, "It wasnâ€™t much."), "wrongly decoded"),
         (note(1, "Broken \ufffd here."), "wrongly decoded"),
         (note(1, "A bell \x07 rang."), "control characters"),
-        (note(1, "He -lrb- the patient -rrb- left."), "Treebank"),
-        (note(1, summary="<s> He left . </s>"), "Treebank"),
-        ({**note(1), "document": (NOTE * 2).lower()}, "no capital letter"),
+        (note(1, "He -lrb- the patient -rrb- left."), "as prompts would then have to be"),
+        (note(1, summary="<s> He left . </s>"), "the model would learn to write so"),
+        (note(1, summary=NOTE[:100].lower()), "no capital letter"),
         (note(1, "See <br/> and &amp; more."), "HTML"),
         (note(1, "Write to ann.lee@example.org."), "personal data"),
         (note(1, "Call (555) 010-9999 or 555-010-9998."), "personal data"),
@@ -68,7 +68,14 @@ def test_nothing_is_said_of_plain_rows(tmp_path: Path) -> None:
         "日本語のテキスト" * 20,
         "Â",
     ]
-    assert not prepared(tmp_path, [note(number, text) for number, text in enumerate(texts)]).report.warnings
+    rows = [note(number, text) for number, text in enumerate(texts)]
+    read_only = {"document": (NOTE * 2).lower(), "summary": "What is read only may be in lower case as published."}
+    assert not prepared(tmp_path, [*rows, read_only]).report.warnings
+
+
+def test_nothing_is_said_of_labels_of_short_and_lower_case_sentences_as_they_are_published(tmp_path: Path) -> None:
+    rows = [{"sentence": "fun", "label": "1"}, {"sentence": NOTE.lower(), "label": "0"}]
+    assert not prepared(tmp_path, rows, "sst2").report.warnings
 
 
 def test_personal_data_is_counted_and_never_repeated(shell, tmp_path: Path) -> None:
@@ -78,7 +85,7 @@ def test_personal_data_is_counted_and_never_repeated(shell, tmp_path: Path) -> N
     assert done.code == 0, done.err
     assert "warning 9 rows: what looks like personal data" in done.said
     assert "@example.org" not in done.out + done.err
-    assert len(re.findall(r"rows\.jsonl:\d", done.out)) == 5, "the first places, no more"
+    assert re.search(r"rows\.jsonl: lines 1, 2, 3, 4, 5 \.\.\.", done.said), done.said[:900]
 
 
 def test_borders_are_what_lines_of_a_prompt_begin_with() -> None:
@@ -101,7 +108,7 @@ def test_rows_are_shown_with_what_is_trained_on_and_how_long_they_are(shell, tmp
     assert "Visit 2.<|endoftext|>" not in text
     assert "Tokens of the prompt, rows" in text
     assert "Tokens of the answer, rows" in text
-    assert re.search(r"would compute 1\.\d\d times as many tokens", text)
+    assert re.search(r"would compute 1\.\d times as much", text)
     assert "steps 2 an epoch of 61 rows, 6 in all, 1 of them warm-up; validated 2 times" in text
     assert "about 61 rows" in text
 
@@ -129,7 +136,7 @@ def test_a_document_in_both_parts_is_said_before_training(shell, tmp_path: Path)
     assert done.code == 0, done.err
     text = done.said
     assert "warning 2 rows: the same document is in the validation rows" in text
-    assert "train.jsonl:11" in text
+    assert "train.jsonl: lines 11" in text
 
 
 ODD = [

@@ -3,8 +3,9 @@ from test_data_tokenizer import make_tokenizer
 
 from gptj_ft.data.fields import UnknownColumn, alternatives_of, choose_columns, is_column_for, read_fields, text_of
 from gptj_ft.data.placeholders import fields_of, render
-from gptj_ft.data.template import Encoded, check_templates, encode, encode_prompt, from_tokens
+from gptj_ft.data.template import Encoded, check_templates, encode, encode_prompt, from_tokens, parts
 from gptj_ft.errors import DataError, RowSkipped, UsageError
+from gptj_ft.generate import fill_fields
 from gptj_ft.recipe import Recipe, resolve
 
 WORDS = "the patient came from the village with a cough and was given water "
@@ -119,6 +120,34 @@ def test_a_missing_column_says_what_was_sought_what_there_is_and_the_way_out():
     assert message.endswith("--map document=COLUMN")
 
 
+@pytest.mark.parametrize("cells", [{"note": "\n The lift.\n", "summary": " Stuck. \n"},
+                                   {"note": " The lift. ", "summary": ["Stuck. ", " Stuck.", "It. "]}])  # fmt: skip
+def test_white_space_at_the_ends_of_fields_is_left_out_where_rows_are_prepared_and_asked(cells):
+    chosen = recipe(prompt="{{ document }}\n\nSummary:")
+    found = read_fields(cells, {"document": "note", "summary": "summary"}, chosen)
+    assert parts(chosen, found.values) == [("The lift.\n\nSummary:", False), (" Stuck.", True)]
+    assert found.references == ["Stuck.", "It."][: 1 + isinstance(cells["summary"], list)]
+    assert fill_fields(chosen, str(cells["note"]), {}) == {"document": found.values["document"]}
+
+
+def test_a_template_that_is_a_field_alone_takes_it_as_it_is():
+    bare = Recipe(prompt="{{ prompt }}", completion="{{ completion }}", fields={})
+    row = {"prompt": "One ->", "completion": " two\n"}
+    assert parts(bare, read_fields(row, {name: name for name in row}, bare).values) == [
+        ("One ->", False),
+        (" two\n", True),
+    ]
+    plain = recipe("continuous-pretraining")
+    assert read_fields({"text": "\n a \n"}, {"text": "text"}, plain).values == {"text": "\n a \n"}
+    assert fill_fields(plain, "Once upon ", {}) == {"text": "Once upon "}
+
+
+def test_an_answer_is_found_in_a_passage_that_begins_with_blanks():
+    row = {"context": "\n two and two", "question": "?", "answers": {"text": ["two"], "answer_start": [10]}}
+    columns = {"context": "context", "question": "question", "answer": "answers"}
+    assert read_fields(row, columns, recipe("qa")).answer_at == 8
+
+
 @pytest.mark.parametrize("named", ["summary*", "summary1+summary2+summary10", "SUMMARY[0-9]*+summary2", None])
 def test_several_columns_hold_right_answers_of_which_the_first_is_trained_on(named: str | None):
     row = {"dialogue": "d", "summary10": "ten", "summary2": " ", "topic1": "t", "summary1": "one"}
@@ -201,7 +230,7 @@ def test_an_answer_may_have_alternatives(cell, answers):
 def test_the_first_answer_is_trained_on_and_all_are_references():
     columns = {"context": "context", "question": "question", "answer": "answers"}
     found = read_fields({"context": ["A.", "B."], "question": "q", "answers": ["x ", "y"]}, columns, recipe("qa"))
-    assert found.values == {"context": "A. B.", "question": "q", "answer": "x "}
+    assert found.values == {"context": "A. B.", "question": "q", "answer": "x"}
     assert found.references == ["x", "y"]
 
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from gptj_ft.convert import Conversion, convert
 from gptj_ft.data.chat import read_conversation
 from gptj_ft.data.chat_template import chat_template
+from gptj_ft.data.fields import stripped
 from gptj_ft.data.placeholders import fields_of
 from gptj_ft.data.template import encode_prompt
 from gptj_ft.data.tokenizer import load_tokenizer
@@ -65,7 +66,8 @@ def test_the_chat_template_makes_the_tokens_that_the_model_was_trained_on(name: 
     if template is None:
         return
     tokenizer = load_tokenizer(base)
-    values = {fields[0]: read_conversation(messages) if name == "chat" else messages[0]["content"]}
+    text = messages[0]["content"]
+    values = {fields[0]: read_conversation(messages)} if name == "chat" else stripped(recipe, {fields[0]: text})
     theirs = tokenizer.apply_chat_template(messages, chat_template=template, return_dict=True)["input_ids"]
     assert theirs == encode_prompt(recipe, tokenizer, values, 2000).ids
 

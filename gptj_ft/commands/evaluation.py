@@ -24,6 +24,7 @@ from gptj_ft.options import (
     HostMemory,
     Json,
     Map,
+    MaxLength,
     Offline,
     Precision,
     Quiet,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from gptj_ft.verdict import Gate, Verdict
 
 MEASURING = "reading the rows, and measuring this machine, once, up to 10 s"
-FLAGS = ("recipe", "map", "seed", "device", "precision", "weights", "device_memory", "host_memory")
+FLAGS = ("recipe", "map", "max_length", "seed", "device", "precision", "weights", "device_memory", "host_memory")
 
 
 def evaluate(
@@ -93,6 +94,7 @@ def evaluate(
         int | None,
         typer.Option("--num-fewshot", min=0, help="with --tasks: examples before each question", rich_help_panel=MORE),
     ] = None,
+    max_length: MaxLength = None,
     seed: Annotated[int | None, option_of("seed", "of the intervals, which are drawn by lot", more=True)] = None,
     device: Device = None,
     precision: Precision = None,

@@ -7,6 +7,7 @@ trained. One with several fields is no conversation, and gets none.
 from __future__ import annotations
 
 from gptj_ft.data.chat import ASSISTANT, MESSAGES, SYSTEM, Conversation, is_chat, read_conversation
+from gptj_ft.data.fields import stripped, stripped_fields
 from gptj_ft.data.placeholders import ENVIRONMENT, fields_of, render
 from gptj_ft.data.sandbox import bounded_environment, compiled
 from gptj_ft.errors import UsageError
@@ -21,7 +22,7 @@ _MESSAGES = (
     "{%- set one = [{'role': role, 'content': message.content | trim}] -%}"
     "{%- set gptj_ft.messages = gptj_ft.messages + one -%}{%- endfor -%}{%- set messages = gptj_ft.messages +%}"
 )
-_LAST = "{%%- set %s = (messages | selectattr('role', 'equalto', 'user') | list)[-1].content +%%}"
+_LAST = "{%%- set %s = (messages | selectattr('role', 'equalto', 'user') | list)[-1].content%s +%%}"
 _USER = {"role": "user", "content": "  Does {{ this }} work?\n\n  It {% should %}. "}
 _SAMPLES = (
     [_USER],
@@ -39,7 +40,9 @@ def chat_template(recipe: Recipe) -> str | None:
     if len(fields) != 1:
         return None
     # The empty text at the end keeps a last line break, which that environment would take away.
-    template = (_MESSAGES if is_chat(recipe) else _LAST % fields[0]) + _portable(recipe.prompt) + "{{ '' }}"
+    trim = " | trim" if fields[0] in stripped_fields(recipe.prompt, recipe.completion) else ""
+    begin = _MESSAGES if is_chat(recipe) else _LAST % (fields[0], trim)
+    template = begin + _portable(recipe.prompt) + "{{ '' }}"
     return template if _is_same(recipe, template) else None
 
 
@@ -62,7 +65,7 @@ def _is_same(recipe: Recipe, template: str) -> bool:
         values = (
             {MESSAGES: read_conversation(sample)}
             if is_chat(recipe)
-            else {fields_of(recipe.prompt)[0]: Conversation(sample)[-1]["content"]}
+            else stripped(recipe, {fields_of(recipe.prompt)[0]: Conversation(sample)[-1]["content"]})
         )
         try:
             ours = render(recipe.prompt, values)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from gptj_ft.data.chat import MESSAGES
 from gptj_ft.data.fields import FieldTexts
 from gptj_ft.data.placeholders import fields_of, parse_template
 from gptj_ft.data.repetitions import Repetitions
@@ -79,8 +80,8 @@ class Checks:
         self._rows = Repetitions()
         self._delimiters = delimiters_of(recipe)
         self._lately: dict[str, list[str]] = {}
-        self._inputs = fields_of(recipe.prompt)
-        self._is_drawn = recipe.shorten in self._inputs
+        self._inputs, self._written = fields_of(recipe.prompt), {MESSAGES, *fields_of(recipe.completion)}
+        self._is_drawn = recipe.shorten in self._inputs and not recipe.labels
 
     def look(self, row: Row, found: FieldTexts, prompt: str, completion: str) -> None:
         """Look at a row, before it is shortened."""
@@ -88,14 +89,17 @@ class Checks:
         values = {name: str(value) for name, value in found.values.items()}
         for oddity in found.oddities:
             self._add(oddity, row.where)
-        for text in values.values():
+        for name, text in values.items():
             for what in self._oddities_of(text):
-                self._add(what, row.where)
+                if name in self._written:
+                    self._add(what, row.where)
+                elif what != LOWER_CASE:  # what the model reads only may be as it is, if it stays so
+                    self._add(TREEBANK_READ if what == TREEBANK_WRITTEN else what, row.where)
         for name, text in values.items():
             for delimiter in self._delimiters:
                 if delimiter in text:
                     self._add(f"the text of '{name}' has '{delimiter.strip()}' in it, as the template has", row.where)
-        if self._is_drawn and all(len(completion) > len(values[name]) for name in self._inputs):
+        if self._is_drawn and all(len(completion.strip()) > len(values[name]) for name in self._inputs):
             self._add("the answer is longer than what it is drawn from", row.where)
 
     def close(self) -> None:
@@ -182,6 +186,11 @@ def _passes_luhn(text: str) -> bool:
     return len(set(digits)) > 1 and (sum(digits[-1::-2]) + sum(doubled)) % 10 == 0
 
 
+LOWER_CASE = "no capital letter in a long text"
+TREEBANK_WRITTEN = (
+    f"text split into Treebank tokens (-lrb-, do n't, <s>): the model would learn to write so; {FIXES} it"
+)
+TREEBANK_READ = f"text split into Treebank tokens (-lrb-, do n't, <s>), as prompts would then have to be; {FIXES} it"
 # What is odd -> what can only be so if it is true of the few bytes that are not plain, and what tells then.
 ODDITIES: Mapping[str, tuple[Callable[[bytes], bool], Callable[[str], bool]]] = {
     f"wrongly decoded letters (Ã©, â€™): save the file as UTF-8 from its source; {FIXES} what can be": (
@@ -189,10 +198,10 @@ ODDITIES: Mapping[str, tuple[Callable[[bytes], bool], Callable[[str], bool]]] = 
     ),
     f"control characters; {FIXES} them": (lambda rest: bool(rest.strip(MARKS)), has_control),
     f"carriage returns inside the text; {FIXES} them": (lambda rest: b"\r" in rest, lambda text: "\r" in text),
-    f"text split into Treebank tokens (-lrb-, do n't, <s>): the model would learn to write so; {FIXES} it": (
+    TREEBANK_WRITTEN: (
         lambda rest: b"'" in rest or b"-" in rest or b">" in rest or b"`" in rest, is_treebank,
     ),
-    "no capital letter in a long text": (lambda rest: True, is_lower_case),
+    LOWER_CASE: (lambda rest: True, is_lower_case),
     f"HTML tags or entities; {FIXES} them": (lambda rest: b"<" in rest or b"&" in rest, has_html),
     "what looks like personal data (e-mail, telephone, social security or card number)": (
         lambda rest: b"@" in rest or b"000" in rest.translate(DIGITS), has_personal_data,

@@ -7,10 +7,11 @@ import math
 import re
 import shlex
 from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from gptj_ft.data.chat import ASSISTANT, MESSAGES, REPLY, SYSTEM, is_chat, read_conversation, up_to_the_last_answer
-from gptj_ft.data.placeholders import fields_of, render
+from gptj_ft.data.placeholders import fields_of, parse_template, render
 from gptj_ft.errors import DataError, RowSkipped, did_you_mean
 from gptj_ft.plain_text import one_line, shortened
 from gptj_ft.recipe import Recipe
@@ -49,6 +50,24 @@ def recipe_fields(recipe: Recipe) -> tuple[str, ...]:
     """Return the fields of both templates that the data has to fill, in order."""
     names = dict.fromkeys(fields_of(recipe.prompt) + fields_of(recipe.completion))
     return tuple(name for name in names if name != REPLY or not is_chat(recipe))
+
+
+@lru_cache
+def stripped_fields(prompt: str, completion: str) -> frozenset[str]:
+    """Return the fields whose texts lose white space at both ends: the templates put their own around them.
+
+    A template that is one field and nothing else takes it as it is: plain text, and rows whose prompts and answers are
+    written out with the blanks between them.
+    """
+    templates = [parse_template(source) for source in (prompt, completion)]
+    whole = {name for each in templates for name in each.fields if each.pieces == ((name, True),)}
+    return frozenset(name for each in templates for name in each.fields) - whole
+
+
+def stripped(recipe: Recipe, values: Mapping[str, str]) -> dict[str, str]:
+    """Return the texts of fields as a recipe's templates take them."""
+    fields = stripped_fields(recipe.prompt, recipe.completion)
+    return {name: text.strip() if name in fields else text for name, text in values.items()}
 
 
 class UnknownColumn(DataError):
@@ -242,7 +261,7 @@ class FieldReader:
 
     In a field of the completion a list means alternatives (the first is trained on), unless the recipe says that the
     column's lists are sentences; elsewhere, and in plain text, parts of one text. Of several columns each is an
-    alternative, but for those in which a row has nothing.
+    alternative, but for those in which a row has nothing. White space at the ends is left out, see `stripped_fields`.
     """
 
     def __init__(self, columns: Mapping[str, str], recipe: Recipe) -> None:
@@ -251,6 +270,7 @@ class FieldReader:
         self._answers = outputs - inputs if recipe.prompt else set()
         sentences = {name.casefold() for name in recipe.sentences}
         self._of_sentences = {column for column in columns.values() if column.strip().casefold() in sentences}
+        self._stripped = stripped_fields(recipe.prompt, recipe.completion)
         self._words = {key.strip().casefold(): word for key, word in recipe.labels.items()}
 
     def read(self, row: Mapping[str, Any]) -> FieldTexts:
@@ -286,7 +306,8 @@ class FieldReader:
             cell = row.get(column)
             if not isinstance(cell, str) or not _is_unicode(cell):
                 return None
-            values[field] = self._word_for(cell) if field == LABEL and self._words else cell
+            text = cell.strip() if field in self._stripped else cell
+            values[field] = self._word_for(cell) if field == LABEL and self._words else text
         return values
 
     def _of_columns(self, field: str, column: str, row: Mapping[str, Any]) -> list[str]:
@@ -315,7 +336,7 @@ class FieldReader:
             raise RowSkipped(f"no value for column '{shortened(column)}'")
         if not all(map(_is_unicode, found)):
             raise RowSkipped(f"column '{shortened(column)}': half a surrogate pair, which is no character")
-        return found
+        return [text.strip() for text in found] if field in self._stripped else found
 
     def _texts_in(self, column: str, cell: Any, is_answer: bool) -> list[str]:
         try:
@@ -365,13 +386,14 @@ def _answer_at(
     """Return where the answer is in the document: where the data says, if that is so, else where it is found."""
     if recipe.cut != "answer" or recipe.shorten not in values:
         return None
-    document = values[recipe.shorten]
+    document, whole = values[recipe.shorten], row.get(columns[recipe.shorten])
+    lost = whole.find(document) if isinstance(whole, str) else 0  # white space before it
     for field in answers & values.keys():
         cell = row.get(columns[field])
         told = cell.get("answer_start") if isinstance(cell, dict) else None
         start = told[0] if isinstance(told, list) and told else None
-        if isinstance(start, int) and document.startswith(values[field], start):
-            return start
+        if isinstance(start, int) and start >= lost and document.startswith(values[field], start - lost):
+            return start - lost
         if (found := document.find(values[field])) >= 0:
             return found
     return None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 # Raised whenever the same rows and recipe would give other tokens or columns, or the folder gets another form.
-VERSION = 6
+VERSION = 7
 ROWS_DIGESTS = "rows_xxh3_128"  # in the manifest: of each file of rows
 # Those that say how a file is read, and nothing of rows that were read before.
 FILE_SETTINGS = ("delimiter", "encoding", "sheet")
