@@ -58,7 +58,7 @@ def open_table(folder: Path) -> TokenTable:
         OSError, ValueError, KeyError, TypeError: not there, or damaged.
     """
     state = json.loads(read_text(folder / STATE))
-    return TokenTable.open([folder / Path(each["filename"]).name for each in state["_data_files"]])
+    return TokenTable.open([folder / Path(each["filename"]).name for each in state["_data_files"]]).validate()
 
 
 def _features() -> dict[str, Any]:

@@ -45,11 +45,27 @@ class TokenTable:
         """
         batches: list[pyarrow.RecordBatch] = []
         for file in files:
-            with pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))) as stream:
-                if not stream.schema.equals(SCHEMA):
-                    raise ValueError(f"{file} has other columns than prepared data")
-                batches += [batch for batch in stream if batch.num_rows]
+            try:
+                with pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))) as stream:
+                    if not stream.schema.equals(SCHEMA):
+                        raise ValueError(f"{file} has other columns than prepared data")
+                    batches += [batch for batch in stream if batch.num_rows]
+            except pyarrow.ArrowException as error:  # some of which are no ValueErrors
+                raise ValueError(str(error)) from error
         return cls(batches, files)
+
+    def validate(self) -> TokenTable:
+        """Check that every value is where its file says: what damaged offsets point to may be no memory of ours.
+
+        Raises:
+            ValueError: one is not, or is missing.
+        """
+        for batch in self._batches:
+            batch.validate(full=True)
+            for column in batch.columns:
+                if column.null_count or (pyarrow.types.is_list(column.type) and column.values.null_count):
+                    raise ValueError("a value is missing")
+        return self
 
     @property
     def is_whole(self) -> bool:
