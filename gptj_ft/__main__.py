@@ -9,15 +9,13 @@ from gptj_ft.stopping import StopRequest, ignore_signals
 
 def main() -> None:
     """Run the command line."""
-    said = "stopped before anything was done"
     try:
         StopRequest().take()
         from gptj_ft.cli import main as run
 
-        said = "stopped"
         run()
     except KeyboardInterrupt:
-        print(f"gptj-ft: {said}", file=sys.stderr)
+        print("gptj-ft: stopped before anything was done", file=sys.stderr)
         sys.exit(130)
     finally:
         ignore_signals()

@@ -94,14 +94,14 @@ def _global(
 
 def main() -> None:
     """Run the command line."""
-    # Private: libraries neither phone home nor look for newer files. `download` uses the network, and `fetched_rows`.
-    for name in ("HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
-        os.environ[name] = "1"
-    if "download" not in sys.argv[1:2]:
-        close_network()
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    bound_kernel_caches()
     with lasting_streams(), StopRequest() as stop:
+        # Private: libraries neither phone home nor look for newer files. `download` and `fetched_rows` use the network.
+        for name in ("HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
+            os.environ[name] = "1"
+        if "download" not in sys.argv[1:2]:
+            close_network()
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        bound_kernel_caches()
         sys.exit(_run(stop))
 
 

@@ -25,9 +25,17 @@ SAME_WISH_SECONDS = 0.5
 STDERR = 2
 
 
+class Stopping(KeyboardInterrupt):
+    """Raised by a signal.
+
+    A class of its own, for Python notes when a plain KeyboardInterrupt leaves the `exec` of a text, as dataclasses use
+    it while libraries load, and ends the process by SIGINT instead of its exit code, though the error was caught.
+    """
+
+
 def interrupt() -> None:
     """Stop what is being done: there is nothing that has to be brought to an end first."""
-    raise KeyboardInterrupt
+    raise Stopping
 
 
 def nothing_more() -> str:
@@ -41,7 +49,7 @@ class StopRequest:
     SIGHUP stays ignored where it was: that is what `nohup` is for.
 
     Args:
-        on_first: called by the first; the default raises `KeyboardInterrupt`. Where it returns, `requested` tells.
+        on_first: called by the first; the default raises `Stopping`. Where it returns, `requested` tells.
         saved: says what is saved and how to go on, for the case that a second one ends the process.
     """
 

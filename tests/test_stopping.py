@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import signal
+import subprocess
 import sys
 import time
 from itertools import product
@@ -232,6 +233,19 @@ def test_a_second_signal_ends_at_once_if_a_person_insists(
         else:
             assert not ends
     assert (asked, request.requested) == ([True], True)
+
+
+def test_the_exit_code_is_that_of_the_command_even_where_a_text_is_executed() -> None:
+    code = """
+import os, sys
+from gptj_ft.stopping import StopRequest
+StopRequest().take()
+try:
+    exec("os.kill(os.getpid(), 2)\\nfor _ in range(1000): pass")
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 130
 
 
 def test_nohup_is_heeded_and_handlers_are_given_back() -> None:
