@@ -84,6 +84,7 @@ def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def begun_run(session: Session, folder: Path) -> Run:
     run = new_run(folder)
     run.recipe_file.write_text(dump(session.recipe, {}), encoding="utf-8")
+    run.start_record(session.recipe)
     return run
 
 
@@ -427,7 +428,7 @@ def test_an_exploding_run_says_so_on_the_terminal_and_in_its_log(model: Path, tm
     from rich.console import Console
 
     session = small_session(model, 6, lr=30.0, clip_norm=None, warmup=0.0, schedule="constant", weights="device")
-    run, screen = new_run(tmp_path), io.StringIO()
+    run, screen = begun_run(session, tmp_path), io.StringIO()
     trainer.train(session, run, Console(file=screen, width=500))
     assert screen.getvalue().count("warning: the ") == 1
     assert "start a new one with a lower --lr" in (run.folder / "log.txt").read_text(encoding="utf-8")
