@@ -61,7 +61,7 @@ def facts_of(verdict: Verdict, command: str, num_samples: int) -> dict[str, Any]
         "lines": lines_of(verdict),
         "samples": samples_of(verdict, range(min(num_samples, verdict.model.rows))),
         "command": command,
-        "portable_command": portable(shlex.split(command)),
+        "portable_command": portable(shlex.split(command)[1:]),
     }
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from gptj_ft.data.prepared import Prepared, is_prepared, load
 from gptj_ft.data.targets import lengths_of
 from gptj_ft.digests import read_json
 from gptj_ft.durable import new_files, read_text, replace_text
-from gptj_ft.errors import DataError, ResourceError, UsageError
+from gptj_ft.errors import DataError, GptjFtError, ResourceError, UsageError
 from gptj_ft.evaluation_report import (
     change_in,
     changes_of,
@@ -34,6 +35,7 @@ from gptj_ft.machine import gigabytes
 from gptj_ft.pages import to_page
 from gptj_ft.pages.charts import FEWEST_JOINED, Axis, Line, line_chart, lowest_of
 from gptj_ft.pages.names import file_names, last_part, model_name, portable
+from gptj_ft.plain_text import one_line
 from gptj_ft.recipe import Recipe
 from gptj_ft.run import Run
 from gptj_ft.runs import Summary, summarize
@@ -62,6 +64,7 @@ def write_report(run: Run, show_text: bool = False) -> Path:
 
     Raises:
         UsageError: this is no run.
+        DataError: a file of it is damaged.
         ResourceError: it cannot be written.
     """
     path = run.folder / "report.html"
@@ -77,14 +80,22 @@ def write_comparison(runs: Sequence[Run], path: Path) -> None:
 
     Raises:
         UsageError: one is no run; the page exists, or cannot be written.
+        DataError: a file of one is damaged.
         ResourceError: the disk is full.
     """
+    with _readable(runs):
+        facts = _compared(runs, path)
+    with new_files(path) as (file,):
+        file.write(to_page("runs", facts).encode(errors="backslashreplace").decode())
+
+
+def _compared(runs: Sequence[Run], path: Path) -> dict[str, Any]:
     names = [run.folder.resolve().name for run in runs]
     lines = [run.metrics() for run in runs]
     overviews = [_overview(run) for run in runs]
     evaluations = [evaluation_of(run.folder) for run in runs]
     charts, engine = _compared_charts(names, lines)
-    facts = {
+    return {
         "sentence": _sentence_on(runs, names),
         "names": names,
         **_compared_changes(names, evaluations),
@@ -95,14 +106,37 @@ def write_comparison(runs: Sequence[Run], path: Path) -> None:
             {"name": name, "values": [overview.get(name, "") for overview in overviews]}
             for name in dict.fromkeys(name for overview in overviews for name in overview)
         ],
-        "command": portable(["gptj-ft", "report", *(str(run.folder) for run in runs), "--output", str(path)]),
+        "command": portable(["report", *(str(run.folder) for run in runs), "--output", str(path)]),
     }
-    with new_files(path) as (file,):
-        file.write(to_page("runs", facts).encode(errors="backslashreplace").decode())
 
 
 def facts_of(run: Run, show_text: bool) -> dict[str, Any]:
-    """Return what there is to say of a run."""
+    """Return what there is to say of a run.
+
+    Raises:
+        UsageError: this is no run.
+        DataError: a file of it is damaged.
+    """
+    with _readable([run]):
+        return _facts_of(run, show_text)
+
+
+@contextmanager
+def _readable(runs: Sequence[Run]) -> Iterator[None]:
+    """Turn what a file of a run that holds other values than ours leads to into an error that says so."""
+    try:
+        yield
+    except GptjFtError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        names = " or ".join(str(run.folder) for run in runs)
+        raise DataError(
+            f"a JSON file of {names} holds what it should not ({type(error).__name__}: {one_line(str(error))}): "
+            "`gptj-ft runs verify` names damaged files; without evaluation.json there is a page, too"
+        ) from error
+
+
+def _facts_of(run: Run, show_text: bool) -> dict[str, Any]:
     recipe, lines, environment = run.recipe(), run.metrics(), _environment(run)
     evaluation = evaluation_of(run.folder)
     parts, problem = _rows_of(run)
@@ -393,7 +427,7 @@ def _commands(run: Run, names: Mapping[str, str], evaluation: Mapping[str, Any] 
     """Return commands, each with what it is for."""
     commands = []
     if typed := _environment(run).get("command"):
-        commands.append(("Train again, as it was typed:", portable(["gptj-ft", *typed[1:]], names)))
+        commands.append(("Train again, as it was typed:", portable(typed[1:], names)))
     commands.append(
         (
             "Or train again from the recipe below, saved as recipe.yaml, whatever the defaults are by then:",
@@ -401,9 +435,9 @@ def _commands(run: Run, names: Mapping[str, str], evaluation: Mapping[str, Any] 
         )
     )
     if evaluation:
-        commands.append(("Measure the tuned model as above:", portable(shlex.split(evaluation["command"]), names)))
+        commands.append(("Measure the tuned model as above:", portable(shlex.split(evaluation["command"])[1:], names)))
     else:
-        command = portable(["gptj-ft", "evaluate", str(run.folder)])
+        command = portable(["evaluate", str(run.folder)])
         commands.append(("Measure the tuned model, beside the one it started from:", command))
     return commands
 

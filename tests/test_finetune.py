@@ -113,6 +113,13 @@ def test_a_run_leaves_its_recipe_metrics_log_and_environment_and_no_scratch(shel
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert all(line["target_tokens"] > 0 and line["memory_bytes"] > 0 for line in steps)
     assert "# command line" in run.recipe_file.read_text(encoding="utf-8")
+    environment = json.loads((run.folder / "environment.json").read_text(encoding="utf-8"))
+    assert environment["placement"] == "weights on disk, optimizer state on disk"
+    assert environment["precision"] == run.recipe().precision
+    page = (run.folder / "report.html").read_text(encoding="utf-8")
+    assert environment["placement"] in page
+    assert str(rows_file.resolve().parent) not in page, "a page to be handed on"
+    assert "held out from the same data" in page
 
 
 @pytest.mark.parametrize("place", ["device", "disk"])

@@ -18,6 +18,8 @@ from rich.console import Console
 from gptj_ft.digests import read_json
 from gptj_ft.evaluate import Evaluation
 from gptj_ft.evaluation_report import (
+    change_in,
+    changes_of,
     comparison_in,
     facts_of,
     marked,
@@ -283,7 +285,7 @@ def test_no_page_has_a_folder_of_whoever_made_it_or_what_was_not_chosen(tmp_path
     ],
 )  # fmt: skip
 def test_a_command_on_a_page_has_names_for_paths(word: str, shown: str) -> None:
-    assert shlex.split(portable(["gptj-ft", word])) == ["gptj-ft", shown]
+    assert shlex.split(portable([word])) == ["gptj-ft", shown]
 
 
 def test_an_evaluation_is_on_the_page_and_texts_only_if_asked_for(tmp_path: Path) -> None:
@@ -315,6 +317,12 @@ WIDE = Comparison(
     {"perplexity": Estimate(44_367_943, 30e6, 50e6), "loss": Estimate(17.6, 17, 18)},
     {"perplexity": Estimate(-34_007_647, -46e6, -3_369_996), "loss": Estimate(-1.5, -2, 0.1)},
 )
+
+
+def test_less_of_a_loss_is_drawn_as_better() -> None:
+    loss = change_in(WIDE, "loss")
+    assert (loss.value, loss.ends, loss.verdict) == (1.5, (-0.1, 2), "unclear")
+    assert [each["name"] for each in changes_of(WIDE, "loss")] == ["loss"], "perplexities say the same"
 
 
 def test_large_perplexities_have_three_digits_and_verdicts_stand_beside_the_names() -> None:
@@ -413,6 +421,11 @@ def test_report_is_a_command(shell, tmp_path: Path) -> None:
     assert shell(f"report {runs[0]} {runs[1]} --output both.html").code == 2
     assert shell(f"report {tmp_path}").code == 2
     assert shell(f"report {runs[0]} --output x.html").code == 2
-    (runs[0] / "evaluation.json").write_text("{", encoding="utf-8")
-    assert shell(f"report {runs[0]}").code == 3
     json.loads(done.out)
+    for text in ("{", '{"model": 3}', '{"model": {}, "baseline": null, "by_row": null, "differences": []}'):
+        (runs[0] / "evaluation.json").write_text(text, encoding="utf-8")
+        assert shell(f"report {runs[0]}").code == 3
+        assert shell(f"report {runs[0]} {runs[1]} --output new.html").code == 3
+    (runs[0] / "evaluation.json").unlink()
+    (runs[0] / "environment.json").write_text('{"command": 5}', encoding="utf-8")
+    assert shell(f"report {runs[0]}").code == 3

@@ -33,7 +33,7 @@ from gptj_ft.options import (
     complete_model,
     option_of,
 )
-from gptj_ft.plain_text import without_secrets
+from gptj_ft.plain_text import command_line, without_secrets
 from gptj_ft.recipe import Recipe, resolve
 from gptj_ft.stopping import stop_says
 
@@ -160,7 +160,7 @@ def evaluate(
     asked = parse_gates(gates or (), [*NAMES, *score_names(options.metrics)])
     verdict = _measure(folder, options, (rows, limit), baseline, (out, dry_run))
     if verdict is not None:
-        next_ = [*_record(folder, verdict, wishes.command), f'gptj-ft generate --model {folder} "prompt"']
+        next_ = [*_record(folder, verdict, wishes), command_line("generate", "--model", folder) + ' "prompt"']
         _conclude(verdict, asked, wishes, next_)
 
 
@@ -248,18 +248,18 @@ def _measure(
     return verdict
 
 
-def _record(folder: Path, verdict: Verdict, command: str) -> tuple[str, ...]:
+def _record(folder: Path, verdict: Verdict, wishes: Wishes) -> tuple[str, ...]:
     """Put the verdict into the report of the run that the model is of, if it is of one; return how to see it."""
+    from gptj_ft.commands.training import write_page
     from gptj_ft.evaluation_report import record
     from gptj_ft.run import Run
-    from gptj_ft.run_report import write_report
 
     run = Run(folder.resolve().parent)
     if not run.recipe_file.is_file() or run.model != folder.resolve():
         return ()
-    record(run.folder, verdict, command)
-    write_report(run)
-    return (f"gptj-ft report {folder.parent} --show-text",)
+    record(run.folder, verdict, wishes.command)
+    write_page(str(run.folder), wishes.out.notes)
+    return (command_line("report", folder.parent, "--show-text"),)
 
 
 def _score(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from gptj_ft.plain_text import command_line
 
 
 def model_name(path: str) -> str:
@@ -36,13 +37,13 @@ def file_names(files: Sequence[str], most: int = 3) -> str:
 
 
 def portable(words: Sequence[str], names: Mapping[str, str] | None = None) -> str:
-    """Return a command that holds of each path its last part only.
+    """Return a command of this program that holds of each path its last part only.
 
     Args:
-        words: of the command.
+        words: what follows the program's name.
         names: what to write for some of them.
     """
-    return shlex.join([(names or {}).get(word) or _portable(word) for word in words])
+    return command_line(*((names or {}).get(word) or _portable(word) for word in words))
 
 
 def last_part(word: str) -> str:
