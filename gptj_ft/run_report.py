@@ -447,8 +447,10 @@ def _width(points: Sequence[tuple[float, float]]) -> int:
 
 
 def _smoothed(points: Points) -> Points:
-    """Return the mean of each point and those before it, a twentieth of all."""
-    width = _width(points)
+    """Return the mean of each point and those around it, a twentieth of all."""
+    half = _width(points) // 2
     sums = list(accumulate((y for _, y in points), initial=0.0))
-    starts = [max(0, at + 1 - width) for at in range(len(points))]
-    return [(points[at][0], (sums[at + 1] - sums[start]) / (at + 1 - start)) for at, start in enumerate(starts)]
+    spans = [(max(0, at - half), min(len(points), at + half + 1)) for at in range(len(points))]
+    return [
+        (x, (sums[end] - sums[start]) / (end - start)) for (x, _), (start, end) in zip(points, spans, strict=True)
+    ]
