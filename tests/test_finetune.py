@@ -106,7 +106,8 @@ def test_a_run_leaves_its_recipe_metrics_log_and_environment_and_no_scratch(shel
     assert shell(f"{TINY} --max-steps 3 --output out --weights disk --optimizer-state disk").code == 0
     run = Run(Path("out"))
     assert {path.name for path in run.folder.iterdir()} == {
-        "recipe.yaml", "environment.json", "metrics.jsonl", "log.txt", "run.lock", "data", "model", "report.html",
+        "recipe.yaml", "run.json", "base.json", "environment.json", "metrics.jsonl", "log.txt", "run.lock", "data",
+        "model", "report.html",
     }  # fmt: skip
     assert run.recipe().lr == 1e-2
     steps = [line for line in run.metrics() if "loss" in line]
