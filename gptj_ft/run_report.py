@@ -451,6 +451,4 @@ def _smoothed(points: Points) -> Points:
     half = _width(points) // 2
     sums = list(accumulate((y for _, y in points), initial=0.0))
     spans = [(max(0, at - half), min(len(points), at + half + 1)) for at in range(len(points))]
-    return [
-        (x, (sums[end] - sums[start]) / (end - start)) for (x, _), (start, end) in zip(points, spans, strict=True)
-    ]
+    return [(x, (sums[end] - sums[start]) / (end - start)) for (x, _), (start, end) in zip(points, spans, strict=True)]
