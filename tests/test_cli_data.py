@@ -141,6 +141,8 @@ def test_rows_that_are_tokens_need_no_tokenizer_and_may_have_ids_that_it_lacks(s
     model = next((Path("home") / "models").iterdir())
     size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     write("tokens.jsonl", [{"input_ids": [5, size - 1, 6, 7, 5 + n]} for n in range(3)])
+    told = shell(f"prepare-data --recipe summarization --data tokens.jsonl --model {model} --json")
+    assert [found["count"] for what, found in told.json["warnings"].items() if "its tokenizer lacks" in what] == [3]
     measured = shell(f"evaluate {model} --recipe summarization --data tokens.jsonl --json")
     assert measured.code == 0, measured.err
     lacking = measured.json["model"]

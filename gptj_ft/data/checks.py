@@ -88,19 +88,19 @@ class Checks:
         self._rows.add(_digest(prompt or completion), _digest(completion), row.source, row.line)
         values = {name: str(value) for name, value in found.values.items()}
         for oddity in found.oddities:
-            self._add(oddity, row.where)
+            self.add(oddity, row.where)
         for name, text in values.items():
             for what in self._oddities_of(text):
                 if name in self._written:
-                    self._add(what, row.where)
+                    self.add(what, row.where)
                 elif what != LOWER_CASE:  # what the model reads only may be as it is, if it stays so
-                    self._add(TREEBANK_READ if what == TREEBANK_WRITTEN else what, row.where)
+                    self.add(TREEBANK_READ if what == TREEBANK_WRITTEN else what, row.where)
         for name, text in values.items():
             for delimiter in self._delimiters:
                 if delimiter in text:
-                    self._add(f"the text of '{name}' has '{delimiter.strip()}' in it, as the template has", row.where)
+                    self.add(f"the text of '{name}' has '{delimiter.strip()}' in it, as the template has", row.where)
         if self._is_drawn and all(len(completion.strip()) > len(values[name]) for name in self._inputs):
-            self._add("the answer is longer than what it is drawn from", row.where)
+            self.add("the answer is longer than what it is drawn from", row.where)
 
     def close(self) -> None:
         """Say which rows repeat others, and forget them."""
@@ -124,7 +124,8 @@ class Checks:
             self._lately[text] = known
         return known
 
-    def _add(self, what: str, where: str) -> None:
+    def add(self, what: str, where: str) -> None:
+        """Count a row in which something is odd."""
         self.found.setdefault(what, Found()).add(where)
 
 

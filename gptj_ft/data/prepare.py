@@ -85,8 +85,9 @@ def prepare(
         eos_of(tokenizer)  # that there is none is said before all is read
     digest = sha256_of(source)
     # What the tokenizer makes needs no check if all of its tokens are the model's.
-    needs_check = reader is None or max(tokenizer.get_vocab().values()) >= vocab_size
-    tally = Tally(vocab_size if needs_check else None, Checks(recipe))
+    known = max(tokenizer.get_vocab().values(), default=vocab_size) + 1
+    needs_check = reader is None or known > vocab_size
+    tally = Tally(vocab_size if needs_check else None, Checks(recipe), None if reader else known)
     tokenize = tokenize_by(tokenizer) if reader else lambda texts: []
     findings = Findings(recipe.max_bad_rows)
     rows = read_rows(source, findings, FileOptions.of(recipe))

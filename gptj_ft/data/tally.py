@@ -11,6 +11,8 @@ from gptj_ft.data.targets import num_targets
 from gptj_ft.data.template import Encoded
 from gptj_ft.errors import DataError
 
+UNKNOWN_IDS = "token ids that the model has and its tokenizer lacks, as other systems use for separators"
+
 
 @dataclass
 class Counts:
@@ -32,10 +34,11 @@ class Tally:
     Args:
         vocab_size: token ids that the model has; ``None``: no row can have another.
         checks: of rows that are kept.
+        known_ids: where the tokenizer's token ids end; ``None``: no row can have others.
     """
 
-    def __init__(self, vocab_size: int | None, checks: Checks) -> None:
-        self.vocab_size, self.checks = vocab_size, checks
+    def __init__(self, vocab_size: int | None, checks: Checks, known_ids: int | None = None) -> None:
+        self.vocab_size, self.checks, self.known_ids = vocab_size, checks, known_ids
         self.counts = Counts()
         self._skipped: dict[str, Found] = {}
 
@@ -57,6 +60,8 @@ class Tally:
                     f"{row.where}: token id {max(ids)}, but the model's ids end at {self.vocab_size - 1}; "
                     "the tokenizer is not this model's"
                 )
+            if self.known_ids is not None and max(ids) >= self.known_ids and ids is encoded.documents[0]:
+                self.checks.add(UNKNOWN_IDS, row.where)
             counts.windows += 1
             counts.tokens += len(ids)
             counts.target_tokens += num_targets(len(ids), encoded.prompt_length, encoded.untrained)
