@@ -233,6 +233,7 @@ def begin(job: Job) -> Iterator[None]:
             if left.name != LOCK:
                 remove(left)
         write_file(draft.recipe_file, dump(job.resolved.recipe, job.resolved.origins))
+        keep_folder(draft.data)
         for name, rows in zip(("train", "validation"), job.rows, strict=True):
             if rows is not None:
                 save(rows, draft.data / name)
