@@ -17,7 +17,7 @@ from gptj_ft import __version__
 from gptj_ft.commands import answers, convert, data, evaluation, inventory, models, recipes, reports, runs, training
 from gptj_ft.commands.help import Command, Commands
 from gptj_ft.commands.terminal import print_json, print_note
-from gptj_ft.errors import GptjFtError, Interrupted, ResourceError
+from gptj_ft.errors import GptjFtError, Interrupted, ResourceError, in_words
 from gptj_ft.hub import close_network
 from gptj_ft.stopping import StopRequest
 from gptj_ft.streams import lasting_streams
@@ -126,6 +126,8 @@ def _run(stop: StopRequest) -> int:
         if out_of := _exhausted(error):
             failure = ResourceError(f"{out_of} ran out: {error}; `gptj-ft plan` tells what a run needs")
             return _fail(failure, notes_of(error))
+        if isinstance(error, OSError) and (known := in_words(error)):
+            return _fail(known, notes_of(error))
         raise
     except SystemExit:
         if stop.requested:  # Typer has made an exit code of it

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gptj_ft.durable import SHARED_FILE, replace_text
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.home import home, make_home
+from gptj_ft.home import home, make_home, part_of_home
 from gptj_ft.hub import is_offline
 from gptj_ft.hub_files import HubFile, fetch_files, is_there, writing
 from gptj_ft.hub_models import Wanted, choose_files, read_config
@@ -130,5 +130,6 @@ def _claim(folder: Path, origin: Origin) -> None:
         raise UsageError(f"{folder} exists and is no download; name another folder or remove it")
     if folder.is_relative_to(home()):
         make_home()
+        part_of_home("models")
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / SOURCE, origin.to_text(), SHARED_FILE)

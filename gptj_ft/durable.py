@@ -362,6 +362,14 @@ def draft_of(folder: Path) -> Path:
     return folder.with_name(f"{start}{os.getpid()}.writing")
 
 
+def leftovers_in(folder: Path) -> Iterator[Path]:
+    """Yield what a folder has under names that only something unfinished has; of folders not what is in them."""
+    for parent, folders, files in os.walk(folder):
+        found = [name for name in (*folders, *files) if is_leftover(name)]
+        yield from (Path(parent, name) for name in sorted(found))
+        folders[:] = [name for name in folders if name not in found and not Path(parent, name).is_symlink()]
+
+
 def files_in(folder: Path) -> Iterator[Path]:
     """Yield every file below a folder, which may be changing meanwhile."""
     for parent, _, names in os.walk(folder):

@@ -20,6 +20,8 @@ A message is one or two lines: what, where (file:line), what to do next. What ca
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 from collections.abc import Iterable
 
 
@@ -88,6 +90,39 @@ class OutOfTime(Interrupted):
     """
 
     exit_code = 7
+
+
+# What the system may answer for a reason that lies outside the program: what kind of error that is, and what to do.
+_REASONS: dict[int, tuple[type[GptjFtError], str]] = {
+    errno.EACCES: (UsageError, "change its permissions, or name another place (GPTJ_FT_HOME, --output)"),
+    errno.EPERM: (UsageError, "change its permissions, or name another place (GPTJ_FT_HOME, --output)"),
+    errno.EROFS: (ResourceError, "make its file system writable, or copy it to one that is"),
+    errno.ENAMETOOLONG: (UsageError, "name a shorter one"),
+    errno.ENOTDIR: (UsageError, "a folder on the way to it is a file: name another, or move that away"),
+    errno.EISDIR: (UsageError, "it should be a file: name another, or move that away"),
+    errno.ELOOP: (UsageError, "links lead in a circle there: name the file itself"),
+    errno.ENOENT: (UsageError, "it was there, or should have been: put it back, or begin again"),
+    errno.EEXIST: (UsageError, "name another, or move it away"),
+    errno.ENOTEMPTY: (UsageError, "name another, or move it away"),
+    errno.EBUSY: (ResourceError, "something else uses it: wait, and repeat"),
+    errno.EMFILE: (ResourceError, "too many files are open: raise the limit (`ulimit -n`)"),
+    errno.EIO: (ResourceError, "the disk fails: check it, and use a copy"),
+    errno.ESTALE: (ResourceError, "a network file system has lost it: mount that again, and repeat"),
+}
+
+
+def in_words(error: OSError) -> GptjFtError | None:
+    """Return an error of the system as a line for the user: what, where, what to do; ``None`` if it needs a traceback.
+
+    Disks and quotas that are full are not among them: what is saved then has to be said, too.
+    """
+    if error.errno not in _REASONS or error.filename is None:
+        return None
+    kind, advice = _REASONS[error.errno]
+    names = " -> ".join(
+        os.fsdecode(each) for each in (error.filename, error.filename2) if isinstance(each, str | bytes)
+    )
+    return kind(f"{names}: {error.strerror}; {advice}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

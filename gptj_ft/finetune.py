@@ -33,6 +33,7 @@ from gptj_ft.published import Published, find_published
 from gptj_ft.rates import are_known, choose_dtype, rates
 from gptj_ft.recipe import FREE_ON_RESUME, Recipe, Resolved, build, dump, resolve
 from gptj_ft.run import START, Run, choose_folder, steps_done, stopped, what_is_saved
+from gptj_ft.runs import tidy
 from gptj_ft.screen import clock
 from gptj_ft.selection import select
 from gptj_ft.session import Session, free_resources, make_session
@@ -43,6 +44,10 @@ from gptj_ft.unchanged import check_unchanged, fingerprint
 from gptj_ft.verify import Checker
 
 LONG_START = 5.0  # seconds
+
+
+class Finished(UsageError):
+    """A run that is to be resumed has nothing left to do."""
 
 
 @dataclass(frozen=True)
@@ -116,17 +121,18 @@ def resumed(
         start: name of the checkpoint to go back to, see `keeping.find_checkpoint`.
 
     Raises:
-        UsageError: not a run folder, a finished run, one that another process is training, a model that has moved, or
-            an option that would change the result.
+        Finished: all of the run is done; what it had left if it was cut off in its last moments has been removed.
+        UsageError: not a run folder, one that another process is training, a model that has moved, or an option that
+            would change the result.
         DataError: a file that the run goes on from is missing, damaged, or not the one that it began with.
     """
     run = Run(folder.expanduser())
     saved = run.recipe()
     with locked(run.folder, "training"):  # refused at once, not when all rows are read
         if is_finished := is_tuned(run.model):
-            run.discard_state()  # left if the run was cut off in its last moment
+            tidy(run)
     if is_finished:
-        raise UsageError(f"{folder} is finished: its model is {run.model}; for more, finetune --model {run.model}")
+        raise Finished(f"{folder} is finished: its model is {run.model}; for more, finetune --model {run.model}")
     given = resolve(flags, config, assignments, environment={}, base=("run", {})).recipe
     changes = {key: getattr(given, key) for key in given.model_fields_set}
     for key, value in changes.items():

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from gptj_ft.durable import keep_folder, read_text, replace_text
-from gptj_ft.errors import GptjFtError, UsageError, did_you_mean
-from gptj_ft.plain_text import one_line
+from gptj_ft.errors import DataError, GptjFtError, UsageError, did_you_mean
+from gptj_ft.plain_text import command_line, one_line
 
 DEFAULT_REPOSITORY = "EleutherAI/gpt-j-6b"
 DEFAULTS = (DEFAULT_REPOSITORY, f"{DEFAULT_REPOSITORY}-fp16")  # as `download --variant fp16` calls its folder
@@ -50,6 +50,21 @@ def make_home() -> Path:
     folder = home()
     if not folder.is_dir():  # it may be a link to another disk
         keep_folder(folder)
+    return folder
+
+
+def part_of_home(name: str) -> Path:
+    """Return a folder of the home that is written to; it may not be there yet.
+
+    Raises:
+        DataError: it is a link, which may lead anywhere if the home was received; the home itself may be named by one.
+    """
+    folder = home() / name
+    if folder.is_symlink():
+        raise DataError(
+            f"{folder} is a link to {folder.readlink()}, and nothing is written through it: "
+            "to have all on another disk, set GPTJ_FT_HOME to a folder there"
+        )
     return folder
 
 
@@ -118,9 +133,10 @@ def _why_no_model(name: str, given: Path) -> str:
             "from (config.json and safetensors)"
         )
     if given.is_file():
-        return f"{given} is a file; a model is a folder with config.json, or what `gptj-ft convert {given}` makes of it"
+        convert = command_line("convert", given)
+        return f"{given} is a file; a model is a folder with config.json, or what `{convert}` makes of it"
     if (given / "recipe.yaml").is_file():
-        return f"{given} has no tuned model yet; to finish that run: gptj-ft finetune --resume {given}"
+        return f"{given} has no tuned model yet; to finish that run: {command_line('finetune', '--resume', given)}"
     if given.is_dir():
         return f"{given} is not a model folder: it has no config.json"
     if given.parent.resolve() == RUNS.resolve():

@@ -15,7 +15,17 @@ from gptj_ft.data.split import split
 from gptj_ft.data.token_checks import check_tokens
 from gptj_ft.data.tokenizer import RowTokenizer, load_row_tokenizer, vocab_size_of
 from gptj_ft.errors import UsageError
-from gptj_ft.home import TINY_MODELS, downloaded_model, find_model, is_adapter, is_model, make_home, models
+from gptj_ft.home import (
+    TINY_MODELS,
+    downloaded_model,
+    find_model,
+    is_adapter,
+    is_model,
+    make_home,
+    models,
+    part_of_home,
+)
+from gptj_ft.plain_text import command_line
 from gptj_ft.recipe import Recipe
 
 
@@ -95,7 +105,8 @@ def choose_model(recipe: Recipe, source: Path) -> Path:
         folder = find_model(recipe.model)
         if is_adapter(folder):
             raise UsageError(
-                f"{folder} is an adapter; to train on from it, merge it first: gptj-ft convert --merge {folder}"
+                f"{folder} is an adapter; to train on from it, merge it first: "
+                f"{command_line('convert', '--merge', folder)}"
             )
         return folder
     found = downloaded_model()
@@ -125,6 +136,7 @@ def tiny_model(recipe: Recipe, source: Path) -> Path:
         from gptj_ft.tiny import make_tiny
 
         make_home()
+        part_of_home("models")
         try:
             make_tiny(folder, texts, recipe.seed, model_type=TINY_MODELS[name])
         except UsageError:

@@ -10,7 +10,7 @@ from typing import Any
 from gptj_ft.digests import digest_of
 from gptj_ft.durable import append_text, keep_folder, read_bytes
 from gptj_ft.errors import ResourceError
-from gptj_ft.home import home, make_home
+from gptj_ft.home import make_home, part_of_home
 
 
 class Journal:
@@ -24,7 +24,7 @@ class Journal:
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-        self.path = home() / "evaluations" / f"{digest[:32]}.jsonl"
+        self.path = part_of_home("evaluations") / f"{digest[:32]}.jsonl"
         self._found: dict[str, dict[int, Any]] = {}
         for kind, findings in self._lines() if self.path.is_file() else ():
             self._found.setdefault(kind, {}).update({int(row): value for row, value in findings.items()})

@@ -55,10 +55,11 @@ def command_line(*words: str | Path) -> str:
     Args:
         words: what follows the program's name; a path that begins with a dash would be taken for an option.
     """
-    return " ".join(["gptj-ft", *map(_quoted, words)])
+    return " ".join(["gptj-ft", *map(quoted, words)])
 
 
-def _quoted(word: str | Path) -> str:
+def quoted(word: str | Path) -> str:
+    r"""Return a word as a shell takes it; control characters are written out (``$'\x1b'``)."""
     text = f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
     if one_line(text) == text:
         return shlex.quote(text)

@@ -46,7 +46,7 @@ def show_job(console: Console, job: Job, verbose: bool = False) -> None:
     after = [
         ("results", f"in {folder}; figures in its metrics.jsonl{_TRACKED[recipe.report_to]}"),
         ("to stop", f"Ctrl-C ends the step and stops; {keeps}"),
-        ("to go on", whole(f"gptj-ft finetune --resume {folder}")),
+        ("to go on", whole(command_line("finetune", "--resume", Path(folder)))),
     ]
     panel(console, "The run", [*before, *plan_rows(session.plan, session.architecture.notes, verbose), *after])
 
@@ -232,8 +232,9 @@ def _seconds(seconds: float) -> str:
 
 def describe_best(run: str, best: Mapping[str, Any]) -> str:
     """Say that the best state came before the end, and how to have it."""
+    export = command_line("runs", "export", Path(run), "FOLDER", "--from", "best")
     where = (
-        f"it is kept: {whole(f'`gptj-ft runs export {run} FOLDER --from best`')}"
+        f"it is kept: {whole(f'`{export}`')}"
         if best["checkpoint"]
         else "--keep best,last keeps that state, --export best exports it"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from gptj_ft import durable
 from gptj_ft.digests import read_json
-from gptj_ft.durable import disk_bytes, files_in
+from gptj_ft.durable import disk_bytes, files_in, hidden_name
 from gptj_ft.errors import GptjFtError, UsageError
 from gptj_ft.home import RUNS, is_tuned, written_at
 from gptj_ft.lock import holder, locked
@@ -143,15 +144,26 @@ def leftovers(runs: Sequence[Run]) -> Iterator[list[Leftovers]]:
     """Find what runs do not need any more; nobody works on any of them before the end of the ``with`` block.
 
     A finished run needs neither state nor checkpoints. One that goes on needs everything but what a crash left behind.
+    Of one that was killed before it had its name, there is nothing but what the crash left.
 
     Raises:
         UsageError: one of them is not a run, or in use.
+        DataError: one holds a link to elsewhere.
     """
     with ExitStack() as stack:
         for run in runs:
-            run.recipe()
-            stack.enter_context(locked(run.folder, "cleaning"))
+            folder = hidden_name(run.folder, "starting")
+            if run.recipe_file.is_file() or not folder.is_dir() or folder.is_symlink():
+                run.recipe()
+                folder = run.folder
+            stack.enter_context(locked(folder, "cleaning"))
         yield [Leftovers(str(run.folder), paths := _not_needed(run), _freed_bytes(paths)) for run in runs]
+
+
+def tidy(run: Run) -> None:
+    """Remove what a run that is finished has left if it was cut off in its last moments; what it keeps stays."""
+    for path in (run.state, *_beside(run), *durable.leftovers_in(run.folder)):
+        durable.discard(path)
 
 
 def remove(found: Leftovers) -> None:
@@ -175,18 +187,24 @@ def _written_at(path: Path) -> float | None:
 
 
 def _not_needed(run: Run) -> list[Path]:
-    found = [*run.folder.glob("*.new"), *run.folder.glob("*.tmp"), *run.folder.glob(".*.partial-*")]
-    found += run.data.glob(".*.writing")
-    if is_tuned(run.model):
-        return [*found, *(path for path in (run.state, run.checkpoints) if path.exists())]
-    run.check_saved()
-    has_commit = (run.state / COMMIT).is_file()
-    found += run.state.glob("*.new") if has_commit else [run.state] if run.state.exists() else []
-    return [*found, *run.checkpoints.glob("*.tmp"), *run.checkpoints.glob("step-*/*.new")]
+    whole = [path for path in (run.state, run.checkpoints) if is_tuned(run.model) and path.exists()]
+    if run.recipe_file.is_file() and not is_tuned(run.model):
+        run.check_saved()
+        if run.state.exists() and not (run.state / COMMIT).is_file():
+            whole = [run.state]
+    left = [path for path in durable.leftovers_in(run.folder) if not any(path.is_relative_to(each) for each in whole)]
+    return [*_beside(run), *left, *whole]
+
+
+def _beside(run: Run) -> list[Path]:
+    """Return what was to become a run folder of this name."""
+    draft = hidden_name(run.folder, "starting")
+    return [draft] if os.path.lexists(draft) else []
 
 
 def _freed_bytes(paths: Sequence[Path]) -> int:
     """Return the space that is free once files are removed: not that of a file which keeps another name elsewhere."""
     files = [file for path in paths for file in (files_in(path) if path.is_dir() else [path])]
-    names = Counter((file.stat().st_dev, file.stat().st_ino) for file in files)
-    return disk_bytes(file for file in files if names[file.stat().st_dev, file.stat().st_ino] == file.stat().st_nlink)
+    found = {file: file.lstat() for file in files}
+    names = Counter((status.st_dev, status.st_ino) for status in found.values())
+    return disk_bytes(file for file, status in found.items() if names[status.st_dev, status.st_ino] == status.st_nlink)

@@ -1,4 +1,9 @@
-from gptj_ft.plain_text import escape_controls, one_line, without_secrets
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gptj_ft.plain_text import command_line, escape_controls, one_line, without_secrets
 
 
 def test_controls_are_written_out_and_other_text_stays() -> None:
@@ -25,3 +30,13 @@ def test_secrets_are_left_out_of_a_command_and_nothing_else() -> None:
     assert without_secrets(typed) == shown
     harmless = ["finetune", "--set", "generation.max_new_tokens=4", "--set", "micro_batch_tokens=99", "hub:a/b", "keys"]
     assert without_secrets(harmless) == harmless
+
+
+@pytest.mark.parametrize("name", ["a b", "$(touch pwned)", "-dash", "it's", "b\\s", "a\nb\x1b[2J'\\"])
+def test_a_command_to_copy_names_the_very_path_and_nothing_else(name: str, tmp_path: Path) -> None:
+    command = command_line("finetune", "--resume", Path(name))
+    assert one_line(command) == command
+    script = f'gptj-ft() {{ printf "%s\\0" "$@"; }}\n{command}'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.split("\0")[:-1] == ["finetune", "--resume", f"./{name}" if name[0] == "-" else name]
+    assert not list(tmp_path.iterdir())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -131,7 +133,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, trace: Trace, request: pytest
         patch.setenv("GPTJ_FT_HOME", "home")
         with patch.context() as stopping:
             stopping.setattr(trainer, "rows_of_step", stop_at(2))
-            typed(f"finetune {RUN} {DISK} --max-steps 3 --save-every 1 --keep 1 --data rows.jsonl --output stopped")
+            typed(f"finetune {RUN} {DISK} --max-steps 4 --save-every 1 --keep 1 --data rows.jsonl --output stopped")
         shutil.copytree("stopped", "finished")
         with trace.under(folder / "finished", resumed):
             assert typed("finetune --resume finished") == 0
@@ -185,7 +187,7 @@ def linked(path: Path, outside: Outside, kept: Path, made_of_dots: bool = False)
         durable.remove(path)
         for parent in missing[-1:]:
             durable.remove(parent)
-        if existed:
+        if existed and path.parent.is_dir():
             kept.rename(path)
 
 
@@ -221,6 +223,7 @@ def test_no_link_is_followed_even_if_it_comes_after_the_folder_was_looked_at(mad
                 typed(f"finetune --resume {shlex.quote(str(run))}")
                 assert outside.is_untouched(), name
         shutil.rmtree(run)
+        durable.remove(tmp_path / "kept")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -339,3 +342,88 @@ def test_what_is_private_is_for_its_owner_alone_and_what_is_handed_on_is_as_the_
     os.umask(umask)
     shared = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (made.folder / "finished" / "model").iterdir()}
     assert set(shared.values()) == {0o666 & ~umask}, shared
+
+
+def test_what_a_kill_can_leave_has_a_name_that_cleaning_knows_and_a_finished_run_tidies_itself(
+    made: Made, tmp_path: Path, shell: Shell
+) -> None:
+    done, stopped = tmp_path / "done", tmp_path / "stopped"
+    shutil.copytree(made.folder / "finished", done)
+    shutil.copytree(made.folder / "stopped", stopped)
+    ends = {*modes_in(done), *modes_in(stopped), "run.lock"}
+    whole = re.compile(r"checkpoints/step-\d+(/(layer-\d+\.safetensors|manifest\.json))?")
+    passing = [name for name in made.resumed if name not in ends and not whole.fullmatch(name)]
+    tops = {name for name in passing if not any(str(parent) in passing for parent in Path(name).parents)}
+    assert {"metrics.new", "report.new", "state/.direct", "state/layer-000.spare.new"} <= tops
+    for form in (r"\.model\.partial-\d+", r"checkpoints/step-\d+\.tmp"):
+        assert [name for name in tops if re.fullmatch(form, name)], form
+    assert not [name for name in tops if not durable.is_leftover(Path(name).name)]
+    beside = durable.hidden_name(tmp_path / "done", "starting")
+    for run in (done, stopped):
+        before = content(run)
+        for name in tops:
+            (run / name).parent.mkdir(exist_ok=True)
+            (run / name).write_bytes(b"x")
+        if run == stopped:
+            assert shell("runs clean", run).code == 0
+        else:
+            beside.mkdir()
+            (run / "report.html").unlink()
+            assert shell("finetune --resume", run).code == UsageError.exit_code
+            assert (run / "report.html").is_file()
+            assert not beside.exists()
+        assert content(run).keys() == before.keys()
+        assert {name: data for name, data in content(run).items() if name not in ("report.html", "run.lock")} == {
+            name: data for name, data in before.items() if name not in ("report.html", "run.lock")
+        }
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and not durable.is_leftover(path.name))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def refusing(number: int, *names: str) -> Callable[..., int]:
+    """Return what stands in for opening files, and does not open those."""
+    opened = os.open
+
+    def refuse(path: str | Path, *others: int, **more: int | None) -> int:
+        if Path(path).name in names:
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *others, **more)
+
+    return refuse
+
+
+def test_what_the_system_refuses_is_a_line_and_a_convenience_fails_no_run(
+    made: Made, tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(made.folder)
+    monkeypatch.setenv("GPTJ_FT_HOME", "home")
+    run = tmp_path / "run"
+    for number, code in ((errno.EACCES, 2), (errno.EROFS, 4), (errno.EIO, 4)):
+        shutil.copytree(made.folder / "stopped", run)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", refusing(number, "log.txt"))
+            outcome = shell("finetune --resume", run)
+        assert outcome.code == code, outcome
+        assert f"{run}/log.txt: {os.strerror(number)}; " in outcome.err
+        assert "Traceback" not in outcome.err
+        shutil.rmtree(run)
+    shutil.copytree(made.folder / "stopped", run)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refusing(errno.EACCES, "newest-run.new", "machine.new"))
+        assert shell("finetune --resume", run).code == 0
+    (tmp_path / "circle").symlink_to("circle")
+    for line in (
+        f"finetune {RUN} --data rows.jsonl --output rows.jsonl/run",
+        f"finetune {RUN} --data rows.jsonl --output {'x' * 300}",
+        f"finetune {RUN} --data {tmp_path}/circle",
+        f"evaluate {'x' * 5000}",
+        f"finetune --resume {'x' * 300}",
+        f"runs verify {tmp_path}/circle",
+        "prepare-data --data rows.jsonl --model tiny --recipe summarization --output rows.jsonl/prepared",
+        f"convert finished/model rows.jsonl/{'x' * 300}",
+    ):
+        outcome = shell(line)
+        assert outcome.code == UsageError.exit_code, (line, outcome)

@@ -32,6 +32,7 @@ from gptj_ft.options import (
     complete_model,
     option_of,
 )
+from gptj_ft.plain_text import command_line
 from gptj_ft.recipe import Generation, Recipe, Resolved, resolve
 from gptj_ft.stopping import every_ctrl_c
 
@@ -220,7 +221,8 @@ def _answer_file(asker: Asker, planned: Questionnaire, rows: Path, dry_run: bool
         panel(console, "Answered", shown)
         recipe = asker.recipe
         if recipe.metrics:
-            next_steps(console, f"gptj-ft evaluate --predictions {output} --data {rows} --recipe {recipe.recipe}")
+            words = ("--predictions", output, "--data", rows, "--recipe", recipe.recipe)
+            next_steps(console, command_line("evaluate", *words))
 
     out.finish(facts, str(output), show)
 

@@ -12,6 +12,7 @@ from gptj_ft.commands.push import send
 from gptj_ft.commands.terminal import Output, print_note
 from gptj_ft.errors import UsageError
 from gptj_ft.options import Json, Quiet
+from gptj_ft.plain_text import command_line
 from gptj_ft.stopping import stop_says
 
 if TYPE_CHECKING:
@@ -99,7 +100,10 @@ def convert(
         send(home.find_model(str(source)), push, public, dry_run, out)
         return
     source = source or _downloaded()
-    target = target or home.model_folder(source.name.split("--")[-1])
+    if target is None:
+        home.make_home()
+        home.part_of_home("models")
+        target = home.model_folder(source.name.split("--")[-1])
     report = _convert(source, target, conversion, out)
     if push is not None:
         send(target, push, public, dry_run, out)
@@ -151,8 +155,8 @@ def _show(console: Console, target: Path, report: ConvertReport, to: str) -> Non
     if to == "mesh":
         return
     if any((target / name).is_file() for name in home.TOKENIZER_FILES):
-        model = "" if target == home.downloaded_model() else f" --model {target}"
-        next_steps(console, f"gptj-ft finetune --recipe summarization --data my.jsonl{model}")
+        model = () if target == home.downloaded_model() else ("--model", target)
+        next_steps(console, command_line("finetune", "--recipe", "summarization", "--data", "my.jsonl", *model))
     else:
         say(console, "the source has no tokenizer: copy one's files there, or repeat with --tokenizer FOLDER")
 

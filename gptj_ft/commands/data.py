@@ -26,6 +26,7 @@ from gptj_ft.options import (
     Seed,
     option_of,
 )
+from gptj_ft.plain_text import command_line
 from gptj_ft.recipe import Recipe, resolve
 from gptj_ft.stopping import stop_says
 
@@ -104,8 +105,8 @@ def _show(console: Console, done: Preparation, num_examples: int | None) -> None
     show_examples(console, done.prepared, done.tokenizer.decode, num_examples)
     page = [("report", whole(str(done.targets.report)))] if done.targets.report else []
     panel(console, "Written", [("tokens", whole(str(done.targets.folder))), *page])
-    model = f" --model {done.recipe.model}" if done.recipe.model else ""
-    next_steps(console, f"gptj-ft finetune --recipe {done.recipe.recipe} --data {done.targets.folder}{model}")
+    model = ("--model", done.recipe.model) if done.recipe.model else ()
+    next_steps(console, command_line("finetune", "--recipe", done.recipe.recipe, "--data", done.targets.folder, *model))
 
 
 @cache_app.command("list")

@@ -10,6 +10,7 @@ import typer
 from gptj_ft.commands.terminal import Output
 from gptj_ft.errors import UsageError
 from gptj_ft.options import Json, Quiet
+from gptj_ft.plain_text import command_line
 from gptj_ft.stopping import stop_says
 
 if TYPE_CHECKING:
@@ -70,4 +71,4 @@ def _show(console: Console, report: DownloadReport, dry_run: bool) -> None:
         panel(console, "", [*rows, ("disk", f"{gigabytes(report.bytes)} would go into {report.folder}, where {free}")])
         return
     panel(console, "Downloaded", [*rows, ("size", gigabytes(report.bytes)), ("folder", whole(str(report.folder)))])
-    next_steps(console, "gptj-ft convert" + ("" if report.folder == default_download() else f" {report.folder}"))
+    next_steps(console, command_line("convert", *([] if report.folder == default_download() else [report.folder])))

@@ -11,6 +11,7 @@ from gptj_ft.commands.help import Commands
 from gptj_ft.commands.terminal import Output, print_json
 from gptj_ft.errors import DataError
 from gptj_ft.options import Json, Quiet, complete_run
+from gptj_ft.plain_text import command_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -107,6 +108,6 @@ def export_run(
 
     def show(console: Console) -> None:
         console.print(f"model after {step} steps: {target}")
-        next_steps(console, f"gptj-ft evaluate {target} --data FILE")
+        next_steps(console, command_line("evaluate", target, "--data", "FILE"))
 
     Output(as_json, quiet).finish({"model": str(target), "step": step}, str(target), show)

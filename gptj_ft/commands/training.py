@@ -134,8 +134,13 @@ def finetune(
         if start is not None and resume is None:
             raise UsageError("--from names a checkpoint of a run: add --resume RUN")
         if resume is not None:
-            with out.activity("reading the run"):
-                job = command.resumed(resume, flags, config, as_tuple(assignments), start)
+            try:
+                with out.activity("reading the run"):
+                    job = command.resumed(resume, flags, config, as_tuple(assignments), start)
+            except command.Finished:
+                if not (resume.expanduser() / "report.html").is_file():  # it was cut off in its last moment
+                    write_page(str(resume.expanduser()), out.notes)
+                raise
         else:
             resolved = fetched(resolve(flags, config, as_tuple(assignments)), offline, out)
 

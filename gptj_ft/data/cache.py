@@ -17,7 +17,7 @@ from gptj_ft.data.tokenizer import tokenizer_digest
 from gptj_ft.digests import read_json
 from gptj_ft.durable import discard, disk_bytes, files_in, keep_folder
 from gptj_ft.errors import DataError, ResourceError, UsageError
-from gptj_ft.home import home, make_home
+from gptj_ft.home import make_home, part_of_home
 from gptj_ft.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -51,9 +51,11 @@ def prepare_once(
     folder = cache() / _key(recipe, tokenizer, source, vocab_size)
     if is_prepared(folder):
         try:
-            return load(folder)
+            if not folder.is_symlink():
+                return load(folder)
         except DataError:  # damaged
-            discard(folder)
+            pass
+        discard(folder)
     prepared = prepare(recipe, tokenizer, source, vocab_size, progress)
     with suppress(ResourceError, UsageError, OSError):
         make_home()
@@ -88,7 +90,7 @@ def clear() -> int:
 
 def cache() -> Path:
     """Return the folder in which prepared data is kept."""
-    return home() / "data"
+    return part_of_home("data")
 
 
 def _key(recipe: Recipe, tokenizer: RowTokenizer, source: Path, vocab_size: int) -> str:

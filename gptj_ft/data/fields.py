@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-import shlex
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 from gptj_ft.data.chat import ASSISTANT, MESSAGES, REPLY, SYSTEM, is_chat, read_conversation, up_to_the_last_answer
 from gptj_ft.data.placeholders import fields_of, parse_template, render
 from gptj_ft.errors import DataError, RowSkipped, did_you_mean
-from gptj_ft.plain_text import one_line, shortened
+from gptj_ft.plain_text import quoted, shortened
 from gptj_ft.recipe import Recipe
 
 LABEL = "label"  # the field whose values `labels` translates
@@ -208,16 +207,14 @@ def _how_to_name(field: str, free: Sequence[str]) -> str:
     """Return what to type where no column is recognised."""
     separator = next((each for each in NOT_IN_A_NAME if len(free) == 1 and each in free[0]), None)
     if separator is not None:
-        return (
-            f"if that is several columns, say what separates them: --set delimiter={shlex.quote(one_line(separator))}"
-        )
+        return f"if that is several columns, say what separates them: --set delimiter={quoted(separator)}"
     return f"name yours with --map {_pair(field, free[0] if len(free) == 1 else '')}"
 
 
 def _pair(field: str, column: str) -> str:
     """Return what names a column, as a shell takes it; COLUMN stands for one that cannot be typed there."""
     can_be_typed = column.strip() and shortened(column) == column and not any(each in column for each in NOT_IN_A_NAME)
-    return shlex.quote(f"{field}={column}") if can_be_typed else f"{field}=COLUMN"
+    return quoted(f"{field}={column}") if can_be_typed else f"{field}=COLUMN"
 
 
 def _listed(columns: Sequence[str]) -> str:

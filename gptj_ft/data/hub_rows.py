@@ -18,7 +18,7 @@ from urllib.parse import quote
 from gptj_ft.data.hub_layout import TRAIN, Layout, Part, layout_of
 from gptj_ft.durable import read_text, replace_text, require_plain
 from gptj_ft.errors import NoSuchRevision, Unreachable, UsageError
-from gptj_ft.home import home, make_home
+from gptj_ft.home import make_home, part_of_home
 from gptj_ft.hub import open_network
 from gptj_ft.hub_files import HubFile, Repository, fetch_files, is_there, look_up, writing
 from gptj_ft.lock import locked
@@ -84,7 +84,7 @@ def parse(data: str) -> Reference:
 
 def datasets() -> Path:
     """Return the folder in which data sets of the Hub are kept."""
-    return home() / "datasets"
+    return part_of_home("datasets")
 
 
 def local_folder(data: str) -> Path:
