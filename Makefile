@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint install clean
+.PHONY: demo test lint mutants install clean
 
 install: .venv/installed
 
@@ -23,5 +23,9 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Half an hour: what the tests of the core would not notice.
+mutants: install
+	$(BIN)/python tests/support/mutants.py --sample 300
+
 clean:
-	rm -rf .venv .demo
+	rm -rf .venv .demo .mutants

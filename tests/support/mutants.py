@@ -1,0 +1,338 @@
+"""Mutation testing: does a test fail when a line of the core says something else?
+
+``make mutants`` draws mutants of the modules below by a seed, runs for each the tests that reach its line, and prints
+those that no test noticed. A mutant is one change of one expression or statement: another comparison, operator, number
+or boolean, a condition turned round, a call left out. Mutants that change no behaviour are listed, with the reason, in
+``equivalent_mutants.json``; they are not counted.
+
+Which tests reach a line is traced once, and kept in ``.mutants/``. Then each mutant runs in a fork of a process that
+has imported torch and pytest, but nothing of the package: an import hook hands out the changed module, and no file
+changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import hashlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+ROOT = TESTS.parent
+PACKAGE = ROOT / "gptj_ft"
+KEPT = ROOT / ".mutants"
+EQUIVALENT = Path(__file__).with_name("equivalent_mutants.json")
+
+SOURCES = (
+    "streaming.py", "stack.py", "passage.py", "buffers.py", "boundaries.py", "optimizer.py", "movement.py",
+    "checkpoint.py", "stores/__init__.py", "stores/device.py", "stores/host.py", "stores/disk.py", "stores/folder.py",
+    "stores/queue.py", "stores/statefile.py", "stores/extents.py", "stores/placement.py", "data/template.py",
+    "data/split.py", "data/batches.py", "metrics/__init__.py", "metrics/bootstrap.py", "metrics/figures.py",
+    "metrics/labels.py", "metrics/language_model.py", "metrics/relations.py", "metrics/rouge.py", "metrics/squad.py",
+)  # fmt: skip
+SUITE = (
+    "test_streaming.py", "test_optimizer.py", "test_lora.py", "test_freezing.py", "test_gpt2.py", "test_extents.py",
+    "test_moments.py", "test_keeping.py", "test_crash.py", "test_data_template.py", "test_data_chat.py",
+    "test_data_batches.py", "test_data_prepare.py", "test_metrics.py", "test_decoding.py", "test_evaluate.py",
+    "test_plan.py", "test_runs.py", "test_finetune.py",
+)  # fmt: skip
+LEAST_TESTS = 12  # for a mutant, the quickest of those that reach its line,
+MOST_SECONDS = 40.0  # and as many more as take so long
+PATIENCE = 90.0  # seconds more than its tests took before, and it hangs
+COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv, ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.Pow: ast.Mult,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one module.
+
+    Attributes:
+        file: module, below the package.
+        line: number of its line.
+        before, after: source of the node that changes.
+        source: of the whole module, changed.
+    """
+
+    file: str
+    line: int
+    before: str
+    after: str
+    source: str
+
+    @property
+    def key(self) -> list[str]:
+        """Name it without line numbers, which change."""
+        return [self.file, self.before, self.after]
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.before}  ->  {self.after}"
+
+
+def mutants_of(file: str) -> list[Mutant]:
+    """Return every mutant of a module."""
+    text = (PACKAGE / file).read_text(encoding="utf-8")
+    starts = [0]
+    for line in text.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    found = []
+    for node in _nodes(ast.parse(text)):
+        for changed in _changes(node):
+            begin = starts[node.lineno - 1] + node.col_offset
+            end = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+            raw, after = text.encode(), ast.unparse(changed)
+            replacement = after if isinstance(node, ast.stmt) else f"({after})"
+            source = (raw[:begin] + replacement.encode() + raw[end:]).decode()
+            found.append(Mutant(file, node.lineno, ast.unparse(node), after, source))
+    return found
+
+
+def _nodes(tree: ast.AST) -> Iterator[Any]:
+    """Yield the nodes that behaviour depends on: no annotations, messages of errors, assertions, docstrings."""
+    for name, value in ast.iter_fields(tree):
+        if name in ("annotation", "returns", "decorator_list", "type_comment"):
+            continue
+        for node in value if isinstance(value, list) else [value]:
+            is_skipped = isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom)
+            is_typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            is_check = isinstance(node, ast.keyword) and node.arg == "strict"  # of `zip`: an assertion
+            if isinstance(node, ast.AST) and not (is_skipped or is_typing or is_check):
+                if hasattr(node, "lineno"):
+                    yield node
+                yield from _nodes(node)
+
+
+def _changes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what a node may be changed into."""
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARED:
+        yield _with(node, ops=[COMPARED[type(node.ops[0])](), *node.ops[1:]])
+    elif isinstance(node, ast.BinOp) and type(node.op) in COMPUTED:
+        if not (isinstance(node.left, ast.Constant) and isinstance(node.left.value, str)):
+            yield _with(node, op=COMPUTED[type(node.op)]())
+    elif isinstance(node, ast.BoolOp):
+        yield _with(node, op=ast.Or() if isinstance(node.op, ast.And) else ast.And())
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
+        yield node.operand
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield ast.Constant(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        yield ast.Constant(node.value + 1)
+    elif isinstance(node, ast.IfExp):
+        yield _with(node, body=node.orelse, orelse=node.body)
+    elif isinstance(node, ast.AugAssign):
+        yield _with(node, op=COMPUTED[type(node.op)]()) if type(node.op) in COMPUTED else ast.Pass()
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield ast.Pass()
+    elif isinstance(node, ast.Break):
+        yield ast.Continue()
+    elif isinstance(node, ast.Continue):
+        yield ast.Pass()
+
+
+def _with(node: ast.AST, **fields: Any) -> ast.AST:
+    changed = copy.copy(node)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    return changed
+
+
+class Reached:
+    """A plugin of pytest that notes which lines of the sources each test runs, on whatever thread, and for how long."""
+
+    def __init__(self) -> None:
+        self.tests: dict[str, dict[str, Any]] = {}
+        self._lines: set[tuple[str, int]] = set()
+        self._names = {str(PACKAGE / file): file for file in SOURCES}
+
+    def _enter(self, frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
+        name = self._names.get(frame.f_code.co_filename)
+        if name is None:
+            return None
+
+        def line(frame: FrameType, event: str, argument: object) -> Any:
+            if event == "line":
+                self._lines.add((name, frame.f_lineno))
+            return line
+
+        return line
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._lines, self._began = set(), time.monotonic()
+        threading.settrace(self._enter)
+        sys.settrace(self._enter)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+        lines = defaultdict(list)
+        for file, number in sorted(self._lines):
+            lines[file].append(number)
+        self.tests[nodeid] = {"seconds": time.monotonic() - self._began, "lines": lines}
+
+
+class Changed(importlib.abc.MetaPathFinder):
+    """Hands out one module of the package as a mutant has it."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        path = PACKAGE / mutant.file
+        names = ["gptj_ft", *Path(mutant.file).with_suffix("").parts]
+        self._name = ".".join(names[:-1] if names[-1] == "__init__" else names)
+        self._source, self._path, self._is_package = mutant.source, str(path), names[-1] == "__init__"
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        source = self._source
+
+        class Loader(importlib.machinery.SourceFileLoader):
+            def get_code(self, fullname: str) -> Any:
+                return compile(source, self.path, "exec", dont_inherit=True)
+
+        places = [str(Path(self._path).parent)] if self._is_package else None
+        loader = Loader(fullname, self._path)
+        return importlib.util.spec_from_file_location(
+            fullname, self._path, loader=loader, submodule_search_locations=places
+        )
+
+
+def in_fork(work: Callable[[], int], seconds: float) -> int | None:
+    """Run something in a fork, in silence; return its exit code, or ``None`` if it hung."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        silence = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(silence, descriptor)
+        code = 70
+        try:
+            code = int(work())
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def trace() -> dict[str, dict[str, Any]]:
+    """Return what each test reaches; traced anew when a source or a test has changed."""
+    files = sorted([*(PACKAGE / name for name in SOURCES), *(TESTS / name for name in SUITE)])
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    path = KEPT / f"reached-{digest}.json"
+    if not path.is_file():
+        KEPT.mkdir(exist_ok=True)
+
+        def work() -> int:
+            import pytest
+
+            plugin = Reached()
+            code = pytest.main(["-q", "-m", "not slow", "-p", "no:cacheprovider", *_suite()], plugins=[plugin])
+            new = path.with_suffix(".new")
+            new.write_text(json.dumps(plugin.tests), encoding="utf-8")
+            new.rename(path)
+            return int(code)
+
+        print("tracing which tests reach which lines, once: some minutes", flush=True)
+        if code := in_fork(work, 3600):
+            print(f"some tests failed while they were traced (exit code {code}): they are left in", flush=True)
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _suite() -> list[str]:
+    return [str(TESTS / name) for name in SUITE]
+
+
+def tests_for(mutant: Mutant, reached: dict[str, dict[str, Any]]) -> tuple[list[str], float]:
+    """Return the tests to run for a mutant, quickest first, and their seconds; of a line run on import, of the file."""
+    by_line = [name for name, facts in reached.items() if mutant.line in facts["lines"].get(mutant.file, ())]
+    names = by_line or [name for name, facts in reached.items() if mutant.file in facts["lines"]]
+    chosen, total = [], 0.0
+    for name in sorted(names, key=lambda name: float(reached[name]["seconds"])):
+        seconds = float(reached[name]["seconds"])
+        if len(chosen) >= LEAST_TESTS and total + seconds > MOST_SECONDS:
+            break
+        chosen.append(name)
+        total += seconds
+    return chosen, total
+
+
+def try_mutant(mutant: Mutant, reached: dict[str, dict[str, Any]]) -> str:
+    """Return ``caught``, ``hung``, ``survived`` or ``not reached``."""
+    names, seconds = tests_for(mutant, reached)
+    if not names:
+        return "not reached"
+
+    def work() -> int:
+        import pytest
+
+        sys.meta_path.insert(0, Changed(mutant))
+        return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *(str(ROOT / name) for name in names)]))
+
+    code = in_fork(work, 2 * seconds + PATIENCE)
+    return "hung" if code is None else "survived" if code == 0 else "caught"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw mutants, try each, print those that survive."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sample", type=int, default=300, help="mutants to draw; 0: all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", help="of this module alone, e.g. optimizer.py")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args(arguments)
+    os.chdir(ROOT)
+    sys.path[:0] = [str(ROOT), str(TESTS)]
+    os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+    import pytest  # noqa: F401
+    import torch
+    import transformers
+
+    _ = transformers.GPTJForCausalLM, transformers.GPT2LMHeadModel, transformers.AutoTokenizer
+    torch.set_num_threads(1)
+    reached = trace()
+    equivalent = {tuple(each["mutant"]) for each in json.loads(EQUIVALENT.read_text(encoding="utf-8"))}
+    drawn = [mutant for file in SOURCES if options.only in (None, file) for mutant in mutants_of(file)]
+    random.Random(options.seed).shuffle(drawn)
+    drawn = [each for each in drawn[: options.sample or None] if tuple(each.key) not in equivalent]
+    results: dict[str, list[Mutant]] = defaultdict(list)
+    with ThreadPoolExecutor(options.jobs) as threads:
+        for mutant, result in zip(drawn, threads.map(lambda each: try_mutant(each, reached), drawn), strict=True):
+            results[result].append(mutant)
+            if result in ("survived", "not reached"):
+                print(f"{result}: {mutant}", flush=True)
+    caught = len(results["caught"]) + len(results["hung"])
+    print(f"{caught} of {len(drawn)} mutants were caught, {100 * caught / max(1, len(drawn)):.1f} %", flush=True)
+    return int(caught < 0.95 * len(drawn))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
