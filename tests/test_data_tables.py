@@ -126,6 +126,9 @@ def test_the_line_of_a_bad_row_is_that_of_the_file_in_every_encoding(tmp_path: P
         path.write_bytes(text.encode(encoding))
         with pytest.raises(DataError, match=r"\.csv:5: 3 cells, the header has 2"):
             read(path, delimiter=";")
+    path.write_bytes("größer\n".encode("utf-16-le") * 30_000 + b"\0\xd8\n\0")
+    with pytest.raises(DataError, match=r"\.csv:30001: not UTF-16: byte 0x00 has no meaning there"):
+        read(path)
 
 
 def test_the_separator_that_is_named_is_taken_and_so_is_the_one_of_excels_first_line(tmp_path: Path) -> None:
@@ -143,16 +146,14 @@ def test_the_separator_that_is_named_is_taken_and_so_is_the_one_of_excels_first_
 
 
 def test_a_table_whose_texts_hold_separators_is_still_separated_as_its_name_says(tmp_path: Path) -> None:
-    path, findings = tmp_path / "a.csv", Findings()
-    for text in (
-        "text\none; two\nthree; four | five\n",
-        "a,b\nx;y,1\nz;w,2\n",
-        "a;x,b;y\n1;2,3;4\n",
-        "a,b\n1,2\n3\n4\n",
-    ):
+    path, findings = tmp_path / "a.csv", Findings(most_bad=9)
+    for text in ("text\none; two\nthree; four | five\n", "a,b\nx;y,1\nz;w,2\n", "a;x,b;y\n1;2,3;4\n",
+                 "a,b\n1,2\n3\n4\n", "note; free text\none\ntwo; three\n"):  # fmt: skip
         path.write_text(text)
         names = text.partition("\n")[0].split(",")
-        assert list(read(path, Findings(most_bad=9))[0]) == names
+        assert list(read(path, findings)[0]) == names
+    (tmp_path / "a.tsv").write_text("text\none, two\n")
+    assert read(tmp_path / "a.tsv", findings) == [{"text": "one, two"}]
     assert not findings.notes
 
 
@@ -395,7 +396,8 @@ def test_what_lies_around_a_table_in_a_sheet_is_no_part_of_it(tmp_path: Path) ->
         (4, {"document": "one", "summary": "1"}), (6, {"document": "two", "summary": "2"}),
     ]  # fmt: skip
     assert not findings.notes
-    workbook(path, {"Sheet": [["document", "summary"], ["one", "1", "aside"]]})
+    edited(workbook(path, {"Sheet": [["document", "summary"], ["one", "1", "aside"]]}), SHEET, lambda xml: xml.replace(
+        'ref="A1:C2"', 'ref="A1"'))  # fmt: skip
     assert read(path, findings) == [{"document": "one", "summary": "1"}]
     assert list(findings.notes) == [f"{path}: what stands to the right of the last named column is left out"]
 
