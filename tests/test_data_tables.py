@@ -197,6 +197,14 @@ def test_what_is_not_windows_1252_by_its_letters_is_not_read_as_such(
     assert read(path, encoding=encoding, documents="file") == [{"text": content.decode(encoding)}]
 
 
+@pytest.mark.parametrize(("pieces", "encoding"), [
+    ([b"caf\xe9"], "cp1252"), ([b"caf\xc3", b"\xa9 ", b"ol\xc3\xa9"], "utf-8"), ([b"\xc3", b"ab", b"\xa9"], "cp1252"),
+    ([b"abc", b""], "utf-8"), ([], "utf-8"),
+])  # fmt: skip
+def test_an_encoding_is_guessed_wherever_a_text_is_cut_into_pieces(pieces: list[bytes], encoding: str) -> None:
+    assert guess_encoding(lambda: pieces) == encoding
+
+
 def test_a_damaged_text_in_utf8_is_not_taken_for_another_encoding(tmp_path: Path) -> None:
     content = ("déjà vu, " * 9).encode() + b"\xe9 " + "été".encode()
     path = tmp_path / "a.txt"
@@ -213,6 +221,9 @@ def test_an_encoding_that_is_named_is_taken_at_its_word(tmp_path: Path) -> None:
     path.write_bytes("document,summary\nZażółć gęślą,jaźń\n".encode("cp1250"))
     assert read(path, findings, encoding="cp1250") == [{"document": "Zażółć gęślą", "summary": "jaźń"}]
     assert not findings.notes
+    path.write_bytes("document,summary\nä,ö\n".encode("utf-16"))
+    assert read(path, encoding="utf-16") == [{"document": "ä", "summary": "ö"}]
+    path.write_bytes("document,summary\nZażółć gęślą,jaźń\n".encode("cp1250"))
     with pytest.raises(DataError, match=r"a\.csv:2: not ascii: byte 0xbf has no meaning there"):
         read(path, encoding="ascii")
     for name in ("nonsense", "hex", "a\0b"):

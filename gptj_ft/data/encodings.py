@@ -7,6 +7,7 @@ import io
 import re
 import unicodedata
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -76,10 +77,10 @@ def guess_encoding(pieces: Callable[[], Iterable[bytes]]) -> str:
         return UTF8
     decoder = codecs.getincrementaldecoder(UTF8)("surrogateescape")
     wrong = characters = beyond_ascii = odd = 0
-    for piece in pieces():
+    for piece in chain(pieces(), [b""]):
         if len(piece.translate(None, UNDEFINED)) < len(piece):
             return UTF8
-        escaped = decoder.decode(piece)
+        escaped = decoder.decode(piece, final=not piece)
         wrong += len(escaped) - len(without_wrong := escaped.encode(UTF8, "ignore").decode(UTF8))
         characters += len(without_wrong) - len(without_wrong.encode("ascii", "ignore"))
         beyond_ascii += len(piece.translate(None, ASCII))
