@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -101,6 +103,17 @@ def test_what_goes_wrong_with_a_template_is_one_line(source: str) -> None:
 )  # fmt: skip
 def test_what_prompts_and_chat_templates_use_works(source: str, text: str) -> None:
     assert render(source, VALUES) == text
+
+
+@pytest.mark.parametrize("replacing", ["a.replace('a', a)", "a | replace('a', a)", "a.join(a | list)", "a | join(a)"])
+def test_what_would_be_too_long_is_not_made_first(replacing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "UNITS", 2**15)
+    tracemalloc.start()
+    with pytest.raises(UsageError, match="repeats or writes far more"):
+        render("{% set a = range(4000) | join('a') %}{{ " + replacing + " }}", VALUES)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**24
 
 
 def test_the_bound_grows_with_the_values() -> None:

@@ -19,6 +19,7 @@ from gptj_ft.screen import PlainConsole
 
 # Clears the screen; writes the clipboard; a C1 sequence introducer; bell, backspaces and a return, to overwrite a line.
 HOSTILE = "\x1b[2J\x1b]52;c;QUJD\x07\x9b2J\x08\x08\rok\u202e"
+SECRET = "hf_" + "a1B2c3D4" * 4
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
@@ -69,8 +70,9 @@ def test_no_control_character_of_others_reaches_the_terminal_and_no_row_a_log(
     run = tmp_path / "runs" / f"run{HOSTILE}"
     typed(
         f"finetune {small} --max-steps 2 --batch-size 4 --precision fp32 --set sample_rows=1 "
-        "--set generation.max_new_tokens=4 --data", rows, "--output", run,
+        f"--set generation.max_new_tokens=4 --set about={SECRET} --data", rows, "--output", run,
     )  # fmt: skip
+    assert SECRET not in (run / "environment.json").read_text()
     assert "run" in typed("runs list")
     typed("runs verify", run)
     typed("report", run)
