@@ -162,6 +162,7 @@ def test_several_columns_hold_right_answers_of_which_the_first_is_trained_on(nam
     assert read_fields({**row, "summary1": None, "summary2": ["two", "zwei"]}, columns, chosen).references == [
         "two", "zwei", "ten",
     ]  # fmt: skip
+    assert read_fields({**row, "summary1": " "}, columns, chosen).values["summary"] == "ten"
     with pytest.raises(RowSkipped, match=r"no value for columns 'summary1\+summary2\+summary10'"):
         read_fields({"dialogue": "d"}, columns, chosen)
 
