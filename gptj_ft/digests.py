@@ -16,6 +16,7 @@ import xxhash
 
 from gptj_ft.durable import inside, open_file, read_text, replace_text
 from gptj_ft.errors import DataError, ResourceError
+from gptj_ft.home import ADAPTER_CONFIG
 
 KEY = "xxh3_128"  # of everything else in the object
 FOLDER_DIGESTS = "digests.json"  # of the files beside it
@@ -43,6 +44,13 @@ def digest_of_file(path: Path) -> str:
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     return digest.hexdigest()
+
+
+def _digest_in_folder(path: Path) -> str:
+    """Return the digest of a file of a model folder; where the base of an adapter is may be changed in its file."""
+    if path.name != ADAPTER_CONFIG:
+        return digest_of_file(path)
+    return digest_of({key: value for key, value in read_json(path).items() if key != "base_model_name_or_path"})
 
 
 def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,7 +106,7 @@ def folder_digests(folder: Path, known: Mapping[str, str]) -> dict[str, Any]:
         known: digests of files that need not be read for it, by name.
     """
     names = sorted(path.name for path in folder.iterdir() if path.name not in FREE)
-    return sealed({"files": {name: known.get(name) or digest_of_file(folder / name) for name in names}})
+    return sealed({"files": {name: known.get(name) or _digest_in_folder(folder / name) for name in names}})
 
 
 def check_file(path: Path) -> None:
@@ -108,7 +116,7 @@ def check_file(path: Path) -> None:
         DataError: it is not what was written.
     """
     expected = _digests_in(path.parent).get(path.name)
-    if expected is not None and (not path.is_file() or digest_of_file(path) != expected):
+    if expected is not None and (not path.is_file() or _digest_in_folder(path) != expected):
         raise DataError(
             f"{path} is damaged, or was edited: it is not what was written. Put it back from a copy; to use the folder "
             f"as it is, remove {FOLDER_DIGESTS} from it"

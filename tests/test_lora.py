@@ -379,6 +379,10 @@ def test_adapters_that_would_be_something_else_are_refused(change, message: str,
     folder = shutil.copytree(straight[1].model, tmp_path / "adapter")
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, **change}))
+    if "base_model_name_or_path" not in change:  # that may be changed by anybody
+        done = shell("convert --merge", folder)
+        assert (done.code, "adapter_config.json is damaged, or was edited" in done.err) == (3, True), done.err
+        (folder / "digests.json").unlink()
     done = shell("convert --merge", folder)
     assert (done.code, message in done.err) == (2, True), done.err
 
