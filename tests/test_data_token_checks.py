@@ -129,7 +129,7 @@ def test_a_row_is_refused_exactly_if_it_is_bad(rows: list[Row]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=20_000, **QUIET)
+@settings(max_examples=5000, **QUIET)
 @given(rows=ROWS)
 def test_thousands_of_rows_are_refused_exactly_if_they_are_bad(rows: list[Row]) -> None:
     agrees(rows)
