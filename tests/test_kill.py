@@ -19,9 +19,9 @@ from gptj_ft.verify import verify
 
 OPTIONS = (
     "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 2 --set holdout=0.2 "
-    "--max-steps 6 --validate-every 2 --save-every 2 --keep best,all --output run"
+    "--max-steps 6 --validate-every 2 --save-every 2 --keep best,all --precision fp32 --output run"
 )
-LORA = "--method lora --set lora.dropout=0.1 --precision fp32"
+LORA = "--method lora --set lora.dropout=0.1"
 PLACES = ("--weights disk --optimizer-state disk", "--weights host --optimizer-state device", "--weights device")
 
 
