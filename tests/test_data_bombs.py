@@ -53,7 +53,7 @@ def test_what_is_too_long_is_refused_with_file_line_and_limit_in_little_memory(
     name: str, packing: str, tmp_path: Path
 ) -> None:
     file, content, documents, line = BOMBS[name]
-    if packing not in ("", ".gz") and name not in ("zeros", "a long value"):
+    if packing != ".gz" and name not in ("zeros", "a long value"):
         return
     path = tmp_path / (file + packing)
     path.write_bytes(PACKINGS[packing](content))

@@ -177,7 +177,7 @@ def ends(source: str) -> None:
 ANY = st.lists(PIECES, max_size=30).map("".join) | STATEMENTS.map(lambda body: "{% set ns = namespace(a=1) %}" + body)
 
 
-@settings(max_examples=60, **QUIET)
+@settings(max_examples=40, **QUIET)
 @given(source=ANY)
 def test_a_template_of_any_pieces_ends_in_a_text_or_a_line(source: str) -> None:
     with pytest.MonkeyPatch.context() as patch:

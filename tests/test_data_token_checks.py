@@ -122,7 +122,7 @@ QUIET: dict[str, Any] = {
 }  # fmt: skip
 
 
-@settings(max_examples=100, **QUIET)
+@settings(max_examples=60, **QUIET)
 @given(rows=ROWS)
 def test_a_row_is_refused_exactly_if_it_is_bad(rows: list[Row]) -> None:
     agrees(rows)
