@@ -112,6 +112,10 @@ def stop_says(stopped: Callable[[], str]) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise Interrupted(stopped()) from None
+    except RuntimeError as error:
+        if not isinstance(error.__context__, Stopping):
+            raise
+        raise Interrupted(stopped()) from None  # torch's own clean-up has failed on the way out: its stack of modes
 
 
 @contextmanager

@@ -305,6 +305,14 @@ except KeyboardInterrupt:
     assert subprocess.run([sys.executable, "-m", "stopped_module"], check=False, cwd=tmp_path).returncode == 130
 
 
+def test_a_signal_on_which_the_clean_up_of_a_library_fails_is_still_a_signal() -> None:
+    with pytest.raises(Interrupted, match="kept"), stopping.stop_says(lambda: "kept"):
+        try:
+            stopping.interrupt()
+        finally:
+            raise RuntimeError("trying to pop from empty mode stack")
+
+
 def test_nohup_is_heeded_and_handlers_are_given_back() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
