@@ -306,11 +306,12 @@ except KeyboardInterrupt:
 
 
 def test_a_signal_on_which_the_clean_up_of_a_library_fails_is_still_a_signal() -> None:
+    error = RuntimeError("trying to pop from empty mode stack")
+    error.__context__ = stopping.Stopping()
     with pytest.raises(Interrupted, match="kept"), stopping.stop_says(lambda: "kept"):
-        try:
-            stopping.interrupt()
-        finally:
-            raise RuntimeError("trying to pop from empty mode stack")
+        raise error
+    with pytest.raises(RuntimeError, match="a bug"), stopping.stop_says(lambda: "kept"):
+        raise RuntimeError("a bug")
 
 
 def test_nohup_is_heeded_and_handlers_are_given_back() -> None:
