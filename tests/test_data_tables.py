@@ -308,7 +308,7 @@ def test_the_header_of_a_form_can_still_be_mapped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("content", "says"), [
     ("my notes^x;y\nb\n", r"--set delimiter=';'$"), ("my notes\nb\n", r"--map 'document=my notes'$"),
-    ('"a\tb"\nb\n', r"--set delimiter='\\t'$"), ("x\nb\n", r"--map document=x$"),
+    ('"a\tb"\nb\n', r"--set delimiter=tab$"), ("x\nb\n", r"--map document=x$"),
     ("a,b\n1,2\n", r"--map document=COLUMN$"),
     ("n" * 40 + "\nb\n", r"there are: n{30}\.\.\.\nname yours with --map document=COLUMN$"),
 ])  # fmt: skip

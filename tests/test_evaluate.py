@@ -422,7 +422,7 @@ def test_the_cnn_dailymail_recipe_asks_what_mlperf_asks(folder: Path) -> None:
     settings = recipe.generation
     assert (settings.num_beams, settings.min_new_tokens, settings.max_new_tokens) == (4, 30, 128)
     assert (settings.max_prompt_tokens, settings.early_stopping, settings.temperature) == (1919, True, 0)
-    articles = ["Short. ", "Long article. " * 40]
+    articles = ["Short.", "Long article. " * 40]
     write("articles.jsonl", [{"article": text, "highlights": "One.\nTwo."} for text in articles])
     preamble = (
         "Below is an instruction that describes a task, paired with an input that provides further context. "

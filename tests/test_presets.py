@@ -85,7 +85,7 @@ def test_a_preset_is_copied_to_be_changed_and_never_over_a_file(shell, tmp_path:
     assert shell("plan --config sst2.yaml --model tiny --json").code in (0, 2)
     again = shell("recipes copy sst2")
     assert again.code == 2
-    assert "is not overwritten" in again.err
+    assert "nothing is overwritten" in again.err
     assert shell("recipes copy sst3").code == 2
     assert "batch_size: 8" in Path("sst2.yaml").read_text()
 

@@ -207,7 +207,8 @@ def _how_to_name(field: str, free: Sequence[str]) -> str:
     """Return what to type where no column is recognised."""
     separator = next((each for each in NOT_IN_A_NAME if len(free) == 1 and each in free[0]), None)
     if separator is not None:
-        return f"if that is several columns, say what separates them: --set delimiter={quoted(separator)}"
+        name = "tab" if separator == "\t" else quoted(separator)
+        return f"if that is several columns, say what separates them: --set delimiter={name}"
     return f"name yours with --map {_pair(field, free[0] if len(free) == 1 else '')}"
 
 
