@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import GPT2_SHAPES, random_gpt2
 from hub_server import serve
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
@@ -565,3 +566,20 @@ def test_a_validation_holds_a_pass_of_rows_at_a_time_and_its_loss_is_the_same(tm
                 computed += tokens
             assert computed == sum(rows.lengths)
     assert losses[0] == losses[1] == losses[2]
+
+
+def test_validation_rows_may_have_a_target_behind_the_models_last_position(shell, tmp_path: Path) -> None:
+    model = random_gpt2(**GPT2_SHAPES["gpt2"])
+    model.save_pretrained("model")
+    ids = torch.randint(0, 101, (8, model.config.n_positions + 1), generator=torch.Generator().manual_seed(3))
+    for name, rows in (("train.jsonl", ids[:6]), ("validation.jsonl", ids[6:])):
+        Path(name).write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows.tolist()))
+    done = shell(
+        "finetune --recipe continuous-pretraining --data train.jsonl --val-data validation.jsonl --model model "
+        f"--max-length {model.config.n_positions} --max-steps 1 --set schedule=cosine --precision fp32 --output run"
+    )
+    assert done.code == 0, done.err
+    with torch.no_grad():
+        logits = model(ids[6:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[6:, 1:].flatten())
+    assert Run(Path("run")).metrics()[0]["validation_loss"] == pytest.approx(float(expected), rel=1e-5)
