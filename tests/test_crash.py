@@ -244,6 +244,7 @@ def test_one_failed_write_anywhere_stops_with_exit_4_and_resumes_to_the_same_wei
             with pytest.raises(GptjFtError) as stopped:
                 train(session, run)
         assert stopped.value.exit_code == 4 or "cannot write" in str(stopped.value), (number, stopped.value)
+        assert not list(run.state.glob("*-*.new")), (number, "half-written files take the space that is lacking")
         cut_and_resume(session, run, [])
         assert_same_weights(weights_of(run.model), straight, number)
         shutil.rmtree(run.folder)

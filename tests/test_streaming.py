@@ -504,6 +504,9 @@ def test_a_change_that_rounding_swallows_is_told_from_a_gradient_that_is_missing
     assert "ln_1.weight" in warning
     assert "is lost in rounding" in warning
     assert "no gradient" not in warning
+    num_left = int(warning.split()[5])
+    assert f"left {num_left} tensors" in warning
+    assert f" and {num_left - 3} more is lost" in warning
 
 
 @both_families

@@ -125,12 +125,11 @@ class DiskStore:
 
     def close(self) -> None:
         self._queue.close()
-        # A write failed, or the run was cut off before the commit.
-        for layer, (descriptor, _) in self._new.items():
+        # A write failed, or the run was cut off before the commit: then there are files that nothing will complete.
+        for descriptor, _ in self._new.values():
             os.close(descriptor)
-            self._new_path(layer).unlink(missing_ok=True)
-        for path in self._spare:
-            path.unlink(missing_ok=True)
+        for path in (*map(self._new_path, range(len(self._paths))), *self._spare):
+            path.unlink(missing_ok=True)  # half written, the commit itself may have failed, or not needed any more
         self._new.clear()
         self._spare.clear()
         for unpin in self._unpin:

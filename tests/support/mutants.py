@@ -72,21 +72,22 @@ class Mutant:
 
     Attributes:
         file: module, below the package.
-        line: number of its line.
+        line, text: number and text of the line that it begins in.
         before, after: source of the node that changes.
         source: of the whole module, changed.
     """
 
     file: str
     line: int
+    text: str
     before: str
     after: str
     source: str
 
     @property
     def key(self) -> list[str]:
-        """Name it without line numbers, which change."""
-        return [self.file, self.before, self.after]
+        """Name it without its line's number, which changes."""
+        return [self.file, self.text, self.before, self.after]
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.before}  ->  {self.after}"
@@ -95,7 +96,7 @@ class Mutant:
 def mutants_of(file: str) -> list[Mutant]:
     """Return every mutant of a module."""
     text = (PACKAGE / file).read_text(encoding="utf-8")
-    starts = [0]
+    starts, lines = [0], text.splitlines()
     for line in text.encode().splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     found = []
@@ -106,7 +107,7 @@ def mutants_of(file: str) -> list[Mutant]:
             raw, after = text.encode(), ast.unparse(changed)
             replacement = after if isinstance(node, ast.stmt) else f"({after})"
             source = (raw[:begin] + replacement.encode() + raw[end:]).decode()
-            found.append(Mutant(file, node.lineno, ast.unparse(node), after, source))
+            found.append(Mutant(file, node.lineno, lines[node.lineno - 1].strip(), ast.unparse(node), after, source))
     return found
 
 
