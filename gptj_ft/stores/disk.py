@@ -128,8 +128,8 @@ class DiskStore:
         # A write failed, or the run was cut off before the commit: then there are files that nothing will complete.
         for descriptor, _ in self._new.values():
             os.close(descriptor)
-        for path in (*map(self._new_path, range(len(self._paths))), *self._spare):
-            path.unlink(missing_ok=True)  # half written, the commit itself may have failed, or not needed any more
+        for path in (*(path.with_suffix(suffix) for path in self._paths for suffix in (".new", SPARE)), *self._spare):
+            path.unlink(missing_ok=True)
         self._new.clear()
         self._spare.clear()
         for unpin in self._unpin:
