@@ -64,6 +64,10 @@ def test_the_prompt_that_is_answered_is_the_one_that_was_trained(tokenizer) -> N
     assert asked.ids == encoded.documents[0][: encoded.untrained[-1]]
     alone = fill_fields(chat(), "Who came?", {})
     assert tokenizer.decode(encode_prompt(chat(), tokenizer, alone, 500).ids) == "User: Who came?\n\nAssistant:"
+    assert not asked.cut
+    shorter = encode_prompt(chat(), tokenizer, {"messages": values["messages"][:-1]}, len(asked.ids) - 1)
+    assert shorter.cut
+    assert len(shorter.ids) < len(asked.ids)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from pathlib import Path
 
@@ -25,8 +26,9 @@ from gptj_ft.optimizer import AdamW
 from gptj_ft.passage import Visit
 from gptj_ft.recipe import Recipe
 from gptj_ft.stack import Room
-from gptj_ft.stores import Layout
+from gptj_ft.stores import Layout, allocate
 from gptj_ft.stores.placement import Placement, training_dtypes
+from gptj_ft.stores.statefile import StateFile
 from gptj_ft.streamed_model import Passes
 from gptj_ft.streaming import evaluate_losses, stream, train_step
 
@@ -453,7 +455,7 @@ def test_no_logits_are_computed_where_there_is_no_target(model_folder: Path, mon
         monkeypatch.setattr("gptj_ft.streaming.HEAD_CHUNK_BYTES", 4 * 7 * architecture.config.vocab_size)
         (loss,) = evaluate_losses(stack, [batch])
     assert sum(seen) == loss.num_targets == int((batch.targets_T != NO_TARGET).sum()) < len(batch.tokens_T)
-    assert max(seen) <= 7
+    assert max(seen) == 7
 
 
 def test_evaluation_keeps_no_layer_inputs(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -568,3 +570,21 @@ def test_the_bytes_of_a_step_are_those_forecast(tmp_path: Path, family: str, par
     load = Load(stack.layouts, 32, dtypes["weight"], 40, 74, 74.0, 50.0, 3)
     passes = training_passes(Placement("disk", "disk"), load, dtypes, room, is_late=late > 0)
     assert moved == (sum(each.read["disk"] for each in passes), sum(each.written["disk"] for each in passes))
+
+
+def test_damage_is_named_by_the_parameters_of_its_part(tmp_path: Path) -> None:
+    shapes = {"a": torch.Size([1500]), "b": torch.Size([1000]), "c": torch.Size([64])}
+    layout = Layout(shapes, {"a": 0, "b": 2048, "c": 3072}, 0, 4096)
+    file, path = StateFile(layout, {"weight": torch.float32}, 1024), tmp_path / "layer-000.safetensors"
+    values, digests = allocate(4096, torch.float32, CPU).normal_(), file.no_digests()
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    file.write(descriptor, "weight", values, 0, digests)
+    file.write_header(descriptor, 3, digests)
+    os.close(descriptor)
+    whole = path.read_bytes()
+    for element, names in ((1023, "a"), (1024, "a"), (2048, "b"), (3071, "b"), (3072, "c"), (4095, "c")):
+        at = file.offsets["weight"] + 4 * element
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert file.damage(path) == [f"weight ({names})"], element
+    path.write_bytes(whole)
+    assert file.damage(path) == []
