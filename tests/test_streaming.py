@@ -573,7 +573,7 @@ def test_the_bytes_of_a_step_are_those_forecast(tmp_path: Path, family: str, par
 
 
 def test_damage_is_named_by_the_parameters_of_its_part(tmp_path: Path) -> None:
-    shapes = {"a": torch.Size([1500]), "b": torch.Size([1000]), "c": torch.Size([64])}
+    shapes = {"a": torch.Size([1500]), "b": torch.Size([1024]), "c": torch.Size([64])}
     layout = Layout(shapes, {"a": 0, "b": 2048, "c": 3072}, 0, 4096)
     file, path = StateFile(layout, {"weight": torch.float32}, 1024), tmp_path / "layer-000.safetensors"
     values, digests = allocate(4096, torch.float32, CPU).normal_(), file.no_digests()
