@@ -588,3 +588,15 @@ def test_damage_is_named_by_the_parameters_of_its_part(tmp_path: Path) -> None:
         assert file.damage(path) == [f"weight ({names})"], element
     path.write_bytes(whole)
     assert file.damage(path) == []
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_inputs_of_more_layers_than_there_are_buffers_come_back_as_they_were(place: str, tmp_path: Path) -> None:
+    random_gptj(**{**SHAPES["narrow"], "n_layer": 2 * NUM_BUFFERS}).save_pretrained(tmp_path / "deep")
+    stayed = open_training(tmp_path / "deep", tmp_path / "a")
+    left = open_training(tmp_path / "deep", tmp_path / "b", ("device", "device", place))
+    expected, found = (train(stack, Recipe(), steps=2) for stack in (stayed, left))
+    assert found[0] == expected[0]
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert left.bytes_read > 0, "nothing was read back"
