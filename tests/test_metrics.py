@@ -193,6 +193,7 @@ def test_nothing_written_where_there_is_nothing_is_right_and_elsewhere_wrong() -
     zero, all_right = ({f"relations_{name}": value for name in ("precision", "recall", "f1")} for value in (0.0, 100.0))
     assert relations([" \n", ""], [[""], []]) == all_right
     assert relations([""], [[FACTS]]) == zero
+    assert relations([""], [[FACTS, " "]]) == all_right, "the best reference counts: here nothing was to be found"
     assert relations([FACTS], [[""]]) == zero
     # Beside other rows, such a row changes nothing.
     assert relations(["", "a | b | c"], [[""], ["a | b | c"]]) == all_right

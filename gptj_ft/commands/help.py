@@ -25,7 +25,26 @@ ELSEWHERE = {
 }
 
 
-class Commands(TyperGroup):
+class Explained:
+    """End help with examples, and name flags of other systems as they are called here: for groups and commands."""
+
+    def format_epilog(self: Any, ctx: Any, formatter: Any) -> None:
+        """Write the examples, a line each."""
+        lines = (self.epilog or "").splitlines()
+        if lines:
+            with formatter.section("Example" + "s" * (len(lines) > 1)):
+                for line in lines:
+                    formatter.write(f"{'':{formatter.current_indent}}{line}\n")
+
+    def parse_args(self: Any, ctx: Any, args: list[str]) -> list[str]:
+        """Parse flags; an unknown one that another system has is named as it is called here."""
+        try:
+            return super().parse_args(ctx, args)  # type: ignore[misc, no-any-return]
+        except Exception as error:
+            _explain(error, self.get_params(ctx))
+
+
+class Commands(Explained, TyperGroup):
     """Commands in groups; each is of the group that its ``rich_help_panel`` names."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -40,17 +59,6 @@ class Commands(TyperGroup):
             with formatter.section(title):
                 formatter.write_dl([(f"{name:{width}}", each.get_short_help_str(200)) for name, each in commands])
 
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the examples."""
-        _write_examples(formatter, self.epilog)
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse flags; an unknown one that another system has is named as it is called here."""
-        try:
-            return super().parse_args(ctx, args)
-        except Exception as error:
-            _explain(error, self.get_params(ctx))
-
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find a command.
 
@@ -62,7 +70,7 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-class Command(TyperCommand):
+class Command(Explained, TyperCommand):
     """A command whose help leaves what newcomers can do without to ``--help-all``."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -78,24 +86,6 @@ class Command(TyperCommand):
             if title in sections and (title != MORE or ctx.meta.get(SHOWS_ALL)):
                 with formatter.section(title):
                     formatter.write_dl(sections[title])
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the examples."""
-        _write_examples(formatter, self.epilog)
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse flags; an unknown one that another system has is named as it is called here."""
-        try:
-            return super().parse_args(ctx, args)
-        except Exception as error:
-            _explain(error, self.get_params(ctx))
-
-
-def _write_examples(formatter: Any, lines: str | None) -> None:
-    if lines:
-        with formatter.section("Example" + "s" * ("\n" in lines)):
-            for line in lines.splitlines():
-                formatter.write(f"{'':{formatter.current_indent}}{line}\n")
 
 
 def _explain(error: Exception, parameters: list[Any]) -> NoReturn:
