@@ -6,6 +6,8 @@ The values below are those of the first version that had this test. Whoever chan
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,13 +15,16 @@ import torch
 
 from gptj_ft.data.batches import rows_of_step
 from gptj_ft.data.split import _choose
+from gptj_ft.layers import pack
 from gptj_ft.lora import initialise, seed_of
 from gptj_ft.optimizer import round_stochastically
+from gptj_ft.streaming import dropping
 
 ROWS = [[0, 4, 7, 1], [5, 6, 3, 8], [2], [0, 6, 2, 1]]
 HELD = [1, 8, 9, 13, 20, 29, 31, 36]
 ROUNDED = "748965f7f6253ded"
 SEED = 20264839925883621
+DROPPED = [18, 1048594, 2097170]
 FIRST = [-0.0075829, 0.2000428, -0.0455447, 0.237025, 0.0101791, 0.1113995]
 
 
@@ -48,3 +53,11 @@ def test_seeds_and_first_adapters_are_those_of_every_version() -> None:
     initialise("attn.q_proj.lora_A", matrix, (0, 1))
     assert seed_of((0, 12, 3)) == SEED
     assert matrix[0].tolist() == pytest.approx(FIRST, abs=1e-6)
+
+
+def test_what_a_layer_drops_is_that_of_every_version() -> None:
+    layer, batch, seeds = SimpleNamespace(index=13, module=torch.nn.Identity()), replace(pack([[1, 2]]), noise=5), []
+    for chunk in range(3):
+        with dropping(layer, batch, chunk):
+            seeds.append(torch.initial_seed())
+    assert seeds == DROPPED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from small_run import assert_same_weights, new_run, small_session, train, weights_of, with_options
 
 from gptj_ft import keeping, trainer
-from gptj_ft.errors import ResourceError, UsageError
+from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.keeping import find_checkpoint, go_back, kept_steps
 from gptj_ft.model import reading_stack
 from gptj_ft.recipe import build
@@ -229,6 +230,27 @@ def test_kept_checkpoints_survive_a_change_of_place(
     train(small_session(model, STEPS, **options, **PLACES[first]), run)
     assert list(run.whole_checkpoints()) == [2, 4, 6]
     assert_same_weights(weights_of(run.model), weights_of(straight.model))
+
+
+def test_a_run_that_goes_on_on_disk_is_saved_there_before_its_first_step(
+    model: Path, straight: Run, tmp_path: Path
+) -> None:
+    run, on_disk = new_run(tmp_path), small_session(model, STEPS, validate_every=2, **PLACES[1])
+    stop_run(small_session(model, STEPS, validate_every=2, save_every=2, keep="all", **PLACES[0]), run, 5)
+    stop_run(on_disk, run, 5)
+    commit = run.last_commit()
+    assert commit is not None
+    assert commit["step"] == 4
+    train(on_disk, run)
+    assert_same_weights(weights_of(run.model), weights_of(straight.model))
+
+
+def test_a_checkpoint_that_a_run_in_memory_goes_on_from_is_missed_if_it_is_lost(model: Path, tmp_path: Path) -> None:
+    session, run = small_session(model, STEPS, save_every=2, keep="all", **PLACES[0]), new_run(tmp_path)
+    stop_run(session, run, 5)
+    shutil.rmtree(run.checkpoint(4))
+    with pytest.raises(DataError, match=r"step-000004/manifest\.json is missing, which this run goes on from"):
+        train(session, run)
 
 
 def test_the_best_state_is_exported_if_asked_for(session: Session, tmp_path: Path) -> None:

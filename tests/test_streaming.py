@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,11 +25,12 @@ from gptj_ft.families import read_architecture
 from gptj_ft.formats.huggingface import open_checkpoint
 from gptj_ft.layers import NO_TARGET, PackedBatch, pack
 from gptj_ft.model import load_weights, reading_stack, training_stack
+from gptj_ft.movement import Movement
 from gptj_ft.optimizer import AdamW
-from gptj_ft.passage import Visit
+from gptj_ft.passage import Passage, Visit
 from gptj_ft.recipe import Recipe
 from gptj_ft.stack import Room
-from gptj_ft.stores import Layout, allocate
+from gptj_ft.stores import LENDER, Layout, allocate
 from gptj_ft.stores.placement import Placement, training_dtypes
 from gptj_ft.stores.statefile import StateFile
 from gptj_ft.streamed_model import Passes
@@ -511,6 +515,17 @@ def test_a_change_that_rounding_swallows_is_told_from_a_gradient_that_is_missing
     assert f" and {num_left - 3} more is lost" in warning
 
 
+@pytest.mark.parametrize(("num_left", "end"), [(3, "fc_in.bias"), (4, "fc_in.bias and 1 more")])
+def test_of_tensors_that_have_not_moved_three_are_named(num_left: int, end: str, narrow_folder: Path) -> None:
+    architecture = read_architecture(narrow_folder)
+    names = ("ln_1.weight", "ln_1.bias", "mlp.fc_in.bias", "mlp.fc_out.bias")[:num_left]
+    warning = Movement([Layout.of(layer, names) for layer in architecture.layers()], [1]).warning(
+        architecture.family, 1e-3
+    )
+    assert warning is not None
+    assert warning.endswith(end)
+
+
 @both_families
 def test_nothing_is_said_where_every_tensor_has_moved(narrow_folder: Path, tmp_path: Path) -> None:
     stack = open_training(narrow_folder, tmp_path)
@@ -600,3 +615,51 @@ def test_inputs_of_more_layers_than_there_are_buffers_come_back_as_they_were(pla
     for ours, theirs in zip(found[1], expected[1], strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert left.bytes_read > 0, "nothing was read back"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_slots_are_taken_in_advance_for_weights_that_are_streamed_and_for_no_others(
+    place: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    with reading_stack(model_folder, CPU, torch.float32, place) as (_, stack):
+        stack._slots = stack._frozen_slots = None
+        monkeypatch.setattr("gptj_ft.stack.Buffers", lambda *shape: made.append(shape))
+        stack.take_slots()
+    assert bool(made) == (place != "device")
+
+
+def test_a_layer_that_lacks_room_lets_no_later_layer_take_it(narrow_folder: Path, tmp_path: Path) -> None:
+    stack, asked = open_training(narrow_folder, tmp_path), []
+    stack.coming = [
+        SimpleNamespace(advance=lambda number=number: asked.append(number) or number == 0) for number in range(3)
+    ]
+    stack.pump()
+    assert asked == [0, 1]
+
+
+def test_time_spent_waiting_for_the_stores_is_counted(narrow_folder: Path, tmp_path: Path) -> None:
+    stack, start = open_training(narrow_folder, tmp_path), time.perf_counter()
+    before = stack.waited_seconds
+    for _ in range(2):
+        with stack.waiting():
+            time.sleep(0.01)
+    assert 0.02 <= stack.waited_seconds - before <= time.perf_counter() - start
+
+
+@pytest.mark.parametrize("family", ["gpt2"])
+def test_borrowed_weights_still_on_their_way_when_a_pass_is_broken_off_hold_their_slot(
+    narrow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = open_training(narrow_folder, tmp_path, ("host", "host"))
+    store, lent = stack.stores["weight"], Future[torch.Tensor]()
+    read = store.read
+    monkeypatch.setattr(store, "read", lambda kind, layer, *rest: lent if layer == LENDER else read(kind, layer, *rest))
+    borrower = len(stack.layers) - 1
+    assert stack.layouts[borrower].borrowed
+    Passage(stack, Visit(borrower), None)
+    stack.abandon()
+    slots = [stack.slots.take(None)[0] for _ in range(stack.room.read_ahead + 1)]
+    assert any(lent in slot.transfers for slot in slots), "another layer could be read into it at once"
+    lent.set_result(torch.empty(0))
+    stack.close()

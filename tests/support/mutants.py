@@ -51,7 +51,7 @@ SUITE = (
     "test_streaming.py", "test_optimizer.py", "test_lora.py", "test_freezing.py", "test_gpt2.py", "test_extents.py",
     "test_moments.py", "test_keeping.py", "test_crash.py", "test_data_template.py", "test_data_chat.py",
     "test_data_batches.py", "test_data_prepare.py", "test_metrics.py", "test_decoding.py", "test_evaluate.py",
-    "test_plan.py", "test_runs.py", "test_finetune.py",
+    "test_plan.py", "test_runs.py", "test_finetune.py", "test_draws.py",
 )  # fmt: skip
 LEAST_TESTS = 12  # for a mutant, the quickest of those that reach its line,
 MOST_SECONDS = 40.0  # and as many more as take so long
