@@ -47,6 +47,10 @@ GPT2_SHAPES = {
 }  # fmt: skip
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the texts of tests/golden anew")
+
+
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forbid every connection that leaves this machine."""
