@@ -1,4 +1,4 @@
-"""What must not change when code moves: losses to the last bit, the objects of `--json`, the pages of help.
+"""What must not change when code moves: losses to the last bit, objects of `--json`, pages of help, folders read.
 
 Everything here goes through the command line and files of public formats. `pytest tests/golden --update-golden` writes
 the texts anew; those of the losses for a machine of this kind only. Results depend on the number of threads: one here,
@@ -12,6 +12,7 @@ import json
 import math
 import platform
 import re
+import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from safetensors import safe_open
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
-LOSSES, JSON, HELP = HERE / "losses", HERE / "json", HERE / "help"
+LOSSES, JSON, HELP, OLD = HERE / "losses", HERE / "json", HERE / "help", HERE / "old"
 NUM_STEPS = 20
 # Between instruction sets sums are ordered differently, and 20 steps carry that on. Measured between AVX-512 and AVX2
 # (emulated): up to 2.5e-7 in fp32, 2.2e-3 in bf16.
@@ -114,11 +115,14 @@ def digest(model: Path) -> str:
     return total.hexdigest()
 
 
+def records(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
 def curve(run: Path) -> str:
     """Return the losses of a run as text: a line for each record of metrics.jsonl, then the digest of the weights."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     names = ("step", "loss", "grad_norm", "validation_loss")
-    lines = [" ".join(repr(record[name]) if name in record else "-" for name in names) for record in records]
+    lines = [" ".join(repr(record[name]) if name in record else "-" for name in names) for record in records(run)]
     return "\n".join([" ".join(names), *lines, f"sha256 {digest(run / 'model')}"]) + "\n"
 
 
@@ -246,7 +250,7 @@ def normalised(value: Any, name: str, places: dict[str, str]) -> Any:
     if isinstance(value, str):
         for path, word in places.items():
             value = value.replace(path, word)
-        value = re.sub(r"\b[0-9a-f]{32}\b", "DIGEST", value)  # of a path and its time of change, among others
+        value = re.sub(r"\b[0-9a-f]{32}\b", "DIGEST", value)  # of where the rows are, among others
     return value
 
 
@@ -325,3 +329,82 @@ def test_help_of_every_command(shell, monkeypatch, updating) -> None:
             (HELP / name).write_text(text, encoding="utf-8")
     assert len(texts) > 25
     assert texts == {file.name: file.read_text(encoding="utf-8") for file in HELP.iterdir()}
+
+
+@pytest.fixture
+def old_folders(tmp_path: Path) -> Path:
+    """Folders that other commits wrote, unpacked: a model, runs of 8 steps from it, and the same ones stopped.
+
+    All of commit 221bc31, and those named *-now of commit 8dbdbb0, whose runs have digests. Twelve rows of the example
+    data, three a step, one thread, fp32; full: everything on disk; lora: everything in memory.
+    """
+    folder = tmp_path / "old"
+    for file in OLD.glob("*/*.tar.gz"):
+        with tarfile.open(file) as archive:
+            archive.extractall(folder, filter="data")
+    return folder
+
+
+def point_to_base(folders: Path) -> None:
+    """Write where the runs' base model is now, as the messages say."""
+    for file in (*folders.glob("*/recipe.yaml"), *folders.glob("*/model/adapter_config.json")):
+        text = file.read_text(encoding="utf-8")
+        assert "/tmp/old/model" in text
+        file.write_text(text.replace("/tmp/old/model", str(folders / "model")), encoding="utf-8")
+
+
+def test_models_of_an_old_commit_are_opened(shell, old_folders) -> None:
+    gone = shell(f"evaluate {old_folders}/lora")
+    assert gone.code == 2
+    assert "is an adapter for /tmp/old/model, which is not there" in gone.said
+    assert "base_model_name_or_path" in gone.said
+    gone = shell(f"runs verify {old_folders}/lora")
+    assert gone.code == 2
+    assert "if it is elsewhere now, write so under `model:`" in gone.said
+
+    point_to_base(old_folders)
+    lines = (EXAMPLES / "clinic_notes_train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    Path("val.jsonl").write_text("".join(lines[12:14]), encoding="utf-8")
+    for name in ("full", "lora"):
+        run = old_folders / name
+        untrained, *_, trained = records(run)
+        scores = shell(
+            f"evaluate {run} --data val.jsonl --set generation.max_new_tokens=2 --precision fp32 --json"
+        ).json
+        assert scores["model"]["loss"] == pytest.approx(trained["validation_loss"], rel=1e-6)
+        assert scores["baseline"]["loss"] == pytest.approx(untrained["validation_loss"], rel=1e-6)
+        assert shell(f"generate --model {run} --max-new-tokens 4 --json Cough.").json["text"]
+        assert "earlier version" in " ".join(shell(f"runs verify {run} --json").json["notes"])
+    assert shell(f"generate --model {old_folders}/model --recipe summarization --max-new-tokens 4 Cough.").code == 0
+    listed = shell(f"runs list {old_folders} --json").json["runs"]
+    assert {each["name"]: (each["status"], each["step"]) for each in listed} == {
+        "full": ("finished", 8),
+        "full-stopped": ("stopped", 0),  # its commit record has no digest, and is not believed
+        "full-now": ("stopped", 3),
+        "lora": ("finished", 8),
+        "lora-stopped": ("stopped", 4),
+        "lora-now": ("stopped", 3),
+    }
+
+
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_stopped_runs_of_an_old_commit_are_refused(shell, old_folders, name) -> None:
+    point_to_base(old_folders)
+    done = shell(f"finetune --resume {old_folders}/{name}-stopped")
+    assert done.code == 3
+    assert "run.json is missing" in done.said
+    assert "an earlier version of gptj-ft began has none, and has to be finished by that version" in done.said
+
+
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_stopped_runs_go_on_to_the_numbers_of_runs_never_stopped(shell, old_folders, name) -> None:
+    point_to_base(old_folders)
+    stopped, whole = old_folders / f"{name}-now", old_folders / name
+    assert shell(f"runs verify {stopped}").code == 0
+    done = shell(f"finetune --resume {stopped} --quiet")
+    assert done.code == 0, done.said
+    if Machine.of(HERE / "machine.json") == MACHINE:
+        assert curve(stopped) == curve(whole)
+    else:
+        assert numbers(curve(stopped)) == pytest.approx(numbers(curve(whole)), rel=TOLERANCE["fp32"], nan_ok=True)
+    assert shell(f"runs verify {stopped}").code == 0
