@@ -30,11 +30,11 @@ import torch
 from side_by_side import memory
 from torch import Tensor
 
-from gptj_ft.families import Architecture, architecture_of
-from gptj_ft.formats.configs import GPTJ_6B
-from gptj_ft.formats.mesh import NUM_FILES, leaves_of
-from gptj_ft.stores import allocate
-from gptj_ft.stores.blockio import PAGE, open_direct, read_bytes, write_bytes
+from gptj_ft.checkpoints.formats.mesh_reader import NUM_FILES, leaves_of
+from gptj_ft.checkpoints.formats.shapes import GPTJ_6B
+from gptj_ft.models.registry import Architecture, architecture_of
+from gptj_ft.system.direct_io import PAGE, open_direct, read_bytes, write_bytes
+from gptj_ft.system.memory import allocate
 
 PIECE_BYTES = 64 * 2**20
 COPIED_BYTES = 4 * 10**9

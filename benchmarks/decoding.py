@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 from transformers import GPTJConfig, GPTJForCausalLM
 
-from gptj_ft.formats.huggingface import open_checkpoint
-from gptj_ft.model import reading_stack
-from gptj_ft.stores import allocate
-from gptj_ft.streamed_model import StreamedModel
+from gptj_ft.checkpoints.model_folder import open_checkpoint
+from gptj_ft.generation.hf_model import StreamedModel
+from gptj_ft.streaming.open import reading_stack
+from gptj_ft.system.memory import allocate
 
 CASES = [(1, 1), (8, 1), (1, 4), (8, 4)]  # rows, beams
 CPU = torch.device("cpu")

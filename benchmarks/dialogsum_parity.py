@@ -22,7 +22,7 @@ import torch
 from same_work import Work, make_model, open_model
 from transformers_loop import train
 
-from gptj_ft.run import Run
+from gptj_ft.config.run_folder import Run
 
 SHAPE = {"vocab_size": 50400, "n_positions": 1024, "n_embd": 384, "n_layer": 8, "n_head": 6, "rotary_dim": 32}
 

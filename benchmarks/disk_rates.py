@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 
-from gptj_ft.stores import allocate, blockio
-from gptj_ft.stores.blockio import open_direct, read_bytes, write_bytes
+from gptj_ft.system import direct_io
+from gptj_ft.system.direct_io import open_direct, read_bytes, write_bytes
+from gptj_ft.system.memory import allocate
 
 SIZE = 800 * 2**20  # of a file: a block of GPT-J in fp32
 FILES = 4
@@ -75,9 +76,9 @@ def main() -> None:
     """Measure each twice; the second counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--request-mib", type=int, default=blockio.REQUEST_BYTES // 2**20)
+    parser.add_argument("--request-mib", type=int, default=direct_io.REQUEST_BYTES // 2**20)
     arguments = parser.parse_args()
-    blockio.REQUEST_BYTES = arguments.request_mib * 2**20
+    direct_io.REQUEST_BYTES = arguments.request_mib * 2**20
     arguments.work.mkdir(parents=True, exist_ok=True)
     paths = [arguments.work / f"rate-{number}" for number in range(FILES)]
     flat = allocate(SIZE, torch.uint8, torch.device("cpu")).fill_(7)

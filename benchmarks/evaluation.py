@@ -72,7 +72,8 @@ def run(part: str) -> dict[str, Any]:
 
 def recipe_of(arguments: argparse.Namespace, **options: object) -> Any:
     """Return the recipe of the rows, with greedy answers of so many tokens."""
-    from gptj_ft.recipe import build, load_preset
+    from gptj_ft.config.presets import load_preset
+    from gptj_ft.config.resolve import build
 
     generation = {"max_new_tokens": arguments.max_new_tokens}
     return build(
@@ -82,7 +83,7 @@ def recipe_of(arguments: argparse.Namespace, **options: object) -> Any:
 
 def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate as the command does."""
-    from gptj_ft.evaluate import evaluate_model, plan_evaluation
+    from gptj_ft.evaluation.evaluate import evaluate_model, plan_evaluation
 
     start = time.perf_counter()
     planned = plan_evaluation(arguments.work / "model", recipe_of(arguments), arguments.data / FILE, arguments.rows)
@@ -97,7 +98,7 @@ def theirs(arguments: argparse.Namespace) -> dict[str, Any]:
     from rouge_score.rouge_scorer import RougeScorer
 
     from gptj_ft.data.tokenizer import load_tokenizer
-    from gptj_ft.task import make_task
+    from gptj_ft.evaluation.eval_set import make_task
 
     folder = arguments.work / "model"
     tokenizer = load_tokenizer(folder)
@@ -129,10 +130,10 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate from the folder; note the largest logits and what the plan said."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from gptj_ft.evaluate import evaluate_model, plan_evaluation
-    from gptj_ft.machine import peak_memory
-    from gptj_ft.plan import PROCESS_BYTES
-    from gptj_ft.streaming import HEAD_CHUNK_BYTES
+    from gptj_ft.evaluation.evaluate import evaluate_model, plan_evaluation
+    from gptj_ft.planning.plan import PROCESS_BYTES
+    from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
+    from gptj_ft.system.machine import peak_memory
 
     planned = plan_evaluation(
         arguments.work / "model", recipe_of(arguments, weights="disk"), arguments.data / FILE, arguments.rows
@@ -179,8 +180,8 @@ def compare_scores(arguments: argparse.Namespace) -> list[str]:
     from rouge_score.rouge_scorer import RougeScorer
     from test_metrics import official
 
-    from gptj_ft.metrics import score
-    from gptj_ft.metrics.figures import values
+    from gptj_ft.evaluation.metrics import score
+    from gptj_ft.evaluation.metrics.statistic import values
 
     generator = random.Random(0)
     lines = (arguments.data / FILE).read_text(encoding="utf-8").splitlines()

@@ -24,7 +24,7 @@ from typing import Any
 from same_work import SHAPE, make_model
 from side_by_side import parser, watch
 
-from gptj_ft.run import Run
+from gptj_ft.config.run_folder import Run
 
 MODELS = {
     "8 x 1024": SHAPE,

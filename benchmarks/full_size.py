@@ -27,24 +27,25 @@ from typing import Any
 import torch
 from side_by_side import memory
 
-from gptj_ft import checkpoint
+from gptj_ft.config.options import Recipe
+from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import micro_batches
-from gptj_ft.demand import Load
-from gptj_ft.families import Architecture, families
-from gptj_ft.layers import PackedBatch
-from gptj_ft.measure import matmul_rate
-from gptj_ft.meters import Meters, Stopwatch, count_flops
-from gptj_ft.model import fill_layer, training_stack
-from gptj_ft.optimizer import AdamW, Update
-from gptj_ft.plan import Free, Plan, forecast
-from gptj_ft.rates import PRECISIONS, rates
-from gptj_ft.recipe import Recipe
-from gptj_ft.run import Run
-from gptj_ft.stack import LayerStack
-from gptj_ft.stores import Layout
-from gptj_ft.stores.placement import Placement, training_dtypes
-from gptj_ft.streaming import train_step
-from gptj_ft.verify import Checker
+from gptj_ft.models.layers import PackedBatch
+from gptj_ft.models.layout import Layout
+from gptj_ft.models.registry import Architecture, families
+from gptj_ft.planning.flops import count_flops
+from gptj_ft.planning.machine_profile import PRECISIONS, rates
+from gptj_ft.planning.plan import Free, Plan, forecast
+from gptj_ft.planning.probe import matmul_rate
+from gptj_ft.planning.workload import Load
+from gptj_ft.streaming.adamw import AdamW, Update
+from gptj_ft.streaming.model import LayerStack
+from gptj_ft.streaming.open import fill_layer, training_stack
+from gptj_ft.streaming.step import train_step
+from gptj_ft.streaming.stores.placement import Placement, training_dtypes
+from gptj_ft.training import checkpoint
+from gptj_ft.training.throughput import Meters, Stopwatch
+from gptj_ft.training.verify import Checker
 
 # EleutherAI/gpt-j-6b's config.json.
 SHAPE = {"vocab_size": 50400, "n_positions": 2048, "n_embd": 4096, "n_head": 16, "n_layer": 28, "rotary_dim": 64}

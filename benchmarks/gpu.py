@@ -25,22 +25,22 @@ from typing import Any
 
 import torch
 
-from gptj_ft.boundaries import boundary_layout
+from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
-from gptj_ft.demand import Load
-from gptj_ft.families import Architecture, families
-from gptj_ft.layers import PackedBatch, takes_ragged
-from gptj_ft.machine import free_memory
-from gptj_ft.measure import ASSUMED_DISK, Rates, measure_compute
-from gptj_ft.meters import count_flops
-from gptj_ft.model import fill_layer, training_stack
-from gptj_ft.optimizer import AdamW
-from gptj_ft.plan import Free, Plan, choose
-from gptj_ft.recipe import Recipe
-from gptj_ft.stack import LayerStack, Room
-from gptj_ft.stores import Layout
-from gptj_ft.stores.placement import Placement, training_dtypes
-from gptj_ft.streaming import train_step
+from gptj_ft.models.layers import PackedBatch, takes_ragged
+from gptj_ft.models.layout import Layout
+from gptj_ft.models.registry import Architecture, families
+from gptj_ft.planning.flops import count_flops
+from gptj_ft.planning.plan import Free, Plan, choose
+from gptj_ft.planning.probe import ASSUMED_DISK, Rates, measure_compute
+from gptj_ft.planning.workload import Load
+from gptj_ft.streaming.activations import boundary_layout
+from gptj_ft.streaming.adamw import AdamW
+from gptj_ft.streaming.model import LayerStack, Room
+from gptj_ft.streaming.open import fill_layer, training_stack
+from gptj_ft.streaming.step import train_step
+from gptj_ft.streaming.stores.placement import Placement, training_dtypes
+from gptj_ft.system.machine import free_memory
 
 # EleutherAI/gpt-j-6b's config.json.
 SHAPE = {"vocab_size": 50400, "n_positions": 2048, "n_embd": 4096, "n_head": 16, "n_layer": 28, "rotary_dim": 64}

@@ -159,7 +159,7 @@ def train_with_transformers(work: Path, name: str) -> None:
     from same_work import Work, open_model
     from transformers_loop import train
 
-    from gptj_ft.run import Run
+    from gptj_ft.config.run_folder import Run
 
     base, folder = base_of(work, name), tuned(work, name, "transformers")
     model, steps = open_model(base), Work.of(Run(work / "runs" / name))
@@ -262,7 +262,7 @@ def make_inputs(data: Path, work: Path) -> None:
     """Write the rows of each training and the random model with its tokenizer."""
     if (work / "model").exists():
         return
-    from gptj_ft.tiny import make_tiny
+    from gptj_ft.checkpoints.tiny import make_tiny
 
     (work / "data").mkdir(parents=True, exist_ok=True)
     texts = write_wikipedia(data, work)

@@ -24,9 +24,9 @@ import torch
 from full_size import SHAPE, fill
 from side_by_side import watch
 
-from gptj_ft.families import Architecture, families
-from gptj_ft.formats.huggingface import write_model
-from gptj_ft.run import Run
+from gptj_ft.checkpoints.model_folder import write_model
+from gptj_ft.config.run_folder import Run
+from gptj_ft.models.registry import Architecture, families
 
 ROWS, ROW_WORDS, WINDOW = 8, 2000, 256
 MOST_RSS, MOST_WRITTEN = 4 * 2**30, 0.01

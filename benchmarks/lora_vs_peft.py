@@ -25,7 +25,7 @@ from same_work import SHAPE, Work, decay_groups, loss_of_all_positions, make_mod
 from side_by_side import facts_of, finetune, parser, report, watch
 from transformers_loop import loss_of_targets
 
-from gptj_ft.lora import initialise
+from gptj_ft.models.lora import initialise
 
 RANK, TARGETS, SEED = 8, ("q_proj", "v_proj"), 0
 PLACES = ("auto", "disk")

@@ -225,9 +225,9 @@ def first_batch_here(arguments: argparse.Namespace) -> None:
     """Do what `finetune` does until it has the micro-batches of the first step."""
     import torch  # noqa: F401, would be imported later
 
+    from gptj_ft.config.resolve import resolve
     from gptj_ft.data.batches import Rows, rows_of_step
-    from gptj_ft.inputs import gather
-    from gptj_ft.recipe import resolve
+    from gptj_ft.training.inputs import gather
 
     start = time.perf_counter()
     files = {"model": str(arguments.work / "model"), "data": str(arguments.work / "dialogues.jsonl")}

@@ -32,9 +32,9 @@ from prepare_data import PREPARE, make_model, run
 
 if TYPE_CHECKING:
     from gptj_ft.data.batches import Rows
-    from gptj_ft.layers import PackedBatch
-    from gptj_ft.optimizer import AdamW
-    from gptj_ft.stack import LayerStack
+    from gptj_ft.models.layers import PackedBatch
+    from gptj_ft.streaming.adamw import AdamW
+    from gptj_ft.streaming.model import LayerStack
 
 FILES = {
     "dialogsum": "summarization/dialogsum/train.jsonl",
@@ -117,7 +117,7 @@ def compare(recipe: str, arguments: argparse.Namespace) -> float:
 def rows_of(recipe: str, arguments: argparse.Namespace) -> Rows:
     """Prepare a file, as the command does."""
     from gptj_ft.data.batches import Rows
-    from gptj_ft.data.prepared import load
+    from gptj_ft.data.dataset import load
 
     prepared = arguments.work / recipe
     words = ["--recipe", recipe, "--model", arguments.work / "model", "--data", arguments.data / FILES[recipe]]
@@ -134,13 +134,13 @@ def open_model(arguments: argparse.Namespace) -> tuple[LayerStack, AdamW]:
     """Return a random model, all of it in memory, every block recomputed, and its optimizer."""
     import torch
 
-    from gptj_ft.families import families
-    from gptj_ft.model import fill_layer
-    from gptj_ft.optimizer import AdamW
-    from gptj_ft.recipe import Recipe
-    from gptj_ft.stack import LayerStack, Room
-    from gptj_ft.stores import Layout
-    from gptj_ft.stores.placement import Placement, open_stores, training_dtypes
+    from gptj_ft.config.options import Recipe
+    from gptj_ft.models.layout import Layout
+    from gptj_ft.models.registry import families
+    from gptj_ft.streaming.adamw import AdamW
+    from gptj_ft.streaming.model import LayerStack, Room
+    from gptj_ft.streaming.open import fill_layer
+    from gptj_ft.streaming.stores.placement import Placement, open_stores, training_dtypes
 
     family, device = families()["gptj"], torch.device("cpu")
     width, heads = arguments.width, {"n_head": HEADS, "rotary_dim": arguments.width // HEADS}
@@ -164,7 +164,7 @@ def open_model(arguments: argparse.Namespace) -> tuple[LayerStack, AdamW]:
 def padded(documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int], budget_tokens: int) -> list[PackedBatch]:
     """Return micro-batches of rows that are all as long as the longest, as `micro_batches` does of rows as they are."""
     from gptj_ft.data.batches import micro_batches
-    from gptj_ft.layers import NO_TARGET
+    from gptj_ft.models.layers import NO_TARGET
 
     longest = max(map(len, documents))
     extended = [[*document, *[0] * (longest - len(document))] for document in documents]
@@ -177,7 +177,7 @@ def padded(documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int], bu
 
 def take_step(stack: LayerStack, optimizer: AdamW, batches: list[PackedBatch]) -> tuple[float, int]:
     """Take an optimizer step, the update of the one before included; return its mean loss and number of targets."""
-    from gptj_ft.streaming import train_step
+    from gptj_ft.streaming.step import train_step
 
     optimizer.begin(0.0)
     loss = train_step(stack, optimizer, batches)

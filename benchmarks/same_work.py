@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GPTJConfig, GPTJForCausalLM
 
 if TYPE_CHECKING:
-    from gptj_ft.run import Run
+    from gptj_ft.config.run_folder import Run
 
 NO_TARGET = -100
 # 203,992,288 parameters.
@@ -72,7 +72,7 @@ class Work:
         """Read it from the folder of a run that was given ``max_steps``."""
         from gptj_ft.data.batches import Rows, rows_of_step
         from gptj_ft.data.prepare import load
-        from gptj_ft.schedule import Schedule
+        from gptj_ft.training.schedule import Schedule
 
         recipe = run.recipe()
         rows = Rows.of(load(run.data / "train").rows, recipe.packing, recipe.max_length)

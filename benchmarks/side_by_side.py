@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 from same_work import Work
 
-from gptj_ft.run import Run
+from gptj_ft.config.run_folder import Run
 
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 0.25  # at memory and children: a look costs milliseconds of a core that the trainer computes on

@@ -53,15 +53,15 @@ def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object
 
     import torch
 
+    from gptj_ft.config.options import Recipe
     from gptj_ft.data.batches import micro_batches
-    from gptj_ft.families import families
-    from gptj_ft.model import fill_layer
-    from gptj_ft.optimizer import AdamW
-    from gptj_ft.recipe import Recipe
-    from gptj_ft.stack import LayerStack, Room
-    from gptj_ft.stores import Layout
-    from gptj_ft.stores.placement import Placement, open_stores, training_dtypes
-    from gptj_ft.streaming import train_step
+    from gptj_ft.models.layout import Layout
+    from gptj_ft.models.registry import families
+    from gptj_ft.streaming.adamw import AdamW
+    from gptj_ft.streaming.model import LayerStack, Room
+    from gptj_ft.streaming.open import fill_layer
+    from gptj_ft.streaming.step import train_step
+    from gptj_ft.streaming.stores.placement import Placement, open_stores, training_dtypes
 
     family, device, tokens = families()["gptj"], torch.device("cpu"), arguments.tokens
     layers = family.build_layers(family.read_config({**SHAPE, "n_embd": arguments.width, "n_layer": arguments.layers}))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from gptj_ft.stopping import StopRequest, ignore_signals
+from gptj_ft.system.signals import StopRequest, ignore_signals
 
 
 def main() -> None:
     """Run the command line."""
     try:
         StopRequest().take()
-        from gptj_ft.cli import main as run
+        from gptj_ft.cli.app import main as run
 
         run()
     except KeyboardInterrupt:

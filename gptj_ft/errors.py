@@ -14,7 +14,7 @@
         └── OutOfTime      exit 7   stopped by --max-time, likewise: to be resumed by whoever set it
 
 A message is one or two lines: what, where (file:line), what to do next. What cannot be the user's doing is an `assert`.
-`cli.py` alone turns these into exit codes.
+`cli/app.py` alone turns these into exit codes.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from gptj_ft.measure import Rates
+    from gptj_ft.planning.probe import Rates
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 # Threads that wait in a spin loop starve each other on a busy machine.
@@ -69,10 +69,10 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def fixed_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rates]:
     """Have no test measure the machine: it always does the same in a second, in every process that a test starts."""
-    from gptj_ft import measure
+    from gptj_ft.planning import probe
 
-    rates = measure.Rates(
-        measure.ComputeRates(
+    rates = probe.Rates(
+        probe.ComputeRates(
             fp32=1e11,
             bf16=2e10,
             fp32_narrow=1e11,
@@ -84,12 +84,12 @@ def fixed_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rates]:
             to_device=1e10,
             from_device=1e10,
         ),
-        measure.DiskRates(read=2e9, write=1e9, mixed=1.5e9),
+        probe.DiskRates(read=2e9, write=1e9, mixed=1.5e9),
         on_cpu=True,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "measure_compute", lambda device: rates.compute)
-        patch.setattr(measure, "measure_disk", lambda folder: rates.disk)
+        patch.setattr(probe, "measure_compute", lambda device: rates.compute)
+        patch.setattr(probe, "measure_disk", lambda folder: rates.disk)
         patch.setenv("GPTJ_FT_HOME", str(tmp_path_factory.mktemp("home")))  # for what is made before a test begins
         yield rates
 

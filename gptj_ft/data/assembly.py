@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow
 
-from gptj_ft.data.columns import SCHEMA, array_of
-from gptj_ft.data.fields import LABEL, FieldReader, FieldTexts
-from gptj_ft.data.prepared import group_of, number_of
-from gptj_ft.data.rows import Row
-from gptj_ft.data.tally import Tally
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.arrow_columns import SCHEMA, array_of
+from gptj_ft.data.columns import LABEL, FieldReader, FieldTexts
+from gptj_ft.data.dataset import group_of, number_of
+from gptj_ft.data.readers.rows import Row
+from gptj_ft.data.row_counts import Tally
 from gptj_ft.data.template import Part, assemble, eos_of, from_tokens, parts
-from gptj_ft.data.words import Tokens
+from gptj_ft.data.tokenization import Tokens
 from gptj_ft.errors import DataError, RowSkipped
-from gptj_ft.recipe import Recipe
 
 if TYPE_CHECKING:
     from gptj_ft.data.tokenizer import RowTokenizer

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.dataset import MANIFEST, VERSION, Prepared, is_prepared, load, save, settings_of
 from gptj_ft.data.prepare import prepare
-from gptj_ft.data.prepared import MANIFEST, VERSION, Prepared, is_prepared, load, save, settings_of
-from gptj_ft.data.records import sha256_of
+from gptj_ft.data.readers.records import sha256_of
 from gptj_ft.data.tokenizer import tokenizer_digest
-from gptj_ft.digests import read_json
-from gptj_ft.durable import discard, disk_bytes, files_in, keep_folder
 from gptj_ft.errors import DataError, ResourceError, UsageError
-from gptj_ft.home import make_home, part_of_home
-from gptj_ft.recipe import Recipe
+from gptj_ft.system.digests import read_json
+from gptj_ft.system.files import discard, disk_bytes, files_in, keep_folder
+from gptj_ft.system.paths import make_home, part_of_home
 
 if TYPE_CHECKING:
     from gptj_ft.data.tokenizer import RowTokenizer

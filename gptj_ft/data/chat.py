@@ -11,10 +11,10 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gptj_ft.data.placeholders import fields_of, render
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.jinja_template import fields_of, render
 from gptj_ft.errors import RowSkipped, UsageError
-from gptj_ft.plain_text import shortened
-from gptj_ft.recipe import Recipe
+from gptj_ft.system.plain_text import shortened
 
 MESSAGES, REPLY = "messages", "reply"  # the field of a prompt, and what its completion is made of
 ASSISTANT, SYSTEM = "assistant", "system"

@@ -6,12 +6,12 @@ trained. One with several fields is no conversation, and gets none.
 
 from __future__ import annotations
 
+from gptj_ft.config.options import Recipe
 from gptj_ft.data.chat import ASSISTANT, MESSAGES, SYSTEM, Conversation, is_chat, read_conversation
-from gptj_ft.data.fields import stripped, stripped_fields
-from gptj_ft.data.placeholders import ENVIRONMENT, fields_of, render
+from gptj_ft.data.columns import stripped, stripped_fields
+from gptj_ft.data.jinja_template import ENVIRONMENT, fields_of, render
 from gptj_ft.data.sandbox import bounded_environment, compiled
 from gptj_ft.errors import UsageError
-from gptj_ft.recipe import Recipe
 
 # As transformers makes it, https://github.com/huggingface/transformers/blob/main/src/transformers/utils/chat_template_utils.py
 _THEIRS = bounded_environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])

@@ -13,8 +13,8 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any
 
-from gptj_ft.data.compression import PACKED
-from gptj_ft.data.kinds import SUFFIXES
+from gptj_ft.data.readers.compression import PACKED
+from gptj_ft.data.readers.detect import SUFFIXES
 from gptj_ft.errors import UsageError, did_you_mean
 
 DEFAULT = "default"

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gptj_ft.data.batches import Packing, Rows, rows_of_step, steps_per_epoch
-from gptj_ft.data.prepared import Prepared
-from gptj_ft.data.targets import column_of, lengths_of
+from gptj_ft.data.dataset import Prepared
+from gptj_ft.data.loss_mask import column_of, lengths_of
 
 if TYPE_CHECKING:
     pass

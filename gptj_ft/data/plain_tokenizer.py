@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from gptj_ft.durable import read_text
+from gptj_ft.system.files import read_text
 
 # What tokenizer_config.json may say without a change to the tokens of a text, but for the tokens it names.
 HARMLESS = {

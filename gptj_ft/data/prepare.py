@@ -10,30 +10,21 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gptj_ft.config.options import Recipe
 from gptj_ft.data.assembly import TOKENS, TRAINED, assembled, texts_of
-from gptj_ft.data.checks import Checks
-from gptj_ft.data.fields import FieldReader, UnknownColumn, choose_columns, recipe_fields
-from gptj_ft.data.files import find_files
-from gptj_ft.data.prepared import (
-    Prepared,
-    Report,
-    Skips,
-    check_compatible,
-    is_prepared,
-    load,
-    save,
-    settings_of,
-)
-from gptj_ft.data.records import FileOptions, Findings, Row, read_rows, sha256_of
+from gptj_ft.data.columns import FieldReader, UnknownColumn, choose_columns, recipe_fields
+from gptj_ft.data.dataset import Prepared, Report, Skips, check_compatible, is_prepared, load, save, settings_of
+from gptj_ft.data.readers.files import find_files
+from gptj_ft.data.readers.records import FileOptions, Findings, Row, read_rows, sha256_of
+from gptj_ft.data.readers.tables import check_headers
+from gptj_ft.data.row_counts import Tally
 from gptj_ft.data.row_file import RowFile
-from gptj_ft.data.tables import check_headers
-from gptj_ft.data.tally import Tally
 from gptj_ft.data.template import check_templates, eos_of
+from gptj_ft.data.tokenization import tokenize_by
 from gptj_ft.data.tokenizer import load_tokenizer, tokenizer_digest
-from gptj_ft.data.words import tokenize_by
+from gptj_ft.data.validation import Checks
 from gptj_ft.errors import DataError
-from gptj_ft.plain_text import shortened
-from gptj_ft.recipe import Recipe
+from gptj_ft.system.plain_text import shortened
 
 if TYPE_CHECKING:
     from gptj_ft.data.tokenizer import RowTokenizer

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pyarrow
 
-from gptj_ft.data.columns import SCHEMA
+from gptj_ft.data.arrow_columns import SCHEMA
 from gptj_ft.data.token_table import TokenTable
-from gptj_ft.durable import create_file
-from gptj_ft.home import home, make_home
+from gptj_ft.system.files import create_file
+from gptj_ft.system.paths import home, make_home
 
 BATCH_BYTES = 16 * 2**20  # opening a file looks at the head of every batch, and maps what is around it
 UNSAVED = ".rows-"  # how files of rows begin that have not been saved

@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from gptj_ft.errors import UsageError
-from gptj_ft.plain_text import one_line
+from gptj_ft.system.plain_text import one_line
 
 SOURCE_CHARACTERS = 2**17
 UNITS = 2**21  # 32 MiB of text, or a few seconds

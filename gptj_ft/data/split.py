@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from gptj_ft.data.prepared import Prepared
-from gptj_ft.data.targets import column_of, count_targets, lengths_of, places_of
+from gptj_ft.data.dataset import Prepared
+from gptj_ft.data.loss_mask import column_of, count_targets, lengths_of, places_of
 
 Numbers = NDArray[np.integer]
 

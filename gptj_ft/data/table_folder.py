@@ -10,10 +10,10 @@ from typing import Any
 
 import pyarrow
 
-from gptj_ft.data.columns import SCHEMA
+from gptj_ft.data.arrow_columns import SCHEMA
 from gptj_ft.data.row_file import RowWriter
 from gptj_ft.data.token_table import TokenTable
-from gptj_ft.durable import copy_file, create_folder, read_text, write_file
+from gptj_ft.system.files import copy_file, create_folder, read_text, write_file
 
 ROWS = "data-00000-of-00001.arrow"  # as `datasets` names the file of a data set that has one
 INFO, STATE = "dataset_info.json", "state.json"

@@ -15,14 +15,14 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gptj_ft.config.options import Recipe
 from gptj_ft.data.chat import MESSAGES, REPLY, is_chat, parts_of, shorter
-from gptj_ft.data.placeholders import fields_of, render
-from gptj_ft.data.shorten import shorten
-from gptj_ft.data.targets import num_inputs
+from gptj_ft.data.jinja_template import fields_of, render
+from gptj_ft.data.loss_mask import num_inputs
+from gptj_ft.data.tokenization import tokenize
 from gptj_ft.data.tokenizer import NoTokenizer, no_tokenizer
-from gptj_ft.data.tokens import tokenize
+from gptj_ft.data.truncation import shorten
 from gptj_ft.errors import DataError, RowSkipped, UsageError, did_you_mean
-from gptj_ft.recipe import Recipe
 
 if TYPE_CHECKING:
     from gptj_ft.data.tokenizer import RowTokenizer

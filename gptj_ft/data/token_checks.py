@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow
 from numpy.typing import NDArray
 
-from gptj_ft.data.columns import bounds_of, numbers_of
-from gptj_ft.data.prepared import Prepared
+from gptj_ft.data.arrow_columns import bounds_of, numbers_of
+from gptj_ft.data.dataset import Prepared
 from gptj_ft.errors import DataError
 
 CHECKED = ("input_ids", "prompt_length", "untrained")

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow
 from numpy.typing import NDArray
 
-from gptj_ft.data.columns import SCHEMA, array_of, values_of
+from gptj_ft.data.arrow_columns import SCHEMA, array_of, values_of
 
 LOOKED_AT = 10_000  # rows at a time
 

@@ -9,10 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gptj_ft.digests import check_file
-from gptj_ft.durable import read_text, require_plain
 from gptj_ft.errors import UsageError
-from gptj_ft.home import TINY_MODELS, TOKENIZER_FILES
+from gptj_ft.system.digests import check_file
+from gptj_ft.system.files import read_text, require_plain
+from gptj_ft.system.paths import TINY_MODELS, TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -186,6 +186,6 @@ def vocab_size_of(folder: Path) -> int:
         size = raw.get("vocab_size")
         if type(size) is int and size > 0:
             return size
-    from gptj_ft.families import read_architecture  # brings torch; says what is wrong
+    from gptj_ft.models.registry import read_architecture
 
     return int(read_architecture(folder).config.vocab_size)

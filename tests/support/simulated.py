@@ -32,21 +32,21 @@ gpusim.start()
 
 from conftest import random_model
 
-from gptj_ft import layers
-from gptj_ft.boundaries import boundary_layout
+from gptj_ft.checkpoints.model_folder import open_checkpoint
+from gptj_ft.config.options import Generation, Recipe
 from gptj_ft.data.batches import micro_batches
-from gptj_ft.decoding import generate_tokens
-from gptj_ft.families import read_architecture
-from gptj_ft.formats.huggingface import open_checkpoint
-from gptj_ft.machine import choose_device
-from gptj_ft.model import load_weights, open_frozen, reading_stack, training_stack
-from gptj_ft.optimizer import AdamW
-from gptj_ft.recipe import Generation, Recipe
-from gptj_ft.selection import select
-from gptj_ft.stack import Room
-from gptj_ft.stores.placement import Placement, training_dtypes
-from gptj_ft.streamed_model import StreamedModel
-from gptj_ft.streaming import evaluate_losses, train_step
+from gptj_ft.generation.decoding import generate_tokens
+from gptj_ft.generation.hf_model import StreamedModel
+from gptj_ft.models import layers
+from gptj_ft.models.registry import read_architecture
+from gptj_ft.models.trainable import select
+from gptj_ft.streaming.activations import boundary_layout
+from gptj_ft.streaming.adamw import AdamW
+from gptj_ft.streaming.model import Room
+from gptj_ft.streaming.open import load_weights, open_frozen, reading_stack, training_stack
+from gptj_ft.streaming.step import evaluate_losses, train_step
+from gptj_ft.streaming.stores.placement import Placement, training_dtypes
+from gptj_ft.system.machine import choose_device
 
 IS_WHOLE = "--all" in sys.argv
 LENGTHS, PROMPTS, STEPS = (5, 17, 9, 30, 2, 11), (2, 3, 1, 10, 0, 5), 3 if IS_WHOLE else 1

@@ -1,0 +1,1 @@
+"""Model folders and foreign checkpoint formats: open, convert, compare, download, push."""

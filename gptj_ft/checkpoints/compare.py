@@ -1,0 +1,139 @@
+"""Two checkpoints, tensor by tensor: what is missing, too many, different, or there under another name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptj_ft.checkpoints.model_folder import Checkpoint, check, is_dropped
+from gptj_ft.checkpoints.open import Source
+from gptj_ft.checkpoints.streamed import ranges, reading
+from gptj_ft.errors import DataError
+from gptj_ft.models.registry import Architecture
+from gptj_ft.system.memory import cast
+from gptj_ft.system.prefetch import Task, ahead
+
+SHOWN = 10  # differences
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of one
+# Fields of a config that change nothing of what a model computes.
+NOT_COMPUTED = ("initializer_range", "bos_token_id", "eos_token_id", "n_positions")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two checkpoints that are the same model.
+
+    Attributes:
+        tensors: how many were compared.
+        parameters: numbers in them.
+        types: of the first and the second: ``float32``, or ``mixed``.
+    """
+
+    tensors: int
+    parameters: int
+    types: tuple[str, str]
+
+
+def compare(first: Source, second: Source, progress: Callable[[int, int], None] | None = None) -> Comparison:
+    """Compare all tensors of two checkpoints, and what their configs say of the computation.
+
+    A tensor of the second is the same if it has the bits that the first's has after the change to its type.
+
+    Args:
+        first: the one that counts.
+        second: the other.
+        progress: called with bytes done and bytes in all, of the first.
+
+    Raises:
+        DataError: every kind of difference with the tensors' names; or a config that contradicts its tensors.
+    """
+    a, b = _parameters(first), _parameters(second)
+    shared = [name for name in a if name in b]
+    done, total = 0, sum(first.checkpoint.entry(name).num_bytes for name in shared)
+    problems = [*_config_differences(first.architecture, second.architecture)]
+    missing, extra = [name for name in a if name not in b], [name for name in b if name not in a]
+    for name in missing:
+        twin = next((other for other in extra if _is_same(first.checkpoint, name, second.checkpoint, other)), None)
+        problems.append(f"{name} is missing" + (f"; {twin} holds the same numbers: renamed" if twin else ""))
+    problems += [f"{name} is too many" for name in extra]
+    for name in shared:
+        if problem := difference(first.checkpoint, second.checkpoint, name):
+            problems.append(problem)
+        done += first.checkpoint.entry(name).num_bytes
+        if progress is not None:
+            progress(done, total)
+    if problems:
+        more = f"\n... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise DataError(f"{second.path} is not {first.path}:\n" + "\n".join(problems[:SHOWN]) + more)
+    for source in (first, second):
+        check(source.architecture, source.checkpoint)
+    types = tuple(_type_of(each.checkpoint, shared) for each in (first, second))
+    numel = sum(torch.Size(first.checkpoint.shape(name)).numel() for name in shared)
+    return Comparison(len(shared), numel, (types[0], types[1]))
+
+
+def difference(first: Checkpoint, second: Checkpoint, name: str, other: str | None = None) -> str:
+    """Tell how a tensor of the second checkpoint differs from the first's, after the change of type; empty if not."""
+    other = other or name
+    mine, theirs = first.entry(name), second.entry(other)
+    if mine.shape != theirs.shape:
+        return f"{name} has shape {list(theirs.shape)}, expected {list(mine.shape)}"
+    start = 0
+    with closing(ahead(_reading_both(first, second, name, other))) as tensors:
+        for expected, found in zip(tensors, tensors, strict=True):
+            expected = _bits(cast(expected, theirs.dtype))
+            if not torch.equal(expected, _bits(found)):
+                at = int((expected != _bits(found)).nonzero()[0])
+                values = (float(each.reshape(-1)[at : at + 1].view(theirs.dtype)) for each in (found, expected))
+                return f"{name} differs: number {start + at} is {next(values)!r}, expected {next(values)!r}"
+            start += found.numel()
+    return ""
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return numbers as integers of as many bits, for a NaN does not equal itself."""
+    return tensor.reshape(-1).view(INTEGERS[tensor.dtype.itemsize])
+
+
+def _reading_both(first: Checkpoint, second: Checkpoint, name: str, other: str) -> Iterator[Task[Tensor]]:
+    """Yield the tasks of reading the same rows of both, in turn."""
+    for rows in ranges(first, name, max(first.rows_at_once(name), second.rows_at_once(other))):
+        yield reading(first, name, rows)
+        yield reading(second, other, rows)
+
+
+def _is_same(first: Checkpoint, name: str, second: Checkpoint, other: str) -> bool:
+    return first.shape(name) == second.shape(other) and not difference(first, second, name, other)
+
+
+def _parameters(source: Source) -> list[str]:
+    """Return the tensors of a checkpoint but for those that are dropped on purpose."""
+    family, num_layers = source.architecture.family, len(source.architecture.layers())
+    ties = source.architecture.ties()
+    names = source.checkpoint.names
+    return [name for name in names if name not in ties and not is_dropped(family, name, num_layers)]
+
+
+def _config_differences(first: Architecture, second: Architecture) -> Iterator[str]:
+    a, b = _computed(first), _computed(second)
+    for key in a.keys() | b.keys():
+        if a.get(key) != b.get(key):
+            yield f"config: {key} is {b.get(key)!r}, expected {a.get(key)!r}"
+
+
+def _computed(architecture: Architecture) -> Mapping[str, Any]:
+    config = architecture.config
+    said = {key: value for key, value in vars(config).items() if key not in NOT_COMPUTED}
+    if "n_inner" in said:  # null stands for the usual width
+        said["n_inner"] = config.n_inner or 4 * config.n_embd
+    return {"model_type": architecture.family.model_type, **said}
+
+
+def _type_of(checkpoint: Checkpoint, names: list[str]) -> str:
+    types = {checkpoint.dtype(name) for name in names}
+    return str(types.pop()).removeprefix("torch.") if len(types) == 1 else "mixed"

@@ -1,0 +1,318 @@
+"""Convert a checkpoint to another form, tensor by tensor, and prove that nothing was lost."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import gptj_ft
+from gptj_ft.checkpoints import optimizer_state as moments_of_model
+from gptj_ft.checkpoints.fingerprint import check_base
+from gptj_ft.checkpoints.formats import mesh_writer
+from gptj_ft.checkpoints.formats.mesh_writer import MeshWriter
+from gptj_ft.checkpoints.formats.peft import MergedCheckpoint, open_adapter
+from gptj_ft.checkpoints.model_folder import Checkpoint, check
+from gptj_ft.checkpoints.open import Form, Source, open_source
+from gptj_ft.checkpoints.optimizer_state import Moments
+from gptj_ft.checkpoints.staging import draft_name, drafted
+from gptj_ft.checkpoints.transfer import Copy
+from gptj_ft.checkpoints.writer import TUNING, copy_description, copy_origin, write_companions, write_json, writing
+from gptj_ft.errors import DataError, ResourceError, UsageError
+from gptj_ft.models.layout import Kind
+from gptj_ft.system.files import discard, hidden_name, read_text, require_plain
+
+DtypeChoice = Literal["keep", "fp32", "bf16", "fp16"]
+Target = Literal["folder", "huggingface", "mesh"]
+DTYPES: dict[DtypeChoice, torch.dtype | None] = {
+    "keep": None,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+COMPANION_BYTES = 16 << 20  # tokenizer, configs, headers: more than GPT-J's take
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What is to become of a checkpoint.
+
+    Attributes:
+        form: what the source is; ``None``: whatever it looks like.
+        config: the shape of the model, where the source does not say it.
+        to: a model folder (one shard per layer), Hugging Face's usual files, or mesh-transformer-jax's slim checkpoint.
+        dtype: the type to store; ``keep`` leaves each tensor as it is.
+        shard_bytes: of a file of Hugging Face's; what fits into one is not sharded.
+        mesh_shards: of mesh-transformer-jax.
+        tokenizer: a folder whose tokenizer files are copied; ``None``: the source's.
+        verify: whether every tensor is read back and compared.
+        merge: folder of an adapter that is added; what it remembers of its training is kept.
+        with_optimizer: whether the source's optimizer moments come along, for a run that begins with them.
+    """
+
+    form: Form | None = None
+    config: Path | None = None
+    to: Target = "folder"
+    dtype: DtypeChoice = "keep"
+    shard_bytes: int = 5 * 10**9
+    mesh_shards: int = 8
+    tokenizer: Path | None = None
+    verify: bool = True
+    merge: Path | None = None
+    with_optimizer: bool = False
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What `convert` wrote.
+
+    Attributes:
+        tensors: how many.
+        parameters: numbers in them.
+        bytes: their size as stored, without moments.
+        dtype: the stored type, or ``mixed``.
+        dropped: names of the source's tensors that a model does not need (masks of old files).
+        not_finite: names of tensors that hold NaN or infinity, which were carried over as they are.
+        has_left_moments: whether the source holds an optimizer's moments, which were left out.
+        updates: how many the moments have seen that came along; ``None``: none did.
+        is_verified: whether each was read back and compared.
+        seconds: reading, writing and comparing together.
+    """
+
+    tensors: int
+    parameters: int
+    bytes: int
+    dtype: str
+    dropped: tuple[str, ...]
+    not_finite: tuple[str, ...]
+    has_left_moments: bool
+    updates: int | None
+    is_verified: bool
+    seconds: float
+
+
+def convert(
+    source: Path,
+    target: Path,
+    conversion: Conversion = Conversion(),
+    progress: Callable[[int, int], None] | None = None,
+) -> ConvertReport:
+    """Write a checkpoint in another form; memory use is about its largest tensor at most.
+
+    Unless it is asked not to, every tensor of the result is compared with its source, bit for bit after the change of
+    type, before the result appears under its name. After a kill or Ctrl-C the same call goes on where it was.
+
+    Args:
+        source: a checkpoint of any form that `sources.open_source` reads.
+        target: the folder to write; it must not exist.
+        conversion: what to write.
+        progress: called with bytes done and bytes in all: what is written, and what is compared.
+
+    Raises:
+        UsageError: no checkpoint in the source, or not the moments asked for; or the target exists or cannot be
+            written.
+        DataError: the source is damaged or does not fit its config, a value does not fit the type, or the result
+            differs from the source.
+        ResourceError: not enough space on the disk.
+    """
+    start = time.monotonic()
+    plan = _plan(source, conversion)
+    with (
+        _scratch(target, plan) as scratch,
+        open_source(source, conversion.form, conversion.config, scratch) as opened,
+        _moments_of(opened, conversion) as moments,
+    ):
+        dropped = check(opened.architecture, opened.checkpoint)
+        if conversion.merge is not None:
+            adapter = open_adapter(conversion.merge, opened.architecture)
+            check_base(conversion.merge, opened.architecture, opened.checkpoint)
+            opened = replace(opened, checkpoint=MergedCheckpoint(opened.checkpoint, adapter))
+        work = _Work(opened, moments, target, conversion, progress)
+        work.check_space()
+        with drafted(target, plan) as draft:
+            with writing(target):
+                work.write(draft)
+            if conversion.verify:
+                work.verify(draft)
+        types = work.weights.types
+        return ConvertReport(
+            tensors=len(work.weights.entries),
+            parameters=sum(torch.Size(entry.shape).numel() for entry in work.weights.entries.values()),
+            bytes=work.weights.bytes,
+            dtype=str(types.pop()).removeprefix("torch.") if len(types) == 1 else "mixed",
+            dropped=tuple(dropped),
+            not_finite=tuple(sorted(work.not_finite())),
+            has_left_moments=opened.open_moments is not None and moments is None,
+            updates=None if moments is None else moments.updates,
+            is_verified=conversion.verify,
+            seconds=time.monotonic() - start,
+        )
+
+
+class _Work:
+    """A conversion under way."""
+
+    def __init__(
+        self,
+        source: Source,
+        moments: Moments | None,
+        target: Path,
+        conversion: Conversion,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.source, self.target, self.conversion = source, target, conversion
+        architecture = source.architecture
+        self.weights = Copy(architecture, source.checkpoint, DTYPES[conversion.dtype], self._advance)
+        self.updates = moments.updates if moments else 0
+        self.moments: dict[Kind, Copy] = {}
+        for kind, checkpoint in moments.checkpoints.items() if moments else ():
+            check(architecture, checkpoint)
+            self.moments[kind] = Copy(architecture, checkpoint, None, self._advance, kind == "exp_avg_sq")
+        self.bytes = sum(copy.bytes for copy in (self.weights, *self.moments.values()))
+        self._done, self._total = 0, self.bytes * (2 if conversion.verify else 1)
+        self._progress = progress
+
+    def check_space(self) -> None:
+        """Check that the result fits on the disk, with what is there of it already."""
+        there = next(folder for folder in (self.target, *self.target.absolute().parents) if folder.is_dir())
+        draft = draft_name(self.target)
+        written = sum(path.stat().st_size for path in draft.rglob("*") if path.is_file())
+        free, needed = shutil.disk_usage(there).free, self.bytes + COMPANION_BYTES - written
+        if free < needed:
+            raise ResourceError(
+                f"{self.target} needs {needed / 1e9:.1f} GB, but {there} has {free / 1e9:.1f} GB free; "
+                "name a target on another disk, or convert to bf16"
+            )
+
+    def write(self, draft: Path) -> None:
+        """Write all files."""
+        source, kept, weights = self.source, self.conversion, self.weights
+        if kept.to == "mesh":
+            if not weights.types <= set(mesh_writer.DTYPES):
+                raise UsageError("mesh-transformer-jax stores fp32 or bf16: add --dtype fp32 or --dtype bf16")
+            folder = draft / f"step_{source.step}"
+            writer = MeshWriter(folder, source.architecture, source.checkpoint, kept.mesh_shards, weights.entries)
+            writer.write(source.step, weights.watch)
+            write_json(
+                draft / "meta.json",
+                {"step": source.step, "checkpoints": [source.step], "aux": {str(source.step): {}}},
+            )
+        else:
+            weights.write(draft, kept.shard_bytes if kept.to == "huggingface" else None)
+        for kind, copy in self.moments.items():
+            copy.write(draft / moments_of_model.FOLDER / kind)
+        if self.moments:
+            write_json(draft / moments_of_model.FOLDER / moments_of_model.STATE, {"updates": self.updates})
+        stored = reduce(torch.promote_types, (entry.dtype for entry in weights.entries.values()))
+        copy_origin(source.folder, draft)
+        copy_description(source.folder, draft)
+        write_companions(
+            draft, source.architecture, stored, kept.tokenizer or source.folder, _tuning(kept.merge or source.folder)
+        )
+
+    def verify(self, draft: Path) -> None:
+        """Compare each tensor that was written with its source."""
+        form: Form = "mesh" if self.conversion.to == "mesh" else "huggingface"
+        with open_source(draft, form, None, draft) as written:
+            check(written.architecture, written.checkpoint)
+            self._compare(self.weights, written.checkpoint)
+        if self.moments:
+            with moments_of_model.open_moments(draft) as moments:
+                for kind, copy in self.moments.items():
+                    self._compare(copy, moments.checkpoints[kind])
+
+    def not_finite(self) -> set[str]:
+        """Return the names of what holds NaN or infinity."""
+        moments = {f"{kind} of {name}" for kind, copy in self.moments.items() for name in copy.not_finite}
+        return self.weights.not_finite | moments
+
+    def _compare(self, copy: Copy, written: Checkpoint) -> None:
+        try:
+            copy.compare(written)
+        except DataError as error:
+            raise DataError(f"{self.target}: {error}") from error
+
+    def _advance(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        if self._progress is not None:
+            self._progress(min(self._done, self._total), self._total)
+
+
+@contextmanager
+def _moments_of(source: Source, conversion: Conversion) -> Iterator[Moments | None]:
+    """Open the moments that are to be carried over; yield ``None`` if none are.
+
+    Raises:
+        UsageError: they are asked for, but there are none, or they have no place in the result.
+    """
+    if not conversion.with_optimizer:
+        yield None
+        return
+    if conversion.to != "folder" or conversion.merge is not None:
+        raise UsageError(
+            "--with-optimizer goes with --to folder, for nothing else has room for moments, and without --merge, after "
+            "which they would be those of another model"
+        )
+    if source.open_moments is None:
+        raise UsageError(
+            f"{source.path} holds no optimizer's moments: leave out --with-optimizer. A full checkpoint of "
+            "mesh-transformer-jax may, a .mdl of Cerebras, a folder that was written with this option"
+        )
+    with source.open_moments() as moments:
+        yield moments
+
+
+@contextmanager
+def _scratch(target: Path, plan: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield the hidden name of a folder for what has to be unpacked; after a kill it stays, for the same conversion."""
+    digest = hashlib.sha256(json.dumps(plan["source"]).encode()).hexdigest()[:12]
+    scratch = hidden_name(target, f"unpacked-{digest}")
+    for old in target.parent.glob(f".{glob.escape(target.name)}.unpacked-*") if target.parent.is_dir() else ():
+        if old != scratch or not _is_plain(scratch):
+            discard(old)
+    try:
+        yield scratch
+    except Exception:
+        discard(scratch)
+        raise
+    discard(scratch)
+
+
+def _is_plain(folder: Path) -> bool:
+    try:
+        require_plain(folder)
+    except DataError:
+        return False
+    return not folder.is_symlink()
+
+
+def _plan(source: Path, conversion: Conversion) -> dict[str, Any]:
+    """Return all that decides what is written, the versions of the source's files by size and time."""
+    files = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
+    files += sorted(conversion.merge.iterdir()) if conversion.merge else []
+    found = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.is_file()]
+    chosen = {key: str(value) for key, value in asdict(conversion).items() if key != "verify"}
+    config = conversion.config.read_text(errors="replace") if conversion.config and conversion.config.is_file() else ""
+    return json.loads(json.dumps({"version": gptj_ft.__version__, "source": found, **chosen, "config": config}))  # type: ignore[no-any-return]
+
+
+def _tuning(source: Path) -> dict[str, object] | None:
+    """Return what a fine-tuned source says about its prompt and its training."""
+    path = source / TUNING
+    if not path.is_file():
+        return None
+    try:
+        loaded: dict[str, object] = json.loads(read_text(path))
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from error
+    return loaded

@@ -1,0 +1,86 @@
+"""Whether a model folder is still the one that a run began with, or an adapter was trained for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from gptj_ft.checkpoints.metadata import read_tuning
+from gptj_ft.checkpoints.model_folder import Checkpoint, weights_of
+from gptj_ft.errors import DataError
+from gptj_ft.models.registry import Architecture
+from gptj_ft.system.memory import bytes_of
+
+SAMPLES = 32  # of a file; another training has changed every one
+SAMPLE_BYTES = 4096
+
+
+def fingerprint(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the sizes of a model folder's weight files and the XXH3-64 digests of pages from all over them, by name.
+
+    The same of ``config.json``, which fits into the pages. Reading all of a model would take as long as a pass of
+    training; so this finds another model or another type, and not each flipped bit.
+
+    Raises:
+        UsageError, DataError: as `huggingface.weights_of`.
+    """
+    weights = sorted({shard.path for shard in weights_of(folder).values()})
+    return {path.name: _of_file(path) for path in (folder / "config.json", *weights)}
+
+
+def check_unchanged(folder: Path, began_with: dict[str, dict[str, Any]]) -> None:
+    """Check that a model folder is the one that a run began with.
+
+    Raises:
+        DataError: it is not; names the first file that differs.
+        UsageError: as `huggingface.weights_of`.
+    """
+    now = fingerprint(folder)
+    for name in [*began_with, *now]:
+        if now.get(name) != began_with.get(name):
+            what = "is new" if name not in began_with else "is missing" if name not in now else "has changed"
+            raise DataError(
+                f"{folder / name} {what} since the run began, which would go on from another model: put the old one "
+                "back, name the folder that holds it with --model, or start a new run"
+            )
+
+
+def sampled_digest(architecture: Architecture, checkpoint: Checkpoint) -> str:
+    """Return the XXH3-128 digest of some rows of each tensor of a model, however they are divided into files."""
+    digest = xxhash.xxh3_128()
+    for layer in range(len(architecture.layers())):
+        for _, name in sorted(checkpoint.names_of(architecture, layer).items()):
+            entry = checkpoint.entry(name)
+            count = entry.rows_in(SAMPLE_BYTES)
+            digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
+            for start in sorted({0, entry.rows // 2, max(0, entry.rows - count)}):
+                digest.update(bytes_of(checkpoint.read(name, start, min(start + count, entry.rows))))
+    return digest.hexdigest()
+
+
+def check_base(adapter: Path, architecture: Architecture, checkpoint: Checkpoint) -> None:
+    """Check that a model is the one that an adapter was trained for; one from elsewhere does not say.
+
+    Raises:
+        DataError: it is not.
+    """
+    tuning = read_tuning(adapter)
+    if tuning and tuning.base_digest and sampled_digest(architecture, checkpoint) != tuning.base_digest:
+        raise DataError(
+            f"{checkpoint.folder} is not the model that the adapter in {adapter} was trained for, but another of its "
+            "shape, or the same in another type: put the right one there"
+        )
+
+
+def _of_file(path: Path) -> dict[str, Any]:
+    size, digest = path.stat().st_size, xxhash.xxh3_64()
+    try:
+        with path.open("rb") as file:
+            for sample in range(SAMPLES):
+                file.seek(sample * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return {"bytes": size, "sampled_xxh3_64": digest.hexdigest()}

@@ -1,0 +1,1 @@
+"""Checkpoint formats: each module reads or writes one, tensor by tensor."""

@@ -1,0 +1,139 @@
+"""Cerebras' ``.mdl``: an HDF5 file whose data sets, all in the root, are named by the tensors' paths.
+
+The root's ``__spec__`` is a pickle, which nothing here reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gptj_ft.checkpoints.formats.tensor_info import PIECE_BYTES, Entry
+from gptj_ft.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    import h5py
+
+MAGIC = b"\x89HDF\r\n\x1a\n"
+MODEL = "model."  # before the names of weights
+MOST_CHUNK_BYTES = 2**30  # of what HDF5 unpacks at once
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "int64": torch.int64}
+
+
+def is_hdf5(path: Path) -> bool:
+    """Tell whether a file is HDF5."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+class MdlShard:
+    """Some of the data sets in a ``.mdl`` file, as tensors.
+
+    Attributes:
+        path: of the file.
+        entries: by the names that they have here.
+    """
+
+    def __init__(self, path: Path, data_sets: Mapping[str, str]) -> None:
+        """Open data sets.
+
+        Args:
+            path: of the file.
+            data_sets: their names in the file, by those that they have here.
+        """
+        self.path, self._data_sets = path, data_sets
+        with opened(path) as file:
+            self.entries: Mapping[str, Entry] = {name: self._entry(file, own) for name, own in data_sets.items()}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        entry, own = self.entries[name], self._data_sets[name]
+        with opened(self.path) as file:
+            data = data_set(self.path, file, own)
+            array = data[start:stop] if entry.shape else data[()]
+        tensor = torch.from_numpy(array) if entry.shape else torch.tensor(array)
+        return tensor.view(torch.bfloat16) if entry.dtype is torch.bfloat16 else tensor.to(entry.dtype)
+
+    def rows_at_once(self, name: str) -> int:
+        return self.entries[name].rows_in(PIECE_BYTES)
+
+    def _entry(self, file: h5py.File, name: str) -> Entry:
+        data = data_set(self.path, file, name)
+        is_bfloat16 = bool(data.attrs.get("is_bfloat16", False))
+        dtype = torch.bfloat16 if is_bfloat16 else DTYPES.get(data.dtype.name)
+        if dtype is None or (is_bfloat16 and data.dtype.itemsize != 2):
+            raise DataError(f"{self.path}: {name} is of type {data.dtype}, which no weights have")
+        return Entry(dtype, tuple(data.shape))
+
+
+class MdlFile:
+    """A ``.mdl`` file.
+
+    Attributes:
+        path: of the file.
+        names: of all its data sets.
+        parameters: the model's.
+        step: the optimizer step that it is of; ``None`` if it does not say.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with opened(path) as file:
+            self.names = tuple(file)
+        self.parameters = MdlShard(path, {name: name for name in self.names if name.startswith(MODEL)})
+        self.step = None if "global_step" not in self.names else int(self.value("global_step"))
+        if not self.parameters.entries:
+            raise DataError(f"{path} holds no weights: no data set in it is named {MODEL}...")
+
+    def value(self, name: str, index: int = 0) -> float:
+        """Return one number of a data set."""
+        with opened(self.path) as file:
+            return float(data_set(self.path, file, name)[()].reshape(-1)[index])
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[h5py.File]:
+    """Open a file of this format to read it.
+
+    Raises:
+        UsageError: h5py is not installed.
+        DataError: it is damaged.
+    """
+    try:
+        import h5py
+    except ImportError as error:
+        raise UsageError(f"{path} is an HDF5 file: pip install 'gptj-ft[hdf5]'") from error
+    try:
+        with h5py.File(path, "r", locking=False) as file:  # a lock needs what some file systems lack
+            yield file
+    except DataError:
+        raise
+    # h5py turns each class of HDF5's errors into one of Python's; any may come from a damaged file.
+    except (OSError, RuntimeError, LookupError, ValueError, TypeError, OverflowError, MemoryError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise DataError(f"{path}: truncated or corrupt ({reason}); get the file again") from error
+
+
+def data_set(path: Path, file: h5py.File, name: str) -> Any:
+    """Return a data set of a file: one that is in it, and takes no more memory than it says.
+
+    Raises:
+        DataError: it is something else.
+    """
+    import h5py
+
+    if not isinstance(file.get(name, getlink=True), h5py.HardLink):
+        raise DataError(f"{path}: {name} is a link; it was not followed")
+    data = file[name]
+    if not isinstance(data, h5py.Dataset) or data.is_virtual or data.external:
+        raise DataError(f"{path}: {name} is no data set of this file")
+    if data.chunks and math.prod(data.chunks) * data.dtype.itemsize > MOST_CHUNK_BYTES:
+        raise DataError(f"{path}: {name} unpacks to more than {MOST_CHUNK_BYTES >> 30} GiB at once")
+    return data

@@ -1,0 +1,124 @@
+"""The optimizer's moments in a checkpoint of the Cerebras model zoo: whose they are, after how many updates.
+
+Newer releases name them by their parameters. Older ones number them, and nothing that can be read without unpickling
+says how; but the model zoo's code does (releases 1.7 to 2.1): parameters that decay come first, then biases and norms,
+both as their modules were made. What has other shapes in that order is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from gptj_ft.checkpoints.formats.cerebras import checkpoint_of, own_name, pattern_of
+from gptj_ft.checkpoints.formats.cerebras_hdf5 import MdlFile, MdlShard
+from gptj_ft.checkpoints.model_folder import Checkpoint
+from gptj_ft.checkpoints.optimizer_state import Moments
+from gptj_ft.errors import DataError, UsageError
+from gptj_ft.models.layout import MOMENTS, Kind
+from gptj_ft.models.registry import Family
+
+PREFIX = "optimizer.state."
+HEAD = "lm_head.weight"
+LEAST_POWER = 1e-37  # below, fp32 keeps fewer digits
+
+
+def has_moments(file: MdlFile) -> bool:
+    """Tell whether a file holds an optimizer's moments."""
+    return any(name.startswith(PREFIX) and name.endswith(f".{MOMENTS[0]}") for name in file.names)
+
+
+def read_moments(file: MdlFile, family: Family) -> Moments:
+    """Open the moments in a file.
+
+    Raises:
+        UsageError: it says neither whose they are nor how many updates they have seen.
+        DataError: it is damaged.
+    """
+    found = {kind: _keys(file, kind) for kind in MOMENTS}
+    if found["exp_avg"].keys() != found["exp_avg_sq"].keys():
+        raise DataError(f"{file.path}: some parameters have one of Adam's two moments, but not the other")
+    names = _names(file, found["exp_avg"], family)
+    opened: dict[Kind, Checkpoint] = {}
+    for kind, data_sets in found.items():
+        shard = MdlShard(file.path, {names[key]: name for key, name in data_sets.items()})
+        opened[kind] = checkpoint_of(file.path, dict.fromkeys(shard.entries, shard), family)
+    return Moments(_updates(file), opened)
+
+
+def _keys(file: MdlFile, kind: Kind) -> dict[str, str]:
+    """Return the data sets of a moment by what the optimizer calls the parameter."""
+    end = f".{kind}"
+    return {
+        name[len(PREFIX) : -len(end)]: name for name in file.names if name.startswith(PREFIX) and name.endswith(end)
+    }
+
+
+def _names(file: MdlFile, data_sets: Mapping[str, str], family: Family) -> dict[str, str]:
+    """Return the parameters' names by what the optimizer calls them: the same, or their numbers."""
+    if not all(key.isdigit() for key in data_sets):
+        # Of the last norm's copies, of which the model's weights lack none, the optimizer has the one made first.
+        return {key: key if norm_of(key) in data_sets else norm_of(key) for key in data_sets}
+    keys = sorted(data_sets, key=int)
+    shapes = {name: entry.shape for name, entry in file.parameters.entries.items()}
+    numbered = MdlShard(file.path, data_sets).entries
+    for order in _orders(list(shapes), family):
+        if [shapes[name] for name in order] == [numbered[key].shape for key in keys]:
+            return dict(zip(keys, order, strict=True))
+    raise UsageError(
+        f"{file.path}: its moments have numbers, and their shapes are not those of the parameters in the order of the "
+        "model zoo, so that whose they are is not known: leave out --with-optimizer"
+    )
+
+
+def norm_of(name: str) -> str:
+    """Return the name of the decoder's last norm for its copy's, and any other as it is."""
+    return re.sub(r"(^|\.)ln_f\.", r"\1transformer_decoder.norm.", name)
+
+
+def _orders(names: Sequence[str], family: Family) -> Iterator[list[str]]:
+    """Yield the orders in which the parameters of a model may be numbered."""
+    table = list(family.cerebras)
+    blocks = next(place for place, pattern in enumerate(table) if "{}" in pattern)
+
+    def place(name: str) -> tuple[int, int, int]:
+        pattern, number = pattern_of(own_name(name))
+        rank = table.index(pattern) if pattern in table else len(table)
+        return (blocks, int(number), rank) if number else (rank, 0, 0)
+
+    def is_decayed(name: str) -> bool:
+        return name.endswith(".weight") and not re.search(r"\.norm\d?\.weight$", name)
+
+    # The last norm's copies, and a head that is the embedding, are one parameter.
+    unique = [name for name in names if family.cerebras.get(own_name(name), name) is not None]
+    made = sorted(unique, key=place)
+    for order in (made, [name for name in made if own_name(name) != HEAD]):
+        yield sorted(order, key=lambda name: not is_decayed(name))  # stable
+        yield order
+
+
+def _updates(file: MdlFile) -> int:
+    """Return how many updates the moments have seen.
+
+    The power of the second decay starts at it and is multiplied by it with each update. The file need not say the
+    decay, nor have the power where the optimizer does not correct the bias; then the step of the run has to do.
+    """
+    power = next((name for name in file.names if name.startswith(PREFIX) and name.endswith(".beta2_power")), None)
+    beta2 = _beta2(file)
+    if power is not None and beta2 is not None and 0 < beta2 < 1:
+        value = file.value(power)
+        if LEAST_POWER < value < 1:
+            return max(0, round(math.log(value) / math.log(beta2)) - 1)
+    if file.step is None:
+        raise UsageError(
+            f"{file.path} does not say how many updates its moments have seen (global_step): leave out --with-optimizer"
+        )
+    return file.step
+
+
+def _beta2(file: MdlFile) -> float | None:
+    both, second = "optimizer.param_groups.0.betas", "optimizer.param_groups.0.betas.1"
+    if both in file.names:
+        return file.value(both, 1)
+    return file.value(second) if second in file.names else None

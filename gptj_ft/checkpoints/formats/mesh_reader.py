@@ -1,0 +1,255 @@
+"""mesh-transformer-jax's checkpoints, version 1 (https://github.com/kingoflolz/mesh-transformer-jax), slim and full.
+
+``step_N/shard_{0..}/{0..15}.npz``: each shard's tree {opt_state, params, step}, flattened in alphabetical order and cut
+into as many runs of leaves as there are files. A slim checkpoint has no opt_state. Names are nowhere in the files: a
+leaf is known by its place, so that their number gives the number of blocks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gptj_ft.checkpoints.formats.npz import Array, arrays_of
+from gptj_ft.checkpoints.formats.tensor_info import Entry
+from gptj_ft.errors import DataError, UsageError
+from gptj_ft.models.registry import Family, Leaf
+from gptj_ft.system.files import inside
+from gptj_ft.system.memory import borrow_tensor, contiguous
+from gptj_ft.system.prefetch import ahead
+
+NUM_FILES = 16  # in a shard's folder
+PARTS_BYTES = 64 << 20  # of what is read ahead of a tensor's parts
+
+
+def leaves_of(family: Family, num_blocks: int) -> list[Leaf]:
+    """Return the leaves of the parameters in the checkpoint's order, each with the name of its tensor.
+
+    Modules go by their names as strings: block 10 comes before block 2.
+    """
+    named = []
+    for (module, parameter), leaf in family.mesh.items():
+        for block in range(num_blocks) if "{}" in module else (0,):
+            tensor = Leaf(leaf.name.format(block), leaf.join, leaf.is_transposed)
+            named.append(((module.format(block), parameter), tensor))
+    return [tensor for _, tensor in sorted(named, key=lambda item: item[0])]
+
+
+def find_step(path: Path) -> Path | None:
+    """Return the folder of a checkpoint's shards: the one that is named, or the only ``step_N`` in it.
+
+    Raises:
+        UsageError: several are in it.
+    """
+    if (path / "shard_0").is_dir():
+        return path
+    steps = sorted(folder for folder in path.glob("step_*") if (folder / "shard_0").is_dir())
+    if len(steps) > 1:
+        raise UsageError(f"{path} holds several checkpoints; name one: {', '.join(step.name for step in steps)}")
+    return steps[0] if steps else None
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A tensor, as it lies in the shards."""
+
+    leaf: Leaf
+    parts: Sequence[Array]
+
+    @property
+    def is_side_by_side(self) -> bool:
+        return self.leaf.join in ("rows", "columns")
+
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the whole, as Hugging Face has it."""
+        shapes = [part.shape[::-1] if self.leaf.is_transposed else part.shape for part in self.parts]
+        axis = 1 if self.leaf.join == "columns" else 0
+        # Of what is kept in every shard, that of shard 0 counts; the others are compared with it all the same.
+        others = {(len(shape), *(length for at, length in enumerate(shape) if at != axis)) for shape in shapes}
+        if len(others) > 1 or len(shapes[0]) <= axis or (not self.is_side_by_side and len(set(shapes)) > 1):
+            raise DataError(
+                f"{self.parts[0].path.parent.parent}: {self.leaf.name} has other shapes in other shards: "
+                f"{', '.join(str(list(part.shape)) for part in self.parts)}"
+            )
+        if not self.is_side_by_side:
+            return shapes[0]
+        whole = list(shapes[0])
+        whole[axis] = sum(shape[axis] for shape in shapes)
+        return tuple(whole)
+
+
+@dataclass(frozen=True)
+class MeshCheckpoint:
+    """An opened checkpoint.
+
+    Attributes:
+        parameters: under Hugging Face's names.
+        step: the optimizer step that it is of.
+        moments: of a full checkpoint, the optimizer's two, under the names of their parameters; empty of a slim one.
+        updates: how many updates the moments have seen.
+    """
+
+    parameters: MeshShards
+    step: int
+    moments: tuple[MeshShards, ...] = ()
+    updates: int = 0
+
+
+def open_mesh(path: Path, family: Family) -> MeshCheckpoint:
+    """Open the shards in a folder, slim or full.
+
+    Raises:
+        DataError: one is missing, damaged, or of another shape than the others.
+    """
+    shards = [_arrays_of_shard(folder) for folder in _shard_folders(path)]
+    for number, arrays in enumerate(shards):
+        if len(arrays) != len(shards[0]):
+            raise DataError(f"{path}: shard_{number} has {len(arrays)} arrays, shard_0 {len(shards[0])}")
+    num_blocks, first = _layout(path, family, len(shards[0]))
+    leaves = leaves_of(family, num_blocks)
+
+    def tree(begin: int, leaves: Sequence[Leaf]) -> MeshShards:
+        found = enumerate(leaves, start=begin)
+        return MeshShards(path, [Joined(leaf, [arrays[index] for arrays in shards]) for index, leaf in found])
+
+    parameters, step = tree(first, leaves), _count(shards[0][-1])
+    if not first:
+        return MeshCheckpoint(parameters, step)
+    # Every shard saw the gradient of the whole bias that the shards' biases add up to, so that its moments are those of
+    # any. The embedding's bias, the first leaf, is no parameter of its own any more.
+    assert leaves[0].join == "added"
+    kept = [replace(leaf, join="first") if leaf.join == "sum" else leaf for leaf in leaves[1:]]
+    moments = tree(2, kept), tree(2 + len(leaves), kept)
+    return MeshCheckpoint(parameters, step, moments, _count(shards[0][0]))
+
+
+def _count(array: Array) -> int:
+    return int(array.read().reshape(-1)[0])
+
+
+class MeshShards:
+    """A tree of a checkpoint as tensors under Hugging Face's names; each is joined when it is read.
+
+    Attributes:
+        path: the folder of the shards.
+        num_shards: how many there are.
+    """
+
+    def __init__(self, path: Path, leaves: Sequence[Joined]) -> None:
+        self.path, self.num_shards = path, len(leaves[0].parts)
+        self._joined: dict[str, Joined] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._added: dict[str, Tensor] = {}
+        entries: dict[str, Entry] = {}
+        for joined in leaves:
+            leaf = joined.leaf
+            if leaf.join == "added":
+                self._added[leaf.name] = _sum(joined.parts)
+            else:
+                entries[leaf.name] = self._opened(joined)
+        self.entries: Mapping[str, Entry] = entries
+
+    def _opened(self, joined: Joined) -> Entry:
+        """Note where a tensor is; return its shape, and the type that holds what becomes of it."""
+        name, parts = joined.leaf.name, joined.parts
+        self._joined[name] = joined
+        shape, dtype = joined.shape(), parts[0].entry.dtype
+        for part in parts:
+            if part.entry.dtype != dtype:
+                raise DataError(f"{part.path}: {name} is {part.entry.dtype}, in shard_0 {dtype}")
+        if joined.leaf.join == "sum":
+            self._sums[name] = total = _sum(parts)
+            if not torch.equal(total.to(dtype).double(), total):
+                dtype = torch.promote_types(dtype, torch.float32)
+        if name in self._added and self._added[name].any():
+            dtype = torch.promote_types(dtype, torch.float32)
+        return Entry(dtype, shape)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        joined, entry = self._joined[name], self.entries[name]
+        stop = entry.rows if stop is None else min(stop, entry.rows)
+        if joined.leaf.join == "sum":
+            return self._sums[name][start:stop].to(entry.dtype)
+        if joined.leaf.join == "first":
+            return joined.parts[0].read()[start:stop].clone()
+        if joined.leaf.join == "columns":
+            return self._side_by_side(joined, entry, start, stop)
+        found, begin = [], 0
+        for part in joined.parts:
+            length = part.shape[-1] if joined.leaf.is_transposed else part.shape[0]
+            low, high = max(start, begin), min(stop, begin + length)
+            if low < high:
+                rows = _read_part(joined, part)[low - begin : high - begin]
+                found.append(self._with_added(name, rows, entry.dtype))
+            begin += length
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def rows_at_once(self, name: str) -> int:
+        return self.entries[name].rows // (self.num_shards if self._joined[name].leaf.join == "rows" else 1)
+
+    def _side_by_side(self, joined: Joined, entry: Entry, start: int, stop: int) -> Tensor:
+        shape = (stop - start, *entry.shape[1:])
+        whole = borrow_tensor(shape, entry.dtype)
+        begin = 0
+        tasks = ((part.entry.num_bytes, partial(_read_part, joined, part)) for part in joined.parts)
+        with closing(ahead(tasks, PARTS_BYTES)) as parts:
+            for part in parts:
+                width = part.shape[1]
+                whole[:, begin : begin + width] = part[start:stop]
+                begin += width
+        return whole
+
+    def _with_added(self, name: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows with what is added to each, if anything is."""
+        added = self._added.get(name)
+        return (rows.double() + added).to(dtype) if added is not None and added.any() else rows
+
+
+def _read_part(joined: Joined, part: Array) -> Tensor:
+    """Read a shard's part, its axes as Hugging Face has them."""
+    tensor = part.read()
+    # Turned round whole: PyTorch does that in blocks, but not if the result goes between other columns.
+    return contiguous(tensor.t()) if joined.leaf.is_transposed else tensor
+
+
+def _sum(parts: Sequence[Array]) -> Tensor:
+    return torch.stack([part.read().double() for part in parts]).sum(0)
+
+
+def _shard_folders(path: Path) -> list[Path]:
+    numbers = sorted(
+        int(found[1]) for folder in path.iterdir() if (found := re.fullmatch(r"shard_(\d+)", folder.name)) is not None
+    )
+    for expected, number in enumerate(numbers):
+        if number != expected:
+            raise DataError(f"{path}: shard_{expected} is missing; get it again")
+    return [path / f"shard_{number}" for number in numbers]
+
+
+def _arrays_of_shard(folder: Path) -> list[Array]:
+    files = [folder / f"{number}.npz" for number in range(NUM_FILES)]
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"{file} is missing; get it again")
+        inside(file, folder.parent)
+    return [array for file in files for array in arrays_of(file)]
+
+
+def _layout(path: Path, family: Family, num_leaves: int) -> tuple[int, int]:
+    """Return how many blocks so many leaves make, and where the parameters begin: behind opt_state, if there is any."""
+    in_block = sum("{}" in module for module, _ in family.mesh)
+    apart = len(family.mesh) - in_block
+    for copies, others in ((1, 1), (3, 3)):  # slim: step; full: two moments, two counts and step
+        blocks, rest = divmod(num_leaves - others - copies * apart, copies * in_block)
+        if blocks > 0 and not rest:
+            return blocks, num_leaves - 1 - apart - blocks * in_block
+    raise DataError(
+        f"{path}: {num_leaves} arrays a shard are no {family.model_type} of mesh-transformer-jax, version 1"
+    )

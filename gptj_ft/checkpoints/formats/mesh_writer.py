@@ -1,0 +1,194 @@
+"""Writing slim checkpoints of mesh-transformer-jax, version 1: every shard's part of a few tensors at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from gptj_ft.checkpoints.formats.mesh_reader import NUM_FILES, PARTS_BYTES, leaves_of
+from gptj_ft.checkpoints.formats.npz import NpzWriter
+from gptj_ft.checkpoints.formats.tensor_info import Entry
+from gptj_ft.checkpoints.model_folder import Checkpoint
+from gptj_ft.checkpoints.streamed import Rows, Watch, digest_of, ranges, reading
+from gptj_ft.errors import UsageError
+from gptj_ft.models.registry import Architecture, Leaf
+from gptj_ft.system.memory import borrow_tensor, bytes_of, cast, contiguous
+from gptj_ft.system.prefetch import Task, ahead
+from gptj_ft.system.write_behind import WriteBehind
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Some rows of a tensor, cut as they go into files.
+
+    Attributes:
+        parts: of one shard, or of every shard.
+        rows: which rows; ``None``: of what no tensor holds.
+        digest: of all their bytes, in the order of the tensor.
+    """
+
+    parts: Sequence[Tensor]
+    rows: Rows | None = None
+    digest: str = ""
+
+
+class MeshWriter:
+    """The shards of a slim checkpoint.
+
+    Attributes:
+        folder: of the checkpoint, ``step_N``.
+        num_shards: how many.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        architecture: Architecture,
+        checkpoint: Checkpoint,
+        num_shards: int,
+        entries: Mapping[str, Entry],
+    ) -> None:
+        """Check that the model can be cut into so many shards.
+
+        Args:
+            folder: where to; what is there already, whole, is kept.
+            architecture: of the model.
+            checkpoint: its tensors.
+            num_shards: how many shards.
+            entries: their types and shapes as they are to be stored.
+
+        Raises:
+            UsageError: mesh-transformer-jax has no such model, or it cannot be cut like that.
+        """
+        self.folder, self.num_shards = folder, num_shards
+        self._checkpoint, self._entries = checkpoint, entries
+        if not architecture.family.mesh:
+            raise UsageError(f"mesh-transformer-jax has no {architecture.family.model_type}: use --to huggingface")
+        self._leaves = leaves_of(architecture.family, len(architecture.layers()) - 2)
+        # A bias that every shard adds is divided by their number, which is exact for powers of two.
+        num_heads = architecture.config.n_head
+        if num_shards < 1 or num_shards & (num_shards - 1) or num_heads % num_shards:
+            raise UsageError(f"--mesh-shards {num_shards}: must be a power of two that divides the {num_heads} heads")
+        for leaf in self._leaves:
+            if leaf.join in ("rows", "columns"):
+                length = checkpoint.shape(leaf.name)[1 if leaf.join == "columns" else 0]
+                if length % num_shards:
+                    raise UsageError(
+                        f"--mesh-shards {num_shards}: {leaf.name} has {length} {leaf.join}, not a multiple"
+                    )
+
+    def write(self, step: int, watch: Watch) -> None:
+        """Write the files, those of one number in all shards together.
+
+        Args:
+            step: that it is of.
+            watch: what is told of the tensors.
+
+        Raises:
+            OSError: the disk's own.
+            DataError: what reading and ``watch`` raise.
+        """
+        leaves: list[Leaf | None] = [*self._leaves, None]  # the last is the step
+        size, more = divmod(len(leaves), NUM_FILES)
+        unfinished = []
+        for number in range(NUM_FILES):
+            begin = number * size + min(number, more)
+            files = [self.folder / f"shard_{shard}" / f"{number}.npz" for shard in range(self.num_shards)]
+            if not all(file.is_file() for file in files):
+                unfinished.append((files, leaves[begin : begin + size + (number < more)]))
+        tasks = (task for _, leaves in unfinished for leaf in leaves for task in self._tasks(leaf, step, watch))
+        with WriteBehind(self.num_shards) as behind, closing(ahead(tasks)) as cuts:
+            for files, leaves in unfinished:
+                self._write_files(behind, files, leaves, cuts, watch)
+
+    def _write_files(
+        self,
+        behind: WriteBehind,
+        files: Sequence[Path],
+        leaves: Sequence[Leaf | None],
+        cuts: Iterator[Cut],
+        watch: Watch,
+    ) -> None:
+        pages = []
+        with ExitStack() as stack:
+            writers = []
+            for file in files:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                pages.append(behind.open(file.with_suffix(".part")))
+                writers.append(stack.enter_context(NpzWriter(pages[-1])))
+            for leaf in leaves:
+                left = list(writers)
+                while left:
+                    cut = next(cuts)
+                    for part in cut.parts:
+                        left.pop(0).write(part)
+                    if leaf is not None and cut.rows is not None:
+                        watch.written(leaf.name, cut.rows, cut.digest)
+                    del cut, part
+        for file, page in zip(files, pages, strict=True):
+            page.finish(partial(file.with_suffix(".part").replace, file))
+
+    def _tasks(self, leaf: Leaf | None, step: int, watch: Watch) -> Iterator[Task[Cut]]:
+        """Yield what makes a leaf's parts, shard by shard or all of them."""
+        if leaf is None:
+            yield 0, lambda: Cut([torch.tensor(step, dtype=torch.int32)] * self.num_shards)
+            return
+        entry = self._entries[leaf.name]
+        if leaf.join == "rows":
+            rows = entry.rows // self.num_shards
+            for shard in range(self.num_shards):
+                some = shard * rows, (shard + 1) * rows
+                size = reading(self._checkpoint, leaf.name, some)[0] + entry.num_bytes // self.num_shards
+                yield size, partial(self._rows, leaf, some, watch)
+        else:
+            make = {"columns": self._columns, "added": self._zeros}.get(leaf.join, self._shared)
+            yield 2 * entry.num_bytes if leaf.join == "columns" else 0, partial(make, leaf, watch)
+
+    def _rows(self, leaf: Leaf, rows: Rows, watch: Watch) -> Cut:
+        piece = self._checkpoint.read(leaf.name, *rows)
+        watch.read(leaf.name, piece)
+        piece = cast(piece, self._entries[leaf.name].dtype)
+        return Cut([contiguous(piece.t()) if leaf.is_transposed else piece], rows, digest_of(piece))
+
+    def _columns(self, leaf: Leaf, watch: Watch) -> Cut:
+        name, entry, digest = leaf.name, self._entries[leaf.name], xxhash.xxh3_128()
+        width = entry.shape[1] // self.num_shards
+        parts = [borrow_tensor((entry.rows, width), entry.dtype) for _ in range(self.num_shards)]
+        if leaf.is_transposed:
+            parts = [part.view(width, entry.rows) for part in parts]
+        tasks = (reading(self._checkpoint, name, rows) for rows in ranges(self._checkpoint, name))
+        start = 0
+        with closing(ahead(tasks, PARTS_BYTES)) as pieces:
+            for piece in pieces:
+                watch.read(name, piece)
+                piece = cast(piece, entry.dtype)
+                digest.update(bytes_of(piece))
+                stop = start + len(piece)
+                for part, columns in zip(parts, piece.chunk(self.num_shards, dim=1), strict=True):
+                    if leaf.is_transposed:  # in blocks, which PyTorch does from and to what lies in one piece
+                        part[:, start:stop] = contiguous(contiguous(columns).t())
+                    else:
+                        part[start:stop] = columns
+                start = stop
+        return Cut(parts, (0, entry.rows), digest.hexdigest())
+
+    def _zeros(self, leaf: Leaf, watch: Watch) -> Cut:
+        entry = self._entries[leaf.name]
+        return Cut([torch.zeros(entry.shape[1:], dtype=entry.dtype)] * self.num_shards)
+
+    def _shared(self, leaf: Leaf, watch: Watch) -> Cut:
+        entry = self._entries[leaf.name]
+        whole = self._checkpoint.read(leaf.name)
+        watch.read(leaf.name, whole)
+        whole = cast(whole, entry.dtype)
+        part = whole / self.num_shards if leaf.join == "sum" else whole
+        return Cut([part] * self.num_shards, (0, entry.rows), digest_of(whole))

@@ -1,0 +1,138 @@
+"""numpy's ``.npz`` as `numpy.savez` writes it: a zip of arrays as they are, found by their places in the file."""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptj_ft.checkpoints.formats.tensor_info import Entry, read_rows
+from gptj_ft.errors import DataError
+from gptj_ft.system.write_behind import PageWriter
+
+# numpy has no bfloat16: what jax saves of it comes out as two bytes of nothing in particular.
+DTYPES = {"|V2": torch.bfloat16, "<f2": torch.float16, "<f4": torch.float32, "<f8": torch.float64, "<i4": torch.int32}
+DTYPES |= {"<i8": torch.int64, "<u4": torch.uint32}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip's member: the lengths of its name and of its extra field
+HEADER_BYTES = 1024  # of an array, at most
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array in a file.
+
+    Attributes:
+        path: of the file.
+        name: in the file.
+        entry: its type, its shape as it lies there, and where.
+        is_reversed: whether it lies there in Fortran's order, so that `read` turns it round.
+        head: what stands before its data in the zip's member.
+        crc: CRC-32 of head and data.
+    """
+
+    path: Path
+    name: str
+    entry: Entry
+    is_reversed: bool
+    head: bytes
+    crc: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape[::-1] if self.is_reversed else self.entry.shape
+
+    def read(self) -> Tensor:
+        """Return the array.
+
+        Raises:
+            DataError: it is not what was written.
+        """
+        tensor = read_rows(self.path, self.entry)
+        data = tensor.reshape(-1).view(torch.uint8).numpy().data
+        if zlib.crc32(data, zlib.crc32(self.head)) != self.crc:
+            raise DataError(f"{self.path}: {self.name} is damaged: its checksum differs; get the file again")
+        return tensor.permute(*reversed(range(tensor.ndim))) if self.is_reversed else tensor
+
+
+def arrays_of(path: Path) -> list[Array]:
+    """Return the arrays of a file in the order in which they were saved, ``arr_0``, ``arr_1``, ...
+
+    Raises:
+        DataError: no such file, damaged, compressed, or holding Python objects, which are never unpickled.
+    """
+    try:
+        size = path.stat().st_size
+        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            members = {member.filename: member for member in archive.infolist()}
+            if sum(member.compress_size for member in members.values()) > size:
+                raise DataError(f"{path}: its members say that they are larger than the file; get the file again")
+            return [_array(path, file, members, number) for number in range(len(members))]
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (zipfile.BadZipFile, struct.error, LookupError, ValueError, NotImplementedError, EOFError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path}: truncated or corrupt ({error}); get the file again") from error
+
+
+def _array(path: Path, file: BinaryIO, members: dict[str, zipfile.ZipInfo], number: int) -> Array:
+    name = f"arr_{number}"
+    member = members.get(f"{name}.npy")
+    if member is None:
+        raise DataError(f"{path}: {len(members)} arrays, but no {name}; get the file again")
+    if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
+        raise DataError(f"{path}: {name} is compressed, which numpy.savez never does; it was not unpacked")
+    file.seek(member.header_offset)
+    lengths = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))
+    begin = file.seek(sum(lengths), 1)
+    version = np.lib.format.read_magic(file)
+    read_header = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}[version[0]]
+    shape, is_reversed, dtype = read_header(file, HEADER_BYTES)
+    start = file.tell()
+    if dtype.hasobject:
+        raise DataError(f"{path}: {name} holds Python objects, and loading them could run code; it was not loaded")
+    if dtype.str not in DTYPES:
+        raise DataError(f"{path}: {name} is of type {dtype.str}, which no checkpoint has")
+    entry = Entry(DTYPES[dtype.str], tuple(shape)[::-1] if is_reversed else tuple(shape), start)
+    if start - begin + entry.num_bytes != member.file_size:
+        raise DataError(
+            f"{path}: {name} has {member.file_size} bytes, its header says {start - begin + entry.num_bytes}"
+        )
+    file.seek(begin)
+    return Array(path, name, entry, is_reversed, file.read(start - begin), member.CRC)
+
+
+class NpzWriter:
+    """Writes arrays one after the other, as `numpy.savez` names them; use it in a ``with`` block."""
+
+    def __init__(self, file: PageWriter) -> None:
+        # As it cannot seek, the checksums come behind the arrays; readers take them from the zip's directory.
+        self._archive = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)  # type: ignore[call-overload]  # no close()
+        self._count = 0
+
+    def write(self, tensor: Tensor) -> None:
+        """Add an array."""
+        member = zipfile.ZipInfo(f"arr_{self._count}.npy")  # of 1980, whatever the day: the same model, the same bytes
+        self._count += 1
+        with self._archive.open(member, "w", force_zip64=True) as out:
+            header = {"descr": CODES[tensor.dtype], "fortran_order": False, "shape": tuple(tensor.shape)}
+            np.lib.format.write_array_header_1_0(out, header)
+            out.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        """Write the zip's directory."""
+        self._archive.close()
+
+    def __enter__(self) -> NpzWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,86 @@
+"""PyTorch's ``.bin``: nothing but tensors is ever unpickled, and data are read from the file a few rows at a time."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from torch import Tensor
+
+from gptj_ft.checkpoints.formats.tensor_info import PIECE_BYTES, Entry, read_rows
+from gptj_ft.errors import DataError
+
+
+class PickleShard:
+    """A ``torch.save`` file of tensors."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        size = path.stat().st_size
+        _check_zip(path, size)
+        entries: dict[str, Entry] = {}
+        self._strided: set[str] = set()
+        for name, tensor in _load(path, "meta").items():
+            begin = tensor.untyped_storage()._checkpoint_offset
+            assert begin is not None, "PyTorch does not say where the data are"
+            at = begin + int(tensor.storage_offset()) * tensor.dtype.itemsize
+            entry = Entry(tensor.dtype, tuple(tensor.shape), at if tensor.is_contiguous() else 0)
+            if not entry.offset:
+                self._strided.add(name)
+            elif at + entry.num_bytes > size:
+                raise DataError(f"{path}: {name} lies beyond its end ({size} bytes); get the file again")
+            entries[name] = entry
+        self.entries: Mapping[str, Entry] = entries
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        if name not in self._strided:
+            return read_rows(self.path, self.entries[name], start, stop)
+        # Mapped anew for each tensor (milliseconds): a map's touched pages stay in memory until it is closed.
+        tensor = _load(self.path, "cpu")[name]
+        rows = tensor[start:stop] if tensor.ndim else tensor
+        return rows.clone(memory_format=torch.contiguous_format)
+
+    def rows_at_once(self, name: str) -> int:
+        return self.entries[name].rows_in(PIECE_BYTES)
+
+
+def _check_zip(path: Path, size: int) -> None:
+    """Check that a file is the zip of stored members that `torch.save` writes: nothing in it unfolds to more."""
+    with path.open("rb") as file:
+        is_bare_pickle = file.read(1) == b"\x80"  # since PyTorch 1.6 the pickle is in a zip file
+    if is_bare_pickle:
+        raise DataError(f"{path}: saved by PyTorch before 1.6, or no weights; load it there and save it again")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise DataError(f"{path}: truncated or corrupt; get the file again") from error
+    for member in members:
+        if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
+            raise DataError(
+                f"{path}: {member.filename} in it is compressed, which PyTorch's files never are; it was not unpacked. "
+                "Get the file again"
+            )
+    if sum(member.file_size for member in members) > size:
+        raise DataError(f"{path}: its members say that they are larger than the file; get the file again")
+
+
+def _load(path: Path, device: str) -> Mapping[str, Tensor]:
+    try:
+        loaded = torch.load(path, map_location=device, weights_only=True, mmap=device != "meta")
+    except UnpicklingError as error:
+        raise DataError(
+            f"{path}: holds more than tensors, and loading it could run code; it was not loaded. "
+            "Get the model in safetensors form"
+        ) from error
+    except Exception as error:  # a damaged file can raise anything
+        raise DataError(f"{path}: truncated or corrupt; get the file again") from error
+    if not isinstance(loaded, dict):
+        raise DataError(f"{path}: expected tensors by name, found {type(loaded).__name__}")
+    for name, value in loaded.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise DataError(f"{path}: {name!r} is not a tensor but {type(value).__name__}")
+    return loaded

@@ -1,0 +1,92 @@
+"""What weight files of every format have in common: named tensors, read whole or some rows at a time."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gptj_ft.errors import DataError
+from gptj_ft.system.direct_io import PAGE, let_go, open_direct, read_range
+from gptj_ft.system.memory import borrow
+
+PIECE_BYTES = 32 << 20  # of what is read at a time where a file leaves the choice
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a file says about one tensor.
+
+    Attributes:
+        dtype: of its numbers.
+        shape: as the model has it.
+        offset: of its first byte in the file, where the file has it in one piece, row after row; else 0.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def rows(self) -> int:
+        """Return the length of the first axis; a scalar counts as one row."""
+        return self.shape[0] if self.shape else 1
+
+    def rows_in(self, num_bytes: int) -> int:
+        """Return how many rows fit into so many bytes, one at least."""
+        return max(1, num_bytes * self.rows // max(1, self.num_bytes))
+
+
+class Shard(Protocol):
+    """A weight file, or several that hold the same tensors in parts, that was opened."""
+
+    path: Path
+    entries: Mapping[str, Entry]
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return a tensor, or its rows from ``start`` to ``stop``, on the CPU, in memory of its own."""
+
+    def rows_at_once(self, name: str) -> int:
+        """Return how many rows to read at a time: few enough for little memory, and none read twice."""
+
+
+def read_rows(path: Path, entry: Entry, start: int = 0, stop: int | None = None) -> Tensor:
+    """Read rows of a tensor that a file has in one piece.
+
+    It is done past the page cache, which nothing of this size is read from twice, and not by a memory map: its touched
+    pages count as used memory, and its errors kill the process.
+
+    Raises:
+        DataError: the file has become shorter, or cannot be read.
+    """
+    stop = entry.rows if stop is None else min(stop, entry.rows)
+    shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
+    row_bytes = entry.num_bytes // entry.rows if entry.rows else 0
+    num_bytes = math.prod(shape) * entry.dtype.itemsize
+    begin = entry.offset + start * row_bytes
+    before = begin % PAGE  # a transfer past the cache starts and ends on pages
+    pages = borrow(-(-(before + num_bytes) // PAGE) * PAGE)
+    try:
+        descriptor = open_direct(path, os.O_RDONLY)
+        try:
+            count = read_range(descriptor, pages.numpy().data, begin - before)
+        finally:
+            let_go(descriptor)
+            os.close(descriptor)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if count < before + num_bytes:
+        raise DataError(f"{path}: truncated while it was being read")
+    data = pages[before : before + num_bytes]
+    is_aligned = before % entry.dtype.itemsize == 0
+    return (data if is_aligned else data.clone()).view(entry.dtype).reshape(shape)

@@ -1,0 +1,152 @@
+"""Any checkpoint that can be read, opened by what it is: tensors under Hugging Face's names, and an architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, get_args
+
+from gptj_ft.checkpoints import optimizer_state
+from gptj_ft.checkpoints.formats import cerebras_moments
+from gptj_ft.checkpoints.formats.cerebras import has_cerebras_names, open_cerebras
+from gptj_ft.checkpoints.formats.cerebras_hdf5 import MdlFile, is_hdf5
+from gptj_ft.checkpoints.formats.mesh_archive import is_archive, unpack
+from gptj_ft.checkpoints.formats.mesh_reader import MeshShards, find_step, open_mesh
+from gptj_ft.checkpoints.formats.shapes import GPTJ_6B, read_config
+from gptj_ft.checkpoints.model_folder import WEIGHTS, Checkpoint, check, open_checkpoint
+from gptj_ft.checkpoints.optimizer_state import Moments
+from gptj_ft.errors import DataError, UsageError
+from gptj_ft.models.layout import MOMENTS
+from gptj_ft.models.registry import Architecture, Family, architecture_of, families, read_architecture
+from gptj_ft.system.files import require_plain
+
+Opener = Callable[[], AbstractContextManager[Moments]]
+Form = Literal["huggingface", "mesh", "cerebras"]
+FORMS: tuple[Form, ...] = get_args(Form)
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened checkpoint.
+
+    Attributes:
+        path: as the user named it.
+        form: what it is.
+        architecture: of the model.
+        checkpoint: its tensors.
+        folder: where tokenizer files may be.
+        step: the optimizer step that it says it is of.
+        open_moments: opens the optimizer's moments, if it holds them; raises UsageError, DataError.
+    """
+
+    path: Path
+    form: Form
+    architecture: Architecture
+    checkpoint: Checkpoint
+    folder: Path
+    step: int = 0
+    open_moments: Opener | None = None
+
+
+def form_of(path: Path) -> Form:
+    """Tell what a checkpoint is.
+
+    Raises:
+        UsageError: nothing that is known.
+    """
+    if path.is_dir() and any((path / name).is_file() for name in WEIGHTS):
+        return "cerebras" if has_cerebras_names(path) else "huggingface"
+    if is_hdf5(path):
+        return "cerebras"
+    if is_archive(path) or (path.is_dir() and find_step(path) is not None):
+        return "mesh"
+    if path.is_dir() and (path / CONFIG).is_file():
+        return "huggingface"  # which will say what it lacks
+    if not path.exists():
+        raise UsageError(f"{path} does not exist")
+    raise UsageError(
+        f"{path} is no checkpoint that is known: neither a Hugging Face folder (config.json with safetensors or .bin), "
+        "nor step_N/shard_0 of mesh-transformer-jax (in a folder or a tar archive), nor a .mdl of Cerebras"
+    )
+
+
+@contextmanager
+def open_source(path: Path, form: Form | None, config: Path | None, scratch: Path) -> Iterator[Source]:
+    """Open a checkpoint.
+
+    Args:
+        path: a folder or a file.
+        form: what it is; ``None``: whatever it looks like.
+        config: the shape of the model, in the JSON of any system, where the checkpoint does not say it.
+        scratch: a folder, which may not exist, for what has to be unpacked first.
+
+    Raises:
+        UsageError: no such checkpoint, or its shape is not known.
+        DataError: it is damaged, or contradicts its config.
+        ResourceError: no room to unpack it.
+    """
+    form = form or form_of(path)
+    if path.is_dir():
+        require_plain(path)
+    if form == "huggingface":
+        own = None if config is None or (path / CONFIG).is_file() else config
+        architecture = architecture_of(read_config(own), own) if own else read_architecture(path)
+        opener: Opener | None = (
+            partial(optimizer_state.open_moments, path) if optimizer_state.has_moments(path) else None
+        )
+        with open_checkpoint(path) as checkpoint:
+            yield Source(path, form, architecture, checkpoint, path, open_moments=opener)
+    elif form == "cerebras":
+        config = config or _config_in([path if path.is_dir() else path.parent])
+        family = architecture_of(read_config(config), config).family if config else families()["gptj"]
+        with open_cerebras(path, family) as (checkpoint, mdl):
+            architecture, step = _architecture(config, checkpoint), mdl.step if mdl else None
+            opener = partial(_moments_of, mdl, family) if mdl and cerebras_moments.has_moments(mdl) else None
+            yield Source(path, form, architecture, checkpoint, path, step or 0, opener)
+    else:
+        if is_archive(path):
+            unpack(path, scratch)
+        folder = scratch if is_archive(path) else find_step(path)
+        if folder is None:
+            raise UsageError(f"{path} holds no checkpoint of mesh-transformer-jax: no shard_0 in it")
+        mesh = open_mesh(folder, families()["gptj"])
+        with _checkpoint(path, mesh.parameters) as checkpoint:
+            found = None if folder == scratch else _config_in([folder, folder.parent])
+            architecture = _architecture(config or found, checkpoint)
+            home = found.parent if found else folder
+            checkpoints = (_checkpoint(path, part) for part in mesh.moments)
+            loaded = Moments(mesh.updates, dict(zip(MOMENTS, checkpoints, strict=True))) if mesh.moments else None
+            opener = (lambda: nullcontext(loaded)) if loaded else None
+            yield Source(path, form, architecture, checkpoint, home, mesh.step, opener)
+
+
+def _checkpoint(path: Path, shards: MeshShards) -> Checkpoint:
+    return Checkpoint(path, dict.fromkeys(shards.entries, shards))
+
+
+@contextmanager
+def _moments_of(mdl: MdlFile, family: Family) -> Iterator[Moments]:
+    yield cerebras_moments.read_moments(mdl, family)
+
+
+def _config_in(folders: list[Path]) -> Path | None:
+    return next((folder / CONFIG for folder in folders if (folder / CONFIG).is_file()), None)
+
+
+def _architecture(config: Path | None, checkpoint: Checkpoint) -> Architecture:
+    """Return what a config says; without one, GPT-J 6B if every shape is its."""
+    if config is not None:
+        return architecture_of(read_config(config), config)
+    architecture = architecture_of(GPTJ_6B, checkpoint.folder)
+    try:
+        check(architecture, checkpoint)
+    except DataError as error:
+        raise UsageError(
+            f"{checkpoint.folder} does not say the shape of its model, and it is not GPT-J 6B's; "
+            f"name the JSON of its shape with --config ({str(error).partition('config.json: ')[2].partition(';')[0]})"
+        ) from error
+    return architecture

@@ -1,0 +1,184 @@
+"""A model folder to a repository of the Hub: the model's own files and nothing else, named before anything is sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gptj_ft.checkpoints.download import SOURCE, read_origin
+from gptj_ft.checkpoints.formats.peft import WEIGHTS as ADAPTER_WEIGHTS
+from gptj_ft.checkpoints.formats.peft import base_folder, open_adapter
+from gptj_ft.checkpoints.model_folder import check, open_checkpoint
+from gptj_ft.checkpoints.writer import DESCRIPTION, INDEX, TUNING
+from gptj_ft.errors import DataError, UsageError
+from gptj_ft.models.registry import read_architecture
+from gptj_ft.system.files import read_text, require_plain
+from gptj_ft.system.hub import hub_api, hub_errors, open_network
+from gptj_ft.system.paths import ADAPTER_CONFIG, TOKENIZER_FILES, is_adapter
+
+COMPANIONS = (*TOKENIZER_FILES, *DESCRIPTION, "generation_config.json", TUNING, SOURCE)
+ADAPTER_BASE = "base_model_name_or_path"  # of adapters: there it becomes the base's name on the Hub
+PATHS = ("_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file", "base_model", ADAPTER_BASE)
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A file as it is sent.
+
+    Attributes:
+        name: in the repository.
+        content: a file, or the bytes themselves where they differ from what the folder has.
+        bytes: how many.
+        left_out: what the folder's file says and this one does not: names of local folders and files.
+    """
+
+    name: str
+    content: Path | bytes
+    bytes: int
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What came of it: the address, and whether others can see it."""
+
+    url: str
+    commit: str
+    is_private: bool
+
+
+def pack(folder: Path) -> list[Parcel]:
+    """Return what is sent of a model folder; nothing is sent yet.
+
+    Raises:
+        UsageError: not a model, or adapter, with safetensors weights, or the base of an adapter is not there.
+        DataError: the weights are damaged, a text file is not JSON, or a file is a link to elsewhere.
+    """
+    require_plain(folder)
+    weights = _adapter_weights(folder) if is_adapter(folder) else _model_weights(folder)
+    if not all(name.endswith(".safetensors") for name in weights):
+        raise UsageError(
+            f"{folder} has its weights in {weights[0]}: turn it into safetensors first with `gptj-ft convert`"
+        )
+    index = [] if "model.safetensors" in weights or is_adapter(folder) else [INDEX]
+    names = [*COMPANIONS, ADAPTER_CONFIG if is_adapter(folder) else "config.json", *index, *weights]
+    there = [name for name in names if os.path.lexists(folder / name)]
+    base = read_origin(base_folder(folder))
+    return [_parcel(folder / name, base.repository if base else "") for name in there]
+
+
+def _model_weights(folder: Path) -> list[str]:
+    """Return the names of the files of a model's weights, whose headers have been checked."""
+    architecture = read_architecture(folder)
+    with open_checkpoint(folder) as checkpoint:
+        check(architecture, checkpoint)
+        return sorted({checkpoint.file_of(name).name for name in checkpoint.names})
+
+
+def _adapter_weights(folder: Path) -> list[str]:
+    """Return the same of an adapter."""
+    open_adapter(folder, read_architecture(base_folder(folder)))
+    return [name for name in ADAPTER_WEIGHTS if (folder / name).is_file()][:1]
+
+
+def left_behind(folder: Path, parcels: list[Parcel]) -> list[str]:
+    """Return the names in a folder that are not sent."""
+    sent = {parcel.name for parcel in parcels}
+    return sorted(path.name for path in folder.iterdir() if path.name not in sent)
+
+
+def push(
+    parcels: list[Parcel],
+    repository: str,
+    *,
+    is_public: bool = False,
+    endpoint: str | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Pushed:
+    """Send files as one commit; repeated after an interruption, weights that have arrived are not sent again.
+
+    Args:
+        parcels: what `pack` returned.
+        repository: ``owner/name``; made if there is none.
+        is_public: whether everybody may see it.
+        endpoint: the Hub's address; ``HF_ENDPOINT``, else https://huggingface.co. The token is taken from ``HF_TOKEN``.
+        progress: called with bytes done and bytes in all.
+
+    Raises:
+        UsageError: no token, no network allowed, a wrong name, or a public repository where none was asked for.
+        NetworkError: no connection, no right to write, a server's fault.
+    """
+    if not re.fullmatch(r"[^/\s]+/[^/\s]+", repository):
+        raise UsageError(f"'{repository}' is not a repository's name; write owner/name")
+    if not os.environ.get("HF_TOKEN"):
+        raise UsageError("to push, set HF_TOKEN to a token that may write (https://huggingface.co/settings/tokens)")
+    from huggingface_hub import CommitOperationAdd
+
+    api, total, done = hub_api(endpoint), sum(parcel.bytes for parcel in parcels), 0
+    with open_network(), hub_errors(repository, api.endpoint, wants="write"), _plainly():
+        api.create_repo(repository, private=not is_public, exist_ok=True)
+        is_private = bool(api.model_info(repository).private)
+        if not (is_private or is_public):
+            raise UsageError(f"{repository} is public, so everybody would see the model: add --public if that is meant")
+        operations = [
+            CommitOperationAdd(each.name, each.content if isinstance(each.content, bytes) else str(each.content))
+            for each in parcels
+        ]
+        for parcel, operation in zip(parcels, operations, strict=True):
+            if parcel.name.endswith(".safetensors"):  # one at a time: what has arrived stays there
+                api.preupload_lfs_files(repository, [operation])
+                progress(done := done + parcel.bytes, total)
+        commit = api.create_commit(repository, operations, commit_message="Model, by gptj-ft")
+    progress(total, total)
+    return Pushed(f"{api.endpoint}/{repository}", commit.oid, is_private)
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Have huggingface_hub show no bars of its own, and send as git-lfs does, which every server of this kind knows."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    before, had_bars = constants.HF_HUB_DISABLE_XET, not are_progress_bars_disabled()
+    constants.HF_HUB_DISABLE_XET = True
+    disable_progress_bars()
+    try:
+        yield
+    except RuntimeError as error:  # says which file it was, and not what
+        raise error.__cause__ or error from error
+    except ValueError as error:
+        if "metadata" in str(error):
+            raise DataError(f"the Hub does not take the head of README.md: {' '.join(str(error).split())}") from error
+        raise
+    finally:
+        constants.HF_HUB_DISABLE_XET = before
+        if had_bars:
+            enable_progress_bars()
+
+
+def _parcel(path: Path, base: str) -> Parcel:
+    """Return a file as it is sent; of JSON, without what names folders of this machine."""
+    size = path.stat().st_size
+    if path.suffix != ".json" or path.name in (INDEX, "tokenizer.json", "vocab.json", "added_tokens.json"):
+        return Parcel(path.name, path, size)
+    try:
+        values = dict(json.loads(read_text(path)))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path}: not JSON: {error}") from error
+    local = {key: base if key == ADAPTER_BASE else "" for key in PATHS if _is_path(values.get(key))}
+    if path.name == TUNING and "file" in (data := dict(values.get("data") or {})):  # of an older version
+        local["data"] = {key: value for key, value in data.items() if key != "file"}  # type: ignore[assignment]
+    if not local:
+        return Parcel(path.name, path, size)
+    content = (json.dumps({**values, **local}, indent=2, ensure_ascii=False) + "\n").encode()
+    return Parcel(path.name, content, len(content), tuple(local))
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and bool(re.match(r"/|~|\.{1,2}[/\\]|\\\\|[A-Za-z]:[/\\]", value))

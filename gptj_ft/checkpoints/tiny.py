@@ -1,0 +1,143 @@
+"""A small random model with a tokenizer of its own, made on the spot: everything but the size is the real thing.
+
+For demonstrations and tests: nothing is downloaded, and the same texts and seed give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+
+from gptj_ft.checkpoints.model_folder import write_model
+from gptj_ft.models.registry import Architecture, families
+
+VOCAB_TARGET = 1536  # tokens the tokenizer learns at most; a small corpus gives fewer
+SIZES: Mapping[str, int | float] = {
+    "n_embd": 96,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 2048,
+    "initializer_range": 0.05,
+}
+# What else the config of a family says: as GPT-J's, and as those of Cerebras-GPT.
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "gptj": {
+        "rotary_dim": 12,
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": False,
+    },
+    "gpt2": {
+        "activation_function": "gelu",
+        "scale_attn_weights": True,
+        "tie_word_embeddings": True,
+    },
+}
+END_OF_TEXT = "<|endoftext|>"
+VOCAB_MULTIPLE = 64  # GPT-J, too, has more rows (50400) than tokens (50257)
+
+
+def make_tiny(
+    folder: Path,
+    texts: Iterable[str],
+    seed: int,
+    *,
+    model_type: str = "gptj",
+    vocab_target: int = VOCAB_TARGET,
+    **sizes: int | float,
+) -> Path:
+    """Write a model folder with random fp32 weights and a byte-level BPE tokenizer learned from texts.
+
+    Args:
+        folder: where to; it must not exist.
+        texts: what the tokenizer learns from; one short text is enough, for any byte can be written in any case.
+        seed: of the weights.
+        model_type: the family, one of `FAMILIES`.
+        vocab_target: tokens at most; 257 at least, the bytes and ``<|endoftext|>``.
+        sizes: fields of ``config.json`` that shall differ from `SIZES`.
+
+    Returns: the folder.
+
+    Raises:
+        UsageError: the folder exists, or cannot be written.
+        ResourceError: the disk is full.
+    """
+    tokenizer = train_tokenizer(texts, vocab_target)
+    raw = _config(tokenizer, {"model_type": model_type, **FAMILIES[model_type], **SIZES, **sizes})
+    family = families()[model_type]
+    architecture = Architecture(family, family.read_config(raw), raw)
+    with tempfile.TemporaryDirectory() as temporary:
+        _save_tokenizer(Path(temporary), tokenizer, int(raw["n_positions"]))
+        write_model(
+            folder, architecture, _random_layers(architecture, seed), dtype=torch.float32, source=Path(temporary)
+        )
+    return folder
+
+
+def train_tokenizer(texts: Iterable[str], vocab_target: int) -> Tokenizer:
+    """Return a byte-level BPE tokenizer like GPT-2's, with ``<|endoftext|>`` as its only special token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_target,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _config(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> dict[str, Any]:
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    num_tokens = tokenizer.get_vocab_size()
+    return {
+        "n_inner": None,
+        **fields,
+        "vocab_size": -(-num_tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
+        "layer_norm_epsilon": 1e-5,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "use_cache": True,
+    }
+
+
+def _save_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> None:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_length,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        **special,
+    }
+    for name, content in (("tokenizer_config.json", settings), ("special_tokens_map.json", special)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _random_layers(architecture: Architecture, seed: int) -> Iterator[dict[str, Tensor]]:
+    """Yield each layer's weights as `transformers` initialises them: normal weights, zero biases, unit norms."""
+    generator = torch.Generator().manual_seed(seed)
+    std = architecture.config.initializer_range
+    for layer in architecture.layers():
+        tensors = {}
+        for name, like in layer.state_dict().items():
+            if name.endswith("bias"):
+                tensors[name] = torch.zeros(like.shape)
+            elif name.startswith("ln_"):
+                tensors[name] = torch.ones(like.shape)
+            else:
+                tensors[name] = torch.empty(like.shape).normal_(0.0, std, generator=generator)
+        yield tensors

@@ -1,0 +1,184 @@
+"""The command line: its commands, and the only place that turns errors into exit codes.
+
+A command's module is imported inside the command, so that `gptj-ft --help` imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+
+from gptj_ft import __version__
+from gptj_ft.cli.commands import (
+    cache,
+    convert,
+    download,
+    evaluate,
+    finetune,
+    generate,
+    models,
+    plan,
+    prepare_data,
+    recipes,
+    report,
+    runs,
+)
+from gptj_ft.cli.help import Command, Commands
+from gptj_ft.cli.terminal.output import print_json, print_note
+from gptj_ft.errors import GptjFtError, Interrupted, ResourceError, in_words
+from gptj_ft.system.hub import close_network
+from gptj_ft.system.signals import StopRequest
+from gptj_ft.system.streams import lasting_streams
+
+KERNELS_KEPT = 64
+FIRST_RUN = "gptj-ft finetune --recipe summarization --data my.jsonl --model tiny"
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    epilog=f"{FIRST_RUN}\ngptj-ft COMMAND --help",
+)
+START, DATA, PLAN, KEEP = "Start", "Data", "Plan and report", "Keep house"
+
+
+def _add(group: str, command: Callable[..., None], name: str | None = None, examples: str = "") -> None:
+    """Add a command to a group of the help; ``examples`` has a line for each."""
+    app.command(name, cls=Command, rich_help_panel=group, epilog=examples)(command)
+
+
+_add(START, download.download, examples="gptj-ft download --dry-run\ngptj-ft download --variant fp16")
+_add(START, convert.convert, examples="gptj-ft convert\ngptj-ft convert runs/summarization-1 my-model --to huggingface")
+_add(
+    START,
+    finetune.finetune,
+    examples="gptj-ft finetune --recipe summarization --data my.jsonl\n"
+    f"{FIRST_RUN}\n"
+    "gptj-ft finetune --resume runs/summarization-1",
+)
+_add(
+    START,
+    evaluate.evaluate,
+    examples="gptj-ft evaluate runs/summarization-1\ngptj-ft evaluate my-model --data test.jsonl --report scores.html",
+)
+_add(
+    START,
+    generate.generate,
+    examples='gptj-ft generate "a text to be summarized"\ngptj-ft generate --input rows.jsonl --output answers.jsonl',
+)
+_add(
+    DATA,
+    prepare_data.prepare_data,
+    "prepare-data",
+    "gptj-ft prepare-data --recipe summarization --data my.csv --show 3",
+)
+app.add_typer(recipes.recipes_app, name="recipes", rich_help_panel=DATA, epilog="gptj-ft recipes show summarization")
+app.add_typer(cache.cache_app, name="cache", rich_help_panel=DATA, epilog="gptj-ft cache list")
+_add(PLAN, plan.plan, examples="gptj-ft plan --recipe summarization --host-memory 16GB")
+_add(
+    PLAN,
+    report.report,
+    examples="gptj-ft report runs/summarization-1\ngptj-ft report runs/summarization-1 runs/summarization-2",
+)
+app.add_typer(
+    runs.runs_app,
+    name="runs",
+    rich_help_panel=KEEP,
+    epilog="gptj-ft runs list\ngptj-ft runs verify runs/summarization-1",
+)
+app.add_typer(
+    models.models_app, name="models", rich_help_panel=KEEP, epilog="gptj-ft models list\ngptj-ft models remove tiny"
+)
+
+
+@app.callback(invoke_without_command=True)
+def _global(
+    version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
+) -> None:
+    """Teach GPT-J 6B your notes, questions or dialogues, on the one machine you have.
+
+    Weights pass through the device one layer at a time; what is trained may be larger than its memory. Nothing leaves
+    the machine.
+    """
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line."""
+    with lasting_streams(), StopRequest() as stop:
+        # Private: libraries neither phone home nor look for newer files. `download` and `fetched_rows` use the network.
+        for name in ("HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
+            os.environ[name] = "1"
+        if "download" not in sys.argv[1:2]:
+            close_network()
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        bound_kernel_caches()
+        sys.exit(_run(stop))
+
+
+def bound_kernel_caches() -> None:
+    """Bound the memory of compiled kernels; to be called before torch multiplies for the first time.
+
+    In bf16 on a CPU, oneDNN and torch's layer above it each keep the last 1,024 kernels that they compiled, at some 0.7
+    MB. Steps without padding ask for new shapes each time: a run's memory grew by a gigabyte. With 64 it stays below
+    what a plan counts for the process; a small model compiles more often, at GPT-J's width that hardly counts.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(KERNELS_KEPT))
+
+
+def _run(stop: StopRequest) -> int:
+    """Run the command that was typed; return its exit code."""
+    try:
+        app(prog_name="gptj-ft")
+    except GptjFtError as error:
+        return _fail(error)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if out_of := _exhausted(error):
+            failure = ResourceError(f"{out_of} ran out: {error}; `gptj-ft plan` tells what a run needs")
+            return _fail(failure, notes_of(error))
+        if isinstance(error, OSError) and (known := in_words(error)):
+            return _fail(known, notes_of(error))
+        raise
+    except SystemExit:
+        if stop.requested:  # Typer has made an exit code of it
+            return _fail(Interrupted("stopped; the same command goes on, or begins again"))
+        raise
+    return 0
+
+
+def _exhausted(error: Exception) -> str | None:
+    """Name the resource that an error of the system or of torch says is used up."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "disk space"
+    is_memory = isinstance(error, MemoryError) or "out of memory" in str(error) or "can't allocate memory" in str(error)
+    return "memory" if is_memory else None
+
+
+def _fail(error: GptjFtError, notes: Sequence[str] = ()) -> int:
+    """Say what went wrong, and what to do next; return the exit code."""
+    message = "\n".join([str(error), *(notes or notes_of(error))])
+    with StopRequest(on_first=lambda: None):  # it is being said how to go on
+        if "--json" in sys.argv:
+            print_json({"error": message, "exit_code": error.exit_code})
+        text = f"gptj-ft: {message}"
+        if sys.stderr.isatty():  # there the words of a long line would be torn apart
+            from gptj_ft.cli.terminal.screen import console_for, say, whole
+
+            lines = (whole(line) if line.startswith("gptj-ft ") else line for line in text.splitlines())
+            say(console_for(), "\n".join(lines))
+        else:
+            print_note(text)
+    return error.exit_code
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """Return the notes that were added to an error on its way here: how to go on after it."""
+    return list(getattr(error, "__notes__", ()))

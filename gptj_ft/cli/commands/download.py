@@ -1,0 +1,74 @@
+"""The command that brings models in: `download`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gptj_ft.cli.options import Json, Quiet
+from gptj_ft.cli.terminal.output import Output
+from gptj_ft.errors import UsageError
+from gptj_ft.system.plain_text import command_line
+from gptj_ft.system.signals import stop_says
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gptj_ft.checkpoints.download import DownloadReport
+
+
+def download(
+    repository: Annotated[str | None, typer.Argument(help="owner/name on the Hub; default EleutherAI/gpt-j-6b")] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="folder; default: in the home of models")] = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="branch, tag or commit")] = None,
+    variant: Annotated[
+        str | None, typer.Option("--variant", help="fp32 or fp16 (GPT-J's takes half the space); default: as published")
+    ] = None,
+    endpoint: Annotated[str | None, typer.Option("--endpoint", help="mirror; default HF_ENDPOINT or the Hub")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="take what was fetched before; no network")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show files and sizes only")] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Fetch GPT-J 6B, or another model, from the Hub.
+
+    The files that are needed, nothing else; what was stopped goes on where it was.
+    """
+    from dataclasses import asdict
+
+    from gptj_ft.checkpoints.download import Wanted
+    from gptj_ft.checkpoints.download import download as fetch
+    from gptj_ft.system.paths import DEFAULT_REPOSITORY
+
+    if variant not in (None, "fp32", "fp16"):
+        raise UsageError(f"--variant {variant}: fp32 or fp16")
+    wanted = Wanted(repository or DEFAULT_REPOSITORY, revision, variant, endpoint)  # type: ignore[arg-type]
+    out = Output(as_json, quiet)
+    with (
+        stop_says(lambda: "stopped; what was fetched is kept, and the same command goes on from there"),
+        out.bar("downloading") as advance,
+    ):
+        report = fetch(wanted, output, offline=offline, dry_run=dry_run, progress=advance)
+    out.finish(asdict(report), str(report.folder), lambda console: _show(console, report, dry_run))
+
+
+def _show(console: Console, report: DownloadReport, dry_run: bool) -> None:
+    """Show which files were, or would be, fetched, where they are, and what to type next."""
+    from gptj_ft.cli.terminal.screen import next_steps, panel, table, whole
+    from gptj_ft.system.paths import default_download
+    from gptj_ft.system.units import gigabytes
+
+    files = [(gigabytes(file.bytes), file.remote or file.name) for file in report.files]
+    table(console, "", [("size", "file"), *files], right=(0,))
+    rows = [
+        ("repository", f"{report.repository}, revision {report.commit[:12]}"),
+        ("license", report.license or "not stated"),
+    ]
+    if dry_run:
+        free = f"{gigabytes(report.free_bytes)} are free"
+        panel(console, "", [*rows, ("disk", f"{gigabytes(report.bytes)} would go into {report.folder}, where {free}")])
+        return
+    panel(console, "Downloaded", [*rows, ("size", gigabytes(report.bytes)), ("folder", whole(str(report.folder)))])
+    next_steps(console, command_line("convert", *([] if report.folder == default_download() else [report.folder])))

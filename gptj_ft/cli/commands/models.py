@@ -1,0 +1,59 @@
+"""`models`: what is in the home of models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gptj_ft.cli.help import Commands
+from gptj_ft.cli.options import Json, Quiet
+from gptj_ft.cli.terminal.output import Output, print_json, print_result
+
+models_app = typer.Typer(cls=Commands, help="Models on this disk: list them, remove one.")
+
+
+@models_app.callback(invoke_without_command=True)
+def models(context: typer.Context, as_json: Json = False) -> None:
+    """List the models, or remove one."""
+    if context.invoked_subcommand is None:
+        list_models(as_json)
+
+
+@models_app.command("list")
+def list_models(as_json: Json = False) -> None:
+    """List models: family, parameters, type, size, origin."""
+    from gptj_ft.cli.terminal.screen import console_for, table
+    from gptj_ft.system.paths import models as home_of_models
+    from gptj_ft.training.models import models_in_home, rows_of
+
+    entries = models_in_home()
+    if as_json:
+        print_json({"folder": str(home_of_models()), "models": [entry.to_dict() for entry in entries]})
+    elif entries:
+        table(console_for(stderr=False), "", rows_of(entries), right=(2, 4))
+    else:
+        print_result(f"no models in {home_of_models()}; `gptj-ft download` fetches GPT-J 6B")
+
+
+@models_app.command("remove")
+def remove_model(
+    name: Annotated[str, typer.Argument(help="as `gptj-ft models` shows it")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would go and stop")] = False,
+    force: Annotated[bool, typer.Option("--force", help="though a run was started from it")] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Remove a model from the disk."""
+    from gptj_ft.system.units import gigabytes
+    from gptj_ft.training.models import find, remove, runs_that_need
+
+    entry = find(name)
+    needed_by = [str(run.folder) for run in runs_that_need(Path(entry.folder))]
+    if not dry_run:
+        remove(entry, force)
+    freed = f"{entry.folder}: {gigabytes(entry.bytes)} {'would be' if dry_run else 'is'} freed"
+    lines = [freed, *(f"needed by {run}" for run in needed_by)]
+    facts = {"dry_run": dry_run, "needed_by": needed_by, **entry.to_dict()}
+    Output(as_json, quiet).finish(facts, "", lambda console: console.print("\n".join(lines)))

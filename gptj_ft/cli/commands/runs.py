@@ -1,0 +1,113 @@
+"""`runs`: what was trained here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gptj_ft.cli.help import Commands
+from gptj_ft.cli.options import Json, Quiet, complete_run
+from gptj_ft.cli.terminal.output import Output, print_json
+from gptj_ft.errors import DataError
+from gptj_ft.system.plain_text import command_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+runs_app = typer.Typer(cls=Commands, help="Runs: list, verify, clean or export them.")
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder", autocompletion=complete_run)]
+
+
+@runs_app.callback(invoke_without_command=True)
+def runs(context: typer.Context, as_json: Json = False) -> None:
+    """List the runs in runs/, or do something with one."""
+    if context.invoked_subcommand is None:
+        list_runs(as_json=as_json)
+
+
+@runs_app.command("list")
+def list_runs(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(metavar="FOLDER", help="runs or folders of runs; default: runs/")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List runs: how far each is, its losses, its size."""
+    from gptj_ft.cli.terminal.screen import console_for, table
+    from gptj_ft.training.runs import find_runs, rows_of, summarize
+
+    summaries = [summarize(run) for run in find_runs(folders or [])]
+    if as_json:
+        print_json({"runs": [summary.to_dict() for summary in summaries]})
+    elif summaries:
+        table(console_for(stderr=False), "", rows_of(summaries))
+    else:
+        print("no runs here; `gptj-ft finetune` makes one")
+
+
+@runs_app.command("verify")
+def verify_run(run: RunFolder, quiet: Quiet = False, as_json: Json = False) -> None:
+    """Compare every file of a run with what was written."""
+    from gptj_ft.config.run_folder import Run
+    from gptj_ft.system.units import gigabytes
+    from gptj_ft.training.verify import verify
+
+    out = Output(as_json, quiet)
+    with out.bar("verifying") as advance:
+        found = verify(Run(run.expanduser()), advance)
+    checked = f"{found.files} files, {gigabytes(found.bytes)} checked: {len(found.problems) or 'no'} problems"
+    problems = "\n".join(found.problems)
+    lines = [*found.notes, *found.problems, checked]
+    out.finish(found.to_dict(), problems, lambda console: console.print("\n".join(lines)))
+    if found.problems:
+        raise typer.Exit(DataError.exit_code)
+
+
+@runs_app.command("clean")
+def clean_runs(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="run folders", autocompletion=complete_run)],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would go and stop")] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Remove what finished runs and crashes left behind.
+
+    State and checkpoints; never a model or its metrics.
+    """
+    from gptj_ft.config.run_folder import Run
+    from gptj_ft.system.units import gigabytes
+    from gptj_ft.training.runs import leftovers, remove
+
+    lines = []
+    with leftovers([Run(folder.expanduser()) for folder in runs]) as found:
+        for each in found:
+            lines += [f"{each.run}: {gigabytes(each.bytes)} {'would be' if dry_run else 'is'} freed"]
+            lines += [f"  {path}" for path in each.paths]
+        for each in found if not dry_run else ():
+            remove(each)
+    facts = {"dry_run": dry_run, "runs": [each.to_dict() for each in found]}
+    Output(as_json, quiet).finish(facts, "", lambda console: console.print("\n".join(lines)))
+
+
+@runs_app.command("export")
+def export_run(
+    run: RunFolder,
+    target: Annotated[Path, typer.Argument(metavar="DEST", help="model folder")],
+    checkpoint: Annotated[str, typer.Option("--from", metavar="CHECKPOINT", help="step-000120, best or last")] = "best",
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Write a kept checkpoint as a model folder."""
+    from gptj_ft.cli.terminal.screen import next_steps
+    from gptj_ft.config.run_folder import Run
+    from gptj_ft.training.export import export_checkpoint
+
+    step = export_checkpoint(Run(run.expanduser()), checkpoint, target)
+
+    def show(console: Console) -> None:
+        console.print(f"model after {step} steps: {target}")
+        next_steps(console, command_line("evaluate", target, "--data", "FILE"))
+
+    Output(as_json, quiet).finish({"model": str(target), "step": step}, str(target), show)

@@ -1,0 +1,390 @@
+"""A verdict for people: on the terminal, as Markdown, as a page; and for programs, as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from difflib import SequenceMatcher
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+from rich.console import Console
+from rich.text import Text
+
+from gptj_ft.cli.html import to_page
+from gptj_ft.cli.html.charts import Change, change_strip
+from gptj_ft.cli.html.names import apart_names, model_name, place_name, portable
+from gptj_ft.cli.terminal.screen import next_steps, panel, say, table
+from gptj_ft.config.run_folder import write_json
+from gptj_ft.errors import UsageError
+from gptj_ft.evaluation.comparison import LOWER_IS_BETTER, Verdict
+from gptj_ft.evaluation.metrics import METRICS
+from gptj_ft.evaluation.metrics.bootstrap import Comparison, Estimate
+from gptj_ft.system.digests import read_json
+from gptj_ft.system.files import new_files, require_new
+
+SAMPLE_CHARACTERS = 1000
+LONG_CHARACTERS, LONG_LINES = 200, 6  # from which on a page folds a text
+WORD = re.compile(r"\w+|[^\w\s]")
+SHOWN_CHARACTERS = 300  # of that, on a terminal
+RECORD = "evaluation.json"  # in a run's folder
+RECORDED = 20  # rows of each kind
+DIGITS = {"loss": 4, "perplexity": 3, "word_perplexity": 3, "byte_perplexity": 3}  # others 2
+POWERS_FROM = 10_000  # what is larger, as perplexities of an untrained model are, has three digits and a power of ten
+ONLY_IN_REPORTS = ("word_perplexity", "byte_perplexity")  # not on a terminal, so that the table fits
+VERDICTS = {"better": "better", "worse": "worse", "unclear": "no clear change"}
+Facts = Mapping[str, Any]
+
+
+def facts_of(verdict: Verdict, command: str, num_samples: int) -> dict[str, Any]:
+    """Return what there is to say, as text; of the rows' texts only as many as are asked for."""
+    baseline = verdict.baseline
+    main = main_score(verdict.comparison, verdict.by_row.score if verdict.by_row else None)
+    return {
+        "model": model_name(verdict.model.model),
+        "baseline": model_name(baseline.model) if baseline else None,
+        "rows": verdict.model.rows,
+        "target_tokens": verdict.model.target_tokens,
+        "headline": headline_of(verdict.comparison, main, verdict.model.rows),
+        "changes": changes_of(verdict.comparison, main),
+        "by_row": verdict.by_row.to_dict() if verdict.by_row else None,
+        "table": table_of(verdict.comparison),
+        "by_file": {
+            name: table_of(found)
+            for name, found in zip(apart_names(list(verdict.by_file)), verdict.by_file.values(), strict=True)
+        },
+        "lines": lines_of(verdict),
+        "samples": samples_of(verdict, range(min(num_samples, verdict.model.rows))),
+        "command": command,
+        "portable_command": portable(shlex.split(command)[1:]),
+    }
+
+
+def main_score(comparison: Comparison, by_row: str | None) -> str:
+    """Return the name of the score that says most: that of the wins and losses, else a recipe's main one."""
+    mains = [metric.main for metric in METRICS.values() if metric.main in comparison.scores]
+    return next(filter(None, [by_row, *mains]), next(iter(comparison.scores), ""))
+
+
+def headline_of(comparison: Comparison, main: str, rows: int) -> dict[str, str]:
+    """Return the verdict in a few words, and the figures that it is by."""
+    if main not in comparison.scores:
+        return {"verdict": "", "words": "", "figures": f"{rows:,} rows"}
+    verdict = _verdict(main, comparison.differences.get(main))
+    figures = f"{main} {_pair(comparison, main)} on {rows:,} row{'s' * (rows != 1)}"
+    return {"verdict": verdict, "words": VERDICTS.get(verdict, ""), "figures": figures}
+
+
+def changes_of(comparison: Comparison, main: str) -> list[dict[str, Any]]:
+    """Return changes with their intervals as strips of a chart, the main score first; of a loss, no perplexities."""
+    names = [
+        name
+        for name in dict.fromkeys([main, *comparison.differences])
+        if not (name.endswith("perplexity") and "loss" in comparison.differences)
+    ]
+    found = [strip_of(comparison, name) for name in names if name in comparison.differences]
+    return [each for each in found if each["svg"]]
+
+
+def strip_of(comparison: Comparison, name: str, reach: float | None = None) -> dict[str, Any]:
+    """Return the change of a score: its values, its verdict and its strip, see `change_strip`."""
+    change = change_in(comparison, name)
+    svg = Markup(change_strip(change, reach))
+    return {"name": name, "figures": _pair(comparison, name), "verdict": change.verdict, "svg": svg}
+
+
+def change_in(comparison: Comparison, name: str) -> Change:
+    """Return the change of a score, turned so that more is better."""
+    difference = comparison.differences[name]
+    sign = -1 if name in LOWER_IS_BETTER else 1
+    ends = sorted(sign * end for end in (difference.low, difference.high) if end is not None)
+    return Change(
+        name,
+        _texts(name, difference, sign="+")["value"],
+        sign * difference.value,
+        (ends[0], ends[1]) if len(ends) > 1 else None,
+        _verdict(name, difference),
+    )
+
+
+def _pair(comparison: Comparison, name: str) -> str:
+    """Return a score's values, the baseline's before the model's."""
+    found = (comparison.baseline.get(name), comparison.scores[name])
+    return " -> ".join(_texts(name, each)["value"] for each in found if each is not None)
+
+
+def table_of(comparison: Comparison) -> list[dict[str, Any]]:
+    """Return each score as text: the model's, the baseline's, the change, and what that means."""
+    return [
+        {
+            "name": name,
+            "model": _texts(name, estimate),
+            "baseline": _texts(name, comparison.baseline.get(name)),
+            "change": _texts(name, comparison.differences.get(name), sign="+"),
+            "verdict": _verdict(name, comparison.differences.get(name)),
+        }
+        for name, estimate in comparison.scores.items()
+    ]
+
+
+def comparison_in(record: Facts) -> Comparison:
+    """Return the scores that were recorded."""
+
+    def read(found: Facts | None) -> dict[str, Estimate]:
+        scores, intervals = (found["scores"], found["intervals"]) if found else ({}, {})
+        return {name: _estimate(value, *intervals[name]) for name, value in scores.items()}
+
+    differences = {name: _estimate(*each.values()) for name, each in record["differences"].items()}
+    return Comparison(read(record["model"]), read(record["baseline"]), differences)
+
+
+def _estimate(value: float | None, low: float | None, high: float | None) -> Estimate:
+    return Estimate(math.nan if value is None else value, low, high)
+
+
+def record(run: Path, verdict: Verdict, command: str) -> None:
+    """Keep a verdict on a run's model in the run's folder, texts included, for its report; a former one is replaced.
+
+    Raises:
+        ResourceError: it cannot be written.
+    """
+    extremes = (verdict.by_row.better[:RECORDED], verdict.by_row.worse[:RECORDED]) if verdict.by_row else ([], [])
+    shown = dict.fromkeys([*extremes[0], *extremes[1], *range(min(RECORDED, verdict.model.rows))])
+    texts = {kind: samples_of(verdict, rows) for kind, rows in zip(("better", "worse"), extremes, strict=True)}
+    texts["first"] = samples_of(verdict, list(shown)[-RECORDED:])
+    write_json(run / RECORD, {**verdict.to_dict(texts=False), "samples": texts, "command": command})
+
+
+def evaluation_of(run: Path) -> dict[str, Any] | None:
+    """Return what `record` has kept in a run's folder; ``None`` if there is nothing.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    return read_json(run / RECORD) if (run / RECORD).is_file() else None
+
+
+def samples_in(record: Facts, count: int) -> list[dict[str, Any]]:
+    """Return recorded rows: where the model has gained most and lost most, or if nothing was compared the first."""
+    kinds = record["samples"]
+    changed = [
+        {**sample, "place": f"{sample['place']}: {kind}" + (f", {sample['change']}" if sample.get("change") else "")}
+        for kind in ("better", "worse")
+        for sample in kinds[kind][:count]
+    ]
+    return changed or list(kinds["first"][:count])
+
+
+def marked(samples: Sequence[Facts]) -> list[dict[str, Any]]:
+    """Return rows for a page, in parts: of answers what was not expected, of what was expected what the model lacks."""
+    return [
+        {
+            "place": sample["place"],
+            "texts": {
+                name: {
+                    "parts": _parts(text, sample["texts"]["model" if name == "expected" else "expected"]),
+                    "is_long": len(text) > LONG_CHARACTERS or text.count("\n") >= LONG_LINES,
+                }
+                for name, text in sample["texts"].items()
+            },
+        }
+        for sample in samples
+    ]
+
+
+def _parts(text: str, other: str) -> list[dict[str, Any]]:
+    """Return a text in stretches that agree with another, word by word, and stretches that do not."""
+    words = list(WORD.finditer(text))
+    keys, others = ([found[0].lower() for found in WORD.finditer(each)] for each in (text, other))
+    blocks = SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks()
+    same = {at for block in blocks for at in range(block.a, block.a + block.size)}
+    starts = [word.start() if number else 0 for number, word in enumerate(words)]
+    parts: list[dict[str, Any]] = []
+    for number, (start, end) in enumerate(pairwise([*starts, len(text)])):
+        differs = number not in same
+        if parts and parts[-1]["differs"] == differs:
+            parts[-1]["text"] += text[start:end]
+        else:
+            parts.append({"text": text[start:end], "differs": differs})
+    return parts
+
+
+def lines_of(verdict: Verdict) -> list[str]:
+    """Return sentences on what the scores mean."""
+    lines = []
+    if verdict.by_row:
+        by_row = verdict.by_row
+        lines.append(
+            f"{by_row.score} by row: better in {len(by_row.better):,}, worse in {len(by_row.worse):,}, "
+            f"the same in {by_row.same:,}"
+        )
+    if verdict.model.rows > 1:
+        lines.append(
+            "intervals: bootstrap over rows, 1,000 samples, 95 %; a change whose interval has no 0 is beyond chance"
+        )
+    return [*lines, *(f"note: {note}" for note in verdict.model.notes)]
+
+
+def samples_of(verdict: Verdict, rows: Sequence[int]) -> list[dict[str, Any]]:
+    """Return what was expected and answered in some rows, cut to what can be looked at, and how the score changed."""
+    model, baseline, by_row = verdict.model, verdict.baseline, verdict.by_row
+    return [
+        {
+            "place": place_name(model.places[row]),
+            "change": by_row.change_of(row) if by_row else "",
+            "texts": {
+                name: _cut(text, SAMPLE_CHARACTERS)
+                for name, text in {
+                    "expected": " | ".join(model.references[row]),
+                    **({"baseline": baseline.answers[row]} if baseline else {}),
+                    "model": model.answers[row],
+                }.items()
+            },
+        }
+        for row in rows
+    ]
+
+
+def _cut(text: str, characters: int) -> str:
+    return text if len(text) <= characters else text[:characters] + " ..."
+
+
+def show_verdict(console: Console, facts: Facts, written: Sequence[Path] = (), commands: Sequence[str] = ()) -> None:
+    """Show scores, the baseline's beside them if there is one, then rows that were asked for; the verdict last.
+
+    Args:
+        console: where to.
+        facts: of `facts_of`.
+        written: files that have more.
+        commands: what to type next.
+    """
+    _show_table(console, f"{facts['rows']:,} rows, {facts['target_tokens']:,} target tokens", facts["table"], facts)
+    for file, rows in facts["by_file"].items():
+        _show_table(console, f"rows of {file}", rows, facts)
+    for line in facts["lines"]:
+        say(console, line, "  ")
+    for sample in facts["samples"]:
+        panel(
+            console, sample["place"], [(name, _cut(text, SHOWN_CHARACTERS)) for name, text in sample["texts"].items()]
+        )
+    headline = facts["headline"]
+    text = ": ".join(filter(None, (headline["words"], headline["figures"])))
+    console.print(Text(f"\n{text[:1].upper()}{text[1:]}", style="bold"), soft_wrap=True)
+    for path in written:
+        console.print(f"written to {path}")
+    next_steps(console, *commands)
+
+
+def scores_text(facts: Facts) -> str:
+    """Return the model's scores, one a line."""
+    return "\n".join(f"{row['name']} {row['model']['value'].replace(',', '')}" for row in facts["table"])
+
+
+def _show_table(console: Console, title: str, rows: Sequence[Facts], facts: Facts) -> None:
+    compared = facts["baseline"] is not None
+    names = ("baseline", "model", "change") if compared else ("model",)
+    head = ("score", *names, "95 % interval", *(("",) if compared else ()))
+    lines = [
+        (row["name"], *(row[key]["value"] for key in ("baseline", "model", "change")), row["change"]["interval"],
+         row["verdict"])
+        if compared else (row["name"], row["model"]["value"], row["model"]["interval"])
+        for row in rows
+        if row["name"].rpartition(".")[2] not in ONLY_IN_REPORTS or len(rows) <= len(ONLY_IN_REPORTS)
+    ]  # fmt: skip
+    table(console, title, [head, *lines], right=range(1, 5))
+
+
+def check_report_path(path: Path) -> None:
+    """Check that a report can be written there.
+
+    Raises:
+        UsageError: its name ends with none of what `WRITERS` has, or it exists.
+    """
+    if path.suffix.lower() not in WRITERS:
+        raise UsageError(f"--report {path}: the name must end with {', '.join(WRITERS)}")
+    require_new(path)
+
+
+def write_report(path: Path, facts: Facts, json_facts: Facts) -> None:
+    """Write a new file of the form that its name says.
+
+    Raises:
+        UsageError: it exists, or cannot be written.
+        ResourceError: the disk is full.
+    """
+    with new_files(path) as (file,):
+        text = WRITERS[path.suffix.lower()](facts, json_facts)
+        file.write(text.encode(errors="backslashreplace").decode())
+
+
+def to_json(facts: Facts, json_facts: Facts) -> str:
+    """Return what `--json` prints."""
+    return json.dumps({**json_facts, "command": facts["command"]}, indent=2, ensure_ascii=False, default=str) + "\n"
+
+
+def to_markdown(facts: Facts, json_facts: Facts) -> str:
+    """Return the same as Markdown."""
+    compared = f", compared with `{facts['baseline']}`" if facts["baseline"] else ""
+    headline = facts["headline"]
+    title = ". ".join(filter(None, (headline["words"], headline["figures"])))
+    lines = [f"# {facts['model']}: {title}", "", f"{facts['rows']:,} rows{compared}.", ""]
+    lines += _markdown_table(facts["table"], facts["baseline"] is not None)
+    for file, rows in facts["by_file"].items():
+        lines += ["", f"## Rows of {file}", "", *_markdown_table(rows, facts["baseline"] is not None)]
+    lines += ["", *(f"- {line}" for line in facts["lines"])]
+    for sample in facts["samples"]:
+        lines += ["", f"### {sample['place']}"]
+        for name, text in sample["texts"].items():
+            lines += ["", f"{name}:", "", *(f"    {line}" for line in text.splitlines())]
+    return "\n".join([*lines, "", "```", facts["portable_command"], "```", ""])
+
+
+def _markdown_table(rows: Sequence[Facts], has_baseline: bool) -> list[str]:
+    keys = ("baseline", "model", "change") if has_baseline else ("model",)
+    lines = [f"| score | {' | '.join(keys)} |", "|---|" + "---:|" * len(keys)]
+    for row in rows:
+        lines.append(f"| {row['name']} | " + " | ".join(_cell(row[key]) for key in keys) + " |")
+    return lines
+
+
+def _cell(texts: Facts) -> str:
+    return f"{texts['value']} ({texts['interval']})" if texts["interval"] else texts["value"]
+
+
+def to_html(facts: Facts, json_facts: Facts) -> str:
+    """Return the same as a page that needs nothing else."""
+    return to_page("evaluation", {**facts, "samples": marked(facts["samples"])})
+
+
+WRITERS: Mapping[str, Callable[[Facts, Facts], str]] = {".json": to_json, ".md": to_markdown, ".html": to_html}
+
+
+def _texts(name: str, estimate: Estimate | None, sign: str = "") -> dict[str, str]:
+    if estimate is None:
+        return {"value": "", "interval": ""}
+    digits = DIGITS.get(name, 2)
+    if digits > 2 and math.isfinite(estimate.value):  # of large perplexities nobody reads more
+        digits = max(0, digits - max(0, len(f"{abs(estimate.value):.0f}") - 1))
+
+    def text(value: float) -> str:
+        if abs(value) >= POWERS_FROM and math.isfinite(value):
+            mantissa, power = f"{value:{sign}.2e}".split("e")
+            return f"{mantissa}e{int(power)}"
+        return f"{value:{sign},.{digits}f}"
+
+    low, high = estimate.low, estimate.high
+    interval = f"{text(low)} to {text(high)}" if low is not None and high is not None else ""
+    return {"value": "?" if math.isnan(estimate.value) else text(estimate.value), "interval": interval}
+
+
+def _verdict(name: str, difference: Estimate | None) -> str:
+    if difference is None:
+        return ""
+    if not difference.is_clear:
+        return "unclear"
+    return "better" if (difference.value < 0) == (name in LOWER_IS_BETTER) else "worse"

@@ -1,0 +1,1 @@
+"""Print and draw on a terminal."""

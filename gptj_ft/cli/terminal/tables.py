@@ -1,0 +1,244 @@
+"""What the commands print for people: tables and lines, from the values that `--json` prints for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from gptj_ft.cli.terminal.progress import meter_texts
+from gptj_ft.cli.terminal.screen import next_steps, panel, say, time_after, whole
+from gptj_ft.planning.costs import WARRANTED_BYTES, Costs
+from gptj_ft.planning.inference_plan import ReadingPlan
+from gptj_ft.planning.machine_profile import PRECISIONS
+from gptj_ft.planning.plan import Plan
+from gptj_ft.planning.scaling_law import CONFIRMED_FLOPS, FITTED_FLOPS, TOKENS_PER_PARAMETER, Outlook
+from gptj_ft.system.plain_text import command_line
+from gptj_ft.system.units import clock, gigabytes
+
+if TYPE_CHECKING:
+    from gptj_ft.models.published import Published
+    from gptj_ft.training.finetune import Job
+    from gptj_ft.training.loop import TrainResult
+    from gptj_ft.training.throughput import Meters, Tally
+
+FEW_TRAINING_ROWS, FEW_VALIDATION_ROWS = 100, 20
+BUSY = 0.5  # average load of a core from which on what is measured is not to be trusted
+
+
+def show_job(console: Console, job: Job, verbose: bool = False) -> None:
+    """Show what a run will do and cost, before it starts: on what, where to, and how it is stopped and gone on with."""
+    session, recipe = job.session, job.session.recipe
+    folder = recipe.output or ""
+    rows = f"{len(session.train):,} rows to train on, {len(session.validation):,} to validate on"
+    before = [
+        ("data", f"{rows}; recipe {recipe.recipe}"),
+        ("model", f"{session.architecture.family.model_type}: {whole(str(session.model))}"),
+    ]
+    if session.updates_before is not None:
+        updates = f"begins with the moments in the model's folder, after {session.updates_before:,} updates"
+        before.append(("optimizer", updates))
+    numbers = len(session.train), len(session.validation), recipe.batch_size
+    before += [("warning", text) for text in cautions(*numbers)]
+    keeps = "no step is ever lost" if session.plan.placement.is_durable else "everything is saved first"
+    after = [
+        ("results", f"in {folder}; figures in its metrics.jsonl{_TRACKED[recipe.report_to]}"),
+        ("to stop", f"Ctrl-C ends the step and stops; {keeps}"),
+        ("to go on", whole(command_line("finetune", "--resume", Path(folder)))),
+    ]
+    panel(console, "The run", [*before, *plan_rows(session.plan, session.architecture.notes, verbose), *after])
+
+
+def cautions(train: int, validation: int, batch_size: int) -> list[str]:
+    """Return what is odd about the numbers of rows: to train on, to validate on, in a batch."""
+    found = []
+    if train < FEW_TRAINING_ROWS:
+        found.append(
+            f"{train:,} rows to train on are few: below about {FEW_TRAINING_ROWS} a model learns little but them"
+        )
+    if 0 < validation < FEW_VALIDATION_ROWS:
+        found.append(
+            f"{validation:,} rows to validate on are few: below about {FEW_VALIDATION_ROWS} their loss says little"
+        )
+    if batch_size > train:
+        found.append(f"batch_size {batch_size:,} is more than the {train:,} rows there are: each step takes them all")
+    return found
+
+
+_TRACKED = {
+    "none": "",
+    "tensorboard": ", and in it for TensorBoard",
+    "trackio": ", and for Trackio",
+    "wandb": ", which go to the server of Weights & Biases, too",
+}
+
+
+def show_plan(console: Console, plan: Plan, notes: Sequence[str] = ()) -> None:
+    """Show what a run will cost: see `plan_rows`."""
+    panel(console, "What it will cost", plan_rows(plan, notes))
+
+
+def plan_rows(plan: Plan, notes: Sequence[str] = (), verbose: bool = True) -> list[tuple[str, str]]:
+    """Say what a run needs beside what it may use, what it moves, how long it takes.
+
+    Args:
+        plan: of the run.
+        notes: on how the model is treated.
+        verbose: with what is moved and computed in a step, and what the machine was measured to do.
+    """
+    rows = [
+        ("parameters", f"{plan.num_parameters:,}, {_share_trained(plan)}"),
+        ("computed in", f"{plan.precision}: {plan.reason}"),
+        ("placement", str(plan.placement)),
+        *((each.resource, f"needs about {gigabytes(each.need)} of {gigabytes(each.have)}") for each in plan.needs),
+        *_transfers(plan.costs),
+        *_times(plan),
+        ("measured", _measured(plan)),
+        ("training", _amount(plan.outlook)),
+        *(("note", note) for note in notes),
+    ]
+    return [row for row in rows if verbose or row[0] not in ENGINE_ROWS]
+
+
+ENGINE_ROWS = {"moved per step", "validations", "checkpoints", "measured", "training"}
+
+
+def show_reading(console: Console, title: str, about: Sequence[tuple[str, str]], plan: ReadingPlan) -> None:
+    """Show what it takes to measure a model, or to answer the rows of a file; ``about`` says which and what."""
+    together = plan.together
+    rows = [
+        ("weights", f"{_WHERE[plan.weights]}, in {plan.precision}"),
+        *((each.resource, f"needs about {gigabytes(each.need)} of {gigabytes(each.have)}") for each in plan.needs),
+        ("together", f"{together.written:,} tokens while writing, {together.read:,} while only reading"),
+        ("to stop", "Ctrl-C; the same command goes on where it was"),
+    ]
+    panel(console, title, [*about, *rows])
+
+
+_WHERE = {
+    "device": "stay on the device",
+    "host": "stream from a copy in RAM",
+    "disk": "stream from the model folder",
+}
+
+
+def _amount(outlook: Outlook) -> str:
+    if outlook.flops is None:
+        return f"{outlook.flops_per_step:.2g} FLOPs a step"
+    share = f"{outlook.tokens_per_parameter:.2g} a parameter"
+    return f"{outlook.flops:.2g} FLOPs on {outlook.tokens:,.0f} tokens, {share}"
+
+
+def show_outlook(console: Console, outlook: Outlook, published: Published | None) -> None:
+    """Show what a pre-training from scratch would take and reach, by the published law, and what was published."""
+    tokens = f"{TOKENS_PER_PARAMETER} tokens a parameter, {outlook.scratch_tokens:.3g}"
+    result = f"{outlook.scratch_flops:.2g} FLOPs and give a loss of {outlook.scratch_pile_loss:.2f} on the Pile"
+    fitted = f"fitted from {FITTED_FLOPS[0]:.2g} to {FITTED_FLOPS[1]:.2g} FLOPs, confirmed at {CONFIRMED_FLOPS:.2g}"
+    there = "" if outlook.is_in_range else "; this is outside, so do not rely on it"
+    lines = [f"From scratch, {tokens}, would take {result}, by the law of Cerebras-GPT ({fitted}){there}."]
+    if published:
+        trained = f"trained on {published.tokens:.3g} tokens, {published.flops:.2g} FLOPs"
+        lines.append(f"{published.repository} was {trained}: loss on the Pile {published.pile_loss}.")
+    for line in lines:
+        say(console, line)
+
+
+def _share_trained(plan: Plan) -> str:
+    return "all trained" if plan.num_trained == plan.num_parameters else f"{plan.num_trained:,} of them trained"
+
+
+def show_training(console: Console, result: TrainResult, num_validation: int, verbose: bool = False) -> None:
+    """Show what came of a run, where the model is, and what to type next.
+
+    Args:
+        console: where to.
+        result: of the run.
+        num_validation: rows that it was measured on.
+        verbose: with what the engine did.
+    """
+    tally, meters = result.tally, result.meters
+    rows = []
+    if result.loss_before is not None and result.loss_after is not None:
+        losses = f"{result.loss_before:.4f} before, {result.loss_after:.4f} after; lower is better"
+        little = f" ({num_validation} rows say little)" if num_validation < FEW_VALIDATION_ROWS else ""
+        exported = f" (exported: step {result.exported_step})" if result.exported_step != result.steps else ""
+        rows.append(("validation loss", losses + little + exported))
+    if result.best and result.best["step"] != result.exported_step:
+        rows.append(("best", describe_best(result.run, result.best)))
+    rows.append(("time", f"{clock(tally.seconds)} of steps, {meter_texts(tally, meters)[0]}"))
+    page = Path(result.run) / "report.html"
+    rows += [("tuned model", whole(result.model)), *([("report", whole(str(page)))] if page.is_file() else [])]
+    panel(console, f"Done: {result.steps:,} steps", [*rows, *(_engine_rows(tally, meters) if verbose else ())])
+    measure = command_line("evaluate", Path(result.run))
+    measure += f"   # on the {num_validation:,} rows held out" if num_validation else " --data FILE"
+    next_steps(console, measure, 'gptj-ft generate "prompt"')
+
+
+def _engine_rows(tally: Tally, meters: Meters) -> list[tuple[str, str]]:
+    return [
+        ("tokens", f"{tally.tokens:,}, {tally.target_tokens:,} of them trained on"),
+        ("GFLOP/s", f"{meters.hardware_gflops:,.1f}; {meters.model_gflops:,.1f} without recomputation"),
+        ("of matmul rate", f"{meters.hfu:.1%}; {meters.mfu:.1%} without recomputation"),
+        ("waiting", f"{meters.stall:.1%} of the time, for the stores"),
+        ("moved", f"{gigabytes(tally.bytes_read)} read, {gigabytes(tally.bytes_written)} written by the stores"),
+    ]
+
+
+def _transfers(costs: Costs) -> Iterator[tuple[str, str]]:
+    read, written = costs.bytes_read_per_step, costs.bytes_written_per_step
+    if read or written:
+        yield "moved per step", f"{gigabytes(read)} read, {gigabytes(written)} written"
+    texts = [f"{gigabytes(costs.disk_bytes_written_per_step)} a step"] if costs.disk_bytes_written_per_step else []
+    if costs.disk_bytes_written is not None:
+        texts.append(f"{gigabytes(costs.disk_bytes_written)} in all")
+    wear = costs.ssd_wear or 0.0
+    warranty = f": {wear:.1%} of the {WARRANTED_BYTES / 1e12:.0f} TB that a typical 1 TB consumer SSD is warranted for"
+    if texts:
+        yield "disk wear", "writes " + ", ".join(texts) + (warranty if wear >= 0.001 else "")
+
+
+def _times(plan: Plan) -> Iterator[tuple[str, str]]:
+    costs = plan.costs
+    yield "steps", f"{costs.num_steps or 'not counted without rows'}, of {plan.tokens_per_step:,.0f} tokens on average"
+    parts = f"computing {_seconds(costs.compute_seconds)}"
+    if costs.transfer_seconds:
+        parts += f", and beside it moving bytes {_seconds(costs.transfer_seconds)}"
+    yield "a step", f"about {_seconds(costs.seconds_per_step)}: {parts}"
+    if costs.seconds is None:
+        return
+    for what, aside in (("validations", costs.validations), ("checkpoints", costs.checkpoints)):
+        if aside.number * aside.seconds > 0.01 * costs.seconds:
+            yield what, f"{aside.number}, about {_seconds(aside.seconds)} each"
+    yield "finish", f"after about {clock(costs.seconds)}: {time_after(costs.seconds)} if it starts now"
+
+
+def _measured(plan: Plan) -> str:
+    disk, product = plan.rates.disk, plan.rates.compute.matmul(PRECISIONS[plan.precision])
+    product_text = f"{product / 1e9:,.0f} GFLOP/s in {plan.precision}"
+    if plan.rates.is_disk_assumed:
+        return f"{product_text}; for the disk {disk.mixed / 1e9:.1f} GB/s is assumed: there was no room to measure it"
+    busy = "; the machine was busy then" if plan.rates.compute.load > BUSY else ""
+    return (
+        f"{product_text}; disk reads {disk.read / 1e9:.1f} GB/s, writes {disk.write / 1e9:.1f}, "
+        f"both at once {disk.mixed / 1e9:.1f}{busy} (again: plan --measure)"
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < 10 else clock(seconds)
+
+
+def describe_best(run: str, best: Mapping[str, Any]) -> str:
+    """Say that the best state came before the end, and how to have it."""
+    export = command_line("runs", "export", Path(run), "FOLDER", "--from", "best")
+    where = (
+        f"it is kept: {whole(f'`{export}`')}"
+        if best["checkpoint"]
+        else "--keep best,last keeps that state, --export best exports it"
+    )
+    by = [name for name in best if name not in ("step", "validation_loss", "checkpoint")]
+    value = f"{by[0]} {best[by[0]]:.2f}" if by else f"{best['validation_loss']:.4f}"
+    what = f"the best state by {by[0]} is that" if by else "the validation loss was lowest"
+    return f"{what} after {best['step']} steps, {value}; {where}"

@@ -1,0 +1,450 @@
+"""Every option of a run: its type, default, unit and meaning. This is the only place an option is declared.
+
+A preset (``recipes/*.yaml``) holds only what differs from these defaults. Values are taken, in order of precedence,
+from flags, the environment (``GPTJ_FT_LR=1e-5``), a ``--config`` file, the preset, and the defaults below.
+"""
+
+from __future__ import annotations
+
+import codecs
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+Place = Literal["device", "host", "disk", "auto"]
+Shape = Literal["linear", "cosine", "constant"]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+def parse_duration(value: object) -> object:
+    """Return a duration such as ``1h30m`` in seconds; anything but a text is left to the type's own check.
+
+    Raises:
+        PydanticCustomError: not a duration.
+    """
+    if not isinstance(value, str):
+        return value
+    text, total = value.strip().lower(), 0.0
+    if not re.fullmatch(r"(\d+\.?\d*[dhms])+|\d+\.?\d*", text):
+        raise PydanticCustomError("duration", "a duration is seconds, or a text such as 8h, 90m, 1h30m or 2d")
+    for number, unit in re.findall(r"([\d.]+)([dhms]?)", text):
+        total += float(number) * {"d": 86400, "h": 3600, "m": 60}.get(unit, 1)
+    return total
+
+
+Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0.0)]
+
+
+# A thousand times what GPT-J reads at once; and a whole corpus in one line, as some are published, is not larger.
+MOST_RECORD_BYTES = 256 * 2**20
+SIZE_UNITS = {"": 1, "B": 1, "MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "TB": 10**12, "TiB": 2**40}
+
+
+def parse_size(value: object) -> object:
+    """Return a size such as ``8GiB`` in bytes; anything but a text is left to the type's own check.
+
+    Raises:
+        PydanticCustomError: not a size.
+    """
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", value.strip(), re.IGNORECASE)
+    units = {unit.lower(): size for unit, size in SIZE_UNITS.items()}
+    if match is None or match[2].lower() not in units:
+        raise PydanticCustomError("size", "a size is bytes, or a number with MB, MiB, GB, GiB, TB or TiB")
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+
+
+def _words(value: Any) -> Any:
+    """Take ``best,last``, and a bare number, for the list that they mean."""
+    return str(value).split(",") if isinstance(value, str | int) else value
+
+
+def _keep_words(value: tuple[str, ...]) -> tuple[str, ...]:
+    words = tuple(word.strip() for word in value)
+    wrong = [word for word in words if word not in ("last", "best", "all") and not re.fullmatch("[1-9][0-9]*", word)]
+    if wrong or not words:
+        raise ValueError("use last, best, all or a number, with commas between them")
+    return words
+
+
+Keep = Annotated[tuple[str, ...], BeforeValidator(_words), AfterValidator(_keep_words)]
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_words)]
+
+
+class Options(BaseModel):
+    """Frozen; unknown keys are errors, and so are numbers that are not finite."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, coerce_numbers_to_str=True, allow_inf_nan=False
+    )
+
+
+class Generation(Options):
+    """How the tuned model writes: the settings that `evaluate` and `generate` use unless told otherwise."""
+
+    max_new_tokens: int = Field(128, ge=1, description="most tokens to write")
+    temperature: float = Field(0.0, ge=0.0, description="0 is greedy; above, sampling")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="sample from the smallest set with this probability")
+    top_k: int = Field(0, ge=0, description="sample from the k most likely tokens; 0 is all")
+    min_p: Fraction = Field(0.0, description="sample from tokens with this share of the likeliest's probability")
+    num_beams: int = Field(1, ge=1, description="beams of the search; 1: no search")
+    min_new_tokens: int = Field(0, ge=0, description="fewest tokens to write")
+    length_penalty: float = Field(1.0, description="beams are ranked by log-probability / length ** this")
+    early_stopping: bool | Literal["never"] = Field(
+        False, description="end when there are as many finished answers as beams; false: when none is likely to be "
+        "better; never: when none can be"
+    )  # fmt: skip
+    repetition_penalty: float = Field(1.0, gt=0.0, description="above 1, tokens that are there already get less likely")
+    no_repeat_ngram_size: int = Field(0, ge=0, description="so many tokens in a row come once only; 0: no limit")
+    prompt_lookup_num_tokens: int = Field(
+        0, ge=0, description="guess so many tokens from what is there already and check them in one pass; 0: off"
+    )
+    stop: tuple[str, ...] = Field((), description="strings at which writing ends; they are not part of the answer")
+    max_prompt_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="give only so many tokens of a longer prompt, its end cut off, whatever that is; null: "
+        "the recipe's `on_long` and `cut` decide",
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Generation:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise PydanticCustomError("tokens", "min_new_tokens must be at most max_new_tokens")
+        if self.prompt_lookup_num_tokens and self.num_beams > 1:
+            raise PydanticCustomError("lookup", "prompt_lookup_num_tokens does not go together with num_beams")
+        return self
+
+
+class LoRA(Options):
+    """The adapters of ``method: lora``; defaults are PEFT's (https://arxiv.org/abs/2106.09685: alpha is the rank)."""
+
+    rank: int = Field(8, ge=1, description="width between the two matrices of an adapter")
+    alpha: float = Field(8.0, gt=0.0, description="an adapter's output is multiplied by alpha / rank")
+    dropout: Decay = Field(0.0, description="share of an adapter's inputs that is dropped in training")
+    targets: Names = Field(
+        (),
+        description="linear layers that get adapters: shell patterns, such as q_proj,h.2[0-7].mlp.*; none: attention's "
+        "queries and values",
+    )
+    merge: bool = Field(False, description="write the model with the adapter merged in, too")
+
+
+class Piece(Options):
+    """Part of a schedule that is written out; rates are shares of ``lr``, as ``final_lr`` is."""
+
+    shape: Shape = Field(description="how the rate gets from start to end")
+    start: Fraction | None = Field(None, description="share at its first step; none: the end before it, or 0")
+    end: Fraction = Field(description="share at the step after its last; for good, if no piece follows")
+    steps: int = Field(ge=1, description="optimizer steps")
+
+    @model_validator(mode="after")
+    def _has_one_rate_if_constant(self) -> Piece:
+        if self.shape == "constant" and self.start not in (None, self.end):
+            raise PydanticCustomError("constant", "a constant piece has one rate, its `end`")
+        return self
+
+
+def _reaches_the_peak(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    if all(1.0 not in (piece.start, piece.end) for piece in pieces):
+        raise PydanticCustomError("pieces", "start and end are shares of lr, so one of them must be 1")
+    return pieces
+
+
+Pieces = Annotated[tuple[Piece, ...], AfterValidator(_reaches_the_peak)]
+
+
+def _read_map(value: Any) -> Any:
+    """Read ``document=body,summary=tl_dr``."""
+    if not isinstance(value, str):
+        return value
+    pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
+    if not all(field.strip() and equals and column.strip() for field, equals, column in pairs):
+        raise PydanticCustomError("map", "field=column pairs are needed, e.g. document=body,summary=tl_dr")
+    return {field.strip(): column.strip() for field, _, column in pairs}
+
+
+DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "\\t": "\t", "pipe": "|", "space": " "}
+
+
+def _read_delimiter(value: str) -> str:
+    character = DELIMITERS.get(value.lower(), value)
+    if value != "auto" and (len(character) != 1 or character in '"\r\n\0'):
+        raise PydanticCustomError("delimiter", "comma, semicolon, tab, pipe or a single character is needed")
+    return character
+
+
+Delimiter = Annotated[str, AfterValidator(_read_delimiter)]
+
+
+def _read_encoding(value: str) -> str:
+    try:
+        if value != "auto":
+            b" ".decode(value, "ignore")  # nothing at all would be taken without a look at the name
+            codecs.getincrementaldecoder(value)()
+    except (LookupError, ValueError) as error:
+        raise PydanticCustomError(
+            "encoding", "a text encoding that Python knows is needed, e.g. utf-8, cp1252, utf-16, shift_jis"
+        ) from error
+    return value
+
+
+Encoding = Annotated[str, AfterValidator(_read_encoding)]
+
+
+ColumnMap = Annotated[dict[str, str], BeforeValidator(_read_map)]
+
+
+class Recipe(Options):
+    """A whole run as one value; saved as ``recipe.yaml`` in the run folder."""
+
+    # What for
+    recipe: str = Field("custom", description="preset for a task; `gptj-ft recipes list` shows them")
+    about: str = Field("", description="one line: what the preset is for")
+    source: str = Field("", description="where its hyper-parameters come from")
+
+    # What on
+    model: str | None = Field(
+        None,
+        description="folder or name of a model; default: the downloaded one. 'tiny' makes a small random one",
+    )
+    data: str | None = Field(
+        None,
+        description="training rows: file (jsonl, json, csv, tsv, xlsx, parquet, txt), folder or pattern; or prepared; "
+        "or a data set on the Hub, hub:owner/name",
+    )
+    val_data: str | None = Field(None, description="validation rows; none: a share of the data is held out")
+    holdout: Fraction = Field(0.05, description="share of the rows held out when no validation rows are given")
+    output: str | None = Field(None, description="run folder to make; default runs/RECIPE-N")
+
+    documents: Literal["paragraph", "line", "file"] = Field(
+        "paragraph", description="what a row of plain text is: up to a blank line, a line, or the file"
+    )
+    quotes: Literal["auto", "on", "off"] = Field(
+        "auto", description='whether " encloses cells of tables; auto: in CSV; in TSV where it encloses the names'
+    )
+    delimiter: Delimiter = Field(
+        "auto", description="what separates the cells of a table: comma, semicolon, tab, pipe or a character"
+    )
+    encoding: Encoding = Field(
+        "auto",
+        description="of texts, e.g. cp1252, utf-16, shift_jis; auto: UTF-8, UTF-16, or Windows-1252, which is said",
+    )
+    sheet: str = Field("", description="sheet of a spreadsheet that is read; empty: the first")
+    max_record: Size = Field(
+        MOST_RECORD_BYTES,
+        description="longest line, cell or record of a file, e.g. 1GiB; what is longer is taken for damage",
+    )
+    max_bad_rows: int = Field(0, ge=0, description="records that may be unreadable before the data is refused")
+    cache: bool = Field(True, description="keep rows as tokens, and take those that are kept, if nothing has changed")
+    map: ColumnMap = Field(
+        {},
+        description="columns by field, e.g. document=body,summary=tl_dr; where several hold right answers, "
+        "summary=s1+s2 or summary=s*; others are recognised",
+    )
+
+    # How a row becomes tokens
+    prompt: str = Field(
+        "", description="text before the answer, with {{ fields }} (Jinja), or @FILE; empty: train on every token"
+    )
+    completion: str = Field(
+        "{{ text }}", description="the text that is trained on, with {{ fields }} (Jinja), or @FILE; EOS follows"
+    )
+    fields: dict[str, tuple[str, ...]] = Field(
+        {"text": ("text", "content", "body", "article", "document")},
+        description="for each field of the templates, the column names recognised, best first",
+    )
+    labels: dict[str, str] = Field(
+        {}, description="what the field {label} may say, and the word to train on; rows with another label are left out"
+    )
+    no_answer: str = Field(
+        "", description="what to answer where the data has no answer (SQuAD v2.0); empty: such rows are left out"
+    )
+    sentences: tuple[str, ...] = Field(
+        ("highlights",), description="columns in which a list is the sentences of one text, not several answers"
+    )
+    on_long: Literal["shorten", "split", "skip", "error"] = Field(
+        "split", description="rows above max_length: cut the `shorten` field, split plain text, skip, or stop"
+    )
+    shorten: str = Field("", description="the one field that may be cut when a row is too long")
+    cut: Literal["end", "start", "middle", "answer"] = Field(
+        "end", description="what is cut of it: its end, its start, its middle, or what is far from the answer in it"
+    )
+    packing: Literal["off", "apart", "joined"] = Field(
+        "off",
+        description="plain text in windows of max_length, filled with several documents: apart, attention stays inside "
+        "each; joined, it goes across them",
+    )
+    max_length: int = Field(
+        2048, ge=2, description="tokens of prompt, answer and EOS together; of rows that come as tokens, inputs"
+    )
+
+    # How it is judged
+    metrics: tuple[Literal["rouge", "squad", "accuracy", "relations"], ...] = Field((), description="scores of answers")
+    stemming: bool = Field(True, description="rouge: words of English that have the same stem are the same")
+    generation: Generation = Field(default_factory=Generation)  # type: ignore[arg-type]
+
+    # How it learns
+    method: Literal["full", "lora"] = Field(
+        "full", description="full: every parameter is trained, or those of `train`; lora: adapters beside the model"
+    )
+    lora: LoRA = Field(default_factory=LoRA)  # type: ignore[arg-type]
+    train: Names = Field(
+        (),
+        description="what is trained: shell patterns of Hugging Face's names, such as h.2[0-7].*,lm_head.*; none: all",
+    )
+    epochs: float = Field(1.0, gt=0.0, description="passes over the rows; a share of a step is a step")
+    max_steps: int | None = Field(None, ge=1, description="optimizer steps; overrides epochs")
+    batch_size: int = Field(16, ge=1, description="rows per optimizer step")
+    micro_batch_tokens: int = Field(
+        2048, ge=1, description="tokens computed at once; changes memory and rounding, never the batch"
+    )
+    lr: float = Field(1e-5, gt=0.0, description="peak learning rate")
+    schedule: Annotated[
+        Annotated[Shape, Tag("(shape)")] | Annotated[Pieces, Tag("(pieces)")],
+        Discriminator(
+            lambda value: {str: "(shape)", list: "(pieces)", tuple: "(pieces)"}.get(type(value)),
+            custom_error_type="schedule",
+            custom_error_message="linear, cosine, constant or a list of pieces is needed",
+        ),
+    ] = Field(
+        "cosine",
+        description="linear, cosine or constant after the warm-up; or a list of pieces (shape, start, end, steps), in "
+        "place of warmup and final_lr",
+    )
+    warmup: float = Field(0.1, ge=0.0, description="below 1: share of all steps; 1 and above: steps")
+    final_lr: Fraction = Field(0.1, description="learning rate at the last step, as a share of the peak")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay of Adam's two moments; below 1")
+    eps: float = Field(1e-8, gt=0.0, description="added to the root of the second moment (torch's formula)")
+    weight_decay: float = Field(0.1, ge=0.0, description="decoupled; biases and layer norms are left out")
+    clip_norm: float | None = Field(1.0, gt=0.0, description="global gradient norm; null: no clipping")
+    z_loss: float = Field(0.0, ge=0.0, description="weight of log(Z)^2 beside the loss; GPT-J's pre-training: 1e-4")
+    seed: int = Field(0, ge=0, lt=2**63, description="order of the rows, the held-out share, the tiny model")
+
+    # Where it runs
+    device: str = Field("auto", description="auto, cpu or cuda")
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="type of the computation; master weights fp32"
+    )
+    moments: Literal["fp32", "bf16"] = Field(
+        "fp32", description="type of Adam's two moments; bf16, rounded stochastically, halves their memory and traffic"
+    )
+    initial_moments: Literal["model", "zero"] = Field(
+        "model", description="what moments begin as: those in the model's folder (convert --with-optimizer), or zeros"
+    )
+    gradients: Literal["fp32", "bf16"] = Field(
+        "fp32", description="type in which gradients wait for their update; they are summed in fp32"
+    )
+    weights: Place = Field("auto", description="where the weights live (device: GPU memory, host: RAM)")
+    optimizer_state: Place = Field(
+        "auto", description="where gradients, moments and master weights live (device: GPU memory, host: RAM)"
+    )
+    max_time: Duration | None = Field(
+        None,
+        description="stop in time, saved, when a session has run as long as this: 8h, 90m, 1h30m; default: no limit",
+    )
+    device_memory: Size | None = Field(None, description="most device memory to use, e.g. 8GiB; default: what is free")
+    host_memory: Size | None = Field(None, description="most RAM to use, e.g. 6GiB; default: what is free")
+    disk_space: Size | None = Field(None, description="most disk space to use, e.g. 200GB; default: what is free")
+    activations: Literal["auto", "keep", "recompute"] | Annotated[int, Field(ge=0)] = Field(
+        "auto", description="blocks whose activations are kept for backward: what fits, all, none, or so many"
+    )
+    boundaries: Place = Field("auto", description="where the inputs of recomputed layers wait for backward")
+    read_ahead: int = Field(1, ge=0, le=8, description="layers read before they are needed")
+
+    # What it leaves behind
+    validate_every: int = Field(0, ge=0, description="steps between validations; 0: before and after only")
+    sample_rows: int = Field(
+        0, ge=0, description="validation rows that are answered, and scored by `metrics`, at each validation; 0: none"
+    )
+    best_by: str = Field(
+        "validation_loss", description="what the best state is best by: validation_loss, or a score of the sample_rows"
+    )
+    patience: int | None = Field(
+        None, ge=1, description="end after so many validations in a row without a better state; null: never"
+    )
+    save_every: int = Field(
+        0, ge=0, description="steps between checkpoints; 0: by time only. A run on disk loses no step anyway"
+    )
+    keep: Keep = Field(
+        ("last",),
+        description="checkpoints kept: last, best (see best_by), all of save_every, or the newest N of them",
+    )
+    export: Literal["last", "best"] = Field("last", description="whose state the tuned model has")
+    save_minutes: float = Field(
+        30.0, gt=0.0, description="minutes after which a checkpoint is due; Ctrl-C saves at once"
+    )
+    report_to: Literal["none", "tensorboard", "trackio", "wandb"] = Field(
+        "none", description="tracker that gets the figures of metrics.jsonl, too; wandb's are sent to its server"
+    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every option that has a meaning for this run, as JSON has it."""
+        unused = set() if isinstance(self.schedule, str) else set(STRETCHING)
+        return self.model_dump(mode="json", exclude=unused)
+
+    def num_steps(self, num_rows: int) -> int:
+        """Return the optimizer steps of a run on so many rows; the last step of an epoch may take fewer than others.
+
+        A share of a step counts as one, as in the Trainer of `transformers`.
+        """
+        return self.max_steps or max(1, math.ceil(self.epochs * -(-num_rows // self.batch_size)))
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Return the steps of a run of so many in which a named schedule rises to its peak."""
+        return round(self.warmup if self.warmup >= 1 else self.warmup * num_steps)
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the state with the lowest validation loss is kept."""
+        return "best" in self.keep or self.export == "best"
+
+    @property
+    def num_newest_kept(self) -> int | None:
+        """How many of the checkpoints of ``save_every`` are kept; ``None``: all."""
+        return None if "all" in self.keep else max((int(word) for word in self.keep if word.isdigit()), default=0)
+
+
+# What a run was told about its surroundings may change on resume without changing a number of it.
+FREE_ON_RESUME = frozenset(
+    {
+        "device",
+        "weights",
+        "optimizer_state",
+        "device_memory",
+        "host_memory",
+        "disk_space",
+        "activations",
+        "boundaries",
+        "read_ahead",
+        "save_every",
+        "save_minutes",
+        "max_time",
+        "keep",
+        "export",
+        "report_to",
+        "output",
+    }
+)
+GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "lora": LoRA, "schedule": Piece}
+STRETCHING = ("warmup", "final_lr")  # what a schedule of pieces has no use for

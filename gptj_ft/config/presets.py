@@ -1,0 +1,60 @@
+"""Find and load recipe presets and option files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gptj_ft.errors import UsageError, did_you_mean
+from gptj_ft.system.plain_text import shortened
+
+
+def recipes_folder() -> Path:
+    """Return the registry of presets: inside the installed package, or beside it in a checkout."""
+    packaged = Path(__file__).parents[1] / "recipes"
+    return packaged if packaged.is_dir() else Path(__file__).parents[2] / "recipes"
+
+
+def preset_names() -> list[str]:
+    """Return the names that ``--recipe`` takes."""
+    return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
+
+
+def preset_file(name: str) -> Path:
+    """Return the file of a preset.
+
+    Raises:
+        UsageError: no such preset; names the nearest.
+    """
+    if name not in preset_names():
+        raise UsageError(
+            f"no recipe '{shortened(name)}'{did_you_mean(name, preset_names())}; `gptj-ft recipes list` shows: "
+            + ", ".join(preset_names())
+        )
+    return recipes_folder() / f"{name}.yaml"
+
+
+def load_preset(name: str) -> dict[str, Any]:
+    """Return what a preset says.
+
+    Raises:
+        UsageError: as `preset_file`.
+    """
+    return load_options(preset_file(name))
+
+
+def load_options(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping.
+
+    Raises:
+        UsageError: unreadable, not YAML (with the line), or not a mapping.
+    """
+    from gptj_ft.config import yaml
+
+    try:
+        loaded = yaml.parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+    if not isinstance(loaded, dict):
+        raise UsageError(f"{path}: expected `option: value` lines, found {type(loaded).__name__}")
+    return {str(key): value for key, value in loaded.items()}

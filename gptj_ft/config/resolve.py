@@ -1,0 +1,273 @@
+"""Resolve the options of a run from defaults, preset, file, environment and command line, with the origin of each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import (
+    ValidationError,
+)
+
+from gptj_ft.config.options import GROUPS, STRETCHING, Recipe
+from gptj_ft.config.presets import load_options, load_preset
+from gptj_ft.errors import UsageError, did_you_mean
+from gptj_ft.system.plain_text import shortened
+
+ENVIRONMENT_PREFIX = "GPTJ_FT_"
+NOT_OPTIONS = {"GPTJ_FT_HOME", "GPTJ_FT_TEST_DATA"}
+# What `method: lora` puts in the place of a preset's value: https://arxiv.org/abs/2106.09685, table 12 (GPT-3 175B).
+FOR_LORA: dict[str, Any] = {"lr": 2e-4}
+# What other systems call an option; `--...` is a flag that is no option of a recipe.
+PEERS_NAMES: Mapping[str, str] = {
+    peer: ours
+    for ours, peers in {
+        "lr": "learning_rate peak_lr max_lr",
+        "epochs": "num_train_epochs num_epochs n_epochs train_epochs max_epochs",
+        "max_steps": "iters num_iterations num_steps train_steps total_steps max_train_steps",
+        "batch_size": "per_device_train_batch_size per_gpu_train_batch_size train_batch_size global_batch_size "
+        "gradient_accumulation_steps gradient_accumulation grad_accumulation_steps accumulation_steps",
+        "micro_batch_tokens": "micro_batch_size max_tokens_per_batch",
+        "max_length": "max_seq_length max_seq_len seq_length sequence_len sequence_length cutoff_len block_size "
+        "model_max_length",
+        "warmup": "warmup_ratio warmup_steps lr_warmup_steps",
+        "final_lr": "min_lr lr_min min_lr_ratio",
+        "schedule": "lr_scheduler_type lr_scheduler lr_schedule",
+        "betas": "adam_beta1 adam_beta2 beta1 beta2",
+        "eps": "adam_epsilon adam_eps",
+        "clip_norm": "max_grad_norm gradient_clipping gradient_clip_val grad_clip",
+        "method": "finetuning_type train_type tuner_type fine_tune_type peft_type use_peft use_lora lora",
+        "lora.rank": "lora_r lora_rank",
+        "lora.alpha": "lora_alpha",
+        "lora.dropout": "lora_dropout",
+        "lora.targets": "lora_target lora_targets lora_target_modules target_modules",
+        "train": "freeze unfrozen_parameters trainable_layers num_layers freeze_trainable_layers",
+        "model": "model_name_or_path model_name base_model pretrained_model_name_or_path model_id checkpoint_dir",
+        "data": "dataset datasets dataset_name dataset_path train_file train_data train_dataset training_data",
+        "val_data": "validation_file val_file valid_data eval_data eval_file eval_dataset val_dataset",
+        "holdout": "val_size val_set_size test_size validation_split val_split_fraction eval_split",
+        "output": "output_dir out_dir save_dir adapter_path output_path run_name",
+        "prompt": "prompt_template prompt_style template chat_template",
+        "save_every": "save_steps save_interval checkpoint_every ckpt_interval",
+        "keep": "save_total_limit",
+        "export": "load_best_model_at_end",
+        "best_by": "metric_for_best_model",
+        "patience": "early_stopping_patience early_stopping_steps",
+        "validate_every": "eval_steps eval_every eval_interval val_interval steps_per_eval evaluation_strategy "
+        "eval_strategy",
+        "precision": "bf16 fp16 dtype torch_dtype mixed_precision",
+        "packing": "sample_packing",
+        "activations": "gradient_checkpointing activation_checkpointing",
+        "weights": "device_map cpu_offload offload_param",
+        "optimizer_state": "offload_optimizer optimizer_offload",
+        "device": "no_cuda use_cpu use_cuda",
+        "report_to": "use_wandb wandb_project logger",
+        "generation.max_new_tokens": "max_tokens",
+        "--resume RUN": "resume_from_checkpoint resume_adapter_file",
+    }.items()
+    for peer in peers.split()
+}
+VALUE_SHOWN = 80  # characters of a value in a message
+TEMPLATES = ("prompt", "completion")  # which may be files
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe and, for each key that is not a default, where its value came from."""
+
+    recipe: Recipe
+    origins: Mapping[str, str]
+
+
+def peers_option(name: str) -> tuple[str, str] | None:
+    """Return what an option of another system is called here, and its meaning; ``None`` if none is known by it.
+
+    Args:
+        name: of an option, or of a flag without its dashes.
+    """
+    ours = PEERS_NAMES.get(name.lower().replace("-", "_").replace(".", "_"))
+    if ours is None:
+        return None
+    group, _, key = ours.rpartition(".")
+    field = (GROUPS[group] if group else Recipe).model_fields.get(key)
+    return ours, (field.description or "") if field else ""
+
+
+def suggest_option(name: str, known: Iterable[str]) -> str:
+    """Return a few words on an option that does not exist: another system's by its name here, else the nearest."""
+    here = peers_option(name)
+    if here is None:
+        return did_you_mean(name.rpartition(".")[2], known)
+    ours, meaning = here
+    return f" (here it is '{ours}'{': ' + meaning if meaning else ''})"
+
+
+def resolve(
+    flags: Mapping[str, Any],
+    config: Path | None = None,
+    assignments: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
+    base: tuple[str, Mapping[str, Any]] | None = None,
+) -> Resolved:
+    """Combine all sources into one recipe.
+
+    Args:
+        flags: options given on the command line; ``None`` means not given.
+        config: a YAML file of options (``--config``).
+        assignments: ``key=value`` or ``group.key=value`` (``--set``); they rank with flags.
+        environment: defaults to ``os.environ``.
+        base: (origin, options) that stand in for a preset when no source names one.
+
+    Raises:
+        UsageError: an unknown key (with the nearest), a wrong value, a key given twice on the command line, or one that
+            another makes useless.
+    """
+    environ = os.environ if environment is None else environment
+    flagged = {key: value for key, value in flags.items() if value is not None}
+    for assignment in assignments:
+        key, separator, text = assignment.partition("=")
+        if not separator:
+            raise UsageError(f"--set takes key=value, not '{assignment}'")
+        if key in flagged:
+            raise UsageError(f"{key} is given twice: as --{key.replace('_', '-')} and as --set {key}")
+        flagged[key] = read_value(key, text, f"--set {key}")
+    sources = [
+        ("command line", flagged),
+        ("environment", _from_environment(environ)),
+        (str(config), load_options(config) if config else {}),
+    ]
+    name = next((values["recipe"] for _, values in sources if "recipe" in values), None)
+    if name is not None and name != "custom":
+        sources.append((f"recipe {name}", {**load_preset(str(name)), "recipe": name}))
+    elif base is not None:
+        sources.append((base[0], dict(base[1])))
+    if base is None and next((values["method"] for _, values in sources if "method" in values), None) == "lora":
+        # In place of what a preset says for another method.
+        sources.insert(3 if "method" not in sources[-1][1] else len(sources), ("method lora", FOR_LORA))
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for origin, values in reversed(sources):
+        for key, value in values.items():
+            _assign(merged, key, value, origin)
+            origins[key] = origin
+    for key in TEMPLATES:
+        # What a model remembers is no name of a file: the model may be anybody's.
+        if str(merged.get(key, "")).startswith("@") and (base is None or origins[key] != base[0]):
+            merged[key] = _template_file(str(merged[key])[1:], key, config if origins[key] == str(config) else None)
+    if isinstance(merged.get("schedule"), list):
+        _drop_what_pieces_replace(merged, origins, sources)
+    return Resolved(build(merged, origins), origins)
+
+
+def build(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Recipe:
+    """Validate a mapping of options.
+
+    Raises:
+        UsageError: the first problem, with the place it came from.
+    """
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        # An unknown key says more than what is missing because of it.
+        problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+        path = [str(part) for part in problem["loc"] if not str(part).startswith("(")]  # tags of a union
+        key = ".".join(path)
+        where = (origins or {}).get(key) or (origins or {}).get(path[0], "recipe")
+        if problem["type"] == "extra_forbidden":
+            group = GROUPS[path[0]] if len(path) > 1 else Recipe
+            hint = suggest_option(key, group.model_fields)
+            hint = hint or (f" (there are {', '.join(group.model_fields)})" if len(path) > 1 else "")
+            raise UsageError(f"{where}: unknown option '{shortened(key, VALUE_SHOWN)}'{hint}") from error
+        message = problem["msg"].removeprefix("Value error, ")
+        raise UsageError(f"{where}: {key}: {message}, not {shortened(repr(problem['input']), VALUE_SHOWN)}") from error
+
+
+def dump(recipe: Recipe, origins: Mapping[str, str]) -> str:
+    """Return the resolved recipe as YAML, each value that is not a default with its origin as a comment."""
+    from gptj_ft.config import yaml
+
+    lines = []
+    for key, value in recipe.to_dict().items():
+        text = yaml.dump({key: value})
+        first, newline, rest = text.partition("\n")
+        origin = origins.get(key)
+        # A comment inside a block or quoted scalar would become part of it.
+        comment = f"  # {origin}" if origin and not newline else ""
+        lines.append(first + comment + newline + rest)
+    return "\n".join(lines) + "\n"
+
+
+def _assign(merged: dict[str, Any], key: str, value: Any, origin: str) -> None:
+    """Set ``key`` or ``group.key``; a group given as a mapping changes only the keys it names."""
+    group, dot, rest = key.partition(".")
+    if dot:
+        value, key = {rest: value}, group
+    nested = merged.get(key)
+    if isinstance(value, dict) and isinstance(nested, dict):
+        merged[key] = {**nested, **value}
+    else:
+        merged[key] = value
+
+
+def _template_file(name: str, key: str, config: Path | None) -> str:
+    """Return the text of a template's file, whose name is relative to that of the options it stands in."""
+    path = (config.parent if config else Path()) / Path(name).expanduser()
+    try:
+        return path.read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{key}: cannot read the template {path}: {error}") from error
+
+
+def _drop_what_pieces_replace(
+    merged: dict[str, Any], origins: dict[str, str], sources: list[tuple[str, dict[str, Any]]]
+) -> None:
+    """Leave out what stretches a named schedule, where pieces are given instead.
+
+    Raises:
+        UsageError: it is named as late as the pieces are: whoever gave it expects it to matter.
+    """
+    last = next(index for index, (_, values) in enumerate(sources) if "schedule" in values)
+    for origin, values in sources[: last + 1]:
+        if clash := next((key for key in STRETCHING if key in values), None):
+            raise UsageError(
+                f"{origin}: {clash} changes nothing, because the schedule ({origins['schedule']}) is a list of pieces: "
+                "leave it out, or add --set schedule=cosine"
+            )
+    for key in STRETCHING:
+        merged.pop(key, None)
+        origins.pop(key, None)
+
+
+def read_value(key: str, text: str, where: str) -> Any:
+    """Read a value of the command line or the environment: YAML, but an option that is a text takes it as it stands.
+
+    So a template needs no quotes of YAML's inside those of the shell; those that are there are YAML's all the same.
+
+    Args:
+        key: the option.
+        text: the value as typed.
+        where: what an error message names.
+
+    Raises:
+        UsageError: neither.
+    """
+    from gptj_ft.config import yaml
+
+    kind = Recipe.model_fields[key].annotation if key in Recipe.model_fields else None
+    is_nothing = kind == str | None and text.strip() in ("", "~", "null")
+    is_quoted = text.startswith(('"', "'", "|\n", ">\n"))
+    return text if kind in (str, str | None) and not is_nothing and not is_quoted else yaml.parse(text, where)
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, text in environ.items():
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_OPTIONS:
+            key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
+            if key not in Recipe.model_fields:
+                raise UsageError(f"environment: unknown option {name}{suggest_option(key, Recipe.model_fields)}")
+            found[key] = read_value(key, text, name)
+    return found

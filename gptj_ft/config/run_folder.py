@@ -1,0 +1,362 @@
+"""A run folder: what a run was told, what it did, what it left. Never overwritten."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gptj_ft import __version__
+from gptj_ft.config.options import FREE_ON_RESUME, Recipe
+from gptj_ft.config.presets import load_options
+from gptj_ft.config.resolve import build
+from gptj_ft.errors import DataError, GptjFtError, ResourceError, UsageError
+from gptj_ft.system.digests import digest_of, read_json, read_sealed, sealed, unsealed, write_sealed
+from gptj_ft.system.files import append_text, appending, discard, read_bytes, replace_text, require_plain
+from gptj_ft.system.paths import RUNS, is_tuned
+from gptj_ft.system.plain_text import command_line, one_line, without_secrets
+
+COMMIT = "commit.json"  # in the state folder of a run whose whole state is on disk: its last step
+MERGED = "merged"  # beside an adapter: the model with it
+MANIFEST = "manifest.json"  # in a checkpoint, written last
+STEP = re.compile(r"step-([0-9]{1,18})")  # a checkpoint's folder
+START = "start"  # the name of no checkpoint: where a run began
+
+
+@dataclass(frozen=True)
+class Run:
+    """``runs/<name>/`` and the names in it."""
+
+    folder: Path
+
+    @property
+    def recipe_file(self) -> Path:
+        return self.folder / "recipe.yaml"
+
+    @property
+    def record_file(self) -> Path:
+        """The options that it was started with, and where it was last saved."""
+        return self.folder / "run.json"
+
+    @property
+    def base_file(self) -> Path:
+        """The digests of the model that it started from."""
+        return self.folder / "base.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data"
+
+    @property
+    def state(self) -> Path:
+        return self.folder / "state"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    def checkpoint(self, step: int) -> Path:
+        """Return the folder of the checkpoint at a step."""
+        return self.checkpoints / f"step-{step:06d}"
+
+    def whole_checkpoints(self) -> dict[int, Path]:
+        """Return the checkpoints by their steps, oldest first; half-written and half-removed ones are none."""
+        found = {}
+        for manifest in self.checkpoints.glob(f"step-*/{MANIFEST}"):
+            if name := STEP.fullmatch(manifest.parent.name):  # not step-000120.tmp
+                found[int(name[1])] = manifest.parent
+        return dict(sorted(found.items()))
+
+    def last_commit(self) -> dict[str, Any] | None:
+        """Return the last commit of a run whose whole state is on disk; ``None`` if it has none.
+
+        Raises:
+            DataError: it is damaged.
+        """
+        return _read_saved(self.state / COMMIT) if (self.state / COMMIT).is_file() else None
+
+    def manifest(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint says of itself.
+
+        Raises:
+            DataError: that is missing, damaged, or of another step.
+        """
+        path = self.checkpoint(step) / MANIFEST
+        values = _read_saved(path)
+        if values["step"] != step:
+            raise DataError(f"{path} is of step {values['step']}")
+        return values
+
+    def record(self) -> dict[str, Any]:
+        """Return ``recipe``, the options that decide the run's numbers, and ``saved``, the file that it goes on from.
+
+        Raises:
+            DataError: the file is missing or damaged.
+        """
+        path = self.record_file
+        if not path.is_file():
+            raise DataError(
+                f"{path} is missing: put it back from a copy of the run. A run that an earlier version of gptj-ft "
+                "began has none, and has to be finished by that version"
+            )
+        values = read_sealed(path)
+        if not isinstance(values.get("recipe"), dict) or not isinstance(values.get("saved"), str | None):
+            raise DataError(f"{path} is not the record of a run")
+        return values
+
+    def start_record(self, recipe: Recipe) -> None:
+        """Write the record of a new run: nothing has been saved yet."""
+        write_sealed(self.record_file, {"recipe": deciding_options(recipe), "saved": None})
+
+    def note_saved(self, path: Path | None) -> None:
+        """Note which file the run goes on from, so that its loss is noticed; ``None``: from the start.
+
+        It is written once for a run on disk, and for each checkpoint of another.
+        """
+        record, saved = self.record(), str(path.relative_to(self.folder)) if path else None
+        if record["saved"] != saved:
+            write_sealed(self.record_file, {**record, "saved": saved})
+
+    def check_saved(self) -> None:
+        """Check that what the run goes on from is there. Without this, a lost file would look like a run just begun.
+
+        Raises:
+            DataError: it is not; names the file.
+        """
+        saved = self.record()["saved"]
+        # A commit counts whatever was noted: it is replaced by a checkpoint, or left for one, after that was noted.
+        if saved and not (self.state / COMMIT).is_file() and not (self.folder / saved).is_file():
+            raise DataError(
+                f"{self.folder / saved} is missing, which this run goes on from: put it back from a copy. Nothing was "
+                f"changed; to go back to what is left, or to step 0, add --from CHECKPOINT or --from {START}"
+            )
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Check that the options which decide numbers are those that the run began with.
+
+        Raises:
+            DataError: one is not; names it.
+        """
+        began, now = self.record()["recipe"], deciding_options(recipe)
+        for key in sorted(began.keys() | now.keys()):
+            if began.get(key) != now.get(key):
+                raise DataError(
+                    f"{self.recipe_file}: {key} is {now.get(key)!r}, the run began with {began.get(key)!r}: put that "
+                    "back, another value would make another run of it"
+                )
+
+    def recipe(self) -> Recipe:
+        """Return the recipe that the run was started with; every command that opens a run begins with it.
+
+        Raises:
+            UsageError: this is not a run folder.
+            DataError: it holds a link to elsewhere, a pipe or a device.
+        """
+        if not self.recipe_file.is_file():
+            raise UsageError(f"{self.folder} is not a run folder: it has no recipe.yaml")
+        require_plain(self.folder)
+        return build(load_options(self.recipe_file))
+
+    def discard_state(self) -> None:
+        """Remove what only an unfinished run needs: the model holds the result."""
+        discard(self.state)
+
+    def log(self, line: str) -> None:
+        """Add a line, with the time, to ``log.txt``."""
+        with appending(self.folder / "log.txt") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {one_line(line)}\n")
+
+    def append_metrics(self, values: Mapping[str, Any]) -> None:
+        """Add a line to ``metrics.jsonl``, durably.
+
+        Raises:
+            ResourceError: the disk is full, or fails.
+        """
+        try:
+            append_text(self.metrics_file, json.dumps(sealed(values)) + "\n")
+        except OSError as error:
+            raise ResourceError(f"cannot write {self.metrics_file}: {error.strerror}") from error
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of ``metrics.jsonl``, but for those that `metrics_problems` tells of."""
+        return [line for _, line in self._metrics_lines() if line is not None]
+
+    def metrics_problems(self, step: int = 0) -> list[str]:
+        """Return what is wrong with ``metrics.jsonl``: damaged lines, and steps that have none.
+
+        Args:
+            step: the run has got to, at least. A step's line is on the disk before the step is committed.
+        """
+        lines = list(self._metrics_lines())
+        found = {int(line["step"]) for _, line in lines if line and "loss" in line}
+        problems, before = [], 0
+        for number, (_, line) in enumerate(lines, start=1):
+            if line is None:
+                problems.append(f"{self.metrics_file}:{number}: damaged: a line that follows step {before}")
+            else:
+                before = line["step"]
+        if missing := [at for at in range(1, max([step, *found]) + 1) if at not in found]:
+            problems.append(f"{self.metrics_file}: no line for step {', '.join(map(str, missing[:9]))}")
+        return problems
+
+    def _metrics_lines(self) -> Iterator[tuple[str, dict[str, Any] | None]]:
+        """Yield each line and what it says, ``None`` if it is damaged; one cut short by a crash is left out."""
+        try:
+            lines = read_bytes(self.metrics_file).split(b"\n")[:-1] if self.metrics_file.is_file() else []
+        except OSError as error:
+            raise DataError(f"{self.metrics_file} cannot be read: {error.strerror}") from error
+        has_digests = self.record_file.is_file()  # not where an earlier version began the run
+        for line in lines:
+            text = line.decode("utf-8", "backslashreplace")
+            try:
+                values = json.loads(text)
+                values = unsealed(values, self.metrics_file) if has_digests else dict(values)
+                yield text, values if type(values["step"]) is int else None
+            except (ValueError, TypeError, KeyError, RecursionError):
+                yield text, None
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop the lines of what a run resumed after a step will do again."""
+        kept = [
+            text
+            for text, line in self._metrics_lines()
+            # A validation comes before the step that follows it, so the one at the last step is done again too.
+            # Damaged lines stay; somebody may still read something in them.
+            if (step > 0 if line is None else line["step"] < step + ("loss" in line))
+        ]
+        try:
+            replace_text(self.metrics_file, "".join(f"{line}\n" for line in kept))
+        except OSError as error:
+            raise ResourceError(f"cannot write {self.metrics_file}: {error.strerror}") from error
+
+
+def steps_done(run: Run) -> int:
+    """Return the optimizer steps that resuming a run would not do again."""
+    last = run.last_commit()
+    return int(last["step"]) if last else max(run.whole_checkpoints(), default=0)
+
+
+def resume_command(run: Run) -> str:
+    """Return what to type to go on with a run."""
+    return command_line("finetune", "--resume", run.folder)
+
+
+def what_is_saved(run: Run, nothing: str = "nothing was saved yet") -> str:
+    """Say, by what is on the disk, how far a run is, and how to go on with it.
+
+    Args:
+        run: it; its folder may not be there yet.
+        nothing: said where no step is saved.
+    """
+    if not run.recipe_file.is_file():
+        return nothing
+    if is_tuned(run.model):
+        return f"all steps are done, and the tuned model is in {run.model}"
+    try:
+        steps = steps_done(run)
+    except GptjFtError as error:
+        return str(error)
+    return f"{f'the run is saved at step {steps}' if steps else nothing}; go on with\n{resume_command(run)}"
+
+
+def stopped(run: Run | None) -> str:
+    """Say that a signal has stopped a session outside of its steps; ``None``: of a run that has no folder yet."""
+    nothing = "nothing was trained yet"
+    return f"stopped; {what_is_saved(run, nothing) if run else nothing}"
+
+
+def deciding_options(recipe: Recipe) -> dict[str, Any]:
+    """Return the options of a recipe that decide numbers, as JSON has them; the model has digests of its own."""
+    options = {key: value for key, value in recipe.to_dict().items() if key not in FREE_ON_RESUME | {"model"}}
+    return json.loads(json.dumps(options))  # type: ignore[no-any-return]
+
+
+def recipe_digest(recipe: Recipe) -> str:
+    """Return the digest of `deciding_options`, which every commit and checkpoint carries."""
+    return digest_of(deciding_options(recipe))
+
+
+def _read_saved(path: Path) -> dict[str, Any]:
+    """Read a commit or the manifest of a checkpoint.
+
+    Raises:
+        DataError: missing, damaged, or of another form.
+    """
+    values = read_sealed(path)
+    step, facts, update = (values.get(key) for key in ("step", "facts", "update"))
+    if type(step) is not int or step < 0 or not isinstance(facts, dict) or not isinstance(update, dict | None):
+        raise DataError(f"{path} is damaged: it does not say step and facts")
+    return values
+
+
+def choose_folder(recipe: Recipe) -> Path:
+    """Return the folder a run will use.
+
+    Raises:
+        UsageError: the named one exists.
+    """
+    if recipe.output is None:
+        return next(path for n in range(1, sys.maxsize) if not (path := RUNS / f"{recipe.recipe}-{n}").exists())
+    folder = Path(recipe.output).expanduser()
+    if os.path.lexists(folder):
+        resume = resume_command(Run(folder))
+        raise UsageError(f"{folder} exists: name another --output, or continue it with `{resume}`")
+    return folder
+
+
+def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str, str]) -> None:
+    """Write ``environment.json``: what a bit-identical repetition needs to be the same; log if it is not any more.
+
+    Args:
+        run: where to.
+        device: it computes on.
+        threads: of the processor.
+        chosen: what the plan made of options that say ``auto``.
+    """
+    from importlib.metadata import version
+
+    packages = ("torch", "transformers", "tokenizers", "datasets", "safetensors")
+    facts = {
+        "gptj_ft": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **{name: version(name) for name in packages},
+        "device": device,
+        "threads": threads,
+        **chosen,
+        "command": without_secrets(sys.argv),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    path = run.folder / "environment.json"
+    before = read_json(path) if path.is_file() else {}
+    changes = [
+        f"{key} {before[key]}, now {facts[key]}"
+        for key in ("torch", "device", "threads")
+        if key in before and before[key] != facts[key]
+    ]
+    if changes:
+        run.log(f"computed otherwise from here on, so results may change in their last bits: {'; '.join(changes)}")
+    write_json(path, facts)
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Replace a JSON file atomically and durably."""
+    try:
+        replace_text(path, json.dumps(values, indent=2) + "\n")
+    except OSError as error:
+        raise ResourceError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,92 @@
+"""YAML as people write options in it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from gptj_ft.errors import UsageError
+from gptj_ft.system.plain_text import one_line
+
+MOST_VALUES = 100_000
+MOST_BITS = 1024
+REASON_SHOWN = 200  # characters
+
+
+def parse(text: str, where: str) -> Any:
+    """Read YAML.
+
+    Raises:
+        UsageError: it is none; names ``where`` and the line.
+    """
+    loader: _Loader | None = None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _num_values(node) > MOST_VALUES:
+            raise UsageError(f"{where}: not options: it stands for more than {MOST_VALUES:,} values")
+        return loader.construct_document(node)
+    except UsageError:
+        raise
+    except RecursionError as error:
+        raise UsageError(f"{where}: not YAML: nested too deeply, or in itself") from error
+    # What PyYAML's own constructors raise for a date without such a day, a number of too many digits, an odd tag.
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise UsageError(f"{where}{line}: not YAML: {one_line(problem)[:REASON_SHOWN]}") from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _num_values(node: yaml.Node) -> int:
+    """Return how many values some YAML stands for: what aliases repeat is counted each time, but looked at once."""
+    counted: dict[int, int] = {}
+
+    def count(node: yaml.Node) -> int:
+        if id(node) not in counted:
+            parts = node.value if isinstance(node.value, list) else []
+            inner = [each for part in parts for each in (part if isinstance(part, tuple) else (part,))]
+            counted[id(node)] = 1 + sum(map(count, inner))
+        return counted[id(node)]
+
+    return count(node)
+
+
+def dump(values: dict[str, Any], width: int = 1000, compact: bool = False) -> str:
+    """Write a mapping, without a line break at the end.
+
+    Args:
+        values: the mapping.
+        width: characters of a line, as far as words can be parted.
+        compact: write lists and mappings that hold nothing but single values on one line, if it is long enough.
+    """
+    style = None if compact else False
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=width, default_flow_style=style)
+    return str(text).rstrip("\n")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads ``1e-5`` as a string; people who write learning rates do not."""
+
+
+def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """Return a whole number; none with so many digits that Python will not write it."""
+    number = int(loader.construct_yaml_int(node))
+    if number.bit_length() > MOST_BITS:
+        raise yaml.constructor.ConstructorError(None, None, "a number of too many digits", node.start_mark)
+    return number
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)$|^[-+]?(?:\d+\.\d*|\.\d+)$"),
+    list("-+.0123456789"),
+)

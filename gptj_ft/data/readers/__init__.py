@@ -1,0 +1,1 @@
+"""Read rows from files: one module per format."""

@@ -1,0 +1,175 @@
+"""HDF5 samples of the Cerebras model zoo -> rows that are tokens already."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gptj_ft.data.readers.files import File
+from gptj_ft.data.readers.rows import Findings, Row, token_row
+from gptj_ft.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    import h5py
+
+DATASET = "data"
+SLICE_BYTES = 2**24
+MOST_CHUNK_BYTES = 2**28  # of a chunk that is read at once so as not to be unpacked again and again
+MOST_TOKENS = 2**24  # of a sample
+PIECE_TOKENS = 2**20  # of a corpus, in a row
+LARGEST_ID = 2**31 - 1
+IDS, MASK, LABELS, SPANS, POSITIONS = range(5)
+Tokens = tuple[list[int], list[int]]  # input ids and trained spans, as in `token_row`
+
+
+def read_samples(file: File, findings: Findings) -> Iterator[Row]:
+    """Samples, or a corpus, in the data set `data`; the number of a sample stands for its line.
+
+    * (N, 3, S): input ids, mask of what the loss is taken on, labels: the ids one position on. A row ends with the last
+      token that is trained; nothing depends on what follows, padding most of all. Where the mask is all 0, the row
+      is the whole sample, and nothing of it is trained.
+    * (N, 5, S): several samples behind each other, with attention spans and positions. Each is a row, under the same
+      number; a new one starts where the positions start again at 0.
+    * (T): a corpus, all of which is trained on but its first token. A row has `PIECE_TOKENS` of it, and starts with the
+      token the last one ended with, so that this is a target too.
+
+    Raises:
+        UsageError: h5py is not installed.
+        DataError: not whole, or of another form; says which is expected.
+    """
+    if file.packing:
+        raise DataError(f"{file.path}: HDF5 cannot be read while it is packed by {file.packing}; unpack it first")
+    try:
+        import h5py
+    except ImportError as error:
+        raise UsageError(
+            f"{file.path} is an HDF5 file, and h5py is not installed: pip install 'gptj-ft[hdf5]'"
+        ) from error
+    with _damage_is_said(file):
+        opened = h5py.File(file.path, "r", locking=False)  # a lock needs what some file systems lack
+    with opened:
+        with _damage_is_said(file):
+            data = _dataset(file, opened)
+            stated = opened.attrs.get("n_examples")
+        if data.ndim == 1:
+            yield from _corpus(file, findings, data)
+            return
+        if stated is not None and not np.array_equal(stated, len(data)):
+            findings.note(f"{file.path} says that it has {stated} examples (n_examples), and has {len(data)}")
+        yield from _samples(file, findings, data)
+
+
+@contextmanager
+def _damage_is_said(file: File) -> Iterator[None]:
+    try:
+        yield
+    except DataError:
+        raise
+    # h5py turns each class of HDF5's errors into one of Python's; any may come from a damaged file.
+    except (OSError, RuntimeError, LookupError, ValueError, TypeError, OverflowError, MemoryError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise DataError(f"{file.path}: not a whole HDF5 file: {reason}") from error
+
+
+def _dataset(file: File, opened: h5py.File) -> h5py.Dataset:
+    """Return the data set of samples or tokens."""
+    import h5py
+
+    expected = f"expected '{DATASET}' of integers, (N, 3, S) or (N, 5, S) samples, or (T) tokens"
+    data = opened.get(DATASET)
+    if not isinstance(data, h5py.Dataset):
+        names = sorted(opened)
+        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+        raise DataError(f"{file.path}: {expected}; found {', '.join(names[:10]) or 'nothing'}{more}")
+    form: tuple[int, ...] = data.shape or ()
+    is_form = len(form) == 1 or (len(form) == 3 and form[1] in (3, 5) and 0 < form[2] <= MOST_TOKENS)
+    if data.dtype.kind not in "iu" or not is_form:
+        raise DataError(f"{file.path}: {expected}; found {data.dtype}, ({', '.join(map(str, form))})")
+    return data
+
+
+def _slices(file: File, data: h5py.Dataset, count: int) -> Iterator[NDArray[Any]]:
+    for start in range(0, len(data), count):
+        with _damage_is_said(file):
+            part = data[start : start + count]
+        yield part
+
+
+def _corpus(file: File, findings: Findings, data: h5py.Dataset) -> Iterator[Row]:
+    before = np.empty(0, data.dtype)
+    for number, part in enumerate(_slices(file, data, PIECE_TOKENS), 1):
+        ids = np.concatenate([before, part])
+        before = ids[-1:]
+        if problem := _not_ids(ids):
+            findings.add(file, number, problem)
+        else:
+            yield token_row(file, number, ids.tolist(), [1, len(ids)] if len(ids) > 1 else [])
+
+
+def _samples(file: File, findings: Findings, data: h5py.Dataset) -> Iterator[Row]:
+    sample_bytes = math.prod(data.shape[1:]) * data.dtype.itemsize
+    count = max(1, SLICE_BYTES // sample_bytes)
+    chunk = data.chunks[0] if data.chunks else 1
+    if chunk * sample_bytes <= MOST_CHUNK_BYTES:
+        count = max(chunk, count // chunk * chunk)
+    number = 0
+    for part in _slices(file, data, count):
+        for sample in part:
+            number += 1
+            found = _of_one(sample) if len(sample) == 3 else _of_several(sample)
+            if isinstance(found, str):
+                findings.add(file, number, found)
+            else:
+                for input_ids, trained in found:
+                    yield token_row(file, number, input_ids, trained)
+
+
+def _of_several(sample: NDArray[Any]) -> list[Tokens] | str:
+    """Return the rows in a sample of shape (5, S), or what is wrong with it."""
+    positions = sample[POSITIONS].astype(np.int64)
+    is_used = (sample[MASK] != 0) | (sample[SPANS] != 0)  # padding has neither
+    starts = positions == 0
+    follows = np.concatenate([[False], np.diff(positions) == 1])
+    if (is_used & ~starts & ~follows).any():
+        return "positions neither go on nor start again at 0"
+    rows: list[Tokens] = []
+    bounds = np.append(np.flatnonzero(starts), len(positions))
+    for start, end in pairwise(bounds):
+        if is_used[start:end].any():
+            found = _of_one(sample[:, start:end])
+            if isinstance(found, str):
+                return found
+            rows += found
+    return rows or _of_one(sample)
+
+
+def _of_one(sample: NDArray[Any]) -> list[Tokens] | str:
+    """Return the row in a sample of shape (3 or more, S) as a list of one, or what is wrong with it."""
+    ids, mask, labels = sample[IDS], sample[MASK], sample[LABELS]
+    if ((mask != 0) & (mask != 1)).any():
+        return "the mask has other numbers than 0 and 1"
+    positions = np.flatnonzero(mask)  # whose next token is trained
+    if len(positions):
+        ids = np.append(ids[: positions[-1] + 1], labels[positions[-1]])
+        if (ids[positions + 1] != labels[positions]).any():
+            return "the labels are not the input ids one position on"
+    return _not_ids(ids) or [(ids.tolist(), _spans(positions + 1))]
+
+
+def _spans(indices: NDArray[np.int64]) -> list[int]:
+    """Return ascending indices as half-open intervals, all bounds in one list: 3 4 5 8 -> 3 6 8 9."""
+    gaps = np.flatnonzero(np.diff(indices) != 1)
+    firsts, lasts = np.concatenate([indices[:1], indices[gaps + 1]]), np.concatenate([indices[gaps], indices[-1:]])
+    bounds: list[int] = np.stack([firsts, lasts + 1], axis=1).ravel().tolist()
+    return bounds
+
+
+def _not_ids(ids: NDArray[Any]) -> str:
+    wrong = ids[(ids < 0) | (ids > LARGEST_ID)]
+    return f"{wrong[0]} is no token id" if len(wrong) else ""

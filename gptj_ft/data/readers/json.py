@@ -1,0 +1,298 @@
+"""JSON and JSON lines -> rows, without holding more of a file than a record."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gptj_ft.data.readers.files import File
+from gptj_ft.data.readers.rows import Findings, Row, numbered_lines, text_chunks, too_long
+from gptj_ft.errors import DataError
+from gptj_ft.system.plain_text import shortened
+
+DECODER = json.JSONDecoder()
+MESSAGE_KEYS = ({"role"}, {"from", "value"})  # what a message of a conversation has, one or the other
+LONG_TEXT = 100  # characters, from which on a text is what a row is about
+LISTS_SHOWN = 10
+NOT_BLANK = re.compile(r"\S")
+CUT_OFF = 16  # characters before the end of what has been read in which an error may only mean that more is needed
+
+
+def read_json_lines(file: File, findings: Findings) -> Iterator[Row]:
+    """One object a line; blank lines are no rows."""
+    return _rows_of_lines(file, findings, numbered_lines(file, findings))
+
+
+def _rows_of_lines(file: File, findings: Findings, lines: Iterable[tuple[int, str]]) -> Iterator[Row]:
+    source = str(file.path)
+    for number, line in lines:
+        if line.isspace():
+            continue
+        value = _parse_object(line)
+        if isinstance(value, str):
+            findings.add(file, number, value)
+        else:
+            yield Row(source, number, value)
+
+
+def _parse_object(line: str) -> dict[str, Any] | str:
+    """Return the object in a line, or what is wrong with it."""
+    text = line.rstrip("\r\n")
+    try:
+        value, end = DECODER.raw_decode(text)  # without what `json.loads` does for other kinds of text
+        if end == len(text) and isinstance(value, dict):
+            return value
+    except (ValueError, RecursionError):
+        pass  # what is wrong is said in the words of `json.loads`
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        return f"not JSON: {error.msg} (column {error.colno})"
+    except (ValueError, RecursionError) as error:
+        return f"not JSON: {error}"
+    if not isinstance(value, dict):
+        return f"expected an object {{...}}, found {_kind(value)}"
+    return value
+
+
+def _kind(value: object) -> str:
+    names = {list: "a list", str: "a string", bool: "true or false", type(None): "null", dict: "an object"}
+    return names.get(type(value), "a number")
+
+
+def read_json(file: File, findings: Findings) -> Iterator[Row]:
+    """A list of objects, ``{"data": [...]}`` (flat or SQuAD), one object, or JSON lines after all.
+
+    Where one object is all there is, and in it one list of objects, those are the rows.
+    """
+    text = JsonText(file, text_chunks(file, findings))
+    first, start = text.peek(), text.line
+    if first == "[":
+        yield from _rows_of(file, findings, text)
+    elif first == "{":
+        text.take()
+        values: dict[str, Any] = {}
+        lists: dict[str, Decoded] = {}
+        has_rows = False
+        while text.peek() != "}":
+            if text.peek() != '"':
+                text.expect('"', "Expecting property name enclosed in double quotes")
+            key = text.value().value
+            text.expect(":", "Expecting ':' delimiter")
+            if key == "data" and text.peek() == "[":
+                has_rows = True
+                yield from _rows_of(file, findings, text)
+            else:
+                decoded = text.value()
+                values[key] = decoded.value
+                if _is_list_of_rows(decoded.value):
+                    lists[key] = decoded
+            if text.peek() != "}":
+                text.expect(",", "Expecting ',' delimiter")
+        text.take()
+        end = text.line
+        if lists and not has_rows and not text.peek() and _only_wraps(values):
+            yield from _unwrapped(file, findings, lists, text.is_one_line)
+        elif not has_rows:
+            yield Row(str(file.path), start, values)
+        if text.peek():
+            if has_rows or text.line == end:
+                raise DataError(f"{file.path}:{text.line}: not JSON: more text after the end of the object")
+            yield from _rows_of_lines(file, findings, text.lines())
+    elif first:
+        raise DataError(f"{file.path}: expected objects, found {_kind(text.value().value)}")
+
+
+def _is_list_of_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _only_wraps(values: dict[str, Any]) -> bool:
+    """Tell whether an object is no row: it has neither a long text nor a conversation, which is a list, too."""
+    if any(isinstance(value, str) and len(value) > LONG_TEXT for value in values.values()):
+        return False
+    lists = [value for value in values.values() if _is_list_of_rows(value)]
+    return not any(keys <= value[0].keys() for value in lists for keys in MESSAGE_KEYS)
+
+
+def _unwrapped(file: File, findings: Findings, lists: dict[str, Decoded], is_one_line: bool) -> Iterator[Row]:
+    """Yield the rows of the one list of objects in an object.
+
+    Raises:
+        DataError: there are several.
+    """
+    if len(lists) > 1:
+        names = ", ".join(f"'{shortened(name)}'" for name in list(lists)[:LISTS_SHOWN])
+        raise DataError(f"{file.path}: the rows seem to be in one of {names}: write that list to a file of its own")
+    ((name, found),) = lists.items()
+    findings.note(f"{file.path}: the rows are those in '{shortened(name)}'")
+    text = JsonText(file, iter([found.text]), found.line)
+    text.is_one_line = is_one_line
+    yield from _rows_of(file, findings, text)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A JSON value, the text it was, and the line on which that starts."""
+
+    value: Any
+    text: str
+    line: int
+
+
+class JsonText:
+    """A JSON text, read and decoded piece by piece.
+
+    Args:
+        file: that it is from.
+        chunks: the text.
+        line: on which it begins.
+    """
+
+    def __init__(self, file: File, chunks: Iterator[str], line: int = 1) -> None:
+        self._file, self._chunks = file, chunks
+        self._buffer, self._position, self.line = "", 0, line
+        self._decoder = json.JSONDecoder()
+        self._more()
+        self.is_one_line = "\n" not in self._buffer.strip()
+
+    def peek(self) -> str:
+        """Return the next character that is no blank; empty at the end."""
+        blank = 0
+        while True:
+            if found := NOT_BLANK.search(self._buffer, self._position):
+                self._advance(found.start())
+                return found[0]
+            blank += len(self._buffer) - self._position
+            if blank > self._file.options.max_record:
+                raise too_long(self._file, self.line)
+            self._advance(len(self._buffer))
+            if not self._more():
+                return ""
+
+    def take(self) -> None:
+        """Pass over the next character."""
+        self._advance(self._position + 1)
+
+    def expect(self, character: str, complaint: str) -> None:
+        """Pass over a character that must come next.
+
+        Raises:
+            DataError: another one does.
+        """
+        if self.peek() != character:
+            raise self._error(complaint, self._position)
+        self.take()
+
+    def value(self) -> Decoded:
+        """Decode the next value.
+
+        Raises:
+            DataError: it is no JSON.
+        """
+        self.peek()
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._buffer, self._position)
+            except json.JSONDecodeError as error:
+                may_go_on = error.msg.startswith("Unterminated") or error.pos >= len(self._buffer) - CUT_OFF
+                if may_go_on and self._more():
+                    continue
+                raise self._error(error.msg, error.pos) from error
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{self._file.path}:{self.line}: not JSON: {error}") from error
+            if end == len(self._buffer) and self._more():
+                continue  # a number may have more digits
+            decoded = Decoded(value, self._buffer[self._position : end], self.line)
+            self._advance(end)
+            return decoded
+
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """Yield (number, line) of all that follows."""
+        while self._position < len(self._buffer) or self._more():
+            end = self._buffer.find("\n", self._position)
+            while end < 0 and self._more():
+                end = self._buffer.find("\n", self._position)
+            end = len(self._buffer) if end < 0 else end + 1
+            line, number = self._buffer[self._position : end], self.line
+            self._advance(end)
+            yield number, line
+
+    def _advance(self, position: int) -> None:
+        self.line += self._buffer.count("\n", self._position, position)
+        self._position = position
+
+    def _more(self) -> bool:
+        """Read on, as much again as there is: a long value is decoded a few times only."""
+        if len(self._buffer) - self._position > self._file.options.max_record:
+            raise too_long(self._file, self.line)
+        rest, wanted = self._buffer[self._position :], max(1, len(self._buffer) - self._position)
+        pieces, length = [rest], 0
+        for chunk in self._chunks:
+            pieces.append(chunk)
+            length += len(chunk)
+            if length >= wanted:
+                break
+        self._buffer, self._position = "".join(pieces), 0
+        return length > 0
+
+    def _error(self, message: str, position: int) -> DataError:
+        line = self.line + self._buffer.count("\n", self._position, position)
+        start = self._buffer.rfind("\n", 0, position)
+        column = f" (column {position - start})" if start >= 0 or line == 1 else ""
+        return DataError(f"{self._file.path}:{line}: not JSON: {message}{column}")
+
+
+def _rows_of(file: File, findings: Findings, text: JsonText) -> Iterator[Row]:
+    """Yield the rows of a list, at whose ``[`` the text is: objects, or articles in SQuAD's form."""
+    text.take()
+    number = index = 0
+    while text.peek() != "]":
+        item = text.value()
+        if isinstance(item.value, dict) and "paragraphs" in item.value:
+            for row in _questions(file, item, index, number, text.is_one_line):
+                number += 1
+                yield row
+        else:
+            number += 1
+            line = number if text.is_one_line else item.line
+            if isinstance(item.value, dict):
+                yield Row(str(file.path), line, item.value)
+            else:
+                findings.add(file, line, f"expected an object {{...}}, found {_kind(item.value)}")
+        index += 1
+        if text.peek() != "]":
+            text.expect(",", "Expecting ',' or ']'")
+    text.take()
+
+
+def _questions(file: File, article: Decoded, index: int, number: int, is_one_line: bool) -> Iterator[Row]:
+    """SQuAD v1.1 and v2.0 (https://rajpurkar.github.io/SQuAD-explorer): one row per question.
+
+    A question that cannot be answered (v2.0) has no answers.
+    """
+    position = 0
+    try:
+        for paragraph in article.value["paragraphs"]:
+            for question in paragraph["qas"]:
+                number += 1
+                if not is_one_line:
+                    # The decoder gives no positions; ids come in file order: the next occurrence is the question.
+                    position = max(position, article.text.find(json.dumps(question.get("id", "")), position))
+                values = {
+                    "title": article.value.get("title", ""),
+                    "context": paragraph["context"],
+                    "question": question["question"],
+                    "id": question.get("id", ""),
+                    "answers": {
+                        "text": [answer["text"] for answer in question.get("answers", [])],
+                        "answer_start": [answer.get("answer_start") for answer in question.get("answers", [])],
+                    },
+                }
+                line = number if is_one_line else article.line + article.text.count("\n", 0, position)
+                yield Row(str(file.path), line, values)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{file.path}: not SQuAD's form: data[{index}], after question {number}: {error!r}") from error

@@ -1,0 +1,125 @@
+"""What a user names -> rows, each with the line it came from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from gptj_ft.data.readers.archives import read_archive
+from gptj_ft.data.readers.files import File, FileOptions, find_files, opened_file
+from gptj_ft.data.readers.hdf5 import read_samples
+from gptj_ft.data.readers.json import read_json, read_json_lines
+from gptj_ft.data.readers.rows import Findings, Row, numbered_lines, too_long
+from gptj_ft.data.readers.spreadsheets import read_workbook
+from gptj_ft.data.readers.tables import read_parquet, read_saved_dataset, read_table
+from gptj_ft.data.readers.tfrecord import read_tfrecords
+from gptj_ft.errors import DataError
+
+__all__ = ["FileOptions", "Findings", "Row", "read_rows", "sha256_of"]
+
+Reader = Callable[[File, Findings], Iterator[Row]]
+
+
+def read_rows(source: Path, findings: Findings | None = None, options: FileOptions = FileOptions()) -> Iterator[Row]:
+    """Yield the rows of a file, of the files in a folder, or of those that match a pattern.
+
+    Args:
+        source: what the user named.
+        findings: collects what is odd, and as many unreadable records as it allows; by default none.
+        options: how the files are to be read.
+
+    Raises:
+        UsageError: there is no such file (with the nearest name), or it cannot be read.
+        DataError: empty, not of the encoding it should be, not what it should be; with file:line.
+    """
+    findings = findings or Findings()
+    for file in find_files(source, options):
+        for note in file.notes:
+            findings.note(note)
+        empty = True
+        for row in READERS[file.format](file, findings):
+            empty = False
+            yield row
+        findings.check()
+        if empty:
+            raise DataError(f"{file.path}: there are no rows in it")
+
+
+def sha256_of(source: Path) -> str:
+    """Return the digest of a file's bytes; of several files, that of their names and digests.
+
+    Raises:
+        UsageError: as `read_rows`.
+    """
+    files = find_files(source)
+    if len(files) == 1 and files[0].path.is_file():
+        return _digest(files[0].path)
+    whole = hashlib.sha256()
+    for file in files:
+        for path in [file.path] if file.path.is_file() else sorted(file.path.rglob("*")):
+            if path.is_file():
+                whole.update(f"{path.name}\0{_digest(path)}\n".encode())
+    return whole.hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with opened_file(File(path, "")) as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
+def read_text(file: File, findings: Findings) -> Iterator[Row]:
+    """Plain text, in documents as the options say."""
+    readers = {"file": read_document, "line": read_lines, "paragraph": read_paragraphs}
+    return readers[file.options.documents](file, findings)
+
+
+def read_paragraphs(file: File, findings: Findings) -> Iterator[Row]:
+    """Plain text; documents are separated by blank lines."""
+    start, lines, size = 0, list[str](), 0
+    for number, line in numbered_lines(file, findings):
+        if line.strip():
+            start, size = (start, size + len(line)) if lines else (number, len(line))
+            if size > file.options.max_record:
+                raise too_long(file, start)
+            lines.append(line.removesuffix("\n").removesuffix("\r"))
+        elif lines:
+            yield Row(str(file.path), start, {"text": "\n".join(lines)})
+            lines.clear()
+    if lines:
+        yield Row(str(file.path), start, {"text": "\n".join(lines)})
+
+
+def read_lines(file: File, findings: Findings) -> Iterator[Row]:
+    """Plain text; every line that is not blank is a document."""
+    for number, line in numbered_lines(file, findings):
+        if line.strip():
+            yield Row(str(file.path), number, {"text": line.removesuffix("\n").removesuffix("\r")})
+
+
+def read_document(file: File, findings: Findings) -> Iterator[Row]:
+    """Plain text; the file is one document."""
+    lines, size = list[str](), 0
+    for _, line in numbered_lines(file, findings):
+        lines.append(line.replace("\r\n", "\n"))
+        size += len(line)
+        if size > file.options.max_record:
+            raise too_long(file, 1)
+    text = "".join(lines)
+    if text.strip():
+        yield Row(str(file.path), 1, {"text": text.rstrip("\n")})
+
+
+READERS: dict[str, Reader] = {
+    "jsonl": read_json_lines,
+    "json": read_json,
+    "csv": read_table,
+    "tsv": read_table,
+    "parquet": read_parquet,
+    "xlsx": read_workbook,
+    "dataset": read_saved_dataset,
+    "txt": read_text,
+    "tfrecords": read_tfrecords,
+    "hdf5": read_samples,
+    "tar": lambda file, findings: read_archive(file, findings, READERS),
+}

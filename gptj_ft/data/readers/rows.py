@@ -1,0 +1,204 @@
+"""A row, and the numbered lines of a file: what every reader is made of."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any, BinaryIO, NamedTuple
+
+from gptj_ft.data.readers.encodings import HOW_TO_SAY, OTHERS, PIECE_BYTES, UTF8, WINDOWS, as_utf8, guess_encoding
+from gptj_ft.data.readers.files import File, opened_file
+from gptj_ft.errors import DataError
+
+CHUNK_BYTES = 2**20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class Row(NamedTuple):
+    """One record.
+
+    Attributes:
+        source: the file, as the user named it.
+        line: where the record starts, from 1. In JSON written on a single line, and in files without lines: the
+            number of the record.
+        values: column -> cell; of a row that comes as tokens, the two columns of `token_row`.
+    """
+
+    source: str
+    line: int
+    values: dict[str, Any]
+
+    @property
+    def where(self) -> str:
+        return f"{self.source}:{self.line}"
+
+
+def in_words(places: Sequence[str], count: int) -> str:
+    """Say where rows are: each file once, by its name, then its lines.
+
+    Args:
+        places: the first of them, as `Row.where` has them.
+        count: of all; three points stand for those that are not named.
+    """
+    lines: dict[str, list[str]] = {}
+    for place in places:
+        source, _, line = place.rpartition(":")
+        lines.setdefault(source, []).append(line)
+    names = [PurePath(source).name for source in lines]
+    said = [
+        f"{name if names.count(name) == 1 else source}:{' lines ' if len(of) > 1 else ''}{', '.join(of)}"
+        for name, (source, of) in zip(names, lines.items(), strict=True)
+    ]
+    return "; ".join(said) + (" ..." if count > len(places) else "")
+
+
+def token_row(file: File, line: int, input_ids: list[int], trained: list[int]) -> Row:
+    """Return a row that comes as tokens, not as texts. This is the contract between its readers and what prepares it.
+
+    Args:
+        file: where it is from.
+        line: the number of its record.
+        input_ids: at least one token id, 0 to 2**31 - 1; whether the model has them is not known here. Where a document
+            ended with EOS, so do they; no EOS is to be added.
+        trained: which of them are targets, that is, which the loss is taken on: the bounds of half-open intervals of
+            indices, all in one list, ascending. [1, 5, 8, 9] is tokens 1 to 4, and 8. Token 0 never is, as nothing
+            predicts it. Empty if there is no target: nothing is to be learnt from such a row.
+    """
+    return Row(str(file.path), line, {"input_ids": input_ids, "trained": trained})
+
+
+@dataclass
+class Findings:
+    """What readers notice: records that cannot be read, and what is odd but harmless.
+
+    Attributes:
+        most_bad: records that may be unreadable before reading them is given up.
+        bad: (file:line, what is wrong with it), of as many records.
+        notes: sentences.
+        headless: tables whose first line looks like a row, not like names; and what separates their cells.
+    """
+
+    most_bad: int = 0
+    bad: list[tuple[str, str]] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)
+    headless: dict[str, str] = field(default_factory=dict)
+
+    def add(self, file: File, line: int, problem: str) -> None:
+        """Note a record that cannot be read."""
+        self.bad.append((f"{file.path}:{line}", problem))
+
+    def note(self, text: str) -> None:
+        """Note something odd, once."""
+        self.notes[text] = None
+
+    def check(self) -> None:
+        """Give up if there are too many bad records.
+
+        Raises:
+            DataError: the first of them, and how many more there are.
+        """
+        if len(self.bad) > self.most_bad:
+            where, problem = self.bad[0]
+            more = len(self.bad) - 1
+            also = f"; {more} more bad line{'s' if more > 1 else ''}" if more else ""
+            raise DataError(f"{where}: {problem}{also}")
+
+
+@contextmanager
+def opened_text(file: File, findings: Findings) -> Iterator[BinaryIO]:
+    """Open a text as UTF-8, whatever its encoding; note one that is assumed.
+
+    Raises:
+        UsageError, DataError: as `opened_file`.
+    """
+    encoding = file.encoding or (UTF8 if file.content is not None else guess_encoding(lambda: _pieces(file)))
+    if encoding != file.encoding and encoding == WINDOWS:
+        findings.note(
+            f"{file.path} is not UTF-8; it is read as Windows-1252 (Western Europe), which is assumed: if letters look "
+            f"wrong, name its encoding with --set encoding=..., e.g. {OTHERS}"
+        )
+    with opened_file(file) as opened:
+        yield as_utf8(opened, encoding, file.path)
+
+
+def _pieces(file: File) -> Iterator[bytes]:
+    with opened_file(file) as opened:
+        while piece := opened.read(PIECE_BYTES):
+            yield piece
+
+
+def numbered_lines(file: File, findings: Findings) -> Iterator[tuple[int, str]]:
+    """Yield (number, line with its ending); lines end at ``\\n`` only, as in JSON lines.
+
+    Raises:
+        DataError: empty, or not UTF-8 (names the byte), or a line that is too long.
+    """
+    number = blank = 0
+    most = file.options.max_record
+    with opened_text(file, findings) as opened:
+        while raw := opened.readline(most + 1):
+            number += 1
+            blank = blank + len(raw) if raw.isspace() else 0
+            if len(raw) > most or blank > most:
+                raise too_long(file, number)
+            line = _without_mark(raw, file, findings) if number == 1 else raw
+            try:
+                yield number, line.decode()
+            except UnicodeDecodeError as error:
+                raise _not_utf8(file, number, raw, raw.find(line) + error.start) from error
+    if not number:
+        raise DataError(f"{file.path}: the file is empty")
+
+
+def too_long(file: File, line: int) -> DataError:
+    """Return the error of a record, or of blanks where one should be, above the recipe's `max_record`."""
+    limit = file.options.max_record
+    size = f"{limit // 2**20} MiB" if limit >= 2**20 else f"{limit} bytes"
+    return DataError(
+        f"{file.path}:{line}: longer than {size}: damaged, or not what it seems; if this is one record indeed, "
+        f"--set max_record={2 * limit}"
+    )
+
+
+def text_chunks(file: File, findings: Findings) -> Iterator[str]:
+    """Yield a text in pieces of some `CHUNK_BYTES`, wherever its lines end.
+
+    Raises:
+        DataError: as `numbered_lines`.
+    """
+    decoder, line, tail = codecs.getincrementaldecoder("utf-8")(), 1, b""
+    with opened_text(file, findings) as opened:
+        raw = _without_mark(opened.read(CHUNK_BYTES), file, findings)
+        if not raw:
+            raise DataError(f"{file.path}: the file is empty")
+        while True:
+            try:
+                chunk = decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as error:
+                before = error.object[: error.start]
+                start = before.rfind(b"\n") + 1
+                whole = (b"" if start else tail) + before[start:]
+                number = line + before.count(b"\n")
+                raise _not_utf8(file, number, whole + error.object[error.start :], len(whole)) from error
+            yield chunk
+            if not raw:
+                return
+            line += raw.count(b"\n")
+            tail = raw.rpartition(b"\n")[2] if b"\n" in raw else tail + raw
+            raw = opened.read(CHUNK_BYTES)
+
+
+def _without_mark(raw: bytes, file: File, findings: Findings) -> bytes:
+    """Leave out a byte-order mark at the beginning of a file; note it, and line endings of another system."""
+    if b"\r\n" in raw:
+        findings.note(f"{file.path} has the line endings of Windows, which are read as plain ones")
+    if raw.startswith(BYTE_ORDER_MARK):
+        findings.note(f"{file.path} begins with a byte-order mark, which is left out")
+    return raw.removeprefix(BYTE_ORDER_MARK)
+
+
+def _not_utf8(file: File, line: int, raw: bytes, start: int) -> DataError:
+    return DataError(f"{file.path}:{line}: not UTF-8: byte 0x{raw[start]:02x} at column {start + 1}\n{HOW_TO_SAY}")

@@ -1,0 +1,165 @@
+"""Excel workbooks (.xlsx, .xlsm) -> rows: cells as the texts that they show, nothing of them run."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import re
+import warnings
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, islice
+from typing import Any, BinaryIO
+
+from gptj_ft.data.readers.compression import names_in_zip
+from gptj_ft.data.readers.files import File, opened_file
+from gptj_ft.data.readers.rows import Findings, Row
+from gptj_ft.data.readers.tables import SAMPLE_LINES, Header, check_header
+from gptj_ft.errors import DataError, GptjFtError, UsageError, did_you_mean
+from gptj_ft.system.plain_text import shortened
+
+MOST_ROWS = 2**20  # of a sheet, says Excel
+HEADER_ROWS = 1000  # in which the header must be
+# A few bytes can be unpacked to any number. Texts and tables of a workbook are read from the first, and what says how
+# they look is held as a whole; so is a row or a text, between two of what begins one.
+MOST_BYTES, MOST_OTHER_BYTES, MOST_PIECE_BYTES = 2**30, 2**26, 2**24
+PIECE = re.compile(rb"<(?:\w+:)?(?:row|si)[\s/>]")
+READ_BYTES = 2**20
+SHEETS_SHOWN = 10
+
+
+def read_workbook(file: File, findings: Findings) -> Iterator[Row]:
+    """A sheet of a workbook: the one that is named, else the first that can be seen.
+
+    The first row that is not empty has the names of the columns, and the line of a row is its number in the sheet.
+    Numbers are as they are stored (at most 15 digits; neither percent nor currency), dates and times as ISO 8601 has
+    them, formulas as the value that was computed when the workbook was saved, errors (``#N/A``) as nothing. Of merged
+    cells the first has the text. Hidden rows and columns are read, columns without a name are not.
+
+    Raises:
+        UsageError: openpyxl is not installed; there is no such sheet.
+        DataError: not whole, or larger than `MOST_BYTES` unpacked.
+    """
+    if file.packing:
+        raise DataError(f"{file.path}: a workbook cannot be read while it is packed by {file.packing}; unpack it first")
+    try:
+        import openpyxl
+    except ImportError as error:
+        raise UsageError(
+            f"{file.path} is an Excel workbook, and openpyxl is not installed: pip install 'gptj-ft[xlsx]', or save "
+            "the sheet as CSV UTF-8"
+        ) from error
+    warnings.filterwarnings("ignore", module="openpyxl")  # of looks that it would not write again
+    with opened_file(file) as opened, _damage_is_said(file):
+        _check_size(file, opened)
+        book = openpyxl.load_workbook(opened, read_only=True, data_only=True, keep_links=False)
+        sheet = _choose_sheet(file, book.worksheets, findings)
+        sheet.reset_dimensions()  # what some programs write is wrong
+        yield from _rows(file, sheet, findings)
+
+
+def _choose_sheet(file: File, sheets: Sequence[Any], findings: Findings) -> Any:
+    """Return the sheet to read, and note the others."""
+    names = [str(sheet.title) for sheet in sheets]
+    shown = ", ".join(f"'{shortened(name)}'" for name in names[:SHEETS_SHOWN])
+    if wanted := file.options.sheet:
+        if wanted not in names:
+            raise UsageError(
+                f"{file.path} has no sheet '{shortened(wanted)}'{did_you_mean(wanted, names)}; there are: {shown}"
+            )
+        return sheets[names.index(wanted)]
+    if not sheets:
+        raise DataError(f"{file.path}: there is no sheet in it")
+    chosen = next((sheet for sheet in sheets if sheet.sheet_state == "visible"), sheets[0])
+    if len(sheets) > 1:
+        findings.note(
+            f"{file.path}: the sheet '{shortened(chosen.title)}' is read, of {shown}; --set sheet=NAME reads another"
+        )
+    return chosen
+
+
+def _rows(file: File, sheet: Any, findings: Findings) -> Iterator[Row]:
+    rows = enumerate(islice(sheet.iter_rows(), HEADER_ROWS), 1)
+    found = ((number, texts) for number, cells in rows if any(texts := [_text_of(cell) for cell in cells]))
+    first, names = next(found, (0, []))
+    while names and not names[-1]:
+        names.pop()
+    records = _records(file, sheet, first + 1, len(names), findings) if names else iter(())
+    sample = list(islice(records, SAMPLE_LINES))
+    check_header(file, Header(first, names, [cells for _, cells in sample], ", "), findings)
+    for number, cells in chain(sample, records):
+        yield Row(str(file.path), number, {name: text for name, text in zip(names, cells, strict=True) if name})
+
+
+def _records(file: File, sheet: Any, first: int, width: int, findings: Findings) -> Iterator[tuple[int, list[str]]]:
+    """Yield (row of the sheet, texts of its first cells) from some row on; empty rows are none."""
+    for number, cells in enumerate(sheet.iter_rows(min_row=first, max_col=width + 1), first):
+        if number > MOST_ROWS:
+            raise DataError(f"{file.path}: a sheet of more than {MOST_ROWS:,} rows")
+        texts = [_text_of(cell) for cell in cells] + [""] * (width - len(cells))
+        if any(texts[width:]):
+            findings.note(f"{file.path}: what stands to the right of the last named column is left out")
+        if any(texts[:width]):
+            yield number, texts[:width]
+
+
+def _text_of(cell: Any) -> str:
+    """Return what a cell says, as text."""
+    value = cell.value
+    if value is None or cell.data_type == "e":
+        return ""
+    if isinstance(value, str):
+        # Excel's spelling of a carriage return, which is half of a line break.
+        return value.replace("_x000D_", "\r").replace("\r\n", "\n") if "\r" in value or "_x000D_" in value else value
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{value:.15g}" if abs(value) < 1e15 else repr(value)
+    if isinstance(value, datetime.datetime):
+        return str(value.date() if value.time() == datetime.time() else value)
+    return str(value)
+
+
+def _check_size(file: File, opened: BinaryIO) -> None:
+    """Check that a workbook is not larger than can be read, before any of it is.
+
+    Raises:
+        DataError: it is.
+    """
+    if not names_in_zip(opened):
+        raise DataError(f"{file.path}: not a whole workbook: there are no parts in it, or too many")
+    with zipfile.ZipFile(opened) as archive:
+        parts = [part for part in archive.infolist() if part.filename.lower().endswith((".xml", ".rels"))]
+        tables = [part for part in parts if re.match(r"xl/(worksheets/|sharedStrings)", part.filename)]
+        others = sum(part.file_size for part in parts) - sum(part.file_size for part in tables)
+        too_large = f"{file.path}: too large a workbook: {{}}; save the sheet as CSV UTF-8"
+        if sum(part.file_size for part in tables) > MOST_BYTES or others > MOST_OTHER_BYTES:
+            size = sum(part.file_size for part in parts) / 2**30
+            raise DataError(too_large.format(f"{size:.1f} GiB unpacked, and {MOST_BYTES >> 30} GiB are read at most"))
+        for part in tables:
+            if part.file_size > MOST_PIECE_BYTES and _longest_piece(archive, part) > MOST_PIECE_BYTES:
+                raise DataError(too_large.format(f"a row or text above {MOST_PIECE_BYTES >> 20} MiB"))
+
+
+def _longest_piece(archive: zipfile.ZipFile, part: zipfile.ZipInfo) -> int:
+    """Return the bytes of the longest row or text, give or take one read."""
+    longest = since = 0
+    with archive.open(part) as opened:
+        while piece := opened.read(READ_BYTES):
+            since = 0 if PIECE.search(piece) else since + len(piece)
+            longest = max(longest, since)
+    return longest
+
+
+@contextmanager
+def _damage_is_said(file: File) -> Iterator[None]:
+    try:
+        yield
+    except (GptjFtError, MemoryError):
+        raise
+    except Exception as error:  # a library of many parts, which checks little: any kind of error may come out of it
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
+        what = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise DataError(f"{file.path}: not a whole workbook: {what[0][:200]}") from error

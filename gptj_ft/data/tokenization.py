@@ -1,0 +1,189 @@
+"""Texts -> token ids, many in one call; where tokens are in a text, and where one may be taken apart."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import pre_tokenizers
+
+if TYPE_CHECKING:
+    from gptj_ft.data.tokenizer import RowTokenizer
+
+
+Span = tuple[int, int]
+Characters = NDArray[np.int64]
+
+
+def tokenize(tokenizer: RowTokenizer, batch: Sequence[str]) -> list[list[int]]:
+    """Return the token ids of each text, without special tokens added."""
+    backend = backend_of(tokenizer)
+    if len(batch) < 2:  # which is not worth waking other threads for
+        return [backend.encode(text, add_special_tokens=False).ids for text in batch]
+    # Without offsets it is faster.
+    return [encoding.ids for encoding in backend.encode_batch_fast(list(batch), add_special_tokens=False)]
+
+
+class Places(Sequence[Span]):
+    """Where each token of a text is: its first character and the one after its last.
+
+    Args:
+        firsts, ends: of each, in the order of the tokens.
+    """
+
+    def __init__(self, firsts: Characters, ends: Characters) -> None:
+        self.firsts, self.ends = firsts, ends
+
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return Places(self.firsts[number], self.ends[number])
+        return int(self.firsts[number]), int(self.ends[number])
+
+
+def places_of(tokenizer: RowTokenizer, text: str, ids: Sequence[int]) -> Places:
+    """Return where the tokens of a text are, in characters; of a character that is several tokens each is all of it.
+
+    Args:
+        tokenizer: a fast one.
+        text: it.
+        ids: its tokens, as `tokenize` returns them.
+    """
+    if len(sizes := _token_bytes(tokenizer)):
+        lengths = sizes[np.asarray(ids, np.int64)]
+        ends, raw = np.cumsum(lengths), np.frombuffer(text.encode(), np.uint8)
+        if len(ends) and ends[-1] == len(raw):
+            if len(raw) == len(text):  # a byte is a character
+                return Places(ends - lengths, ends)
+            character = np.cumsum((raw & 0xC0) != 0x80)  # that a byte is of, counted from 1
+            return Places(character[ends - lengths] - 1, character[ends - 1])
+    offsets = np.array(backend_of(tokenizer).encode(text, add_special_tokens=False).offsets, np.int64).reshape(-1, 2)
+    return Places(offsets[:, 0], offsets[:, 1])
+
+
+@lru_cache(maxsize=4)
+def _token_bytes(tokenizer: RowTokenizer) -> Characters:
+    """Return how many bytes of text each token is; nothing if that is not sure, or the tokenizer leaves blanks out."""
+    backend = backend_of(tokenizer)
+    places = backend.encode("a b", add_special_tokens=False).offsets
+    if not splits_before_blanks(tokenizer) or len(places) < 2 or places[1][0] != 1:
+        return np.empty(0, np.int64)
+    # Each character of a token's name stands for a byte.
+    sizes = {number: len(name) for name, number in backend.get_vocab(with_added_tokens=False).items()}
+    sizes |= {number: len(token.content.encode()) for number, token in backend.get_added_tokens_decoder().items()}
+    table = np.zeros(max(sizes) + 1, np.int64)
+    table[list(sizes)] = list(sizes.values())
+    return table
+
+
+def backend_of(tokenizer: RowTokenizer) -> Any:
+    """Return what tokenises, set to do nothing else."""
+    backend = tokenizer.backend_tokenizer
+    # Changing a tokenizer waits for all that is being encoded by another thread, even where nothing changes.
+    if backend.truncation is not None:
+        backend.no_truncation()
+    if backend.padding is not None:
+        backend.no_padding()
+    if backend.encode_special_tokens != tokenizer.split_special_tokens:
+        backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
+    return backend
+
+
+def splits_before_blanks(tokenizer: RowTokenizer) -> bool:
+    r"""Tell whether no token goes across a place where a blank follows what is none.
+
+    So it is with GPT-2's splitting, ``'s|'t|...| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+``: a piece has a
+    blank at its beginning or consists of blanks, and looks at nothing before it. Tokens are made inside pieces.
+    """
+    backend = tokenizer.backend_tokenizer
+    splitter = backend.pre_tokenizer
+    return (
+        isinstance(splitter, pre_tokenizers.ByteLevel)
+        and splitter.use_regex
+        and not splitter.add_prefix_space
+        and backend.normalizer is None
+        and not getattr(backend.model, "dropout", None)  # tokens by chance
+        and not any(
+            token.lstrip or token.rstrip or any(map(str.isspace, token.content))
+            for token in backend.get_added_tokens_decoder().values()
+        )
+    )
+
+
+def is_before_blank(text: str, at: int) -> bool:
+    """Tell whether a blank follows what is none."""
+    # Blanks of the splitting are Unicode's White_Space; Python's `isspace` adds four separators of ASCII.
+    is_blank = 0 < at < len(text) and text[at].isspace() and text[at] not in "\x1c\x1d\x1e\x1f"
+    return is_blank and not text[at - 1].isspace()
+
+
+MOST_WORDS = 2**17  # in the table, some 40 MB
+LONGEST_WORD = 64  # characters
+MEAN_WORD = 16  # characters of a text's words, above which its script is one that does without blanks
+
+Tokens: TypeAlias = "array[int]"  # of 32 bits
+Tokenize: TypeAlias = "Callable[[Sequence[str]], list[Tokens]]"
+
+
+def tokenize_by(tokenizer: RowTokenizer) -> Tokenize:
+    """Return what does as `tokenize` does, and remembers words if the tokenizer lets texts be taken apart."""
+    if splits_before_blanks(tokenizer):
+        return Words(tokenizer)
+    return lambda texts: [array("i", ids) for ids in tokenize(tokenizer, texts)]
+
+
+class Words:
+    """The tokens of words, for a tokenizer of which `splits_before_blanks` is true; not for several threads at once."""
+
+    def __init__(self, tokenizer: RowTokenizer) -> None:
+        self._tokenizer, self._table = tokenizer, _Table(tokenizer)
+
+    def __call__(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return the token ids of each text, without special tokens added."""
+        found = list(map(self._look_up, texts))
+        rest = iter(tokenize(self._tokenizer, [text for text, ids in zip(texts, found, strict=True) if ids is None]))
+        return [array("i", next(rest) if ids is None else ids) for ids in found]
+
+    def _look_up(self, text: str) -> bytes | None:
+        """Return the tokens of a text; ``None`` if it cannot be taken apart, or should not be."""
+        if len(text) > MEAN_WORD * (text.count(" ") + 2) or "\0" in text:
+            return None
+        try:
+            return b"".join(map(self._table.__getitem__, words_of(text)))
+        except EndsInBlank:
+            return None
+
+
+def words_of(text: str) -> list[str]:
+    """Take a text apart before each blank or line end that follows neither; there must be no U+0000 in it."""
+    marked = text.replace(" ", "\0 ").replace("\n", "\0\n")
+    return marked.replace(" \0", " ").replace("\n\0", "\n").split("\0")
+
+
+class EndsInBlank(Exception):
+    """What a text has been taken apart behind is a blank of another kind, so a token may go across that place."""
+
+
+class _Table(dict[str, bytes]):
+    """Word, with the blanks before it -> the bytes of its tokens, which are made when they are first asked for."""
+
+    def __init__(self, tokenizer: RowTokenizer) -> None:
+        super().__init__()
+        self._backend = backend_of(tokenizer)
+
+    def __missing__(self, word: str) -> bytes:
+        # Behind these two nothing is ever taken apart: they are at the end of the text.
+        if word and word[-1].isspace() and word[-1] not in " \n":
+            raise EndsInBlank
+        ids = array("i", self._backend.encode(word, add_special_tokens=False).ids).tobytes()
+        if len(word) <= LONGEST_WORD:
+            if len(self) == MOST_WORDS:
+                self.clear()  # what is common is soon there again
+            self[word] = ids
+        return ids

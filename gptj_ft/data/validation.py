@@ -1,0 +1,214 @@
+"""What is wrong with rows that can be trained on: seen while they are read, said before anything is trained.
+
+A check looks at one row, or remembers digests of all of them; none keeps a text. Nothing is changed here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import xxhash
+
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.chat import MESSAGES
+from gptj_ft.data.columns import FieldTexts
+from gptj_ft.data.duplicates import Repetitions
+from gptj_ft.data.jinja_template import fields_of, parse_template
+from gptj_ft.data.readers.rows import Row
+
+PLACES_SHOWN = 5  # for each warning
+FIXES = "`prepare-data --fix` repairs"  # what `fixes` can mend
+
+# UTF-8 read as Windows-1252: the letters that come first, and what the 64 bytes that may follow are. Some of these also
+# end a sentence or a quotation: after "AMANHÃ" they are right, unless a word goes on.
+MOJIBAKE_LETTERS = "ÃÂâïÐÑãäåæçèéð\ufffd"
+QUOTES = "‚„…‘’“”–—»"
+NEXT = "\u0080-\u00bf€ƒ†‡ˆ‰Š‹ŒŽ•˜™š›œžŸ‚„…‘’“”–—"
+MOJIBAKE = re.compile(  # begins with a set, which `re` finds fast
+    f"[{MOJIBAKE_LETTERS}](?:(?<=Ã)(?:(?![{QUOTES}])[{NEXT}]|[{QUOTES}](?=\\w)|(?<=[a-zß-ÿ]Ã)[{QUOTES}])"
+    f"|(?<=Â)[\u00a0-\u00bf]|(?<=â)(?:€|[‚„†ˆ˜][{NEXT}])|(?<=ï)»¿|(?<=\ufffd)|(?<=[ÐÑ])[{NEXT}][ÐÑ][{NEXT}]"
+    f"|(?<=[ã-é])[{NEXT}]{{2}}[ã-é][{NEXT}]{{2}}|(?<=ð)[{NEXT}]{{3}})"
+)
+CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ue000-\uf8ff]")
+DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
+TREEBANK = re.compile(r"-(?:l[rsc]b|r[rsc]b)-|</?s>|``|(?: n't| 's) ", re.IGNORECASE)
+# Attributes have values, or `i<a and b>c` would be a link.
+TAG = re.compile(
+    r"</?(p|br|div|span|a|b|i|table|td|tr|li|ul|h[1-6])"
+    r"(?:\s+[\w:-]+\s*=\s*(?:\"[^\"<>]*\"|'[^'<>]*'|[^\s\"'<>]+))*\s*/?>",
+    re.IGNORECASE,
+)
+ENTITY = re.compile(r"&(?:amp|nbsp|quot|apos|lt|gt|#\d{1,7}|#x[0-9a-f]{1,6});", re.I)
+EMAIL = re.compile(r"[\w.+-]+@[\w-]+\.[\w.-]*\w")
+PHONE = re.compile(r"(?<![\w.])(?:\+\d{1,3}[ .-]?)?(?:\(\d{2,4}\)|\d{3})[ .-]\d{3,4}[ .-]\d{3,4}(?![\w-])")
+SOCIAL_SECURITY = re.compile(r"(?<![\d-])\d{3}-\d{2}-\d{4}(?![\d-])")
+NUMBER = re.compile(r"[0-9(][0-9() .-]{10}")  # what is in all three: one look instead of three slow ones
+CARD = re.compile(r"(?<!\d)(?:\d[ -]?){12,18}\d(?!\d)")
+# What nearly all of a text is, and no check but that for capitals looks for; and what else is no control character.
+PLAIN = bytes({*b"\n\t", *range(32, 127)} - {*b"0123456789#:'-<>&@`"})
+MARKS = b"0123456789#:'-<>&@`"
+LATELY = 64  # texts whose oddities are remembered
+MANY_TREEBANK = 2  # marks in one text, before it is called tokenized
+LONG_ENOUGH = 60  # letters of a text that may be called all lower case
+
+
+@dataclass
+class Found:
+    """A kind of problem: how many rows have it, and where the first are (``file:line``)."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, where: str) -> None:
+        """Count one more row."""
+        self.count += 1
+        if len(self.first) < PLACES_SHOWN:
+            self.first.append(where)
+
+
+class Checks:
+    """Looks at rows as they come by.
+
+    Attributes:
+        found: what was found, by the sentence that says it.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.found: dict[str, Found] = {}
+        self._rows = Repetitions()
+        self._delimiters = delimiters_of(recipe)
+        self._lately: dict[str, list[str]] = {}
+        self._inputs, self._written = fields_of(recipe.prompt), {MESSAGES, *fields_of(recipe.completion)}
+        self._is_drawn = recipe.shorten in self._inputs and not recipe.labels
+
+    def look(self, row: Row, found: FieldTexts, prompt: str, completion: str) -> None:
+        """Look at a row, before it is shortened."""
+        self._rows.add(_digest(prompt or completion), _digest(completion), row.source, row.line)
+        values = {name: str(value) for name, value in found.values.items()}
+        for oddity in found.oddities:
+            self.add(oddity, row.where)
+        for name, text in values.items():
+            for what in self._oddities_of(text):
+                if name in self._written:
+                    self.add(what, row.where)
+                elif what != LOWER_CASE:  # what the model reads only may be as it is, if it stays so
+                    self.add(TREEBANK_READ if what == TREEBANK_WRITTEN else what, row.where)
+        for name, text in values.items():
+            for delimiter in self._delimiters:
+                if delimiter in text:
+                    self.add(f"the text of '{name}' has '{delimiter.strip()}' in it, as the template has", row.where)
+        if self._is_drawn and all(len(completion.strip()) > len(values[name]) for name in self._inputs):
+            self.add("the answer is longer than what it is drawn from", row.where)
+
+    def close(self) -> None:
+        """Say which rows repeat others, and forget them."""
+        sentences = {
+            True: "the same row again; `prepare-data --fix` drops it",
+            False: "the same question as another row, with another answer",
+        }
+        for is_same, (count, first) in self._rows.found(PLACES_SHOWN).items():
+            if count:
+                self.found[sentences[is_same]] = Found(count, first)
+        self._rows.close()
+
+    def _oddities_of(self, text: str) -> list[str]:
+        """Return what is odd in a text; one passage stands in many rows, one after another."""
+        known = self._lately.get(text)
+        if known is None:
+            rest = text.encode(errors="replace").translate(None, PLAIN)
+            known = [what for what, (may_show, shows) in ODDITIES.items() if may_show(rest) and shows(text)]
+            if len(self._lately) == LATELY:
+                self._lately.clear()
+            self._lately[text] = known
+        return known
+
+    def add(self, what: str, where: str) -> None:
+        """Count a row in which something is odd."""
+        self.found.setdefault(what, Found()).add(where)
+
+
+def delimiters_of(recipe: Recipe) -> tuple[str, ...]:
+    """Return the texts of a prompt that a model takes for borders: what a line of its own begins with, and a colon."""
+    texts = [line.strip() for text in parse_template(recipe.prompt).literals for line in text.split("\n")]
+    return tuple(dict.fromkeys("\n" + text for text in texts if text.endswith(":") and len(text) > 3))
+
+
+def has_control(text: str) -> bool:
+    """Tell whether there are control characters but line ends and tabs, or characters of nobody's."""
+    # Most texts are told by the first test, which is fast.
+    return not text.replace("\n", "").replace("\t", "").isprintable() and bool(CONTROL.search(text))
+
+
+def is_mojibake(text: str) -> bool:
+    """Tell whether a text was decoded by a wrong table: ``Ã©`` for é, ``â€™`` for an apostrophe."""
+    return not text.isascii() and bool(MOJIBAKE.search(text))
+
+
+def has_html(text: str) -> bool:
+    """Tell whether there are tags or entities of HTML in a text."""
+    return ("<" in text and bool(TAG.search(text))) or ("&" in text and bool(ENTITY.search(text)))
+
+
+def is_treebank(text: str) -> bool:
+    """Tell whether a text is split into tokens as the Penn Treebank does (``-lrb-``, ``do n't``, ``<s>``)."""
+    # What every match has a part of: single characters are found many times as fast as anything else.
+    if not (
+        ("'" in text and (" '" in text or " n'" in text or " N'" in text))
+        or ("-" in text and ("b-" in text or "B-" in text))
+        or ">" in text
+        or "`" in text
+    ):
+        return False
+    return sum(1 for _, _ in zip(TREEBANK.finditer(text), range(MANY_TREEBANK), strict=False)) >= MANY_TREEBANK
+
+
+def is_lower_case(text: str) -> bool:
+    """Tell whether a text of some length has letters, and no capital among them (in scripts that have capitals)."""
+    return len(text) >= LONG_ENOUGH and text.islower()
+
+
+def has_personal_data(text: str) -> bool:
+    """Tell whether there is something that looks like an address, a telephone, a social security or a card number."""
+    if "@" in text and EMAIL.search(text):
+        return True
+    if b"000" not in text.encode(errors="replace").translate(DIGITS) or not NUMBER.search(text):
+        return False  # three digits in a row, said much faster than what comes next
+    if PHONE.search(text) or SOCIAL_SECURITY.search(text):
+        return True
+    return any(_passes_luhn(match[0]) for match in CARD.finditer(text))
+
+
+def _passes_luhn(text: str) -> bool:
+    """Card numbers end with a check digit (https://www.iso.org/standard/70484.html, annex B)."""
+    digits = [int(character) for character in text if character.isdigit()]
+    doubled = [sum(divmod(2 * digit, 10)) for digit in digits[-2::-2]]
+    return len(set(digits)) > 1 and (sum(digits[-1::-2]) + sum(doubled)) % 10 == 0
+
+
+LOWER_CASE = "no capital letter in a long text"
+TREEBANK_WRITTEN = (
+    f"text split into Treebank tokens (-lrb-, do n't, <s>): the model would learn to write so; {FIXES} it"
+)
+TREEBANK_READ = f"text split into Treebank tokens (-lrb-, do n't, <s>), as prompts would then have to be; {FIXES} it"
+# What is odd -> what can only be so if it is true of the few bytes that are not plain, and what tells then.
+ODDITIES: Mapping[str, tuple[Callable[[bytes], bool], Callable[[str], bool]]] = {
+    f"wrongly decoded letters (Ã©, â€™): save the file as UTF-8 from its source; {FIXES} what can be": (
+        lambda rest: not rest.isascii(), is_mojibake,
+    ),
+    f"control characters; {FIXES} them": (lambda rest: bool(rest.strip(MARKS)), has_control),
+    f"carriage returns inside the text; {FIXES} them": (lambda rest: b"\r" in rest, lambda text: "\r" in text),
+    TREEBANK_WRITTEN: (
+        lambda rest: b"'" in rest or b"-" in rest or b">" in rest or b"`" in rest, is_treebank,
+    ),
+    LOWER_CASE: (lambda rest: True, is_lower_case),
+    f"HTML tags or entities; {FIXES} them": (lambda rest: b"<" in rest or b"&" in rest, has_html),
+    "what looks like personal data (e-mail, telephone, social security or card number)": (
+        lambda rest: b"@" in rest or b"000" in rest.translate(DIGITS), has_personal_data,
+    ),
+}  # fmt: skip
+
+
+def _digest(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.strip().encode(errors="replace"))

@@ -1,0 +1,1 @@
+"""Score a model, or the outputs of any system, on rows."""

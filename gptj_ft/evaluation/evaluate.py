@@ -1,0 +1,317 @@
+"""Does it help? What a model makes of rows: its loss on them, and the answers that it gives or holds for likeliest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gptj_ft.checkpoints.formats.peft import base_folder, tokenizer_folder, weight_bytes
+from gptj_ft.checkpoints.metadata import read_tuning
+from gptj_ft.config.options import Recipe
+from gptj_ft.config.run_folder import Run
+from gptj_ft.data.batches import Document
+from gptj_ft.data.prepare import is_prepared, load_tokenizer
+from gptj_ft.data.tokenizer import NoTokenizer, has_tokenizer
+from gptj_ft.errors import NotFinite, UsageError
+from gptj_ft.evaluation.eval_set import Task, make_task, with_short_answers
+from gptj_ft.evaluation.likelihood import candidates, losses, passes
+from gptj_ft.evaluation.metrics import Figure
+from gptj_ft.evaluation.metrics import rouge as rouge_metric
+from gptj_ft.evaluation.metrics.language_model import RowLoss, language_model
+from gptj_ft.evaluation.metrics.statistic import values
+from gptj_ft.evaluation.predict import Answerer, scores_of
+from gptj_ft.evaluation.result_cache import Journal
+from gptj_ft.models.registry import Architecture, read_architecture
+from gptj_ft.planning.inference_plan import ReadingPlan, Reads, plan_reading
+from gptj_ft.planning.machine_profile import choose_dtype
+from gptj_ft.planning.resources import check_lengths, free_resources
+from gptj_ft.streaming.model import LayerStack
+from gptj_ft.streaming.open import reading_stack
+from gptj_ft.system import machine
+from gptj_ft.system.paths import find_model, home, is_adapter, is_model, models
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+NO_TEMPLATE = (
+    "this model has no template, and no recipe is named: only the loss of the rows as plain text is measured; "
+    "--recipe NAME asks for answers"
+)
+NO_TEXT = "{rows:,} rows have targets that are no text ({why}): the perplexities of words and bytes are left out"
+NO_REFERENCES = "these rows have no texts to compare answers with: only their loss is measured, not {metrics}"
+Progress = Callable[[int, int], None]  # called with (rows done, rows to do)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One model on some rows, or the outputs of any system.
+
+    Attributes:
+        model: its folder, or the file of outputs.
+        figures: its scores, loss and perplexities among them, by name.
+        places: of each row, its file and line.
+        answers: what it wrote, row by row; empty texts where nothing was to be written.
+        references: what was accepted, row by row.
+        notes: what to know about the figures.
+        target_tokens: tokens the loss is over; 0 if there is none.
+    """
+
+    model: str
+    figures: dict[str, Figure]
+    places: list[str]
+    answers: list[str]
+    references: list[list[str]]
+    notes: tuple[str, ...] = ()
+    target_tokens: int = 0
+
+    @property
+    def rows(self) -> int:
+        return len(self.places)
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """Every score by name."""
+        return values(self.figures, self.rows)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """An evaluation that has not begun.
+
+    Attributes:
+        folder: the model folder.
+        recipe: templates, metrics, generation settings, device.
+        tokenizer: of the model, if it has one.
+        task: the rows.
+        device: where it runs.
+        dtype: of the computation.
+        journal: what is known already.
+        plan: what it takes.
+    """
+
+    folder: Path
+    recipe: Recipe
+    tokenizer: PreTrainedTokenizerFast | None
+    task: Task
+    device: torch.device
+    dtype: torch.dtype
+    journal: Journal
+    plan: ReadingPlan
+
+    def with_note(self, note: str) -> Planned:
+        """Return it with something more to be known about its rows."""
+        return replace(self, task=replace(self.task, notes=(*self.task.notes, note)))
+
+
+def plan_evaluation(folder: Path, recipe: Recipe, data: Path, limit: int | None) -> Planned:
+    """Prepare to measure a model on rows, or to go on where an evaluation like this one was killed.
+
+    Args:
+        folder: the model folder.
+        recipe: templates, metrics, generation settings, device.
+        data: a file of rows, or prepared data.
+        limit: use only the first rows.
+
+    Raises:
+        ResourceError: it does not fit.
+    """
+    architecture = read_architecture(base_folder(folder))
+    own = tokenizer_folder(folder)
+    tokenizer = load_tokenizer(own) if has_tokenizer(own) else None
+    check_lengths(recipe, architecture)
+    task = make_task(recipe, tokenizer or NoTokenizer(own), folder, data, limit)
+    if recipe.metrics and not any(task.references):  # rows that came as tokens, or plain text
+        task = replace(task, notes=(*task.notes, NO_REFERENCES.format(metrics=", ".join(recipe.metrics))))
+        recipe = recipe.model_copy(update={"metrics": ()})
+    writes = tokenizer is not None and recipe.metrics and not candidates(recipe, tokenizer)
+    if writes:
+        task = with_short_answers(task, recipe.generation.max_new_tokens, int(architecture.config.n_positions))
+    if recipe.recipe == "custom" and not recipe.metrics:
+        task = replace(task, notes=(*task.notes, NO_TEMPLATE))
+    device = machine.choose_device(recipe.device)
+    dtype = choose_dtype(recipe.precision, device)
+    journal = Journal({**task.facts, **facts_of(folder, recipe), "dtype": str(dtype), "device": device.type})
+    prompts = [len(prompt) for prompt in task.prompts]
+    reads = Reads.of(
+        architecture,
+        dtype,
+        recipe.generation,
+        documents=[max(document.num_inputs, prompt) for document, prompt in zip(task.documents, prompts, strict=True)],
+        prompts=prompts if writes else (),
+        adapter_bytes=weight_bytes(folder),
+    )
+    plan = plan_reading(recipe, reads, free_resources(device, home()), journal.of("together").get(0))
+    return Planned(folder, recipe, tokenizer, task, device, dtype, journal, plan)
+
+
+def fitted(recipe: Recipe, folders: Iterable[Path], data: Path) -> Recipe:
+    """Return a recipe with rows that every one of some models can read; prepared rows are as long as they are.
+
+    Args:
+        recipe: its ``max_length`` may be more than a model's context.
+        folders: of the models, which are all to be measured on the same.
+        data: the rows.
+    """
+    if is_prepared(data):
+        return recipe
+    shortest = min(int(read_architecture(base_folder(folder)).config.n_positions) for folder in folders)
+    return recipe.model_copy(update={"max_length": min(recipe.max_length, shortest)})
+
+
+def evaluate_model(planned: Planned, progress: Progress | None = None) -> Evaluation:
+    """Measure a model on rows. Its journal is to be closed when nothing can go wrong any more.
+
+    Args:
+        planned: model and rows.
+        progress: called with (rows done, rows to do).
+
+    Raises:
+        NotFinite: a loss.
+    """
+    recipe, task, plan = planned.recipe, planned.task, planned.plan
+    planned.journal.add("together", {0: plan.together.written})
+    with reading_stack(planned.folder, planned.device, planned.dtype, plan.weights, recipe.read_ahead) as opened:
+        inquiry = Inquiry(planned, *opened, progress)
+        rows, answers = inquiry.run()
+    figures = {**language_model(rows), **scores_of(recipe, answers, task.references)}
+    notes, no_text = task.notes, sum(row.bytes is None for row in rows)
+    if no_text:
+        why = "the tokenizer lacks their ids" if planned.tokenizer else "the model has no tokenizer"
+        notes = (*notes, NO_TEXT.format(rows=no_text, why=why))
+    evaluation = Evaluation(
+        str(planned.folder),
+        figures,
+        task.places,
+        answers,
+        task.references,
+        notes,
+        sum(row.targets for row in rows),
+    )
+    return with_warnings(evaluation, recipe)
+
+
+def facts_of(folder: Path, recipe: Recipe) -> dict[str, Any]:
+    """Return what, beside the rows, decides what a model makes of them."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    keys = {"metrics", "generation", "completion", "labels", "seed", "micro_batch_tokens"}
+    return {
+        "model": str(folder.resolve()),
+        "files": [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files],
+        "recipe": recipe.model_dump(mode="json", include=keys),
+        "torch": torch.__version__,
+    }
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """What is to be found out about a model that is open, and what is known already.
+
+    Attributes:
+        planned: model and rows.
+        architecture: of the model.
+        stack: the model.
+        progress: see `evaluate_model`.
+    """
+
+    planned: Planned
+    architecture: Architecture
+    stack: LayerStack
+    progress: Progress | None = None
+
+    def run(self) -> tuple[list[RowLoss], list[str]]:
+        """Return the loss of each row, and the answer to it: of labels the likeliest, else what is written.
+
+        Without a metric that asks for it, nothing is answered.
+
+        Raises:
+            NotFinite: a loss.
+        """
+        planned, task = self.planned, self.planned.task
+        known, answers = planned.journal.of("loss"), planned.journal.of("answer")
+        number = len(task.documents)
+        if planned.recipe.metrics and planned.tokenizer:
+            answerer = Answerer(planned.recipe, planned.tokenizer, self.architecture, self.stack, planned.plan.together)
+            for rows in answerer.together(task.prompts):
+                if not answers.keys() >= set(rows):
+                    self._answer(answerer, rows)
+                self._show(len(answers))
+        for rows in passes([document.num_inputs for document in task.documents], planned.plan.together.read):
+            if not known.keys() >= set(rows):
+                self._note_losses(rows, losses(*self._asked(rows)))
+            self._show(rows.stop)
+        return [RowLoss(**known[row]) for row in range(number)], [answers.get(row, "") for row in range(number)]
+
+    def _answer(self, answerer: Answerer, rows: Sequence[int]) -> None:
+        """Answer some rows; where the loss is of the same prompts, find it, too, so that these are read once."""
+        task, journal = self.planned.task, self.planned.journal
+        prompts, documents = [task.prompts[row] for row in rows], [task.documents[row] for row in rows]
+        shared = all(
+            len(prompt) < document.num_inputs and list(document.ids[: len(prompt)]) == prompt
+            for prompt, document in zip(prompts, documents, strict=True)
+        )
+        if answerer.writes and shared and not self.planned.recipe.generation.prompt_lookup_num_tokens:
+            texts, found = answerer.answer_and_score(prompts, documents, seed=rows[0])
+            self._note_losses(rows, found)
+        else:
+            texts = answerer.answer(prompts, seed=rows[0])
+        journal.add("answer", dict(zip(rows, texts, strict=True)))
+
+    def _asked(self, rows: Sequence[int]) -> tuple[LayerStack, PreTrainedTokenizerFast | None, list[Document], int]:
+        planned = self.planned
+        documents = [planned.task.documents[row] for row in rows]
+        return self.stack, planned.tokenizer, documents, planned.plan.together.computed
+
+    def _note_losses(self, rows: Sequence[int], found: Sequence[RowLoss]) -> None:
+        for row, loss in zip(rows, found, strict=True):
+            if not math.isfinite(loss.total):
+                place = self.planned.task.places[row]
+                raise NotFinite(f"the loss of {place} is not a finite number: the model is damaged")
+        self.planned.journal.add("loss", {row: asdict(loss) for row, loss in zip(rows, found, strict=True)})
+
+    def _show(self, done: int) -> None:
+        if self.progress:
+            self.progress(done, len(self.planned.task.documents))
+
+
+def with_warnings(evaluation: Evaluation, recipe: Recipe) -> Evaluation:
+    """Add what makes scores unfit for these rows to the notes."""
+    warning = rouge_metric.warning(evaluation.references) if "rouge" in recipe.metrics else None
+    return replace(evaluation, notes=(*evaluation.notes, warning)) if warning else evaluation
+
+
+def choose_baseline(folder: Path, name: str) -> Path | None:
+    """Return the model to compare with.
+
+    Args:
+        folder: the model that is measured.
+        name: ``none``, ``auto`` (what the model was tuned from, if that is still there), or a model.
+    """
+    if name == "none":
+        return None
+    if name != "auto":
+        return find_model(name)
+    if is_adapter(folder):
+        return base_folder(folder)
+    if (tuning := read_tuning(folder)) is None:
+        return None
+    run = Run(folder.resolve().parent)
+    bases = [Path(run.recipe().model or "")] if run.model == folder.resolve() and run.recipe_file.is_file() else []
+    bases += [models() / tuning.base_model] if tuning.base_model else []
+    return next(filter(is_model, bases), None)
+
+
+def default_rows(folder: Path) -> Path:
+    """Return the validation rows of the run a model belongs to.
+
+    Raises:
+        UsageError: there are none.
+    """
+    held_out = Run(folder.parent).data / "validation"
+    if not is_prepared(held_out):
+        raise UsageError(f"no rows are named, and {folder} has no run with held-out rows beside it: add --data FILE")
+    return held_out

@@ -1,0 +1,195 @@
+"""What a model makes of texts that are there: the loss of each row, and how likely each of several answers is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice, pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.batches import Document, first_fit
+from gptj_ft.data.jinja_template import fields_of, render
+from gptj_ft.data.loss_mask import stretches
+from gptj_ft.data.template import eos_of
+from gptj_ft.data.tokenization import tokenize
+from gptj_ft.evaluation.metrics.language_model import RowLoss
+from gptj_ft.models.layers import PackedBatch, pack
+from gptj_ft.streaming.model import LayerStack
+from gptj_ft.streaming.step import TokenScores, Wanted, score_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+LABEL = "label"  # the field whose words the recipe's `labels` lists
+Score = Callable[[Sequence[PackedBatch], Sequence[Wanted]], list[TokenScores]]
+Asked = tuple[Sequence[int], Sequence[tuple[int, int]]]  # a document; of it, positions and the tokens asked for after
+
+
+def passes(sizes: Sequence[int], most_tokens: int) -> Iterator[range]:
+    """Yield which rows share a pass over the weights: in order, as many as the tokens allow, at least one.
+
+    Args:
+        sizes: tokens of each row.
+        most_tokens: of a pass.
+    """
+    start = tokens = 0
+    for row, size in enumerate(sizes):
+        if row > start and tokens + size > most_tokens:
+            yield range(start, row)
+            start, tokens = row, 0
+        tokens += size
+    if start < len(sizes):
+        yield range(start, len(sizes))
+
+
+def losses(
+    stack: LayerStack,
+    tokenizer: PreTrainedTokenizerFast | None,
+    documents: Sequence[Document],
+    budget_tokens: int,
+    score: Score | None = None,
+) -> list[RowLoss]:
+    """Return the loss of each document; all of them share a pass over the weights.
+
+    Args:
+        stack: the model.
+        tokenizer: its tokenizer, for the words and bytes of the targets, if it has one.
+        documents: each with at least one target.
+        budget_tokens: tokens computed at once.
+        score: reads them; by default `score_tokens`.
+    """
+    targets = [_targets(document) for document in documents]
+    asked = [
+        (each.ids[: each.num_inputs], [(at - 1, each.ids[at]) for span in spans for at in span])
+        for each, spans in zip(documents, targets, strict=True)
+    ]
+    found = []
+    for each, spans, scores in zip(documents, targets, _ask(stack, asked, budget_tokens, score), strict=True):
+        words, num_bytes = _text_size(tokenizer, [each.ids[span.start : span.stop] for span in spans])
+        found.append(
+            RowLoss(
+                total=-math.fsum(scores.log_probabilities_S.tolist()),
+                targets=len(scores.log_probabilities_S),
+                right=int(scores.is_likeliest_S.sum()),
+                words=words,
+                bytes=num_bytes,
+            )
+        )
+    return found
+
+
+def candidates(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> dict[str, list[int]]:
+    """Return the answers that a recipe of labels allows, as text and as tokens; none if it allows others.
+
+    The words alone are compared, as GPT-3's authors did (https://arxiv.org/abs/2005.14165, 2.4). EOS counts only where
+    one label's tokens begin another's, which could never be as likely as its own beginning.
+    """
+    if "accuracy" not in recipe.metrics or not recipe.labels or fields_of(recipe.completion) != (LABEL,):
+        return {}
+    texts = dict.fromkeys(render(recipe.completion, {LABEL: word}) for word in recipe.labels.values())
+    tokens = tokenize(tokenizer, list(texts))
+    if any(one is not other and other[: len(one)] == one for one in tokens for other in tokens):
+        tokens = [[*each, eos_of(tokenizer)] for each in tokens]
+    return {text.strip(): ids for text, ids in zip(texts, tokens, strict=True)}
+
+
+def documents_of(prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the fewest documents that have what comes before each token of each answer; the prompt, if that is all."""
+    beginnings = {tuple(answer[:-1]) for answer in answers}
+    longest = [
+        each for each in beginnings if not any(each != other and other[: len(each)] == each for other in beginnings)
+    ]
+    return [[*prompt, *each] for each in sorted(longest)]
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """How likely an answer is: the logarithm of its probability, nats, and whether each of its tokens is likeliest."""
+
+    total: float
+    is_likeliest: bool
+
+
+def log_likelihoods(
+    stack: LayerStack,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[Sequence[int]]],
+    budget_tokens: int,
+) -> list[list[Likelihood]]:
+    """Return how likely each prompt's answers are after it; all of them share a pass over the weights.
+
+    Args:
+        stack: the model.
+        prompts: token ids of each, none empty.
+        answers: of each prompt, the token ids of its answers.
+        budget_tokens: tokens computed at once.
+    """
+    asked: list[Asked] = []
+    places = []  # of each answer after each prompt: its document and where its first score is
+    for prompt, own_answers in zip(prompts, answers, strict=True):
+        documents = documents_of(prompt, own_answers)
+        queries: list[list[tuple[int, int]]] = [[] for _ in documents]
+        for answer in own_answers:
+            begins = [*prompt, *answer[:-1]]
+            own = next(n for n, document in enumerate(documents) if document[: len(begins)] == begins)
+            places.append((len(asked) + own, len(queries[own]), len(answer)))
+            queries[own] += [(len(prompt) - 1 + at, token) for at, token in enumerate(answer)]
+        asked += zip(documents, queries, strict=True)
+    scores = _ask(stack, asked, budget_tokens)
+    found = iter([_likelihood(scores[n], slice(first, first + count)) for n, first, count in places])
+    return [list(islice(found, len(own_answers))) for own_answers in answers]
+
+
+def _likelihood(scores: TokenScores, span: slice) -> Likelihood:
+    return Likelihood(math.fsum(scores.log_probabilities_S[span].tolist()), bool(scores.is_likeliest_S[span].all()))
+
+
+def _targets(document: Document) -> list[range]:
+    """Return which tokens are targets, stretch by stretch; the first never is, as nothing predicts it."""
+    row = {"input_ids": document.ids, "prompt_length": document.prompt_length, "untrained": document.untrained}
+    spans = [range(max(start, 1), end) for start, end in list(pairwise(stretches(row)))[1::2]]
+    return [span for span in spans if span]
+
+
+def _text_size(
+    tokenizer: PreTrainedTokenizerFast | None, stretches: Sequence[Sequence[int]]
+) -> tuple[int, int] | tuple[None, None]:
+    """Count the words and bytes that stretches of tokens stand for; nothing if some are ids that no token has.
+
+    GPT-J has 143 such ids, which other systems use as separators. Bytes are counted token by token, as decoded, half a
+    character would count as another: the tokenizers of GPT-2 and GPT-J write a token with a character for each byte.
+    """
+    if tokenizer is None:
+        return None, None
+    special = set(tokenizer.all_special_ids)
+    names = tokenizer.convert_ids_to_tokens([each for ids in stretches for each in ids if each not in special])
+    if None in names:
+        return None, None
+    texts = [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in stretches]
+    return sum(len(text.split()) for text in texts), sum(map(len, names))
+
+
+def _ask(
+    stack: LayerStack, asked: Sequence[Asked], budget_tokens: int, score: Score | None = None
+) -> list[TokenScores]:
+    """Return the scores of what is asked about each document, in one pass over the weights."""
+    groups = first_fit([len(ids) for ids, _ in asked], budget_tokens)
+    batches, wanted = [], []
+    for group in groups:
+        batch = pack([asked[index][0] for index in group], numbers=group)
+        starts = zip(batch.cu_seqlens, group, strict=False)
+        queries = [(start + at, token) for start, index in starts for at, token in asked[index][1]]
+        positions_S, tokens_S = torch.tensor(queries, dtype=torch.int64).reshape(-1, 2).to(stack.device).unbind(1)
+        batches.append(batch.to(stack.device))
+        wanted.append(Wanted(positions_S, tokens_S))
+    found: dict[int, TokenScores] = {}
+    read = score(batches, wanted) if score else score_tokens(stack, batches, wanted)
+    for group, scores in zip(groups, read, strict=True):
+        ends = list(accumulate((len(asked[index][1]) for index in group), initial=0))
+        for index, (start, end) in zip(group, pairwise(ends), strict=True):
+            found[index] = TokenScores(scores.log_probabilities_S[start:end], scores.is_likeliest_S[start:end])
+    return [found[index] for index in range(len(asked))]

@@ -1,0 +1,228 @@
+"""A streamed model as lm-eval sees it: its requests, many to a pass over the weights.
+
+Texts become tokens, and windows of them, as lm-eval's own model of `transformers` makes them, so that the figures are
+the same. Only `harness`, which needs the extra of that name, imports this.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from pydantic import ValidationError
+
+from gptj_ft.config.options import Generation
+from gptj_ft.data.tokenization import tokenize
+from gptj_ft.errors import DataError, NotFinite, UsageError
+from gptj_ft.evaluation.likelihood import Likelihood, documents_of, log_likelihoods, passes
+from gptj_ft.evaluation.result_cache import Journal
+from gptj_ft.generation.decoding import generate_tokens
+from gptj_ft.generation.hf_model import StreamedModel
+from gptj_ft.planning.inference_plan import Together, batches_by_length
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from transformers import PreTrainedTokenizerFast
+
+NEW_TOKENS = 256  # lm-eval's, where a task does not say
+TOP_K = 50  # `transformers`' when it samples, likewise
+OWN_NAMES = {"max_gen_toks": "max_new_tokens"}
+Pair = tuple[list[int], list[int]]  # what comes before, and what is asked about
+
+
+@dataclass
+class Findings:
+    """What lm-eval's requests have been answered with.
+
+    Attributes:
+        facts: what decides the answers, beside the requests.
+        progress: called with (requests done, requests of the kind).
+        journals: to be removed when nothing can go wrong any more.
+    """
+
+    facts: Mapping[str, Any]
+    progress: Callable[[int, int], None] | None = None
+    journals: list[Journal] = field(default_factory=list)
+
+    def of(self, kind: str, requests: Sequence[Instance]) -> Journal:
+        """Return what is known of some requests, by their numbers."""
+        digest = sha256(json.dumps([request.args for request in requests], default=str).encode()).hexdigest()
+        journal = Journal({**self.facts, "kind": kind, "requests": digest})
+        self.journals.append(journal)
+        return journal
+
+    def show(self, done: int, total: int) -> None:
+        """Tell how far it is."""
+        if self.progress:
+            self.progress(done, total)
+
+
+class StreamedLM(TemplateLM):  # type: ignore[misc]
+    """A `StreamedModel` that answers lm-eval's requests.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        together: how many tokens go together.
+        findings: where answers are noted.
+        seed: of what is sampled.
+    """
+
+    def __init__(
+        self,
+        model: StreamedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        together: Together,
+        findings: Findings,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.model, self.tokenizer, self._together, self._findings, self._seed = (
+            model, tokenizer, together, findings, seed,
+        )  # fmt: skip
+        self.max_length = int(model.config.n_positions)
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that nothing comes before."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else int(bos)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Return a text's tokens."""
+        return tokenize(self.tokenizer, [string])[0]
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Return how likely each continuation is after its context, and whether each of its tokens is likeliest."""
+        journal = self._findings.of("loglikelihood", requests)
+        pairs = [self._pair(*request.args) for request in requests]
+        return [(total, bool(greedy)) for total, greedy in self._score(pairs, journal)]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        """Return how likely each text is, each token after as much of the text as the model can see."""
+        journal = self._findings.of("rolling", requests)
+        windows = [list(self._windows(str(request.args[0]))) for request in requests]
+        found = iter(self._score([pair for each in windows for pair in each], journal))
+        return [math.fsum(next(found)[0] for _ in each) for each in windows]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        """Return what is written after each context, up to the first of the task's stop strings."""
+        journal = self._findings.of("generate", requests)
+        known = journal.of("text")
+        by_settings: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            by_settings.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(number)
+        for numbers in by_settings.values():
+            settings, until = settings_of(requests[numbers[0]].args[1], self._eos)
+            room = self.max_length - settings.max_new_tokens
+            if room < 1:
+                raise UsageError(
+                    f"the task asks for {settings.max_new_tokens} new tokens, and the model was made for "
+                    f"{self.max_length} in all"
+                )
+            prompts = [self.tok_encode(str(requests[number].args[0]))[-room:] for number in numbers]
+            for batch in batches_by_length([len(ids) for ids in prompts], settings, 1, self._together.written):
+                rows = [numbers[each] for each in batch]
+                if not known.keys() >= set(rows):
+                    texts = self._write([prompts[each] for each in batch], settings, rows[0])
+                    cut = [postprocess_generated_text(text, until, None) for text in texts]
+                    journal.add("text", dict(zip(rows, cut, strict=True)))
+                self._findings.show(len(known), len(requests))
+        return [str(known[number]) for number in range(len(requests))]
+
+    def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
+        raise AssertionError("loglikelihood asks itself")
+
+    @property
+    def _eos(self) -> str:
+        return str(self.tokenizer.decode([self.eot_token_id]))
+
+    def _pair(self, context: str, continuation: str) -> Pair:
+        if context:
+            before, asked = self._encode_pair(context, continuation)
+        else:
+            before, asked = [self.prefix_token_id], self.tok_encode(continuation)
+            if asked[:1] == before:
+                asked = asked[1:]
+        if not asked:
+            raise DataError("a task asks how likely an empty text is")
+        if len(asked) > self.max_length:
+            raise DataError(
+                f"a task asks for a continuation of {len(asked):,} tokens; the model was made for {self.max_length:,}"
+            )
+        return before[-(self.max_length + 1 - len(asked)) :], asked
+
+    def _windows(self, text: str) -> Iterator[Pair]:
+        tokens = self.tok_encode(text)
+        windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
+        yield from map(make_disjoint_window, windows)
+
+    def _score(self, pairs: Sequence[Pair], journal: Journal) -> list[tuple[float, int]]:
+        """Return logarithms of probability and whether they are the likeliest; pairs with one context share it."""
+        known = journal.of("score")
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for number, (before, _) in enumerate(pairs):
+            groups.setdefault(tuple(before), []).append(number)
+        contexts, members = list(groups), list(groups.values())
+        answers = [[pairs[number][1] for number in numbers] for numbers in members]
+        sizes = [sum(map(len, documents_of(*each))) for each in zip(contexts, answers, strict=True)]
+        for span in passes(sizes, self._together.read):
+            numbers = [number for group in members[span.start : span.stop] for number in group]
+            if not known.keys() >= set(numbers):
+                asked = slice(span.start, span.stop)
+                found = log_likelihoods(self.model.stack, contexts[asked], answers[asked], self._together.computed)
+                flat = [_checked(each) for group in found for each in group]
+                journal.add(
+                    "score", {n: [each.total, int(each.is_likeliest)] for n, each in zip(numbers, flat, strict=True)}
+                )
+            self._findings.show(len(known), len(pairs))
+        return [(float(known[n][0]), int(known[n][1])) for n in range(len(pairs))]
+
+    def _write(self, prompts: Sequence[Sequence[int]], settings: Generation, seed: int) -> list[str]:
+        device = self.model.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed((self._seed * 1_000_003 + seed) % 2**63)
+            rows = generate_tokens(self.model, self.tokenizer, prompts, settings)
+        return [str(self.tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+
+
+def settings_of(asked: Mapping[str, Any], eos: str) -> tuple[Generation, list[str]]:
+    """Return what a task's ``generation_kwargs`` mean here, and the strings that end a text.
+
+    Raises:
+        UsageError: one that is not known.
+    """
+    options = dict(normalize_gen_kwargs(dict(asked), NEW_TOKENS))
+    until = handle_stop_sequences(options.pop("until", None), eos=eos)
+    if options.pop("do_sample", False):
+        options = {"top_k": TOP_K, **options}
+    else:
+        options["temperature"] = 0.0
+    own = {OWN_NAMES.get(name, name): value for name, value in options.items()}
+    unknown = [str(name) for name in own if name not in Generation.model_fields]
+    if unknown:
+        raise UsageError(f"the task's generation_kwargs has {', '.join(unknown)}, which is not known here")
+    stop = tuple(text for text in until if text and text != eos)
+    try:
+        return Generation.model_validate({**own, "stop": stop}), until
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UsageError(f"the task's generation_kwargs: {first['loc']}: {first['msg']}") from error
+
+
+def _checked(found: Likelihood) -> Likelihood:
+    if not math.isfinite(found.total):
+        raise NotFinite("a likelihood is not a finite number: the model is damaged; try --precision fp32")
+    return found

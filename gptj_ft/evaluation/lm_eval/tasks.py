@@ -1,0 +1,368 @@
+"""lm-eval's tasks, asked of a model and of its baseline, as scores with intervals like those of other evaluations.
+
+https://github.com/EleutherAI/lm-evaluation-harness. Needs the extra ``harness``; values are lm-eval's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gptj_ft.checkpoints.formats.peft import base_folder, tokenizer_folder, weight_bytes
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.prepare import load_tokenizer
+from gptj_ft.errors import DataError, NetworkError, UsageError, did_you_mean
+from gptj_ft.evaluation.comparison import Verdict, same_rows
+from gptj_ft.evaluation.evaluate import Evaluation, facts_of
+from gptj_ft.evaluation.metrics import Figure
+from gptj_ft.evaluation.metrics.bootstrap import Comparison, Estimate, compare
+from gptj_ft.evaluation.metrics.statistic import Ratio, Vector
+from gptj_ft.evaluation.result_cache import Journal
+from gptj_ft.generation.hf_model import StreamedModel
+from gptj_ft.models.registry import read_architecture
+from gptj_ft.planning.inference_plan import ReadingPlan, Reads, plan_reading
+from gptj_ft.planning.machine_profile import choose_dtype
+from gptj_ft.planning.resources import free_resources
+from gptj_ft.streaming.open import reading_stack
+from gptj_ft.system import machine
+from gptj_ft.system.hub import open_network
+from gptj_ft.system.paths import home
+
+MISSING = "--tasks needs EleutherAI's lm-eval: pip install 'gptj-ft[harness]'"
+SEED = 1234  # lm-eval's own, of the examples before questions
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which tasks, and how.
+
+    Attributes:
+        names: of tasks, groups or tags.
+        include_path: a folder with more of them.
+        num_fewshot: examples before each question; ``None``: as the task says.
+        limit: questions of each task, the first ones; ``None``: all.
+    """
+
+    names: Sequence[str]
+    include_path: Path | None = None
+    num_fewshot: int | None = None
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """lm-eval's tasks with their rows, as its evaluator takes them."""
+
+    tasks: Mapping[str, Any]
+    whole: Any
+
+    @property
+    def score_names(self) -> list[str]:
+        """Names of the scores there will be."""
+        own = [
+            score_name(name, metric, each.name)
+            for name, task in self.tasks.items()
+            for metric in task.aggregation()
+            for each in task._filters
+        ]
+        groups = [
+            score_name(group.name, each.metric, filter_name)
+            for group in self.whole["groups"].values()
+            for each in group.aggregate_metric_list or ()
+            for filter_name in each.filter_list
+            or dict.fromkeys(own.name for task in group.get_all_tasks() for own in task._filters)
+        ]
+        return [*own, *groups]
+
+
+def score_name(task: str, metric: str, filter_name: str) -> str:
+    """Return what a score is called: ``task.metric``, and what picked the answer if that has a name."""
+    return f"{task}.{metric}" + ("" if filter_name == "none" else f".{filter_name}")
+
+
+def load_tasks(chosen: Chosen, offline: bool) -> Loaded:
+    """Load tasks and their rows.
+
+    Args:
+        chosen: which.
+        offline: use only what was fetched before.
+
+    Raises:
+        UsageError: lm-eval is not installed, or knows no such task.
+        NetworkError: the rows are not there and cannot be fetched.
+        DataError: a task that cannot be read.
+    """
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise UsageError(MISSING) from error
+    if chosen.include_path is not None and not chosen.include_path.is_dir():
+        raise UsageError(f"--include-path {chosen.include_path}: no such folder")
+    with _quiet(), nullcontext() if offline else _rows_from_the_hub():
+        manager = _manager(TaskManager, chosen)
+        try:
+            whole = manager.load(list(chosen.names))
+        except Exception as error:  # whatever a task's own code, or the library that fetches its rows, may raise
+            raise _unloadable(error) from error
+    for task in whole["tasks"].values():
+        if chosen.num_fewshot is not None and task.get_config("num_fewshot") != 0:  # 0 is meant, as lm-eval has it
+            task.set_config(key="num_fewshot", value=chosen.num_fewshot)
+        elif task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=SEED)
+    return Loaded(whole["tasks"], whole)
+
+
+@contextmanager
+def _rows_from_the_hub() -> Iterator[None]:
+    """Let the `datasets` package, by which tasks fetch their rows, use the network meanwhile."""
+    import datasets
+
+    before = datasets.config.HF_HUB_OFFLINE
+    with open_network() as is_open:
+        datasets.config.HF_HUB_OFFLINE = not is_open
+        try:
+            yield
+        finally:
+            datasets.config.HF_HUB_OFFLINE = before
+
+
+def _manager(make: Callable[..., Any], chosen: Chosen) -> Any:
+    """Return what knows the tasks; lm-eval's own thousands are looked at only if one of them is asked for."""
+    path = str(chosen.include_path) if chosen.include_path else None
+    if path is not None:
+        own = make(include_path=path, include_defaults=False)
+        if all(own.match_tasks([name]) for name in chosen.names):
+            return own
+    everything = make(include_path=path)
+    for name in chosen.names:
+        if not everything.match_tasks([name]):
+            raise UsageError(
+                f"--tasks {name}: lm-eval knows no such task{did_you_mean(name, everything.all_tasks)}; "
+                "--include-path FOLDER names a folder with tasks of your own"
+            )
+    return everything
+
+
+def _unloadable(error: Exception) -> Exception:
+    first = (str(error) or type(error).__name__).partition("\n")[0]
+    if isinstance(error, ConnectionError) or "offline" in first.lower() or "couldn't reach" in first.lower():
+        return NetworkError(f"the rows of a task cannot be fetched: {first}; once fetched, --offline will do")
+    return DataError(f"a task cannot be loaded: {first}")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A model that is to be asked, and what that takes."""
+
+    folder: Path
+    recipe: Recipe
+    device: torch.device
+    dtype: torch.dtype
+    plan: ReadingPlan
+
+
+def plan_tasks(folder: Path, recipe: Recipe) -> Planned:
+    """Plan for requests as long as the model can take, since how long they are only its tokenizer tells.
+
+    Raises:
+        ResourceError: it does not fit.
+    """
+    device = machine.choose_device(recipe.device)
+    dtype = choose_dtype(recipe.precision, device)
+    architecture = read_architecture(base_folder(folder))
+    longest = [int(architecture.config.n_positions)]
+    reads = Reads.of(
+        architecture, dtype, recipe.generation, documents=longest, prompts=longest, adapter_bytes=weight_bytes(folder)
+    )
+    return Planned(folder, recipe, device, dtype, plan_reading(recipe, reads, free_resources(device, home())))
+
+
+def ask(
+    planned: Planned, loaded: Loaded, limit: int | None, progress: Progress | None
+) -> tuple[Evaluation, list[Journal]]:
+    """Have lm-eval measure a model; go on where that was killed.
+
+    Returns: the scores, and the journals to be closed when nothing can go wrong any more.
+
+    Raises:
+        UsageError, DataError: requests that cannot be answered.
+    """
+    from lm_eval import __version__
+    from lm_eval.evaluator import evaluate
+
+    from gptj_ft.evaluation.lm_eval.model import Findings, StreamedLM
+
+    recipe, plan = planned.recipe, planned.plan
+    facts = {**facts_of(planned.folder, recipe), "dtype": planned.plan.precision, "lm_eval": __version__,
+             "device": planned.device.type, "together": plan.together.written}  # fmt: skip
+    findings = Findings(facts, progress)
+    opened = reading_stack(planned.folder, planned.device, planned.dtype, plan.weights, recipe.read_ahead)
+    with opened as (architecture, stack), _quiet():
+        model = StreamedModel(architecture, stack, plan.together.computed)
+        tokenizer = load_tokenizer(tokenizer_folder(planned.folder))
+        lm = StreamedLM(model, tokenizer, plan.together, findings, recipe.seed)
+        random.seed(0)
+        np.random.seed(SEED)  # what samples examples for questions, in some tasks
+        for task in loaded.tasks.values():
+            task._instances = None
+        try:
+            found = evaluate(lm=lm, task_dict=loaded.whole, limit=limit, bootstrap_iters=0)
+        except ValueError as error:
+            if isinstance(error, UsageError | DataError):
+                raise
+            raise UsageError(f"lm-eval: {str(error).partition(chr(10))[0]}") from error
+    assert found is not None
+    return _evaluation(str(planned.folder), found, loaded), findings.journals
+
+
+def judge_tasks(model: Evaluation, baseline: Evaluation | None, seed: int) -> Verdict:
+    """Compare two evaluations of the same tasks, task by task, or estimate one alone."""
+    same_rows(model, baseline)
+    tasks = [place.rpartition(" ")[0] for place in model.places]
+    other = baseline.figures if baseline else {}
+    scores, before, differences = dict[str, Estimate](), dict[str, Estimate](), dict[str, Estimate]()
+    for task in dict.fromkeys([*tasks, *(name.partition(".")[0] for name in model.figures)]):
+        own, theirs = (
+            {n: f for n, f in figures.items() if n.partition(".")[0] == task} for figures in (model.figures, other)
+        )
+        part = np.array([each == task for each in tasks], np.float64)
+        found = compare(own, theirs, model.rows, seed, part if part.any() else None)
+        scores, before = {**scores, **found.scores}, {**before, **found.baseline}
+        differences = {**differences, **found.differences}
+    return Verdict(model, baseline, Comparison(scores, before, differences), {}, None)
+
+
+@dataclass(frozen=True)
+class Resampled:
+    """A score that a task's own function makes of what its rows got.
+
+    Attributes:
+        items: of each row of the task.
+        rows: which of all rows they are.
+        aggregate: makes a score of items.
+    """
+
+    items: Sequence[Any]
+    rows: NDArray[np.int64]
+    aggregate: Callable[[list[Any]], float]
+
+    def over(self, weights_BN: Vector) -> Vector:
+        return np.array([self._of(counts_N[self.rows]) for counts_N in weights_BN])
+
+    @property
+    def rows_N(self) -> None:
+        return None
+
+    def _of(self, counts: Vector) -> float:
+        chosen = [item for item, count in zip(self.items, counts, strict=True) for _ in range(int(count))]
+        if not _are_numbers(self.items) and len(chosen) == len(self.items) and (counts != 1).any():
+            return math.nan  # of texts, a function that is too slow for a thousand samples
+        return float(self.aggregate(chosen)) if chosen else math.nan
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A score of which no row has a part: of a group of tasks."""
+
+    value: float
+    rows_N: None = None
+
+    def over(self, weights_BN: Vector) -> Vector:
+        is_whole_B = (weights_BN == 1).all(1)
+        return np.where(is_whole_B, self.value, np.nan)
+
+
+def _evaluation(model: str, found: Mapping[str, Any], loaded: Loaded) -> Evaluation:
+    samples: dict[str, dict[str, list[Mapping[str, Any]]]] = {}  # by task and by what picked the answers
+    for name in loaded.tasks:
+        for sample in found["samples"][name]:
+            samples.setdefault(name, {}).setdefault(sample["filter"], []).append(sample)
+    # Each filter has the same rows; what was written is shown as the first one took it.
+    shown = [(name, sample) for name, by_filter in samples.items() for sample in next(iter(by_filter.values()))]
+    figures: dict[str, Figure] = {}
+    for name, by_filter in samples.items():
+        first = next(row for row, (task, _) in enumerate(shown) if task == name)
+        for filter_name, own in by_filter.items():
+            for metric in dict.fromkeys(metric for sample in own for metric in sample["metrics"]):
+                rows = [first + row for row, sample in enumerate(own) if metric in sample["metrics"]]
+                items = [sample[metric] for sample in own if metric in sample["metrics"]]
+                aggregate = loaded.tasks[name].aggregation().get(metric, _mean)
+                figures[score_name(name, metric, filter_name)] = _figure(items, np.array(rows), aggregate, len(shown))
+    for name, values in found.get("groups", {}).items():
+        for key, value in values.items():
+            metric, comma, filter_name = key.partition(",")
+            if comma and not metric.endswith("_stderr") and isinstance(value, float):
+                figures[score_name(name, metric, filter_name)] = Fixed(value)
+    return Evaluation(
+        model,
+        figures,
+        places=[f"{name} {sample['doc_id']}" for name, sample in shown],
+        answers=[_answer(sample) for _, sample in shown],
+        references=[[str(sample["target"])] for _, sample in shown],
+    )
+
+
+def _figure(items: list[Any], rows: NDArray[np.int64], aggregate: Callable[[Any], float], num_rows: int) -> Figure:
+    if getattr(aggregate, "__name__", "") in ("mean", "_mean") and all(isinstance(x, int | float) for x in items):
+        above_N, below_N = np.zeros(num_rows), np.zeros(num_rows)
+        above_N[rows], below_N[rows] = items, 1.0
+        return Ratio(above_N, below_N)
+    return Resampled(items, rows, aggregate)
+
+
+def _mean(items: Sequence[float]) -> float:
+    return sum(items) / len(items)
+
+
+def _are_numbers(items: Sequence[Any]) -> bool:
+    def is_number(item: Any) -> bool:
+        return isinstance(item, int | float) or (isinstance(item, tuple) and all(map(is_number, item)))
+
+    return all(map(is_number, items))
+
+
+def _answer(sample: Mapping[str, Any]) -> str:
+    """Return what was written, or how likely each choice is."""
+    found = sample["filtered_resps"]
+    if found and isinstance(found[0], str):
+        return str(found[0])
+    return ", ".join(f"{each[0] if isinstance(each, tuple | list) else each:.4f}" for each in found)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep lm-eval, and the bars of the libraries under it, from writing over what is shown."""
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    logger, bars, had_bars = (
+        logging.getLogger("lm_eval"),
+        os.environ.get("TQDM_DISABLE"),
+        not are_progress_bars_disabled(),
+    )
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    os.environ["TQDM_DISABLE"] = "1"
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if had_bars:
+            enable_progress_bars()
+        if bars is None:
+            del os.environ["TQDM_DISABLE"]
+        else:
+            os.environ["TQDM_DISABLE"] = bars

@@ -1,0 +1,82 @@
+"""Scores of written answers, named and computed as published results compute them.
+
+    rouge       ROUGE-1, -2, -L, -Lsum as by the rouge-score package, and -Lsum by sentences; means over rows
+    squad       exact match and F1 as by SQuAD's official scripts, v1.1 and v2.0, and a strict match; means over rows
+    accuracy    labels: accuracy, and F1 averaged over the labels
+    relations   precision, recall and F1 of all facts of all rows together
+
+A row counts its best reference. All times 100. Loss, perplexity and token accuracy are in `language_model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from gptj_ft.errors import DataError
+from gptj_ft.evaluation.metrics import classification, relations, rouge, squad
+from gptj_ft.evaluation.metrics.statistic import Figure, Vector
+
+__all__ = ["METRICS", "Figure", "Metric", "Vector", "score", "score_names"]
+
+Scorer = Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, Figure]]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A way of scoring answers.
+
+    Attributes:
+        names: of its scores; those that only some data have among them.
+        main: the one that says most, and says it of each row, too.
+        scorer: answers, and for each all texts that are right -> score by name.
+        needs_reference: whether a row without a text that is right cannot be scored.
+    """
+
+    names: tuple[str, ...]
+    main: str
+    scorer: Scorer
+    needs_reference: bool
+
+
+METRICS: Mapping[str, Metric] = {
+    "rouge": Metric(rouge.NAMES, "rougeL", rouge.rouge, needs_reference=True),
+    "squad": Metric(squad.NAMES, "f1", squad.squad, needs_reference=False),
+    "accuracy": Metric(classification.NAMES, "accuracy", classification.accuracy, needs_reference=True),
+    "relations": Metric(relations.NAMES, "relations_f1", relations.relations, needs_reference=False),
+}
+
+
+def score_names(metrics: Sequence[str]) -> list[str]:
+    """Return the names of all scores that some metrics may have."""
+    return [name for metric in metrics for name in METRICS[metric].names]
+
+
+def score(
+    metrics: Sequence[str], predictions: Sequence[str], references: Sequence[Sequence[str]], stemming: bool = True
+) -> dict[str, Figure]:
+    """Return every score of the named metrics.
+
+    Args:
+        metrics: keys of `METRICS`.
+        predictions: one text per row.
+        references: for each row, all texts that are right.
+        stemming: whether ROUGE takes words for the same that have the same stem.
+
+    Raises:
+        DataError: no rows, or a row without what the metric needs.
+    """
+    assert len(predictions) == len(references), f"{len(predictions)} predictions, {len(references)} rows of references"
+    assert not any(isinstance(targets, str) for targets in references), "references are lists of texts"
+    if metrics and not predictions:
+        raise DataError("no rows to score")
+    figures: dict[str, Figure] = {}
+    for name in metrics:
+        if METRICS[name].needs_reference:
+            for row, targets in enumerate(references, start=1):
+                if not targets:
+                    raise DataError(f"row {row} has no reference, which {name} needs")
+        scorer = METRICS[name].scorer if stemming or name != "rouge" else partial(rouge.rouge, stemming=False)
+        figures |= scorer(predictions, references)
+    return figures

@@ -1,0 +1,96 @@
+"""How sure a score is: percentile intervals of the bootstrap over rows, and of the difference of two systems.
+
+Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13; paired, as in Koehn (2004),
+https://aclanthology.org/W04-3250: both systems are scored on the same samples of the rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from gptj_ft.evaluation.metrics.statistic import Figure, Vector
+
+SAMPLES = 1000
+TOGETHER = 50  # samples, so that their weights take little memory
+PERCENTILES = (2.5, 97.5)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A score, or a difference of two, and the interval that has it in 95 of 100 samples; none of a single row."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether 0 is outside the interval: of a difference, whether there is one beyond the luck of the rows."""
+        return self.low is not None and self.high is not None and not self.low <= 0.0 <= self.high
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Scores by name: of a system, of the one it is compared with, and the first minus the second on the same rows."""
+
+    scores: Mapping[str, Estimate]
+    baseline: Mapping[str, Estimate]
+    differences: Mapping[str, Estimate]
+
+
+def compare(
+    figures: Mapping[str, Figure], baseline: Mapping[str, Figure], num_rows: int, seed: int, part: Vector | None = None
+) -> Comparison:
+    """Estimate the scores of one or two systems on the same rows.
+
+    Args:
+        figures: of the system.
+        baseline: of the other, or none.
+        num_rows: rows of both.
+        seed: of the samples.
+        part: 1 for each row that counts, 0 for the others; by default all count.
+    """
+    part_N = np.ones(num_rows) if part is None else part
+    ours, theirs = _sampled(figures, part_N, seed), _sampled(baseline, part_N, seed)
+    with np.errstate(invalid="ignore"):  # both infinite
+        differences = {name: ours[name] - theirs[name] for name in ours.keys() & theirs.keys()}
+    num_counted = int(part_N.sum())
+    return Comparison(
+        {name: _estimate(ours[name], num_counted) for name in ours},
+        {name: _estimate(theirs[name], num_counted) for name in theirs},
+        {name: _estimate(differences[name], num_counted) for name in ours if name in differences},
+    )
+
+
+def _sampled(figures: Mapping[str, Figure], part_N: Vector, seed: int) -> dict[str, Vector]:
+    """Return each score of all rows, and then of each sample."""
+    found: dict[str, list[Vector]] = {name: [figure.over(part_N[None])] for name, figure in figures.items()}
+    for weights_BN in _weights(part_N, seed) if figures else ():
+        for name, figure in figures.items():
+            found[name].append(figure.over(weights_BN))
+    return {name: np.concatenate(values) for name, values in found.items()}
+
+
+def _weights(part_N: Vector, seed: int) -> Iterator[Vector]:
+    """Yield how often each row stands in samples as large as the part, drawn from it with replacement."""
+    generator = np.random.Generator(np.random.PCG64(seed))
+    rows = np.flatnonzero(part_N)
+    for start in range(0, SAMPLES, TOGETHER):
+        count = min(TOGETHER, SAMPLES - start)
+        drawn = rows[generator.integers(0, len(rows), (count, len(rows)))] + len(part_N) * np.arange(count)[:, None]
+        counts = np.bincount(drawn.ravel(), minlength=count * len(part_N))
+        yield counts.reshape(count, len(part_N)).astype(np.float64)
+
+
+def _estimate(values: Vector, num_rows: int) -> Estimate:
+    """Make an estimate of the value of all rows, which comes first, and those of the samples."""
+    samples = values[1:][~np.isnan(values[1:])]
+    if num_rows < 2 or not len(samples):
+        return Estimate(float(values[0]), None, None)
+    low, high = np.percentile(samples, PERCENTILES) if np.isfinite(samples).all() else (np.nan, np.nan)
+    bounds = [None if math.isnan(bound) else float(bound) for bound in (low, high)]
+    return Estimate(float(values[0]), bounds[0], bounds[1])

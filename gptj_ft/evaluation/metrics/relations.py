@@ -1,0 +1,45 @@
+"""Facts found in texts, one ``subject | relation | object`` a line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gptj_ft.evaluation.metrics.statistic import Figure, Ratio, percent
+
+NAMES = ("relations_precision", "relations_recall", "relations_f1")
+
+
+def relations(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Figure]:
+    """Return precision, recall and F1 of the facts of all rows together (micro-averaged).
+
+    The facts of a text are a set: neither their order nor how often one stands there counts, nor do case and the number
+    of blanks. Of several references a row takes the one with the best F1; a row without one has no facts. With tp facts
+    in both, precision is tp / written, recall tp / expected, F1 2 tp / (written + expected); where nothing was written,
+    or nothing expected, the quotient is 0, but all are 100 if that is so of both: there was nothing to find.
+    """
+    counts = []
+    for prediction, targets in zip(predictions, references, strict=True):
+        facts = _facts(prediction)
+        right = max((_facts(target) for target in targets or [""]), key=lambda target: _dice(facts, target))
+        counts.append((len(facts & right), len(facts), len(right)))
+    both_N, written_N, expected_N = np.asarray(counts, dtype=np.float64).T
+    is_nothing = not (written_N.any() or expected_N.any())
+    empty = 1.0 if is_nothing else 0.0
+    return {
+        "relations_precision": Ratio(both_N, written_N, percent, empty),
+        "relations_recall": Ratio(both_N, expected_N, percent, empty),
+        "relations_f1": Ratio(2.0 * both_N, written_N + expected_N, percent, 1.0),
+    }
+
+
+def _facts(text: str) -> frozenset[tuple[str, ...]]:
+    """Return the lines of a text that are not blank, each as its parts between ``|``."""
+    lines = (line.casefold().split("|") for line in text.splitlines() if line.strip())
+    return frozenset(tuple(" ".join(part.split()) for part in line) for line in lines)
+
+
+def _dice(facts: frozenset[tuple[str, ...]], others: frozenset[tuple[str, ...]]) -> float:
+    """Return the F1 of two sets; 1 if both are empty."""
+    return 2.0 * len(facts & others) / (len(facts) + len(others)) if facts or others else 1.0

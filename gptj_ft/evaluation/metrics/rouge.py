@@ -1,0 +1,59 @@
+"""ROUGE: F-measure of the rouge-score package, as it is.
+
+https://github.com/google-research/google-research/tree/master/rouge, which most published results use.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from gptj_ft.evaluation.metrics.statistic import Figure, mean
+
+OF_PACKAGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+BY_SENTENCES = "rougeLsum_sentences"
+NAMES = (*OF_PACKAGE, BY_SENTENCES)
+FOREIGN = 0.01  # share of letters from which on a text is not English
+
+
+def rouge(predictions: Sequence[str], references: Sequence[Sequence[str]], stemming: bool = True) -> dict[str, Figure]:
+    """Return ROUGE-1, -2, -L and -Lsum, each the mean over rows.
+
+    Each of them takes the reference that is best for it, as the package's ``score_multi`` does. ROUGE-Lsum wants a
+    sentence a line, and most systems write theirs in one: for ``rougeLsum_sentences`` one also ends with ``.``, ``!``
+    or ``?`` before white space.
+    """
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer, by_sentences = RougeScorer(OF_PACKAGE, stemming), RougeScorer(["rougeLsum"], stemming)
+    rows: dict[str, list[float]] = {name: [] for name in NAMES}
+    for prediction, targets in zip(predictions, references, strict=True):
+        for name, found in scorer.score_multi(targets, prediction).items():
+            rows[name].append(100.0 * float(found.fmeasure))
+        lines = [one_sentence_a_line(target) for target in targets]
+        if [*lines, split := one_sentence_a_line(prediction)] == [*targets, prediction]:
+            rows[BY_SENTENCES].append(rows["rougeLsum"][-1])
+        else:
+            rows[BY_SENTENCES].append(100.0 * float(by_sentences.score_multi(lines, split)["rougeLsum"].fmeasure))
+    return {name: mean(values) for name, values in rows.items()}
+
+
+def one_sentence_a_line(text: str) -> str:
+    """Put a line's end between sentences."""
+    return re.sub(r"(?<=[.!?])\s+", "\n", text)
+
+
+def warning(references: Iterable[Sequence[str]]) -> str | None:
+    """Warn of texts that ROUGE measures badly: the package's tokeniser keeps a to z and 0 to 9 only."""
+    letters = lost = 0
+    for targets in references:
+        for text in targets:
+            kept = sum(map(str.isalpha, text))
+            letters += kept
+            lost += kept - len(re.findall("[a-zA-Z]", text))
+    if lost <= FOREIGN * letters:
+        return None
+    return (
+        f"{lost / letters:.0%} of the letters of the references are not a to z, and ROUGE's tokeniser drops them: "
+        "its scores are not to be trusted for this language"
+    )

@@ -1,0 +1,78 @@
+"""SQuAD's scores, as its official scripts compute them (https://rajpurkar.github.io/SQuAD-explorer)."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+
+from gptj_ft.evaluation.metrics.statistic import Figure, mean
+
+NAMES = (
+    "exact_match", "f1", "strict_match",
+    "HasAns_exact", "HasAns_f1", "NoAns_exact", "NoAns_f1",
+)  # fmt: skip
+NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def squad(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Figure]:
+    """Return exact match and F1 after SQuAD's normalisation, and a strict match.
+
+    A row without a reference, or with blank ones only, is a question without an answer: an empty prediction is right,
+    any other wrong. If there are such rows, the definition is v2.0's, and the scores are given apart for the rows with
+    an answer (``HasAns_``) and without (``NoAns_``); else it is v1.1's. They differ in answers of which the
+    normalisation leaves nothing ("The"): in v1.1 no prediction has words in common with them, so F1 is 0.
+
+    The normalisation makes 3.5 and 35, or C and C++, the same. ``strict_match`` does not: all characters count, but how
+    much white space is between words, and at both ends, does not.
+    """
+    answers = [[target for target in targets if target.strip()] for targets in references]
+    has_answer = [bool(targets) for targets in answers]
+    f1 = f1_v1 if all(has_answer) else f1_v2
+    strict = [
+        100.0 * (text.split() in ([answer.split() for answer in of] or [[]]))
+        for text, of in zip(predictions, answers, strict=True)
+    ]
+    if not all(has_answer):  # an answer that normalisation empties counts only if there is no other
+        answers = [[target for target in targets if normalize_answer(target)] or [""] for targets in answers]
+    rows = list(zip(predictions, answers, strict=True))
+    exact = [100.0 * max(normalize_answer(text) == normalize_answer(answer) for answer in of) for text, of in rows]
+    overlap = [100.0 * max(f1(text, answer) for answer in of) for text, of in rows]
+    figures: dict[str, Figure] = {"exact_match": mean(exact), "f1": mean(overlap), "strict_match": mean(strict)}
+    if not all(has_answer):
+        for part, chosen in (("HasAns", has_answer), ("NoAns", [not each for each in has_answer])):
+            if any(chosen):
+                figures |= {f"{part}_exact": mean(exact, chosen), f"{part}_f1": mean(overlap, chosen)}
+    return figures
+
+
+def normalize_answer(text: str) -> str:
+    """Lower-case, drop ASCII punctuation and the articles a, an, the, and squeeze white space, in SQuAD's order."""
+    kept = text.lower().translate(NO_PUNCTUATION)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+
+def f1_v1(prediction: str, answer: str) -> float:
+    """Return the F1 of the words in common, each as often as both have it."""
+    predicted, expected = normalize_answer(prediction).split(), normalize_answer(answer).split()
+    common = (Counter(predicted) & Counter(expected)).total()
+    return 2.0 * common / (len(predicted) + len(expected)) if common else 0.0
+
+
+def f1_v2(prediction: str, answer: str) -> float:
+    """Return the same, but 1 if neither has a word."""
+    if not normalize_answer(answer):
+        return float(not normalize_answer(prediction))
+    return f1_v1(prediction, answer)
+
+
+def unanswered(texts: Sequence[str], no_answer: str) -> list[str]:
+    """Return texts, those that say there is no answer made empty, as the official definition has them.
+
+    Args:
+        texts: predictions, or the references of a row.
+        no_answer: what the model is trained to say; empty: nothing.
+    """
+    said = normalize_answer(no_answer)
+    return ["" if said and normalize_answer(text) == said else text for text in texts]

@@ -1,0 +1,113 @@
+"""Answers to rows, and their scores: of labels the likeliest, else what the model writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.batches import Document
+from gptj_ft.evaluation.likelihood import candidates, documents_of, log_likelihoods, losses, passes
+from gptj_ft.evaluation.metrics import Figure, score
+from gptj_ft.evaluation.metrics.language_model import RowLoss
+from gptj_ft.evaluation.metrics.squad import unanswered
+from gptj_ft.generation.decoding import generate_tokens, text_of
+from gptj_ft.generation.hf_model import RaggedCache, Reading, StreamedModel
+from gptj_ft.models.registry import Architecture
+from gptj_ft.planning.inference_plan import Together, batches_by_length
+from gptj_ft.streaming.model import LayerStack
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class Answerer:
+    """Answers prompts as a recipe wants it.
+
+    Args:
+        recipe: labels, generation settings, seed.
+        tokenizer: of the model.
+        architecture: of the model.
+        stack: the model; nothing of it is changed.
+        together: how many tokens go together.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        tokenizer: PreTrainedTokenizerFast,
+        architecture: Architecture,
+        stack: LayerStack,
+        together: Together | None = None,
+    ) -> None:
+        self._recipe, self._tokenizer, self._architecture, self._stack = recipe, tokenizer, architecture, stack
+        self._sizes = together or Together(recipe.micro_batch_tokens)
+        self._window = int(architecture.config.n_positions)
+        self._labels = candidates(recipe, tokenizer)
+
+    @property
+    def writes(self) -> bool:
+        """Whether answers are written, and not chosen among labels."""
+        return not self._labels
+
+    def together(self, prompts: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
+        """Yield the rows that share the passes over the weights."""
+        if self._labels:
+            answers = list(self._labels.values())
+            return passes([sum(map(len, documents_of(prompt, answers))) for prompt in prompts], self._sizes.read)
+        lengths = [len(prompt) for prompt in prompts]
+        return batches_by_length(lengths, self._recipe.generation, 1, self._sizes.written, self._window)
+
+    def answer(self, prompts: Sequence[Sequence[int]], seed: int) -> list[str]:
+        """Return an answer to each of some prompts that `together` has put together.
+
+        torch's generator is left as it was.
+
+        Args:
+            prompts: token ids of each.
+            seed: tells them from others, so that what is sampled does not depend on what was done before.
+        """
+        if self._labels:
+            answers = [list(self._labels.values())] * len(prompts)
+            found = log_likelihoods(self._stack, prompts, answers, self._sizes.computed)
+            return [max(zip(each, self._labels, strict=True), key=lambda pair: pair[0].total)[1] for each in found]
+        return self._write(self._model(), prompts, seed)
+
+    def answer_and_score(
+        self, prompts: Sequence[Sequence[int]], documents: Sequence[Document], seed: int
+    ) -> tuple[list[str], list[RowLoss]]:
+        """Return the same, and the loss of the documents that begin with the prompts: the prompts are read once."""
+        model, settings = self._model(), self._recipe.generation
+        reading = Reading(model, [len(prompt) for prompt in prompts], settings.num_beams)
+        found = losses(self._stack, self._tokenizer, documents, self._sizes.computed, reading.score)
+        return self._write(model, prompts, seed, reading.cache), found
+
+    def _model(self) -> StreamedModel:
+        return StreamedModel(self._architecture, self._stack, self._sizes.computed)
+
+    def _write(
+        self, model: StreamedModel, prompts: Sequence[Sequence[int]], seed: int, read: RaggedCache | None = None
+    ) -> list[str]:
+        device, settings = self._stack.device, self._recipe.generation
+        room = max(1, self._window - max(map(len, prompts)))
+        if settings.max_new_tokens > room:
+            fewer = {"max_new_tokens": room, "min_new_tokens": min(settings.min_new_tokens, room)}
+            settings = settings.model_copy(update=fewer)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed((self._recipe.seed * 1_000_003 + seed) % 2**63)
+            rows = generate_tokens(model, self._tokenizer, prompts, settings, read=read)
+        return [text_of(self._tokenizer, row, settings) for row in rows]
+
+
+def scores_of(recipe: Recipe, answers: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Figure]:
+    """Return the recipe's scores of answers; where there is no answer, to say so is as good as to say nothing.
+
+    Raises:
+        DataError: a row without what a metric needs.
+    """
+    if "squad" in recipe.metrics:
+        answers = unanswered(answers, recipe.no_answer)
+        references = [unanswered(texts, recipe.no_answer) for texts in references]
+    return score(recipe.metrics, answers, references, recipe.stemming)

@@ -1,1 +1,0 @@
-"""Checkpoint formats: each file reads and writes one, tensor by tensor."""

@@ -1,0 +1,226 @@
+"""Rows of a file to prompts, their answers to a file that is gone on with after a kill.
+
+Rows share passes over the weights in batches that depend on the rows and the settings only, and each batch has a seed
+of its own. So what was killed and gone on with is, answer by answer, what would have been written without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptj_ft.checkpoints.formats.peft import weight_bytes
+from gptj_ft.checkpoints.metadata import template_of
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.chat import ASSISTANT, MESSAGES, Conversation, is_chat, read_conversation
+from gptj_ft.data.columns import FieldReader, choose_columns
+from gptj_ft.data.columns import text_of as cell_text
+from gptj_ft.data.jinja_template import fields_of
+from gptj_ft.data.readers.records import FileOptions, Findings, read_rows
+from gptj_ft.data.readers.tables import check_headers
+from gptj_ft.errors import DataError, Interrupted, RowSkipped
+from gptj_ft.generation.answers_file import AnswersFile
+from gptj_ft.generation.decoding import generate_tokens, text_of
+from gptj_ft.generation.generator import Asker, Writer
+from gptj_ft.planning.inference_plan import ReadingPlan, Reads, batches_by_length, plan_reading
+from gptj_ft.planning.resources import free_resources
+
+SURVEY_ROWS = 1000  # whose columns are looked at
+TOGETHER = "together"  # setting: tokens of prompts and answers that share the passes over the weights
+SEED_STRIDE = 1_000_003  # between the seeds of batches
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row.
+
+    Attributes:
+        head: what its line in the output begins with: line, file if there are several, id if it has one.
+        ids: tokens of its prompt; none: it cannot be answered.
+        cut: whether the prompt was shortened.
+        problem: why it cannot be answered.
+    """
+
+    head: dict[str, Any]
+    ids: list[int]
+    cut: bool = False
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of the rows: all, those that were there already, shortened, and those that cannot be answered."""
+
+    rows: int
+    found: int
+    cut: int
+    bad: list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Questionnaire:
+    """The rows of a file, ready to be answered.
+
+    Attributes:
+        questions: all of them.
+        findings: what is wrong with some.
+        output: gets a line for each row as it is answered; in the order of the rows in the end.
+        settings: what the answers depend on.
+        num_return: answers to each row.
+        plan: what it takes.
+    """
+
+    questions: list[Question]
+    findings: Findings
+    output: Path
+    settings: dict[str, Any]
+    num_return: int
+    plan: ReadingPlan
+
+
+def plan_answers(asker: Asker, source: Path, output: Path, num_return: int = 1) -> Questionnaire:
+    """Prepare to answer every row of a file, or to go on where an earlier call with the same rows was stopped.
+
+    Args:
+        asker: model and settings; the model folder is noted beside the output.
+        source: the rows.
+        output: a new file, or one that was begun.
+        num_return: answers to each row.
+
+    Raises:
+        DataError: more unreadable or unusable rows than ``max_bad_rows``.
+        ResourceError: it does not fit.
+    """
+    recipe = asker.recipe
+    findings = Findings(recipe.max_bad_rows)
+    questions = list(read_questions(asker, source, findings))
+    reads = Reads.of(
+        asker.architecture,
+        asker.dtype,
+        recipe.generation,
+        prompts=[len(question.ids) for question in questions if question.ids],
+        num_return=num_return,
+        adapter_bytes=weight_bytes(asker.folder),
+    )
+    before = AnswersFile.setting_of(output, TOGETHER)
+    plan = plan_reading(recipe, reads, free_resources(asker.device, output.absolute().parent), before)
+    settings = {"model": str(asker.folder.resolve()), "num_return": num_return, "seed": recipe.seed,
+                TOGETHER: plan.together.written, "rows": _digest(questions), **template_of(recipe)}  # fmt: skip
+    return Questionnaire(questions, findings, output, settings, num_return, plan)
+
+
+def answer_rows(writer: Writer, planned: Questionnaire, progress: Callable[[int, int], None] | None = None) -> Written:
+    """Answer rows; go on where it was stopped.
+
+    Args:
+        writer: the model.
+        planned: the rows.
+        progress: called with (rows done, rows).
+
+    Raises:
+        UsageError: the output is of something else.
+        Interrupted: by Ctrl-C.
+    """
+    recipe, questions, num_return = writer.recipe, planned.questions, planned.num_return
+    answered = [index for index, question in enumerate(questions) if question.ids]
+    lengths = [len(questions[index].ids) for index in answered]
+    batches = batches_by_length(lengths, recipe.generation, num_return, planned.plan.together.written)
+    with AnswersFile(planned.output, planned.settings) as file:
+        found = len(file.done)
+        file.append((index, _bad_line(question)) for index, question in enumerate(questions) if not question.ids)
+        try:
+            for number, batch in enumerate(batches):
+                rows = [answered[each] for each in batch]
+                if not file.done.issuperset(rows):
+                    torch.manual_seed((recipe.seed + number * SEED_STRIDE) % 2**63)
+                    file.append(zip(rows, _answers(writer, [questions[row] for row in rows], num_return), strict=True))
+                if progress:
+                    progress(len(file.done), len(questions))
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"{len(file.done):,} of {len(questions):,} rows are in {planned.output}; the same command goes on from "
+                "there"
+            ) from None
+        file.finish()
+    return Written(len(questions), found, sum(question.cut for question in questions), planned.findings.bad)
+
+
+def read_questions(asker: Asker, source: Path, findings: Findings) -> Iterator[Question]:
+    """Yield the rows of a file as prompts; those that cannot be used are among the findings, too."""
+    recipe = asker.recipe
+    columns = _columns(source, recipe)
+    files = set[str]()
+    for row in read_rows(source, findings, FileOptions.of(recipe)):
+        files.add(row.source)
+        head: dict[str, Any] = {"line": row.line} | ({"file": row.source} if len(files) > 1 else {})
+        head |= {"id": row.values["id"]} if isinstance(row.values.get("id"), str | int) else {}
+        try:
+            prompt = asker.encode(_values(row.values, columns, recipe))
+            yield Question(head, prompt.ids, prompt.cut)
+        except DataError as error:
+            findings.bad.append((row.where, str(error)))
+            yield Question(head, [], problem=str(error))
+
+
+def _columns(source: Path, recipe: Recipe) -> dict[str, str]:
+    """Choose the columns of the prompt's fields; those of an answer are not needed."""
+    found: dict[str, None] = {}
+    findings = Findings(recipe.max_bad_rows)
+    for number, row in enumerate(read_rows(source, findings, FileOptions.of(recipe))):
+        found.update(dict.fromkeys(row.values))
+        if number >= SURVEY_ROWS:
+            break
+    fields = fields_of(recipe.prompt or recipe.completion)
+    try:
+        return choose_columns(found, recipe, fields)
+    except DataError as error:
+        check_headers(findings, fields)
+        raise DataError(f"{source}: {error}") from error
+
+
+def _values(row: dict[str, Any], columns: dict[str, str], recipe: Recipe) -> dict[str, Any]:
+    if not is_chat(recipe):
+        return FieldReader(columns, recipe).read(row).values
+    if MESSAGES in columns:
+        messages = read_conversation(row.get(columns[MESSAGES]))
+    else:
+        texts = {role: cell_text(row.get(column)) or "" for role, column in columns.items()}
+        asked = "\n\n".join(text for text in (texts["user"], texts.get("input", "")) if text.strip())
+        system = [{"role": "system", "content": texts["system"]}] if texts.get("system", "").strip() else []
+        messages = read_conversation([*system, {"role": "user", "content": asked}])
+    while messages and messages[-1]["role"] == ASSISTANT:  # what is to be written
+        messages = Conversation(messages[:-1])
+    if not messages:
+        raise RowSkipped("no message to answer")
+    return {MESSAGES: messages}
+
+
+def _answers(writer: Writer, questions: Sequence[Question], num_return: int) -> Iterator[dict[str, Any]]:
+    settings, tokenizer = writer.recipe.generation, writer.tokenizer
+    prompts = [question.ids for question in questions]
+    rows = generate_tokens(writer.model, tokenizer, prompts, settings, num_return)
+    for number, question in enumerate(questions):
+        texts = [text_of(tokenizer, row, settings) for row in rows[number * num_return : (number + 1) * num_return]]
+        yield (
+            question.head
+            | {"text": texts[0]}
+            | ({"texts": texts} if num_return > 1 else {})
+            | ({"shortened": True} if question.cut else {})
+        )
+
+
+def _bad_line(question: Question) -> dict[str, Any]:
+    return question.head | {"text": "", "error": question.problem}
+
+
+def _digest(questions: Sequence[Question]) -> str:
+    whole = hashlib.sha256()
+    for question in questions:
+        whole.update(json.dumps([question.head, question.ids, question.problem]).encode())
+    return whole.hexdigest()

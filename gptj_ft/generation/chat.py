@@ -1,0 +1,76 @@
+"""A conversation with a model: what was said before is part of the prompt, as far as there is room for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.chat import ASSISTANT, MESSAGES, SYSTEM, Conversation, is_chat
+from gptj_ft.errors import DataError, UsageError
+from gptj_ft.generation.generator import Writer
+
+HELP = "/clear forgets what was said, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
+STOPPED = "(stopped; that question is forgotten)"
+FORGOTTEN = "(the oldest messages no longer fit, and are left out)"
+Say = Callable[[str], object]
+
+
+def check_is_chat(recipe: Recipe) -> None:
+    """Check that a model's template is one of conversations.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if not is_chat(recipe):
+        single = f"was tuned for single texts ({recipe.recipe}), not for conversations"
+        what = single if recipe.prompt else "has no template of conversations"
+        raise UsageError(f"--chat: this model {what}; add --recipe chat to try it all the same")
+
+
+def talk(
+    writer: Writer,
+    said: Iterable[str],
+    system: str | None,
+    show: Callable[[str], object],
+    note: Callable[[str], object],
+) -> None:
+    """Answer one message after another until they end, or one is ``/exit``.
+
+    Args:
+        writer: the model; its template takes conversations.
+        said: the messages of the user, asked for one by one.
+        system: what the model is told before everything else; stays when the oldest messages are left out.
+        show: takes pieces of an answer as they are written, and a line's end after each answer.
+        note: takes what is not an answer.
+    """
+    start = [{"role": SYSTEM, "content": system}] if system else []
+    messages = list(start)
+    for text in said:
+        command = text.strip().lower()
+        if command in ("/exit", "/quit"):
+            return
+        if command == "/clear":
+            messages = list(start)
+        elif command.startswith("/"):
+            note(HELP)
+        elif command:
+            asked = {"role": "user", "content": text.strip()}
+            if reply := _answer(writer, [*messages, asked], show, note):
+                messages += [asked, {"role": ASSISTANT, "content": reply}]
+
+
+def _answer(writer: Writer, messages: list[dict[str, str]], show: Say, note: Say) -> str:
+    """Return the answer; nothing if there is none: the conversation goes on without the question."""
+    try:
+        answer = writer.write({MESSAGES: Conversation(messages)}, show=show)
+    except KeyboardInterrupt:
+        show("\n")
+        note(STOPPED)
+        return ""
+    except DataError as error:
+        note(f"({error})")
+        return ""
+    show("\n")
+    if answer.was_cut:
+        note(FORGOTTEN)
+    return answer.texts[0]

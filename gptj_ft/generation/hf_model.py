@@ -1,0 +1,272 @@
+"""The streamed model as a `transformers` model that can generate: search, sampling and stopping come from there.
+
+`transformers` pads a batch on the left; here the padding is taken off again, and every prompt of the batch shares
+each pass over the weights as a document of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from gptj_ft.data.batches import first_fit
+from gptj_ft.errors import DataError, NotFinite
+from gptj_ft.models.kv_cache import KVCache
+from gptj_ft.models.layers import PackedBatch, pack
+from gptj_ft.models.registry import Architecture
+from gptj_ft.streaming.layer_load import Passage, Visit
+from gptj_ft.streaming.model import LayerStack
+from gptj_ft.streaming.step import TokenScores, Wanted, forward, score_hidden, stream
+
+COMPUTED_TOKENS = 2048
+
+
+class Passes:
+    """Passes over the same weights, one after another: while one ends, the next one's first layers are on their way."""
+
+    def __init__(self, stack: LayerStack) -> None:
+        self._stack = stack
+        self._layers: Iterator[Passage] = iter(())
+        self._stream: Iterable[object] | None = None  # ours, as long as nobody has begun another on this stack
+
+    def read(
+        self, batches: Sequence[PackedBatch], positions: Sequence[Tensor], wanted: Sequence[Wanted] = ()
+    ) -> tuple[Tensor, list[TokenScores]]:
+        """Return the logits after some tokens of batches, fp32 [positions of all, V], and how likely others are.
+
+        Args:
+            batches: which share the pass.
+            positions: of each batch, the tokens whose logits are returned.
+            wanted: of each batch, the tokens whose likelihood is; none: of no batch.
+        """
+        stack, top = self._stack, len(self._stack.layers) - 1
+        if stack.coming is not self._stream:
+            stack.take_slots()  # memory that is first taken while writing could not be trained with afterwards
+            self._layers = stream(stack, (Visit(layer) for layer in cycle(range(top + 1))))
+        self._stream = None  # a pass that is broken off leaves the next one nothing to go on from
+        hidden = forward(islice(self._layers, top), batches)
+        head = next(self._layers)
+        parameters = head.parameters()
+        with torch.inference_mode():
+            after_SD = torch.cat([x_TD[at] for x_TD, at in zip(hidden, positions, strict=True)])
+            logits = head.run(parameters, after_SD)
+            scores = score_hidden(head, hidden, wanted) if wanted else []
+        self._stream = stack.coming
+        return logits, scores
+
+
+class RaggedCache(DynamicCache):  # type: ignore[misc]
+    """What `transformers` believes to be its cache: it counts padded columns and carries ours.
+
+    Attributes:
+        ends: tokens after which a row needs no more logits; none: `transformers` is not told to stop at them.
+        rows: those that are still computed, of the ones that `transformers` sees.
+        first: logits after the prompts, where these have been read already, fp32 [prompts, V]; see `Reading`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv = KVCache()
+        self.num_columns = 0
+        self.ends = torch.empty(0, dtype=torch.int64)
+        self.rows: Tensor | None = None
+        self.first: Tensor | None = None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the columns seen so far, padding included: `generate` feeds only what comes after."""
+        return self.num_columns
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Follow the beams that survived."""
+        self.kv.select(beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take columns back, so many as the number is below zero: guesses that were wrong."""
+        self.num_columns += tokens_to_remove
+        self.kv.crop(-tokens_to_remove)
+
+    def live(self, tokens: Tensor) -> Tensor:
+        """Drop the rows that have ended; return the numbers of those that have not.
+
+        Args:
+            tokens: the newest columns of the rows that `transformers` sees, int64 [rows, columns].
+        """
+        rows = torch.arange(len(tokens), device=tokens.device) if self.rows is None else self.rows
+        if len(self.ends):
+            has_ended = (tokens[rows, -1, None] == self.ends.to(tokens.device)).any(1)
+            if bool(has_ended.any()):
+                self.kv.select((~has_ended).nonzero().squeeze(1))
+                rows = rows[~has_ended]
+        self.rows = rows
+        return rows
+
+
+class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """A causal language model whose weights are in a `LayerStack`. Only inference.
+
+    Args:
+        architecture: of the model.
+        stack: its layers.
+        budget_tokens: of prompts, computed at once.
+    """
+
+    _is_stateful = False
+
+    def __init__(self, architecture: Architecture, stack: LayerStack, budget_tokens: int = COMPUTED_TOKENS) -> None:
+        try:
+            config = AutoConfig.for_model(**architecture.raw)
+        except (TypeError, ValueError, AttributeError, KeyError) as error:
+            raise DataError(f"config.json says what `transformers` does not understand: {error}") from error
+        super().__init__(config)
+        self.stack, self.budget_tokens = stack, budget_tokens
+        self.passes = Passes(stack)
+        self.generation_config = GenerationConfig()  # the settings come with each call, not from the folder
+
+    @property
+    def device(self) -> torch.device:
+        return self.stack.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stack.compute_dtype
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: DynamicCache | None = None,
+        logits_to_keep: int = 0,
+        **ignored: Any,
+    ) -> CausalLMOutputWithPast:
+        """Compute the logits after the newest columns.
+
+        Args:
+            input_ids: new columns, int64 [rows, columns].
+            attention_mask: 0 at padding, which may only be on the left, [rows, columns seen before and now]; none: no
+                padding.
+            past_key_values: what the last call returned; none, or an empty one: nothing came before.
+            logits_to_keep: columns to return the logits of, the last ones; 0: all.
+            ignored: what `generate` passes on to models that need it.
+
+        Returns: logits fp32 [rows, columns kept, vocabulary]; zeros at padding and in rows that have ended.
+
+        Raises:
+            NotFinite: logits that are no numbers.
+        """
+        cache = past_key_values if isinstance(past_key_values, RaggedCache) else RaggedCache()
+        columns = input_ids.shape[1]
+        kept = min(logits_to_keep or columns, columns)
+        if cache.num_columns:
+            logits = self._go_on(input_ids, cache, kept)
+        elif cache.first is not None:
+            assert kept == 1
+            logits = cache.first.repeat_interleave(len(input_ids) // len(cache.first), 0)[:, None]
+            cache.first = None
+        else:
+            is_token = None if attention_mask is None else attention_mask[:, -columns:].bool()
+            logits = self._begin(input_ids, is_token, cache, kept)
+        cache.num_columns += columns
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+    def _begin(self, input_ids: Tensor, is_token: Tensor | None, cache: RaggedCache, kept: int) -> Tensor:
+        """Read the prompts; rows that go on from the same one read it once."""
+        if is_token is None:
+            is_token = torch.ones_like(input_ids, dtype=torch.bool)
+        width = _equal_rows(input_ids.masked_fill(~is_token, -1))
+        ids, is_token = input_ids[::width].cpu(), is_token[::width].cpu()
+        prompts = [row[real].tolist() for row, real in zip(ids, is_token, strict=True)]
+        counts = list(map(len, prompts))
+        cache.kv.begin(counts, width, self.device)
+        batches, positions, rows, columns = [], [], list[int](), list[int]()
+        for group in first_fit(counts, self.budget_tokens):
+            batch = pack([prompts[row] for row in group], cache=cache.kv, numbers=group)
+            last = [min(kept, counts[row]) for row in group]  # others of the columns kept are padding
+            spans = [range(end - size, end) for end, size in zip(batch.cu_seqlens[1:], last, strict=True)]
+            batches.append(batch.to(self.device))
+            positions.append(torch.tensor([at for span in spans for at in span], device=self.device))
+            rows += [row for row, size in zip(group, last, strict=True) for _ in range(size)]
+            columns += [column for size in last for column in range(kept - size, kept)]
+        logits = self.checked(self.passes.read(batches, positions)[0])
+        full = logits.new_zeros(len(prompts), kept, logits.shape[-1])
+        full[torch.tensor(rows), torch.tensor(columns)] = logits
+        return full.repeat_interleave(width, 0)
+
+    def _go_on(self, input_ids: Tensor, cache: RaggedCache, kept: int) -> Tensor:
+        """Read the newest tokens of the rows that have not ended."""
+        num_rows, columns = input_ids.shape
+        rows = cache.live(input_ids)
+        if not len(rows):
+            return torch.zeros(num_rows, kept, self.config.vocab_size, device=self.device)
+        ids = input_ids[rows]
+        positions = cache.kv.go_on(columns, self.dtype)
+        bounds = tuple(range(0, ids.numel() + 1, columns))
+        batch = PackedBatch(ids.flatten(), positions.flatten(), ids, bounds, cache.kv, goes_on=True)
+        wanted = torch.arange(ids.numel(), device=self.device).view_as(ids)[:, -kept:]
+        logits = self.checked(self.passes.read([batch], [wanted.flatten()])[0]).view(len(rows), kept, -1)
+        if len(rows) == num_rows:
+            return logits.clone()  # `generate` may change it in place, which autograd does not allow as it is
+        return logits.new_zeros(num_rows, kept, logits.shape[-1]).index_copy(0, rows, logits)
+
+    def checked(self, logits: Tensor) -> Tensor:
+        """Return logits that are numbers.
+
+        Raises:
+            NotFinite: they are not.
+        """
+        if not math.isfinite(logits.sum().item()):
+            raise NotFinite(
+                "the model's output is not finite: its weights are damaged, or too large for "
+                f"{str(self.dtype).removeprefix('torch.')}; try --precision fp32, or another checkpoint"
+            )
+        return logits
+
+
+class Reading:
+    """Documents that are read once: what is asked about them is scored, and their prompts are gone on from.
+
+    Args:
+        model: the model.
+        counts: tokens of each document's prompt, with which it begins.
+        width: rows that will go on from each prompt.
+
+    Attributes:
+        cache: for `generate`, once the documents have been scored.
+    """
+
+    def __init__(self, model: StreamedModel, counts: Sequence[int], width: int) -> None:
+        self._model, self._counts = model, counts
+        self.cache = RaggedCache()
+        self.cache.kv.begin(counts, width, model.device)
+
+    def score(self, batches: Sequence[PackedBatch], wanted: Sequence[Wanted]) -> list[TokenScores]:
+        """Do what `streaming.score_tokens` does, on all of the documents."""
+        own = [replace(batch, cache=self.cache.kv) for batch in batches]
+        ends = [
+            torch.tensor(
+                [start + self._counts[n] - 1 for start, n in zip(batch.cu_seqlens, batch.numbers, strict=False)]
+            )
+            for batch in own
+        ]
+        logits, scores = self._model.passes.read(own, ends, wanted)
+        order = torch.tensor([number for batch in own for number in batch.numbers]).argsort()
+        self.cache.first = self._model.checked(logits)[order.to(logits.device)]
+        return scores
+
+
+def _equal_rows(rows: Tensor) -> int:
+    """Return into how many equal rows each different one has been multiplied, next to each other."""
+    if len(rows) == 1:
+        return 1
+    is_other = (rows[1:] != rows[:-1]).any(1).tolist()
+    runs, length = list[int](), 1
+    for other in is_other:
+        runs, length = ([*runs, length], 1) if other else (runs, length + 1)
+    return math.gcd(*runs, length)

@@ -1,0 +1,1 @@
+"""Architectures in PyTorch and as data; no input or output."""

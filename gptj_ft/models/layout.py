@@ -1,0 +1,103 @@
+"""Where each parameter of a layer lies in flat tensors, and which parameters layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gptj_ft.models.linear import TiedLinear
+
+Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq", "grad", "frozen", "boundary"]
+MOMENTS: tuple[Kind, Kind] = ("exp_avg", "exp_avg_sq")
+PARAMETER_ALIGNMENT = 32  # elements: 64 bytes in bf16, a cache line and the widest vector register
+FLAT_ALIGNMENT = 2048  # elements: a 4096-byte page in bf16, so that kinds in a file start on page boundaries
+LENDER = 0  # the layer that others may borrow parameters of: the embedding
+
+
+class Loan(NamedTuple):
+    """A parameter of the first layer that another one computes with, too."""
+
+    source: str
+    """Its name in the first layer."""
+    shape: torch.Size
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each parameter of a layer lies in the layer's flat tensors, in elements.
+
+    Matrices come first: weight decay applies to ``flat[:num_decayed]`` and to nothing else (biases, norms, padding).
+    What a layer borrows is no part of its tensors: it has its place, its update and its checksum in the layer it is of.
+    """
+
+    shapes: Mapping[str, torch.Size]
+    offsets: Mapping[str, int]
+    num_decayed: int
+    numel: int
+    borrowed: Mapping[str, Loan] = field(default_factory=dict)
+    copied: frozenset[str] = frozenset()
+    """Those of the shapes that are another layer's, too: what nobody changes may be here a second time."""
+
+    @classmethod
+    def of(cls, layer: nn.Module, names: Container[str] | None = None, copies: bool = False) -> Layout:
+        """Lay out a layer's parameters.
+
+        Args:
+            layer: it.
+            names: those that it is about; none: all.
+            copies: whether what the layer borrows has a place among its own.
+        """
+        loans = {name: loan for name, loan in loans_of(layer).items() if names is None or name in names}
+        shapes = {
+            name: parameter.shape for name, parameter in layer.named_parameters() if names is None or name in names
+        }
+        if copies:
+            shapes |= {name: loan.shape for name, loan in loans.items()}
+        offsets, offset, num_decayed = {}, 0, 0
+        adjacent = getattr(layer, "adjacent", ())
+        # stable: keeps the layer's order
+        for name in sorted(shapes, key=lambda name: (len(shapes[name]) < 2, name not in adjacent)):
+            offsets[name] = offset
+            offset = _round_up(offset + shapes[name].numel(), PARAMETER_ALIGNMENT)
+            if len(shapes[name]) >= 2:
+                num_decayed = offset
+        numel = _round_up(offset, FLAT_ALIGNMENT)
+        return cls(shapes, offsets, num_decayed, numel, {} if copies else loans, frozenset(loans if copies else ()))
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return sum(shape.numel() for name, shape in self.shapes.items() if name not in self.copied)
+
+    @cached_property
+    def used_shapes(self) -> dict[str, torch.Size]:
+        """Shapes of all parameters that the layer computes with, those that it borrows included."""
+        return {**self.shapes, **{name: loan.shape for name, loan in self.borrowed.items()}}
+
+    @cached_property
+    def num_used(self) -> int:
+        return sum(shape.numel() for shape in self.used_shapes.values())
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return each parameter as a view of a flat tensor."""
+        return {
+            name: flat[self.offsets[name] : self.offsets[name] + shape.numel()].view(shape)
+            for name, shape in self.shapes.items()
+        }
+
+
+def loans_of(layer: nn.Module) -> dict[str, Loan]:
+    """Return what a layer computes with that is a parameter of the first one."""
+    return {
+        f"{path}.weight": Loan(module.source, module.weight.shape)
+        for path, module in layer.named_modules()
+        if isinstance(module, TiedLinear)
+    }
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

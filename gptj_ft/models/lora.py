@@ -1,0 +1,113 @@
+"""LoRA (https://arxiv.org/abs/2106.09685): beside a frozen linear layer, the product of two narrow matrices."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptj_ft.models.linear import Conv1D
+from gptj_ft.models.registry import Architecture, Family
+
+A, B = "lora_A", "lora_B"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """How wide the product is in between, and what its output is multiplied by (alpha / rank)."""
+
+    rank: int
+    scaling: float
+
+
+def add_adapter(linear: nn.Module, rank: Rank, dropout: float) -> None:
+    """Have a linear layer, of any class, give ``scaling * B(A(dropout(x)))`` in addition.
+
+    It gets two parameters more, on the ``meta`` device; the names of its own stay as they are.
+    """
+    width, height = widths(linear)
+    linear.register_parameter(A, nn.Parameter(torch.empty(rank.rank, width, device="meta")))
+    linear.register_parameter(B, nn.Parameter(torch.empty(height, rank.rank, device="meta")))
+
+    def add(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        # Not get_parameter(): whoever runs the layer hands in plain tensors.
+        narrow = F.linear(F.dropout(inputs[0], dropout, module.training), getattr(module, A))
+        return output + F.linear(narrow, getattr(module, B)) * rank.scaling
+
+    linear.register_forward_hook(add)
+
+
+def widths(linear: nn.Module) -> tuple[int, int]:
+    """Return how wide the inputs and the outputs of a linear layer are."""
+    rows, columns = linear.get_parameter("weight").shape
+    return (rows, columns) if isinstance(linear, Conv1D) else (columns, rows)
+
+
+def is_transposed(architecture: Architecture, layer: int, local: str) -> bool:
+    """Tell whether a linear layer's weight is stored (in, out)."""
+    return isinstance(architecture.layers()[layer].get_submodule(local), Conv1D)
+
+
+def is_adapter(local: str) -> bool:
+    """Tell whether a parameter, by its name in its layer, is one of an adapter's."""
+    return local.endswith((f".{A}", f".{B}"))
+
+
+def linear_layers(architecture: Architecture) -> dict[str, tuple[int, str]]:
+    """Return what can have an adapter: Hugging Face's name -> (layer, name inside it)."""
+    layers = architecture.layers()
+    return {
+        architecture.family.name_of(index, f"{local}.weight", len(layers)).removesuffix(".weight"): (index, local)
+        for index, layer in enumerate(layers)
+        for local, module in layer.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+    }
+
+
+def adapted_layers(architecture: Architecture, adapters: Mapping[str, Rank], dropout: float = 0.0) -> list[nn.Module]:
+    """Return a model's layers with adapters.
+
+    Args:
+        architecture: of the model.
+        adapters: the linear layers that have one, by Hugging Face's names.
+        dropout: of the adapters' inputs.
+    """
+    layers, places = architecture.layers(), linear_layers(architecture)
+    for name, rank in adapters.items():
+        index, local = places[name]
+        add_adapter(layers[index].get_submodule(local), rank, dropout)
+    return layers
+
+
+def initialise(name: str, view: Tensor, key: tuple[object, ...]) -> None:
+    """Give an adapter's matrix its first values, as PEFT does: A like a new linear layer's weight, B zeros.
+
+    Args:
+        name: of the matrix.
+        view: of its memory.
+        key: what makes these random numbers unlike any other; the same key gives the same.
+    """
+    if name.endswith(B):
+        view.zero_()
+        return
+    values = torch.empty(view.shape)
+    nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=torch.Generator().manual_seed(seed_of((*key, name))))
+    view.copy_(values)
+
+
+def seed_of(key: tuple[object, ...]) -> int:
+    """Return the seed that belongs to a key."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "little")
+
+
+def name_of(family: Family, layer: int, local: str, num_layers: int) -> str:
+    """Return Hugging Face's, or for an adapter's matrix PEFT's, name of a layer's parameter."""
+    if not is_adapter(local):
+        return family.name_of(layer, local, num_layers)
+    module, _, matrix = local.rpartition(".")
+    return f"{family.name_of(layer, f'{module}.weight', num_layers).removesuffix('.weight')}.{matrix}.weight"

@@ -1,0 +1,94 @@
+"""Models as they were published: their shapes, to plan with before anything is downloaded, and how they were trained.
+
+Sources: ``config.json`` and model card of each on huggingface.co, https://arxiv.org/abs/2304.03208 (Cerebras-GPT, and
+the loss of GPT-J on the Pile), https://github.com/kingoflolz/mesh-transformer-jax (GPT-J).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gptj_ft.models.gptj import GPTJConfig
+from gptj_ft.models.registry import Architecture, families
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model and its pre-training on the Pile.
+
+    Attributes:
+        repository: on the Hub.
+        config: ``config.json``, as far as it matters.
+        tokens: that it was trained on.
+        flops: that this took, as published.
+        pile_loss: on the Pile's test set, in nats a token.
+    """
+
+    repository: str
+    config: Mapping[str, Any]
+    tokens: float
+    flops: float
+    pile_loss: float
+
+    @property
+    def architecture(self) -> Architecture:
+        family = families()[self.config["model_type"]]
+        return Architecture(family, family.read_config(self.config), self.config)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it for `--json`."""
+        return asdict(self)
+
+
+# Layers, width, heads; sequences of 2,048 tokens in a batch, batches; FLOPs, loss. What the 13B model was trained with
+# is given as batches of one size.
+CEREBRAS_GPT: Mapping[str, tuple[int, int, int, int, int, float, float]] = {
+    "111M": (10, 768, 12, 120, 9_037, 2.6e18, 2.608),
+    "256M": (14, 1088, 17, 264, 9_468, 1.3e19, 2.349),
+    "590M": (18, 1536, 12, 264, 21_836, 6.1e19, 2.181),
+    "1.3B": (24, 2048, 16, 528, 24_334, 2.8e20, 1.997),
+    "2.7B": (32, 2560, 32, 528, 49_041, 1.1e21, 1.834),
+    "6.7B": (32, 4096, 32, 1_040, 62_522, 6.3e21, 1.704),
+    "13B": (40, 5120, 40, 720, 174_335, 2.3e22, 1.572),
+}
+
+
+def find_published(name: str) -> Published | None:
+    """Return the published model of a name, with or without its owner, in any case of letters."""
+    wanted = name.lower()
+    for each in _published():
+        repository = each.repository.lower()
+        if wanted in (repository, repository.rpartition("/")[2]):
+            return each
+    return None
+
+
+def _published() -> list[Published]:
+    gptj = {"model_type": "gptj", **asdict(GPTJConfig())}
+    return [
+        Published("EleutherAI/gpt-j-6b", gptj, 402e9, 1.5e22, 1.613),
+        *(
+            Published(f"cerebras/Cerebras-GPT-{size}", _config(*shape), 2048.0 * batch * steps, flops, loss)
+            for size, (*shape, batch, steps, flops, loss) in CEREBRAS_GPT.items()
+        ),
+    ]
+
+
+def _config(n_layer: int, n_embd: int, n_head: int) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "vocab_size": 50257,
+        "n_positions": 2048,
+        "n_embd": n_embd,
+        "n_layer": n_layer,
+        "n_head": n_head,
+        "n_inner": 4 * n_embd,
+        "activation_function": "gelu",
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }

@@ -1,0 +1,1 @@
+"""Forecast memory, disk and time of a run before it starts."""

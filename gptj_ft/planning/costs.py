@@ -1,0 +1,200 @@
+"""How long a run takes and what it writes: its steps, and what it does beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from gptj_ft.config.options import Recipe
+from gptj_ft.models.layout import Kind
+from gptj_ft.planning.probe import Rates
+from gptj_ft.planning.workload import Load, Pass, bytes_moved, passes_of_state, state_kinds, training_passes
+from gptj_ft.streaming.model import Room
+from gptj_ft.streaming.stores.placement import Placement
+
+WARRANTED_BYTES = 600e12  # written to an SSD; see `Costs.ssd_wear`
+
+
+@dataclass(frozen=True)
+class Aside:
+    """Something that a run does beside its steps.
+
+    Attributes:
+        number: how often in the whole run.
+        seconds: it takes each time.
+        disk_bytes: it writes to disk each time.
+    """
+
+    number: int
+    seconds: float
+    disk_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a run moves and how long it takes, in bytes and seconds.
+
+    Attributes:
+        num_steps: optimizer steps to do; ``None`` while they are not counted.
+        is_late: whether updates are applied in forward and again in backward, to be written there.
+        forward: of an average step.
+        backward: of an average step.
+        compute_seconds: of a step's computation alone.
+        transfer_seconds: of a step's transfers alone.
+        seconds_per_step: of both side by side, pass by pass.
+        start: filling the stores.
+        validations: the loss on rows that are not trained on.
+        checkpoints: the state written to a folder of its own; a run on disk needs none.
+        end: writing the tuned model.
+    """
+
+    num_steps: int | None
+    is_late: bool
+    forward: Pass
+    backward: Pass
+    compute_seconds: float
+    transfer_seconds: float
+    seconds_per_step: float
+    start: Aside
+    validations: Aside
+    checkpoints: Aside
+    end: Aside
+
+    @property
+    def bytes_read_per_step(self) -> int:
+        """Bytes from any place off the device."""
+        return sum((*self.forward.read.values(), *self.backward.read.values()))
+
+    @property
+    def bytes_written_per_step(self) -> int:
+        """Bytes to any place off the device."""
+        return sum((*self.forward.written.values(), *self.backward.written.values()))
+
+    @property
+    def disk_bytes_written_per_step(self) -> int:
+        return self.forward.written.get("disk", 0) + self.backward.written.get("disk", 0)
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of the whole run."""
+        if self.num_steps is None:
+            return None
+        return self.num_steps * self.seconds_per_step + sum(each.number * each.seconds for each in self._asides)
+
+    @property
+    def disk_bytes_written(self) -> int | None:
+        """Bytes that the whole run writes to disk."""
+        if self.num_steps is None:
+            return None
+        asides = sum(each.number * each.disk_bytes for each in self._asides)
+        return self.num_steps * self.disk_bytes_written_per_step + asides
+
+    @property
+    def ssd_wear(self) -> float | None:
+        """What the run writes to disk, as a share of what a typical 1 TB consumer SSD is warranted for.
+
+        600 TB, the endurance rating of the Samsung 990 PRO 1 TB (its data sheet: 600 TBW) and of most of its class;
+        a 2 TB model is mostly rated for twice as much, a drive for servers for much more.
+        """
+        return None if self.disk_bytes_written is None else self.disk_bytes_written / WARRANTED_BYTES
+
+    @property
+    def _asides(self) -> tuple[Aside, ...]:
+        return self.start, self.validations, self.checkpoints, self.end
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it for `--json`."""
+        sums = (
+            "bytes_read_per_step",
+            "bytes_written_per_step",
+            "disk_bytes_written_per_step",
+            "disk_bytes_written",
+            "ssd_wear",
+            "seconds",
+        )
+        return {**asdict(self), **{name: getattr(self, name) for name in sums}}
+
+
+def cost(
+    placement: Placement,
+    load: Load,
+    recipe: Recipe,
+    stored: Mapping[Kind, torch.dtype],
+    rates: Rates,
+    room: Room = Room(),
+    is_late: bool = False,
+) -> Costs:
+    """Compute what a run moves and how long it takes.
+
+    Args:
+        placement: of the stored kinds.
+        load: what the run asks for.
+        recipe: how often it validates and saves.
+        stored: the kinds that have a store, and their types; without ``grad`` updates are applied in backward.
+        rates: of the machine.
+        room: how much of the model is on the device at once.
+        is_late: whether updates are applied in forward and again in backward, to be written there.
+    """
+    passes = forward, backward = training_passes(placement, load, stored, room, is_late)
+    state = {kind: stored[kind] for kind in state_kinds(stored)}
+    by_place = bytes_moved(placement, state, load.stored_elements)
+    state_bytes = load.stored_elements * sum(dtype.itemsize for dtype in state.values())
+    frozen: dict[Kind, torch.dtype] = {"frozen": load.dtype}
+    model_bytes = exported_elements(recipe, load) * torch.float32.itemsize
+    stays = placement.of("frozen") == "disk"  # where it is already
+    num_read = (0 if recipe.method == "lora" else load.stored_elements) + (0 if stays else load.frozen_elements)
+    filling = Pass(read={"disk": num_read * torch.float32.itemsize}, written=by_place)
+    filling = filling.plus(written={} if stays else bytes_moved(placement, frozen, load.frozen_elements))
+    saving = Pass(read=by_place, written={"disk": state_bytes})
+    writing = Pass(written={"disk": model_bytes})
+    per_step = sum(each.seconds(load, rates) for each in passes)
+    num_saves = 0 if placement.is_durable else num_checkpoints(recipe, load, per_step)
+    update, _ = passes_of_state(placement, load, stored, room, is_late)
+    per_validation = seconds_per_validation(placement, load, update, rates, room.pass_tokens)
+    return Costs(
+        num_steps=load.num_steps,
+        is_late=is_late,
+        forward=forward,
+        backward=backward,
+        compute_seconds=sum(each.compute_seconds(load, rates) for each in passes),
+        transfer_seconds=sum(each.transfer_seconds(rates) for each in passes),
+        seconds_per_step=per_step,
+        start=Aside(1, filling.transfer_seconds(rates), by_place.get("disk", 0)),
+        validations=Aside(num_validations(recipe, load), per_validation),
+        checkpoints=Aside(num_saves, saving.transfer_seconds(rates), state_bytes),
+        end=Aside(1, writing.transfer_seconds(rates), model_bytes),
+    )
+
+
+def exported_elements(recipe: Recipe, load: Load) -> int:
+    """Return how many numbers a run writes at its end: a model, or an adapter, or both."""
+    whole = load.stored_elements + load.frozen_elements
+    return whole if recipe.method == "full" or recipe.lora.merge else load.stored_elements
+
+
+def num_validations(recipe: Recipe, load: Load) -> int:
+    """Return how often a run measures its loss on the validation rows: before, after, and in between if asked to."""
+    if not load.validation_tokens:
+        return 0
+    between = ((load.num_steps or 1) - 1) // recipe.validate_every if recipe.validate_every else 0
+    return 2 + between
+
+
+def seconds_per_validation(placement: Placement, load: Load, forward: Pass, rates: Rates, pass_tokens: int) -> float:
+    """Return how long one validation takes: the pending update of every layer, then passes over the weights."""
+    update = replace(forward, flops=0.0, times=0.0) if forward.updated else Pass()
+    passes = -(-load.validation_tokens // pass_tokens)
+    flops = 2.0 * load.block_parameters * load.validation_tokens + 2.0 * load.head_parameters * load.validation_targets
+    weights = bytes_moved(placement, {"weight": load.dtype}, passes * (load.stored_elements + load.lent_elements))
+    frozen = bytes_moved(placement, {"frozen": load.dtype}, passes * sum(load.frozen_passed))
+    return update.seconds(load, rates) + Pass(flops, read=weights).plus(read=frozen).seconds(load, rates)
+
+
+def num_checkpoints(recipe: Recipe, load: Load, seconds_per_step: float) -> int:
+    """Return how often a run that is not its own checkpoint writes one: by steps, by minutes, whichever is sooner."""
+    steps = load.num_steps or 0
+    by_steps = (steps - 1) // recipe.save_every if steps and recipe.save_every else 0
+    return max(by_steps, int(steps * seconds_per_step / (recipe.save_minutes * 60)))

@@ -1,0 +1,289 @@
+"""What it takes to read a model, to measure it or to write with it: memory, and how much goes together in a pass.
+
+Computed before it starts, like the forecast of a training run; what cannot fit is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from gptj_ft.config.options import Generation, Recipe
+from gptj_ft.errors import ResourceError
+from gptj_ft.models.kv_cache import slots_taken
+from gptj_ft.models.layout import Layout
+from gptj_ft.models.registry import Architecture
+from gptj_ft.planning.plan import PLACES_FASTEST_FIRST, PROCESS_BYTES, Free, Need, needs_of, shortage
+from gptj_ft.streaming.model import PASS_TOKENS
+from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
+from gptj_ft.streaming.stores.placement import Place
+from gptj_ft.system.block_reader import STAGING_BYTES
+from gptj_ft.system.units import gigabytes
+
+BATCH_TOKENS = 16384  # of prompts and answers that share the passes over the weights, at most
+ENOUGH_TOKENS = BATCH_TOKENS // 8  # from which on more of them gain less than weights that need not be read again
+TOKEN_BYTES = 2 * 36  # of a token in Python's lists: of a document, and once more of its prompt
+LIVE_TENSORS = 16  # of [tokens computed at once, width] that a block has at once, its MLP's counted by 4
+LIVE_LOGITS = 5  # of [rows, vocabulary], fp32, while the next tokens are chosen
+LINE_BYTES = 8  # on the disk of a token written
+
+
+@dataclass(frozen=True)
+class Together:
+    """How many tokens go together, at most; a row that has more goes alone.
+
+    Attributes:
+        computed: through a layer at once.
+        read: in a pass over the weights when nothing is written.
+        written: of prompts and answers that share the passes while answers are written.
+    """
+
+    computed: int
+    read: int = PASS_TOKENS
+    written: int = BATCH_TOKENS
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What is asked of a model.
+
+    Attributes:
+        layouts: of each layer.
+        width: of the hidden states.
+        vocabulary: tokens that there are.
+        dtype: of the computation.
+        settings: of the writing.
+        documents: tokens of each document whose loss is wanted.
+        prompts: tokens of each prompt that an answer is written to.
+        num_return: answers to each prompt.
+        adapter_bytes: of an adapter.
+    """
+
+    layouts: Sequence[Layout]
+    width: int
+    vocabulary: int
+    dtype: torch.dtype
+    settings: Generation
+    documents: Sequence[int] = ()
+    prompts: Sequence[int] = ()
+    num_return: int = 1
+    adapter_bytes: int = 0
+
+    @classmethod
+    def of(cls, architecture: Architecture, dtype: torch.dtype, settings: Generation, **more: Any) -> Reads:
+        """Make one of a model and the attributes that come after ``settings``."""
+        config, layouts = architecture.config, [Layout.of(layer) for layer in architecture.layers()]
+        return cls(layouts, int(config.n_embd), int(config.vocab_size), dtype, settings, **more)
+
+    @property
+    def rows_of_prompt(self) -> int:
+        """Rows that go on from each prompt."""
+        return max(self.settings.num_beams, self.num_return)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of a token's hidden state."""
+        return self.width * self.dtype.itemsize
+
+    def weight_bytes(self) -> int:
+        """Of the whole model."""
+        return sum(layout.numel for layout in self.layouts) * self.dtype.itemsize
+
+    def slot_bytes(self, read_ahead: int) -> int:
+        """Of the buffers that streamed weights pass through."""
+        return (read_ahead + 1) * max(layout.numel for layout in self.layouts) * self.dtype.itemsize
+
+    def working_bytes(self, together: Together) -> int:
+        """Most bytes on the device beside weights: of one pass, or of keys, values and logits while writing."""
+        most = max((*self.documents, *self.prompts, 1))
+        computed = min(max(together.computed, most), max(sum(self.documents), sum(self.prompts)))
+        head = 3 * min(HEAD_CHUNK_BYTES, 4 * self.vocabulary * computed) if self.documents else 0
+        layer = LIVE_TENSORS * computed * self.hidden_bytes + head
+        passed = min(max(together.read, most), sum(self.documents))
+        return max(2 * passed * self.hidden_bytes + layer, self._writing_bytes(together, layer))
+
+    def _writing_bytes(self, together: Together, layer: int) -> int:
+        settings, blocks, most = self.settings, len(self.layouts) - 2, 0
+        for rows in batches_by_length(self.prompts, settings, self.num_return, together.written):
+            prompt, of_slot = self.prompts[rows[0]], 2 * self.hidden_bytes * len(rows)
+            read = sum((self.documents or self.prompts)[row] for row in rows)
+            reading = blocks * of_slot * slots_taken(prompt, 0, 1) + 2 * read * self.hidden_bytes + layer
+            # One layer's keys and values are there twice when they need more room.
+            slots = slots_taken(prompt, settings.max_new_tokens, self.rows_of_prompt)
+            logits = LIVE_LOGITS * 4 * self.vocabulary * len(rows) * self.rows_of_prompt
+            most = max(most, reading, (blocks + 1) * of_slot * slots + logits)
+        return most
+
+
+@dataclass(frozen=True)
+class ReadingPlan:
+    """What it takes; bytes.
+
+    Attributes:
+        weights: where the model's weights live.
+        precision: type of the computation.
+        together: how many tokens go together.
+        device_bytes: needed on the device.
+        host_bytes: needed in host memory.
+        disk_bytes: needed on the disk for what is found out.
+        have: what may be used.
+    """
+
+    weights: Place
+    precision: str
+    together: Together
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    have: Free = field(repr=False)
+
+    @property
+    def needs(self) -> list[Need]:
+        """What is needed beside what may be used, resource by resource."""
+        return needs_of(self.device_bytes, self.host_bytes, self.disk_bytes, self.have)
+
+    @property
+    def lack(self) -> int:
+        """Bytes that are missing, over all resources; 0 if it fits."""
+        return sum(max(0, each.need - each.have) for each in self.needs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold."""
+        return {
+            "weights": self.weights,
+            "precision": self.precision,
+            "together": asdict(self.together),
+            "needs": [asdict(need) for need in self.needs],
+        }
+
+
+def batches_by_length(
+    lengths: Sequence[int],
+    settings: Generation,
+    num_return: int = 1,
+    most_tokens: int = BATCH_TOKENS,
+    window: int | None = None,
+) -> Iterator[list[int]]:
+    """Yield the rows that share the passes over the weights, given the tokens of their prompts; longest first.
+
+    A row whose answer may be cut short by the model's window is alone, so that it cuts no other.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    start = 0
+    while start < len(order):
+        longest = lengths[order[start]]
+        most = longest + settings.max_new_tokens * max(settings.num_beams, num_return)
+        is_alone = settings.prompt_lookup_num_tokens or (window and longest + settings.max_new_tokens > window)
+        end = start + (1 if is_alone else max(1, most_tokens // most))
+        yield order[start:end]
+        start = end
+
+
+def together_within(reads: Reads, computed: int, free_bytes: int) -> Together:
+    """Return how many tokens may go together where so much of the device is free beside the weights; a row always."""
+    shares = list(_shares(computed, None))
+    fitting = (x for x in shares if reads.working_bytes(x) <= free_bytes)
+    return next(fitting, shares[-1])
+
+
+def plan_reading(recipe: Recipe, reads: Reads, free: Free, written: int | None = None) -> ReadingPlan:
+    """Return the fastest way to read a model that fits.
+
+    Args:
+        recipe: its ``weights`` fix a place or leave it ``auto``; its caps are obeyed.
+        reads: what is asked of the model.
+        free: what the machine has.
+        written: tokens of prompts and answers that go together, where that was decided before.
+
+    Raises:
+        ResourceError: nothing allowed fits; says by how much, and what would help.
+    """
+    plans = list(_plans(recipe, reads, free, written))
+    fitting = [plan for plan in plans if not plan.lack]
+    enough = [plan for plan in fitting if plan.together.written >= ENOUGH_TOKENS]
+    if fitting:
+        return next(iter(enough), max(fitting, key=lambda plan: plan.together.written))
+    nearest = min(plans, key=lambda plan: plan.lack)
+    lacking, help_ = shortage(nearest.needs, free), _advice(recipe, reads, free)
+    raise ResourceError(f"does not fit: with weights on {nearest.weights} {lacking}; {help_}")
+
+
+def _plans(recipe: Recipe, reads: Reads, free: Free, written: int | None) -> Iterator[ReadingPlan]:
+    """Yield the ways that the recipe allows, fastest first."""
+    have = free.capped(recipe)
+    for place in PLACES_FASTEST_FIRST:
+        # Where the device is the CPU, "host" is its own memory with a copy on top, and only for those who ask for it.
+        if recipe.weights == place or (recipe.weights == "auto" and not (free.is_shared and place == "host")):
+            for together in _shares(recipe.micro_batch_tokens, written):
+                yield _plan(recipe, reads, have, place, together)
+
+
+def _shares(computed: int, written: int | None) -> Iterator[Together]:
+    """Yield how many tokens may go together: halves, so that a little more or less memory changes nothing."""
+    together = Together(computed, max(PASS_TOKENS, computed), written or BATCH_TOKENS)
+    yield together
+    while together.read > computed or (written is None and together.written > 1):
+        together = replace(
+            together,
+            read=max(computed, together.read // 2),
+            written=written or max(1, together.written // 2),
+        )
+        yield together
+
+
+def _plan(recipe: Recipe, reads: Reads, have: Free, place: Place, together: Together) -> ReadingPlan:
+    slots = 0 if place == "device" else reads.slot_bytes(recipe.read_ahead)
+    own = reads.weight_bytes() if place == "device" else slots
+    texts = TOKEN_BYTES * (sum(reads.documents) or sum(reads.prompts))
+    staging = STAGING_BYTES if place == "disk" else 0
+    answers = len(reads.prompts) * reads.num_return * reads.settings.max_new_tokens
+    return ReadingPlan(
+        weights=place,
+        precision=str(reads.dtype).removeprefix("torch."),
+        together=together,
+        device_bytes=own + reads.adapter_bytes + reads.working_bytes(together),
+        host_bytes=PROCESS_BYTES + texts + staging + (reads.weight_bytes() if place == "host" else 0),
+        disk_bytes=LINE_BYTES * (answers + 16 * len(reads.documents)),
+        have=have,
+    )
+
+
+Change = tuple[str, Callable[[Recipe, Reads], tuple[Recipe, Reads]]]
+
+
+def _advice(recipe: Recipe, reads: Reads, free: Free) -> str:
+    """Say which options would make it fit: the first two that do, or that none does."""
+
+    def settings(reads: Reads, **options: Any) -> Reads:
+        return replace(reads, settings=reads.settings.model_copy(update=options))
+
+    def shorter(reads: Reads, length: int) -> Reads:
+        documents, prompts = ([min(each, length) for each in of] for of in (reads.documents, reads.prompts))
+        return replace(reads, documents=documents, prompts=prompts)
+
+    changes: list[Change] = [
+        ("--weights auto", lambda r, x: (r.model_copy(update={"weights": "auto"}), x)),
+        ("--set read_ahead=0", lambda r, x: (r.model_copy(update={"read_ahead": 0}), x)),
+        *(
+            (f"--set micro_batch_tokens={n}", lambda r, x, n=n: (r.model_copy(update={"micro_batch_tokens": n}), x))
+            for n in (1024, 512, 256) if n < recipe.micro_batch_tokens
+        ),
+        ("a larger --device-memory or --host-memory",
+         lambda r, x: (r.model_copy(update={"device_memory": None, "host_memory": None}), x)),
+        ("--set generation.num_beams=1", lambda r, x: (r, settings(x, num_beams=1))),
+        *(
+            (f"--set generation.max_new_tokens={n}", lambda r, x, n=n: (r, settings(x, max_new_tokens=n)))
+            for n in (128, 64, 32) if n < reads.settings.max_new_tokens
+        ),
+        *(
+            (f"--set max_length={n}", lambda r, x, n=n: (r, shorter(x, n)))
+            for n in (1024, 512, 256) if n < recipe.max_length
+        ),
+    ]  # fmt: skip
+    enough = [typed for typed, change in changes if not min(x.lack for x in _plans(*change(recipe, reads), free, None))]
+    least = {typed.partition("=")[0]: typed for typed in reversed(enough)}
+    helps = list(reversed(least.values()))[:2]
+    return "try " + ", or ".join(helps) if helps else f"{gigabytes(free.host)} of memory is free; no option is enough"

@@ -1,0 +1,151 @@
+"""What this machine does in a second, as it is known: measured once, and kept in ``machine.json`` in the home folder.
+
+Measuring takes some seconds, for each device and each file system. A file that is missing, damaged or cannot be
+written costs the seconds again and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from gptj_ft.errors import DataError, ResourceError
+from gptj_ft.planning import probe
+from gptj_ft.planning.probe import ASSUMED_DISK, FILE_BYTES, ComputeRates, DiskRates, Rates
+from gptj_ft.system.digests import read_sealed, sealed
+from gptj_ft.system.files import write_file
+from gptj_ft.system.machine import existing_folder, free_disk
+from gptj_ft.system.paths import home, make_home
+
+METHOD = 7  # of measuring: figures from another one are not used
+SLOWEST, FASTEST = 1e3, 1e21  # FLOP or bytes a second
+BF16_GAIN = 1.3  # how much faster bf16 must be to be worth its rounding
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+T = TypeVar("T", ComputeRates, DiskRates)
+_unsaved: dict[tuple[str, str], dict[str, float]] = {}  # what could not be written to the file
+
+
+def rates(device: torch.device, folder: Path, again: bool = False) -> Rates:
+    """Return the rates of a device and of the file system that a folder is, or will be, on.
+
+    Args:
+        device: that computes.
+        folder: where a run will live.
+        again: measure, whatever is known.
+    """
+    return Rates(compute_rates(device, again), disk_rates(folder, again), device.type == "cpu")
+
+
+def are_known(device: torch.device, folder: Path) -> bool:
+    """Tell whether `rates` takes no time."""
+    folder = existing_folder(folder)
+    compute = _recall("compute", _device_key(device), ComputeRates)
+    return bool(compute and (_recall("disk", _file_system(folder), DiskRates) or free_disk(folder) < 3 * FILE_BYTES))
+
+
+def compute_rates(device: torch.device, again: bool = False) -> ComputeRates:
+    """Return the rates of a device: known, or measured now."""
+    key = _device_key(device)
+    known = None if again else _recall("compute", key, ComputeRates)
+    return known or _keep("compute", key, probe.measure_compute(device))
+
+
+def _device_key(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+
+
+def disk_rates(folder: Path, again: bool = False) -> DiskRates:
+    """Return the rates of a folder's file system: known, measured now, or `ASSUMED_DISK` if it has no room."""
+    folder = existing_folder(folder)
+    key = _file_system(folder)
+    known = None if again else _recall("disk", key, DiskRates)
+    if known:
+        return known
+    if free_disk(folder) < 3 * FILE_BYTES:
+        return ASSUMED_DISK
+    try:
+        return _keep("disk", key, probe.measure_disk(folder))
+    except (OSError, ResourceError):  # a folder that cannot be written is refused elsewhere, in better words
+        return ASSUMED_DISK
+
+
+def choose_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """Return the type of the computation: ``auto`` is bf16 where it is `BF16_GAIN` times as fast, else fp32."""
+    if precision == "auto":
+        precision = "bf16" if compute_rates(device).gain >= BF16_GAIN else "fp32"
+    return PRECISIONS[precision]
+
+
+def reason_for(precision: str, measured: ComputeRates) -> str:
+    """Say why `choose_dtype` chooses what it does."""
+    return f"bf16 products are {measured.gain:.2g} times as fast here" if precision == "auto" else "as asked for"
+
+
+def _cpu_name() -> str:
+    try:
+        facts = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in facts.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _file_system(folder: Path) -> str:
+    """Name the file system of a folder: device number, size and the topmost folder on it."""
+    device, top = folder.stat().st_dev, folder.resolve()
+    while top.parent != top and top.parent.stat().st_dev == device:
+        top = top.parent
+    return f"{top}, device {device}, {shutil.disk_usage(folder).total} bytes"
+
+
+def _cache() -> Path:
+    return home() / "machine.json"
+
+
+def _read_cache() -> dict[str, Any]:
+    try:
+        known = read_sealed(_cache())
+    except DataError:
+        known = {}
+    return known if known.get("method") == METHOD else {"method": METHOD}
+
+
+def _recall(part: str, key: str, form: type[T]) -> T | None:
+    """Return what is known, here or in the file, if it is whole and makes sense."""
+    entries = _read_cache().get(part)
+    entry = _unsaved.get((part, key)) or (entries.get(key) if isinstance(entries, dict) else None)
+    try:
+        known = form(**entry)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    values = {field: getattr(known, field.name) for field in fields(known)}
+    # What has a default can be nothing. Nothing else is that slow, nor as fast: a plan would divide by it.
+    makes_sense = all(
+        isinstance(value, float) and (0.0 if field.default == 0.0 else SLOWEST) <= value <= FASTEST
+        for field, value in values.items()
+    )
+    return known if makes_sense else None
+
+
+def _keep(part: str, key: str, measured: T) -> T:
+    """Write what was measured to the file, beside what is known of other devices; if that fails, remember it here."""
+    known = _read_cache()
+    entries = known.get(part)
+    known[part] = {**(entries if isinstance(entries, dict) else {}), key: asdict(measured)}
+    new = _cache().with_suffix(f".{os.getpid()}")
+    try:
+        make_home()
+        write_file(new, json.dumps(sealed(known), indent=2) + "\n")
+        os.replace(new, _cache())
+    except OSError:
+        _unsaved[part, key] = asdict(measured)
+    return measured

@@ -1,0 +1,358 @@
+"""What a run will cost, before it starts: placement, memory, disk, time. Refuses what cannot fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from gptj_ft.config.options import Recipe
+from gptj_ft.errors import ResourceError
+from gptj_ft.models.layout import Kind
+from gptj_ft.planning.costs import Costs, cost, exported_elements
+from gptj_ft.planning.machine_profile import PRECISIONS, reason_for
+from gptj_ft.planning.probe import Rates
+from gptj_ft.planning.scaling_law import Outlook
+from gptj_ft.planning.suggestions import advise
+from gptj_ft.planning.workload import Load
+from gptj_ft.streaming.activations import NUM_BUFFERS
+from gptj_ft.streaming.model import PASS_TOKENS, Room, slot_numel, sum_numel
+from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
+from gptj_ft.streaming.stores.placement import Place, Placement, training_dtypes
+from gptj_ft.system.block_reader import STAGING_BYTES
+from gptj_ft.system.units import gigabytes
+
+PROCESS_BYTES = 500 * 2**20  # the interpreter, torch, transformers, the rows
+FREE_SHARE = 0.8  # of the memory that is left goes to kept activations at most
+SAVED_PER_TOKEN = 20  # tensors of [tokens, width] that one block keeps for its backward, the MLP's counted by 4
+TOKEN_BYTES = 3 * 8  # id, position and target of a token
+FASTEST_FIRST: list[tuple[Place, Place]] = [
+    ("device", "device"),
+    ("device", "host"),
+    ("host", "device"),
+    ("host", "host"),
+    ("device", "disk"),
+    ("host", "disk"),
+    ("disk", "device"),
+    ("disk", "host"),
+    ("disk", "disk"),
+]
+
+
+PLACES_FASTEST_FIRST: list[Place] = ["device", "host", "disk"]
+
+
+@dataclass(frozen=True)
+class Free:
+    """What the machine has, in bytes; on a CPU, device and host are the same memory."""
+
+    device: int
+    host: int
+    disk: int
+    is_shared: bool
+
+    def capped(self, recipe: Recipe) -> Free:
+        """Return what a run may use of it: the caps of its recipe, of which the smaller rules a shared memory."""
+        device = _least(self.device, device_cap(recipe, self.is_shared))
+        host = device if self.is_shared else _least(self.host, recipe.host_memory)
+        return Free(device, host, _least(self.disk, recipe.disk_space), self.is_shared)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a run needs of one resource, and what it may use of it; bytes."""
+
+    resource: str
+    need: int
+    have: int
+
+
+def needs_of(device_bytes: int, host_bytes: int, disk_bytes: int, have: Free) -> list[Need]:
+    """Put what is needed beside what may be used, resource by resource."""
+    if have.is_shared:
+        memory = [Need("memory", device_bytes + host_bytes, have.device)]
+    else:
+        memory = [Need("device memory", device_bytes, have.device), Need("host memory", host_bytes, have.host)]
+    return [*memory, Need("disk", disk_bytes, have.disk)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A forecast; bytes and seconds.
+
+    Attributes:
+        placement: of the training state.
+        precision: of the computation.
+        reason: for that precision.
+        num_parameters: of the model.
+        num_trained: of them, or of what is added to them.
+        tokens_per_step: of an average step.
+        device_bytes: needed on the device.
+        host_bytes: needed in host memory.
+        disk_bytes: needed on the disk at most, with a checkpoint and the tuned model.
+        have: what the run may use.
+        room: how much of the model is on the device at once.
+        costs: what it moves and how long it takes.
+        rates: of the machine, from which that is computed.
+        outlook: what the training amounts to.
+    """
+
+    placement: Placement
+    precision: str
+    reason: str
+    num_parameters: int
+    num_trained: int
+    tokens_per_step: float
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    have: Free
+    room: Room
+    costs: Costs
+    rates: Rates
+    outlook: Outlook
+
+    @property
+    def needs(self) -> list[Need]:
+        """What is needed beside what may be used, resource by resource."""
+        return needs_of(self.device_bytes, self.host_bytes, self.disk_bytes, self.have)
+
+    @property
+    def lacking(self) -> list[Need]:
+        """The resources of which there is too little."""
+        return [each for each in self.needs if each.need > each.have]
+
+    @property
+    def lack(self) -> int:
+        """Bytes that are missing, over all resources; 0 if the run fits."""
+        return sum(each.need - each.have for each in self.lacking)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the forecast for `--json`."""
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("costs", "have")}
+        own |= {"placement": asdict(self.placement), "room": asdict(self.room), "rates": asdict(self.rates)}
+        own |= {"outlook": self.outlook.to_dict()}
+        return {**own, "needs": [asdict(need) for need in self.needs], **self.costs.to_dict()}
+
+
+class DoesNotFit(ResourceError):
+    """Of all that is allowed, the nearest plan needs more than there is."""
+
+    def __init__(self, nearest: Plan, message: str) -> None:
+        super().__init__(message)
+        self.nearest = nearest
+
+
+def choose(recipe: Recipe, load: Load, free: Free, rates: Rates, has_begun: bool = False) -> Plan:
+    """Return the plan of the fastest placement that fits and that the recipe allows.
+
+    Args:
+        recipe: its ``weights`` and ``optimizer_state`` fix a place or leave it ``auto``; its caps are obeyed.
+        load: what the run asks for.
+        free: what the machine has.
+        rates: what the machine does in a second.
+        has_begun: whether it is resumed, so that no option may change that changes a number.
+
+    Raises:
+        DoesNotFit: nothing allowed fits; says by how much, and the two knobs that help most.
+    """
+
+    def plans(recipe: Recipe, load: Load) -> Iterator[Plan]:
+        have = free.capped(recipe)
+        return (forecast(placement, load, recipe, rates, have) for placement in candidates(recipe, free))
+
+    def lack(recipe: Recipe, load: Load) -> int:
+        return min(plan.lack for plan in plans(recipe, load))
+
+    tried = []
+    for plan in plans(recipe, load):
+        if not plan.lack:
+            return plan
+        tried.append(plan)
+    nearest = min(tried, key=lambda plan: plan.lack)
+    lacks_disk_alone = [plan for plan in tried if [need.resource for need in plan.lacking] == ["disk"]]
+    room = min((plan.disk_bytes for plan in lacks_disk_alone), default=0)
+    elsewhere = [f"--output on a disk with {gigabytes(room)} free"] if room > free.disk else []
+    hint = advise(recipe, load, lack, elsewhere, has_begun)
+    raise DoesNotFit(nearest, f"does not fit: with {nearest.placement} {shortage(nearest.lacking, free)}; {hint}")
+
+
+def candidates(recipe: Recipe, free: Free) -> list[Placement]:
+    """Return the placements that the recipe allows, fastest first.
+
+    Where the device is the CPU, "host" is its own memory with a copy on top, and only for those who ask for it.
+    """
+
+    def allows(choice: str, place: Place) -> bool:
+        return choice == place or (choice == "auto" and not (free.is_shared and place == "host"))
+
+    if recipe.method == "lora":
+        # Adapters and their state are small, and on disk no step is ever lost.
+        state = "disk" if recipe.optimizer_state == "auto" else recipe.optimizer_state
+        return [
+            Placement(state, state, boundaries, frozen=place)
+            for place in PLACES_FASTEST_FIRST
+            if allows(recipe.weights, place)
+            for boundaries in PLACES_FASTEST_FIRST
+            if allows(recipe.boundaries, boundaries)
+        ]
+    return [
+        Placement(weights, state, boundaries)
+        for weights, state in FASTEST_FIRST
+        if allows(recipe.weights, weights) and allows(recipe.optimizer_state, state)
+        for boundaries in PLACES_FASTEST_FIRST
+        if allows(recipe.boundaries, boundaries)
+    ]
+
+
+def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, have: Free) -> Plan:
+    """Compute what a placement needs and costs."""
+    dtypes = training_dtypes(load.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
+    stored = {kind: dtype for kind, dtype in dtypes.items() if kind != "grad" or keeps_gradients(recipe, placement)}
+    total, largest = load.stored_elements, max(layout.numel for layout in load.layouts)
+    by_place: dict[Place, int] = {"device": 0, "host": 0, "disk": 0}
+    for kind, dtype in stored.items():
+        by_place[placement.of(kind)] += total * dtype.itemsize
+    if placement.of("frozen") != "disk":
+        by_place[placement.of("frozen")] += load.frozen_elements * load.dtype.itemsize
+    elif load.frozen_elements:  # it is there already
+        by_place["host"] += STAGING_BYTES
+    # Its gradient, before that is added to the others.
+    biggest_matrix = max(shape.numel() for layout in load.layouts for shape in layout.shapes.values())
+    hidden = load.width * load.dtype.itemsize
+    activations = SAVED_PER_TOKEN * hidden * min(load.micro_batch_tokens, load.step_tokens)
+    # Beside those of the blocks there are what the head takes, its gradient, and what a block is just giving; where the
+    # others are elsewhere, there are buffers.
+    beside = 3 + (NUM_BUFFERS if placement.boundaries != "device" else 0)
+    by_place[placement.boundaries] += load.boundary_bytes()
+    boundaries = beside * hidden * load.step_tokens
+    # Logits of a chunk, their softmax and their gradient.
+    head = 3 * min(HEAD_CHUNK_BYTES, 4 * load.vocabulary * load.micro_batch_tokens)
+    fixed = (
+        by_place["device"]
+        + _frozen_slots(recipe, placement, load)
+        + biggest_matrix * 4
+        + activations
+        + boundaries
+        + head
+    )
+    free = have.device - fixed - (by_place["host"] + PROCESS_BYTES if have.is_shared else 0)
+    # The roomiest that fits, else the leanest.
+    rooms = [Room(recipe.read_ahead, gradients, parts) for gradients, parts in ((2, 48), (2, 24), (1, 16), (1, 6))]
+    room = next((room for room in rooms if _buffer_bytes(room, placement, dtypes, stored, load) <= free), rooms[-1])
+    buffers = _buffer_bytes(room, placement, dtypes, stored, load)
+    per_block = SAVED_PER_TOKEN * hidden * load.step_tokens
+    kept = _kept(recipe, load.num_backward_blocks, free - buffers, per_block)
+    device = fixed + buffers + kept * per_block
+    # A validation has the place of a step's hidden states and kept activations, and some of what is free.
+    of_step = boundaries - (beside - 3) * hidden * load.step_tokens + kept * per_block
+    of_step += load.boundary_bytes() if placement.boundaries == "device" else 0
+    spare = max(0, int(FREE_SHARE * (free - buffers)) - kept * per_block)
+    of_token = 2 * hidden + TOKEN_BYTES  # what a layer takes and what it gives
+    pass_tokens = min(PASS_TOKENS, max((of_step + spare) // of_token, load.micro_batch_tokens))
+    device += max(0, of_token * min(pass_tokens, load.validation_tokens) - of_step)
+    room = replace(room, kept=kept, pass_tokens=pass_tokens)
+    costs = cost(placement, load, recipe, stored, rates, room)
+    can_be_late = placement.weights != "device" and placement.optimizer_state != "device"  # see `AdamW`
+    if can_be_late and costs.forward.transfer_seconds(rates) > costs.forward.compute_seconds(load, rates):
+        costs = min(
+            (costs, cost(placement, load, recipe, stored, rates, room, is_late=True)),
+            key=lambda costs: costs.seconds_per_step,
+        )
+    state = total * sum(dtype.itemsize for kind, dtype in dtypes.items() if kind != "grad")
+    # A run on disk is its own checkpoint and replaces a layer at a time; others write one before they remove one.
+    one = largest * sum(dtype.itemsize for dtype in dtypes.values())
+    saved = (2 * one if placement.is_durable else 2 * state) + exported_elements(recipe, load) * 4
+    saved += kept_checkpoints(recipe, load.num_steps) * state
+    return Plan(
+        placement=placement,
+        precision={dtype: name for name, dtype in PRECISIONS.items()}[load.dtype],
+        reason=reason_for(recipe.precision, rates.compute),
+        num_parameters=load.num_parameters,
+        num_trained=load.num_trained,
+        tokens_per_step=load.mean_step_tokens,
+        device_bytes=device,
+        host_bytes=by_place["host"] + PROCESS_BYTES,
+        disk_bytes=by_place["disk"] + saved,
+        have=have,
+        room=room,
+        costs=costs,
+        rates=rates,
+        outlook=Outlook.of(
+            load.model_layouts,
+            load.width,
+            load.context,
+            (load.mean_step_tokens, load.mean_step_targets),
+            load.num_steps,
+            load.flops().model,
+        ),
+    )
+
+
+def _frozen_slots(recipe: Recipe, placement: Placement, load: Load) -> int:
+    """Bytes of the buffers on the device for weights that are not trained."""
+    if not load.frozen_elements or placement.of("frozen") == "device":
+        return 0
+    return (recipe.read_ahead + 1) * max(layout.numel for layout in load.frozen) * load.dtype.itemsize
+
+
+def _buffer_bytes(
+    room: Room,
+    placement: Placement,
+    dtypes: Mapping[Kind, torch.dtype],
+    stored: Mapping[Kind, torch.dtype],
+    load: Load,
+) -> int:
+    """Bytes of the buffers on the device: slots for weights, sums of gradients, parts of what only updates need."""
+    part, fp32 = min(room.part_numel, max(layout.numel for layout in load.layouts)), torch.float32
+    streamed = [kind for kind in stored if placement.of(kind) != "device"]
+    size = (room.read_ahead + 1) * slot_numel(load.layouts) * dtypes["weight"].itemsize if "weight" in streamed else 0
+    if "grad" in streamed or stored.get("grad") != fp32:
+        size += (room.gradients * sum_numel(load.layouts) + load.lent_elements) * fp32.itemsize
+    pooled = [dtypes[kind] for kind in streamed if kind != "weight"]
+    scratch = [fp32] * (1 + sum(dtype != fp32 for dtype in pooled))
+    return size + part * (room.parts * sum(dtype.itemsize for dtype in pooled) + sum(x.itemsize for x in scratch))
+
+
+def _kept(recipe: Recipe, num_blocks: int, free: int, per_block: int) -> int:
+    """Return how many blocks keep their activations: as many as the recipe says, or as there is room for."""
+    if isinstance(recipe.activations, int):
+        return min(recipe.activations, num_blocks)
+    fits = max(0, int(FREE_SHARE * free) // per_block)
+    return {"keep": num_blocks, "recompute": 0, "auto": min(fits, num_blocks)}[recipe.activations]
+
+
+def kept_checkpoints(recipe: Recipe, num_steps: int | None) -> int:
+    """Return how many checkpoints a run keeps at most, beside the one that it would resume from."""
+    regular = (num_steps or 0) // recipe.save_every if recipe.save_every else 0
+    newest = regular if recipe.num_newest_kept is None else min(regular, recipe.num_newest_kept)
+    return newest + recipe.keeps_best
+
+
+def keeps_gradients(recipe: Recipe, placement: Placement) -> bool:
+    """Tell whether gradients have a store: to wait for the global norm, or to survive a crash."""
+    return recipe.clip_norm is not None or placement.is_durable
+
+
+def device_cap(recipe: Recipe, is_shared: bool) -> int | None:
+    """Return the cap on the device's memory; where that is host memory too, the smaller of both."""
+    caps = (recipe.device_memory, recipe.host_memory if is_shared else None)
+    return min((cap for cap in caps if cap is not None), default=None)
+
+
+def shortage(needs: Sequence[Need], free: Free) -> str:
+    """Say what is lacking, resource by resource."""
+    there = {"disk": free.disk, "host memory": free.host}
+    parts = []
+    for each in needs:
+        if each.need <= each.have:
+            continue
+        limit = "free" if each.have == there.get(each.resource, free.device) else "allowed"
+        parts.append(f"{gigabytes(each.need)} of {each.resource}, {gigabytes(each.have)} is {limit}")
+    return "it needs " + ", and ".join(parts)
+
+
+def _least(free: int, cap: int | None) -> int:
+    return free if cap is None else min(free, cap)

@@ -1,0 +1,288 @@
+"""What this machine does in a second, measured: matrix products, memory, the link to the device, the disk."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gptj_ft.streaming.stores.state_file import digest
+from gptj_ft.system.direct_io import open_direct, read_bytes, write_bytes
+from gptj_ft.system.memory import allocate
+
+WIDTH, INNER = 4096, 16384  # GPT-J's MLP
+NARROW = 512  # its smaller kin's; products of such matrices reach less
+MOST_TOKENS = {"cpu": 1024, "cuda": 8192}  # computed at once; more do not make it faster
+LONGEST_PRODUCT = 2.0  # seconds
+PRODUCTS_SECONDS, MOST_PRODUCTS = 0.2, 50  # of one size
+COPY_BYTES = 128 * 2**20
+HEADS, ATTENDED, HEAD_DIM = 4, 512, 256  # of an attention that is measured
+NEAR_BYTES = 4 * 2**20  # of each of two tensors that the caches hold together
+FILE_BYTES = 512 * 2**20
+CHUNK_BYTES = 128 * 2**20
+LONGEST_TRANSFER = 1.5  # seconds after which a slow disk has shown what it does
+
+
+@dataclass(frozen=True)
+class ComputeRates:
+    """What a device does in a second.
+
+    Attributes:
+        fp32: FLOP/s of a matrix product, at GPT-J's width.
+        bf16: the same in bf16.
+        fp32_narrow: FLOP/s at a width of `NARROW`.
+        bf16_narrow: the same in bf16.
+        memory: bytes/s, read and written together, of a copy inside the device's memory.
+        near_memory: the same of a copy so small that it stays in the caches.
+        gelu: elements/s of GPT-J's activation, which on a CPU takes longer than reading and writing them.
+        attention: FLOP/s of causal attention to some hundred tokens.
+        to_device: bytes/s from host memory; where the device is the CPU, of a copy.
+        from_device: bytes/s to host memory.
+        load: average load of each core in the minute before; others may have slowed this down.
+    """
+
+    fp32: float
+    bf16: float
+    fp32_narrow: float
+    bf16_narrow: float
+    memory: float
+    near_memory: float
+    gelu: float
+    attention: float
+    to_device: float
+    from_device: float
+    load: float = 0.0
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as fp32 bf16 is."""
+        return self.bf16 / self.fp32
+
+    def matmul(self, dtype: torch.dtype, width: int = WIDTH) -> float:
+        """Return the FLOP/s of a matrix product in a model of some width; between the two measured, interpolated."""
+        is_half = dtype == torch.bfloat16
+        narrow, wide = (self.bf16_narrow, self.bf16) if is_half else (self.fp32_narrow, self.fp32)
+        share = math.log(min(max(width, NARROW), WIDTH) / NARROW) / math.log(WIDTH / NARROW)
+        return narrow + share * (wide - narrow)
+
+    def memory_for(self, size: float) -> float:
+        """Return the bytes/s of operations on tensors of so many bytes; between the two measured, interpolated."""
+        share = math.log(min(max(size, NEAR_BYTES), COPY_BYTES) / NEAR_BYTES) / math.log(COPY_BYTES / NEAR_BYTES)
+        return math.exp((1 - share) * math.log(self.near_memory) + share * math.log(self.memory))
+
+
+@dataclass(frozen=True)
+class DiskRates:
+    """What a file system does in a second, past the page cache and with several requests in flight; bytes/s.
+
+    Attributes:
+        read: while nothing is written.
+        write: while nothing is read.
+        mixed: read and written together, at the same time.
+        read_cpu: seconds of a processor that reading takes, per byte.
+        write_cpu: the same of writing, with the digest of what is written.
+    """
+
+    read: float
+    write: float
+    mixed: float
+    read_cpu: float = 0.0
+    write_cpu: float = 0.0
+
+    def seconds(self, read: float, written: float) -> float:
+        """Return how long it takes to read and to write so many bytes, side by side as long as there are both."""
+        both = min(read, written)
+        return 2 * both / self.mixed + (read - both) / self.read + (written - both) / self.write
+
+    def cpu_seconds(self, read: float, written: float) -> float:
+        """Return the seconds of a processor that reading and writing so many bytes takes."""
+        return read * self.read_cpu + written * self.write_cpu
+
+
+ASSUMED_DISK = DiskRates(read=0.5e9, write=0.5e9, mixed=0.5e9)  # of a plain SSD, where there is no room to measure
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the machine does in a second.
+
+    Attributes:
+        compute: of the device.
+        disk: of a file system.
+        on_cpu: the device is the CPU, which does the work of transfers too.
+    """
+
+    compute: ComputeRates
+    disk: DiskRates
+    on_cpu: bool = False
+
+    @property
+    def is_disk_assumed(self) -> bool:
+        return self.disk == ASSUMED_DISK
+
+
+def measure_compute(device: torch.device) -> ComputeRates:
+    """Measure a device: some three seconds on two cores."""
+    load = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
+    one, other = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    copy = to_device = from_device = _copy_rate(one, other)
+    near = max(copy, _copy_rate(one[:NEAR_BYTES], other[:NEAR_BYTES]))
+    if device.type == "cuda":
+        pinned = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+        to_device, from_device = _copy_rate(pinned, one), _copy_rate(one, pinned)
+    del one, other
+    dtypes = (torch.float32, torch.bfloat16)
+    wide = [matmul_rate(device, dtype) for dtype in dtypes]
+    narrow = [matmul_rate(device, dtype, NARROW, 2 * NARROW) for dtype in dtypes]
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps for later would count as taken
+    return ComputeRates(
+        wide[0], wide[1], narrow[0], narrow[1], 2 * copy, 2 * near, *_block_rates(device), to_device, from_device, load
+    )
+
+
+def _block_rates(device: torch.device) -> tuple[float, float]:
+    """Measure what of a block is no product with weights: elements/s of GELU, FLOP/s of causal attention."""
+    x = torch.full((4 * NEAR_BYTES // 4,), 0.5, device=device)
+    q = torch.full((1, HEADS, ATTENDED, HEAD_DIM), 0.01, device=device)
+    gelu = min(_seconds(lambda: F.gelu(x, approximate="tanh"), device) for _ in range(3))
+    attention = min(_seconds(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True), device) for _ in range(3))
+    return x.numel() / gelu, 2.0 * HEADS * ATTENDED**2 * HEAD_DIM / attention
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype, width: int = WIDTH, inner: int = INNER) -> float:
+    """Measure [tokens, width] @ [width, inner]: FLOP/s, the best over token counts.
+
+    The tokens grow while that helps, and while a product does not take too long.
+    """
+    most = MOST_TOKENS.get(device.type, MOST_TOKENS["cpu"])
+    weight = torch.full((inner, width), 0.01, device=device).to(dtype)
+    tokens, best = most // 64, 0.0
+    while True:
+        seconds = _matmul_seconds(torch.full((tokens, width), 0.01, device=device).to(dtype), weight)
+        rate = 2 * tokens * width * inner / seconds
+        if rate < 1.1 * best or 4 * tokens > most or 4 * seconds > LONGEST_PRODUCT:
+            return max(best, rate)
+        tokens, best = 4 * tokens, rate
+
+
+def _matmul_seconds(x: Tensor, weight: Tensor) -> float:
+    """Return the median time of a product; one that takes long is done once."""
+    seconds = _seconds(lambda: F.linear(x, weight), x.device)
+    if seconds > LONGEST_PRODUCT / 4:
+        return seconds
+    repeats = max(2, min(MOST_PRODUCTS, round(PRODUCTS_SECONDS / seconds)))
+    return median([seconds, *(_seconds(lambda: F.linear(x, weight), x.device) for _ in range(repeats))])
+
+
+def measure_disk(folder: Path, file_bytes: int = FILE_BYTES, chunk_bytes: int = CHUNK_BYTES) -> DiskRates:
+    """Measure the file system of a folder in the way that the disk store uses it; leaves nothing behind.
+
+    Args:
+        folder: where to.
+        file_bytes: written to each of two files, or less if that takes long.
+        chunk_bytes: moved by one call.
+
+    Raises:
+        OSError, ResourceError: it cannot be written, or fails.
+    """
+    with _nameless_file(folder) as old, _nameless_file(folder) as new:
+        source, target = _noise(chunk_bytes), _noise(chunk_bytes)
+        written = _transfer(lambda offset: _write(old, source, offset), file_bytes, chunk_bytes).bytes
+        # Over what is there, as a run does from its second step on: new blocks can take more than twice as long.
+        write = _transfer(lambda offset: _write(old, source, offset), written, chunk_bytes)
+        if hasattr(os, "posix_fadvise"):  # where direct I/O is not taken, reads must not come from the page cache
+            os.posix_fadvise(old, 0, written, os.POSIX_FADV_DONTNEED)
+        read = _transfer(lambda offset: read_bytes(old, target, offset), written, chunk_bytes)
+        _transfer(lambda offset: _write(new, source, offset), written, chunk_bytes)
+        mixed = _mixed_rate(lambda offset: _write(new, source, offset), old, target, written)
+        digested = _transfer(lambda offset: digest(source), written, chunk_bytes)
+    return DiskRates(
+        read.bytes / read.seconds,
+        write.bytes / write.seconds,
+        mixed,
+        read.cpu_seconds / read.bytes,
+        write.cpu_seconds / write.bytes + digested.cpu_seconds / digested.bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """Some bytes that were moved, what that took and what it took of all processors."""
+
+    bytes: int
+    seconds: float
+    cpu_seconds: float
+
+
+def _mixed_rate(write: Callable[[int], None], old: int, target: memoryview, file_bytes: int) -> float:
+    """Read one file over and over while another is written; return the bytes/s of both together."""
+    part = target[: len(target) // 4]  # small, so that little is read after the last write
+    num_read, start = 0, time.perf_counter()
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(_transfer, write, file_bytes, len(target))
+        while not writing.done():
+            num_read += read_bytes(old, part, num_read % file_bytes)
+    return (writing.result().bytes + num_read) / (time.perf_counter() - start)
+
+
+def _transfer(move: Callable[[int], object], most: int, chunk: int) -> _Moved:
+    """Move chunks until there are no more or time is up."""
+    start, cpu_start, done, seconds = time.perf_counter(), time.process_time(), 0, 0.0
+    while done == 0 or (done < most and seconds < LONGEST_TRANSFER):
+        move(done)
+        done += chunk
+        seconds = time.perf_counter() - start
+    return _Moved(done, seconds, time.process_time() - cpu_start)
+
+
+def _write(descriptor: int, source: memoryview, offset: int) -> None:
+    write_bytes(descriptor, source, offset)
+    os.fsync(descriptor)  # costs little, and bounds what the page cache takes up where there is no direct I/O
+
+
+@contextmanager
+def _nameless_file(folder: Path) -> Iterator[int]:
+    """Open a new file that is gone as soon as it is closed, or this process ends, however it ends."""
+    path = folder / f".measure-{uuid.uuid4().hex}"
+    descriptor = open_direct(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        path.unlink()
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _noise(size: int) -> memoryview:
+    """Return bytes that no disk can compress, on a page boundary."""
+    words = allocate(size // 8, torch.int64, torch.device("cpu"))
+    words.random_(generator=torch.Generator().manual_seed(0))  # the generator that runs use is left alone
+    return memoryview(words.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _copy_rate(source: Tensor, target: Tensor) -> float:
+    """Return the bytes/s of a copy; the best of three, the first of which has touched the memory."""
+    device = source.device if source.device.type != "cpu" else target.device
+    seconds = min(_seconds(lambda: target.copy_(source, non_blocking=True), device) for _ in range(3))
+    return source.nbytes / seconds
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

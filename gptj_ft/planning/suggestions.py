@@ -1,0 +1,122 @@
+"""Which options would make a run fit: found by turning them and forecasting again, not by rule of thumb."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from gptj_ft.config.options import Recipe
+from gptj_ft.planning.workload import Load
+
+LEAST_LENGTH = 64  # tokens a row; below that a run is of no use
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A run with some options turned, and how to type them."""
+
+    recipe: Recipe
+    load: Load
+    typed: tuple[str, ...] = ()
+
+    def turned(self, typed: str, load: Load | None = None, **options: Any) -> Setting:
+        """Return the run with more options turned."""
+        return Setting(self.recipe.model_copy(update=options), load or self.load, (*self.typed, typed))
+
+
+Knob = Callable[[Setting], Iterator[Setting]]
+"""Yields what an option can be turned to, the least change first."""
+Lack = Callable[[Recipe, Load], int]
+"""Returns the bytes that a run lacks where it lacks the least; 0 if it fits."""
+
+
+def advise(recipe: Recipe, load: Load, lack: Lack, ways: Sequence[str] = (), has_begun: bool = False) -> str:
+    """Return which options to change, as a phrase: the two that help most.
+
+    Options that change no number of the run come first. Where none is enough alone, pairs are tried.
+
+    Args:
+        recipe: of the run that does not fit.
+        load: what it asks for.
+        lack: what it would lack, were these different.
+        ways: other ways to make it fit, which come before all.
+        has_begun: whether the run is resumed, which only takes options that change no number.
+    """
+    now, knobs = Setting(recipe, load), HARMLESS if has_begun else (*HARMLESS, *OTHERS)
+    enough = [first for knob in knobs if (first := _first(knob(now), lack))]
+    ways = [*ways, *(" ".join(setting.typed) for setting in enough)]
+    if ways:
+        return "try " + ", or ".join(ways[:2])
+    for one, other in combinations(knobs, 2):
+        if both := _first((last for first in one(now) for last in other(first)), lack):
+            return "try " + " with ".join(both.typed)
+    furthest = [settings[-1] for knob in knobs if (settings := list(knob(now)))]
+    lacks = {" ".join(setting.typed): lack(setting.recipe, setting.load) for setting in furthest}
+    best = sorted((typed for typed in lacks if lacks[typed] < lack(recipe, load)), key=lambda typed: lacks[typed])
+    return f"{' with '.join(best[:2])} helps most, but is not enough" if best else "no option makes it fit"
+
+
+def _first(settings: Iterator[Setting], lack: Lack) -> Setting | None:
+    return next((setting for setting in settings if not lack(setting.recipe, setting.load)), None)
+
+
+def _stream_more(now: Setting) -> Iterator[Setting]:
+    forced: dict[str, Any] = {
+        name: "auto" for name in ("weights", "optimizer_state", "boundaries") if getattr(now.recipe, name) != "auto"
+    }
+    if forced:
+        yield now.turned(" ".join(f"--{name.replace('_', '-')} auto" for name in forced), **forced)
+
+
+def _read_less_ahead(now: Setting) -> Iterator[Setting]:
+    for layers in range(now.recipe.read_ahead - 1, -1, -1):
+        yield now.turned(f"--set read_ahead={layers}", read_ahead=layers)
+
+
+def _lift_caps(now: Setting) -> Iterator[Setting]:
+    caps = [name for name in ("device_memory", "host_memory", "disk_space") if getattr(now.recipe, name) is not None]
+    if caps:
+        names = " and ".join("--" + name.replace("_", "-") for name in caps)
+        yield now.turned(f"a larger {names}", **dict.fromkeys(caps))
+
+
+def _compute_less_at_once(now: Setting) -> Iterator[Setting]:
+    for tokens in _halves(min(now.recipe.micro_batch_tokens, now.load.step_tokens), now.load.longest_row):
+        load = replace(now.load, micro_batch_tokens=max(tokens, now.load.longest_row))
+        yield now.turned(f"--set micro_batch_tokens={tokens}", load, micro_batch_tokens=tokens)
+
+
+def _smaller_batches(now: Setting) -> Iterator[Setting]:
+    for rows in _halves(now.recipe.batch_size, 1):
+        load = _scaled(now.load, rows / now.recipe.batch_size)
+        yield now.turned(f"--batch-size {rows}", load, batch_size=rows)
+
+
+def _shorter_rows(now: Setting) -> Iterator[Setting]:
+    for length in _halves(min(now.recipe.max_length, now.load.longest_row), LEAST_LENGTH):
+        load = _scaled(replace(now.load, longest_row=length), length / now.load.longest_row)
+        load = replace(load, micro_batch_tokens=max(now.recipe.micro_batch_tokens, length))
+        yield now.turned(f"--max-length {length}", load, max_length=length)
+
+
+HARMLESS: Sequence[Knob] = (_stream_more, _read_less_ahead, _lift_caps)  # change no number of the run
+OTHERS: Sequence[Knob] = (_compute_less_at_once, _smaller_batches, _shorter_rows)  # the first only its rounding
+
+
+def _halves(value: int, least: int) -> Iterator[int]:
+    """Yield half of a value, a quarter and so on, down to the least."""
+    while value > least:
+        value = max(value // 2, least)
+        yield value
+
+
+def _scaled(load: Load, share: float) -> Load:
+    """Return a load whose steps have a share of the tokens, but hold a row at least."""
+    return replace(
+        load,
+        step_tokens=max(round(load.step_tokens * share), load.longest_row),
+        mean_step_tokens=load.mean_step_tokens * share,
+        mean_step_targets=load.mean_step_targets * share,
+    )

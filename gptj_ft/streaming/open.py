@@ -1,0 +1,267 @@
+"""A model folder, opened as a stack of layers: to be trained, or to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from gptj_ft.checkpoints.fingerprint import check_base
+from gptj_ft.checkpoints.formats.peft import Adapter, base_folder, open_adapter
+from gptj_ft.checkpoints.model_folder import Checkpoint, check, layer_tensor, open_checkpoint, tensor_source
+from gptj_ft.models.layout import MOMENTS, Kind, Layout
+from gptj_ft.models.lora import A, B, initialise, is_adapter, linear_layers
+from gptj_ft.models.registry import Architecture, read_architecture
+from gptj_ft.models.trainable import Selection, adapted
+from gptj_ft.streaming.activations import Away
+from gptj_ft.streaming.model import LayerStack, Room
+from gptj_ft.streaming.stores.device import DeviceStore
+from gptj_ft.streaming.stores.folder import FolderStore
+from gptj_ft.streaming.stores.host import HostStore
+from gptj_ft.streaming.stores.placement import Place, Placement, open_boundaries, open_stores
+from gptj_ft.system.cuda import marks
+from gptj_ft.system.digests import check_weights
+from gptj_ft.system.machine import free_memory
+
+FROZEN: Kind = "frozen"
+
+
+def training_stack(
+    architecture: Architecture,
+    placement: Placement,
+    dtypes: Mapping[Kind, torch.dtype],
+    device: torch.device,
+    folder: Path,
+    room: Room = Room(),
+    keep_gradients: bool = True,
+    boundary: Layout | None = None,
+    selection: Selection | None = None,
+) -> LayerStack:
+    """Open empty stores for training a model; `load_weights` or a checkpoint fills them.
+
+    What is not trained has no store yet: see `open_frozen`.
+
+    Args:
+        architecture: of the model.
+        placement: where its tensors live.
+        dtypes: of each kind, see `stores.placement.training_dtypes`.
+        device: where the computation runs.
+        folder: for what lives on disk.
+        room: how much may be on the device at once.
+        keep_gradients: whether updates wait for the global norm, so that gradients need a store.
+        boundary: layout of a layer's inputs; needed where the placement keeps them off the device.
+        selection: what is trained; by default everything.
+    """
+    if selection is None:
+        selection = Selection.of(architecture.layers, lambda *_: True)
+    stored = {kind: dtype for kind, dtype in dtypes.items() if kind != "grad" or keep_gradients}
+    stores = open_stores(placement, selection.trained, stored, device, folder, room.part_numel)
+    stack = LayerStack(selection.build(), dtypes, stores, device, room, selection.trained, selection.frozen)
+    if placement.boundaries != "device":
+        assert boundary is not None
+        compute, part_numel = stack.compute_dtype, room.part_numel
+        store = open_boundaries(placement, boundary, len(stack.layers), compute, device, folder, part_numel)
+        stack.boundaries = Away(store, boundary.numel, part_numel, compute, device, stack)
+    return stack
+
+
+def open_frozen(stack: LayerStack, architecture: Architecture, checkpoint: Checkpoint, place: Place) -> None:
+    """Give a stack the weights that are not trained, if there are any.
+
+    Args:
+        stack: the model.
+        architecture: of the model.
+        checkpoint: where they come from.
+        place: where they live; ``disk``: they are read from the checkpoint each time.
+    """
+    find = partial(tensor_source, architecture, checkpoint)
+    if any(layout.numel for layout in stack.frozen):
+        stack.stores = {**stack.stores, "frozen": FolderStore(stack.frozen, find, stack.device)}
+        if place != "disk":
+            _settle_frozen(stack, place)
+
+
+def _settle_frozen(stack: LayerStack, place: Place) -> None:
+    """Copy the weights that are not trained from where they are read to a place of their own."""
+    source, kinds = stack.stores["frozen"], {FROZEN: stack.compute_dtype}
+    store = (DeviceStore if place == "device" else HostStore)(stack.frozen, kinds, stack.device)
+    for layer, layout in enumerate(stack.frozen):
+        if not layout.numel:
+            continue
+        if store.resident:
+            own = store.read(FROZEN, layer, None).result()
+            source.read(FROZEN, layer, own, 0, marks(stack.device)).result()  # not before it has been zeroed
+            continue
+        slot, _ = stack.frozen_slots.take(None)
+        values = slot.tensor[: layout.numel]
+        slot.transfers.append(source.read(FROZEN, layer, values, 0, tuple(slot.transfers)))
+        slot.transfers.append(store.write(FROZEN, layer, values, 0, tuple(slot.transfers)))
+        slot.release()
+    store.drain()
+    source.close()
+    stack.stores = {**stack.stores, FROZEN: store}
+
+
+def load_weights(
+    stack: LayerStack,
+    architecture: Architecture,
+    checkpoint: Checkpoint,
+    seed: int = 0,
+    moments: Mapping[Kind, Checkpoint] | None = None,
+) -> None:
+    """Fill a training stack layer by layer.
+
+    Args:
+        stack: what is trained.
+        architecture: of the model.
+        checkpoint: its weights.
+        seed: what adapters are drawn by.
+        moments: what each begins as, under the names of the parameters; none: zeros.
+    """
+
+    def load(layer: int, name: str, view: Tensor) -> None:
+        if is_adapter(name):
+            initialise(name, view, (seed, layer))
+        else:
+            view.copy_(layer_tensor(architecture, checkpoint, layer, name))
+
+    def load_moment(layer: int, kind: Kind, name: str, view: Tensor) -> None:
+        assert moments is not None
+        view.copy_(layer_tensor(architecture, moments[kind], layer, name))
+
+    for layer in stack.trained:
+        fill_layer(stack, layer, partial(load, layer), partial(load_moment, layer) if moments else None)
+    stack.drain()
+    stack.forget_parts()
+
+
+def fill_layer(
+    stack: LayerStack,
+    layer: int,
+    fill: Callable[[str, Tensor], object],
+    fill_moment: Callable[[Kind, str, Tensor], object] | None = None,
+) -> None:
+    """Give a layer its first state.
+
+    Args:
+        stack: the model.
+        layer: number of the layer.
+        fill: called with each parameter's name and a view, fp32, to put its values into.
+        fill_moment: the same for each of the two moments; ``None``: they are zeros.
+    """
+    layout, kinds = stack.layouts[layer], tuple(kind for kind in stack.dtypes if kind != "grad")
+    slot, _ = stack.gradients(layer).take(None)  # as large as the layer, and fp32
+    flat = slot.tensor[: layout.numel].zero_()
+    for name, view in layout.views(flat).items():
+        fill(name, view)
+    for kind in kinds:
+        if kind in MOMENTS and fill_moment is None:
+            stack.write_parts(kind, layer, lambda start, part: part.zero_())
+            continue
+        if kind in MOMENTS and fill_moment is not None:
+            flat.zero_()
+            for name, view in layout.views(flat).items():
+                fill_moment(kind, name, view)
+        stack.write_parts(kind, layer, lambda start, part: part.copy_(flat[start : start + len(part)]))
+    slot.release()
+    stack.commit(kinds, layer, 0)
+
+
+def trained_parameters(stack: LayerStack) -> Iterator[dict[str, Tensor]]:
+    """Yield what is trained of each layer, fp32, on the CPU; valid until the next is asked for."""
+    for layer in range(len(stack.layers)):
+        views = flat_views(stack, stack.parameter, layer) if layer in stack.trained else {}
+        yield {name: view.cpu() for name, view in views.items()}
+
+
+def whole_layers(
+    architecture: Architecture, folder: Path, selection: Selection, trained: Iterator[dict[str, Tensor]]
+) -> Iterator[dict[str, Tensor]]:
+    """Yield each layer's tensors: what was trained of it, and the rest as it is in the folder the model comes from."""
+    with open_checkpoint(folder) as checkpoint:
+        for layer, frozen in enumerate(selection.frozen):
+            # Not zip(), which keeps the layer before in memory while the next is made.
+            yield {
+                **{
+                    name: layer_tensor(architecture, checkpoint, layer, name)
+                    for name in frozen.shapes.keys() - frozen.copied
+                },
+                **next(trained),
+            }
+
+
+def flat_views(stack: LayerStack, kind: Kind, layer: int) -> dict[str, Tensor]:
+    """Return a layer's tensors of one kind in fp32, by parameter; valid until the next are asked for."""
+    slot, _ = stack.gradients(layer).take(None)
+    flat = slot.tensor[: stack.layouts[layer].numel]
+    for start, part in stack.read_parts(kind, layer):
+        flat[start : start + len(part)] = part
+    slot.release()
+    return stack.layouts[layer].views(flat)
+
+
+def load_adapter(stack: LayerStack, architecture: Architecture, adapter: Adapter) -> None:
+    """Give a stack that is only read the matrices of its adapters, on the device."""
+    store = DeviceStore(stack.layouts, {"weight": stack.compute_dtype}, stack.device)
+    for module, (layer, local) in linear_layers(architecture).items():
+        if module in adapter.ranks:
+            views = stack.layouts[layer].views(store.read("weight", layer, None).result())
+            for matrix in (A, B):
+                views[f"{local}.{matrix}"].copy_(adapter.read(module, matrix))
+    stack.stores = {**stack.stores, "weight": store}
+
+
+@contextmanager
+def reading_stack(
+    folder: Path,
+    device: torch.device,
+    compute: torch.dtype,
+    weights: str = "auto",
+    read_ahead: int = 1,
+    memory_cap: int | None = None,
+) -> Iterator[tuple[Architecture, LayerStack]]:
+    """Open a model folder to evaluate it or to write with it; an adapter's folder, with the model that it is for.
+
+    Args:
+        folder: a model folder of any form that `formats.huggingface` reads, or an adapter in PEFT's.
+        device: where it runs.
+        compute: type of the computation.
+        weights: ``device`` keeps them there, ``host`` streams them from a copy in RAM, ``disk`` from the folder;
+            ``auto`` takes the first of these for which there is room.
+        read_ahead: layers read before they are needed.
+        memory_cap: most bytes of the device to use, for ``auto``; ``None``: what is free.
+
+    Raises:
+        UsageError, DataError: as `families.read_architecture`, `formats.huggingface.check` and
+            `formats.adapters.open_adapter`.
+    """
+    base = base_folder(folder)
+    architecture = read_architecture(base)
+    with open_checkpoint(base) as checkpoint:
+        check(architecture, checkpoint)
+        for used in {base, folder}:
+            check_weights(used)
+        adapter = open_adapter(folder, architecture) if base != folder else None
+        if adapter:
+            check_base(folder, architecture, checkpoint)
+        selection = adapted(architecture, adapter.ranks if adapter else {})
+        dtypes: dict[Kind, torch.dtype] = {"weight": compute}
+        if weights == "auto":
+            size = sum(layout.numel for layout in selection.frozen) * compute.itemsize
+            free = free_memory(device)
+            fits_host = device.type != "cpu" and size < 0.7 * free_memory(torch.device("cpu"))
+            weights = "device" if size < 0.7 * min(free, memory_cap or free) else "host" if fits_host else "disk"
+        room = Room(read_ahead)
+        stack = LayerStack(selection.build(), dtypes, {}, device, room, selection.trained, selection.frozen)
+        try:
+            open_frozen(stack, architecture, checkpoint, cast("Place", weights))
+            if adapter:
+                load_adapter(stack, architecture, adapter)
+            yield architecture, stack
+        finally:
+            stack.close()

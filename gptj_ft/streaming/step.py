@@ -1,0 +1,401 @@
+"""The weights pass through the device, one layer at a time. This is the page the rest of the program stands on.
+
+    forward   for each layer, upwards:     apply its pending update; run every micro-batch; keep the boundaries
+    loss      the head, on the positions that carry a target only, in chunks: forward and backward at once
+    backward  for each layer, downwards:   run every micro-batch again from its boundary; sum the gradient; send it away
+              (the last layers may be kept instead of run again: see `Graph`)
+
+The layer is the outer loop and the micro-batch the inner one: weights cross the link twice per optimizer step however
+many micro-batches there are. While a layer computes, the next one is being read and the last one written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gptj_ft.errors import NotFinite
+from gptj_ft.models.layers import NO_TARGET, PackedBatch, Rows
+from gptj_ft.streaming.activations import Boundaries
+from gptj_ft.streaming.layer_load import Passage, Updater, Visit
+from gptj_ft.streaming.model import LayerStack
+
+HEAD_CHUNK_BYTES = 128 * 2**20  # of fp32 logits
+
+
+class Trainer(Updater, Protocol):
+    """What a training step asks of an optimizer."""
+
+    def visit_up(self, layer: int) -> Visit:
+        """What the forward pass does with a layer; the head, which is the turn, is visited upwards only."""
+
+    def visit_down(self, layer: int) -> Visit:
+        """What the backward pass does with a layer."""
+
+    def after_backward(self, loaded: Passage) -> None:
+        """Take the layer's gradient, ``loaded.tensors["grad"]``."""
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """Sum of the losses of the target tokens, how many there were, and the sum of their z-losses, kept apart."""
+
+    total: float
+    num_targets: int
+    z_total: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.num_targets if self.num_targets else math.nan
+
+    @property
+    def z_mean(self) -> float:
+        return self.z_total / self.num_targets if self.num_targets else math.nan
+
+
+def stream(stack: LayerStack, visits: Iterable[Visit], updater: Updater | None = None) -> Iterator[Passage]:
+    """Yield each visit's layer, on the device and updated, the next ones already on their way.
+
+    A layer's tensors are valid until the next one is asked for. One stream at a time: a new one ends the last.
+    """
+    stack.abandon()
+    upcoming, coming, settled = iter(visits), deque[Passage](), dict[int, Passage]()
+    stack.coming = coming
+    following = next(upcoming, None)
+    while following or coming:
+        # A layer that is still to be visited may change on that visit: it is not asked for a second time before, nor is
+        # a layer that borrows from it.
+        while (
+            following
+            and sum(passage.takes_room for passage in coming) <= stack.room.read_ahead
+            and not stack.sources(following.layer) & {x.index for x in coming}
+        ):
+            coming.append(settled.get(following.layer) or Passage(stack, following, updater))
+            following = next(upcoming, None)
+        stack.pump()
+        loaded = coming.popleft()
+        loaded.finish()
+        if loaded.is_settled:
+            settled[loaded.index] = loaded
+        yield loaded
+        loaded.release()
+
+
+def train_step(stack: LayerStack, updater: Trainer, batches: Sequence[PackedBatch], z_loss: float = 0.0) -> StepLoss:
+    """Run forward, loss and backward for the micro-batches of one optimizer step.
+
+    The loss is the sum over target tokens divided by the target tokens of the whole step, whatever the micro-batches;
+    ``z_loss`` is the weight of the z-loss, see `head_gradients`.
+    """
+    top = len(stack.layers) - 1
+    up = [updater.visit_up(layer) for layer in range(top + 1)]
+    down = [updater.visit_down(layer) for layer in reversed(range(stack.lowest_trained, top))]
+    layers = stream(stack, [*up, *down], updater)
+    graphs = {layer: Graph() for layer in range(max(1, stack.lowest_trained, top - stack.room.kept), top)}
+    boundaries = stack.boundaries
+    boundaries.begin()
+    hidden = forward(islice(layers, top), batches, graphs, boundaries)
+    head = next(layers)
+    loss, gradients = head_gradients(head, hidden, batches, z_loss)
+    if head.layout.numel:
+        updater.after_backward(head)
+    backward(layers, boundaries, gradients, batches, graphs, updater)
+    return loss
+
+
+class SavedView(NamedTuple):
+    """Where something lies in one of a layer's flat tensors."""
+
+    which: int
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class Graph:
+    """The autograd graphs of a layer, one per micro-batch, kept from forward to backward instead of recomputed.
+
+    The layer's weights do not stay in between: what a graph has saved of them is noted as a place in the flat tensor,
+    and looked up in the slot that the layer is in when backward comes to it.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, Tensor] = {}
+        self.inputs: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+        self._weights: tuple[Tensor, ...] = ()
+
+    def run(self, loaded: Passage, inputs: Sequence[Tensor], batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Run the layer on every micro-batch; return what it gives, without history."""
+        self.load(loaded)
+        self.parameters = leaves(loaded)
+        self.inputs = [x.detach().requires_grad_(loaded.is_above_trained) for x in inputs]
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            self.outputs = [
+                run_layer(loaded, self.parameters, x, batch) for x, batch in zip(self.inputs, batches, strict=True)
+            ]
+        return [output.detach() for output in self.outputs]
+
+    def load(self, loaded: Passage) -> None:
+        """Say where the layer's weights are now."""
+        self._weights = loaded.frozen, *((loaded.tensors["weight"],) if loaded.layout.numel else ())
+
+    def _pack(self, saved: Tensor) -> Tensor | SavedView:
+        for which, flat in enumerate(self._weights):
+            if flat.numel() and saved.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr():
+                return SavedView(
+                    which, int(saved.storage_offset() - flat.storage_offset()), saved.shape, saved.stride()
+                )
+        return saved
+
+    def _unpack(self, packed: Tensor | SavedView) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        flat = self._weights[packed.which]
+        return flat.as_strided(packed.shape, packed.stride, flat.storage_offset() + packed.offset)
+
+
+def forward(
+    layers: Iterator[Passage],
+    batches: Sequence[PackedBatch],
+    graphs: Mapping[int, Graph] | None = None,
+    boundaries: Boundaries | None = None,
+) -> list[Tensor]:
+    """Run the layers below the head on every micro-batch.
+
+    Args:
+        layers: as they come.
+        batches: the micro-batches.
+        graphs: for training, the layers whose graphs are kept, and where.
+        boundaries: for training, what keeps the inputs of the others.
+
+    Returns:
+        What the head takes, one per micro-batch.
+    """
+    hidden: list[Tensor] = [batch.tokens_T for batch in batches]
+    for loaded in layers:
+        if graphs and loaded.index in graphs:
+            hidden = graphs[loaded.index].run(loaded, hidden, batches)
+            continue
+        if boundaries is not None and loaded.is_passed_by_backward:
+            boundaries.put(loaded.index, hidden)
+        parameters = loaded.parameters_for(batches)
+        # Nothing that writing leaves behind is ever trained on, so that autograd need not hear of it at all.
+        with torch.no_grad() if batches[0].cache is None else torch.inference_mode():
+            hidden = [run_layer(loaded, parameters, x, batch) for x, batch in zip(hidden, batches, strict=True)]
+    return hidden
+
+
+def run_layer(loaded: Passage, parameters: Mapping[str, Tensor | Rows], x: Tensor, batch: PackedBatch) -> Tensor:
+    """Return what a layer below the head makes of a micro-batch."""
+    with dropping(loaded, batch):
+        return loaded.run(parameters, x, batch)
+
+
+@contextmanager
+def dropping(loaded: Passage, batch: PackedBatch, chunk: int = 0) -> Iterator[None]:
+    """Have a layer drop what belongs to this batch: the same whenever and wherever it is computed."""
+    if batch.noise is None:
+        yield
+        return
+    device = batch.tokens_T.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(batch.noise + (chunk << 20) + loaded.index)
+        loaded.module.train()
+        try:
+            yield
+        finally:
+            loaded.module.eval()
+
+
+def backward(
+    layers: Iterator[Passage],
+    boundaries: Boundaries,
+    gradients: list[Tensor],
+    batches: Sequence[PackedBatch],
+    graphs: dict[int, Graph],
+    updater: Trainer,
+) -> None:
+    """Carry the gradients of the head's inputs down through the layers, recomputing those without a graph.
+
+    Boundaries, gradients and graphs are consumed: a layer's memory is free as soon as it has been passed.
+    """
+    for loaded in layers:
+        graph = graphs.pop(loaded.index, None)
+        inputs = boundaries.take(loaded.index) if graph is None else graph.inputs
+        if graph is not None:
+            graph.load(loaded)
+        parameters = graph.parameters if graph else leaves(loaded)
+        for b in reversed(range(len(batches))):
+            if graph is not None:
+                x, output = inputs.pop(), graph.outputs.pop()
+            else:
+                x = inputs[b].detach()
+                x.requires_grad_(loaded.is_above_trained)
+                output = run_layer(loaded, parameters, x, batches[b])
+            if (
+                b == len(batches) - 1 and loaded.is_trained
+            ):  # not before: while this was recomputed, the gradient above could leave
+                sum_gradients(loaded, parameters)
+            torch.autograd.backward(output, gradients[b])
+            if x.grad is not None:
+                gradients[b] = x.grad
+        if loaded.layout.numel:
+            updater.after_backward(loaded)
+
+
+def leaves(loaded: Passage) -> dict[str, Tensor]:
+    """Return a layer's parameters, those that are trained as leaves of a graph."""
+    trained = {name: view.detach().requires_grad_() for name, view in loaded.trained_parameters().items()}
+    return {**loaded.parameters(), **trained}
+
+
+def sum_gradients(loaded: Passage, parameters: dict[str, Tensor]) -> None:
+    """Have autograd sum the gradients of these leaves into the layer's flat gradient, in fp32.
+
+    Those of borrowed parameters go into the flat gradient of the layer that they are of.
+    """
+    for name, total in loaded.gradients().items():
+        parameter = parameters[name]
+        if parameter.dtype == total.dtype:
+            parameter.grad = total
+        else:
+            parameter.register_post_accumulate_grad_hook(_adder(total))  # type: ignore[no-untyped-call]
+
+
+def _adder(total: Tensor) -> Callable[[Tensor], None]:
+    def add(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        total.add_(parameter.grad)
+        parameter.grad = None
+
+    return add
+
+
+def head_gradients(
+    head: Passage, hidden: list[Tensor], batches: Sequence[PackedBatch], z_loss: float = 0.0
+) -> tuple[StepLoss, list[Tensor]]:
+    """Compute the loss, the head's gradient and the gradients of its inputs.
+
+    Args:
+        head: the head.
+        hidden: the head's inputs, one [T, D] per micro-batch; freed on the way.
+        batches: the micro-batches of the whole step.
+        z_loss: weight of log(Z)^2, Z the sum of a token's exponentiated logits, which keeps logits from drifting
+            (https://arxiv.org/abs/2204.02311, section 5; GPT-J was pre-trained with 1e-4). 0: not computed.
+
+    Returns:
+        The loss of the step, and for each micro-batch d(mean loss + mean z-loss)/d(hidden), [T, D].
+
+    Raises:
+        NotFinite: the loss; no weight has been touched by this step.
+    """
+    parameters = leaves(head)
+    if head.is_trained:
+        sum_gradients(head, parameters)
+    num_targets = sum(batch.num_targets for batch in batches)
+    total, z_total, gradients = 0.0, 0.0, []
+    for b, batch in enumerate(batches):
+        gradient_TD = torch.zeros_like(hidden[b])
+        for number, positions_S in enumerate(target_chunks(head, batch)):
+            x_SD = hidden[b][positions_S].requires_grad_(head.is_above_trained)
+            with dropping(head, batch, number):
+                logits_SV = head.run(parameters, x_SD)
+            loss = F.cross_entropy(logits_SV, batch.targets_T[positions_S], reduction="sum")
+            z = z_loss * logits_SV.logsumexp(-1).square().sum() if z_loss else loss.new_zeros(())
+            ((loss + z) / num_targets).backward()  # type: ignore[no-untyped-call]
+            if x_SD.grad is not None:
+                gradient_TD[positions_S] = x_SD.grad
+            total, z_total = total + loss.item(), z_total + z.item()
+        gradients.append(gradient_TD)
+        hidden[b] = gradient_TD.new_empty(0)
+    if not math.isfinite(total + z_total):
+        raise NotFinite("the loss is not finite")
+    return StepLoss(total, num_targets, z_total), gradients
+
+
+def target_chunks(head: Passage, batch: PackedBatch) -> Sequence[Tensor]:
+    """Return the positions that carry a target, in chunks whose logits stay below `HEAD_CHUNK_BYTES`."""
+    positions = (batch.targets_T != NO_TARGET).nonzero().squeeze(-1)
+    return torch.split(positions, _chunk_size(head)) if len(positions) else ()
+
+
+def _chunk_size(head: Passage) -> int:
+    vocabulary = max(len(parameter) for parameter in head.parameters().values() if parameter.ndim == 2)
+    return max(1, HEAD_CHUNK_BYTES // (4 * vocabulary))
+
+
+def evaluate_losses(stack: LayerStack, batches: Sequence[PackedBatch]) -> list[StepLoss]:
+    """Return the loss of each batch; nothing is trained."""
+    return [
+        StepLoss(-float(found.log_probabilities_S.double().sum()), len(found.log_probabilities_S))
+        for found in score_tokens(stack, batches, [wanted_targets(batch) for batch in batches])
+    ]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Tokens that are asked about: which, and the position before each; a position may stand there several times."""
+
+    positions_S: Tensor
+    tokens_S: Tensor
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What a model makes of tokens: the logarithm of each one's probability, fp32, and whether none is likelier."""
+
+    log_probabilities_S: Tensor
+    is_likeliest_S: Tensor
+
+
+def wanted_targets(batch: PackedBatch) -> Wanted:
+    """Ask about the targets of a batch."""
+    positions = (batch.targets_T != NO_TARGET).nonzero().squeeze(-1)
+    return Wanted(positions, batch.targets_T[positions])
+
+
+def score_tokens(stack: LayerStack, batches: Sequence[PackedBatch], wanted: Sequence[Wanted]) -> list[TokenScores]:
+    """Return how likely each of some tokens is; no more logits exist at once than `HEAD_CHUNK_BYTES`.
+
+    Args:
+        stack: the model; nothing of it is trained.
+        batches: which share a pass over the weights.
+        wanted: what is asked about each batch.
+
+    Returns: the scores of each batch, on the CPU, in the order asked.
+    """
+    hidden, head = _below_head(stack, batches)
+    return score_hidden(head, hidden, wanted)
+
+
+def score_hidden(head: Passage, hidden: Sequence[Tensor], wanted: Sequence[Wanted]) -> list[TokenScores]:
+    """Return the same, given what the head takes."""
+    parameters, size = head.parameters(), _chunk_size(head)
+    scores = []
+    for x_TD, asked in zip(hidden, wanted, strict=True):
+        log_probabilities, likeliest = [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]
+        for start in range(0, len(asked.positions_S), size):
+            positions_S, tokens_S = asked.positions_S[start : start + size], asked.tokens_S[start : start + size]
+            with torch.no_grad():
+                logits_SV = head.run(parameters, x_TD[positions_S])
+                log_probabilities.append(-F.cross_entropy(logits_SV, tokens_S, reduction="none").cpu())
+                likeliest.append((logits_SV.argmax(-1) == tokens_S).cpu())
+        scores.append(TokenScores(torch.cat(log_probabilities), torch.cat(likeliest)))
+    return scores
+
+
+def _below_head(stack: LayerStack, batches: Sequence[PackedBatch]) -> tuple[list[Tensor], Passage]:
+    top = len(stack.layers) - 1
+    layers = stream(stack, [Visit(layer) for layer in range(top + 1)])
+    hidden = forward(islice(layers, top), batches)
+    return hidden, next(layers)

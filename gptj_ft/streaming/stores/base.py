@@ -1,0 +1,83 @@
+"""Where a layer's tensors live: one contract, three places. A store moves bytes and computes nothing.
+
+A layer's tensors of one *kind* (its weights, say, or its first moments) lie in one flat tensor, at the same offsets
+in every place, because a BLAS may round differently by alignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from gptj_ft.models.layout import Kind
+from gptj_ft.system.cuda import Transfer
+
+T = TypeVar("T")
+
+PART_NUMEL = 1 << 22  # elements moved, checked and updated at once: 16 MiB in fp32
+
+
+class LayerStore(Protocol):
+    """Holds some kinds of every layer, in whole or in spans of elements. Transfers are asynchronous.
+
+    A read sees what was committed before it was asked for; what is written after that commit it may see or not.
+    """
+
+    resident: bool
+    """Whether `read` returns the store's own tensor, on the device, to be used and changed in place."""
+
+    def read(
+        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Transfer] = ()
+    ) -> Future[Tensor]:
+        """Fetch a flat tensor, or as many elements of it as ``out`` holds.
+
+        Args:
+            kind: what to read.
+            layer: its layer.
+            out: where it goes on the device; resident stores ignore it and return the whole.
+            start: the first element.
+            after: transfers that still use ``out`` and must end first.
+        """
+
+    def read_rows(self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor) -> None:
+        """Fetch some rows of a matrix that nobody writes, and wait for them; not where it is resident.
+
+        Args:
+            kind: what to read.
+            layer: its layer.
+            name: of the matrix in the layer.
+            rows: which.
+            out: where they go on the device, [rows, width].
+        """
+
+    def write(
+        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
+    ) -> Future[None]:
+        """Keep new values from element ``start`` on; they are there after ``after``, and change after this."""
+
+    def commit(self, layer: int, step: int) -> None:
+        """Every kind of the layer has been written: together they are its state after ``step``."""
+
+    def then(self, task: Callable[[], None]) -> Future[None]:
+        """Run a task after everything written so far, and before anything written later."""
+
+    def drain(self) -> None:
+        """Wait for every transfer; raise what any of them raised."""
+
+    def close(self) -> None:
+        """End every transfer and give the memory back."""
+
+
+def parts(numel: int, part_numel: int) -> list[slice]:
+    """Cut a flat tensor into parts, the last of which may be smaller."""
+    return [slice(start, min(start + part_numel, numel)) for start in range(0, numel, part_numel)]
+
+
+def finished(value: T) -> Future[T]:
+    """Return a future that already holds its value."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future

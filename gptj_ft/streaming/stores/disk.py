@@ -1,0 +1,190 @@
+"""Tensors on disk: one file per layer, replaced as a whole when the layer's new state is complete."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Lock, local
+
+import torch
+from torch import Tensor
+
+from gptj_ft.errors import DataError
+from gptj_ft.models.layout import Kind, Layout
+from gptj_ft.streaming.stores.base import parts
+from gptj_ft.streaming.stores.queue import TransferQueue
+from gptj_ft.streaming.stores.state_file import Digests, StateFile, layer_path
+from gptj_ft.system.cuda import Transfer, copy, pin
+from gptj_ft.system.direct_io import disk_error, open_direct, sync, sync_folder
+from gptj_ft.system.files import keep_folder, new_name, remove
+from gptj_ft.system.memory import allocate
+
+SPARE = ".spare.new"  # in place of the suffix of a file that was replaced, and is written over by and by
+
+
+class DiskStore:
+    """Keeps its kinds in ``PREFIX-003.safetensors``.
+
+    New values go to a new file beside the old one; `commit` stamps it with the step and renames it over the old. Reads
+    before that see the old one. What an earlier process wrote is checked against its digests when it is first read.
+    A file that was replaced is written over by the next layer: a file system takes that two to three times as fast as
+    blocks that it has to allocate, and free, anew.
+
+    A durable store has each commit on the disk before the next. Stores that share a queue share the order of commits.
+    """
+
+    resident = False
+
+    def __init__(
+        self,
+        prefix: Path,
+        layouts: Sequence[Layout],
+        kinds: Mapping[Kind, torch.dtype],
+        queue: TransferQueue,
+        durable: bool,
+        part_numel: int,
+    ) -> None:
+        self._queue, self._durable = queue, durable
+        self._files = [StateFile(layout, kinds, part_numel) for layout in layouts]
+        self._paths = [layer_path(prefix, layer) for layer in range(len(layouts))]
+        self._new: dict[int, tuple[int, Digests]] = {}  # layer -> descriptor and digests of the file being written
+        self._spare = sorted(prefix.parent.glob(f"{prefix.name}-*{SPARE}"))  # files that were replaced
+        self._lock = Lock()
+        self._part_numel, self._staging = part_numel, local()
+        self._unpin: list[Callable[[], None]] = []
+        self._unchecked: dict[int, Digests | None] = dict.fromkeys(range(len(layouts)))  # found, not written here
+        keep_folder(prefix.parent)
+
+    def read(
+        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Transfer] = ()
+    ) -> Future[Tensor]:
+        assert out is not None
+
+        def load() -> Tensor:
+            path, file = self._paths[layer], self._files[layer]
+            if layer in self._unchecked and self._unchecked[layer] is None:
+                self._unchecked[layer] = file.check(path)[1]
+            descriptor = open_direct(path, os.O_RDONLY)
+            try:
+                for at, part, host in self._through_host(out, start):
+                    file.read(descriptor, kind, host, at, self._unchecked.get(layer))
+                    if host is not part:
+                        copy(host, part)
+            except DataError as error:
+                raise DataError(f"{path}: {error}; go back to a checkpoint, or to a copy of the run") from error
+            finally:
+                os.close(descriptor)
+            return out
+
+        return self._queue.read(layer, after, load)
+
+    def read_rows(self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor) -> None:
+        raise AssertionError("what is trained comes whole")
+
+    def write(
+        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
+    ) -> Future[None]:
+        def save() -> None:
+            file = self._files[layer]
+            with self._lock:
+                if layer not in self._new:
+                    self._new[layer] = self._create(layer), file.no_digests()
+            descriptor, digests = self._new[layer]
+            for at, part, host in self._through_host(values, start):
+                if host is not part:
+                    copy(part, host)
+                file.write(descriptor, kind, host, at, digests)
+
+        return self._queue.write(layer, after, save)
+
+    def commit(self, layer: int, step: int) -> None:
+        def rename() -> None:
+            descriptor, digests = self._new.pop(layer)
+            try:
+                self._files[layer].write_header(descriptor, step, digests)
+                if self._durable:
+                    sync(descriptor, self._new_path(layer))
+            finally:
+                os.close(descriptor)
+            replaced = self._keep_replaced(layer)
+            os.replace(self._new_path(layer), self._paths[layer])
+            self._unchecked.pop(layer, None)
+            if self._durable:
+                sync_folder(self._paths[layer].parent)
+            with self._lock:  # not before: until now the old file could come back by a power cut
+                self._spare += replaced
+
+        self._queue.commit(layer, rename)
+
+    def then(self, task: Callable[[], None]) -> Future[None]:
+        return self._queue.then(task)
+
+    def drain(self) -> None:
+        self._queue.drain()
+
+    def close(self) -> None:
+        self._queue.close()
+        # A write failed, or the run was cut off before the commit: then there are files that nothing will complete.
+        for descriptor, _ in self._new.values():
+            os.close(descriptor)
+        for path in (*(path.with_suffix(suffix) for path in self._paths for suffix in (".new", SPARE)), *self._spare):
+            path.unlink(missing_ok=True)
+        self._new.clear()
+        self._spare.clear()
+        for unpin in self._unpin:
+            unpin()
+        self._unpin.clear()
+
+    def _through_host(self, values: Tensor, start: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield what a transfer moves, as first element, values and the host memory that a file can be read into.
+
+        On a CPU that is the values themselves; elsewhere it is a part at a time, in memory that this thread keeps.
+        """
+        if values.device.type == "cpu":
+            yield start, values, values
+            return
+        if not hasattr(self._staging, "memory"):
+            self._staging.memory = allocate(self._part_numel, torch.float32, torch.device("cpu"))
+            if unpin := pin(self._staging.memory):
+                self._unpin.append(unpin)
+        for span in parts(len(values), self._part_numel):
+            host = self._staging.memory.view(values.dtype)[: span.stop - span.start]
+            yield start + span.start, values[span], host
+
+    def _new_path(self, layer: int) -> Path:
+        return new_name(self._paths[layer])
+
+    def _keep_replaced(self, layer: int) -> list[Path]:
+        """Keep a file that is about to be replaced, under another name."""
+        spare = self._paths[layer].with_suffix(SPARE)
+        with self._lock:
+            if spare in self._spare:
+                return []  # there are enough
+        try:
+            remove(spare)
+            os.link(self._paths[layer], spare)
+        except OSError:  # there is none yet, or the file system has no hard links
+            return []
+        return [spare]
+
+    def _create(self, layer: int) -> int:
+        path = self._new_path(layer)
+        try:
+            remove(path)
+            while self._spare:
+                spare, flags = self._spare.pop(), os.O_RDWR
+                status = spare.lstat()
+                if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+                    os.replace(spare, path)
+                    break
+                remove(spare)  # a checkpoint has it too, or it was never made here
+            else:
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+            descriptor = open_direct(path, flags)
+            os.truncate(descriptor, self._files[layer].num_bytes)
+        except OSError as error:
+            raise disk_error(error, str(path)) from error
+        return descriptor

@@ -1,0 +1,85 @@
+"""Weights read straight from a model folder, each time they are needed: streaming without a copy of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from gptj_ft.models.layout import Kind, Layout
+from gptj_ft.streaming.stores.queue import TransferQueue
+from gptj_ft.system.block_reader import BlockReader, Extent
+from gptj_ft.system.cuda import Transfer, copy, marks
+
+ROWS_BLOCK_BYTES = 64 * 2**10  # around rows that are wanted: takes a disk hardly longer than one of them
+ROW_READERS = 4
+Source = Extent | Callable[[], Tensor]
+
+
+class FolderStore:
+    """Read-only weights, of any float type.
+
+    Args:
+        layouts: of each layer.
+        find: (layer, name) -> where the tensor is in one piece; if it is nowhere, what reads it.
+        device: where they go.
+    """
+
+    resident = False
+
+    def __init__(self, layouts: Sequence[Layout], find: Callable[[int, str], Source], device: torch.device) -> None:
+        # The next layer's blocks are asked for while this one's last are on their way: the disk is never idle.
+        self._queue = TransferQueue("folder", 2, device)
+        self._blocks = BlockReader(device)
+        self._row_blocks = BlockReader(device, ROWS_BLOCK_BYTES, ROW_READERS)  # that need not wait for whole layers
+        self._layouts, self._find, self._device = layouts, find, device
+
+    def read(
+        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Transfer] = ()
+    ) -> Future[Tensor]:
+        assert out is not None
+        assert kind == "frozen"
+        assert len(out) == self._layouts[layer].numel, "a model folder is read layer by layer"
+
+        def load() -> Tensor:
+            views = self._layouts[layer].views(out)
+            found = [(self._find(layer, name), view) for name, view in views.items()]
+            pieces = (source.to(view) for source, view in found if isinstance(source, Extent))
+            # This thread's stream has waited for what uses ``out``; the block readers' streams wait for this one.
+            self._blocks.read(pieces, marks(self._device))
+            for source, view in found:
+                if not isinstance(source, Extent):
+                    copy(source(), view)
+            return out
+
+        return self._queue.read(layer, after, load)
+
+    def read_rows(self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor) -> None:
+        assert kind == "frozen"
+        source, width = self._find(layer, name), out.shape[1]
+        if isinstance(source, Extent):
+            pieces = (source.to(to, row * width) for row, to in zip(rows, out, strict=True))
+            self._row_blocks.read(pieces, marks(self._device))  # ``out`` is fresh memory of the caller's stream
+        else:
+            copy(source()[torch.tensor(rows)], out)
+
+    def write(
+        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
+    ) -> Future[None]:
+        raise AssertionError("a model folder is read only")
+
+    def commit(self, layer: int, step: int) -> None:
+        raise AssertionError("a model folder is read only")
+
+    def then(self, task: Callable[[], None]) -> Future[None]:
+        raise AssertionError("a model folder is read only")
+
+    def drain(self) -> None:
+        self._queue.drain()
+
+    def close(self) -> None:
+        self._queue.close()
+        self._blocks.close()
+        self._row_blocks.close()

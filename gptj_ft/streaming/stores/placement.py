@@ -1,0 +1,128 @@
+"""Which store holds which kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from gptj_ft.models.layout import Kind, Layout
+from gptj_ft.streaming.stores.base import PART_NUMEL, LayerStore
+from gptj_ft.streaming.stores.device import DeviceStore
+from gptj_ft.streaming.stores.disk import DiskStore
+from gptj_ft.streaming.stores.host import HostStore
+from gptj_ft.streaming.stores.queue import TransferQueue
+from gptj_ft.system.direct_io import TRANSFERS
+
+Place = Literal["device", "host", "disk"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where things live.
+
+    Attributes:
+        weights: those that are trained.
+        optimizer_state: gradients, moments and master weights.
+        boundaries: the inputs of layers, for backward.
+        frozen: weights that are not trained; on disk, they stay in the folder of the model they come from. ``None``:
+            where the others are.
+    """
+
+    weights: Place
+    optimizer_state: Place
+    boundaries: Place = "device"
+    frozen: Place | None = None
+
+    def of(self, kind: Kind) -> Place:
+        if kind == "boundary":
+            return self.boundaries
+        if kind == "frozen":
+            return self.frozen or self.weights
+        return self.weights if kind == "weight" else self.optimizer_state
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether everything is on disk, so that the stores are their own checkpoint."""
+        return self.weights == self.optimizer_state == "disk"
+
+    def __str__(self) -> str:
+        away = f", layer inputs on {self.boundaries}" if self.boundaries != "device" else ""
+        if self.frozen is not None:
+            return f"model on {self.frozen}, adapters and their state on {self.optimizer_state}{away}"
+        return f"weights on {self.weights}, optimizer state on {self.optimizer_state}{away}"
+
+
+def training_dtypes(
+    compute: torch.dtype, moments: torch.dtype = torch.float32, gradients: torch.dtype = torch.float32
+) -> dict[Kind, torch.dtype]:
+    """Return the kinds of a training run; with another compute type than fp32 there is a master copy in fp32."""
+    master: dict[Kind, torch.dtype] = {} if compute == torch.float32 else {"master": torch.float32}
+    return {"weight": compute, **master, "exp_avg": moments, "exp_avg_sq": moments, "grad": gradients}
+
+
+def open_stores(
+    placement: Placement,
+    layouts: Sequence[Layout],
+    dtypes: Mapping[Kind, torch.dtype],
+    device: torch.device,
+    folder: Path,
+    part_numel: int = PART_NUMEL,
+) -> dict[Kind, LayerStore]:
+    """Open a store for every kind. Kinds in one place share a store; gradients, written at other times, have their own.
+
+    Args:
+        placement: what goes where.
+        layouts: of each layer.
+        dtypes: the kinds to keep.
+        device: for what lives there.
+        folder: for what lives on disk.
+        part_numel: elements that are moved at once.
+    """
+    stores: dict[Kind, LayerStore] = {}
+    # One queue for all that is on disk: a gradient replaces the one before only when the update by that one is there.
+    queue = TransferQueue("disk", TRANSFERS, device)
+    groups: dict[tuple[Place, bool], dict[Kind, torch.dtype]] = {}
+    for kind, dtype in dtypes.items():
+        groups.setdefault((placement.of(kind), kind == "grad"), {})[kind] = dtype
+    for (place, is_gradient), kinds in groups.items():
+        store: LayerStore
+        if place == "device":
+            store = DeviceStore(layouts, kinds, device)
+        elif place == "host":
+            store = HostStore(layouts, kinds, device)
+        else:
+            prefix = folder / ("gradient" if is_gradient else "layer")
+            store = DiskStore(prefix, layouts, kinds, queue, placement.is_durable, part_numel)
+        stores.update(dict.fromkeys(kinds, store))
+    return stores
+
+
+def open_boundaries(
+    placement: Placement,
+    layout: Layout,
+    num_layers: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    folder: Path,
+    part_numel: int = PART_NUMEL,
+) -> LayerStore:
+    """Open a store for the inputs of layers off the device; they outlive no step, so that nothing of them is durable.
+
+    Args:
+        placement: where to.
+        layout: of one layer's inputs, see `boundaries.boundary_layout`.
+        num_layers: of the model.
+        dtype: of the computation.
+        device: that computes.
+        folder: for what lives on disk.
+        part_numel: elements that are moved at once.
+    """
+    kinds: dict[Kind, torch.dtype] = {"boundary": dtype}
+    if placement.boundaries == "host":
+        return HostStore([layout] * num_layers, kinds, device)
+    queue = TransferQueue("boundary", TRANSFERS, device)
+    return DiskStore(folder / "boundary", [layout] * num_layers, kinds, queue, False, part_numel)

@@ -1,0 +1,83 @@
+"""The threads behind a store that moves bytes: some read ahead, some write behind, one commits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from gptj_ft.system.cuda import Transfer, use_own_stream
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+
+
+class TransferQueue:
+    """Runs transfers beside each other and commits in the order of the calls, each after every write before it.
+
+    A layer's reads and writes wait for its last commit. After a write has failed nothing is committed any more: what
+    would follow it (a layer's state, the gradient that replaces the one an update still needs) relies on it.
+
+    Args:
+        name: of the threads.
+        transfers: how many run at a time in each direction. Where the bytes do not come from a disk, one is enough.
+        device: that they go to.
+    """
+
+    def __init__(self, name: str, transfers: int = 1, device: torch.device = CPU) -> None:
+        begin = partial(use_own_stream, device)
+        self._reader = ThreadPoolExecutor(transfers, f"{name}-read", begin)
+        self._writer = ThreadPoolExecutor(transfers, f"{name}-write", begin)
+        self._committer = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-commit")
+        self._commits: dict[int, Future[None]] = {}
+        self._writes: list[Future[None]] = []  # since the last commit
+        self._failure: BaseException | None = None
+
+    def read(self, layer: int, after: Sequence[Transfer], task: Callable[[], T]) -> Future[T]:
+        """Run ``task`` once the layer's last commit and the transfers in ``after`` have ended."""
+        return self._reader.submit(_run_after, [*after, *self._last_commit(layer)], task)
+
+    def write(self, layer: int, after: Sequence[Transfer], task: Callable[[], None]) -> Future[None]:
+        """Run ``task`` once the layer's last commit and the transfers in ``after`` have ended."""
+        self._writes.append(self._writer.submit(_run_after, [*after, *self._last_commit(layer)], task))
+        return self._writes[-1]
+
+    def commit(self, layer: int, task: Callable[[], None]) -> None:
+        """Run ``task`` after everything that was submitted before it."""
+        self._commits[layer] = self.then(task)
+
+    def then(self, task: Callable[[], None]) -> Future[None]:
+        """Run ``task`` after every write and commit so far, unless one of them failed: then raise what it raised."""
+        writes, self._writes = self._writes, []
+
+        def run() -> None:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                _run_after(writes, task)
+            except BaseException as error:
+                self._failure = error
+                raise
+
+        return self._committer.submit(run)
+
+    def drain(self) -> None:
+        """Wait for everything written; raise what a write or a commit raised."""
+        self.then(lambda: None).result()
+
+    def close(self) -> None:
+        """Stop the threads when their work is done."""
+        for pool in (self._reader, self._writer, self._committer):
+            pool.shutdown()
+
+    def _last_commit(self, layer: int) -> list[Future[None]]:
+        return [self._commits[layer]] if layer in self._commits else []
+
+
+def _run_after(earlier: Sequence[Transfer], task: Callable[[], T]) -> T:
+    for transfer in earlier:
+        transfer.result()
+    return task()

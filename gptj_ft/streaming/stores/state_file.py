@@ -1,0 +1,193 @@
+"""One layer's training state as one safetensors file: page-aligned data, one flat tensor per kind.
+
+The header is padded with spaces (the format allows it), so that the data starts on a 4096-byte boundary, and so does
+each kind, because flat tensors are whole pages. ``__metadata__`` holds the step, where each parameter lies in the flat
+tensors, and of each kind the XXH3-64 digests of its parts of so many elements.
+Format: https://github.com/huggingface/safetensors#format, https://github.com/Cyan4973/xxHash
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptj_ft.errors import DataError
+from gptj_ft.models.layout import Kind, Layout
+from gptj_ft.streaming.stores.base import parts
+from gptj_ft.system.direct_io import PAGE, open_direct, read_bytes, write_bytes
+from gptj_ft.system.memory import allocate
+
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+NO_DIGEST = "0" * 16
+Digests = dict[Kind, list[str]]
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """The form of a layer's file: which kinds it holds, of which type, where; transfers are of one part or several."""
+
+    layout: Layout
+    kinds: Mapping[Kind, torch.dtype]
+    part_numel: int
+
+    @cached_property
+    def offsets(self) -> dict[Kind, int]:
+        """Byte offset of each kind in the file."""
+        offsets, offset = {}, self.header_bytes
+        for kind, dtype in self.kinds.items():
+            offsets[kind] = offset
+            offset += self.layout.numel * dtype.itemsize
+        return offsets
+
+    @cached_property
+    def header_bytes(self) -> int:
+        return -(-len(self._header(2**63, self.no_digests())) // PAGE) * PAGE
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return self.header_bytes + sum(self.layout.numel * dtype.itemsize for dtype in self.kinds.values())
+
+    def no_digests(self) -> Digests:
+        """Return the digests of a file that nothing has been written to."""
+        return {kind: [NO_DIGEST] * len(parts(self.layout.numel, self.part_numel)) for kind in self.kinds}
+
+    def write_header(self, descriptor: int, step: int, digests: Digests) -> None:
+        """Write the header, stamped with the step."""
+        body = self._header(step, digests).ljust(self.header_bytes - 8)
+        page = allocate(self.header_bytes, torch.uint8, torch.device("cpu"))  # aligned, as direct transfers must be
+        view = _bytes_of(page)
+        view[:] = struct.pack("<Q", len(body)) + body
+        write_bytes(descriptor, view, 0)
+
+    def write(self, descriptor: int, kind: Kind, values: Tensor, start: int, digests: Digests) -> None:
+        """Write elements of one kind from ``start`` on, and note their digests."""
+        for index, part in self._parts_of(start, values):
+            view = _bytes_of(part)
+            digests[kind][index] = digest(view)
+        write_bytes(descriptor, _bytes_of(values), self.offsets[kind] + start * values.itemsize)
+
+    def read(self, descriptor: int, kind: Kind, out: Tensor, start: int, digests: Digests | None = None) -> None:
+        """Read elements of one kind from ``start`` on.
+
+        Args:
+            descriptor: of the open file.
+            kind: what to read.
+            out: flat; where the elements go, and how many.
+            start: the first element.
+            digests: what they must have; ``None``: not checked.
+
+        Raises:
+            DataError: the file ends early, or its content is not what was written.
+        """
+        view = _bytes_of(out)
+        count = read_bytes(descriptor, view, self.offsets[kind] + start * out.itemsize)
+        if count < len(view):
+            raise DataError(f"state file is cut short: {kind} lacks {len(view) - count} bytes")
+        if digests is None:
+            return
+        for index, part in self._parts_of(start, out):
+            if digest(_bytes_of(part)) != digests[kind][index]:
+                raise DataError(f"{kind} is damaged: {self._name_part(index)} is not what was written")
+
+    def check(self, path: Path) -> tuple[int, Digests]:
+        """Return the step stamped in a file, and the digests of its tensors.
+
+        Raises:
+            DataError: missing, cut short, or of another form.
+        """
+        try:
+            with path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+                header = json.loads(file.read(min(length, 1 << 24)))
+            step = int(header["__metadata__"]["step"])
+            digests = {kind: text.split() for kind, text in json.loads(header["__metadata__"]["xxh3_64"]).items()}
+        except FileNotFoundError as error:
+            raise DataError(f"{path} is missing: this is not a whole checkpoint") from error
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            raise DataError(f"{path} is not a state file of a run: {error}") from error
+        expected = json.loads(self._header(step, digests))
+        is_whole = {kind: len(of) for kind, of in digests.items()} == {
+            k: len(of) for k, of in self.no_digests().items()
+        }
+        if header != expected or not is_whole or path.stat().st_size != self.num_bytes:
+            raise DataError(f"{path} is cut short or belongs to another model, precision or version of gptj-ft")
+        return step, digests
+
+    def damage(self, path: Path) -> list[str]:
+        """Read a whole file and return a line for each tensor that is not what was written.
+
+        Raises:
+            DataError: as `check`.
+        """
+        _, digests = self.check(path)
+        lines = []
+        descriptor = open_direct(path, os.O_RDONLY)
+        try:
+            for kind, dtype in self.kinds.items():
+                buffer = allocate(min(self.part_numel, self.layout.numel), dtype, torch.device("cpu"))
+                damaged = set()
+                for index, span in enumerate(parts(self.layout.numel, self.part_numel)):
+                    try:
+                        self.read(descriptor, kind, buffer[: span.stop - span.start], span.start, digests)
+                    except DataError:
+                        damaged.add(self._name_part(index))
+                lines += [f"{kind} ({names})" for names in sorted(damaged)]
+        finally:
+            os.close(descriptor)
+        return lines
+
+    def _parts_of(self, start: int, values: Tensor) -> Iterator[tuple[int, Tensor]]:
+        assert start % self.part_numel == 0, "transfers begin with a part"
+        assert len(values) % self.part_numel == 0 or start + len(values) == self.layout.numel, "and end with one"
+        for span in parts(len(values), self.part_numel):
+            yield (start + span.start) // self.part_numel, values[span]
+
+    def _name_part(self, index: int) -> str:
+        """Name the parameters that a part holds elements of."""
+        start, stop = index * self.part_numel, (index + 1) * self.part_numel
+        ends = {name: offset + self.layout.shapes[name].numel() for name, offset in self.layout.offsets.items()}
+        return ", ".join(name for name, at in self.layout.offsets.items() if at < stop and ends[name] > start)
+
+    def _header(self, step: int, digests: Digests) -> bytes:
+        tensors: dict[str, object] = {}
+        start = 0
+        for kind, dtype in self.kinds.items():
+            end = start + self.layout.numel * dtype.itemsize
+            tensors[kind] = {"dtype": DTYPE_NAMES[dtype], "shape": [self.layout.numel], "data_offsets": [start, end]}
+            start = end
+        places = {name: [self.layout.offsets[name], *shape] for name, shape in self.layout.shapes.items()}
+        metadata: dict[str, Any] = {
+            "format": "gptj-ft state 2",
+            "step": str(step),
+            "offset and shape": json.dumps(places),
+            "part": str(self.part_numel),
+            "xxh3_64": json.dumps({kind: " ".join(of) for kind, of in digests.items()}),
+        }
+        return json.dumps({"__metadata__": metadata, **tensors}).encode()
+
+
+def digest(view: memoryview) -> str:
+    """Return the XXH3-64 digest of some bytes."""
+    import xxhash  # only what is on disk has digests
+
+    return xxhash.xxh3_64_hexdigest(view)
+
+
+def layer_path(prefix: Path, layer: int) -> Path:
+    """Return the name of a layer's file: ``PREFIX-003.safetensors``."""
+    return prefix.with_name(f"{prefix.name}-{layer:03d}.safetensors")
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    assert values.device.type == "cpu"
+    assert values.is_contiguous()
+    return memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,0 +1,138 @@
+"""Numbers from where files have them to where they are wanted: in blocks, several on their way, past the page cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gptj_ft.errors import DataError
+from gptj_ft.system.cuda import Transfer, copy, pin, use_own_stream
+from gptj_ft.system.direct_io import PAGE, let_go, open_direct, read_range
+from gptj_ft.system.memory import allocate
+
+BLOCK_BYTES = 2**20
+READERS = 8
+MARGIN = 2 * PAGE  # beside a block, for the pages that it begins and ends in
+STAGING_BYTES = READERS * (BLOCK_BYTES + MARGIN)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Numbers that lie one after the other in a file.
+
+    Attributes:
+        path: the file.
+        offset: of the first byte.
+        dtype: of the numbers.
+    """
+
+    path: Path
+    offset: int
+    dtype: torch.dtype
+
+    def to(self, out: Tensor, start: int = 0) -> Piece:
+        """Return what brings as many of them as a contiguous tensor holds, of any type, from number ``start`` on."""
+        return Piece(self.path, self.offset + start * self.dtype.itemsize, self.dtype, out.view(-1))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Numbers of a file, and the flat tensor that they go to."""
+
+    path: Path
+    offset: int
+    dtype: torch.dtype
+    out: Tensor
+
+    @property
+    def end(self) -> int:
+        """Where they end in the file."""
+        return self.offset + len(self.out) * self.dtype.itemsize
+
+
+class BlockReader:
+    """Threads that read files block by block into memory of their own, which is kept, and copy from there.
+
+    Blocks are small, so that this memory stays in the processor's cache: a virtual disk fills it faster than it fills
+    the memory that the numbers go to (measured: 1.2 and 1.0 GB/s), and they may lie anywhere, and be of any type.
+
+    Args:
+        device: that the numbers go to.
+        block_bytes: what lies within so many bytes of a file, counted from its start, is one request.
+        num_threads: requests on their way.
+    """
+
+    def __init__(self, device: torch.device, block_bytes: int = BLOCK_BYTES, num_threads: int = READERS) -> None:
+        self._block_bytes = block_bytes
+        self._threads = ThreadPoolExecutor(num_threads, "block", partial(use_own_stream, device))
+        memory = allocate(num_threads * (block_bytes + MARGIN), torch.uint8, torch.device("cpu"))
+        self._staging = list(memory.view(num_threads, -1))  # as many as can be in use
+        self._unpin = pin(memory) if device.type == "cuda" else None
+
+    def read(self, pieces: Iterable[Piece], after: Sequence[Transfer] = ()) -> None:
+        """Bring pieces to their places; they are there when this returns.
+
+        Args:
+            pieces: ranges of files, and the tensors they go to.
+            after: work that may still use these tensors; each thread waits for it on its own stream before it copies.
+
+        Raises:
+            DataError: a file has become shorter, or cannot be read.
+        """
+        tasks = [self._threads.submit(self._bring, block, after) for block in in_blocks(pieces, self._block_bytes)]
+        failed = [error for task in tasks if (error := task.exception())]  # waits for all: they write to the places
+        if failed:
+            raise failed[0]
+
+    def close(self) -> None:
+        """Stop the threads when their work is done."""
+        self._threads.shutdown(cancel_futures=True)
+        if self._unpin:
+            self._unpin()
+
+    def _bring(self, block: Sequence[Piece], after: Sequence[Transfer]) -> None:
+        path = block[0].path
+        begin, end = min(piece.offset for piece in block) // PAGE * PAGE, max(piece.end for piece in block)
+        staging = self._staging.pop()
+        try:
+            descriptor = open_direct(path, os.O_RDONLY)
+            try:
+                count = read_range(descriptor, staging.numpy().data[: -(-(end - begin) // PAGE) * PAGE], begin)
+            finally:
+                let_go(descriptor)
+                os.close(descriptor)
+            if count < end - begin:
+                raise DataError(f"{path}: truncated while it was being read")
+            for transfer in after:
+                transfer.result()
+            for piece in block:
+                found = staging[piece.offset - begin : piece.end - begin]
+                is_aligned = (piece.offset - begin) % piece.dtype.itemsize == 0
+                copy((found if is_aligned else found.clone()).view(piece.dtype), piece.out)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+        finally:
+            self._staging.append(staging)
+
+
+def in_blocks(pieces: Iterable[Piece], block_bytes: int) -> list[list[Piece]]:
+    """Cut pieces where blocks of their files begin; return those of each block, in the order of the files."""
+    blocks: dict[tuple[Path, int], list[Piece]] = {}
+    for piece in pieces:
+        path, size, out = piece.path, piece.dtype.itemsize, piece.out
+        start = 0
+        while start < len(out):
+            offset = piece.offset + start * size
+            block = offset // block_bytes
+            # A number that lies across the end belongs to the block that it begins in.
+            stop = start + -(-((block + 1) * block_bytes - offset) // size)
+            blocks.setdefault((path, block), []).append(Piece(path, offset, piece.dtype, out[start:stop]))
+            start = stop
+    return [blocks[key] for key in sorted(blocks)]

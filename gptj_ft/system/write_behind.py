@@ -1,0 +1,217 @@
+"""Files written behind the back of whoever fills them: past the page cache, some requests in flight, in whole pages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gptj_ft.system.direct_io import (
+    PAGE,
+    REQUEST_BYTES,
+    REQUESTS_IN_FLIGHT,
+    let_go,
+    open_direct,
+    read_range,
+    write_range,
+)
+from gptj_ft.system.files import SHARED_FILE
+from gptj_ft.system.memory import borrow
+
+BUFFER_BYTES = REQUEST_BYTES  # that are filled, and then written as one request
+
+
+class Digest(Protocol):
+    """A hash of bytes, as `hashlib` and `xxhash` have them."""
+
+    def update(self, data: memoryview, /) -> None:
+        """Add bytes."""
+
+
+class WriteBehind:
+    """Buffers and threads that several files share; use it in a ``with`` block, at whose end all is on the disk.
+
+    What goes wrong is raised at the next call, or at the end of the block.
+    """
+
+    def __init__(self, num_files: int = 1) -> None:
+        """Start.
+
+        Args:
+            num_files: that are open at a time, each of which holds a buffer.
+        """
+        self._writers = ThreadPoolExecutor(REQUESTS_IN_FLIGHT, "write-behind")
+        self._finisher = ThreadPoolExecutor(1, "finish-file")
+        self._free: SimpleQueue[Tensor] = SimpleQueue()
+        for _ in range(REQUESTS_IN_FLIGHT + num_files):
+            self._free.put(borrow(BUFFER_BYTES))
+        self._open: set[int] = set()
+        self._error: BaseException | None = None
+
+    def open(self, path: Path, begin: int = 0) -> PageWriter:
+        """Open a file to be written from a place on; what it has before that stays.
+
+        Raises:
+            OSError: the disk's own.
+        """
+        descriptor = open_direct(path, os.O_RDWR | os.O_CREAT, SHARED_FILE)
+        self._open.add(descriptor)
+        return PageWriter(self, descriptor, begin)
+
+    def take(self) -> Tensor:
+        """Wait for a buffer that is free.
+
+        Raises:
+            OSError: the disk's own, of an earlier write.
+        """
+        buffer = self._free.get()
+        if self._error is not None:
+            raise self._error
+        return buffer
+
+    def write(self, descriptor: int, buffer: Tensor, num_bytes: int, at: int) -> Future[None]:
+        """Write whole pages of a buffer, which is free then."""
+
+        def write() -> None:
+            try:
+                write_range(descriptor, buffer[:num_bytes].numpy().data, at)
+            except BaseException as error:
+                self._error = self._error or error
+                raise
+            finally:
+                self._free.put(buffer)
+
+        return self._writers.submit(write)
+
+    def then(self, writes: Sequence[Future[None]], task: Callable[[], None]) -> None:
+        """Run a task when some writes have ended well, after all earlier tasks."""
+
+        def run() -> None:
+            try:
+                for write in writes:
+                    write.result()
+                if self._error is None:
+                    task()
+            except BaseException as error:
+                self._error = self._error or error
+
+        self._finisher.submit(run)
+
+    def forget(self, descriptor: int) -> None:
+        """Close a file."""
+        self._open.discard(descriptor)
+        os.close(descriptor)
+
+    def __enter__(self) -> WriteBehind:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._finisher.shutdown(cancel_futures=error is not None)
+        self._writers.shutdown()
+        for descriptor in self._open:
+            os.close(descriptor)
+        if error is None and self._error is not None:
+            raise self._error
+
+
+class PageWriter:
+    """A file under way, from `WriteBehind.open`.
+
+    Attributes:
+        size: bytes that it has so far.
+        unsynced: of them, since the last `sync`.
+    """
+
+    def __init__(self, behind: WriteBehind, descriptor: int, begin: int) -> None:
+        self._behind, self._descriptor = behind, descriptor
+        self.size, self.unsynced = begin, 0
+        self._writes: list[Future[None]] = []
+        self._buffer: Tensor | None = None
+        self._filled = begin % PAGE
+        if self._filled:
+            self._buffer = behind.take()
+            read_range(descriptor, self._buffer[:PAGE].numpy().data, begin - self._filled)
+
+    def put(self, values: Tensor, dtype: torch.dtype, digest: Digest) -> None:
+        """Add numbers in a type, and their bytes to a digest."""
+        flat = values.reshape(-1)
+        if self.size % dtype.itemsize:  # behind a tensor of a narrower type
+            data = flat.to(dtype).view(torch.uint8).numpy().data
+            digest.update(data)
+            self.write(data)
+            return
+        while len(flat):
+            room = self._room()
+            count = min(len(flat), len(room) // dtype.itemsize)
+            out = room[: count * dtype.itemsize]
+            out.view(dtype).copy_(flat[:count])
+            digest.update(out.numpy().data)
+            self._add(len(out))
+            flat = flat[count:]
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Add bytes; return how many."""
+        left = memoryview(data).cast("B")
+        num_bytes = len(left)
+        while left:
+            room = self._room().numpy().data
+            count = min(len(left), len(room))
+            room[:count] = left[:count]
+            self._add(count)
+            left = left[count:]
+        return num_bytes
+
+    def flush(self) -> None:
+        """Do nothing, as whoever writes to a file may ask for it."""
+
+    def sync(self, then: Callable[[int], None]) -> None:
+        """Have on the disk what has left the buffer; tell how many bytes that is as soon as it is so."""
+        descriptor, num_bytes = self._descriptor, self.size - self._filled
+
+        def sync() -> None:
+            os.fsync(descriptor)
+            then(num_bytes)
+
+        self._behind.then(self._writes, sync)
+        self._writes, self.unsynced = [], 0
+
+    def finish(self, then: Callable[[], object]) -> None:
+        """Have all of it on the disk, and nothing behind it; call what is to be done as soon as it is so."""
+        descriptor, size = self._descriptor, self.size
+        if self._filled:
+            self._send()
+
+        def finish() -> None:
+            os.ftruncate(descriptor, size)
+            os.fsync(descriptor)
+            let_go(descriptor)
+            self._behind.forget(descriptor)
+            then()
+
+        self._behind.then(self._writes, finish)
+
+    def _room(self) -> Tensor:
+        """Return the rest of the buffer: where the next byte goes, at least."""
+        if self._buffer is None:
+            self._buffer = self._behind.take()
+        return self._buffer[self._filled :]
+
+    def _add(self, count: int) -> None:
+        self._filled, self.size, self.unsynced = self._filled + count, self.size + count, self.unsynced + count
+        if self._filled == BUFFER_BYTES:
+            self._send()
+
+    def _send(self) -> None:
+        assert self._buffer is not None
+        padded = -(-self._filled // PAGE) * PAGE
+        self._buffer[self._filled : padded] = 0
+        at = self.size - self._filled
+        self._writes.append(self._behind.write(self._descriptor, self._buffer, padded, at))
+        self._buffer, self._filled = None, 0

@@ -1,0 +1,1 @@
+"""One run from its options to the exported model."""

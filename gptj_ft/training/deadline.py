@@ -1,0 +1,72 @@
+"""`--max-time`: whether what is coming still fits, judged by how long such things took before."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from gptj_ft.training.schedule import is_multiple
+from gptj_ft.training.setup import Session
+
+MARGIN = 1.1  # on what is expected
+RECENT = 10  # steps differ in length: the longest of so many is expected
+
+
+class Deadline:
+    """The time of a session, and how long its activities take.
+
+    Args:
+        limit: seconds of the session; ``None`` is no limit.
+        began: when the session began, by `time.monotonic`.
+        expected: seconds of each activity, until it has been measured.
+    """
+
+    def __init__(self, limit: float | None, began: float, expected: Mapping[str, float]) -> None:
+        self._limit, self._began, self._expected = limit, began, expected
+        self._measured: dict[str, deque[float]] = {}
+
+    def record(self, activity: str, seconds: float) -> None:
+        """Note how long an activity took."""
+        self._measured.setdefault(activity, deque(maxlen=RECENT)).append(seconds)
+
+    @contextmanager
+    def measure(self, activity: str) -> Iterator[None]:
+        """Note how long what is done inside takes, unless it fails."""
+        start = time.monotonic()
+        yield
+        self.record(activity, time.monotonic() - start)
+
+    def expected(self, activity: str) -> float:
+        """Return the seconds that an activity may take."""
+        return max(self._measured.get(activity) or [self._expected[activity]])
+
+    def allows(self, *activities: str) -> bool:
+        """Tell whether these, one after the other, end in time."""
+        if self._limit is None:
+            return True
+        needed = MARGIN * sum(self.expected(activity) for activity in activities)
+        return time.monotonic() - self._began + needed <= self._limit
+
+
+def coming(session: Session, step: int) -> list[str]:
+    """Return what a session does after a step until it can stop again: one more step at least."""
+    validates, every = len(session.validation) > 0, session.recipe.validate_every
+    activities = ["flush", "validation"] if validates and is_multiple(step, every) else []
+    activities.append("step")
+    if step + 1 == session.num_steps:
+        return [*activities, "flush", *(["validation"] if validates else []), "export"]
+    return activities if session.plan.placement.is_durable else [*activities, "flush", "save"]
+
+
+def forecast_seconds(session: Session) -> dict[str, float]:
+    """Return how long a run's activities may take; what is measured later takes its place."""
+    costs = session.plan.costs
+    return {
+        "step": costs.seconds_per_step,
+        "flush": costs.seconds_per_step,
+        "validation": costs.validations.seconds,
+        "save": costs.checkpoints.seconds,
+        "export": costs.end.seconds,
+    }

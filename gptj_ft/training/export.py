@@ -1,0 +1,121 @@
+"""What a run ends with: the tuned model, or the adapter and, if asked for, the model with it merged in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gptj_ft.checkpoints.companions import Trained, files_of
+from gptj_ft.checkpoints.formats.peft import MergedCheckpoint, open_adapter, write_adapter
+from gptj_ft.checkpoints.model_folder import layer_tensors, open_checkpoint, write_model
+from gptj_ft.config.run_folder import MERGED, Run
+from gptj_ft.data.prepare import load
+from gptj_ft.errors import DataError, UsageError
+from gptj_ft.models.lora import is_transposed, linear_layers, name_of
+from gptj_ft.models.registry import read_architecture
+from gptj_ft.models.trainable import Selection, select
+from gptj_ft.streaming.open import whole_layers
+from gptj_ft.system.files import discard, hidden_name
+from gptj_ft.system.paths import is_model
+from gptj_ft.training.checkpoint import parameters
+from gptj_ft.training.retention import find_checkpoint
+from gptj_ft.training.verify import Checker
+
+
+def write_outcome(target: Path, trained: Trained, selection: Selection, layers: Iterator[dict[str, Tensor]]) -> None:
+    """Write what was trained.
+
+    Args:
+        target: the folder of the model, or of the adapter; it must not exist.
+        trained: what it comes from.
+        selection: what was trained of it.
+        layers: that, fp32, layer by layer.
+
+    Raises:
+        UsageError, DataError, ResourceError: as `write_model` and `write_adapter`.
+    """
+    files, family, base = files_of(trained), trained.architecture.family, trained.base
+    if not selection.adapters:
+        whole = whole_layers(trained.architecture, base, selection, layers)
+        write_model(target, trained.architecture, whole, dtype=None, source=base, files=files)
+        return
+    merges = trained.recipe.lora.merge
+    draft = hidden_name(target, "unmerged") if merges else target
+    if merges:
+        discard(draft)
+    named = (
+        {name_of(family, index, local, len(selection.trained)): view for local, view in layer.items()}
+        for index, layer in enumerate(layers)
+    )
+    write_adapter(draft, base, peft_settings(trained, selection), named, files_of(trained, is_adapter=True))
+    if merges:
+        # The adapter comes last: where it is, everything is.
+        discard(target.with_name(MERGED))
+        write_merged(target.with_name(MERGED), trained, draft, files)
+        draft.rename(target)
+
+
+def write_merged(target: Path, trained: Trained, adapter: Path, files: Mapping[str, str]) -> None:
+    """Write a model with an adapter merged in, tensor by tensor, in the types of the model's folder."""
+    architecture = trained.architecture
+    with open_checkpoint(trained.base) as base:
+        merged = MergedCheckpoint(base, open_adapter(adapter, architecture))
+        layers = (layer_tensors(architecture, merged, index) for index in range(len(architecture.layers())))
+        write_model(target, architecture, layers, dtype=None, source=trained.base, files=files)
+
+
+def peft_settings(trained: Trained, selection: Selection) -> dict[str, Any]:
+    """Return what PEFT's configuration says of an adapter made here.
+
+    PEFT takes names of linear layers, whole or from any dot on, but no shell patterns.
+    """
+    lora, architecture = trained.recipe.lora, trained.architecture
+    targets, places = lora.targets or architecture.family.lora_targets, linear_layers(architecture)
+    matching = {name for name in places for target in targets if f".{name}".endswith(f".{target}")}
+    return {
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": list(targets if matching == set(selection.adapters) else selection.adapters),
+        "fan_in_fan_out": any(is_transposed(architecture, *places[name]) for name in selection.adapters),
+    }
+
+
+def export_checkpoint(run: Run, name: str, target: Path) -> int:
+    """Write the state of a checkpoint as a model, like the one that a run ends with; return its step.
+
+    Args:
+        run: of which.
+        name: of the checkpoint, see `keeping.find_checkpoint`.
+        target: the model folder; it must not exist.
+
+    Raises:
+        UsageError: no such checkpoint, the target exists, or the model that the run started from has moved.
+        DataError: the checkpoint is damaged.
+        ResourceError: the disk is full.
+    """
+    recipe, step = run.recipe(), find_checkpoint(run, name)
+    run.check_recipe(recipe)
+    source = Path(recipe.model or "")
+    if not is_model(source):
+        raise UsageError(
+            f"the model that {run.folder} started from is not in {source} any more: its tokenizer is needed"
+        )
+    architecture = read_architecture(source)
+    selection = select(architecture, recipe)
+    if damage := list(Checker(run, selection.trained).checkpoint(step)):
+        raise DataError("\n".join(damage))
+    report = load(run.data / "train").report
+    losses = {line["step"]: line["validation_loss"] for line in run.metrics() if "validation_loss" in line}
+    held_out = run.data / "validation"
+    data = {
+        "sha256": report.data_sha256, "rows": report.windows,
+        "validation_rows": load(held_out).report.windows if held_out.exists() else 0,
+    }  # fmt: skip
+    metrics = {"validation_loss": losses.get(step), "baseline_validation_loss": losses.get(0), "steps": step}
+    trained = Trained(recipe, source, architecture, data, metrics)
+    write_outcome(target, trained, selection, parameters(run.checkpoint(step), selection.trained))
+    return step

@@ -1,0 +1,363 @@
+"""From options to a run: gather what it reads, plan it, make its folder, train. Fresh, or resumed from its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from gptj_ft.checkpoints.base_model import choose_model
+from gptj_ft.checkpoints.fingerprint import check_unchanged, fingerprint
+from gptj_ft.cli.terminal.bars import Doing
+from gptj_ft.config import yaml
+from gptj_ft.config.options import FREE_ON_RESUME, Recipe
+from gptj_ft.config.resolve import Resolved, build, dump, resolve
+from gptj_ft.config.run_folder import START, Run, choose_folder, steps_done, stopped, what_is_saved
+from gptj_ft.data.batches import Rows
+from gptj_ft.data.prepare import Prepared, Report, load, save
+from gptj_ft.data.token_checks import check_tokens
+from gptj_ft.data.tokenizer import vocab_size_of
+from gptj_ft.errors import DataError, Interrupted, NotFinite, UsageError
+from gptj_ft.models.published import Published, find_published
+from gptj_ft.models.registry import Architecture, read_architecture
+from gptj_ft.models.trainable import select
+from gptj_ft.planning.machine_profile import are_known, choose_dtype, rates
+from gptj_ft.planning.plan import DoesNotFit, Plan, choose
+from gptj_ft.planning.resources import free_resources
+from gptj_ft.planning.workload import Load
+from gptj_ft.system.digests import read_sealed, write_sealed
+from gptj_ft.system.files import hidden_name, keep_folder, remove, replace_text, sync_path, sync_tree, write_file
+from gptj_ft.system.lock import LOCK, locked
+from gptj_ft.system.machine import choose_device
+from gptj_ft.system.paths import DEFAULT_REPOSITORY, TINY_MODELS, find_model, is_model, is_tuned
+from gptj_ft.system.signals import StopRequest, stop_says
+from gptj_ft.system.units import clock
+from gptj_ft.training.inputs import gather
+from gptj_ft.training.loop import TrainResult, train, warn_of
+from gptj_ft.training.retention import check_keep, find_checkpoint, go_back
+from gptj_ft.training.runs import tidy
+from gptj_ft.training.setup import Session, make_session
+from gptj_ft.training.trackers import check_tracker
+from gptj_ft.training.verify import Checker
+
+LONG_START = 5.0  # seconds
+
+
+class Finished(UsageError):
+    """A run that is to be resumed has nothing left to do."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that is ready to start: nothing has been written for it yet, or it is resumed.
+
+    Attributes:
+        session: what `trainer.train` needs.
+        report: on the rows, those that are held out among them.
+        resolved: the recipe with origins, to be saved in a new run folder.
+        rows: training and validation rows, to be saved there.
+        run: the folder, when it exists already.
+        start: step of the checkpoint that it goes back to first; ``None``: it goes on where it stopped.
+    """
+
+    session: Session
+    report: Report
+    resolved: Resolved
+    rows: tuple[Prepared, Prepared | None]
+    run: Run | None
+    start: int | None = None
+
+
+def nothing(_: str) -> None:
+    """Show nothing."""
+
+
+def planning(device: torch.device, folder: Path) -> str:
+    """Say what takes the time when a run in a folder is planned."""
+    return "planning" if are_known(device, folder) else "measuring this machine, once, up to 10 s"
+
+
+def fresh(resolved: Resolved, doing: Doing = nothing) -> Job:
+    """Read everything that a new run needs, and plan it; writes nothing but a tiny model.
+
+    Args:
+        resolved: its options.
+        doing: is told what is done.
+
+    Raises:
+        GptjFtError: whatever stands in its way.
+    """
+    recipe = resolved.recipe
+    check_tracker(recipe.report_to)
+    folder = choose_folder(recipe)
+    doing("reading the rows")
+    inputs = gather(recipe)
+    doing(planning(choose_device(recipe.device), folder))
+    final = recipe.model_copy(update={"model": str(inputs.model.resolve()), "output": str(folder)})
+    session = _session(final, inputs.model, (inputs.train, inputs.validation), folder)
+    origins = dict(resolved.origins)
+    if final.precision == "auto":
+        origins["precision"] = "chosen by measuring"
+    return Job(session, inputs.report, Resolved(session.recipe, origins), (inputs.train, inputs.validation), None)
+
+
+def resumed(
+    folder: Path,
+    flags: Mapping[str, Any],
+    config: Path | None,
+    assignments: tuple[str, ...],
+    start: str | None = None,
+) -> Job:
+    """Read a run folder; options that change no number may be given anew.
+
+    Args:
+        folder: of the run.
+        flags: options given on the command line.
+        config: a YAML file of options.
+        assignments: ``key=value``.
+        start: name of the checkpoint to go back to, see `keeping.find_checkpoint`.
+
+    Raises:
+        Finished: all of the run is done; what it had left if it was cut off in its last moments has been removed.
+        UsageError: not a run folder, one that another process is training, a model that has moved, or an option that
+            would change the result.
+        DataError: a file that the run goes on from is missing, damaged, or not the one that it began with.
+    """
+    run = Run(folder.expanduser())
+    saved = run.recipe()
+    with locked(run.folder, "training"):  # refused at once, not when all rows are read
+        if is_finished := is_tuned(run.model):
+            tidy(run)
+    if is_finished:
+        raise Finished(f"{folder} is finished: its model is {run.model}; for more, finetune --model {run.model}")
+    given = resolve(flags, config, assignments, environment={}, base=("run", {})).recipe
+    changes = {key: getattr(given, key) for key in given.model_fields_set}
+    for key, value in changes.items():
+        if key not in FREE_ON_RESUME | {"model"} and value != getattr(saved, key):
+            was = getattr(saved, key)
+            raise UsageError(
+                f"{key} is {'not set' if was is None else repr(was)} in this run; {value!r} would make another run of "
+                "it: leave it out, or start a new run"
+            )
+    if given.model is not None and "model" in changes:
+        changes["model"] = str(find_model(given.model).resolve())
+    recipe = build({**saved.model_dump(), **changes, "output": str(run.folder)})
+    run.check_recipe(recipe)
+    if start is None:
+        run.check_saved()
+    check_tracker(recipe.report_to)
+    model = Path(recipe.model or "")
+    if not is_model(model):
+        raise UsageError(
+            f"the model that this run started from is not in {model} any more; if it is elsewhere now, add --model PATH"
+        )
+    check_unchanged(model, read_sealed(run.base_file))
+    if recipe.patience and start is None and (problems := run.metrics_problems(steps_done(run))):
+        raise DataError(
+            "\n".join([*problems, "patience counts validations there: put back a copy, or add --from start"])
+        )
+    train, validation = run.data / "train", run.data / "validation"
+    rows = (load(train), load(validation) if validation.exists() else None)
+    for part, where in zip(rows, (train, validation), strict=True):
+        if part is not None:
+            check_tokens(part, where, vocab_size_of(model), recipe.max_length)
+    step = None if start is None else 0 if start == START else find_checkpoint(run, start)
+    return Job(_session(recipe, model, rows, run.folder), rows[0].report, Resolved(recipe, {}), rows, run, step)
+
+
+def execute(job: Job, console: Console, verbose: bool, began: float) -> TrainResult:
+    """Make the run folder if there is none, and train.
+
+    Args:
+        job: what to train.
+        console: for progress; a quiet one shows none.
+        verbose: whether to show what the engine does, too.
+        began: `time.monotonic` when the command began.
+
+    Raises:
+        UsageError: another process is training it.
+        DataError: the checkpoint to go back to is damaged.
+        GptjFtError: as `trainer.train`.
+    """
+    run = job.run or Run(Path(job.session.recipe.output or ""))
+    with going_on(run), begin(job) if job.run is None else locked(job.run.folder, "training"):
+        if job.start is not None:
+            checker = Checker(run, job.session.selection.trained)
+            if damage := list(checker.checkpoint(job.start)) if job.start else []:
+                raise DataError("\n".join([*damage, "nothing was changed; name another checkpoint with --from"]))
+            go_back(run, job.start)
+            console.print(f"back to step {job.start}; what came after it is done again", highlight=False)
+        if job.run is not None:
+            move_model(run, job.session.model)
+            for problem in run.metrics_problems(steps_done(run)):
+                warn_of(run, console, problem)
+        if (start := job.session.plan.costs.start.seconds) > LONG_START:
+            console.print(f"putting weights and state in their places, about {clock(start)}", highlight=False)
+        return train(job.session, run, console, verbose, began)
+
+
+def move_model(run: Run, model: Path) -> None:
+    """Write into a run's recipe where its model is now, if that has changed."""
+    if run.recipe().model != str(model):
+        lines = run.recipe_file.read_text(encoding="utf-8").splitlines()
+        moved = [yaml.dump({"model": str(model)}) if line.startswith("model:") else line for line in lines]
+        replace_text(run.recipe_file, "\n".join(moved) + "\n")
+
+
+@contextmanager
+def going_on(run: Run) -> Iterator[None]:
+    """Say what is saved, and how to go on, when a signal or something unforeseen ends what is done with a run."""
+    with stop_says(partial(stopped, run)), StopRequest(saved=partial(what_is_saved, run)):
+        try:
+            yield
+        except (Interrupted, UsageError, DataError, NotFinite):  # they say it; or resumed, it would end so again
+            raise
+        except Exception as error:
+            error.add_note(what_is_saved(run))
+            raise
+
+
+@contextmanager
+def begin(job: Job) -> Iterator[None]:
+    """Make the run folder; it appears under its name, and locked, when it holds all that resuming needs.
+
+    Raises:
+        UsageError: it exists, another process is making it, or it cannot be written.
+        ResourceError: the disk is full.
+    """
+    final = Path(job.session.recipe.output or "")
+    draft = Run(hidden_name(final, "starting"))
+    try:
+        keep_folder(draft.folder)
+    except OSError as error:
+        raise _not_made(final, error) from error
+    with locked(draft.folder, "training"):
+        for left in draft.folder.iterdir():  # by a process that was killed
+            if left.name != LOCK:
+                remove(left)
+        write_file(draft.recipe_file, dump(job.resolved.recipe, job.resolved.origins))
+        keep_folder(draft.data)
+        for name, rows in zip(("train", "validation"), job.rows, strict=True):
+            if rows is not None:
+                save(rows, draft.data / name)
+        draft.start_record(job.resolved.recipe)
+        write_sealed(draft.base_file, fingerprint(job.session.model))
+        sync_tree(draft.folder)
+        try:
+            draft.folder.rename(final)
+        except OSError as error:
+            raise UsageError(
+                f"cannot make the run folder {final}: {error.strerror}; name another with --output"
+            ) from error
+        sync_path(final.parent)
+        yield
+
+
+def _not_made(folder: Path, error: OSError) -> UsageError:
+    return UsageError(f"cannot make the run folder {folder}: {error.strerror}; name another with --output")
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run would cost.
+
+    Attributes:
+        plan: of the run; where none fits, the nearest.
+        problem: why it does not fit.
+        notes: on how the model is treated.
+        published: the model as it was published, if it is one of those that are known by name.
+    """
+
+    plan: Plan
+    problem: DoesNotFit | None = None
+    notes: tuple[str, ...] = ()
+    published: Published | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it for `--json`."""
+        published = self.published.to_dict() if self.published else None
+        problem = {"error": str(self.problem), "exit_code": self.problem.exit_code} if self.problem else {}
+        return {**self.plan.to_dict(), "notes": list(self.notes), "published": published, **problem}
+
+
+def forecast(resolved: Resolved, measure_again: bool = False, doing: Doing = nothing) -> Forecast:
+    """Plan a run, from its rows if they are named, else for rows of the greatest length.
+
+    Without rows, a published model need not be there: see `published`. Where none is named or downloaded, it is GPT-J.
+
+    Args:
+        resolved: its options.
+        measure_again: measure what the machine does in a second, though it is known.
+        doing: is told what is done.
+
+    Raises:
+        GptjFtError: there are no such rows, or no such model.
+    """
+    recipe = resolved.recipe
+    device = choose_device(recipe.device)
+    if measure_again:
+        doing("measuring this machine, up to 10 s")
+        rates(device, choose_folder(recipe), again=True)
+    if recipe.data is not None:
+        try:
+            session = fresh(resolved, doing).session
+        except DoesNotFit as problem:
+            return Forecast(problem.nearest, problem)
+        return Forecast(session.plan, notes=session.architecture.notes)
+    if recipe.model in TINY_MODELS:
+        raise UsageError("the tiny model is made from the rows: add --data FILE")
+    published = find_published(recipe.model or DEFAULT_REPOSITORY)
+    architecture = _architecture(recipe, published)
+    dtype = choose_dtype(recipe.precision, device)
+    length = min(recipe.max_length, architecture.config.n_positions)
+    tokens = recipe.batch_size * length
+    selection = select(architecture, recipe)
+    load_ = Load(
+        layouts=selection.trained,
+        frozen=selection.frozen,
+        width=architecture.config.n_embd,
+        dtype=dtype,
+        micro_batch_tokens=max(recipe.micro_batch_tokens, length),
+        step_tokens=tokens,
+        mean_step_tokens=tokens,
+        mean_step_targets=tokens,
+        num_steps=recipe.max_steps,
+        context=architecture.config.n_positions,
+        longest_row=length,
+    )
+    folder = choose_folder(recipe)
+    doing(planning(device, folder))
+    try:
+        plan = choose(recipe, load_, free_resources(device, folder), rates(device, folder))
+    except DoesNotFit as problem:
+        return Forecast(problem.nearest, problem, architecture.notes, published)
+    return Forecast(plan, None, architecture.notes, published)
+
+
+def _architecture(recipe: Recipe, published: Published | None) -> Architecture:
+    """Return the architecture of a recipe's model: of what is here, else as it was published."""
+    try:
+        return read_architecture(choose_model(recipe, Path()))
+    except UsageError:
+        if published is None or (recipe.model is not None and Path(recipe.model).exists()):
+            raise
+        return published.architecture
+
+
+def _session(recipe: Recipe, model: Path, rows: tuple[Prepared, Prepared | None], folder: Path) -> Session:
+    train, validation = rows
+    check_keep(recipe, len(validation.rows) if validation else 0)
+    return make_session(
+        recipe,
+        model,
+        Rows.of(train.rows, recipe.packing, recipe.max_length),
+        Rows.of(validation.rows if validation else None, length=recipe.max_length),
+        train.report.data_sha256,
+        folder,
+    )

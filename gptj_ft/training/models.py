@@ -1,0 +1,158 @@
+"""The models in the home: what each is, where it is from, and which runs still need it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from gptj_ft.checkpoints.download import SOURCE, Origin, read_origin
+from gptj_ft.checkpoints.metadata import read_tuning
+from gptj_ft.checkpoints.model_folder import check, open_checkpoint
+from gptj_ft.config.run_folder import Run
+from gptj_ft.errors import GptjFtError, UsageError, did_you_mean
+from gptj_ft.models.registry import read_architecture
+from gptj_ft.system.files import disk_bytes, files_in, remove_folder
+from gptj_ft.system.paths import RUNS, is_model, models, newest_run
+from gptj_ft.system.units import gigabytes
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model in the home.
+
+    Attributes:
+        name: its folder's, by which commands know it.
+        folder: where it is.
+        family: its architecture; empty if that cannot be read.
+        parameters: numbers in it; ``None`` if that cannot be read.
+        dtype: type in which they are stored, or ``mixed``.
+        bytes: that it takes on the disk.
+        origin: what it was made from.
+        problem: why it cannot be used; ``None`` if it can.
+    """
+
+    name: str
+    folder: str
+    family: str
+    parameters: int | None
+    dtype: str
+    bytes: int
+    origin: str
+    problem: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def models_in_home() -> list[Entry]:
+    """Return the models that `download` and `convert` have put there, half-done downloads too, by name."""
+    there = sorted(models().iterdir()) if models().is_dir() else []
+    return [_entry(path) for path in there if _is_ours(path)]
+
+
+def rows_of(entries: Sequence[Entry]) -> list[tuple[str, ...]]:
+    """Return models as rows of a table, under the names of its columns."""
+    rows: list[tuple[str, ...]] = [("model", "family", "parameters", "dtype", "disk", "origin")]
+    for entry in entries:
+        count = f"{entry.parameters:,}" if entry.parameters is not None else "-"
+        origin = entry.origin + (f"  {entry.problem}" if entry.problem else "")
+        rows.append((entry.name, entry.family or "-", count, entry.dtype or "-", gigabytes(entry.bytes), origin))
+    return rows
+
+
+def find(name: str) -> Entry:
+    """Return the model of a name.
+
+    Raises:
+        UsageError: there is none in the home.
+    """
+    folder = models() / name
+    if Path(name).name != name or not folder.is_dir() or not _is_ours(folder):
+        known = [entry.name for entry in models_in_home()]
+        raise UsageError(
+            f"no model '{name}' in {models()}{did_you_mean(name, known)}; `gptj-ft models` lists them. "
+            "What lies elsewhere is not removed"
+        )
+    return _entry(folder)
+
+
+def remove(entry: Entry, force: bool = False) -> None:
+    """Remove a model from the disk; of a link, the link.
+
+    Raises:
+        UsageError: a run still needs it and it is not forced, or it cannot be removed.
+    """
+    needing = [] if force else runs_that_need(Path(entry.folder))
+    if needing:
+        more = f" and {len(needing) - 1} more" if needing[1:] else ""
+        raise UsageError(
+            f"{needing[0].folder}{more} was started from {entry.name} and cannot be resumed or exported without it; "
+            "--force removes it all the same"
+        )
+    folder = Path(entry.folder)
+    try:
+        if folder.is_symlink():
+            folder.unlink()
+        else:
+            remove_folder(folder)
+    except OSError as error:
+        raise UsageError(f"cannot remove {folder}: {error.strerror or error}") from error
+
+
+def runs_that_need(model: Path) -> list[Run]:
+    """Return the runs that read a model when they go on or are exported, of those in ``runs`` and beside the newest."""
+    newest = newest_run()
+    folders = {folder.resolve() for folder in (RUNS, *((newest.parent,) if newest else ())) if folder.is_dir()}
+    found = []
+    for run in (Run(path) for folder in sorted(folders) for path in sorted(folder.iterdir())):
+        if not run.recipe_file.is_file() or (is_model(run.model) and not run.whole_checkpoints()):
+            continue
+        try:
+            base = run.recipe().model
+        except GptjFtError:
+            continue
+        if base and Path(base).resolve() == model.resolve():
+            found.append(run)
+    return found
+
+
+def _is_ours(path: Path) -> bool:
+    return path.name[:1] != "." and (is_model(path) or (path / SOURCE).is_file())
+
+
+def _entry(folder: Path) -> Entry:
+    family, parameters, dtype, origin, problem = "", None, "", "", None
+    try:
+        source = read_origin(folder)
+        origin = _origin_of(folder, source)
+        if not is_model(folder):
+            problem = f"not all there: `gptj-ft download {source.repository if source else ''}` goes on"
+        else:
+            family, parameters, dtype = _contents(folder)
+    except GptjFtError as error:
+        problem = str(error)
+    size = disk_bytes(files_in(folder))
+    return Entry(folder.name, str(folder), family, parameters, dtype, size, origin, problem)
+
+
+def _contents(folder: Path) -> tuple[str, int, str]:
+    """Return family, parameters and type; the files' headers say so, no weights are read."""
+    architecture = read_architecture(folder)
+    with open_checkpoint(folder) as checkpoint:
+        dropped = set(check(architecture, checkpoint))
+        kept = [name for name in checkpoint.names if name not in dropped]
+        types = {str(checkpoint.dtype(name)).removeprefix("torch.") for name in kept}
+        parameters = sum(prod(checkpoint.shape(name)) for name in kept)
+    return architecture.family.model_type, parameters, types.pop() if len(types) == 1 else "mixed"
+
+
+def _origin_of(folder: Path, source: Origin | None) -> str:
+    stem = f"{source.repository}@{source.commit[:12]}" if source else ""
+    if is_model(folder) and (tuning := read_tuning(folder)):
+        return f"tuned from {tuning.base_model or stem or 'a model elsewhere'}"
+    if source is None:
+        return "made here"
+    return f"{'downloaded' if source.files else 'converted'} from {stem}"

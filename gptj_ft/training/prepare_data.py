@@ -1,0 +1,143 @@
+"""What `prepare-data` does: mends rows if asked to, turns them into tokens, writes them and a report on them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gptj_ft.checkpoints.base_model import choose_model
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.cache import prepare_once
+from gptj_ft.data.hub_dataset import PREFIX, is_reference
+from gptj_ft.data.load import data_path
+from gptj_ft.data.prepare import Prepared, is_prepared, save
+from gptj_ft.data.repaired_file import FixReport, choose_target, fix_rows
+from gptj_ft.data.tokenizer import RowTokenizer, load_row_tokenizer, vocab_size_of
+from gptj_ft.errors import UsageError
+from gptj_ft.system.paths import TINY_MODELS
+from gptj_ft.system.plain_text import command_line
+
+Bar = Callable[[], AbstractContextManager[Callable[[int, int | None], None]]]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What is to be written.
+
+    Attributes:
+        folder: the prepared rows.
+        fixed: the mended rows, if they are asked for.
+        report: a file of counts and lengths, if it is.
+        examples: rows shown in the report.
+    """
+
+    folder: Path
+    fixed: Path | None
+    report: Path | None
+    examples: int
+
+    @classmethod
+    def of(
+        cls, data: str, output: Path | None, fix: bool, fixed: Path | None, report: Path | None, examples: int
+    ) -> Targets:
+        """Choose them, and check that none of them is there.
+
+        Args:
+            data: the rows, as the user named them.
+            output: folder; by default beside the rows.
+            fix: whether rows are mended.
+            fixed: file for these; by default beside the rows.
+            report: a name that ends with .json or .html.
+            examples: rows shown in the report.
+
+        Raises:
+            UsageError: one exists, or nothing can be written so.
+        """
+        if fixed is not None and not fix:
+            raise UsageError("--fixed names the file that --fix writes: add --fix")
+        source = Path(data.removeprefix(PREFIX).replace("/", "-")) if is_reference(data) else data_path(data)
+        if is_prepared(source):
+            raise UsageError(f"{source} is prepared already: give it to `gptj-ft finetune --data`")
+        target = choose_target(source, fixed) if fix else None
+        beside = target or source
+        name = re.sub(r"[^\w.+-]+", "_", beside.name)  # of a pattern, too
+        folder = output or beside.with_name(name + ".prepared")
+        if folder.exists():
+            raise UsageError(f"{folder} exists: name another --output or remove it")
+        return cls(folder, target, report, examples)
+
+    def stopped(self) -> str:
+        """Say what is there when a signal has stopped the work, and how to go on: what is there is whole."""
+        if self.folder.exists():
+            return f"stopped; the rows are in {self.folder}, and only the report on them is missing"
+        if self.fixed is not None and self.fixed.exists():
+            command = command_line("prepare-data", "--data", self.fixed)
+            return f"stopped; the mended rows are in {self.fixed}: go on with the options of before and\n{command}"
+        return "stopped; nothing was written, and the same command begins again"
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What was done.
+
+    Attributes:
+        recipe: with the columns, if they were asked for.
+        targets: what was written.
+        model: whose tokens the rows are.
+        tokenizer: of it.
+        prepared: the rows.
+        fixes: what was mended, if that was asked for.
+    """
+
+    recipe: Recipe
+    targets: Targets
+    model: Path
+    tokenizer: RowTokenizer
+    prepared: Prepared
+    fixes: FixReport | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        return {**self.origin, **self.prepared.report.to_dict()}
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Where the rows are, whose tokens they are, and what was mended."""
+        origin = {"folder": str(self.targets.folder), "model": str(self.model)}
+        return {**origin, **({"fixes": self.fixes.to_dict()} if self.fixes else {})}
+
+    def write(self) -> None:
+        """Write the rows."""
+        save(self.prepared, self.targets.folder)
+
+
+def prepare_rows(recipe: Recipe, targets: Targets, bar: Bar) -> Preparation:
+    """Mend rows if that is asked for, and turn them into tokens.
+
+    Args:
+        recipe: its ``data`` names the rows.
+        targets: what is to be written.
+        bar: shows how many rows are done.
+
+    Raises:
+        UsageError, DataError: as its parts.
+    """
+    source = data_path(recipe.data)
+    if is_prepared(source):
+        raise UsageError(f"{source} is prepared already: give it to `gptj-ft finetune --data`")
+    if recipe.model not in TINY_MODELS:
+        choose_model(recipe, source)  # that there is none is said before anything is written
+    fixes = None
+    if targets.fixed is not None:
+        with bar() as advance:
+            fixes = fix_rows(recipe, source, targets.fixed, lambda rows: advance(rows, None))
+        source = targets.fixed
+    with bar() as advance:
+        model = choose_model(recipe, source)
+        tokenizer = load_row_tokenizer(model)
+        prepared = prepare_once(recipe, tokenizer, source, vocab_size_of(model), lambda rows: advance(rows, None))
+    return Preparation(recipe, targets, model, tokenizer, prepared, fixes)

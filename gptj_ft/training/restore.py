@@ -1,0 +1,138 @@
+"""Where the state of a run comes from: the model it starts from, a checkpoint, or the last commit of a run on disk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gptj_ft.checkpoints.model_folder import open_checkpoint
+from gptj_ft.checkpoints.optimizer_state import open_moments
+from gptj_ft.config.run_folder import COMMIT, Run, recipe_digest
+from gptj_ft.errors import DataError
+from gptj_ft.planning.machine_profile import PRECISIONS
+from gptj_ft.planning.plan import keeps_gradients
+from gptj_ft.streaming.activations import boundary_layout
+from gptj_ft.streaming.adamw import AdamW, Update
+from gptj_ft.streaming.model import LayerStack
+from gptj_ft.streaming.open import load_weights, open_frozen, training_stack
+from gptj_ft.streaming.stores.placement import Placement, training_dtypes
+from gptj_ft.system.direct_io import takes_direct
+from gptj_ft.system.files import discard
+from gptj_ft.training import checkpoint
+from gptj_ft.training.setup import Session
+
+
+def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str, Any]]:
+    """Open the stores of a run and fill them: from where it stopped, else from the model it starts from.
+
+    Returns: the stack, the optimizer at the run's step, and the facts that go into every commit and checkpoint.
+
+    Raises:
+        DataError: what it goes on from is missing or damaged, or is that of another run; nothing was removed.
+    """
+    run.check_saved()
+    commit, is_durable = run.last_commit(), session.plan.placement.is_durable
+    if commit and not is_durable:  # the session before had the state on disk, this one has not
+        settle(session, run, commit)
+        commit = None
+    if not commit:
+        discard(run.state)  # what is saved is elsewhere: scratch, or half of a beginning
+    facts: dict[str, Any] = {"loss_before": None, "updates_before": 0, "recipe": recipe_digest(session.recipe)}
+    stack = open_stack(session, run, session.plan.placement)
+    if run.state.is_dir() and not takes_direct(run.state):
+        run.log(f"{run.state} is on a file system without direct I/O: transfers go through the page cache")
+    try:
+        saved = max(run.whole_checkpoints(), default=None)
+        if is_durable and not commit and saved is not None:
+            checkpoint.adopt(run, stack, saved)
+            commit = run.last_commit()
+        if commit:
+            facts |= facts_of(session, run, commit)
+            optimizer = resume_optimizer(session, run, stack, commit)
+        elif saved is not None:
+            facts |= facts_of(session, run, run.manifest(saved))
+            checkpoint.restore(run.checkpoint(saved), stack, saved)
+            optimizer = AdamW(stack, session.recipe, saved, late_blocks(session), facts["updates_before"])
+        else:
+            facts["updates_before"] = begin(session, stack)
+            optimizer = AdamW(stack, session.recipe, 0, late_blocks(session), facts["updates_before"])
+            if is_durable:
+                checkpoint.commit(run, optimizer.step, None, facts)
+        if is_durable:
+            run.note_saved(run.state / COMMIT)
+        # This has the name of the state folder on the disk, too.
+        run.forget_metrics_after(optimizer.step)
+    except BaseException:
+        stack.close()
+        raise
+    return stack, optimizer, facts
+
+
+def facts_of(session: Session, run: Run, saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of a commit or a checkpoint.
+
+    Raises:
+        DataError: it was made with other options than the session's.
+    """
+    facts: dict[str, Any] = saved["facts"]
+    if facts.get("recipe") != recipe_digest(session.recipe):
+        raise DataError(
+            f"step {saved['step']} of {run.folder} was trained with other options than those in {run.recipe_file}: put "
+            "back the file that the run began with"
+        )
+    return facts
+
+
+def begin(session: Session, stack: LayerStack) -> int:
+    """Fill the stores with the model that a run starts from; return the updates that its moments have seen."""
+    recipe, architecture = session.recipe, session.architecture
+    with open_checkpoint(session.model) as weights:
+        if session.updates_before is None:
+            load_weights(stack, architecture, weights, recipe.seed)
+            return 0
+        with open_moments(session.model) as moments:
+            load_weights(stack, architecture, weights, recipe.seed, moments.checkpoints)
+            return moments.updates
+
+
+def open_stack(session: Session, run: Run, placement: Placement) -> LayerStack:
+    """Open the stores of a run, filled or not."""
+    keep_gradients = keeps_gradients(session.recipe, placement)
+    recipe = session.recipe
+    dtypes = training_dtypes(session.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
+    boundary = boundary_layout(session.most_step_tokens, session.architecture.config.n_embd, recipe.batch_size)
+    stack = training_stack(
+        session.architecture, placement, dtypes, session.device, run.state, session.plan.room, keep_gradients, boundary,
+        session.selection,
+    )  # fmt: skip
+    try:
+        weights = open_checkpoint(session.model)
+        open_frozen(stack, session.architecture, weights, placement.of("frozen"))
+    except BaseException:
+        stack.close()
+        raise
+    return stack
+
+
+def late_blocks(session: Session) -> int:
+    """Return how many blocks are updated in forward and again in backward."""
+    return len(session.architecture.layers()) - 2 if session.plan.costs.is_late else 0
+
+
+def resume_optimizer(session: Session, run: Run, stack: LayerStack, commit: dict[str, Any]) -> AdamW:
+    """Return the optimizer of a run on disk as of its last commit."""
+    before = commit["facts"]["updates_before"]
+    optimizer = AdamW(stack, session.recipe, commit["step"], late_blocks(session), before)
+    behind = checkpoint.layers_behind(run, stack, commit["step"])
+    optimizer.resume(Update(**commit["update"]) if commit["update"] else None, behind)
+    return optimizer
+
+
+def settle(session: Session, run: Run, commit: dict[str, Any]) -> None:
+    """Bring every layer of a run on disk to its last commit, and make the folder a checkpoint."""
+    stack = open_stack(session, run, Placement("disk", "disk", frozen="disk"))
+    try:
+        facts_of(session, run, commit)
+        resume_optimizer(session, run, stack, commit).flush()
+    finally:
+        stack.close()
+    checkpoint.turn_into_checkpoint(run, commit["step"], commit["facts"])

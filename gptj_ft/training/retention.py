@@ -1,0 +1,221 @@
+"""Which checkpoints of a run are made, and which of them stay."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from gptj_ft.config.options import Recipe
+from gptj_ft.config.run_folder import COMMIT, MANIFEST, STEP, Run
+from gptj_ft.errors import DataError, Interrupted, NotFinite, UsageError, did_you_mean
+from gptj_ft.evaluation.metrics import score_names
+from gptj_ft.streaming.adamw import AdamW
+from gptj_ft.streaming.model import LayerStack
+from gptj_ft.system.files import discard, remove_folder, sync_path
+from gptj_ft.training import checkpoint
+from gptj_ft.training.schedule import is_multiple
+from gptj_ft.training.setup import Session
+
+LOSS = "validation_loss"
+
+
+class Keeper:
+    """Makes checkpoints when they are due, and removes those that the recipe does not keep.
+
+    The newest is always kept while the run goes on; a run on disk has it in its state folder. When the run has ended,
+    the tuned model is the last state.
+
+    Args:
+        session: its recipe and its steps.
+        run: whose checkpoints.
+        stack: whose state they hold.
+        optimizer: whose step and pending update.
+        facts: what goes into every commit and checkpoint; ``best`` in it is kept up here: step and validation loss.
+    """
+
+    def __init__(self, session: Session, run: Run, stack: LayerStack, optimizer: AdamW, facts: dict[str, Any]) -> None:
+        self._recipe, self._num_steps = session.recipe, session.num_steps
+        self._is_durable = session.plan.placement.is_durable
+        self._run, self._stack, self._optimizer, self._facts = run, stack, optimizer, facts
+        self._saved_at = time.monotonic()
+        facts.setdefault("best", None)
+
+    def begin(self) -> None:
+        """Keep what is to be kept from now on: the recipe may have changed, and a crash may have come between."""
+        best = self._facts["best"]
+        if best and self._recipe.keeps_best and best["step"] not in self._run.whole_checkpoints():
+            self._facts["best"] = None  # it was not kept then, or the run has gone back behind it
+        if self._is_durable and self._optimizer.step:
+            self.after_step()  # the step was committed, but perhaps its checkpoint not made any more
+        self.prune()
+
+    def after_validation(self, loss: float, scores: Mapping[str, float]) -> None:
+        """Take note of a validation; if it is the best so far, by what the recipe goes by, keep this state."""
+        name, step = self._recipe.best_by, self._optimizer.step
+        value = loss if name == LOSS else scores[name]
+        best = self._facts["best"]
+        if step == 0 or not math.isfinite(value) or (best and not is_better(name, value, best.get(name, math.nan))):
+            return
+        self._facts["best"] = {"step": step, LOSS: loss, name: value}
+        if self._recipe.keeps_best and step < self._num_steps:
+            self._save()
+
+    def is_out_of_patience(self) -> bool:
+        """Tell whether so many validations as the recipe has patience for have passed since the best."""
+        patience, best = self._recipe.patience, self._facts["best"]
+        if patience is None or best is None:
+            return False
+        # Counted in the file, so that a run that was resumed counts as one that was not.
+        since = [line for line in self._run.metrics() if LOSS in line and line["step"] > best["step"]]
+        return len(since) >= patience
+
+    def after_step(self) -> bool:
+        """Make a checkpoint if one is due, by steps or by time; tell whether it was."""
+        recipe, step = self._recipe, self._optimizer.step
+        is_regular = is_multiple(step, recipe.save_every)
+        is_late = time.monotonic() - self._saved_at > recipe.save_minutes * 60
+        if step == self._num_steps:
+            return False  # the model comes next
+        is_kept = is_regular and recipe.num_newest_kept != 0
+        is_due = is_kept if self._is_durable else is_regular or is_late
+        if is_due:
+            self._save()
+        return is_due
+
+    def save_now(self) -> None:
+        """Have the state after the last step on the disk, if anything was trained yet."""
+        if self._is_durable:
+            self._stack.drain()
+        elif self._optimizer.step:
+            self._save()
+
+    @contextmanager
+    def rescuing(self) -> Iterator[None]:
+        """Save before an error ends the run, where that can be done: what is in memory would be lost."""
+        try:
+            yield
+        except (Interrupted, NotFinite, DataError):  # saved; or resumed, the run would get here again
+            raise
+        except BaseException:
+            with suppress(BaseException):  # what ended the run is what is to be told
+                if not self._is_durable and self._optimizer.is_whole and self._is_recorded():
+                    self.save_now()
+            raise
+
+    def _is_recorded(self) -> bool:
+        """Tell whether the last step has its line in the metrics: resumed after it, the run would never write that."""
+        return any("loss" in line and line["step"] == self._optimizer.step for line in self._run.metrics())
+
+    def prune(self, is_finished: bool = False) -> dict[int, Path]:
+        """Remove the checkpoints that are not kept; return those that are."""
+        found, best = self._run.whole_checkpoints(), self._facts["best"]
+        kept = kept_steps(self._recipe, found, best["step"] if best else None)
+        if found and not self._is_durable and not is_finished:
+            kept.add(max(found))
+        for step, folder in found.items():
+            if step not in kept:
+                remove_folder(folder)
+        if is_finished and not kept & found.keys():
+            discard(self._run.checkpoints)
+        return {step: folder for step, folder in found.items() if step in kept}
+
+    def _save(self) -> None:
+        run, step = self._run, self._optimizer.step
+        self._optimizer.flush()
+        if self._is_durable:
+            checkpoint.link(run, self._stack, step, self._facts)
+            # From now on the facts speak of this checkpoint; no other may be removed before that is known.
+            checkpoint.commit(run, step, self._optimizer.pending, self._facts)
+        else:
+            checkpoint.save(run, self._stack, step, self._facts)
+        self._saved_at = time.monotonic()
+        self.prune()
+
+
+def kept_steps(recipe: Recipe, steps: Iterable[int], best: int | None) -> set[int]:
+    """Return the steps of the checkpoints that are kept for good.
+
+    Args:
+        recipe: its ``keep`` and ``save_every``.
+        steps: of all checkpoints.
+        best: the step of the best state.
+    """
+    regular = sorted(step for step in steps if is_multiple(step, recipe.save_every))
+    count = len(regular) if recipe.num_newest_kept is None else recipe.num_newest_kept
+    kept = set(regular[max(0, len(regular) - count) :])
+    if recipe.keeps_best and best is not None:
+        kept.add(best)
+    return kept
+
+
+def is_better(name: str, value: float, other: float) -> bool:
+    """Tell whether a value is better than another: of losses the lower, of scores the higher; any is than NaN."""
+    return math.isnan(other) or (value < other if name == LOSS else value > other)
+
+
+def check_keep(recipe: Recipe, num_validation_rows: int) -> None:
+    """Refuse to keep what there will not be, and to wait for it.
+
+    Raises:
+        UsageError: the best without validations during the run, the best by a score that is not taken, patience without
+            validations, or the newest N or all without ``save_every``.
+    """
+    if recipe.patience and not (num_validation_rows and recipe.validate_every):
+        raise UsageError("patience counts validations during the run: add --validate-every N, and rows to validate on")
+    if recipe.sample_rows and not (num_validation_rows and recipe.metrics):
+        raise UsageError(
+            "sample_rows are validation rows, scored by the recipe's metrics: there is none of the one or other"
+        )
+    names = score_names(recipe.metrics) if recipe.sample_rows else []
+    if recipe.best_by != LOSS and recipe.best_by not in names:
+        hint = did_you_mean(recipe.best_by, [LOSS, *names])
+        more = "" if names else "; scores need --set sample_rows=N and a recipe with metrics"
+        raise UsageError(
+            f"best_by: '{recipe.best_by}' is not measured{hint}; there are {', '.join([LOSS, *names])}{more}"
+        )
+    if recipe.keeps_best and not num_validation_rows:
+        raise UsageError("the best state is the one with the lowest validation loss: add --val-data FILE, or a holdout")
+    if recipe.keeps_best and not recipe.validate_every:
+        raise UsageError("the best state is found by validations during the run: add --validate-every N")
+    if recipe.num_newest_kept != 0 and not recipe.save_every:
+        raise UsageError(f"--keep {','.join(recipe.keep)} keeps what is saved every N steps: add --save-every N")
+
+
+def find_checkpoint(run: Run, name: str) -> int:
+    """Return the step of the checkpoint that a user means: ``best``, ``last``, ``step-000120`` or ``120``.
+
+    Raises:
+        UsageError: there is none of that name; says which there are.
+    """
+    found = run.whole_checkpoints()
+    number = STEP.fullmatch(f"step-{name.removeprefix('step-')}")
+    if name == "last" and found:
+        return max(found)
+    if name == "best" and (best := _best_of(run, found)) is not None:
+        return best
+    if number and int(number[1]) in found:
+        return int(number[1])
+    there = ", ".join(folder.name for folder in found.values()) or "none: --keep best,last or --save-every makes some"
+    raise UsageError(f"no checkpoint '{name}' in {run.checkpoints}; there are {there}")
+
+
+def go_back(run: Run, step: int) -> None:
+    """Forget what a run did after a checkpoint: it is the newest from now on. After step 0, that is everything."""
+    run.note_saved(run.checkpoint(step) / MANIFEST if step else None)  # until the commit goes, that one counts
+    for later, folder in reversed(run.whole_checkpoints().items()):
+        if later > step:
+            remove_folder(folder)
+    if (run.state / COMMIT).is_file():  # without it the state is rebuilt from the newest checkpoint
+        (run.state / COMMIT).unlink()
+        sync_path(run.state)
+
+
+def _best_of(run: Run, found: dict[int, Path]) -> int | None:
+    """Return the step that the run knows as its best, if there is a checkpoint of it."""
+    newest = run.last_commit() or (run.manifest(max(found)) if found else None)
+    best = newest["facts"].get("best") if newest else None
+    return best["step"] if best and best["step"] in found else None

@@ -1,0 +1,91 @@
+"""Learning rate by step: segments, one after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gptj_ft.config.options import Piece, Recipe, Shape
+from gptj_ft.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Part of a schedule: from ``start``, the rate of its first step, towards ``end``, that of the step after it."""
+
+    shape: Shape
+    start: float
+    end: float
+    steps: int
+
+    def lr(self, since: int) -> float:
+        """Return the learning rate ``since`` steps after the first one of the segment."""
+        if self.shape == "constant":
+            return self.end
+        progress = since / self.steps
+        if self.shape == "cosine":
+            progress = (1 - math.cos(math.pi * progress)) / 2
+        return self.start + (self.end - self.start) * progress
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rates of a run; after the last segment the rate stays at its end."""
+
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def of(cls, recipe: Recipe, num_steps: int) -> Schedule:
+        """Derive the schedule of a run of so many steps.
+
+        Raises:
+            UsageError: the run goes on where the rate is 0.
+        """
+        if isinstance(recipe.schedule, str):
+            schedule = cls(_stretched(recipe, recipe.schedule, num_steps))
+        else:
+            schedule = cls(_as_written(recipe.schedule, recipe.lr))
+        if schedule.lr(num_steps) == 0.0:
+            length = sum(segment.steps for segment in schedule.segments)
+            raise UsageError(
+                f"the learning rate of the last step, {num_steps}, is 0, so that it would train nothing: the schedule "
+                f"has {length:,} steps; take another --max-steps, or --set schedule=cosine, which fits any"
+            )
+        return schedule
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 1."""
+        since = step - 1
+        for segment in self.segments:
+            if since < segment.steps:
+                return segment.lr(since)
+            since -= segment.steps
+        return self.segments[-1].end
+
+
+def _as_written(pieces: Sequence[Piece], peak: float) -> tuple[Segment, ...]:
+    segments: list[Segment] = []
+    for piece in pieces:
+        before = segments[-1].end if segments else 0.0
+        start = before if piece.start is None else peak * piece.start
+        segments.append(Segment(piece.shape, start, peak * piece.end, piece.steps))
+    return tuple(segments)
+
+
+def _stretched(recipe: Recipe, shape: Shape, num_steps: int) -> tuple[Segment, ...]:
+    """Stretch a named shape over a run: warm-up, peak, decay. A warm-up below 1 is a share of the steps.
+
+    The warm-up does not start at 0, which would waste a step, and its last step has the peak rate; the step after the
+    run would have the final one.
+    """
+    peak = recipe.lr
+    warmup = recipe.num_warmup_steps(num_steps)
+    rise = [Segment("linear", peak / warmup, peak, warmup - 1), Segment("constant", peak, peak, 1)] if warmup else []
+    fall = Segment(shape, peak, peak if shape == "constant" else peak * recipe.final_lr, max(1, num_steps - warmup))
+    return (*rise, fall)
+
+
+def is_multiple(step: int, every: int) -> bool:
+    """Tell whether something done ``every`` so many steps is due; 0 is never."""
+    return every > 0 and step % every == 0

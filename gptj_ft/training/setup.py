@@ -1,0 +1,119 @@
+"""All that training needs, gathered and planned: recipe, model, rows, steps, device, placement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gptj_ft.checkpoints.model_folder import check, open_checkpoint
+from gptj_ft.checkpoints.optimizer_state import has_moments, open_moments
+from gptj_ft.config.options import Recipe
+from gptj_ft.config.run_folder import Run, steps_done
+from gptj_ft.data.batches import Rows, rows_of_step, steps_per_epoch
+from gptj_ft.models.registry import Architecture, read_architecture
+from gptj_ft.models.trainable import Selection, select
+from gptj_ft.planning.machine_profile import choose_dtype, rates
+from gptj_ft.planning.plan import Plan, choose
+from gptj_ft.planning.resources import check_lengths, free_resources
+from gptj_ft.planning.workload import Load
+from gptj_ft.system import machine
+from gptj_ft.system.digests import check_weights
+from gptj_ft.training.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Session:
+    """All that `train` needs, resolved; the recipe's ``precision`` is not ``auto`` any more.
+
+    No step of the run has more than ``most_step_tokens``, whatever the order of the rows. ``updates_before`` is how
+    many updates the moments have seen that it begins with; ``None``: it begins with zeros.
+    """
+
+    recipe: Recipe
+    model: Path
+    architecture: Architecture
+    selection: Selection
+    train: Rows
+    validation: Rows
+    data_sha256: str
+    num_steps: int
+    most_step_tokens: int
+    schedule: Schedule
+    device: torch.device
+    dtype: torch.dtype
+    plan: Plan
+    updates_before: int | None = None
+
+
+def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, data_sha256: str, folder: Path) -> Session:
+    """Derive the steps of a run and plan where everything goes.
+
+    Args:
+        recipe: the whole run.
+        model: folder of the model to start from.
+        train: rows to train on.
+        validation: rows to measure on; may be none.
+        data_sha256: digest of the file the rows came from.
+        folder: the run folder, for the space and rate of its disk, and the steps done if it is resumed.
+
+    Raises:
+        ResourceError: it cannot fit.
+        UsageError, DataError: a model folder that cannot be used, or a schedule that ends before the run.
+    """
+    architecture = read_architecture(model)
+    check_lengths(recipe, architecture)
+    check_weights(model)
+    with open_checkpoint(model) as weights:
+        check(architecture, weights)
+    selection = select(architecture, recipe)
+    device = machine.choose_device(recipe.device)
+    dtype = choose_dtype(recipe.precision, device)
+    per_epoch = steps_per_epoch(len(train), recipe.batch_size)
+    num_steps = recipe.num_steps(len(train))
+    schedule = Schedule.of(recipe, num_steps)
+    lengths = train.lengths
+    sizes = [
+        sum(lengths[row] for row in rows_of_step(step, len(train), recipe.batch_size, recipe.seed))
+        for step in range(min(num_steps, per_epoch))
+    ]
+    most_step_tokens = sum(sorted(lengths)[-recipe.batch_size :])
+    load = Load(
+        layouts=selection.trained,
+        frozen=selection.frozen,
+        width=architecture.config.n_embd,
+        dtype=dtype,
+        micro_batch_tokens=max(recipe.micro_batch_tokens, max(lengths)),
+        step_tokens=max(sizes),
+        mean_step_tokens=sum(sizes) / len(sizes),
+        mean_step_targets=train.num_targets / per_epoch,
+        num_steps=num_steps - steps_done(Run(folder)),
+        context=architecture.config.n_positions,
+        longest_row=max(lengths),
+        attended=sum(length * length for length in lengths) / sum(lengths) / 2,
+        validation_tokens=sum(validation.lengths),
+        validation_targets=validation.num_targets,
+    )
+    has_begun = Run(folder).recipe_file.is_file()
+    plan = choose(recipe, load, free_resources(device, folder), rates(device, folder), has_begun)
+    # Another machine, or this one on another day, might choose another type in the middle of the run.
+    recipe = recipe.model_copy(update={"precision": plan.precision})
+    return Session(
+        recipe, model, architecture, selection, train, validation, data_sha256, num_steps, most_step_tokens,
+        schedule, device, dtype, plan, updates_before(recipe, model, architecture),
+    )  # fmt: skip
+
+
+def updates_before(recipe: Recipe, model: Path, architecture: Architecture) -> int | None:
+    """Return how many updates the moments have seen that a run begins with; ``None`` if it begins with zeros.
+
+    Raises:
+        UsageError, DataError: the moments in the model's folder are damaged, or of another model.
+    """
+    if recipe.method != "full" or recipe.initial_moments != "model" or not has_moments(model):
+        return None
+    with open_moments(model) as moments:
+        for checkpoint in moments.checkpoints.values():
+            check(architecture, checkpoint)
+        return moments.updates

@@ -1,0 +1,127 @@
+"""What steps amount to: FLOPs, counted here and nowhere else, and the rates that a run reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from gptj_ft.planning.flops import Flops
+from gptj_ft.streaming.model import LayerStack
+from gptj_ft.system import machine
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What was done and what it took: one step, or many together.
+
+    Attributes:
+        tokens: all that were computed.
+        target_tokens: those with a loss.
+        seconds: wall time.
+        waited_seconds: of them, what the computation stood still for the stores.
+        bytes_read: by the stores.
+        bytes_written: by the stores.
+        memory_bytes: peak resident memory of the process so far.
+        device_memory_bytes: peak allocated on a CUDA device so far; 0 on a CPU.
+    """
+
+    tokens: int
+    target_tokens: int
+    seconds: float
+    waited_seconds: float
+    bytes_read: int
+    bytes_written: int
+    memory_bytes: int
+    device_memory_bytes: int
+
+    @classmethod
+    def total(cls, tallies: Sequence[Tally]) -> Tally:
+        """Add up what was done; of memory, take the most."""
+        columns = {field.name: [getattr(tally, field.name) for tally in tallies] for field in fields(cls)}
+        peaks = ("memory_bytes", "device_memory_bytes")
+        return cls(**{name: max(column) if name in peaks else sum(column) for name, column in columns.items()})
+
+
+@dataclass(frozen=True)
+class Meters:
+    """Rates. Each is a mean over time, so those of many steps are the means of theirs, weighted by seconds.
+
+    Attributes:
+        target_tokens_per_second: tokens with a loss.
+        tokens_per_second: all tokens.
+        model_gflops: GFLOP/s of what every way of training the model computes.
+        hardware_gflops: GFLOP/s with recomputation counted as work.
+        mfu: ``model_gflops`` as a share of the rate of a large matrix product, measured here. (MFU and HFU as in
+            https://arxiv.org/abs/2205.05198, which takes the data sheet's rate.)
+        hfu: ``hardware_gflops``, likewise.
+        stall: share of the time that the computation stood still for the stores.
+    """
+
+    target_tokens_per_second: float
+    tokens_per_second: float
+    model_gflops: float
+    hardware_gflops: float
+    mfu: float
+    hfu: float
+    stall: float
+
+    @classmethod
+    def of(cls, tally: Tally, flops: Flops, matmul_rate: float) -> Meters:
+        """Compute the rates of a tally; ``matmul_rate`` in FLOP/s."""
+        model, hardware = flops.model / tally.seconds, flops.hardware / tally.seconds
+        return cls(
+            target_tokens_per_second=tally.target_tokens / tally.seconds,
+            tokens_per_second=tally.tokens / tally.seconds,
+            model_gflops=model / 1e9,
+            hardware_gflops=hardware / 1e9,
+            mfu=model / matmul_rate,
+            hfu=hardware / matmul_rate,
+            stall=tally.waited_seconds / tally.seconds,
+        )
+
+    @classmethod
+    def mean(cls, meters: Sequence[Meters], seconds: Sequence[float]) -> Meters:
+        """Average over the time that each was measured in."""
+        total = sum(seconds)
+        return cls(
+            **{
+                field.name: sum(getattr(each, field.name) * s for each, s in zip(meters, seconds, strict=True)) / total
+                for field in fields(cls)
+            }
+        )
+
+
+def summarize(lines: Sequence[Mapping[str, Any]]) -> tuple[Tally, Meters]:
+    """Put the steps of a run together, from their lines in ``metrics.jsonl``; of those that lack something, nothing."""
+    names = {field.name for form in (Tally, Meters) for field in fields(form)}
+    lines = [line for line in lines if names <= line.keys()]
+    if not lines:  # all were damaged
+        return Tally(0, 0, 0.0, 0.0, 0, 0, 0, 0), Meters(**{field.name: 0.0 for field in fields(Meters)})
+    tallies = [Tally(**{field.name: line[field.name] for field in fields(Tally)}) for line in lines]
+    meters = [Meters(**{field.name: line[field.name] for field in fields(Meters)}) for line in lines]
+    return Tally.total(tallies), Meters.mean(meters, [tally.seconds for tally in tallies])
+
+
+class Stopwatch:
+    """Measures what is done from its making on."""
+
+    def __init__(self, stack: LayerStack) -> None:
+        self._stack, self._start, self._before = stack, time.monotonic(), _counters(stack)
+
+    def read(self, tokens: int, target_tokens: int) -> Tally:
+        """Return what this many tokens took."""
+        seconds = time.monotonic() - self._start
+        waited, read, written = (now - then for now, then in zip(_counters(self._stack), self._before, strict=True))
+        device = self._stack.device
+        on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        return Tally(
+            tokens, target_tokens, seconds, waited, int(read), int(written), machine.peak_memory(), on_device
+        )  # fmt: skip
+
+
+def _counters(stack: LayerStack) -> tuple[float, int, int]:
+    return stack.waited_seconds, stack.bytes_read, stack.bytes_written

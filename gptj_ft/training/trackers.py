@@ -1,0 +1,118 @@
+"""A run's figures sent to where a user watches them: TensorBoard, Trackio or Weights & Biases, through accelerate."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from gptj_ft.config.options import Recipe
+from gptj_ft.config.run_folder import Run
+from gptj_ft.errors import UsageError
+
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
+
+PROJECT = "gptj-ft"
+WORDS = ("recipe", "method", "precision", "moments", "gradients", "weights", "optimizer_state")  # no path, no text
+
+# It would send what is printed (rows, answers), command lines with their paths, code, and who and where the user is.
+WANDB_PRIVATE = {
+    "console": "off", "disable_code": True, "disable_git": True, "x_disable_machine_info": True, "x_disable_meta": True,
+}  # fmt: skip
+
+
+def check_tracker(name: str) -> None:
+    """Check that a tracker is installed.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if name != "none" and find_spec(name) is None:
+        raise UsageError(f"--report-to {name}: its package is not installed; type `pip install {name}`")
+
+
+@contextmanager
+def tracking(run: Run, recipe: Recipe, warn: Callable[[str], None]) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Yield what takes each line of ``metrics.jsonl``: the file, and then the recipe's tracker.
+
+    Whatever a tracker does wrong is said once; it gets nothing more, and the run goes on.
+
+    Args:
+        run: whose lines they are.
+        recipe: its ``report_to``.
+        warn: is told what went wrong.
+    """
+    tracker = _Guarded(run, recipe, warn) if recipe.report_to != "none" else None
+
+    def record(line: Mapping[str, Any]) -> None:
+        run.append_metrics(line)
+        if tracker:
+            tracker.call(lambda inner: inner.log(figures(line), step=line["step"]))
+
+    try:
+        yield record
+    finally:
+        if tracker:
+            tracker.call(lambda inner: inner.finish())
+
+
+class _Guarded:
+    """A tracker that can fail without harm; what it prints goes to stderr."""
+
+    def __init__(self, run: Run, recipe: Recipe, warn: Callable[[str], None]) -> None:
+        self._name, self._warn = recipe.report_to, warn
+        self._inner: GeneralTracker | None = None
+        self._try(lambda: self._start(run, recipe))
+
+    def call(self, use: Callable[[GeneralTracker], None]) -> None:
+        """Use the tracker, if it has not failed before."""
+        if (inner := self._inner) is not None:
+            self._try(lambda: use(inner))
+
+    def _start(self, run: Run, recipe: Recipe) -> None:
+        inner = make_tracker(run, recipe)
+        inner.start()
+        self._inner = inner
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            with redirect_stdout(sys.stderr):
+                action()
+        except Exception as error:  # of libraries and services that nobody here knows
+            self._inner = None
+            reason = (str(error).splitlines() or [""])[0]
+            self._warn(
+                f"{self._name} gets no more figures: {type(error).__name__}: {reason}; training goes on, and all of "
+                "them are in metrics.jsonl"
+            )
+
+
+def make_tracker(run: Run, recipe: Recipe) -> GeneralTracker:
+    """Return the tracker of a run, not started; a resumed run goes on in the same place."""
+    from accelerate.tracking import TensorBoardTracker, TrackioTracker, WandBTracker
+
+    if recipe.report_to == "tensorboard":
+        return TensorBoardTracker("tensorboard", logging_dir=run.folder)
+    facts = {"name": run.folder.name, "config": settings(recipe), "resume": "allow"}
+    if recipe.report_to == "trackio":
+        return TrackioTracker(PROJECT, **facts)
+    began = run.recipe_file.stat().st_mtime_ns  # two runs of the same name are two
+    identity = hashlib.sha256(f"{run.folder.name} {began}".encode()).hexdigest()[:16]
+    return WandBTracker(PROJECT, id=identity, dir=str(run.folder), settings=WANDB_PRIVATE, **facts)
+
+
+def settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the options of a run that say how it learns: numbers and choices, no path and no template."""
+    options = recipe.to_dict()
+    numbers = {key: value for key, value in options.items() if isinstance(value, int | float)}
+    return {**{key: options[key] for key in WORDS}, **numbers}
+
+
+def figures(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a line of ``metrics.jsonl`` by their names there; scores as ``scores/rougeL``."""
+    scores = {f"scores/{name}": value for name, value in line.get("scores", {}).items()}
+    return {key: value for key, value in {**line, **scores}.items() if key != "step" and isinstance(value, int | float)}

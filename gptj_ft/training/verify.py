@@ -1,0 +1,200 @@
+"""Every file of a run, read and compared with what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gptj_ft.checkpoints.fingerprint import check_unchanged
+from gptj_ft.checkpoints.formats.peft import base_folder, open_adapter
+from gptj_ft.checkpoints.formats.safetensors import open_shard
+from gptj_ft.checkpoints.metadata import read_tuning
+from gptj_ft.checkpoints.model_folder import check, open_checkpoint
+from gptj_ft.config.run_folder import COMMIT, MERGED, Run, steps_done
+from gptj_ft.data.prepare import load
+from gptj_ft.errors import DataError, UsageError
+from gptj_ft.models.layout import Layout
+from gptj_ft.models.registry import read_architecture
+from gptj_ft.models.trainable import select
+from gptj_ft.streaming.stores.base import PART_NUMEL
+from gptj_ft.streaming.stores.state_file import StateFile, layer_path
+from gptj_ft.system.digests import FOLDER_DIGESTS, damaged_files, read_json, read_sealed
+from gptj_ft.system.lock import locked
+from gptj_ft.system.paths import is_adapter, is_model, is_tuned
+
+STATE_KINDS = {"weight", "exp_avg", "exp_avg_sq"}  # and ``master``, where the computation is not in fp32
+Progress = Callable[[int, int | None], None]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a check has found: a line for each damaged file or tensor, and what could not be compared."""
+
+    run: str
+    files: int
+    bytes: int
+    problems: list[str]
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold."""
+        return asdict(self)
+
+
+def verify(run: Run, progress: Progress | None = None) -> Verification:
+    """Check every file that a run holds: form, size, step and digests.
+
+    Args:
+        run: which nobody is working on.
+        progress: called with (bytes checked, bytes to check).
+
+    Raises:
+        UsageError: not a run, in use, or neither its model nor the one it started from is there to tell its form.
+    """
+    recipe = run.recipe()
+    base = next((folder for folder in (Path(recipe.model or ""), run.model) if is_model(folder)), None)
+    if base is None:
+        raise UsageError(
+            f"{run.folder} started from {recipe.model}, which is not there to tell what belongs into the run; if it is "
+            f"elsewhere now, write so under `model:` in {run.recipe_file}"
+        )
+    with locked(run.folder, "verifying"):
+        checker = Checker(run, select(read_architecture(base), recipe).trained, progress)
+        problems, notes = list(checker.problems()), list[str]()
+        if is_tuned(run.model) and not run.record_file.is_file():
+            notes.append(f"{run.folder} was trained by an earlier version of gptj-ft: model and rows have no digests")
+        else:
+            problems += _said(lambda: run.check_recipe(recipe))
+            problems += _said(lambda: _check_base(run, Path(recipe.model or "")))
+    return Verification(str(run.folder), checker.files, checker.bytes, list(dict.fromkeys(problems)), notes)
+
+
+class Checker:
+    """Goes through a run's files, and counts them; one that several checkpoints share is read once."""
+
+    def __init__(self, run: Run, layouts: Sequence[Layout], progress: Progress | None = None) -> None:
+        self._run = run
+        self._layouts = {layer: layout for layer, layout in enumerate(layouts) if layout.numel}  # others have no file
+        self._progress = progress or (lambda done, total: None)
+        self._damage: dict[tuple[int, int], list[str]] = {}  # by device and inode
+        self._total = sum(path.stat().st_size for path in run.folder.rglob("*.safetensors"))
+        self.files, self.bytes = 0, 0
+
+    def problems(self) -> Iterator[str]:
+        """Yield a line for each damaged file or tensor of state, checkpoints, model, rows and metrics."""
+        run = self._run
+        if not is_tuned(run.model):
+            yield from _said(run.check_saved)
+        if (run.state / COMMIT).is_file():  # without a commit it is scratch
+            yield from self.state()
+        for step in run.whole_checkpoints():
+            yield from self.checkpoint(step)
+        for folder in (run.model, run.folder / MERGED):
+            if folder.exists():
+                yield from self.model(folder)
+        for rows in (run.data / "train", run.data / "validation"):
+            if rows.exists() and run.record_file.is_file():
+                yield from _said(lambda rows=rows: load(rows))  # type: ignore[misc]
+        if (run.folder / "environment.json").is_file():
+            yield from _said(lambda: read_json(run.folder / "environment.json"))
+        try:
+            yield from run.metrics_problems(0 if is_tuned(run.model) else steps_done(run))
+        except DataError as error:
+            yield str(error)
+
+    def state(self) -> Iterator[str]:
+        """Check the layers of a run on disk, and the gradients of those that its last update has not reached."""
+        try:
+            commit = self._run.last_commit()
+        except DataError as error:
+            yield str(error)
+            return
+        step = commit["step"] if commit else 0
+        for layer, layout in self._layouts.items():
+            stamp, problems = self._file(layer_path(self._run.state / "layer", layer), layout, STATE_KINDS)
+            yield from problems
+            if stamp == step - 1:
+                path = layer_path(self._run.state / "gradient", layer)
+                stamp, problems = self._file(path, layout, {"grad"})
+                yield from problems
+            else:
+                path = layer_path(self._run.state / "layer", layer)
+            if stamp not in (None, step):
+                yield f"{path} is of step {stamp}, the run is at step {step}"
+
+    def checkpoint(self, step: int) -> Iterator[str]:
+        """Check a checkpoint."""
+        folder = self._run.checkpoint(step)
+        yield from _said(lambda: self._run.manifest(step))
+        for layer, layout in self._layouts.items():
+            path = layer_path(folder / "layer", layer)
+            stamp, problems = self._file(path, layout, STATE_KINDS)
+            yield from problems
+            if stamp not in (None, step):
+                yield f"{path} is of step {stamp}"
+
+    def model(self, folder: Path) -> Iterator[str]:
+        """Check a tuned model: every file against its digest, and its form."""
+        problems = damaged_files(folder)
+        if self._run.record_file.is_file() and not (folder / FOLDER_DIGESTS).is_file():
+            problems.append(f"{folder / FOLDER_DIGESTS} is missing: the files of the model cannot be compared")
+        for path in sorted(folder.glob("*.safetensors")):
+            problems = problems or _said(lambda path=path: open_shard(path))  # type: ignore[misc]
+            self._count(path)
+        yield from problems or [*_said(lambda: _check_model(folder)), *_said(lambda: read_tuning(folder))]
+
+    def _file(self, path: Path, layout: Layout, kinds: set[str]) -> tuple[int | None, list[str]]:
+        """Check a state file; return its step, ``None`` if that is not to be had, and its problems."""
+        try:
+            form = stored_form(path, layout)
+            if form.kinds.keys() - {"master"} != kinds:
+                raise DataError(f"{path} holds {', '.join(form.kinds)}, not {', '.join(sorted(kinds))}")
+            stamp, _ = form.check(path)
+            status = path.stat()
+            key = status.st_dev, status.st_ino
+            if key not in self._damage:
+                self._damage[key] = form.damage(path)
+        except DataError as error:
+            return None, [str(error)]
+        self._count(path)
+        return stamp, [f"{path} is damaged: {tensor}" for tensor in self._damage[key]]
+
+    def _count(self, path: Path) -> None:
+        self.files, self.bytes = self.files + 1, self.bytes + path.stat().st_size
+        self._progress(self.bytes, self._total)
+
+
+def stored_form(path: Path, layout: Layout) -> StateFile:
+    """Return the form that a state file says it has.
+
+    Raises:
+        DataError: it is missing, cut short, or no such file.
+    """
+    kinds = {kind: entry.dtype for kind, entry in open_shard(path).entries.items()}
+    return StateFile(layout, kinds, PART_NUMEL)  # type: ignore[arg-type]
+
+
+def _check_base(run: Run, model: Path) -> None:
+    """Check the model that a run started from, if it is there, and that the run knows it."""
+    began_with = read_sealed(run.base_file)
+    if is_model(model):
+        check_unchanged(model, began_with)
+
+
+def _check_model(folder: Path) -> None:
+    if is_adapter(folder):
+        open_adapter(folder, read_architecture(base_folder(folder)))
+        return
+    with open_checkpoint(folder) as checkpoint:
+        check(read_architecture(folder), checkpoint)
+
+
+def _said(check: Callable[[], object]) -> list[str]:
+    """Return what a check complains of."""
+    try:
+        check()
+    except (DataError, UsageError) as error:
+        return [str(error)]
+    return []

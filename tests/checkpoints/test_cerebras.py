@@ -1,0 +1,249 @@
+"""Checkpoints of the Cerebras model zoo: made here by h5py from the description of the format."""
+
+import json
+import os
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from test_formats import make_state, write_source
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from gptj_ft.checkpoints.convert import Conversion, convert
+from gptj_ft.checkpoints.model_folder import open_checkpoint
+from gptj_ft.errors import DataError, UsageError
+
+State = dict[str, Tensor]
+NAMES = {"attn.q_proj": "self_attn.proj_q_dense_layer", "attn.k_proj": "self_attn.proj_k_dense_layer"}
+NAMES |= {"attn.v_proj": "self_attn.proj_v_dense_layer", "attn.out_proj": "self_attn.proj_output_dense_layer"}
+NAMES |= {"mlp.fc_in": "ffn.ffn.0.linear_layer", "mlp.fc_out": "ffn.ffn.1.linear_layer", "ln_1": "norm1"}
+PARAMS = """
+train_input: {batch_size: 65}
+model:
+  hidden_size: 16
+  num_heads: 2
+  num_hidden_layers: 2
+  vocab_size: 64
+  rotary_dim: 4
+  filter_size: 64
+  max_position_embeddings: 32
+  nonlinearity: gelu_new
+  layer_norm_epsilon: 1e-5
+  position_embedding_type: rotary
+  share_embedding_weights: false
+optimizer: {weight_decay_rate: 0.1}
+"""
+
+
+def theirs(state: State, prefix: str = "model.") -> State:
+    """Name a model's tensors as Cerebras does, by the table in the description."""
+    named = {}
+    for name, tensor in state.items():
+        own = name.removeprefix("transformer.")
+        if own.startswith("h."):
+            _, number, rest = own.split(".", 2)
+            module, _, part = rest.rpartition(".")
+            own = f"transformer_decoder.layers.{number}.{NAMES[module]}.{part}"
+        elif own == "wte.weight":
+            own = "embedding_layer.word_embeddings.weight"
+        elif own.startswith("ln_f"):
+            named[prefix + own] = tensor
+            own = own.replace("ln_f", "transformer_decoder.norm")
+        named[prefix + own] = tensor
+    return named
+
+
+def write_mdl(path: Path, state: State, prefix: str = "model.", **extra: object) -> Path:
+    with h5py.File(path, "w") as file:
+        file.attrs["__version__"] = 0.4
+        file.attrs["__spec__"] = "80049523" * 9  # hex of a pickle
+        for name, tensor in theirs(state, prefix).items():
+            array = tensor.view(torch.int16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
+            file[name] = array
+            if tensor.dtype is torch.bfloat16:
+                file[name].attrs["is_bfloat16"] = True
+            file[f"optimizer.state.{name}.exp_avg"] = np.zeros(tensor.shape, np.float32)
+        file["global_step"] = 250
+        for name, value in extra.items():
+            file[name] = value
+    return path
+
+
+@pytest.fixture
+def state() -> State:
+    return make_state()[1]
+
+
+@pytest.fixture
+def params(tmp_path: Path) -> Path:
+    path = tmp_path / "params.yaml"
+    path.write_text(PARAMS)
+    return path
+
+
+def same(folder: Path, state: State) -> bool:
+    with open_checkpoint(folder) as model:
+        return set(model.names) == set(state) and all(
+            model.dtype(name) == tensor.dtype and torch.equal(model.read(name), tensor)
+            for name, tensor in state.items()
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("prefix", ["model.", "model.model."])
+def test_a_checkpoint_of_theirs_gives_every_bit_of_the_model(
+    tmp_path: Path, state: State, params: Path, dtype: torch.dtype, prefix: str
+) -> None:
+    state = {name: tensor.to(dtype) for name, tensor in state.items()}
+    convert(write_mdl(tmp_path / "checkpoint_250.mdl", state, prefix), tmp_path / "model", Conversion(config=params))
+    assert same(tmp_path / "model", state)
+    raw = json.loads((tmp_path / "model/config.json").read_text())
+    assert (raw["n_inner"], raw["layer_norm_epsilon"], raw["activation_function"]) == (64, 1e-5, "gelu_new")
+
+
+GPT2 = """
+model: {hidden_size: 24, num_heads: 2, num_hidden_layers: 2, vocab_size: 70, max_position_embeddings: 32,
+        filter_size: 80, nonlinearity: gelu, share_embedding_weights: TIED, use_bias_in_output: false}
+"""
+
+
+def gpt2_state(is_tied: bool) -> State:
+    config = GPT2Config(
+        vocab_size=70, n_positions=32, n_embd=24, n_layer=2, n_head=2, n_inner=80, tie_word_embeddings=is_tied
+    )
+    generator = torch.Generator().manual_seed(0)
+    state = GPT2LMHeadModel(config).state_dict()
+    drawn = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in state.items()}
+    return {**drawn, "lm_head.weight": drawn["transformer.wte.weight"]} if is_tied else drawn
+
+
+def gpt2_theirs(state: State, positions: str) -> State:
+    """Name a GPT-2's tensors as Cerebras does: matrices turned round, q, k and v apart."""
+    named = {
+        "embedding_layer.word_embeddings.weight": state["transformer.wte.weight"],
+        positions: state["transformer.wpe.weight"],
+        "lm_head.weight": state["lm_head.weight"],
+    }
+    for part in ("weight", "bias"):
+        named[f"ln_f.{part}"] = named[f"transformer_decoder.norm.{part}"] = state[f"transformer.ln_f.{part}"]
+        for n in range(2):
+            ours, layer = f"transformer.h.{n}.", f"transformer_decoder.layers.{n}."
+            for mine, other in {"ln_1": "norm1", "ln_2": "norm3"}.items():
+                named[f"{layer}{other}.{part}"] = state[f"{ours}{mine}.{part}"]
+            modules = {"attn.c_proj": "self_attn.proj_output_dense_layer"}
+            modules |= {"mlp.c_fc": "ffn.ffn.0.linear_layer", "mlp.c_proj": "ffn.ffn.1.linear_layer"}
+            for mine, other in modules.items():
+                named[f"{layer}{other}.{part}"] = state[f"{ours}{mine}.{part}"].t().contiguous()
+            thirds = state[f"{ours}attn.c_attn.{part}"].t().chunk(3)
+            for name, third in zip("vkq", reversed(thirds), strict=True):  # the file's order says nothing
+                named[f"{layer}self_attn.proj_{name}_dense_layer.{part}"] = third.contiguous()
+    return {f"model.{name}": tensor for name, tensor in named.items()}
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("positions", ["position_embeddings.weight", "position_embeddings.embed.weight"])
+def test_a_gpt2_of_theirs_gives_every_bit_of_the_model(tmp_path: Path, is_tied: bool, positions: str) -> None:
+    state, params = gpt2_state(is_tied), tmp_path / "params.yaml"
+    params.write_text(GPT2.replace("TIED", str(is_tied).lower()))
+    named = gpt2_theirs(state, f"embedding_layer.{positions}")
+    with h5py.File(tmp_path / "c.mdl", "w") as file:
+        for name, tensor in named.items():
+            file[name] = tensor.numpy()
+    report = convert(tmp_path / "c.mdl", tmp_path / "model", Conversion(config=params))
+    assert report.dropped == (("lm_head.weight",) if is_tied else ())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert (model.config.n_inner, model.config.activation_function) == (80, "gelu")
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    params.write_text(GPT2.replace("TIED", "true").replace("filter_size", "output_logits_scale: 0.5, filter_size"))
+    with pytest.raises(DataError, match=r"output_logits_scale is 0\.5; GPT-2 has None"):
+        convert(tmp_path / "c.mdl", tmp_path / "other", Conversion(config=params))
+    params.write_text(GPT2.replace("TIED", str(is_tied).lower()))
+    with h5py.File(tmp_path / "c.mdl", "r+") as file:
+        del file["model.transformer_decoder.layers.1.self_attn.proj_k_dense_layer.bias"]
+    with pytest.raises(DataError, match=r"h\.1\.attn\.c_attn\.bias is made of 3 tensors, and 2 of them"):
+        convert(tmp_path / "c.mdl", tmp_path / "other", Conversion(config=params))
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_bin_with_their_names_is_read_too(tmp_path: Path, state: State, params: Path, prefix: str) -> None:
+    folder = write_source(tmp_path / "source", theirs(state, prefix), "bin in shards")
+    convert(folder, tmp_path / "a")  # its config.json is Hugging Face's
+    torch.save(theirs(state, prefix), tmp_path / "weights.bin")
+    convert(tmp_path / "weights.bin", tmp_path / "b", Conversion(form="cerebras", config=params))
+    assert same(tmp_path / "a", state)
+    assert same(tmp_path / "b", state)
+
+
+def test_the_pickle_in_it_is_never_read_and_the_step_is(tmp_path: Path, state: State, params: Path) -> None:
+    source = write_mdl(tmp_path / "checkpoint.mdl", state)
+    report = convert(source, tmp_path / "mesh", Conversion(config=params, to="mesh", mesh_shards=2))
+    assert report.has_left_moments
+    assert (tmp_path / "mesh/step_250/shard_1/15.npz").is_file()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("nonlinearity: gelu_new -> nonlinearity: gelu", "activation_function 'gelu'"),
+        ("share_embedding_weights: false -> share_embedding_weights: true", "tie_word_embeddings"),
+        ("vocab_size: 64 -> vocab_size: 50", r"\[64, 16\], config\.json says \[50, 16\]"),
+        ("position_embedding_type: rotary -> position_embedding_type: learned", "position_embedding_type is 'learned'"),
+        ("  rotary_dim: 4 -> ", "does not say rotary_dim"),
+        ("num_hidden_layers: 2 -> num_hidden_layers: 3", "missing"),
+    ],
+)
+def test_parameters_that_would_compute_something_else_are_refused(
+    tmp_path: Path, state: State, params: Path, change: str, reason: str
+) -> None:
+    old, _, new = change.partition(" -> ")
+    params.write_text(PARAMS.replace(old, new))
+    with pytest.raises(DataError, match=reason):
+        convert(write_mdl(tmp_path / "c.mdl", state), tmp_path / "model", Conversion(config=params))
+    assert not (tmp_path / "model").exists()
+
+
+def test_without_its_shape_it_is_refused(tmp_path: Path, state: State) -> None:
+    with pytest.raises(UsageError, match="--config"):
+        convert(write_mdl(tmp_path / "c.mdl", state), tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    "what", ["truncated", "a link", "another copy", "another tensor", "a wrong type", "a bomb", "no weights"]
+)
+def test_damage_is_said_with_file_and_tensor(tmp_path: Path, state: State, params: Path, what: str) -> None:
+    path = write_mdl(tmp_path / "c.mdl", state)
+    name = "model.transformer_decoder.layers.1.norm1.bias"
+    with h5py.File(path, "r+") as file:
+        if what == "a link":
+            del file[name]
+            file[name] = h5py.ExternalLink("/etc/passwd", "/x")
+        if what == "another copy":
+            file["model.ln_f.bias"][3] += 1
+        if what == "another tensor":
+            file["model.transformer_decoder.layers.1.norm3.bias"] = np.zeros(16)
+        if what == "a wrong type":
+            del file[name]
+            file[name] = np.zeros(16, "S4")
+        if what == "a bomb":
+            del file[name]
+            file.create_dataset(name, (3 * 10**8,), "f4", chunks=(3 * 10**8,), compression="gzip")  # of nothing
+        if what == "no weights":
+            for key in list(file):
+                del file[key]
+    if what == "truncated":
+        os.truncate(path, path.stat().st_size // 2)
+    reasons = {
+        "truncated": "truncated or corrupt",
+        "a link": r"layers\.1\.norm1\.bias is a link",
+        "another copy": r"transformer_decoder\.norm\.bias and model\.ln_f\.bias should be the same",
+        "another tensor": r"layers\.1\.norm3\.bias in c\.mdl is no tensor",
+        "a wrong type": r"norm1\.bias is of type \|S4",
+        "a bomb": r"layers\.1\.norm1\.bias unpacks to more than 1 GiB at once",
+        "no weights": "holds no weights",
+    }
+    with pytest.raises(DataError, match=rf"c\.mdl.*{reasons[what]}"):
+        convert(path, tmp_path / "out" / "model", Conversion(config=params))
+    assert not list(tmp_path.glob("out/*"))

@@ -1,0 +1,416 @@
+"""Downloading, against a small Hub on this machine."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from hub_server import COMMIT, REPOSITORY, Hub, Revision, reachable, serve
+from huggingface_hub import constants
+
+from gptj_ft.checkpoints.download import Wanted, download
+from gptj_ft.errors import NetworkError, ResourceError, UsageError
+from gptj_ft.system import hub_download, paths
+
+SMALL = ("config.json", "generation_config.json", "tokenizer.json", "vocab.json", "merges.txt")
+UNWANTED = ("flax_model.msgpack", "tf_model.h5", "rust_model.ot", "model.onnx", "README.md", ".gitattributes")
+LARGE = 100_000
+CONFIG = {
+    "model_type": "gptj", "vocab_size": 50400, "n_positions": 2048, "n_embd": 4096, "n_layer": 28, "n_head": 16,
+    "rotary_dim": 64, "activation_function": "gelu_new", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    for name in (*SMALL, *UNWANTED):
+        (folder / name).write_text(f'{{"file": "{name}"}}')
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        (folder / name).write_bytes(hashlib.shake_256(name.encode()).digest(LARGE))
+    return folder
+
+
+@pytest.fixture
+def hub(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with reachable(repository, monkeypatch) as running:
+        yield running
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_only_what_is_needed_is_fetched_and_safetensors_win(hub: Hub, repository: Path) -> None:
+    steps: list[tuple[int, int]] = []
+    report = download(progress=lambda done, total: steps.append((done, total)))
+    assert report.folder == paths.models() / "EleutherAI--gpt-j-6b"
+    assert names(report.folder) == {*SMALL, "model.safetensors", "source.json"}
+    assert sorted(hub.fetched()) == sorted(
+        ["config.json", *SMALL, "model.safetensors"]
+    )  # config.json first, too: is it a model?
+    assert all((report.folder / name).read_bytes() == (repository / name).read_bytes() for name in hub.fetched())
+    assert report.commit == COMMIT
+    assert report.license == "apache-2.0"
+    assert report.bytes == report.fetched == sum(file.bytes for file in report.files)
+    assert steps[-1] == (report.bytes, report.bytes)
+    assert [done for done, _ in steps] == sorted(done for done, _ in steps)
+    source = json.loads((report.folder / "source.json").read_text())
+    assert (source["repository"], source["commit"], source["license"]) == (REPOSITORY, COMMIT, "apache-2.0")
+
+
+def test_bin_is_fetched_where_there_are_no_safetensors(hub: Hub, repository: Path) -> None:
+    (repository / "model.safetensors").unlink()
+    assert names(download().folder) == {*SMALL, "pytorch_model.bin", "source.json"}
+
+
+@pytest.mark.parametrize(("stem", "suffix"), [("model", "safetensors"), ("pytorch_model", "bin")])
+def test_shards_are_fetched_with_their_index(hub: Hub, repository: Path, stem: str, suffix: str) -> None:
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        (repository / name).unlink()
+    weights = {f"{stem}.{suffix}.index.json", *(f"{stem}-0000{n}-of-00002.{suffix}" for n in (1, 2))}
+    for name in (*weights, "other-00001-of-00002.bin"):
+        (repository / name).write_text(name)
+    assert names(download().folder) == {*SMALL, *weights, "source.json"}
+
+
+def test_config_comes_last_so_that_half_a_download_is_no_model(hub: Hub) -> None:
+    download()
+    assert hub.fetched()[-1] == "config.json"
+    assert hub.fetched()[1:-1] == sorted(hub.fetched()[1:-1], key=[*SMALL[1:], "model.safetensors"].index)
+
+
+def test_a_second_download_fetches_nothing(hub: Hub) -> None:
+    report = download()
+    hub.requests.clear()
+    again = download()
+    assert hub.fetched() == []
+    assert (again.folder, again.files, again.fetched) == (report.folder, report.files, 0)
+
+
+def test_dry_run_lists_and_writes_nothing(hub: Hub) -> None:
+    report = download(dry_run=True)
+    assert {file.name for file in report.files} == {*SMALL, "model.safetensors"}
+    assert report.bytes > LARGE
+    assert hub.fetched() == ["config.json"]
+    assert not paths.home().exists()
+
+
+def test_a_cut_connection_is_resumed_within_the_call(hub: Hub, repository: Path) -> None:
+    hub.cut_after, hub.cuts = 30_500, 2
+    folder = download().folder
+    assert (folder / "model.safetensors").read_bytes() == (repository / "model.safetensors").read_bytes()
+    assert ranges(hub) == [None, "bytes=30000-", "bytes=60000-"]
+
+
+def ranges(hub: Hub) -> list[str | None]:
+    return [request.headers.get("range") for request in hub.requests if request.path.startswith("/cdn/")]
+
+
+def test_a_new_call_goes_on_where_the_last_one_stopped(hub: Hub, repository: Path) -> None:
+    def stop(done: int, total: int) -> None:
+        if done > 60_000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        download(progress=stop)
+    folder = paths.download_folder(REPOSITORY)
+    partial = (folder / "model.safetensors.partial").stat().st_size
+    assert 50_000 < partial < LARGE
+    assert not paths.is_model(folder)
+    hub.requests.clear()
+    report = download()
+    assert ranges(hub) == [f"bytes={partial}-"]
+    assert report.fetched < report.bytes - 50_000
+    assert (folder / "model.safetensors").read_bytes() == (repository / "model.safetensors").read_bytes()
+    assert names(folder) == {*SMALL, "model.safetensors", "source.json"}
+
+
+def test_a_connection_that_keeps_breaking_is_a_network_error(hub: Hub) -> None:
+    hub.cut_after, hub.cuts = 0, 1000
+    with pytest.raises(NetworkError, match="type the same command again"):
+        download()
+    assert not paths.is_model(paths.download_folder(REPOSITORY))
+
+
+def test_a_damaged_transfer_is_found_by_its_hash(hub: Hub) -> None:
+    hub.damage = True
+    with pytest.raises(NetworkError, match=r"config\.json arrived damaged"):
+        download()
+    hub.damage = False
+    assert paths.is_model(download().folder)
+
+
+def test_a_server_that_is_down_is_a_network_error(hub: Hub, tmp_path: Path) -> None:
+    with serve(tmp_path) as other:
+        pass
+    with pytest.raises(NetworkError, match=f"no connection to {other.url}.*check the network"):
+        download(Wanted(endpoint=other.url))
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (500, None, "answered 500 .*again later"),
+        (503, None, "answered 503 .*again later"),
+        (401, None, "answered 401 .*set HF_TOKEN"),
+        (404, "RepoNotFound", "no repository EleutherAI/gpt-j-6b .*check the name"),
+        (403, "GatedRepo", "is gated: accept its terms .*HF_TOKEN"),
+        (403, None, "answered 403 .*set HF_TOKEN"),
+        (429, None, "answered 429 .*wait some minutes"),
+        (200, None, "does not answer as a Hugging Face Hub"),
+    ],
+)
+def test_each_answer_of_the_server_is_one_line_that_says_what_to_do(
+    hub: Hub, status: int, code: str | None, message: str
+) -> None:
+    hub.status, hub.error_code = status, code
+    with pytest.raises(NetworkError, match=message) as caught:
+        download()
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_repository_or_revision_or_a_wrong_name_is_said(hub: Hub) -> None:
+    with pytest.raises(NetworkError, match="no repository EleutherAI/gpt-k"):
+        download(Wanted("EleutherAI/gpt-k"))
+    with pytest.raises(NetworkError, match="has no such revision"):
+        download(Wanted(revision="float17"))
+    with pytest.raises(UsageError, match="'a/b/c' is not a repository's name"):
+        download(Wanted("a/b/c"))
+
+
+@pytest.mark.parametrize("lacking", ["config.json", "weights"])
+def test_a_repository_that_is_no_model_is_refused(hub: Hub, repository: Path, lacking: str) -> None:
+    for name in {"config.json": ["config.json"], "weights": ["model.safetensors", "pytorch_model.bin"]}[lacking]:
+        (repository / name).unlink()
+    with pytest.raises(UsageError, match=f"not a model that can be used: it has no {lacking}"):
+        download()
+
+
+def test_offline_takes_what_was_fetched_before_and_asks_nobody(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"EleutherAI/gpt-j-6b is not in .*--offline forbids"):
+        download(offline=True)
+    assert hub.requests == []
+    report = download()
+    hub.requests.clear()
+    for wanted in (Wanted(), Wanted(revision=COMMIT[:7])):
+        again = download(wanted, offline=True)
+        assert (again.folder, again.files, again.commit, again.fetched) == (report.folder, report.files, COMMIT, 0)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert download().commit == COMMIT
+    with pytest.raises(UsageError, match=r"revision float16 is not in .*HF_HUB_OFFLINE forbids"):
+        download(Wanted(revision="float16"))
+    (report.folder / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"lacks model\.safetensors, and"):
+        download(offline=True)
+    assert hub.requests == []
+
+
+def test_too_little_disk_is_found_before_anything_is_fetched(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(hub_download.shutil, "disk_usage", lambda path: usage(0, 0, 1000))
+    with pytest.raises(ResourceError, match=r"needs 0\.0 GB, but"):
+        download()
+    assert hub.fetched() == ["config.json"]
+
+
+def test_a_folder_that_holds_something_else_is_never_written_to(hub: Hub, repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("mine")
+    with pytest.raises(UsageError, match="mine exists and is no download"):
+        download(target=tmp_path / "mine")
+    download(target=tmp_path / "theirs")
+    (repository / "merges.txt").write_text("another version")
+    with pytest.raises(UsageError, match=f"theirs holds another version; to finish that one name revision {COMMIT}"):
+        download(target=tmp_path / "theirs")
+    with pytest.raises(UsageError, match=r"cannot write .*vocab\.json"):
+        download(target=repository / "vocab.json" / "folder")
+
+
+def test_the_token_comes_from_the_environment_only_and_stays_with_the_hub(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text("hf_stored")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    download(target=tmp_path / "a")
+    assert not any("authorization" in request.headers for request in hub.requests)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    report = download(target=tmp_path / "b")
+    assert {r.headers.get("authorization") for r in hub.requests if "/resolve/" in r.path} == {None, "Bearer hf_secret"}
+    assert "hf_secret" not in repr(report) + (report.folder / "source.json").read_text()
+
+
+def test_nothing_is_told_about_the_caller(hub: Hub) -> None:
+    download()
+    agents = {request.headers["user-agent"] for request in hub.requests}
+    assert all("torch" not in agent and "agent/" not in agent for agent in agents), agents
+    assert all(request.path.startswith(("/api/models/", f"/{REPOSITORY}/", "/cdn/")) for request in hub.requests)
+
+
+def test_hf_endpoint_is_respected_in_a_fresh_process(hub: Hub, tmp_path: Path) -> None:
+    code = "from gptj_ft.checkpoints.download import download; print(download(dry_run=True).commit)"
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout == f"{COMMIT}\n"
+
+
+@pytest.fixture
+def float16(hub: Hub, repository: Path, tmp_path: Path) -> Path:
+    """The branch of this name."""
+    folder = tmp_path / "float16"
+    shutil.copytree(repository, folder)
+    (folder / "model.safetensors").write_bytes(b"half" * (LARGE // 8))
+    hub.branches["float16"] = Revision(folder, "f" * 40)
+    return folder
+
+
+def test_fp16_is_the_branch_of_this_name_and_goes_into_a_folder_of_its_own(
+    hub: Hub, float16: Path, repository: Path
+) -> None:
+    half, whole = download(Wanted(variant="fp16")), download(Wanted(variant="fp32"))
+    assert half.folder == paths.models() / "EleutherAI--gpt-j-6b-fp16"
+    assert (half.commit, whole.commit) == ("f" * 40, COMMIT)
+    assert (half.folder / "model.safetensors").read_bytes() == (float16 / "model.safetensors").read_bytes()
+    assert (whole.folder / "model.safetensors").read_bytes() == (repository / "model.safetensors").read_bytes()
+    assert paths.default_download() == whole.folder
+    shutil.rmtree(whole.folder)
+    assert paths.default_download() == half.folder
+
+
+def test_fp16_may_be_a_file_which_gets_the_name_that_it_is_read_by(hub: Hub, repository: Path) -> None:
+    (repository / "model.fp16.safetensors").write_bytes(b"half" * (LARGE // 8))
+    folder = download(Wanted(variant="fp16")).folder
+    assert names(folder) == {*SMALL, "model.safetensors", "source.json"}
+    assert (folder / "model.safetensors").read_bytes() == (repository / "model.fp16.safetensors").read_bytes()
+    assert download(Wanted(variant="fp16")).fetched == 0
+
+
+def test_a_variant_that_is_not_there_is_refused_with_what_to_do(hub: Hub, repository: Path) -> None:
+    with pytest.raises(UsageError, match=r"has no fp16 variant: its weights are float32.*convert --dtype fp16"):
+        download(Wanted(variant="fp16"))
+    (repository / "config.json").write_text(json.dumps({**CONFIG, "torch_dtype": "float16"}))
+    assert download(Wanted(variant="fp16")).commit == COMMIT
+    with pytest.raises(UsageError, match="has no fp32 variant: its weights are float16"):
+        download(Wanted(variant="fp32"))
+
+
+def test_a_model_that_is_not_supported_is_refused_before_its_weights_are_fetched(hub: Hub, repository: Path) -> None:
+    (repository / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(
+        UsageError, match=r"^EleutherAI/gpt-j-6b/config\.json: this is a llama model; supported: gptj, gpt2"
+    ):
+        download()
+    assert hub.fetched() == ["config.json"]
+    assert not paths.home().exists()
+
+
+def test_after_a_kill_it_goes_on_at_the_byte(hub: Hub, repository: Path) -> None:
+    hub.stall_after = 61_000
+    code = (
+        "from huggingface_hub import constants\n"
+        "constants.DOWNLOAD_CHUNK_SIZE = 1000\n"
+        "from gptj_ft.checkpoints.download import download; download()"
+    )
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+    partial = paths.download_folder(REPOSITORY) / "model.safetensors.partial"
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    try:
+        until = time.monotonic() + 60
+        while not (partial.exists() and partial.stat().st_size > 50_000):
+            assert process.poll() is None, "it ended before it was killed"
+            assert time.monotonic() < until
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+    there = partial.stat().st_size
+    assert 50_000 < there < LARGE
+    hub.stall_after = None
+    hub.requests.clear()
+    report = download()
+    assert ranges(hub) == [f"bytes={there}-"]
+    assert report.fetched == report.bytes - there - sum((repository / name).stat().st_size for name in SMALL[1:])
+    assert (report.folder / "model.safetensors").read_bytes() == (repository / "model.safetensors").read_bytes()
+
+
+def test_a_server_that_says_nothing_any_more_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
+    hub.stall_after = 0
+    with pytest.raises(NetworkError, match=r"no connection to .*timed out.*type the same command again") as caught:
+        download()
+    assert "\n" not in str(caught.value)
+    assert not paths.is_model(paths.download_folder(REPOSITORY))
+
+
+def test_a_disk_that_gets_full_is_said_and_what_to_do(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = paths.download_folder(REPOSITORY)
+    download()
+    (folder / "model.safetensors").unlink()
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ResourceError, match=r"disk full while writing .*make room"):
+        download()
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_proxy_that_refuses_is_said_without_its_password(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    hub.status = 407
+    monkeypatch.setenv(f"{scheme.upper()}_PROXY", hub.url.replace("//", "//me:secret@"))
+    huggingface_hub.close_session()
+    with pytest.raises(NetworkError, match=r"407.*HTTPS_PROXY") as caught:
+        download(Wanted(endpoint=f"{scheme}://hub.invalid"))
+    assert "\n" not in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_password_in_the_address_of_a_mirror_is_not_shown(hub: Hub) -> None:
+    hub.status = 503
+    with pytest.raises(NetworkError, match="http://127") as caught:
+        download(Wanted(endpoint=hub.url.replace("//", "//me:secret@")))
+    assert "secret" not in str(caught.value)
+
+
+def test_the_token_is_not_sent_to_the_server_that_large_files_come_from(
+    hub: Hub, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with serve(repository) as storage:
+        hub.storage = storage.url
+        download()
+    assert [request.path.rpartition("/")[2] for request in storage.requests] == ["model.safetensors"]
+    assert not any("authorization" in request.headers for request in storage.requests)
+    assert all(request.headers["authorization"] == "Bearer hf_secret" for request in hub.requests)
+
+
+def test_a_refused_token_is_not_shown(hub: Hub, shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.status = 403
+    done = shell("download --json")
+    assert done.code == NetworkError.exit_code
+    assert "whether HF_TOKEN is a token that may read it" in done.err
+    assert "hf_secret" not in done.out + done.err
+
+
+def test_the_command_shows_files_license_and_room_and_what_comes_next(hub: Hub, float16: Path, shell) -> None:
+    done = shell("download --dry-run")
+    assert "model.safetensors" in done.out
+    assert "license apache-2.0" in done.said
+    assert "would go into" in done.said
+    assert shell("download").out.endswith("next: gptj-ft convert\n")
+    assert "--variant fp8: fp32 or fp16" in shell("download --variant fp8").err
+    assert shell("download --variant fp16 --json").json["commit"] == "f" * 40

@@ -1,0 +1,385 @@
+"""Reading and writing Hugging Face model folders."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import weakref
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPTJConfig, GPTJForCausalLM
+
+from gptj_ft.checkpoints.convert import convert
+from gptj_ft.checkpoints.model_folder import check, layer_tensors, open_checkpoint, write_model
+from gptj_ft.errors import DataError, ResourceError, UsageError
+from gptj_ft.models.registry import Architecture, read_architecture
+
+FORMS = ("safetensors", "safetensors in shards", "bin", "bin in shards")
+State = dict[str, Tensor]
+
+
+def make_state() -> tuple[GPTJConfig, State]:
+    """A random GPT-J in which no tensor is all zeros or ones, so that every mix-up shows."""
+    config = GPTJConfig(
+        vocab_size=64,
+        n_positions=32,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        rotary_dim=4,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    generator = torch.Generator().manual_seed(0)
+    state = GPTJForCausalLM(config).state_dict()
+    return config, {name: torch.randn(tensor.shape, generator=generator) * 0.2 for name, tensor in state.items()}
+
+
+def write_source(folder: Path, state: State, form: str = "safetensors", config: GPTJConfig | None = None) -> Path:
+    """Write a checkpoint as others do: by hand, not by the code under test."""
+    folder.mkdir()
+    (config or make_state()[0]).save_pretrained(folder)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "architectures": ["GPTJForCausalLM"]}))
+    kind, _, sharded = form.partition(" ")
+    stem = {"safetensors": "model", "bin": "pytorch_model"}[kind]
+
+    def save(tensors: State, path: Path) -> None:
+        if kind == "bin":
+            torch.save(tensors, path)
+        else:
+            save_file(tensors, path, metadata={"format": "pt"})
+
+    if not sharded:
+        save(state, folder / f"{stem}.{kind}")
+        return folder
+    names = list(state)
+    weight_map = {}
+    for number, part in enumerate((names[:7], names[7:]), start=1):
+        file_name = f"{stem}-{number:05d}-of-00002.{kind}"
+        save({name: state[name] for name in part}, folder / file_name)
+        weight_map |= dict.fromkeys(part, file_name)
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / f"{stem}.{kind}.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def logits(folder: Path) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(torch.arange(12)[None]).logits
+
+
+def layers_of(folder: Path) -> tuple[Architecture, list[State]]:
+    architecture = read_architecture(folder)
+    with open_checkpoint(folder) as checkpoint:
+        check(architecture, checkpoint)
+        return architecture, [layer_tensors(architecture, checkpoint, index) for index in range(4)]
+
+
+@pytest.fixture
+def state() -> State:
+    return make_state()[1]
+
+
+@pytest.fixture
+def source(tmp_path: Path, state: State) -> Path:
+    return write_source(tmp_path / "source", state)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_read_and_written_with_equal_logits(tmp_path: Path, state: State, form: str) -> None:
+    source = write_source(tmp_path / "source", state, form)
+    architecture, layers = layers_of(source)
+    write_model(tmp_path / "model", architecture, iter(layers), dtype=None, source=source)
+    assert torch.equal(logits(tmp_path / "model"), logits(source))
+
+
+def test_safetensors_are_preferred_to_bin(tmp_path: Path, source: Path, state: State) -> None:
+    torch.save({}, source / "pytorch_model.bin")
+    with open_checkpoint(source) as checkpoint:
+        assert checkpoint.file_of("lm_head.bias").name == "model.safetensors"
+        assert torch.equal(checkpoint.read("lm_head.bias"), state["lm_head.bias"])
+
+
+def test_the_model_folder_has_one_shard_per_layer_and_says_what_it_stores(tmp_path: Path, source: Path) -> None:
+    for name in ("tokenizer.json", "vocab.json", "merges.txt", "LICENSE", "README.md"):
+        (source / name).write_text(name)
+    architecture, layers = layers_of(source)
+    write_model(
+        tmp_path / "model", architecture, layers, dtype=torch.bfloat16, source=source, extra={"prompt": "{text}\n"}
+    )
+    files = {path.name for path in (tmp_path / "model").iterdir()}
+    shards = {f"model-{number:05d}-of-00004.safetensors" for number in range(1, 5)}
+    companions = {"config.json", "generation_config.json", "tokenizer.json", "vocab.json", "merges.txt", "gptj_ft.json"}
+    assert files == shards | companions | {"model.safetensors.index.json", "LICENSE", "README.md"}
+    raw = json.loads((tmp_path / "model/config.json").read_text())
+    assert (raw["dtype"], raw["torch_dtype"], raw["n_embd"]) == ("bfloat16", "bfloat16", 16)
+    assert json.loads((tmp_path / "model/generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": 0}
+    assert json.loads((tmp_path / "model/gptj_ft.json").read_text()) == {"prompt": "{text}\n"}
+    index = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 2 * sum(t.numel() for layer in layers for t in layer.values())
+    with safe_open(tmp_path / "model/model-00002-of-00004.safetensors", "pt") as shard:
+        assert shard.metadata() == {"format": "pt"}
+        assert {index["weight_map"][name] for name in shard.keys()} == {"model-00002-of-00004.safetensors"}  # noqa: SIM118
+        assert shard.get_tensor("transformer.h.0.ln_1.weight").dtype == torch.bfloat16
+
+
+def test_layers_are_taken_one_at_a_time(tmp_path: Path, source: Path) -> None:
+    class Layer(dict[str, Tensor]):
+        pass
+
+    architecture, tensors = layers_of(source)
+    alive: list[weakref.ref[Layer]] = []
+
+    def layers() -> Iterator[Layer]:
+        for each in tensors:
+            assert all(reference() is None for reference in alive), "the layer before is still in memory"
+            layer = Layer(each)
+            alive.append(weakref.ref(layer))
+            yield layer
+            del layer
+
+    write_model(tmp_path / "model", architecture, layers(), dtype=None)
+    assert len(alive) == 4
+
+
+def test_masks_of_old_files_are_dropped(tmp_path: Path, state: State) -> None:
+    masks = {f"transformer.h.{n}.attn.bias": torch.ones(1, 1, 32, 32, dtype=torch.bool) for n in range(2)}
+    masks |= {f"transformer.h.{n}.attn.masked_bias": torch.tensor(-1e9) for n in range(2)}
+    source = write_source(tmp_path / "source", {**state, **masks}, "bin")
+    with open_checkpoint(source) as checkpoint:
+        assert sorted(check(read_architecture(source), checkpoint)) == sorted(masks)
+
+
+def test_a_folder_without_weights_is_named_with_what_was_looked_for(source: Path) -> None:
+    (source / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"holds no weights: looked for model\.safetensors.*pytorch_model\.bin"):
+        open_checkpoint(source)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("left", [0.0, 0.001, 0.5, 0.999])
+def test_a_truncated_shard_is_found_when_it_is_opened(tmp_path: Path, state: State, form: str, left: float) -> None:
+    source = write_source(tmp_path / "source", state, form)
+    shard = sorted([*source.glob("*.safetensors"), *source.glob("*.bin")])[-1]
+    os.truncate(shard, int(shard.stat().st_size * left))
+    with pytest.raises(DataError, match=f"{shard.name}: .*get the file again"):
+        open_checkpoint(source)
+
+
+def test_a_damaged_header_is_found_when_it_is_opened(source: Path) -> None:
+    shard = source / "model.safetensors"
+    good = shard.read_bytes()
+    for damage in (good.replace(b'"F32"', b'"F3?"', 1), good.replace(b'"shape":[', b'"shape":[9', 1), good + b"\0"):
+        shard.write_bytes(damage)
+        with pytest.raises(DataError, match=r"model\.safetensors: "):
+            open_checkpoint(source)
+
+
+def test_index_and_shards_must_agree(tmp_path: Path, state: State) -> None:
+    source = write_source(tmp_path / "source", state, "safetensors in shards")
+    path = source / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    first, second = sorted(set(index["weight_map"].values()))
+
+    def opened(weight_map: dict[str, str]) -> None:
+        path.write_text(json.dumps({"weight_map": weight_map}))
+        open_checkpoint(source)
+
+    opened(index["weight_map"])
+    with pytest.raises(DataError, match=f"{first}: lacks lm_head.bias, which"):
+        opened({**index["weight_map"], "lm_head.bias": first})
+    with pytest.raises(DataError, match=f"{second}: holds lm_head.bias, which"):
+        opened({name: file for name, file in index["weight_map"].items() if name != "lm_head.bias"})
+    with pytest.raises(DataError, match=r"names \.\./elsewhere\.safetensors, which is not in"):
+        opened({**index["weight_map"], "lm_head.bias": "../elsewhere.safetensors"})
+    (source / second).unlink()
+    with pytest.raises(DataError, match=f"names {second}, which is not in"):
+        opened(index["weight_map"])
+    path.write_text("{}")
+    with pytest.raises(DataError, match="not an index"):
+        open_checkpoint(source)
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, state: State) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (os.mkdir, (str(tmp_path / "ran"),))
+
+    source = write_source(tmp_path / "source", {**state, "lm_head.bias": Evil()}, "bin")  # type: ignore[dict-item]
+    with pytest.raises(DataError, match=r"pytorch_model\.bin: holds more than tensors"):
+        open_checkpoint(source)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_zip_that_would_unfold_is_refused_before_it_does(tmp_path: Path, state: State) -> None:
+    source = write_source(tmp_path / "source", state, "bin")
+    path = source / "pytorch_model.bin"
+    with zipfile.ZipFile(path) as archive:
+        members = {member: archive.read(member) for member in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content + bytes(10**6) if name.endswith("data.pkl") else content)
+    with pytest.raises(DataError, match=r"pytorch_model\.bin: \S+data\.pkl in it is compressed"):
+        open_checkpoint(source)
+
+
+def test_views_and_transposed_tensors_of_a_pickle_are_read_as_they_are(tmp_path: Path, state: State) -> None:
+    weights = {**state}
+    both = torch.randn(3, 16, 16)
+    for number, which in enumerate("qkv"):
+        weights[f"transformer.h.0.attn.{which}_proj.weight"] = both[number]  # one storage
+    weights["transformer.h.1.attn.out_proj.weight"] = both[0].t()
+    source = write_source(tmp_path / "source", weights, "bin")
+    with open_checkpoint(source) as checkpoint:
+        for name, tensor in weights.items():
+            assert torch.equal(checkpoint.read(name), tensor)
+            assert torch.equal(checkpoint.read(name, 3, 9), tensor[3:9])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_link_out_of_the_folder_is_refused_but_for_hugging_faces_own_cache(
+    tmp_path: Path, state: State, form: str
+) -> None:
+    source = write_source(tmp_path / "source", state, form)
+    shard = sorted([*source.glob("*.safetensors"), *source.glob("*.bin")])[-1]
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=f"{shard.name} is a link to .*elsewhere, out of the folder"):
+        open_checkpoint(source)
+    shard.unlink()
+    (tmp_path / "elsewhere").rename(shard)
+    (source / "tokenizer.json").symlink_to("/etc/hostname")
+    with pytest.raises(DataError, match=r"tokenizer\.json is a link to /etc/hostname, out of the folder"):
+        convert(source, tmp_path / "model")
+    assert not list(tmp_path.glob("*model*"))
+    (source / "tokenizer.json").unlink()
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    blobs = tmp_path / "models--x--y" / "blobs"
+    blobs.mkdir(parents=True)
+    shard.unlink()
+    (tmp_path / "elsewhere").rename(blobs / "ab12")
+    snapshot = tmp_path / "models--x--y" / "snapshots" / "1234"
+    snapshot.parent.mkdir()
+    source.rename(snapshot)
+    (snapshot / shard.name).symlink_to("../../blobs/ab12")
+    open_checkpoint(snapshot).close()
+
+
+def test_a_pickle_from_before_the_zip_format_is_refused_with_the_reason(tmp_path: Path, state: State) -> None:
+    source = write_source(tmp_path / "source", state, "bin")
+    torch.save(state, source / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    with pytest.raises(DataError, match=r"saved by PyTorch before 1\.6"):
+        open_checkpoint(source)
+
+
+def test_every_misfit_is_named_with_shapes_and_file(tmp_path: Path, state: State) -> None:
+    state["transformer.h.0.attn.q_proj.weight"] = torch.zeros(3, 5)
+    state["transformer.h.0.ln_1.bias"] = torch.zeros(16, dtype=torch.int64)
+    state["transformer.h.7.ln_1.bias"] = torch.zeros(16)
+    del state["lm_head.bias"]
+    source = write_source(tmp_path / "source", state)
+    with open_checkpoint(source) as checkpoint, pytest.raises(DataError) as caught:
+        check(read_architecture(source), checkpoint)
+    message = str(caught.value)
+    assert (
+        "transformer.h.0.attn.q_proj.weight in model.safetensors has shape [3, 5], config.json says [16, 16]" in message
+    )
+    assert "transformer.h.0.ln_1.bias in model.safetensors is torch.int64" in message
+    assert "transformer.h.7.ln_1.bias in model.safetensors is no tensor of this gptj" in message
+    assert message.endswith("and 1 more")
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path, state: State) -> None:
+    del state["lm_head.bias"]
+    source = write_source(tmp_path / "source", state)
+    with (
+        open_checkpoint(source) as checkpoint,
+        pytest.raises(DataError, match=r"lm_head\.bias of shape \[64\] is missing"),
+    ):
+        check(read_architecture(source), checkpoint)
+
+
+def test_an_existing_folder_is_never_touched(tmp_path: Path, source: Path) -> None:
+    architecture, layers = layers_of(source)
+    (tmp_path / "model").mkdir()
+    with pytest.raises(UsageError, match="model exists; name another or remove it"):
+        write_model(tmp_path / "model", architecture, layers, dtype=None)
+    assert list((tmp_path / "model").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_a_usage_error(tmp_path: Path, source: Path) -> None:
+    architecture, layers = layers_of(source)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UsageError, match=r"cannot write .*file/model"):
+        write_model(tmp_path / "file" / "model", architecture, layers, dtype=None)
+
+
+def test_a_full_disk_is_a_resource_error_and_leaves_nothing(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    architecture, layers = layers_of(source)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ResourceError, match="disk full while writing"):
+        write_model(tmp_path / "out" / "model", architecture, layers, dtype=None)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("failing", [0, 2, 3])
+def test_an_interruption_leaves_nothing(tmp_path: Path, source: Path, failing: int) -> None:
+    architecture, layers = layers_of(source)
+
+    def interrupted() -> Iterator[State]:
+        for index, layer in enumerate(layers):
+            if index == failing:
+                raise KeyboardInterrupt
+            yield layer
+
+    with pytest.raises(KeyboardInterrupt):
+        write_model(tmp_path / "out" / "model", architecture, interrupted(), dtype=None)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from gptj_ft.models.registry import read_architecture
+from gptj_ft.checkpoints.model_folder import layer_tensors, open_checkpoint, write_model
+source, target = Path(sys.argv[1]), Path(sys.argv[2])
+architecture, checkpoint = read_architecture(source), open_checkpoint(source)
+def layers():
+    for index in range(4):
+        if index == 3:
+            os._exit(9)
+        yield layer_tensors(architecture, checkpoint, index)
+write_model(target, architecture, layers(), dtype=None)
+"""
+
+
+def test_what_a_killed_writer_leaves_is_no_model_and_is_removed_by_the_next(tmp_path: Path, source: Path) -> None:
+    target = tmp_path / "out" / "model"
+    assert subprocess.run([sys.executable, "-c", KILLED, source, target], check=False).returncode == 9
+    (left,) = target.parent.iterdir()
+    assert left != target
+    assert len(list(left.glob("*.safetensors"))) == 3
+    assert not (left / "config.json").exists()
+    architecture, layers = layers_of(source)
+    write_model(target, architecture, layers, dtype=None, source=source)
+    assert list(target.parent.iterdir()) == [target]

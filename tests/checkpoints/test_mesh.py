@@ -1,0 +1,306 @@
+"""Checkpoints of mesh-transformer-jax, read and written; the reference is `mesh_reference`, written on its own."""
+
+import json
+import os
+import shutil
+import tarfile
+from collections import namedtuple
+from pathlib import Path
+
+import mesh_reference as reference
+import numpy as np
+import pytest
+import torch
+from mesh_reference import Leaves
+from numpy.testing import assert_allclose
+from test_formats import make_state, write_source
+
+from gptj_ft.checkpoints import open
+from gptj_ft.checkpoints.convert import Conversion, convert
+from gptj_ft.checkpoints.formats import shapes
+from gptj_ft.checkpoints.formats.mesh_reader import leaves_of
+from gptj_ft.checkpoints.model_folder import open_checkpoint
+from gptj_ft.errors import DataError, ResourceError, UsageError
+from gptj_ft.models.registry import families
+
+TOKENS = [5, 90, 0, 17, 33, 33, 64, 95, 2, 48, 71, 9, 80]
+
+
+@pytest.fixture(scope="module")
+def shards() -> list[Leaves]:
+    return reference.random_shards()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "mesh.json"
+    path.write_text(json.dumps(reference.SHAPE))
+    return path
+
+
+def logits_of(folder: Path) -> np.ndarray:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    with torch.no_grad():
+        return model(torch.tensor([TOKENS])).logits[0].numpy()
+
+
+def canonical(shards: list[Leaves]) -> list[Leaves]:
+    """The same without what a Hugging Face model has no place for."""
+    result = [dict(leaves) for leaves in shards]
+    for leaves in result:
+        leaves["embedding_shard/~/linear", "b"] = np.zeros_like(leaves["embedding_shard/~/linear", "b"])
+        leaves |= {key: shards[0][key] for key in leaves if key[0].endswith("replicated_layer_norm")}
+    return result
+
+
+@pytest.mark.parametrize("form", ["slim", "full", "its parent", "tar", "tar.zst"])
+def test_a_checkpoint_converts_to_the_logits_that_its_shards_compute(
+    tmp_path: Path, shards: list[Leaves], config: Path, form: str
+) -> None:
+    source = reference.write(tmp_path / "mesh", shards, moments=(shards, shards) if form == "full" else ())
+    if form.startswith("tar"):
+        source = reference.pack(source, tmp_path / f"step_10_slim.{form}")
+    source = source.parent if form == "its parent" else source
+    report = convert(source, tmp_path / "out" / "model", Conversion(config=config))
+    assert report.has_left_moments is (form == "full")
+    assert_allclose(logits_of(tmp_path / "out" / "model"), reference.forward(shards, TOKENS), rtol=1e-4, atol=2e-5)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_any_number_of_shards_is_read(tmp_path: Path, config: Path, count: int) -> None:
+    shards = reference.random_shards(1, count)
+    convert(reference.write(tmp_path / "mesh", shards), tmp_path / "model", Conversion(config=config))
+    assert_allclose(logits_of(tmp_path / "model"), reference.forward(shards, TOKENS), rtol=1e-4, atol=2e-5)
+
+
+def test_bf16_is_kept_but_where_a_sum_needs_more(tmp_path: Path, shards: list[Leaves], config: Path) -> None:
+    source = reference.write(tmp_path / "mesh", shards, bf16=True)
+    convert(source, tmp_path / "model", Conversion(config=config))
+    with open_checkpoint(tmp_path / "model") as model:
+        assert model.dtype("transformer.h.3.mlp.fc_out.bias") == torch.bfloat16  # four times the same is exact
+        assert model.dtype("transformer.wte.weight") == torch.float32  # with the sum of the biases it is not
+        halves = reference.as_bf16(shards[1]["layer_11/~/linear_1", "w"]).view(np.uint16)
+        rows = model.read("transformer.h.11.attn.v_proj.weight")[8:16]
+        assert np.array_equal(rows.t().contiguous().view(torch.uint16).numpy(), halves)
+
+
+def test_arrays_in_fortran_order_are_read(tmp_path: Path, shards: list[Leaves], config: Path) -> None:
+    turned = [{key: np.asfortranarray(array) for key, array in leaves.items()} for leaves in shards]
+    convert(reference.write(tmp_path / "a", turned), tmp_path / "model-a", Conversion(config=config))
+    convert(reference.write(tmp_path / "b", shards), tmp_path / "model-b", Conversion(config=config))
+    for path in (tmp_path / "model-b").glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "model-a" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_mesh_to_folder_to_mesh_gives_every_array_back(
+    tmp_path: Path, shards: list[Leaves], config: Path, bf16: bool
+) -> None:
+    source = reference.write(tmp_path / "mesh", canonical(shards), bf16=bf16)
+    convert(source, tmp_path / "model", Conversion(config=config))
+    convert(tmp_path / "model", tmp_path / "back", Conversion(to="mesh", mesh_shards=reference.SHARDS))
+    files = sorted(path.relative_to(source) for path in source.rglob("*.npz"))
+    assert len(files) == 16 * reference.SHARDS
+    back = tmp_path / "back" / "step_0"
+    assert sorted(path.relative_to(back) for path in back.rglob("*.npz")) == files
+    for file in files:
+        with np.load(source / file) as before, np.load(back / file) as after:
+            assert before.files == after.files
+            for name in before.files:
+                is_step = str(file).endswith("15.npz") and name == before.files[-1]
+                assert (before[name].dtype, before[name].shape) == (after[name].dtype, after[name].shape)
+                assert is_step or before[name].tobytes() == after[name].tobytes(), (file, name)
+
+
+def test_what_is_written_computes_the_same_and_says_its_shape(tmp_path: Path) -> None:
+    state = make_state()[1]
+    source = write_source(tmp_path / "source", state)
+    convert(source, tmp_path / "mesh", Conversion(to="mesh", mesh_shards=2))
+    assert json.loads((tmp_path / "mesh/meta.json").read_text()) == {"step": 0, "checkpoints": [0], "aux": {"0": {}}}
+    convert(tmp_path / "mesh", tmp_path / "model")  # without --config
+    with open_checkpoint(tmp_path / "model") as model:
+        assert all(torch.equal(model.read(name), tensor) for name, tensor in state.items())
+
+
+def test_another_number_of_shards_and_step_are_kept(tmp_path: Path, shards: list[Leaves], config: Path) -> None:
+    source = reference.write(tmp_path / "mesh", canonical(shards), step=383500)
+    convert(source, tmp_path / "two", Conversion(config=config, to="mesh", mesh_shards=2))
+    assert sorted(path.name for path in (tmp_path / "two/step_383500").iterdir()) == ["shard_0", "shard_1"]
+    convert(tmp_path / "two", tmp_path / "a")
+    convert(source, tmp_path / "b", Conversion(config=config))
+    for path in (tmp_path / "b").glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("conversion", "reason"),
+    [
+        (Conversion(to="mesh", mesh_shards=3), "a power of two that divides the 2 heads"),
+        (Conversion(to="mesh", mesh_shards=4), "a power of two that divides the 2 heads"),
+        (Conversion(to="mesh", mesh_shards=2, dtype="fp16"), "stores fp32 or bf16"),
+    ],
+)
+def test_what_mesh_cannot_hold_is_refused(tmp_path: Path, conversion: Conversion, reason: str) -> None:
+    source = write_source(tmp_path / "source", make_state()[1])
+    with pytest.raises(UsageError, match=reason):
+        convert(source, tmp_path / "out" / "mesh", conversion)
+    assert not (tmp_path / "out" / "mesh").exists()
+
+
+def test_the_order_of_gptj_6b_is_that_of_strings() -> None:
+    names = [leaf.name for leaf in leaves_of(families()["gptj"], 28)]
+    assert len(names) == 286
+    assert names[:2] == ["transformer.wte.weight"] * 2
+    blocks = [int(name.split(".")[2]) for name in names if name.endswith("q_proj.weight")]
+    assert blocks == [0, 1, *range(10, 20), 2, *range(20, 28), *range(3, 10)]
+    assert [name.rpartition("h.0.")[2] for name in names[2:6]] == [
+        f"attn.{which}_proj.weight" for which in ("q", "v", "k", "out")
+    ]
+
+
+def test_without_a_config_only_the_shape_of_gptj_6b_is_assumed(
+    tmp_path: Path, shards: list[Leaves], config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = reference.write(tmp_path / "mesh", shards)
+    with pytest.raises(UsageError, match=r"it is not GPT-J 6B's; name the JSON of its shape with --config \(trans"):
+        convert(source, tmp_path / "model")
+    monkeypatch.setattr(open, "GPTJ_6B", shapes.read_config(config))
+    convert(source, tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"n_vocab": 100}, r"transformer\.wte\.weight .*\[96, 32\], config\.json says \[100, 32\]"),
+        ({"layers": 11}, r"h\.11\.\S+ .*is no tensor"),
+        ({"d_model": 64}, "shape"),
+        ({"pe": "t5"}, "pe is 't5'; GPT-J has 'rotary'"),
+        ({"norm": "rmsnorm"}, "norm is 'rmsnorm'"),
+        ({"n_heads": 5}, "not a multiple of n_head"),
+        ({"d_model": None}, "hidden_size|d_model"),
+    ],
+)
+def test_a_config_that_contradicts_the_shards_is_refused(
+    tmp_path: Path, shards: list[Leaves], change: dict[str, object], reason: str
+) -> None:
+    source = reference.write(tmp_path / "mesh", shards)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({k: v for k, v in {**reference.SHAPE, **change}.items() if v is not None}))
+    with pytest.raises((DataError, UsageError), match=reason):
+        convert(source, tmp_path / "model", Conversion(config=path))
+    assert not (tmp_path / "model").exists()
+
+
+def damage(step: Path, what: str) -> str:
+    """Damage a checkpoint; return what must be said."""
+    npz = step / "shard_2" / "7.npz"
+    if what == "a shard is missing":
+        shutil.rmtree(step / "shard_2")
+        return "shard_2 is missing"
+    if what == "the last shard is missing":
+        shutil.rmtree(step / f"shard_{reference.SHARDS - 1}")
+        return r"transformer\.\S+ .* has shape"
+    if what == "a file is missing":
+        npz.unlink()
+        return r"shard_2/7\.npz is missing"
+    if what == "a link":
+        npz.rename(step.parent.parent / "elsewhere.npz")
+        npz.symlink_to(step.parent.parent / "elsewhere.npz")
+        return r"shard_2/7\.npz is a link to .*elsewhere\.npz, out of the folder"
+    if what == "truncated":
+        os.truncate(npz, npz.stat().st_size - 100)
+        return r"shard_2/7\.npz: truncated or corrupt"
+    if what == "a flipped bit":
+        raw = bytearray(npz.read_bytes())
+        raw[600] ^= 1
+        npz.write_bytes(raw)
+        return r"shard_2/7\.npz: arr_\d+ is damaged: its checksum differs"
+    with np.load(npz) as loaded:
+        arrays = [loaded[name] for name in loaded.files]
+    if what == "compressed":
+        np.savez_compressed(npz, *arrays)
+        return r"shard_2/7\.npz: arr_0 is compressed"
+    if what == "code":
+        arrays[1] = np.array([{"code": 1}], dtype=object)
+        np.savez(npz, *arrays, allow_pickle=True)
+        return r"shard_2/7\.npz: arr_1 holds Python objects"
+    if what == "another type":
+        np.savez(npz, *(array.astype(np.float16) for array in arrays))
+        return r"shard_2/7\.npz: transformer\.h\S+ is torch\.float16, in shard_0 torch\.float32"
+    if what == "another shape":
+        np.savez(npz, *(array[:-1] for array in arrays))
+        return r"transformer\.h\S+ has other shapes in other shards|has shape"
+    if what == "one array more":
+        np.savez(npz, *arrays, arrays[0])
+        return r"shard_2 has \d+ arrays, shard_0 \d+"
+    raise AssertionError(what)
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["a shard is missing", "the last shard is missing", "a file is missing", "a link", "truncated", "a flipped bit",
+     "compressed", "code", "another type", "another shape", "one array more"],
+)  # fmt: skip
+def test_damage_is_said_with_file_and_array(tmp_path: Path, shards: list[Leaves], config: Path, what: str) -> None:
+    step = reference.write(tmp_path / "mesh", shards)
+    reason = damage(step, what)
+    with pytest.raises(DataError, match=reason):
+        convert(step, tmp_path / "out" / "model", Conversion(config=config))
+    assert not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.parametrize("what", ["truncated", "not zstandard", "a link", "no checkpoint", "two checkpoints"])
+def test_a_damaged_archive_is_refused_and_nothing_is_left(
+    tmp_path: Path, shards: list[Leaves], config: Path, what: str
+) -> None:
+    step = reference.write(tmp_path / "mesh", shards)
+    path = tmp_path / "a.tar.zst"
+    if what == "a link":
+        (step / "shard_1" / "3.npz").unlink()
+        (step / "shard_1" / "3.npz").symlink_to("/etc/passwd")
+    if what == "two checkpoints":
+        with tarfile.open(path.with_suffix(""), "w") as archive:
+            archive.add(step, "step_1")
+            archive.add(step, "step_2")
+        path = path.with_suffix("")
+    else:
+        reference.pack(step if what != "no checkpoint" else (tmp_path / "mesh.json"), path)
+    if what == "truncated":
+        os.truncate(path, path.stat().st_size // 2)
+    if what == "not zstandard":
+        path.write_bytes(path.read_bytes()[:5000] + bytes(5000))
+    with pytest.raises(DataError, match=rf"{path.name}.*(truncated|cannot be read|a link|no checkpoint|several)"):
+        convert(path, tmp_path / "out" / "model", Conversion(config=config))
+    assert not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.parametrize("form", ["tar", "tar.zst", "tar.zst that says its size"])
+def test_an_archive_that_does_not_fit_on_the_disk_is_refused_before_it_is_unpacked(
+    tmp_path: Path, shards: list[Leaves], config: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    path = tmp_path / f"a.{form.split()[0]}"
+    reference.pack(reference.write(tmp_path / "mesh", shards), path)
+    size = path.stat().st_size
+    if form == "tar.zst that says its size":
+        head = path.read_bytes()
+        size = 7 * 10**9  # a single segment of so many bytes: 8 bytes behind the descriptor
+        path.write_bytes(head[:4] + b"\xe0" + size.to_bytes(8, "little") + head[6:])
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, size // 2))
+    reason = rf"{path.name} unpacks to {size / 1e9:.1f} GB, but .* GB free"
+    with pytest.raises(ResourceError, match=reason):
+        convert(path, tmp_path / "out" / "model", Conversion(config=config))
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_name_in_an_archive_leads_out_of_the_folder(tmp_path: Path, shards: list[Leaves], config: Path) -> None:
+    step = reference.write(tmp_path / "mesh", shards)
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.add(step, "../../step_10")
+        archive.add(tmp_path / "mesh.json", "../evil.json")
+    convert(tmp_path / "a.tar", tmp_path / "out" / "model", Conversion(config=config))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
+    assert not list(tmp_path.parent.rglob("evil.json"))

@@ -1,0 +1,109 @@
+"""The small random model made on the spot."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gptj_ft.checkpoints.model_folder import check, open_checkpoint
+from gptj_ft.checkpoints.tiny import FAMILIES, SIZES, make_tiny
+from gptj_ft.errors import UsageError
+from gptj_ft.models.registry import read_architecture
+
+TEXTS = ["The clinic opens at eight. The nurse called the patient twice, and the patient called back.\n"] * 3
+SMALL = {"n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4}
+
+
+def digest(folder: Path) -> str:
+    content = b"".join(path.name.encode() + path.read_bytes() for path in sorted(folder.iterdir()))
+    return hashlib.sha256(content).hexdigest()
+
+
+MAKE = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_tiny import SMALL, TEXTS
+from gptj_ft.checkpoints.tiny import make_tiny
+make_tiny(Path(sys.argv[1]), TEXTS, 7, **SMALL)
+"""
+
+
+def test_texts_and_seed_decide_every_byte_in_any_process(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "here", TEXTS, 7, **SMALL)
+    subprocess.run(
+        [sys.executable, "-c", MAKE, tmp_path / "there", Path(__file__).parent],
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+    )
+    assert digest(tmp_path / "here") == digest(tmp_path / "there")
+    make_tiny(tmp_path / "other", TEXTS, 8, **SMALL)
+    assert digest(tmp_path / "here") != digest(tmp_path / "other")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_opens_model_and_tokenizer(tmp_path: Path, family: str) -> None:
+    folder = make_tiny(tmp_path / "tiny", TEXTS, 0, model_type=family)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    expected = {"architectures": [type(model).__name__], **FAMILIES[family], **SIZES}
+    assert all(getattr(model.config, name) == value for name, value in expected.items())
+    assert tokenizer.eos_token == tokenizer.bos_token == "<|endoftext|>"
+    assert tokenizer.eos_token_id == tokenizer.bos_token_id == model.config.eos_token_id
+    assert tokenizer.model_max_length == SIZES["n_positions"]
+    assert tokenizer("x<|endoftext|>").input_ids[-1] == tokenizer.eos_token_id
+    assert model.config.vocab_size == -(-len(tokenizer) // 64) * 64
+    with torch.no_grad():
+        assert model(**tokenizer("The clinic", return_tensors="pt")).logits.shape[-1] == model.config.vocab_size
+
+
+@pytest.mark.parametrize(
+    "text", ["The nurse called.", " leading, trailing  ", "naïve 日本 🙂\r\n\ttabs", "it's n't 'll"]
+)
+def test_any_text_survives_the_tokenizer(tmp_path: Path, text: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny(tmp_path / "tiny", TEXTS, 0, **SMALL))
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_frequent_words_become_one_token(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny(tmp_path / "tiny", TEXTS, 0, **SMALL))
+    assert tokenizer.tokenize(" patient") == ["Ġpatient"]
+
+
+@pytest.mark.parametrize("texts", [[], ["a"], [""]])
+def test_the_smallest_corpus_is_enough(tmp_path: Path, texts: list[str]) -> None:
+    folder = make_tiny(tmp_path / "tiny", texts, 0, **SMALL)
+    assert json.loads((folder / "config.json").read_text())["vocab_size"] == 320  # 256 bytes and one, rounded up
+
+
+def test_the_tokenizer_stops_at_its_target(tmp_path: Path) -> None:
+    texts = [f"word{number} twice word{number}" for number in range(500)]
+    folder = make_tiny(tmp_path / "tiny", texts, 0, vocab_target=300, **SMALL)
+    assert len(AutoTokenizer.from_pretrained(folder)) == 300
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_start_as_those_of_transformers(tmp_path: Path, family: str) -> None:
+    folder = make_tiny(tmp_path / "tiny", TEXTS, 0, model_type=family, initializer_range=0.1)
+    with open_checkpoint(folder) as checkpoint:
+        assert check(read_architecture(folder), checkpoint) == []
+        for name in checkpoint.names:
+            tensor = checkpoint.read(name)
+            assert tensor.dtype == torch.float32
+            if name.endswith("bias"):
+                assert torch.all(tensor == 0.0), name
+            elif "ln_" in name:
+                assert torch.all(tensor == 1.0), name
+            else:
+                assert float(tensor.std()) == pytest.approx(0.1, rel=0.05), name
+                assert abs(float(tensor.mean())) < 0.005, name
+
+
+def test_an_existing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="exists"):
+        make_tiny(tmp_path, TEXTS, 0)

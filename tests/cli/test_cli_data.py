@@ -1,0 +1,180 @@
+"""What a user types about data: columns that are not clear, packing, conversations, rows that come as tokens."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from cli_runner import Shell
+
+from gptj_ft.data.dataset import load
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(monkeypatch, capsys)
+
+
+def write(name: str, rows: list[dict[str, object]]) -> Path:
+    path = Path(name)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+NOTES = [{"body": f"The patient came {n} times with a cough.", "article": "x", "tl_dr": f"cough {n}"} for n in range(8)]
+
+
+def test_a_script_is_told_the_columns_that_may_be_meant_and_what_to_type(shell) -> None:
+    write("notes.jsonl", NOTES)
+    command = "prepare-data --data notes.jsonl --recipe summarization --model tiny"
+    told = shell(command)
+    assert told.code == 3
+    assert "'document' may be any of the columns article, body; there are: body, article, tl_dr" in told.err
+    assert "--map document=article" in told.err
+    assert not Path("notes.jsonl.prepared").exists()
+    done = shell(f"{command} --map document=body,summary=tl_dr")
+    assert done.code == 0
+    assert "document = column 'body'" in done.said
+
+
+def test_on_a_terminal_the_user_is_asked_for_columns_that_are_not_clear(shell, monkeypatch) -> None:
+    write("notes.jsonl", NOTES)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    command = "prepare-data --data notes.jsonl --recipe summarization --model tiny"
+    keyboard = io.StringIO("nothing\n")
+    monkeypatch.setattr(keyboard, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdin", keyboard)
+    done = shell(command)
+    assert (done.code, "Aborted" in done.err) == (2, False)
+    assert "no column was named for 'document': type one, or add --map document=COLUMN" in done.said
+    keyboard.write("\nbody\ntl_dr\n")
+    keyboard.seek(0)
+    done = shell(command)
+    assert done.code == 0
+    for line in ("column for 'document' (article, body): 'nothing' is none of these columns; Ctrl-D stops",
+                 "column for 'document' (article, body): ", "column for 'summary' (article, tl_dr): "):  # fmt: skip
+        assert line in done.err
+    assert load(Path("notes.jsonl.prepared")).report.columns == {"document": "body", "summary": "tl_dr"}
+    # A program that reads JSON is not asked.
+    assert shell("prepare-data --data notes.jsonl --recipe summarization --model tiny --output other --json").code == 3
+
+
+@pytest.mark.parametrize("packing", ["apart", "joined"])
+def test_documents_of_plain_text_fill_windows_and_a_step_takes_windows(shell, packing) -> None:
+    write("texts.jsonl", [{"text": f"A short text, number {n}."} for n in range(40)])
+    options = f"--recipe continuous-pretraining --model tiny --set packing={packing} --max-length 64 --set holdout=0"
+    told = shell(
+        f"finetune {options} --data texts.jsonl --batch-size 2 --epochs 1 --set schedule=constant --output run --json"
+    )
+    assert told.code == 0, told.err
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "tokens" in line and "loss" in line]
+    tokens = load(Path("run/data/train")).report.tokens
+    windows = -(-tokens // 64)
+    assert len(steps) in (-(-windows // 2), -(-(windows + 1) // 2)), "two windows a step, the last one short"
+    assert all(126 <= line["tokens"] <= 128 for line in steps[:-2])
+    trained = sum(line["target_tokens"] for line in steps)
+    assert trained == tokens - (1 if packing == "joined" else 40)
+
+
+def test_a_conversation_is_prepared_trained_and_continued(shell) -> None:
+    turns = [("user", "Who came?"), ("assistant", "A patient."), ("user", "Why?"), ("assistant", "A cough.")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    write("chats.jsonl", [{"messages": messages}, {"messages": messages[:2]}] * 4)
+    shown = shell("prepare-data --data chats.jsonl --recipe chat --model tiny --show 1")
+    assert shown.code == 0, shown.err
+    assert "Assistant:« A patient.»\n\nUser: Why?\n\nAssistant:« A cough.<|endoftext|>»" in shown.out
+    trained = shell("finetune --recipe chat --model tiny --data chats.jsonl --output run --max-steps 1 --json")
+    assert trained.code == 0, trained.err
+    measured = shell("evaluate run --limit 1 --set generation.max_new_tokens=2 --json")
+    assert measured.code == 0, measured.err
+    assert shell('generate "Who came?" --model run --max-new-tokens 2').code == 0
+
+
+def test_rows_that_come_as_tokens_are_trained_on_as_they_are(shell) -> None:
+    write("texts.jsonl", [{"text": "The patient came with a cough."}] * 3)
+    assert shell("prepare-data --data texts.jsonl --recipe continuous-pretraining --model tiny").code == 0
+    model = next((Path("home") / "models").iterdir())
+    write(
+        "tokens.jsonl",
+        [{"input_ids": [5, 6, 7, 8], "trained": [2, 4]}, {"input_ids": [5, "x"]}, {"input_ids": [9, 10]}],
+    )
+    told = shell(f"prepare-data --data tokens.jsonl --recipe summarization --model {model}")
+    assert told.code == 0, told.err
+    assert "skipped 1: input_ids is no list of token ids (tokens.jsonl:2)" in told.said
+    prepared = load(Path("tokens.jsonl.prepared"))
+    assert list(prepared.rows["input_ids"]) == [[5, 6, 7, 8], [9, 10]]
+    assert list(prepared.rows["prompt_length"]) == [2, 0]
+    assert prepared.report.target_tokens == 3
+
+
+def test_prepared_files_of_other_systems_are_trained_on_where_those_train(shell, tmp_path) -> None:
+    from test_data_hdf5 import sample
+    from test_data_hdf5 import written as hdf5
+    from test_data_tfrecords import text_record
+    from test_data_tfrecords import written as tfrecords
+
+    write("texts.jsonl", [{"text": "The patient came with a cough."}] * 3)
+    assert shell("prepare-data --data texts.jsonl --recipe continuous-pretraining --model tiny").code == 0
+    model = next((Path("home") / "models").iterdir())
+    tfrecords(tmp_path / "windows.tfrecords", *(text_record(list(range(n, n + 9))) for n in range(1, 5)))
+    hdf5(tmp_path / "samples.h5", [sample([5, 6, 7, 8], {2, 3}, 8), sample([9, 10, 11], {1}, 8)])
+    options = f"--recipe continuous-pretraining --model {model} --max-length 8"
+    told = shell(f"prepare-data --data windows.tfrecords {options}")
+    assert told.code == 0, told.err
+    windows = load(Path("windows.tfrecords.prepared"))
+    assert windows.report.target_tokens == 4 * 8, "2049 tokens are 2048 targets there, and are so here"
+    assert [windows.report.windows, *map(len, windows.rows["input_ids"])] == [4, 9, 9, 9, 9]
+    assert shell(f"prepare-data --data samples.h5 {options}").code == 0
+    samples = load(Path("samples.h5.prepared"))
+    assert list(samples.rows["input_ids"]) == [[5, 6, 7, 8], [9, 10]]
+    assert list(samples.rows["prompt_length"]) == [2, 0]
+    done = shell(f"finetune --data samples.h5 {options} --max-steps 1 --set schedule=constant --output run --json")
+    assert done.code == 0, done.err
+
+
+def test_rows_that_are_tokens_need_no_tokenizer_and_may_have_ids_that_it_lacks(shell, tmp_path) -> None:
+    write("texts.jsonl", [{"text": "The patient came with a cough."}] * 3)
+    assert shell("prepare-data --data texts.jsonl --recipe continuous-pretraining --model tiny").code == 0
+    model = next((Path("home") / "models").iterdir())
+    size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    write("tokens.jsonl", [{"input_ids": [5, size - 1, 6, 7, 5 + n]} for n in range(3)])
+    told = shell(f"prepare-data --recipe summarization --data tokens.jsonl --model {model} --json")
+    assert [found["count"] for what, found in told.json["warnings"].items() if "its tokenizer lacks" in what] == [3]
+    measured = shell(f"evaluate {model} --recipe summarization --data tokens.jsonl --json")
+    assert measured.code == 0, measured.err
+    lacking = measured.json["model"]
+    assert lacking["scores"].keys() == {"loss", "perplexity", "token_accuracy"}
+    assert "the tokenizer lacks their ids" in lacking["notes"][-1]
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (model / name).unlink(missing_ok=True)
+    told = shell(f"finetune --recipe summarization --data tokens.jsonl --model {model} --max-steps 1 --output run")
+    assert told.code == 0, told.err
+    assert not list(Path("run/model").glob("tokenizer*"))
+    assert shell("evaluate run --data tokens.jsonl --json").json["baseline"]["loss"] == lacking["loss"]
+    for command in (f"finetune --data texts.jsonl --model {model}", 'generate --model run "Who?"'):
+        refused = shell(command)
+        assert refused.code == 2
+        assert "has no tokenizer" in refused.err
+
+
+def test_who_is_evaluated_is_not_shown_where_the_answer_is(shell) -> None:
+    rows = [
+        {
+            "context": f"It was cold. {'A word. ' * 200}The room had number {n}.",
+            "question": "Which?",
+            "answer": f"number {n}",
+        }
+        for n in range(8)
+    ]
+    write("qa.jsonl", rows)
+    options = "--recipe qa --model tiny --max-length 120 --set generation.max_new_tokens=2 --max-steps 1"
+    assert shell(f"finetune {options} --data qa.jsonl --output run --json").code == 0
+    held_out = shell("evaluate run --baseline none")
+    assert "rows were shortened around their answers" in held_out.said
+    assert "shortened around" not in shell("evaluate run --baseline none --data qa.jsonl").said
+    seen = shell("evaluate run --baseline none --data qa.jsonl --show 1 --json")
+    assert seen.code == 0
+    assert seen.json["model"]["notes"] == []

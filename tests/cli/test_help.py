@@ -1,0 +1,177 @@
+"""What is read first: help at 80 columns, flags of other systems named as they are called here, completion."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from gptj_ft.cli import options
+from gptj_ft.cli.app import app
+from gptj_ft.cli.help import SUMMARY_WIDTH
+from gptj_ft.config.options import GROUPS, Recipe
+from gptj_ft.config.presets import load_preset, preset_names
+from gptj_ft.config.resolve import PEERS_NAMES, resolve
+from gptj_ft.errors import UsageError
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield every command of the program with the words that name it."""
+    yield " ".join(path), command
+    for name, each in getattr(command, "commands", {}).items():
+        yield from commands(each, (*path, name))
+
+
+COMMANDS = dict(commands(get_command(app)))
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_help_of_every_command_fits_80_columns_and_cuts_no_summary(shell) -> None:
+    for name, command in COMMANDS.items():
+        for flag in ("--help", "--help-all"):
+            if flag == "--help-all" and not any(flag in parameter.opts for parameter in command.params):
+                continue
+            done = shell(f"{name} {flag}")
+            assert (done.code, done.err) == (0, ""), name
+            assert max(map(len, done.out.splitlines())) <= 80, name
+            for each in getattr(command, "commands", {}).values():
+                assert each.get_short_help_str(200) in done.out, name
+        summary = command.get_short_help_str(200)
+        assert 10 < len(summary) <= SUMMARY_WIDTH or not name, (name, summary)
+        assert not name or " " in name or command.epilog, f"{name} has no example"
+
+
+def test_commands_are_in_groups_and_a_first_run_is_the_example(shell) -> None:
+    text = shell("--help").out
+    start = text.partition("\nStart:\n")[2].partition("\n\n")[0]
+    assert [line.split()[0] for line in start.splitlines()] == [
+        "download",
+        "convert",
+        "finetune",
+        "evaluate",
+        "generate",
+    ]
+    assert text.index("Start:") < text.index("Data:") < text.index("Keep house:") < text.index("Examples:")
+    assert "gptj-ft finetune --recipe summarization --data my.jsonl --model tiny" in text
+    assert shell("--version").out.strip() == "0.1.0"
+
+
+def test_every_example_is_a_command_that_can_be_typed() -> None:
+    for name, command in COMMANDS.items():
+        for line in (command.epilog or "").splitlines():
+            program, *words = shlex.split(line)
+            assert program == "gptj-ft"
+            if name and "COMMAND" not in words:
+                group = words[0] if " ".join(words[:2]) not in COMMANDS else " ".join(words[:2])
+                COMMANDS[group].make_context(group, words[len(group.split()) :]).close()
+
+
+def test_help_shows_first_what_newcomers_need_and_all_of_it_on_request(shell) -> None:
+    for line in ("finetune", "evaluate", "generate", "plan", "prepare-data"):
+        first, whole = shell(f"{line} --help").out, shell(f"{line} --help-all").out
+        assert len(first.splitlines()) < 60, line
+        assert "More options" not in first, line
+        assert "--help-all" in first, line
+        assert "--precision" in whole or line == "prepare-data"
+        assert "--device" in whole or line == "prepare-data"
+        assert set(first.split()) <= set(whole.split()), line
+    first = shell("finetune --help").out
+    for flag in ("--recipe", "--data", "--model", "--lr", "--epochs", "--dry-run", "--resume", "--host-memory"):
+        assert flag in first, flag
+    assert "--optimizer-state" not in first
+
+
+@pytest.mark.parametrize(
+    ("line", "phrase"),
+    [
+        ("evaluate --help", "rows to measure on; default: those that the run held out"),
+        ("evaluate --help", "task; default: the one that the model was tuned for"),
+        ("generate --help", "same seed, same samples"),
+        ("generate --help", "task; default: the one that the model was tuned for"),
+        ("finetune --help", "peak learning rate [default: the recipe's]"),
+        ("finetune --help", "rows per optimizer step [default: the recipe's]"),
+        ("finetune --help-all", "where the weights live (device: GPU memory, host: RAM)"),
+    ],
+)
+def test_a_flag_says_what_it_does_in_this_command(line: str, phrase: str, shell) -> None:
+    assert phrase in shell(line).said
+
+
+def test_no_default_is_shown_of_what_presets_set(shell) -> None:
+    set_by_presets = {key for name in preset_names() for key in load_preset(name)}
+    shown = shell("finetune --help-all").out + shell("plan --help-all").out
+    flags = {key for key in Recipe.model_fields if f"--{key.replace('_', '-')} " in shown}
+    assert set_by_presets & flags - options.SET_BY_PRESETS - {"recipe", "map", "packing"} == set()
+
+
+def test_names_of_other_systems_lead_to_ours_wherever_they_are_typed(shell, tmp_path) -> None:
+    for peer, ours in PEERS_NAMES.items():
+        group, _, key = ours.rpartition(".")
+        assert ours.startswith("--") or key in (GROUPS[group] if group else Recipe).model_fields, peer
+        assert peer not in Recipe.model_fields or peer == "lora", "a flag of others, a group of options here"
+    for typed, ours in (
+        ("--learning_rate 1e-5", "here it is --lr (peak learning rate)"),
+        ("--num-train-epochs 3", "here it is --epochs"),
+        ("--per_device_train_batch_size 4", "here it is --batch-size"),
+        ("--gradient_accumulation_steps 4", "here it is --batch-size"),
+        ("--output_dir x", "here it is --output"),
+        ("--save_steps 5", "here it is --save-every"),
+        ("--eval_steps 5", "here it is --validate-every"),
+        ("--max_seq_length 5", "here it is --max-length"),
+        ("--warmup_ratio 0.1", "here it is --set warmup=VALUE"),
+        ("--lora_r 8", "here it is --set lora.rank=VALUE"),
+        ("--lora_alpha 8", "here it is --set lora.alpha=VALUE"),
+        ("--bf16", "here it is --precision"),
+        ("--resume_from_checkpoint x", "here it is --resume RUN"),
+        ("--set learning_rate=1e-5", "unknown option 'learning_rate' (here it is 'lr': peak learning rate)"),
+        ("--set lora.r=8", "(here it is 'lora.rank'"),
+    ):
+        done = shell(f"finetune {typed}")
+        assert (done.code, ours in done.said) == (2, True), (typed, done.said)
+    assert "did you mean" in shell("finetune --set epoch=3").said.lower()
+    assert "--epochs" in shell("finetune --epoch 3").said
+    config = tmp_path / "my.yaml"
+    config.write_text("max_seq_length: 512\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"my\.yaml: unknown option 'max_seq_length' \(here it is 'max_length'"):
+        resolve({}, config, environment={})
+    with pytest.raises(UsageError, match=r"GPTJ_FT_LEARNING_RATE \(here it is 'lr'"):
+        resolve({}, environment={"GPTJ_FT_LEARNING_RATE": "1"})
+
+
+def test_commands_of_other_systems_lead_to_what_does_it_here(shell) -> None:
+    for typed, ours in (("serve", "transformers serve"), ("export", "runs export"), ("train", "gptj-ft finetune")):
+        done = shell(f"{typed} something")
+        assert (done.code, ours in done.err) == (2, True), done.err
+    assert "'finetune'" in shell("finetun").err
+
+
+def test_the_shell_completes_commands_recipes_runs_and_models(shell, monkeypatch, tmp_path) -> None:
+    (tmp_path / "runs" / "qa-1").mkdir(parents=True)
+    (tmp_path / "runs" / "qa-1" / "recipe.yaml").touch()
+    (tmp_path / "home" / "models" / "gpt-j-6b").mkdir(parents=True)
+    (tmp_path / "home" / "models" / "gpt-j-6b" / "config.json").touch()
+    monkeypatch.setenv("_GPTJ_FT_COMPLETE", "complete_bash")
+    for words, expected in (
+        ("fine", {"finetune"}),
+        ("finetune --recipe dial", {"dialogsum"}),
+        ("finetune --resume ru", {"runs/qa-1"}),
+        ("finetune --model gp", {"gpt-j-6b"}),
+        ("evaluate runs/", {"runs/qa-1"}),
+        ("generate --model t", {"tiny", "tiny-gpt2"}),
+        ("runs verify r", {"runs/qa-1"}),
+        ("recipes show sq", {"squad"}),
+    ):
+        line = f"gptj-ft {words}"
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
+        assert set(shell("").out.split()) == expected, words
+    monkeypatch.delenv("_GPTJ_FT_COMPLETE")
+    monkeypatch.setattr("typer.completion._get_shell_name", lambda: "bash")
+    assert "_GPTJ_FT_COMPLETE=complete_bash" in shell("--show-completion").out

@@ -1,0 +1,258 @@
+"""Options: one home, one precedence, nothing unknown accepted."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gptj_ft.config.options import GROUPS, Recipe
+from gptj_ft.config.presets import load_preset, preset_names
+from gptj_ft.config.resolve import build, dump, resolve
+from gptj_ft.config.yaml import parse
+from gptj_ft.data.columns import recipe_fields
+from gptj_ft.data.template import fields_of
+from gptj_ft.errors import UsageError
+
+NOWHERE: dict[str, str] = {}
+
+
+def test_the_three_presets_exist() -> None:
+    assert {"summarization", "qa", "continuous-pretraining"} <= set(preset_names())
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_loads_names_its_source_and_knows_columns_for_its_templates(name: str) -> None:
+    recipe = resolve({"recipe": name}, environment=NOWHERE).recipe
+    assert recipe.recipe == name
+    assert len(recipe.about) > 10
+    assert len(recipe.source) > 40
+    assert set(recipe_fields(recipe)) == set(recipe.fields)
+    assert recipe.shorten in (*fields_of(recipe.prompt), "")
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_resolved_recipe_written_and_read_again_is_the_same(name: str) -> None:
+    resolved = resolve({"recipe": name, "lr": 3e-5}, environment=NOWHERE)
+    assert build(yaml.safe_load(dump(resolved.recipe, resolved.origins))) == resolved.recipe
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("{{ text }}", "{{ text }}"),
+        ("Say: {{ text }} # now", "Say: {{ text }} # now"),
+        ('"{{ text }}\\n"', "{{ text }}\n"),
+        ("'it''s {{ text }}'", "it's {{ text }}"),
+        ("", ""),
+        ("17", "17"),
+    ],
+)
+def test_a_template_is_taken_as_typed_and_quotes_are_yamls(typed: str, read: str) -> None:
+    assert resolve({}, None, (f"prompt={typed}",), NOWHERE).recipe.prompt == read
+    assert resolve({}, None, (), {"GPTJ_FT_PROMPT": typed}).recipe.prompt == read
+
+
+def test_nothing_is_typed_as_null_where_there_may_be_none() -> None:
+    assert resolve({"model": "x"}, None, ("val_data=null", "clip_norm=null"), NOWHERE).recipe.val_data is None
+
+
+def test_shares_of_an_epoch_are_rounded_up_as_the_trainer_of_transformers_does() -> None:
+    steps = [build({"epochs": epochs, "batch_size": 4}).num_steps(9) for epochs in (0.1, 0.5, 1.0, 1.5, 2.5, 3.0)]
+    assert steps == [1, 2, 3, 5, 8, 9]  # of ceil(num_train_epochs * 3): Trainer.set_initial_training_values
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_shown_recipe_is_yaml_of_80_columns_with_the_meaning_of_each_option(name: str, shell) -> None:
+    set_ = "--set generation.top_k=7"
+    text = shell(f"recipes show {name} {set_}").out
+    recipe = resolve({"recipe": name}, None, ("generation.top_k=7",), environment=NOWHERE).recipe
+    assert build(yaml.safe_load(text)) == recipe
+    assert max(map(len, text.splitlines())) <= 80
+    comments = " ".join(" ".join(line.rpartition("# ")[2] for line in text.splitlines() if "# " in line).split())
+    for group, key in [("", "lr"), ("", "prompt"), ("", "batch_size"), ("generation", "top_k"), ("lora", "rank")]:
+        assert (GROUPS[group] if group else Recipe).model_fields[key].description in comments, key
+    assert re.search(r"top_k: 7 .*\n? .*\[command line\]", text)
+
+
+def test_flag_beats_environment_beats_config_beats_preset_beats_default(tmp_path: Path) -> None:
+    config = tmp_path / "my.yaml"
+    config.write_text("lr: 1e-3\nbatch_size: 3\nseed: 5\nrecipe: qa\n", encoding="utf-8")
+    environment = {"GPTJ_FT_BATCH_SIZE": "4", "GPTJ_FT_SEED": "6", "GPTJ_FT_HOME": "/x", "HOME": "/y"}
+    resolved = resolve({"seed": 7, "epochs": None}, config, (), environment)
+    recipe = resolved.recipe
+    assert (recipe.seed, recipe.batch_size, recipe.lr) == (7, 4, 1e-3)
+    assert recipe.epochs == load_preset("qa")["epochs"]
+    assert recipe.read_ahead == Recipe().read_ahead
+    assert resolved.origins["seed"] == "command line"
+    assert resolved.origins["batch_size"] == "environment"
+    assert resolved.origins["lr"] == str(config)
+    assert resolved.origins["epochs"] == "recipe qa"
+
+
+def test_set_reaches_options_inside_groups_and_keeps_their_neighbours() -> None:
+    recipe = resolve({"recipe": "qa"}, assignments=("generation.top_k=7", "clip_norm=null"), environment=NOWHERE).recipe
+    assert (recipe.generation.top_k, recipe.generation.max_new_tokens) == (7, 32)
+    assert recipe.clip_norm is None
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1E-5", "0.00001", ".00001", "1.0e-5"])
+def test_learning_rates_are_numbers_however_they_are_written(text: str) -> None:
+    assert resolve({}, assignments=(f"lr={text}",), environment=NOWHERE).recipe.lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("8h", 28800), ("90m", 5400), ("1h30m", 5400), ("2d", 172800), ("45s", 45), ("3600", 3600), ("0.5h", 1800)],
+)
+def test_durations_are_written_as_people_write_them(text: str, seconds: float) -> None:
+    assert resolve({"max_time": text}, environment=NOWHERE).recipe.max_time == seconds
+    assert resolve({}, assignments=(f"max_time={text}",), environment=NOWHERE).recipe.max_time == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8GiB", 8 * 2**30),
+        ("8 gib", 8 * 2**30),
+        ("6GB", 6 * 10**9),
+        ("1.5GiB", 3 * 2**29),
+        ("500MB", 500 * 10**6),
+        ("512MiB", 2**29),
+        ("2TB", 2 * 10**12),
+        ("123456789", 123456789),
+        ("8e9", 8 * 10**9),
+        ("null", None),
+    ],
+)
+def test_a_memory_cap_is_read_in_any_unit(text: str, size: int | None) -> None:
+    for source in ({"assignments": (f"host_memory={text}",)}, {"environment": {"GPTJ_FT_HOST_MEMORY": text}}):
+        resolved = resolve({}, **{"environment": NOWHERE, **source})
+        assert resolved.recipe.host_memory == size
+        assert build(yaml.safe_load(dump(resolved.recipe, resolved.origins))).host_memory == size
+    if text not in ("null", "8e9"):
+        assert resolve({"device_memory": text}, environment=NOWHERE).recipe.device_memory == size
+
+
+@pytest.mark.parametrize("text", ["8 apples", "GiB", "-1GB", "8GiBs", "1,5GB", "0", "0GB", "-5", "''"])
+def test_a_cap_that_is_no_size_is_refused_with_the_option_and_the_value(text: str) -> None:
+    with pytest.raises(UsageError, match=r"command line: disk_space: .*, not ") as error:
+        resolve({}, assignments=(f"disk_space={text}",), environment=NOWHERE)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("batchsize=3", "unknown option 'batchsize' (did you mean 'batch_size'?)"),
+        ("generation.topk=1", "unknown option 'generation.topk' (did you mean 'top_k'?)"),
+        ("lr=-1", "lr: Input should be greater than 0, not -1"),
+        ("weights=moon", "weights: "),
+        ("betas=[0.9, 1.0]", "betas.1: Input should be less than 1, not 1.0"),
+        ("eps=0", "eps: Input should be greater than 0, not 0"),
+        ("weight_decay=-1", "weight_decay: Input should be greater than or equal to 0"),
+        ("clip_norm=0", "clip_norm: Input should be greater than 0, not 0"),
+        ("lr=.inf", "lr: Input should be a finite number, not inf"),
+        ("z_loss=.nan", "z_loss: Input should be "),
+        ("max_time=8x", "max_time: a duration is seconds, or a text such as 8h, 90m, 1h30m or 2d, not '8x'"),
+        ("max_time=0", "max_time: Input should be greater than 0, not 0"),
+        ("lr", "--set takes key=value"),
+    ],
+)
+def test_wrong_options_are_refused_with_the_nearest_name(assignment: str, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        resolve({}, assignments=(assignment,), environment=NOWHERE)
+    assert message in str(error.value)
+
+
+def test_unknown_recipe_config_key_and_environment_variable_are_refused_with_the_near_match(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="did you mean 'summarization'"):
+        resolve({"recipe": "sumarisation"}, environment=NOWHERE)
+    config = tmp_path / "c.yaml"
+    config.write_text("learning_rat: 1\nlr: 1\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"c\.yaml: unknown option 'learning_rat'"):
+        resolve({}, config, environment=NOWHERE)
+    with pytest.raises(UsageError, match=r"unknown option GPTJ_FT_EPOCH.*did you mean 'epochs'"):
+        resolve({}, environment={"GPTJ_FT_EPOCH": "3"})
+
+
+def test_a_config_file_that_is_not_yaml_is_named_with_its_line(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("lr: 1\nseed: [1\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"c\.yaml:\d+: not YAML"):
+        resolve({}, config, environment=NOWHERE)
+    config.write_text("just text\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="expected `option: value`"):
+        resolve({}, config, environment=NOWHERE)
+
+
+def test_an_option_given_twice_on_the_command_line_is_refused() -> None:
+    with pytest.raises(UsageError, match="given twice"):
+        resolve({"lr": 1e-3}, assignments=("lr=1e-4",), environment=NOWHERE)
+
+
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in pairwise("abcdefgh")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BOMB + "lr: *h\n", "stands for more than 100,000 values"),
+        (BOMB.replace("x,", "{p: q},") + "lr: {<<: [*h, *h]}\n", "stands for more than 100,000 values"),
+        ("lr: &a [*a]\n", "nested too deeply, or in itself"),
+        ("lr: " + "[" * 1000 + "]" * 1000 + "\n", "nested too deeply"),
+        ("lr: " + "{a: " * 5000 + "1" + "}" * 5000 + "\n", "nested too deeply"),
+        (f"lr: {'9' * 5000}\n", "limit"),
+        (f"lr: 0x{'f' * 5000}\n", r":1: not YAML: a number of too many digits"),
+        (f"{'0x' + 'f' * 1000}: 1\n", "too many digits"),
+        ("seed: 2020-13-45\n", "month must be in 1..12"),
+        ("seed: !!int ''\n", "not YAML"),
+        ("seed: !!bool x\n", "not YAML"),
+        ("seed: !!timestamp x\n", "not YAML"),
+        ("seed: !!python/object/apply:os.system ['true']\n", ":1: not YAML: could not determine a constructor"),
+        ("seed: \x1b[2J\n", "not YAML"),
+        (f"seed: '{'word ' * 100_000}'\n", r"seed: .*, not 'word word .*\.\.\.$"),
+        (f"lr: [{'x, ' * 9000}x]\n", r"lr: .*, not \['x', 'x', .*\.\.\.$"),
+        (f"{'word ' * 100}: 1\n", r"unknown option 'word word .*\.\.\.'"),
+    ],
+)
+def test_odd_yaml_is_refused_in_a_line(text: str, said: str, tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=said) as caught:
+        resolve({}, config, environment=NOWHERE)
+    assert len(str(caught.value)) < 400 + len(str(config))
+    assert str(caught.value).isprintable()
+
+
+YAML_PIECES = st.sampled_from(
+    ["lr: ", "seed: ", "prompt: ", "&a ", "*a", "[", "]", "{", "}", ", ", ": ", "\n", "  ", "- ", "1e-5", "2020-13-45",
+     "0x" + "f" * 300, "!!int ", "!!bool ", "!!set ", "!!omap ", "!!pairs ", "!!binary ", "!!timestamp ", "<<: ", "'",
+     '"', "|\n", ">\n", "x", "\t", "? ", "---\n", "%YAML 9.9\n", "\x07", "\\ud800", "\ud800", "null", "~", ".nan",
+     "-.inf", "1:2:3", "generation: ", "schedule: ", "fields: ", "map: "]
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, derandomize=True, database=None, deadline=None)
+@given(text=st.lists(YAML_PIECES, max_size=25).map("".join))
+def test_options_of_any_pieces_are_read_or_refused_in_a_line(text: str) -> None:
+    try:
+        build(as_options(parse(text, "c.yaml")), {})
+    except UsageError as error:
+        message = str(error)
+    else:
+        message = ""
+    assert len(message) < 1000
+    assert "\n" not in message
+
+
+def as_options(value: object) -> dict[str, object]:
+    return {str(key): each for key, each in value.items()} if isinstance(value, dict) else {"lr": value}

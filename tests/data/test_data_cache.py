@@ -1,0 +1,184 @@
+"""What is kept is taken when nothing has changed, and only then."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_data_tokenizer import make_tokenizer
+
+from gptj_ft.config.options import Recipe
+from gptj_ft.config.resolve import resolve
+from gptj_ft.data import cache
+from gptj_ft.data.cache import prepare_once
+from gptj_ft.data.dataset import MANIFEST
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"document": f"D {n}.", "summary": f"S {n}."}) + "\n" for n in range(30)))
+    return path
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
+    """The files that were really prepared."""
+    monkeypatch.setenv("GPTJ_FT_HOME", str(tmp_path / "home"))
+    calls: list[Path] = []
+    original = cache.prepare
+
+    def watched(recipe, tokenizer, source, *rest):
+        calls.append(source)
+        return original(recipe, tokenizer, source, *rest)
+
+    monkeypatch.setattr(cache, "prepare", watched)
+    return calls
+
+
+def recipe(**options: object) -> Recipe:
+    return resolve({"recipe": "summarization", **options}, environment={}).recipe
+
+
+def test_the_same_rows_are_prepared_once_and_come_out_the_same(rows: Path, made: list[Path]) -> None:
+    tokenizer = make_tokenizer()
+    first = prepare_once(recipe(), tokenizer, rows, 50400)
+    again = prepare_once(recipe(lr=1e-3, batch_size=2, seed=9), tokenizer, rows, 50400)
+    assert made == [rows]
+    assert list(again.rows) == list(first.rows)
+    assert again.report == first.report
+    assert len(cache.kept()) == 1
+
+
+@pytest.mark.parametrize("change", ["data", "tokenizer", "template", "limit", "map", "place"])
+def test_a_change_of_anything_that_matters_prepares_again(change: str, rows: Path, made: list[Path]) -> None:
+    prepare_once(recipe(), make_tokenizer(), rows, 50400)
+    tokenizer, other = make_tokenizer(), recipe()
+    if change == "data":
+        rows.write_text(rows.read_text().replace("D 3.", "E 3."))
+    elif change == "tokenizer":
+        tokenizer = make_tokenizer(vocab_size=300)
+    elif change == "template":
+        other = recipe(prompt="Sum up: {{ document }}\n\nSummary:")
+    elif change == "limit":
+        other = recipe(max_length=512)
+    elif change == "map":
+        other = recipe(map="summary=document,document=summary")
+    else:
+        rows = rows.rename(rows.with_name("others.jsonl"))
+    prepare_once(other, tokenizer, rows, 50400)
+    assert len(made) == 2
+
+
+def test_nothing_is_kept_where_that_is_not_wanted(rows: Path, made: list[Path]) -> None:
+    for _ in range(2):
+        prepare_once(recipe(cache=False), make_tokenizer(), rows, 50400)
+    assert len(made) == 2
+    assert not cache.kept()
+
+
+def test_what_is_damaged_is_made_again(rows: Path, made: list[Path]) -> None:
+    prepare_once(recipe(), make_tokenizer(), rows, 50400)
+    (kept,) = cache.kept()
+    (kept.folder / MANIFEST).write_text("{")
+    prepare_once(recipe(), make_tokenizer(), rows, 50400)
+    assert len(made) == 2
+    prepare_once(recipe(), make_tokenizer(), rows, 50400)
+    assert len(made) == 2
+
+
+def test_a_folder_that_cannot_be_written_costs_the_work_again_and_nothing_else(
+    rows: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gptj_ft.errors import ResourceError
+
+    def refuse(*_: object) -> None:
+        raise ResourceError("no space")
+
+    monkeypatch.setattr(cache, "save", refuse)
+    for _ in range(2):
+        assert len(prepare_once(recipe(), make_tokenizer(), rows, 50400).rows) == 30
+    assert len(made) == 2
+
+
+# Prepares the rows, and gives what it has written its name only when the other process has written the same, too.
+ONE_OF_TWO = """
+import sys, time
+from pathlib import Path
+from test_data_cache import recipe
+from test_data_tokenizer import make_tokenizer
+from gptj_ft.data import prepared
+from gptj_ft.data.cache import prepare_once
+
+me, other = (Path(f"written-{name}") for name in sys.argv[1:3])
+write = prepared.write_table
+
+def write_and_wait(rows, folder):
+    write(rows, folder)
+    me.touch()
+    deadline = time.monotonic() + 60
+    while not other.exists():
+        assert time.monotonic() < deadline, "the other process has not written"
+        time.sleep(0.01)
+
+prepared.write_table = write_and_wait
+made = prepare_once(recipe(), make_tokenizer(), Path("rows.jsonl"), 50400)
+print(len(made.rows), sum(map(sum, made.rows["input_ids"])), made.rows.files[0])
+"""
+
+
+def test_two_processes_that_prepare_the_same_new_file_both_succeed_and_one_result_is_kept(
+    rows: Path, made: list[Path]
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", ONE_OF_TWO, *names], cwd=rows.parent, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for names in ("ab", "ba")
+    ]  # fmt: skip
+    ends = [process.communicate() for process in both]
+    assert [process.returncode for process in both] == [0, 0], ends
+    (kept,) = cache.kept()
+    assert ends[0][0] == ends[1][0], "they have gone on with different rows"
+    assert ends[0][0].startswith("30 ")
+    assert str(kept.folder) in ends[0][0]
+    assert [path.name for path in cache.cache().iterdir()] == [kept.folder.name]
+    prepare_once(recipe(), make_tokenizer(), rows, 50400)
+    assert not made
+
+
+def test_what_processes_that_were_killed_left_behind_goes_and_what_others_are_writing_stays(
+    rows: Path, made: list[Path]
+) -> None:
+    prepare_once(recipe(), make_tokenizer(), rows, 50400)
+    (kept,) = cache.kept()
+    name = kept.folder.name
+    cache.clear()
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    here = platform.node()
+    drafts = {at: cache.cache() / f".{name}.{at}.writing" for at in (f"{here}.{ended.pid}", f"{here}.1", "elsewhere.1")}
+    for draft in drafts.values():
+        draft.mkdir(parents=True)
+    prepare_once(recipe(), make_tokenizer(), rows, 50400)
+    left = {path.name for path in cache.cache().iterdir()}
+    assert left == {name, drafts[f"{here}.1"].name, drafts["elsewhere.1"].name}
+
+
+def test_the_command_lists_and_clears(shell, rows: Path) -> None:
+    command = f"prepare-data --data {rows} --recipe summarization --model tiny --show 0"
+    assert shell(f"{command} --output a").code == 0
+    listed = shell("cache list --json").json["kept"]
+    assert [(each["rows"], each["files"]) for each in listed] == [(30, [str(rows)])]
+    assert "rows.jsonl" in shell("cache list").out
+    assert shell(f"{command} --output b").code == 0
+    assert (Path("a") / MANIFEST).read_text() == (Path("b") / MANIFEST).read_text()
+    assert shell("cache clear").code == 0
+    assert shell("cache list --json").json["kept"] == []

@@ -1,0 +1,138 @@
+"""Conversations: how they are read, which tokens are trained on, how long ones are shortened."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from test_data_tokenizer import make_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from gptj_ft.config.options import Recipe
+from gptj_ft.config.resolve import resolve
+from gptj_ft.data.chat import read_conversation
+from gptj_ft.data.columns import FieldTexts, choose_columns, read_fields
+from gptj_ft.data.template import encode, encode_prompt
+from gptj_ft.errors import RowSkipped, UsageError
+from gptj_ft.generation.generator import fill_fields
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Who came?"},
+    {"role": "assistant", "content": "A patient."},
+    {"role": "user", "content": "With what?"},
+    {"role": "assistant", "content": "A cough."},
+]
+SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+def chat(**options: Any) -> Recipe:
+    return resolve({"recipe": "chat", **options}, environment={}).recipe
+
+
+def read(row: dict[str, Any]) -> FieldTexts:
+    return read_fields(row, choose_columns(row, chat()), chat())
+
+
+def trained(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, values: dict[str, Any]) -> tuple[str, list[str]]:
+    """Return a row's text, and the stretches of it that are trained on."""
+    encoded = encode(recipe, tokenizer, values)
+    (ids,) = encoded.documents
+    borders = [encoded.prompt_length, *encoded.untrained, len(ids)]
+    stretches = [ids[start:end] for start, end in zip(borders[::2], borders[1::2], strict=True)]
+    return tokenizer.decode(ids), [tokenizer.decode(stretch) for stretch in stretches]
+
+
+def test_every_answer_of_the_assistant_is_trained_on_and_nothing_else(tokenizer) -> None:
+    text, answers = trained(tokenizer, chat(), read({"messages": MESSAGES}).values)
+    assert text == (
+        "System: Be brief.\n\nUser: Who came?\n\nAssistant: A patient.\n\n"
+        "User: With what?\n\nAssistant: A cough.<|endoftext|>"
+    )
+    assert answers == [" A patient.", " A cough.<|endoftext|>"]
+
+
+def test_the_prompt_that_is_answered_is_the_one_that_was_trained(tokenizer) -> None:
+    values = read({"messages": MESSAGES}).values
+    encoded = encode(chat(), tokenizer, values)
+    asked = encode_prompt(chat(), tokenizer, {"messages": values["messages"][:-1]}, 500)
+    assert asked.ids == encoded.documents[0][: encoded.untrained[-1]]
+    alone = fill_fields(chat(), "Who came?", {})
+    assert tokenizer.decode(encode_prompt(chat(), tokenizer, alone, 500).ids) == "User: Who came?\n\nAssistant:"
+    assert not asked.cut
+    shorter = encode_prompt(chat(), tokenizer, {"messages": values["messages"][:-1]}, len(asked.ids) - 1)
+    assert shorter.cut
+    assert len(shorter.ids) < len(asked.ids)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        MESSAGES,
+        json.dumps(MESSAGES),
+        {"messages": MESSAGES},
+        [{"from": SHAREGPT[m["role"]], "value": m["content"]} for m in MESSAGES],
+        [{"role": m["role"].upper(), "content": [{"type": "text", "text": f" {m['content']}\n"}]} for m in MESSAGES],
+    ],
+)  # fmt: skip
+def test_the_usual_forms_of_messages_are_the_same_conversation(cell) -> None:
+    assert list(read_conversation(cell)) == MESSAGES
+
+
+def test_an_instruction_with_its_input_and_output_is_a_conversation() -> None:
+    row = {"instruction": "Sum up.", "input": "A long note.", "output": "A note."}
+    found = read(row)
+    assert list(found.values["messages"]) == [
+        {"role": "user", "content": "Sum up.\n\nA long note."},
+        {"role": "assistant", "content": "A note."},
+    ]
+    assert found.references == ["A note."]
+    assert read({**row, "input": ""}).values["messages"][0]["content"] == "Sum up."
+
+
+@pytest.mark.parametrize(
+    ("cell", "reason"),
+    [
+        ("hello", "a text, not a list"),
+        (3, "no list"),
+        (["hello"], "no object with role and content"),
+        ([{"role": "tool", "content": "x"}], "the role 'tool'"),
+        ([{"role": "user", "content": " "}], "a message is empty"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "not text alone"),
+        ([{"role": "user", "content": "x"}], "no message of the assistant"),
+        ([{"role": "assistant", "content": "x"}], "nothing comes before"),
+    ],
+)
+def test_what_is_no_conversation_is_left_out_with_its_reason(cell, reason) -> None:
+    with pytest.raises(RowSkipped, match=reason):
+        read({"messages": cell})
+
+
+def test_messages_after_the_last_answer_are_left_out_and_that_is_said() -> None:
+    found = read({"messages": [*MESSAGES, {"role": "user", "content": "Thanks."}]})
+    assert list(found.values["messages"]) == MESSAGES
+    assert found.oddities == ("messages after the assistant's last one, which are left out",)
+
+
+def test_a_conversation_that_is_too_long_loses_its_oldest_messages_and_never_the_system_s(tokenizer) -> None:
+    values = read({"messages": MESSAGES}).values
+    whole = len(encode(chat(), tokenizer, values).documents[0])
+    text, answers = trained(tokenizer, chat(max_length=whole - 1), values)
+    assert text == "System: Be brief.\n\nUser: With what?\n\nAssistant: A cough.<|endoftext|>"
+    assert answers == [" A cough.<|endoftext|>"]
+    short = encode(chat(max_length=whole - 1), tokenizer, values)
+    assert short.tokens_cut == whole - len(short.documents[0])
+    with pytest.raises(RowSkipped, match="no room for the last question"):
+        encode(chat(max_length=5), tokenizer, values)
+
+
+def test_a_template_that_rewrites_what_was_said_before_is_refused(tokenizer) -> None:
+    count = chat(prompt="{{ messages | length }} messages\n\nAssistant:")
+    with pytest.raises(UsageError, match="go on from what it was before"):
+        encode(count, tokenizer, read({"messages": MESSAGES}).values)

@@ -1,0 +1,34 @@
+"""Rows that say the same are found, whatever the size of the buckets, as a look at all of them would."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from gptj_ft.data import duplicates
+from gptj_ft.data.duplicates import Repetitions
+
+
+@pytest.mark.parametrize("bucket", [1, 7, 100, 10**6])
+@pytest.mark.parametrize("held", [1, 13, 1000])
+def test_what_repeats_is_what_a_look_at_all_rows_finds(bucket: int, held: int, monkeypatch) -> None:
+    monkeypatch.setattr(duplicates, "HELD", held)
+    draw = random.Random(0)
+    rows = [(draw.randrange(2**64 - 40, 2**64), draw.randrange(3), f"file{n % 3}", n) for n in range(200)]
+    seen: dict[int, int] = {}
+    expected: dict[bool, list[str]] = {True: [], False: []}
+    found = Repetitions(bucket)
+    for asked, answered, source, line in rows:
+        found.add(asked, answered, source, line)
+        if asked in seen:
+            expected[seen[asked] == answered].append(f"{source}:{line}")
+        seen.setdefault(asked, answered)
+    result = found.found(5)
+    assert result == {same: (len(places), places[:5]) for same, places in expected.items()}
+    assert len(expected[True]) > 20
+    found.close()
+
+
+def test_no_rows_repeat_nothing() -> None:
+    assert Repetitions().found(5) == {True: (0, []), False: (0, [])}

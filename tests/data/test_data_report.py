@@ -1,0 +1,244 @@
+"""The report of `prepare-data --report`: the same facts as JSON and as a page, and no text unless asked for."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_data_tokenizer import make_tokenizer
+
+from gptj_ft.cli.html.data_page import facts_of, to_html, write_report
+from gptj_ft.config.resolve import resolve
+from gptj_ft.data.lengths import bins_of
+from gptj_ft.data.prepare import prepare
+from gptj_ft.errors import ResourceError
+from gptj_ft.training.inputs import gather
+
+TYPED = "prepare-data --recipe summarization --model tiny --data rows.jsonl"
+VOID = {"meta", "link", "br"}
+
+
+class Page(HTMLParser):
+    """What is on a page: its tags, attributes, and the text that is seen; every tag is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.seen: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.seen).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not {"style", "title"} & set(self.open):
+            self.seen.append(data)
+
+
+@pytest.fixture(autouse=True)
+def rows(tmp_path: Path) -> list[dict[str, Any]]:
+    """Forty rows, one of them twice and two that cannot be used."""
+    rows: list[dict[str, Any]] = [
+        {"note": f"Pump {n} leaks. " * (n % 7 + 1), "summary": f"Leak at {n}."} for n in range(40)
+    ]
+    rows += [rows[0], {"note": "", "summary": "x"}, {"note": "Odd", "summary": None}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def test_the_json_is_what_json_prints_and_lengths_and_splits(tmp_path: Path, shell: Any) -> None:
+    done = shell(f"{TYPED} --report out.json --json --output folder")
+    assert done.code == 0, done.err
+    facts = json.loads((tmp_path / "out.json").read_text())
+    assert done.json.items() <= facts.items()
+    assert facts["rows_read"] == 43
+    assert facts["rows_kept"] == 41
+    assert set(facts["lengths"]) == {"whole row", "prompt", "answer"}
+    for of in facts["lengths"].values():
+        assert sum(each["rows"] for each in of["bins"]) == facts["windows"]
+        assert of["bins"][0]["first"] == of["shortest"]
+        assert of["bins"][-1]["first"] <= of["longest"] <= of["bins"][-1]["last"]
+    assert sum(part["documents"] for part in facts["splits"].values()) == facts["windows"]
+    for name in ("tokens", "target_tokens"):
+        assert sum(part[name] for part in facts["splits"].values()) == facts[name]
+    assert facts["padding"]["times_the_tokens"] > 1
+    assert 0 < facts["padding"]["share_of_window"] < 1
+    assert "examples" not in facts
+
+
+def test_the_split_is_the_one_of_the_run(tmp_path: Path) -> None:
+    recipe = resolve(
+        {"recipe": "summarization", "model": "tiny", "data": "rows.jsonl", "holdout": 0.2}, environment={}
+    ).recipe
+    inputs = gather(recipe)
+    assert inputs.validation is not None
+    whole = prepare(recipe, make_tokenizer(), tmp_path / "rows.jsonl", 50400)
+    splits = facts_of(whole, recipe)["splits"]
+    assert splits["train"]["documents"] == len(inputs.train.rows)
+    assert splits["validation"]["documents"] == len(inputs.validation.rows)
+    other = recipe.model_copy(update={"val_data": "other.jsonl"})
+    assert list(facts_of(whole, other)["splits"]) == ["train"]
+
+
+def test_the_page_says_what_became_of_every_row(shell: Any, tmp_path: Path) -> None:
+    done = shell(f"{TYPED} --report out.html")
+    assert done.code == 0, done.err
+    assert "report out.html" in done.said
+    page = Page((tmp_path / "out.html").read_text(encoding="utf-8"))
+    assert "43 rows read = 41 kept + 2 skipped" in page.text
+    assert "the field 'document' is empty 1 rows.jsonl:42" in page.text
+    assert "no value for column 'summary' 1 rows.jsonl:43" in page.text
+    assert "the same row again; `prepare-data --fix` drops it 1 rows.jsonl:41" in page.text
+    assert "document note" in page.text
+    assert "Tokens of the prompt: " in page.text
+    assert "Tokens of the answer: " in page.text
+    assert re.search(r"train \d+ [\d,]+ [\d,]+ validation \d+ ", page.text)
+    assert re.search(r"would compute 1\.\d\d times as many tokens", page.text)
+    widths = [attrs["style"] for tag, attrs in page.tags if attrs.get("class") == "bar"]
+    assert len(widths) >= 8
+    assert "width: 100.0%" in widths
+
+
+def test_the_page_needs_nothing_else_and_is_made_for_everyone(shell: Any, tmp_path: Path) -> None:
+    assert shell(f"{TYPED} --report out.html").code == 0
+    text = (tmp_path / "out.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert not {"script", "link", "img", "iframe", "svg", "object"} & {tag for tag, _ in page.tags}
+    assert not {"src", "href", "onload", "onclick"} & {name for _, attrs in page.tags for name in attrs}
+    assert not re.search(r"https?:|url\(|@import", text)
+    assert "default-src 'none'" in text
+    assert dict(page.tags)["html"] == {"lang": "en"}
+    assert "prefers-color-scheme: dark" in text
+    assert all(attrs.get("scope") in ("col", "row") for tag, attrs in page.tags if tag == "th")
+    assert all(
+        attrs.get("aria-hidden") == "true"
+        for tag, attrs in page.tags
+        if attrs.get("class") == "bars" and len(attrs) > 1
+    )
+
+
+@pytest.mark.parametrize("suffix", ["json", "html"])
+def test_texts_are_in_the_report_only_if_they_are_asked_for(suffix: str, shell: Any, tmp_path: Path) -> None:
+    for number, (show, there) in enumerate({"": 0, "--show 0": 0, "--show 2": 2}.items()):
+        done = shell(f"{TYPED} --report {number}.{suffix} --output folder{number} {show}")
+        assert done.code == 0, done.err
+        text = (tmp_path / f"{number}.{suffix}").read_text(encoding="utf-8")
+        assert len(set(re.findall(r"Leak at \d+", text))) == there
+        assert ("Pump" in text) == (there > 0)
+
+
+def test_what_is_in_the_data_is_text_on_the_page() -> None:
+    path = Path("odd.jsonl")
+    row = {"<script>alert(1)</script>": "x", "note": "</pre><img src=x onerror=alert(2)>", "summary": "<b>&amp;"}
+    path.write_text(json.dumps(row) + "\n")
+    recipe = resolve({"recipe": "summarization", "map": "summary=<script>alert(1)</script>"}, environment={}).recipe
+    prepared = prepare(recipe, make_tokenizer(), path, 50400)
+    parts = [{"text": text, "is_trained_on": number == 1} for number, text in enumerate((row["note"], row["summary"]))]
+    examples = [{"place": "odd.jsonl:1", "parts": parts}]
+    page = Page(to_html({**facts_of(prepared, recipe), "examples": examples}))
+    assert not {"script", "img", "b"} & {tag for tag, _ in page.tags}
+    assert "summary <script>alert(1)</script>" in page.text
+    assert "</pre><img src=x onerror=alert(2)>" in page.text
+    assert "«<b>&amp;»" in page.text
+
+
+def test_the_page_begins_with_a_sentence_has_no_folder_and_marks_max_length(tmp_path: Path) -> None:
+    with Path("rows.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"note": "Call 555-867-5309 or mail ann@example.org", "summary": "Call."}) + "\n")
+    recipe = resolve({"recipe": "summarization", "max_length": 60}, environment={}).recipe
+    facts = facts_of(prepare(recipe, make_tokenizer(), tmp_path / "rows.jsonl", 50400), recipe)
+    text = to_html(facts)
+    page = Page(text)
+    shortened = facts["rows_cut"]
+    assert shortened
+    sentence = f"42 of 44 rows kept, {shortened} shortened, 1 with what looks like personal data, 1 other warning"
+    assert page.text.startswith(sentence)
+    assert str(tmp_path) not in text
+    assert "rows.jsonl:44" in page.text
+    assert text.count('class="limit"') == 1
+    assert "max_length 60" in page.text
+    assert "target tokens" not in page.text
+    assert "windows" not in page.text
+
+
+def test_a_count_that_is_new_is_on_the_page() -> None:
+    recipe = resolve({"recipe": "summarization"}, environment={}).recipe
+    facts = facts_of(prepare(recipe, make_tokenizer(), Path("rows.jsonl"), 50400), recipe)
+    page = Page(to_html({**facts, "tokens_lost": 1234567}))
+    assert "tokens lost 1,234,567" in page.text
+
+
+def test_the_report_says_what_was_mended(shell: Any, tmp_path: Path) -> None:
+    done = shell(f"{TYPED} --fix --report out.html")
+    assert done.code == 0, done.err
+    page = Page((tmp_path / "out.html").read_text(encoding="utf-8"))
+    assert "43 rows = 40 written to rows.fixed.jsonl + 3 dropped" in page.text
+    assert "the same row again 1 rows.jsonl:41" in page.text
+    assert "40 rows read = 40 kept + 0 skipped" in page.text
+    assert "No row was skipped" in page.text
+
+
+@pytest.mark.parametrize("name", ["out.pdf", "out", "html"])
+def test_another_suffix_is_refused_before_any_work(name: str, tmp_path: Path, shell: Any, own_home: Path) -> None:
+    done = shell(f"{TYPED} --fix --report {name}")
+    assert (done.code, f"--report {name}: the name must end with .json or .html" in done.err) == (2, True)
+    assert not own_home.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_a_report_that_exists_is_left_alone(tmp_path: Path, shell: Any, own_home: Path) -> None:
+    (tmp_path / "out.html").write_text("mine")
+    done = shell(f"{TYPED} --report out.html")
+    assert (done.code, "out.html exists already" in done.err) == (2, True)
+    assert (tmp_path / "out.html").read_text() == "mine"
+    assert not own_home.exists()
+
+
+def test_a_full_disk_leaves_no_part_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = resolve({"recipe": "summarization"}, environment={}).recipe
+    facts = facts_of(prepare(recipe, make_tokenizer(), Path("rows.jsonl"), 50400), recipe)
+    before = {path.name for path in tmp_path.iterdir()}
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("gptj_ft.system.files.os.fsync", full)
+    for name in ("out.html", "out.json"):
+        with pytest.raises(ResourceError, match=f"no space left for {name}"):
+            write_report(Path(name), facts)
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
+def test_a_file_name_that_is_no_text_can_be_reported() -> None:
+    recipe = resolve({"recipe": "summarization"}, environment={}).recipe
+    facts = facts_of(prepare(recipe, make_tokenizer(), Path("rows.jsonl"), 50400), recipe)
+    for name in ("a.json", "a.html"):
+        write_report(Path(name), {**facts, "files": ["caf\udce9.jsonl"]})
+    assert json.loads(Path("a.json").read_text())["files"] == ["caf\udce9.jsonl"]
+    assert "caf\\udce9.jsonl" in Path("a.html").read_text()
+
+
+def test_bins_count_every_length_once() -> None:
+    lengths = [5, *range(5, 900), 33]
+    bins = bins_of(lengths)
+    assert sum(each.rows for each in bins) == len(lengths)
+    assert all(sum(each.first <= length <= each.last for length in lengths) == each.rows for each in bins)
+    assert len(bins) <= 8

@@ -1,0 +1,259 @@
+import json
+import os
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from gptj_ft.data.plain_tokenizer import read_plain
+from gptj_ft.data.tokenization import tokenize
+from gptj_ft.data.tokenizer import GENERIC, load_row_tokenizer, load_tokenizer, tokenizer_digest
+from gptj_ft.errors import UsageError
+
+TEXT = (
+    "Summarize the following text. Answer the question from the passage. The patient came with a cough and was given "
+    "water, rest and a second visit. Where did the patient come from? From the village by the river. Summary: Passage: "
+    "\n\n\n\n \n\n\n"
+)
+
+
+def make_tokenizer(vocab_size=400, text=TEXT, eos="<|endoftext|>"):
+    """A byte-level BPE, as GPT-J's is, trained on a few words: merges inside words, none across blanks."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[eos] if eos else [],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text] * 2, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos)
+
+
+def test_a_saved_tokenizer_loads_with_the_same_digest(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.eos_token_id == tokenizer.eos_token_id
+    assert tokenizer_digest(loaded) == tokenizer_digest(tokenizer)
+
+
+def test_what_looks_like_a_special_token_in_a_text_is_text(tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    text = "it ends with <|endoftext|> here"
+    (ids,) = tokenize(tokenizer, [text])
+    assert tokenizer.eos_token_id not in ids
+    assert tokenizer.decode(ids) == text
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    assert offsets["input_ids"] == ids
+
+
+def test_digest_tells_tokenizers_apart_but_ignores_truncation():
+    tokenizer = make_tokenizer()
+    digest = tokenizer_digest(tokenizer)
+    tokenizer.backend_tokenizer.enable_truncation(7)
+    assert tokenizer_digest(tokenizer) == digest
+    assert tokenizer_digest(make_tokenizer(vocab_size=300)) != digest
+
+
+def test_a_tokenizer_is_read_as_transformers_reads_it(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([f"<|extratoken_{n}|>" for n in range(1, 4)])  # as GPT-J's has
+    tokenizer.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "GPT2Tokenizer"}))
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert "GPT2" not in type(ours).__name__
+    assert "GPT2" in type(theirs).__name__
+    text = " It's  <|extratoken_2|>\n<|endoftext|> naïve 🙂1234 "
+    assert tokenize(ours, [text]) == [theirs(text, split_special_tokens=True)["input_ids"]]
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert (ours.eos_token_id, len(ours)) == (theirs.eos_token_id, len(theirs))
+
+
+def gptj_folder(folder):
+    """A tokenizer's files as GPT-J's repository has them: tokens added, in three files and old forms."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([f"<|extratoken_{n}|>" for n in range(1, 4)])
+    tokenizer.save_pretrained(folder)
+    flags = {"lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
+    end = {"content": "<|endoftext|>", **flags}
+    config = {f"{name}_token": {**end, "__type": "AddedToken"} for name in ("bos", "eos", "unk")}
+    config |= {"errors": "replace", "add_prefix_space": False, "special_tokens_map_file": None, "from_slow": True}
+    config |= {"model_max_length": 1024, "name_or_path": "gpt2", "tokenizer_class": "GPT2Tokenizer"}
+    added = {f"<|extratoken_{n}|>": tokenizer.convert_tokens_to_ids(f"<|extratoken_{n}|>") for n in range(1, 4)}
+    write(folder, "tokenizer_config.json", config)
+    write(folder, "special_tokens_map.json", {f"{name}_token": end for name in ("bos", "eos", "unk")})
+    write(folder, "added_tokens.json", added)
+    return folder
+
+
+def write(folder, name, values):
+    (folder / name).write_text(json.dumps(values), encoding="utf-8")
+
+
+def changed(folder, name, **values):
+    path = folder / name
+    write(folder, name, {**(json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}), **values})
+
+
+EXTRA = {"content": "<|extratoken_1|>", "lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
+# What other files than tokenizer.json may say; whether that takes `transformers`.
+SAID = {
+    "nothing more": (lambda _: None, False),
+    "another end": (lambda at: changed(at, "special_tokens_map.json", eos_token="<|extratoken_2|>"), True),
+    "a new end": (lambda at: changed(at, "special_tokens_map.json", eos_token="<end>"), True),
+    "no end": (lambda at: changed(at, "special_tokens_map.json", eos_token=None), False),
+    "a new special token": (lambda at: changed(at, "tokenizer_config.json", pad_token="<pad>"), True),
+    "several": (lambda at: changed(at, "tokenizer_config.json", additional_special_tokens=["<a>", "b c"]), True),
+    "an added token": (lambda at: changed(at, "added_tokens.json", stops=70000), True),
+    "all that was added": (
+        lambda at: changed(at, "tokenizer_config.json", added_tokens_decoder={"557": {**EXTRA, "special": False}}),
+        None,
+    ),
+    "one that takes blanks": (
+        lambda at: changed(at, "tokenizer_config.json", added_tokens_decoder={"557": {**EXTRA, "lstrip": True}}), True,
+    ),
+    "a blank before": (lambda at: changed(at, "tokenizer_config.json", add_prefix_space=True), True),
+    "lower case": (lambda at: changed(at, "tokenizer_config.json", do_lower_case=True), True),
+    "blanks tidied": (lambda at: changed(at, "tokenizer_config.json", clean_up_tokenization_spaces=True), True),
+    "another class": (lambda at: changed(at, "tokenizer_config.json", tokenizer_class="CodeGenTokenizer"), True),
+    "any class": (lambda at: changed(at, "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast"), False),
+    "not JSON": (lambda at: (at / "added_tokens.json").write_text("["), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_rows_have_the_same_tokens_without_transformers_or_it_is_asked(what, tmp_path):
+    change, takes_transformers = SAID[what]
+    change(gptj_folder(tmp_path))
+    plain = read_plain(tmp_path, GENERIC)
+    if takes_transformers is not None:
+        assert (plain is None) == takes_transformers
+    if what == "not JSON":
+        return
+    ours, theirs = load_row_tokenizer(tmp_path), load_tokenizer(tmp_path)
+    assert tokenizer_digest(ours) == tokenizer_digest(theirs)
+    assert (ours.eos_token_id, ours.split_special_tokens) == (theirs.eos_token_id, True)
+    assert ours.get_vocab() == theirs.get_vocab()
+    texts = [*AWKWARD.values(), "a <|extratoken_1|> b <|extratoken_2|><end> <pad> <a>b cstops ."]
+    ids = tokenize(ours, texts)
+    assert ids == tokenize(theirs, texts)
+    assert [ours.decode(each) for each in ids] == [theirs.decode(each) for each in ids]
+
+
+def test_a_tokenizer_that_is_all_in_its_file_is_read_as_transformers_reads_it(tmp_path):
+    theirs = AutoTokenizer.from_pretrained(gptj_folder(tmp_path))
+    ours = read_plain(tmp_path, GENERIC)
+    texts = list(AWKWARD.values())
+    assert tokenize(ours, texts) == [theirs(text, split_special_tokens=True)["input_ids"] for text in texts]
+    assert (ours.get_vocab(), ours.eos_token_id) == (theirs.get_vocab(), theirs.eos_token_id)
+
+
+def test_bare_gpt2_vocabulary_and_merges_are_enough(tmp_path):
+    saved = json.loads(make_tokenizer().backend_tokenizer.to_str())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(saved["vocab"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in saved["merges"]))
+    assert load_tokenizer(tmp_path).eos_token == "<|endoftext|>"
+
+
+def test_a_folder_without_tokenizer_says_which_files_are_missing(tmp_path):
+    with pytest.raises(UsageError, match=r"no tokenizer: neither tokenizer\.json nor vocab\.json with merges\.txt"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(UsageError, match="no such folder"):
+        load_tokenizer(Path(tmp_path / "absent"))
+
+
+def test_a_broken_tokenizer_is_a_usage_error(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UsageError, match="cannot read the tokenizer in"):
+        load_tokenizer(tmp_path)
+
+
+AWKWARD = {
+    "emoji": "👍🏽 👩‍👩‍👧‍👦 🏳️‍🌈 ❤️ 🇫🇷 1️⃣ \U0001fae8",
+    "accents composed": "naïve café Ångström Đà Nẵng ﬁ",
+    "accents decomposed": "nai\u0308ve cafe\u0301 A\u030angstro\u0308m",
+    "scripts": "Привет שלום عربي 你好，世界 こんにちは สวัสดี नमस्ते 한국어",
+    "code": "def f(x):\n\treturn {'a': x[0]->b, \"c\": `d`}  # 0xFF != 1e-5;\n\n\n    if(!p||q&&r){/*<b>*/}",
+    "digits": "3.14159265358979323846 1234567890123456789012345 1,000,000 ½ ²³ ١٢٣ Ⅷ",
+    "leading blanks": "   three blanks   and  two, one at the end ",
+    "tabs and line breaks": "\t\ta\r\nb\n\n\nc\u00a0d\u2003e\u3000f\u2028g\x0bh\x85i",
+    "contractions": "I'll we've DON'T it's 's 'S ’s can't'd",
+    "look-alikes": "a<|endoftext|>b <|endoftext|> <|extratoken_1|><pad></s>[MASK]",
+    "control characters": "nul\x00bell\x07esc\x1b[0m\x7f\ufeffmark\u200bzero\u00adsoft",
+    "long word": "a" * 3000 + "Donaudampfschiffahrt" * 20,
+    "punctuation": "...!?!?——“”‘’…•¿¡ ***###@@@ ~~~ \\\\//",
+    "one blank": " ",
+}
+
+
+def gpt2_folder():
+    folder = Path(os.environ.get("GPTJ_FT_TEST_DATA") or Path(__file__).parents[3] / "shared" / "data")
+    if not (folder / "tokenizers/gpt2/vocab.json").is_file():
+        pytest.skip(f"GPT-2's tokenizer not found: {folder / 'tokenizers/gpt2'} (set GPTJ_FT_TEST_DATA)")
+    return folder / "tokenizers/gpt2"
+
+
+class ReferenceBPE:
+    """Byte-level BPE as GPT-2's `encoder.py` does it (https://github.com/openai/gpt-2), from its two files alone."""
+
+    PATTERN = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+
+    def __init__(self, folder):
+        self._ids = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+        merges = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")[1:]
+        self._ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(merges) if merge}
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [byte for byte in range(256) if byte not in printable]
+        self._letters = {byte: chr(byte) for byte in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
+
+    def encode(self, text):
+        words = ("".join(self._letters[byte] for byte in word.encode()) for word in self.PATTERN.findall(text))
+        return [self._ids[part] for word in words for part in self._merged(word)]
+
+    @cache  # noqa: B019
+    def _merged(self, word):
+        parts = list(word)
+        while len(parts) > 1:
+            rank, pair = min((self._ranks.get(pair, len(self._ranks)), pair) for pair in pairwise(parts))
+            if rank == len(self._ranks):
+                break
+            joined, at = [], 0
+            while at < len(parts):
+                matches = tuple(parts[at : at + 2]) == pair
+                joined.append("".join(pair) if matches else parts[at])
+                at += 2 if matches else 1
+            parts = joined
+        return parts
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return load_tokenizer(gpt2_folder()), ReferenceBPE(gpt2_folder()).encode
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_awkward_text_has_the_tokens_of_the_reference(name, reference):
+    tokenizer, encode = reference
+    text = AWKWARD[name]
+    (ids,) = tokenize(tokenizer, [text])
+    assert ids == encode(text)
+    assert tokenizer.eos_token_id not in ids
+    assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+@settings(max_examples=200, derandomize=True, database=None, deadline=None)
+@given(text=st.one_of(st.text(max_size=40), st.lists(st.sampled_from(list(AWKWARD.values())), max_size=3).map("".join)))
+def test_any_text_has_the_tokens_of_the_reference(text, reference):
+    tokenizer, encode = reference
+    assert tokenize(tokenizer, [text]) == [encode(text)]

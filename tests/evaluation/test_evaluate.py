@@ -1,0 +1,505 @@
+"""What `evaluate` finds out, against transformers; that it goes on when it was killed; outputs of other systems."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rouge_score.rouge_scorer import RougeScorer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gptj_ft.checkpoints.tiny import make_tiny
+from gptj_ft.config.options import Recipe
+from gptj_ft.config.presets import load_preset
+from gptj_ft.config.resolve import build
+from gptj_ft.data.batches import Document
+from gptj_ft.data.tokenizer import load_tokenizer
+from gptj_ft.evaluation import likelihood, predict
+from gptj_ft.evaluation.eval_set import make_task
+from gptj_ft.evaluation.likelihood import candidates, documents_of, log_likelihoods, losses, passes
+from gptj_ft.generation import hf_model
+from gptj_ft.planning import inference_plan
+from gptj_ft.streaming import step
+from gptj_ft.streaming.layer_load import Passage
+from gptj_ft.streaming.model import LayerStack
+from gptj_ft.streaming.open import reading_stack
+from gptj_ft.system.paths import home
+
+SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8, "n_positions": 1024}
+TEXTS = ["The film was good and I liked it.", "A bad film, no joy at all.", "Summarize the following text. Summary:"]
+FP32 = torch.float32
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model whose weights are large enough to have an opinion."""
+    return make_tiny(tmp_path / "tiny", TEXTS * 20, seed=3, vocab_target=300, initializer_range=0.3, **SIZES)
+
+
+@pytest.fixture
+def stack(folder: Path) -> Iterator[LayerStack]:
+    with reading_stack(folder, torch.device("cpu"), FP32) as (_, stack):
+        yield stack
+
+
+def their_log_probabilities(folder: Path, ids: list[int]) -> torch.Tensor:
+    """[tokens, vocabulary], as transformers computes them."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+
+def test_losses_and_token_accuracy_of_rows_match_transformers(folder: Path, stack: LayerStack) -> None:
+    tokenizer = load_tokenizer(folder)
+    eos = tokenizer.eos_token_id
+    ids = [[*tokenizer.encode(text), eos] for text in (*TEXTS, "é 日本 naïve")]
+    documents = [
+        Document(ids[0], 3), Document(ids[1], 0), Document(ids[2], 2, (5, 8)), Document(ids[3], 1)
+    ]  # fmt: skip
+    found = losses(stack, tokenizer, documents, budget_tokens=24)
+    for document, loss in zip(documents, found, strict=True):
+        theirs = their_log_probabilities(folder, list(document.ids))
+        untrained = range(*(document.untrained or (0, 0)))
+        targets = [at for at in range(max(document.prompt_length, 1), len(document.ids)) if at not in untrained]
+        expected = -sum(float(theirs[at - 1, document.ids[at]]) for at in targets)
+        assert loss.total == pytest.approx(expected, rel=1e-5)
+        assert loss.targets == len(targets)
+        assert loss.right == sum(int(theirs[at - 1].argmax()) == document.ids[at] for at in targets)
+    assert (found[1].words, found[1].bytes) == (6, len(TEXTS[1]) - len(tokenizer.decode(ids[1][:1])))
+    assert found[3].bytes == len("é 日本 naïve".encode()) - 1, "all but the first token, which is one byte of é"
+
+
+def test_the_loss_of_a_window_with_a_target_behind_each_of_its_positions_matches_transformers(folder, stack) -> None:
+    tokenizer = load_tokenizer(folder)
+    ids = [each % 300 for each in range(7, 7 + 5 * 17, 5)]
+    [loss] = losses(stack, tokenizer, [Document(ids, window=16)], budget_tokens=16)
+    theirs = their_log_probabilities(folder, ids[:-1])
+    assert loss.total == pytest.approx(-sum(float(theirs[at, ids[at + 1]]) for at in range(16)), rel=1e-5)
+    assert loss.targets == 16
+
+
+def test_no_more_logits_exist_than_a_chunk_has(folder: Path, stack: LayerStack, monkeypatch) -> None:
+    tokenizer = load_tokenizer(folder)
+    documents = [Document(tokenizer.encode(text), 1) for text in TEXTS]
+    whole = losses(stack, tokenizer, documents, 64)
+    sizes, original = [], Passage.run
+
+    def spy(*arguments):
+        output = original(*arguments)
+        sizes.append(output.shape)
+        return output
+
+    monkeypatch.setattr(Passage, "run", spy)
+    monkeypatch.setattr(step, "HEAD_CHUNK_BYTES", 4 * 3 * 320)
+    parts = losses(stack, tokenizer, documents, 64)
+    vocabulary = max(size[-1] for size in sizes)
+    assert max(size[0] for size in sizes if size[-1] == vocabulary) <= 3
+    assert [part.total for part in parts] == pytest.approx([each.total for each in whole], rel=1e-6)
+
+
+@pytest.mark.parametrize("words", [["a", "b"], [" good", " bad", " the film"], ["x y", "x z w", "q"]])
+def test_labels_are_as_likely_as_transformers_finds_them(words: list[str], folder: Path, stack: LayerStack) -> None:
+    tokenizer = load_tokenizer(folder)
+    prompts = [tokenizer.encode(text) for text in TEXTS]
+    answers = [tokenizer.encode(word) for word in words]
+    found = log_likelihoods(stack, prompts, [answers] * 2 + [answers[:1]], budget_tokens=40)
+    assert list(map(len, found)) == [len(answers), len(answers), 1]
+    for prompt, likely in zip(prompts, found, strict=True):
+        for answer, ours in zip(answers, likely, strict=False):
+            theirs = their_log_probabilities(folder, [*prompt, *answer])
+            chosen = range(len(prompt) - 1, len(prompt) - 1 + len(answer))
+            expected = sum(float(theirs[at, token]) for at, token in zip(chosen, answer, strict=True))
+            assert ours.total == pytest.approx(expected, rel=1e-5)
+            assert ours.is_likeliest == all(
+                int(theirs[at].argmax()) == token for at, token in zip(chosen, answer, strict=True)
+            )
+
+
+def test_labels_of_one_token_cost_no_more_than_the_prompt_and_others_share_what_they_can() -> None:
+    assert documents_of([1, 2], [[3], [4], [5]]) == [[1, 2]]
+    assert documents_of([1, 2], [[3], [4, 5], [4, 6, 7], [8, 9]]) == [[1, 2, 4, 6], [1, 2, 8]]
+
+
+def test_all_rows_are_in_one_pass_each_in_order() -> None:
+    assert [list(rows) for rows in passes([4, 6, 1, 30, 2, 2], 10)] == [[0, 1], [2], [3], [4, 5]]
+    assert not list(passes([], 10))
+
+
+def test_only_a_recipe_of_labels_has_candidates_and_eos_decides_between_a_word_and_its_beginning(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    sst2 = build({**load_preset("sst2"), "recipe": "sst2"})
+    assert list(candidates(sst2, tokenizer)) == ["negative", "positive"]
+    assert tokenizer.decode(candidates(sst2, tokenizer)["negative"]) == " negative"
+    assert not candidates(Recipe(metrics=("rouge",)), tokenizer)
+    assert not candidates(sst2.model_copy(update={"labels": {}}), tokenizer)
+    nested = candidates(sst2.model_copy(update={"labels": {"0": "q", "1": "qx"}}), tokenizer)
+    assert all(ids[-1] == tokenizer.eos_token_id for ids in nested.values())
+
+
+def write(path: str, rows: list[dict]) -> Path:
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return Path(path)
+
+
+def reviews(count: int) -> list[dict]:
+    return [{"sentence": f"{TEXTS[n % 2]} {n}", "label": n % 3 % 2, "idx": n} for n in range(count)]
+
+
+def test_classification_takes_the_likeliest_label_of_every_row(shell, folder: Path) -> None:
+    write("reviews.jsonl", reviews(9))
+    done = shell(f"evaluate {folder} --recipe sst2 --data reviews.jsonl --baseline none --show 9 --json")
+    assert done.code == 0, done.err
+    found = done.json["model"]
+    assert set(found["answers"]) <= {"negative", "positive"}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = f"Is the sentiment of the following sentence positive or negative?\n\n{TEXTS[1]} 1\n\nSentiment:"
+    likely = {}
+    for word in ("negative", "positive"):
+        ids, answer = tokenizer.encode(prompt), tokenizer.encode(f" {word}")
+        theirs = their_log_probabilities(folder, [*ids, *answer])
+        likely[word] = sum(float(theirs[len(ids) - 1 + at, token]) for at, token in enumerate(answer))
+    assert found["answers"][1] == max(likely, key=likely.__getitem__)
+    right = [answer in of for answer, of in zip(found["answers"], found["references"], strict=True)]
+    assert found["scores"]["accuracy"] == pytest.approx(100 * sum(right) / 9)
+
+
+def test_rows_of_several_files_are_scored_apart_too_as_matched_and_mismatched(shell, folder: Path) -> None:
+    Path("mnli").mkdir()
+    for name in ("dev_matched", "dev_mismatched"):
+        rows = [
+            {"sentence1": f"{TEXTS[0]} {n} {name}", "sentence2": TEXTS[1], "gold_label": label}
+            for n, label in enumerate(("neutral", "entailment", "-"))
+        ]
+        write(f"mnli/{name}.jsonl", rows)
+    done = shell(f"evaluate {folder} --recipe mnli --data mnli --baseline none --json")
+    assert done.code == 0, done.err
+    parts = done.json["by_file"]
+    assert list(parts) == ["mnli/dev_matched.jsonl", "mnli/dev_mismatched.jsonl"]
+    whole = done.json["model"]["scores"]["accuracy"]
+    assert whole == pytest.approx(sum(part["scores"]["accuracy"]["value"] for part in parts.values()) / 2)
+    assert any("2 rows were left out" in note for note in done.json["model"]["notes"])
+
+
+OPTIONS = "--recipe summarization --baseline none --set generation.max_new_tokens=6"
+
+
+def notes(count: int) -> list[dict]:
+    return [{"document": f"{TEXTS[n % 2]} {n}", "summary": f"Film {n}.", "id": f"n{n}"} for n in range(count)]
+
+
+def test_what_is_written_down_says_the_same_everywhere_and_can_be_scored_again(shell, folder: Path) -> None:
+    write("notes.jsonl", notes(6))
+    reports = "--report r.json --report r.md --report r.html"
+    line = f"evaluate {folder} {OPTIONS} --data notes.jsonl --output out.jsonl {reports}"
+    done = shell(f"{line} --json")
+    assert done.code == 0, done.err
+    scores = done.json["model"]["scores"]
+    report = json.loads(Path("r.json").read_text(encoding="utf-8"))
+    assert report["model"] == done.json["model"]
+    lines = [json.loads(text) for text in Path("out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(lines) == 6
+    scorer = RougeScorer(["rougeL"], use_stemmer=True)
+    theirs = [scorer.score(row["references"][0], row["prediction"])["rougeL"].fmeasure for row in lines]
+    assert [row["scores"]["rougeL"] for row in lines] == pytest.approx([100 * each for each in theirs])
+    assert scores["rougeL"] == pytest.approx(100 * sum(theirs) / 6)
+    low, high = done.json["model"]["intervals"]["loss"]
+    assert low < scores["loss"] < high
+    for name in ("r.md", "r.html"):
+        text = Path(name).read_text(encoding="utf-8")
+        assert f"{scores['loss']:.4f}" in text
+        assert "--report r.json" in text, "the command that repeats it"
+        assert "Film 0" not in text, "texts are private unless asked for"
+    assert "http:" not in (page := Path("r.html").read_text(encoding="utf-8"))
+    assert "https:" not in page
+    again = shell("evaluate --predictions out.jsonl --recipe summarization --json --allow-empty")
+    assert again.code == 0, again.err
+    assert {name: again.json["model"]["scores"][name] for name in ("rouge1", "rougeL")} == pytest.approx(
+        {name: scores[name] for name in ("rouge1", "rougeL")}
+    )
+    refused = shell(line)
+    assert refused.code == 2
+    assert "exists already" in refused.err
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_evaluation_that_was_killed_goes_on_and_ends_with_the_same_figures(
+    temperature: float, shell, folder: Path, monkeypatch
+) -> None:
+    write("notes.jsonl", notes(9))
+    line = f"evaluate {folder} {OPTIONS} --data notes.jsonl --set generation.temperature={temperature} --show 9 --json"
+    monkeypatch.setattr(inference_plan, "BATCH_TOKENS", 100)  # so that some rows are answered before others
+    whole = shell(line).json
+    calls, original = [], predict.generate_tokens
+    kill_after = [2]
+
+    def counted(*arguments, **more):
+        if len(calls) == kill_after[0]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        calls.append("answers")
+        return original(*arguments, **more)
+
+    monkeypatch.setattr(predict, "generate_tokens", counted)
+    stopped = shell(line)
+    assert (stopped.code, "what was measured so far is kept, and the same command goes on" in stopped.out) == (
+        130,
+        True,
+    )
+    (journal,) = (home() / "evaluations").iterdir()
+    with journal.open("a", encoding="utf-8") as file:
+        file.write('["answer", {"1": "half a li')  # as a crash leaves it
+    done, kill_after[0] = len(calls), 1000
+    torch.manual_seed(99)  # another process has another generator
+    monkeypatch.setattr(inference_plan, "BATCH_TOKENS", 200)  # what was decided stays, however much memory there is now
+    assert shell(line).json == whole
+    monkeypatch.setattr(inference_plan, "BATCH_TOKENS", 100)
+    assert len(calls) - done > 0, "it had something left to do"
+    everything = len(calls)
+    assert not list((home() / "evaluations").iterdir()), "what a model wrote is private"
+    assert shell(line).json == whole
+    assert len([call for call in calls[everything:] if call == "answers"]) == everything, "and then begins anew"
+
+
+def test_a_gate_that_is_missed_exits_with_6_after_all_is_written(shell, folder: Path) -> None:
+    write("notes.jsonl", notes(4))
+    line = f"evaluate {folder} {OPTIONS} --data notes.jsonl"
+    missed = shell(f"{line} --gate 'loss<0.1' --gate 'rougeL>=0' --report r.json")
+    assert missed.code == 6
+    assert "loss<0.1: it is" in missed.err
+    assert "rougeL>=0" not in missed.err
+    assert json.loads(Path("r.json").read_text(encoding="utf-8"))["gates_missed"][0].startswith("loss<0.1")
+    as_json = shell(f"{line} --gate 'loss<0.1' --json")
+    assert as_json.code == 6
+    assert len(as_json.json["gates_missed"]) == 1
+    assert shell(f"{line} --gate 'loss<1000' --gate 'rougeL <= 100'").code == 0
+    unknown = shell(f"{line} --gate 'rougel>=3'")
+    assert unknown.code == 2
+    assert "did you mean 'rougeL'" in unknown.err
+    assert shell(f"{line} --gate 'rougeL=3'").code == 2
+
+
+def test_a_better_system_is_better_by_a_paired_difference(shell) -> None:
+    rows = notes(30)
+    write("notes.jsonl", rows)
+    write("good.jsonl", [{"id": row["id"], "prediction": row["summary"]} for row in reversed(rows)])
+    write("poor.jsonl", [{"prediction": "Film" if n % 2 else row["summary"]} for n, row in enumerate(rows)])
+    done = shell(
+        "evaluate --predictions good.jsonl --baseline poor.jsonl --data notes.jsonl --recipe summarization --json"
+    )
+    assert done.code == 0, done.err
+    assert done.json["model"]["scores"]["rougeL"] == 100
+    change = done.json["differences"]["rougeL"]
+    assert change["value"] == pytest.approx(100 - done.json["baseline"]["scores"]["rougeL"])
+    assert 0 < change["low"] < change["value"] < change["high"]
+    assert done.json["by_row"] == {"score": "rougeL", "better": 15, "worse": 0, "same": 15}
+    shown = shell("evaluate --predictions good.jsonl --baseline poor.jsonl --data notes.jsonl --recipe summarization")
+    assert "better in 15, worse in 0, the same in 15" in shown.out
+    assert "Film 3" not in shown.out
+
+
+@pytest.mark.parametrize(
+    ("predictions", "complaint"),
+    [
+        (
+            [{"id": "n0", "prediction": "x"}, {"id": "n9", "prediction": "y"}],
+            "an id that no row of the data has: p.jsonl:2",
+        ),
+        ([{"id": "n0", "prediction": "x"}], "no prediction of the row: notes.jsonl:2"),
+        ([{"id": "n0", "prediction": "x"}] * 2, "an id that stands there before: p.jsonl:2"),
+        ([{"prediction": "x"}], "1 predictions, the data 2 rows"),
+        ([{"id": "n1", "prediction": "x"}, {"id": "n0", "prediction": " "}], "an empty prediction: notes.jsonl:1"),
+        ([{"id": "n0", "prediction": None}], "p.jsonl:1: no text in any of prediction, answer"),
+        ([{"id": "n0", "sentence": "x"}], "p.jsonl:1: no text in any of prediction, answer"),
+        (
+            [{"id": "n0", "prediction": "x", "references": "y"}, {"prediction": "x", "references": [1]}],
+            "p.jsonl:2: ref",
+        ),
+    ],
+)
+def test_predictions_that_cannot_be_scored_are_refused_with_their_lines(predictions, complaint: str, shell) -> None:
+    write("notes.jsonl", notes(2))
+    write("p.jsonl", predictions)
+    done = shell("evaluate --predictions p.jsonl --data notes.jsonl --recipe summarization")
+    assert done.code == 3
+    assert complaint in done.err
+    assert "Traceback" not in done.err
+
+
+def test_predictions_without_references_or_metrics_are_refused(shell) -> None:
+    write("p.jsonl", [{"prediction": "x", "references": ["x"]}, {"prediction": "y"}])
+    done = shell("evaluate --predictions p.jsonl --recipe summarization")
+    assert done.code == 3
+    assert "no references: p.jsonl:2" in done.err
+    assert shell("evaluate --predictions p.jsonl").code == 2
+    Path("none.jsonl").write_text("", encoding="utf-8")
+    assert shell("evaluate --predictions none.jsonl --recipe summarization").code == 3
+    write("e.jsonl", [{"prediction": "", "references": ["x"]}])
+    assert "add --allow-empty" in shell("evaluate --predictions e.jsonl --recipe summarization").err
+    assert (
+        shell("evaluate --predictions e.jsonl --recipe summarization --allow-empty --json").json["model"]["rows"] == 1
+    )
+
+
+def test_squad_v2_predictions_are_scored_with_and_without_answers(shell) -> None:
+    qas = [
+        {"id": "a", "question": "Who?", "answers": [{"text": "Ann", "answer_start": 0}]},
+        {"id": "b", "question": "When?", "answers": [], "is_impossible": True},
+        {"id": "c", "question": "Where?", "answers": [], "is_impossible": True},
+    ]
+    data = {"version": "v2.0", "data": [{"title": "t", "paragraphs": [{"context": "Ann wrote.", "qas": qas}]}]}
+    Path("dev.json").write_text(json.dumps(data), encoding="utf-8")
+    write(
+        "p.jsonl",
+        [
+            {"id": "c", "prediction": "Bonn"},
+            {"id": "a", "prediction": "ann."},
+            {"id": "b", "prediction": "Unanswerable"},
+        ],
+    )
+    done = shell("evaluate --predictions p.jsonl --data dev.json --recipe squad --json")
+    assert done.code == 0, done.err
+    assert done.json["model"]["scores"] == pytest.approx(
+        {
+            "exact_match": 200 / 3, "f1": 200 / 3, "strict_match": 100 / 3, "HasAns_exact": 100, "HasAns_f1": 100,
+            "NoAns_exact": 50, "NoAns_f1": 50,
+        }
+    )  # fmt: skip
+    official = {"b": "", "c": "Bonn", "a": "ann."}
+    Path("p.json").write_text(json.dumps(official), encoding="utf-8")
+    again = shell("evaluate --predictions p.json --data dev.json --recipe squad --json")
+    assert again.code == 0, again.err
+    assert again.json["model"]["scores"] == done.json["model"]["scores"]
+    assert not again.json["model"]["notes"]
+    Path("p.json").write_text(json.dumps({**official, "a": ""}, indent=1), encoding="utf-8")
+    said = shell("evaluate --predictions p.json --data dev.json --recipe squad --json").json["model"]
+    assert (said["scores"]["HasAns_exact"], said["notes"][0][:24]) == (0.0, "1 predictions are empty,")
+    for wrong, complaint in (
+        ({**official, "z": "x"}, "p.json (z)"),
+        ({"a": "x"}, "no prediction of the row: dev.json"),
+    ):
+        Path("p.json").write_text(json.dumps(wrong), encoding="utf-8")
+        refused = shell("evaluate --predictions p.json --data dev.json --recipe squad")
+        assert refused.code == 3
+        assert complaint in refused.err
+
+
+def test_a_language_that_rouge_drops_is_warned_of(shell) -> None:
+    write("p.jsonl", [{"prediction": "Мама", "references": ["Мама мыла раму"]}])
+    done = shell("evaluate --predictions p.jsonl --recipe summarization")
+    assert done.code == 0
+    assert "not to be trusted for this language" in done.said
+
+
+def test_a_damaged_model_is_named_and_not_scored(shell, folder: Path, monkeypatch) -> None:
+    write("notes.jsonl", notes(2))
+    original = step.score_tokens
+
+    def broken(*arguments):
+        found = original(*arguments)
+        found[0].log_probabilities_S[0] = float("nan")
+        return found
+
+    monkeypatch.setattr(likelihood, "score_tokens", broken)
+    done = shell(f"evaluate {folder} --recipe trc2 --data notes.jsonl --map text=document --set max_length=64")
+    assert done.code == 1
+    assert "the loss of notes.jsonl:1 is not a finite number" in done.err
+    read = hf_model.score_hidden
+
+    def also_broken(*arguments):
+        found = read(*arguments)
+        found[0].log_probabilities_S[0] = float("nan")
+        return found
+
+    monkeypatch.setattr(hf_model, "score_hidden", also_broken)
+    done = shell(f"evaluate {folder} {OPTIONS} --data notes.jsonl")
+    assert done.code == 1
+    assert "the loss of notes.jsonl:1 is not a finite number" in done.err
+
+
+def test_the_cnn_dailymail_recipe_asks_what_mlperf_asks(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    recipe = build({**load_preset("cnn-dailymail"), "recipe": "cnn-dailymail", "max_length": 300})
+    settings = recipe.generation
+    assert (settings.num_beams, settings.min_new_tokens, settings.max_new_tokens) == (4, 30, 128)
+    assert (settings.max_prompt_tokens, settings.early_stopping, settings.temperature) == (1919, True, 0)
+    articles = ["Short.", "Long article. " * 40]
+    write("articles.jsonl", [{"article": text, "highlights": "One.\nTwo."} for text in articles])
+    preamble = (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n### Instruction:\n"
+        "Summarize the following news article:\n\n### Input:\n"
+    )
+    prompts = [tokenizer.encode(f"{preamble}{text}\n\n### Response:") for text in articles]
+    most = len(prompts[0]) + 20
+    assert len(prompts[1]) > most
+    recipe = recipe.model_copy(update={"generation": settings.model_copy(update={"max_prompt_tokens": most})})
+    task = make_task(recipe, tokenizer, folder, Path("articles.jsonl"), None)
+    assert task.prompts == [prompts[0], prompts[1][:most]]
+    assert task.references == [["One.\nTwo."]] * 2
+    completion = [*tokenizer.encode("\nOne.\nTwo."), tokenizer.eos_token_id]
+    room = min(most, 300 - len(completion))
+    assert list(task.documents[1].ids) == [*prompts[1][:room], *completion]
+    assert task.documents[1].prompt_length == room
+
+
+def with_nan(folder: Path) -> None:
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in tensors:
+            if "h.1.mlp.fc_in.weight" in name:
+                tensors[name][0, 0] = float("nan")
+                save_file(tensors, path, {"format": "pt"})
+
+
+def first_shard(folder: Path) -> Path:
+    return min(folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "code"),
+    [
+        (with_nan, 1),
+        (lambda folder: first_shard(folder).write_bytes(first_shard(folder).read_bytes()[:-100]), 3),
+        (lambda folder: first_shard(folder).unlink(), 3),
+        (lambda folder: (folder / "config.json").write_text("{not json", encoding="utf-8"), 3),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}", encoding="utf-8"), 2),
+        (lambda folder: (folder / "tokenizer.json").unlink(), 2),
+        (lambda folder: (folder / "gptj_ft.json").write_text("{}", encoding="utf-8"), 3),
+    ],
+    ids=["NaN", "cut short", "shard missing", "config", "tokenizer", "no tokenizer", "template"],
+)
+def test_a_corrupt_model_folder_is_refused_in_a_line(damage, code: int, shell, folder: Path) -> None:
+    write("notes.jsonl", notes(2))
+    damage(folder)
+    for line in (
+        f"evaluate {folder} {OPTIONS} --data notes.jsonl",
+        f"generate --model {folder} --raw --max-new-tokens 4 x",
+    ):
+        if "generate" in line and damage is not with_nan and code == 3 and (folder / "gptj_ft.json").exists():
+            continue  # --raw does without the template
+        done = shell(line)
+        assert done.code == code, done.err
+        assert len(done.err.strip().splitlines()) <= 12
+        assert "Traceback" not in done.err
+
+
+def test_answers_end_at_the_models_window_which_is_said(shell, tmp_path: Path) -> None:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 96}
+    folder = make_tiny(tmp_path / "gpt2", TEXTS * 20, seed=3, model_type="gpt2", vocab_target=300, **sizes)
+    write("notes.jsonl", notes(3))
+    line = f"evaluate {folder} --recipe summarization --data notes.jsonl --baseline none --set max_length=96"
+    done = shell(f"{line} --set generation.max_new_tokens=90 --json")
+    assert done.code == 0, done.err
+    assert any("3 prompts leave less than 90 of the model's 96 tokens" in note for note in done.json["model"]["notes"])
+
+
+def test_of_a_model_without_a_template_only_the_loss_is_measured_which_is_said(shell, folder: Path) -> None:
+    write("notes.jsonl", notes(2))
+    done = shell(f"evaluate {folder} --data notes.jsonl --baseline none --set max_length=64")
+    assert done.code == 0, done.err
+    assert "this model has no template, and no recipe is named" in done.out

@@ -1,0 +1,287 @@
+"""Power cuts: a run that is cut off at its n-th disk operation must end as if nothing had happened.
+
+First as a process that is killed: everything it has written is there. Then as a machine that loses its power: only what
+was flushed is there.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import random_gpt2
+from lossy_disk import LossyDisk
+from small_run import Power, PowerCut, assert_same_weights, new_run, small_session, train, weights_of
+
+from gptj_ft.config.run_folder import Run
+from gptj_ft.errors import GptjFtError, ResourceError
+from gptj_ft.models.layout import Layout
+from gptj_ft.system import machine
+from gptj_ft.training import checkpoint
+from gptj_ft.training.setup import Session, make_session
+from gptj_ft.training.verify import Checker
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
+    return small_session(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def straight(session: Session, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    run = new_run(tmp_path_factory.mktemp("straight"))
+    train(session, run)
+    return weights_of(run.model)
+
+
+def count_operations(session: Session, folder: Path) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        power = Power(patch)
+        train(session, new_run(folder))
+        return power.count
+
+
+def cut_and_resume(session: Session, run: Run, cuts: list[int]) -> None:
+    """Cut the power at the n-th operation of each session in turn, then let the run end."""
+    for last in cuts:
+        with pytest.MonkeyPatch.context() as patch:
+            Power(patch, last)
+            with pytest.raises(PowerCut):
+                train(session, run)
+    if not run.model.exists():  # the last operations come after the model is there
+        train(session, run)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_power_cut_at_any_disk_operation_loses_nothing_but_the_step_in_flight(
+    part: int, session: Session, straight, tmp_path: Path
+) -> None:
+    total = count_operations(session, tmp_path)
+    shutil.rmtree(tmp_path / "run")
+    assert total > 100
+    # The parts take every fifth operation; `slow` takes them all. One run has an operation more than another.
+    for last in range(part, total - 3, 20):
+        check(session, straight, tmp_path, [last])
+
+
+@pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_power_cut_where_updates_are_kept_in_backward_loses_nothing_either(
+    stride: int, session: Session, straight, tmp_path: Path
+) -> None:
+    costs, room = replace(session.plan.costs, is_late=True), replace(session.plan.room, kept=1)
+    late = replace(session, plan=replace(session.plan, costs=costs, room=room))
+    total = count_operations(late, tmp_path)
+    shutil.rmtree(tmp_path / "run")
+    for last in range(3, total, stride):
+        check(late, straight, tmp_path, [last])
+
+
+@pytest.mark.parametrize("stride", [19, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_power_cut_where_two_layers_share_a_tensor_loses_nothing_either(stride: int, tmp_path: Path) -> None:
+    random_gpt2(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2).save_pretrained(tmp_path)
+    session = small_session(tmp_path)
+    train(session, run := new_run(tmp_path))
+    straight = weights_of(run.model)
+    shutil.rmtree(run.folder)
+    total = count_operations(session, tmp_path)
+    shutil.rmtree(run.folder)
+    for last in range(5, total - 3, stride):  # one run has an operation more than another, as its threads meet
+        check(session, straight, tmp_path, [last])
+
+
+@pytest.mark.slow
+def test_a_power_cut_at_every_single_disk_operation(session: Session, straight, tmp_path: Path) -> None:
+    total = count_operations(session, tmp_path)
+    shutil.rmtree(tmp_path / "run")
+    for last in range(total - 3):  # one run has an operation more than another
+        check(session, straight, tmp_path, [last])
+
+
+def test_power_cuts_while_resuming_from_power_cuts(session: Session, straight, tmp_path: Path) -> None:
+    for cuts in ([70, 1], [70, 9, 9], [90, 30, 2, 50], [100, 25, 25, 25]):
+        check(session, straight, tmp_path, cuts)
+
+
+def check(session: Session, straight, folder: Path, cuts: list[int]) -> None:
+    run = new_run(folder)
+    cut_and_resume(session, run, cuts)
+    assert_same_weights(weights_of(run.model), straight, cuts)
+    shutil.rmtree(run.folder)
+
+
+@pytest.fixture(scope="module", params=["disk", "host", "device"])
+def keeping_session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Session:
+    """A run that validates and keeps checkpoints; without state on disk it makes one after each step."""
+    return small_session(
+        tmp_path_factory.mktemp("model"),
+        num_steps=4,
+        keep="best,1",
+        validate_every=1,
+        save_every=2 if request.param == "disk" else 1,
+        weights=request.param,
+        optimizer_state=request.param,
+    )
+
+
+@pytest.fixture(scope="module")
+def kept(keeping_session: Session, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = new_run(tmp_path_factory.mktemp("kept"))
+    train(keeping_session, run)
+    return run
+
+
+def losses_of(run: Run) -> list[tuple[object, ...]]:
+    return [(line["step"], line.get("loss"), line.get("validation_loss")) for line in run.metrics()]
+
+
+def lose_power(session: Session, run: Run, last: int, seed: int | None) -> None:
+    """Cut the power at the n-th operation; what was said to be saved must be there afterwards."""
+    said = [0]
+    with pytest.MonkeyPatch.context() as patch:
+        disk = LossyDisk(patch, run.folder)
+        Power(patch, last)
+        for name, position in (("commit", 1), ("save", 2), ("link", 2)):
+            original = getattr(checkpoint, name)
+
+            def noting(*arguments, original=original, position=position):
+                original(*arguments)
+                said.append(arguments[position])
+
+            patch.setattr(checkpoint, name, noting)
+        with suppress(PowerCut):
+            train(session, run)
+    disk.crash(seed)
+    commit = run.last_commit()
+    saved = [*run.whole_checkpoints(), commit["step"] if commit else 0]
+    assert run.model.exists() or max(saved) >= max(said), (last, seed)
+
+
+def lose_power_and_resume(session: Session, kept: Run, folder: Path, cuts: list[int], seed: int | None) -> None:
+    run = new_run(folder)
+    for last in cuts:
+        if not run.model.exists():
+            lose_power(session, run, last, seed)
+    if not run.model.exists():
+        train(session, run)
+    assert_same_weights(weights_of(run.model), weights_of(kept.model), cuts, seed)
+    assert losses_of(run) == losses_of(kept), (cuts, seed)
+    assert run.whole_checkpoints().keys() >= kept.whole_checkpoints().keys(), (cuts, seed)
+    checker = Checker(run, [Layout.of(layer) for layer in session.architecture.layers()])
+    assert not [problem for step in run.whole_checkpoints() for problem in checker.checkpoint(step)], (cuts, seed)
+    shutil.rmtree(run.folder)
+
+
+def count_lossy_operations(session: Session, folder: Path) -> int:
+    run = new_run(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        disk = LossyDisk(patch, run.folder)
+        power = Power(patch)
+        train(session, run)
+    disk.crash()
+    assert run.model.exists(), "the model is on the disk when the run says that it is"
+    shutil.rmtree(run.folder)
+    return power.count
+
+
+def test_writes_that_are_lost_unless_flushed_cost_no_step_that_was_saved(
+    keeping_session: Session, kept: Run, tmp_path: Path
+) -> None:
+    total = count_lossy_operations(keeping_session, tmp_path)
+    for last in range(1, total, 29):
+        lose_power_and_resume(keeping_session, kept, tmp_path, [last], seed=None)
+        lose_power_and_resume(keeping_session, kept, tmp_path, [last + 6], seed=last)
+
+
+def test_power_that_is_lost_again_while_resuming(keeping_session: Session, kept: Run, tmp_path: Path) -> None:
+    total = count_lossy_operations(keeping_session, tmp_path)
+    for seed in (None, 1, 2):
+        cuts = [total * 3 // 4, 2, 9, total // 3]
+        lose_power_and_resume(keeping_session, kept, tmp_path, cuts, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_every_single_operation_as_the_last_that_reaches_the_disk(
+    seed: int | None, keeping_session: Session, kept: Run, tmp_path: Path
+) -> None:
+    for last in range(count_lossy_operations(keeping_session, tmp_path)):
+        lose_power_and_resume(keeping_session, kept, tmp_path, [last], seed)
+
+
+class OneFault:
+    """Makes the n-th write or fsync fail, that one alone: a disk that was full for a moment, or had one bad block."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, code: int) -> None:
+        self.count = 0
+        for name in ("pwritev", "fsync"):
+            monkeypatch.setattr(os, name, self._guard(getattr(os, name), number, code))
+
+    def _guard(self, operation, number: int, code: int):
+        def guarded(*arguments, **settings):
+            self.count += 1
+            if self.count == number:
+                raise OSError(code, os.strerror(code))
+            return operation(*arguments, **settings)
+
+        return guarded
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_one_failed_write_anywhere_stops_with_exit_4_and_resumes_to_the_same_weights(
+    code: int, session: Session, straight, tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        total = count_faultable(patch, session, tmp_path)
+    for number in range(1, total, 7):
+        run = new_run(tmp_path)
+        with pytest.MonkeyPatch.context() as patch:
+            OneFault(patch, number, code)
+            with pytest.raises(GptjFtError) as stopped:
+                train(session, run)
+        assert stopped.value.exit_code == 4 or "cannot write" in str(stopped.value), (number, stopped.value)
+        assert not list(run.state.glob("*-*.new")), (number, "half-written files take the space that is lacking")
+        cut_and_resume(session, run, [])
+        assert_same_weights(weights_of(run.model), straight, number)
+        shutil.rmtree(run.folder)
+
+
+def count_faultable(patch: pytest.MonkeyPatch, session: Session, folder: Path) -> int:
+    fault = OneFault(patch, 0, 0)
+    train(session, new_run(folder))
+    shutil.rmtree(folder / "run")
+    return fault.count
+
+
+def test_a_state_that_cannot_be_read_stops_with_exit_4(session: Session, tmp_path: Path, monkeypatch) -> None:
+    run, read = new_run(tmp_path), os.preadv
+
+    def bad_block(descriptor: int, *arguments: object) -> int:
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(run.state):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(descriptor, *arguments)
+
+    monkeypatch.setattr(os, "preadv", bad_block)
+    with pytest.raises(ResourceError, match="cannot read the state of the run"):
+        train(session, run)
+
+
+def test_resuming_asks_for_no_room_that_the_run_has_already_taken(
+    session: Session, tmp_path: Path, monkeypatch
+) -> None:
+    run = new_run(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        Power(patch, 120)
+        with pytest.raises(PowerCut):
+            train(session, run)
+    assert sum(path.stat().st_size for path in run.state.iterdir()) > 0.6 * session.plan.disk_bytes
+    monkeypatch.setattr(machine, "free_disk", lambda folder: session.plan.disk_bytes // 2)
+    rows = session.train, session.validation
+    with pytest.raises(ResourceError, match="of disk"):
+        make_session(session.recipe, session.model, *rows, "", tmp_path / "another")
+    make_session(session.recipe, session.model, *rows, "", run.folder)

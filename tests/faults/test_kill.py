@@ -1,0 +1,165 @@
+"""Signals to the command at random instants: resumed, or begun again where there is no run yet, it ends the same."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fork_server import ForkServer
+from small_run import assert_same_weights, weights_of
+
+from gptj_ft.config.run_folder import Run, steps_done
+from gptj_ft.system.signals import SIGNALS
+from gptj_ft.training.verify import verify
+
+OPTIONS = (
+    "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 2 --set holdout=0.2 "
+    "--max-steps 6 --validate-every 2 --save-every 2 --keep best,all --precision fp32 --output run"
+)
+LORA = "--method lora --set lora.dropout=0.1"
+PLACES = ("--weights disk --optimizer-state disk", "--weights host --optimizer-state device", "--weights device")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_straight(server, tmp_path_factory.mktemp("straight"), OPTIONS)
+
+
+def run_straight(server: ForkServer, folder: Path, options: str) -> Run:
+    folder = new_folder(folder / "straight")
+    assert server.run(options, folder)[0] == 0, output_of(folder)
+    return Run(folder / "run")
+
+
+def new_folder(folder: Path) -> Path:
+    folder.mkdir()
+    rows = [{"note": f"Room {n} is cold and dark at night.", "summary": f"Room {n} is cold."} for n in range(10)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    return folder
+
+
+def output_of(folder: Path) -> str:
+    return (folder / "output.txt").read_text(encoding="utf-8")
+
+
+def losses_of(run: Run) -> list[tuple[object, ...]]:
+    return [(line["step"], line.get("loss"), line.get("validation_loss")) for line in run.metrics()]
+
+
+def kill_and_resume(
+    server: ForkServer, straight: Run, folder: Path, place: str, delays: list[float], options: str = OPTIONS
+) -> int:
+    """Kill a run again and again, then let it end; return how often it was alive to be killed."""
+    run, kills = Run(new_folder(folder) / "run"), 0
+    for delay in [*delays, None]:
+        if run.model.is_dir():
+            break
+        line = f"finetune --resume run {place}" if run.folder.exists() else f"{options} {place}"
+        code, _ = server.run(line, folder, *([(delay, signal.SIGKILL)] if delay is not None else []))
+        assert code in (0, -9), output_of(folder)
+        kills += code == -9
+    assert_same_weights(weights_of(run.model), weights_of(straight.model), place, delays)
+    assert losses_of(run) == losses_of(straight), (place, delays)
+    assert run.whole_checkpoints().keys() >= straight.whole_checkpoints().keys(), (place, delays)
+    assert not verify(run).problems, (place, delays)
+    shutil.rmtree(folder)
+    return kills
+
+
+def kill_at_random(server: ForkServer, straight: Run, folder: Path, trials: int, options: str = OPTIONS) -> None:
+    seconds = server.run(options, new_folder(folder / "timed"))[1]
+    draw, kills = random.Random(0), 0
+    for trial in range(trials):
+        delays = [draw.uniform(0.0, seconds) for _ in range(draw.choice((1, 1, 2)))]
+        kills += kill_and_resume(server, straight, folder / str(trial), PLACES[trial % len(PLACES)], delays, options)
+    assert kills > trials / 2, "most were over before they were to be killed"
+
+
+@pytest.mark.slow
+def test_a_command_killed_at_200_random_instants_ends_the_same(
+    server: ForkServer, straight: Run, tmp_path: Path
+) -> None:
+    kill_at_random(server, straight, tmp_path, trials=200)
+
+
+@pytest.mark.slow
+def test_adapters_killed_at_60_random_instants_end_the_same(server: ForkServer, tmp_path: Path) -> None:
+    options = f"{OPTIONS} {LORA}"
+    kill_at_random(server, run_straight(server, tmp_path, options), tmp_path, 60, options)
+
+
+def stop_and_resume(
+    server: ForkServer, straight: Run, folder: Path, place: str, signals: list[tuple[float, int]], options: str
+) -> int:
+    """Stop a run again and again, each time with a signal or two, then let it end; return how often it was stopped."""
+    run, stops = Run(new_folder(folder) / "run"), 0
+    for delay, number in [*signals, (None, 0)]:
+        if run.model.is_dir():
+            break
+        line = f"finetune --resume run {place}" if run.folder.exists() else f"{options} {place}"
+        (folder / "output.txt").unlink(missing_ok=True)
+        sent = [] if delay is None else [(delay, number)]
+        if number == signal.SIGINT:  # as a shell does that hands on what the whole group has got
+            sent.append((delay + 0.002, number))
+        code, _ = server.run(line, folder, *sent)
+        said = output_of(folder)
+        assert code in (0, 130), said
+        assert "Traceback" not in said, said
+        if code == 130:
+            stops += 1
+            check_said(run, said)
+    assert_same_weights(weights_of(run.model), weights_of(straight.model), place, signals)
+    assert losses_of(run) == losses_of(straight), (place, signals)
+    assert not verify(run).problems, (place, signals)
+    shutil.rmtree(folder)
+    return stops
+
+
+def check_said(run: Run, said: str) -> None:
+    """Check that the last words of a command that was stopped are true, and that no step that was done is lost."""
+    words = said.strip().rpartition("gptj-ft: stopped")[2]
+    done = max((line["step"] for line in run.metrics() if "loss" in line), default=0)
+    if run.model.is_dir():
+        assert words.endswith("all steps are done, and the tuned model is in run/model"), said
+    elif not run.folder.exists():
+        assert words.endswith(("nothing was trained yet", "before anything was done")), said
+    else:
+        assert words.endswith("go on with\ngptj-ft finetune --resume run"), said
+        assert steps_done(run) == done, said
+        assert (f"step {done}" in words) == (done > 0), said
+
+
+def stop_at_random(server: ForkServer, straight: Run, folder: Path, trials: int, options: str = OPTIONS) -> None:
+    seconds = server.run(options, new_folder(folder / "timed"))[1]
+    draw, stops = random.Random(1), 0
+    for trial in range(trials):
+        number = SIGNALS[trial // len(PLACES) % len(SIGNALS)]
+        signals = [(draw.uniform(0.0, seconds), number) for _ in range(draw.choice((1, 1, 2)))]
+        stops += stop_and_resume(server, straight, folder / str(trial), PLACES[trial % len(PLACES)], signals, options)
+    print(f"{stops} stops in {trials} runs")
+    assert stops > trials / 2, "most were over before they were to be stopped"
+
+
+@pytest.mark.slow
+def test_a_command_stopped_by_signals_at_200_random_instants_ends_the_same(
+    server: ForkServer, straight: Run, tmp_path: Path
+) -> None:
+    stop_at_random(server, straight, tmp_path, trials=200)
+
+
+@pytest.mark.slow
+def test_adapters_stopped_by_signals_at_60_random_instants_end_the_same(server: ForkServer, tmp_path: Path) -> None:
+    options = f"{OPTIONS} {LORA}"
+    stop_at_random(server, run_straight(server, tmp_path, options), tmp_path, 60, options)

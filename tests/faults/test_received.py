@@ -1,0 +1,431 @@
+"""What came from somebody else reaches nothing outside itself: every name that is opened, replaced by a link."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shlex
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cli_runner import Shell
+
+from gptj_ft.cli import app
+from gptj_ft.config.run_folder import Run, record_environment
+from gptj_ft.errors import DataError, UsageError
+from gptj_ft.system import files
+from gptj_ft.training import loop
+from gptj_ft.training.finetune import resumed
+
+RUN = "--recipe summarization --model tiny --max-length 96 --batch-size 2 --precision fp32 --device cpu"
+DISK = "--weights disk --optimizer-state disk"
+OPENING = {
+    "open",
+    "os.mkdir",
+    "os.rename",
+    "os.link",
+    "os.remove",
+    "os.rmdir",
+    "os.truncate",
+    "os.listdir",
+    "os.scandir",
+}
+SECRET = "kept as it is\n"
+
+
+class Trace:
+    """Notes every path that this process opens, makes, renames or removes, as the interpreter tells of it.
+
+    A hook of the interpreter cannot be taken out again, so that there is one, which is on for the time of a block.
+    """
+
+    def __init__(self) -> None:
+        self._found: set[str] | None = None
+        sys.addaudithook(self._note)
+
+    def _note(self, event: str, arguments: tuple[object, ...]) -> None:
+        if self._found is not None and event in OPENING:
+            self._found |= {os.fsdecode(each) for each in arguments[:2] if isinstance(each, str | bytes | os.PathLike)}
+
+    @contextmanager
+    def under(self, folder: Path, found: set[str]) -> Iterator[None]:
+        """Add the names below a folder that a block uses to a set, and those that it leaves there."""
+        self._found = set()
+        try:
+            yield
+        finally:
+            paths, self._found = self._found, None
+        paths |= {str(path) for path in folder.rglob("*")}
+        whole = (Path(os.path.abspath(path)) for path in paths)
+        found |= {str(path.relative_to(folder)) for path in whole if path.is_relative_to(folder) and path != folder}
+
+
+@pytest.fixture(scope="session")
+def trace() -> Trace:
+    return Trace()
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(monkeypatch, capsys)
+
+
+def write_rows(path: Path) -> Path:
+    lines = [{"document": f"The lift stops at floor {n}.", "summary": f"Lift, floor {n}."} for n in range(8)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A file and a folder that nothing may touch or use."""
+
+    folder: Path
+
+    def begin(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        (self.folder / "inner").mkdir(parents=True)
+        (self.folder / "file").write_text(SECRET)
+        (self.folder / "inner" / "file").write_text(SECRET)
+
+    def is_untouched(self) -> bool:
+        found = sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))
+        texts = [path.read_text() for path in self.folder.rglob("file")]
+        return found == ["file", "inner", "inner/file"] and set(texts) == {SECRET}
+
+
+@dataclass(frozen=True)
+class Made:
+    """A world of small things, each made once: rows, a home, a run that stopped, a run that is finished.
+
+    Attributes:
+        folder: with ``rows.jsonl``, ``home``, ``stopped`` and ``finished``.
+        resumed: names in a run that resuming it uses.
+        others: names in all of the folder that an evaluation, a conversion and a preparation use.
+    """
+
+    folder: Path
+    resumed: list[str]
+    others: dict[str, list[str]]
+
+
+COMMANDS = {
+    "evaluate": "evaluate finished --data rows.jsonl --device cpu --precision fp32 --baseline none",
+    "convert": "convert finished/model converted --dtype bf16",
+    "prepare": f"prepare-data --data rows.jsonl {RUN.partition('--batch')[0]} --output prepared",
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, trace: Trace, request: pytest.FixtureRequest) -> Made:
+    folder = tmp_path_factory.mktemp("made")
+    write_rows(folder / "rows.jsonl")
+    resumed: set[str] = set()
+    others: dict[str, set[str]] = {name: set() for name in COMMANDS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("GPTJ_FT_HOME", "home")
+        with patch.context() as stopping:
+            stopping.setattr(loop, "rows_of_step", stop_at(2))
+            typed(f"finetune {RUN} {DISK} --max-steps 4 --save-every 1 --keep 1 --data rows.jsonl --output stopped")
+        shutil.copytree("stopped", "finished")
+        with trace.under(folder / "finished", resumed):
+            assert typed("finetune --resume finished") == 0
+        for name, line in COMMANDS.items():
+            before = set(folder.rglob("*"))
+            with trace.under(folder, others[name]):
+                assert typed(line) == 0
+            for path in set(folder.rglob("*")) - before:
+                files.remove(path)
+    return Made(folder, sorted(resumed), {name: sorted(found) for name, found in others.items()})
+
+
+def stop_at(step: int) -> Callable[..., range]:
+    """Return what stands in for the choice of a step's rows, and is cut off before that step."""
+    chosen = loop.rows_of_step
+
+    def rows_of_step(number: int, *others: int) -> range:
+        if number == step:
+            raise KeyboardInterrupt
+        return chosen(number, *others)
+
+    return rows_of_step
+
+
+def typed(line: str) -> int:
+    """Run a command in this process; return its exit code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["gptj-ft", *shlex.split(line)])
+        try:
+            app.main()
+        except SystemExit as stop:
+            return int(stop.code or 0)
+        except KeyboardInterrupt:
+            pass
+    return 130
+
+
+@contextmanager
+def linked(path: Path, outside: Outside, kept: Path, made_of_dots: bool = False) -> Iterator[None]:
+    """Have a link out of its folder where a file or folder is, or would be, for the time of a block."""
+    outside.begin()
+    if existed := os.path.lexists(path):
+        path.rename(kept)
+    missing = [parent for parent in path.parents if not parent.is_dir()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    target = outside.folder / ("inner" if kept.is_dir() else "file")
+    path.symlink_to(os.path.relpath(target, path.parent.resolve()) if made_of_dots else target)
+    try:
+        yield
+    finally:
+        files.remove(path)
+        for parent in missing[-1:]:
+            files.remove(parent)
+        if existed and path.parent.is_dir():
+            kept.rename(path)
+
+
+def test_a_link_anywhere_in_a_received_run_is_refused_before_anything_is_opened(
+    made: Made, tmp_path: Path, shell: Shell
+) -> None:
+    outside, run = Outside(tmp_path / "outside"), tmp_path / "run"
+    assert {"log.txt", "metrics.new", "run.lock", "state", "state/.direct", "state/layer-001.spare.new"} <= {
+        *made.resumed
+    }
+    shutil.copytree(made.folder / "stopped", run)
+    for number, name in enumerate(made.resumed):
+        with linked(run / name, outside, tmp_path / "kept", made_of_dots=number % 2 == 0):
+            with pytest.raises(DataError, match=r"is a link to .*outside/(file|inner)"):
+                resumed(run, {}, None, ())
+            for command in ("finetune --resume", "runs verify", "report") if name in ("log.txt", "state") else ():
+                outcome = shell(command, run)
+                assert outcome.code == DataError.exit_code, (name, command, outcome)
+                assert len(outcome.err.splitlines()) == 1, outcome
+            assert outside.is_untouched(), name
+
+
+@pytest.mark.slow
+def test_no_link_is_followed_even_if_it_comes_after_the_folder_was_looked_at(made: Made, tmp_path: Path) -> None:
+    outside, run = Outside(tmp_path / "outside"), tmp_path / "run"
+    for name in made.resumed:
+        shutil.copytree(made.folder / "stopped", run)
+        if not (run / name).is_dir() and (run / name).parent.is_dir():
+            with linked(run / name, outside, tmp_path / "kept"), pytest.MonkeyPatch.context() as patch:
+                patch.chdir(made.folder)
+                patch.setenv("GPTJ_FT_HOME", "home")
+                patch.setattr(files.os, "walk", lambda folder: ())
+                typed(f"finetune --resume {shlex.quote(str(run))}")
+                assert outside.is_untouched(), name
+        shutil.rmtree(run)
+        files.remove(tmp_path / "kept")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.slow)])
+def test_nothing_that_another_command_opens_is_followed_out_of_its_folder(
+    command: str, stride: int, made: Made, tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside, world, given = Outside(tmp_path / "outside"), tmp_path / "world", {"rows.jsonl", "finished", "home"}
+    shutil.copytree(made.folder, world)
+    monkeypatch.chdir(world)
+    monkeypatch.setenv("GPTJ_FT_HOME", "home")
+    names = [name for name in made.others[command] if name not in given and not name.startswith("stopped")]
+    assert len(names) > 20
+    for name in names[1::stride]:
+        before = set(world.rglob("*"))
+        with linked(world / name, outside, tmp_path / "kept"):
+            outcome = shell(COMMANDS[command])
+            assert outcome.code in (0, UsageError.exit_code, DataError.exit_code), (name, outcome)
+            assert outside.is_untouched(), name
+            assert SECRET.strip() not in outcome.said
+            for path in set(world.rglob("*")) - before:
+                files.remove(path)
+
+
+def test_a_received_run_adds_no_line_to_a_file_of_the_users(made: Made, tmp_path: Path, shell: Shell) -> None:
+    run, profile = tmp_path / "got", tmp_path / "bashrc"
+    shutil.copytree(made.folder / "stopped", run)
+    environment = json.loads((run / "environment.json").read_text())
+    (run / "environment.json").write_text(json.dumps({**environment, "torch": "x\ntouch PWNED #\x1b[2J"}))
+    profile.write_text("# mine\n")
+    (run / "log.txt").rename(tmp_path / "log.txt")
+    (run / "log.txt").symlink_to("../bashrc")
+    assert shell("finetune --resume", run).code == DataError.exit_code
+    assert profile.read_text() == "# mine\n"
+    (run / "log.txt").unlink()
+    (tmp_path / "log.txt").rename(run / "log.txt")
+    record_environment(Run(run), "cpu", 1, {})
+    (line,) = [line for line in (run / "log.txt").read_text().splitlines() if "PWNED" in line]
+    assert "torch x\\ntouch PWNED #\\x1b[2J, now" in line
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "folder", "pipe"])
+def test_what_is_no_file_is_not_opened_and_a_temporary_name_is_taken_from_whoever_has_it(
+    kind: str, tmp_path: Path
+) -> None:
+    def put(path: Path) -> None:
+        files.remove(path)
+        if kind in ("link", "dangling"):
+            path.symlink_to(tmp_path / ("secret" if kind == "link" else "nowhere"))
+        elif kind == "folder":
+            path.mkdir()
+        else:
+            os.mkfifo(path)
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (tmp_path / "secret").write_text(SECRET)
+    for name in ("metrics.jsonl", "run.lock"):
+        put(folder / name)
+        with pytest.raises((DataError, IsADirectoryError)):
+            files.append_text(folder / name, "more")
+        with pytest.raises((DataError, FileNotFoundError)):
+            files.read_text(folder / name)
+        files.remove(folder / name)
+    put(folder / "metrics.new")
+    files.replace_text(folder / "metrics.jsonl", "all\n")
+    assert (folder / "metrics.jsonl").read_text() == "all\n"
+    put(folder / ".report.md.writing")
+    with files.new_files(folder / "report.md") as (file,):
+        file.write("report")
+    put(folder / "copy")
+    files.copy_file(folder / "report.md", folder / "copy")
+    assert (folder / "copy").read_text() == "report"
+    put(folder / ".next.starting")
+    files.create_folder(folder / ".next.starting")
+    assert (tmp_path / "secret").read_text() == SECRET
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("target", ["/etc", "../../..", "../../../run-2", "nowhere/../../../../passwd", "circle/x"])
+def test_a_link_out_of_a_folder_is_found_at_any_depth(target: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "state" / "deep").mkdir(parents=True)
+    (tmp_path / "run-2").mkdir()
+    (folder / "inner").symlink_to("state/deep")  # trackers make such
+    (tmp_path / "named").symlink_to(folder)
+    files.require_plain(tmp_path / "named")
+    (folder / "state" / "deep" / "circle").symlink_to("../../../named/../run-2")
+    (folder / "state" / "deep" / "x").symlink_to(target)
+    with pytest.raises(DataError, match=r"deep/(x|circle) is a link .*"):
+        files.require_plain(folder)
+    if target != "circle/x":
+        (folder / "state" / "deep" / "circle").unlink()
+        with pytest.raises(DataError, match=r"deep/x is a link to .*, out of the folder"):
+            files.require_plain(folder)
+
+
+def modes_in(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*")}
+
+
+def test_what_is_private_is_for_its_owner_alone_and_what_is_handed_on_is_as_the_umask_says(made: Made) -> None:
+    parts = ("data", "samples", "state", "checkpoints")
+    for name in ("stopped", "finished"):
+        run = made.folder / name
+        private = {
+            path: mode for path, mode in modes_in(run).items() if path.partition("/")[0] in parts or "/" not in path
+        }
+        private.pop("model", None)
+        assert not {path: oct(mode) for path, mode in private.items() if mode & 0o077}
+        assert stat.S_IMODE(run.stat().st_mode) == 0o700
+    home = {path: mode for path, mode in modes_in(made.folder / "home").items() if not path.startswith("models")}
+    assert not {path: oct(mode) for path, mode in home.items() if mode & 0o077}
+    assert stat.S_IMODE((made.folder / "home").stat().st_mode) == 0o700
+    umask = os.umask(0)
+    os.umask(umask)
+    shared = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (made.folder / "finished" / "model").iterdir()}
+    assert set(shared.values()) == {0o666 & ~umask}, shared
+
+
+def test_what_a_kill_can_leave_has_a_name_that_cleaning_knows_and_a_finished_run_tidies_itself(
+    made: Made, tmp_path: Path, shell: Shell
+) -> None:
+    done, stopped = tmp_path / "done", tmp_path / "stopped"
+    shutil.copytree(made.folder / "finished", done)
+    shutil.copytree(made.folder / "stopped", stopped)
+    ends = {*modes_in(done), *modes_in(stopped), "run.lock"}
+    whole = re.compile(r"checkpoints/step-\d+(/(layer-\d+\.safetensors|manifest\.json))?")
+    passing = [name for name in made.resumed if name not in ends and not whole.fullmatch(name)]
+    tops = {name for name in passing if not any(str(parent) in passing for parent in Path(name).parents)}
+    assert {"metrics.new", "report.new", "state/.direct", "state/layer-000.spare.new"} <= tops
+    for form in (r"\.model\.partial-\d+", r"checkpoints/step-\d+\.tmp"):
+        assert [name for name in tops if re.fullmatch(form, name)], form
+    assert not [name for name in tops if not files.is_leftover(Path(name).name)]
+    beside = files.hidden_name(tmp_path / "done", "starting")
+    for run in (done, stopped):
+        before = content(run)
+        for name in tops:
+            (run / name).parent.mkdir(exist_ok=True)
+            (run / name).write_bytes(b"x")
+        if run == stopped:
+            assert shell("runs clean", run).code == 0
+        else:
+            beside.mkdir()
+            (run / "report.html").unlink()
+            assert shell("finetune --resume", run).code == UsageError.exit_code
+            assert (run / "report.html").is_file()
+            assert not beside.exists()
+        assert content(run).keys() == before.keys()
+        assert {name: data for name, data in content(run).items() if name not in ("report.html", "run.lock")} == {
+            name: data for name, data in before.items() if name not in ("report.html", "run.lock")
+        }
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and not files.is_leftover(path.name))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def refusing(number: int, *names: str) -> Callable[..., int]:
+    """Return what stands in for opening files, and does not open those."""
+    opened = os.open
+
+    def refuse(path: str | Path, *others: int, **more: int | None) -> int:
+        if Path(path).name in names:
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *others, **more)
+
+    return refuse
+
+
+def test_what_the_system_refuses_is_a_line_and_a_convenience_fails_no_run(
+    made: Made, tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(made.folder)
+    monkeypatch.setenv("GPTJ_FT_HOME", "home")
+    run = tmp_path / "run"
+    for number, code in ((errno.EACCES, 2), (errno.EROFS, 4), (errno.EIO, 4)):
+        shutil.copytree(made.folder / "stopped", run)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", refusing(number, "log.txt"))
+            outcome = shell("finetune --resume", run)
+        assert outcome.code == code, outcome
+        assert f"{run}/log.txt: {os.strerror(number)}; " in outcome.err
+        assert "Traceback" not in outcome.err
+        shutil.rmtree(run)
+    shutil.copytree(made.folder / "stopped", run)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refusing(errno.EACCES, "newest-run.new", "machine.new"))
+        assert shell("finetune --resume", run).code == 0
+    (tmp_path / "circle").symlink_to("circle")
+    for line in (
+        f"finetune {RUN} --data rows.jsonl --output rows.jsonl/run",
+        f"finetune {RUN} --data rows.jsonl --output {'x' * 300}",
+        f"finetune {RUN} --data {tmp_path}/circle",
+        f"evaluate {'x' * 5000}",
+        f"finetune --resume {'x' * 300}",
+        f"runs verify {tmp_path}/circle",
+        "prepare-data --data rows.jsonl --model tiny --recipe summarization --output rows.jsonl/prepared",
+        f"convert finished/model rows.jsonl/{'x' * 300}",
+    ):
+        outcome = shell(line)
+        assert outcome.code == UsageError.exit_code, (line, outcome)

@@ -1,0 +1,330 @@
+"""Generation through `transformers`' own search, on streamed weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import SHAPES, random_gptj
+
+from gptj_ft.config.options import Generation
+from gptj_ft.config.resolve import build
+from gptj_ft.errors import NotFinite, UsageError
+from gptj_ft.generation.decoding import StreamedModel, cut_at, generate_tokens
+from gptj_ft.generation.hf_model import RaggedCache
+from gptj_ft.models import linear as products_of
+from gptj_ft.models.functional import Runner
+from gptj_ft.models.linear import Conv1D, Linear, project_by_all
+from gptj_ft.planning.inference_plan import batches_by_length
+from gptj_ft.streaming.open import reading_stack
+from gptj_ft.streaming.stores.device import DeviceStore
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 9, 3], [7], [11, 2, 40, 8, 13, 21, 34], [6, 6]]
+
+# What a recipe can say of writing, and what `transformers` calls it. A penalty and a ban act on what is in the prompt,
+# where `transformers`' padding would count too, so rows are compared with one that stands alone.
+SEARCHES = {
+    "at least": {"min_new_tokens": 9},
+    "repetition penalty": {"repetition_penalty": 1.7},
+    "no repeated pair": {"no_repeat_ngram_size": 2},
+    "beams": {"num_beams": 3},
+    "beams, early": {"num_beams": 4, "early_stopping": True, "min_new_tokens": 5},
+    "beams, never early": {"num_beams": 2, "early_stopping": "never", "length_penalty": 2.0},
+    "beams, short": {"num_beams": 3, "length_penalty": -1.0},
+    "beams, no repeats": {"num_beams": 3, "no_repeat_ngram_size": 2, "repetition_penalty": 1.2},
+}
+SAMPLINGS = {
+    "temperature": {"temperature": 0.7},
+    "top-p": {"temperature": 1.5, "top_p": 0.8},
+    "top-k": {"temperature": 2.0, "top_k": 5},
+    "min-p": {"temperature": 1.5, "min_p": 0.2},
+    "beams": {"temperature": 1.0, "num_beams": 3},
+}
+
+
+one_shape = pytest.mark.parametrize("oracle", ["wide"], indirect=True)
+two_shapes = pytest.mark.parametrize("oracle", ["wide", "gpt2"], indirect=True)
+
+
+class Words:
+    """A tokenizer of the least kind: a token is a number, written out."""
+
+    eos_token_id = 0
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(str(token) for token in tokens)
+
+
+@pytest.fixture(params=["device", "host", "disk"])
+def streamed(request: pytest.FixtureRequest, model_folder: Path):
+    with reading_stack(model_folder, CPU, torch.float32, request.param) as (architecture, stack):
+        yield StreamedModel(architecture, stack)
+
+
+@pytest.fixture
+def resident(model_folder: Path):
+    with reading_stack(model_folder, CPU, torch.float32, "device") as (architecture, stack):
+        yield StreamedModel(architecture, stack)
+
+
+def alone(oracle, prompt: list[int], **settings: object) -> list[int]:
+    """What `transformers` writes after one prompt, in a batch of its own."""
+    output = oracle.generate(torch.tensor([prompt]), pad_token_id=0, eos_token_id=0, **settings)[0, len(prompt) :]
+    tokens = output.tolist()
+    return tokens[: tokens.index(0)] if 0 in tokens else tokens
+
+
+@two_shapes
+def test_greedy_decoding_of_a_ragged_batch_equals_transformers_on_each_prompt(oracle, streamed) -> None:
+    ours = generate_tokens(streamed, Words(), PROMPTS, Generation(max_new_tokens=10))
+    assert ours == [alone(oracle, prompt, max_new_tokens=10, do_sample=False) for prompt in PROMPTS]
+
+
+@one_shape
+@pytest.mark.parametrize("name", SEARCHES)
+def test_every_search_writes_what_transformers_writes(oracle, resident, name: str) -> None:
+    options = SEARCHES[name]
+    ours = generate_tokens(resident, Words(), PROMPTS, Generation(max_new_tokens=12, **options))
+    assert ours == [alone(oracle, prompt, max_new_tokens=12, do_sample=False, **options) for prompt in PROMPTS]
+
+
+@one_shape
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_every_kind_of_sampling_draws_what_transformers_draws(oracle, resident, name: str) -> None:
+    options = SAMPLINGS[name]
+    for prompt in PROMPTS:
+        torch.manual_seed(3)
+        (ours,) = generate_tokens(resident, Words(), [prompt], Generation(max_new_tokens=12, **options))
+        torch.manual_seed(3)
+        # transformers' own default of top_k is 50
+        assert ours == alone(oracle, prompt, max_new_tokens=12, do_sample=True, **{"top_k": 0, **options})
+
+
+@one_shape
+def test_a_ragged_batch_draws_what_transformers_draws_of_a_padded_one(oracle, resident) -> None:
+    width = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in PROMPTS])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
+    torch.manual_seed(3)
+    theirs = oracle.generate(
+        ids, attention_mask=mask, max_new_tokens=12, do_sample=True, top_k=0, num_return_sequences=2, pad_token_id=0,
+    )[:, width:].tolist()  # fmt: skip
+    torch.manual_seed(3)
+    ours = generate_tokens(resident, Words(), PROMPTS, Generation(max_new_tokens=12, temperature=1.0), num_return=2)
+    assert ours == [row[: row.index(0)] if 0 in row else row for row in theirs]
+
+
+@two_shapes
+@pytest.mark.parametrize("num_return", [1, 3])
+def test_beam_search_follows_the_beams_as_transformers_does(oracle, streamed, num_return: int) -> None:
+    settings = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False, "num_return_sequences": num_return}
+    for prompt in PROMPTS[1:3]:
+        ids = torch.tensor([prompt])
+        given = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "eos_token_id": 0, **settings}
+        assert streamed.generate(ids, **given).tolist() == oracle.generate(ids, **given).tolist()
+
+
+@two_shapes
+def test_guessing_from_the_prompt_changes_no_token(oracle, streamed) -> None:
+    for prompt in ([5, 9, 3, 5, 9, 3, 5], [6, 6, 6, 6]):
+        settings = Generation(max_new_tokens=12, prompt_lookup_num_tokens=3)
+        assert generate_tokens(streamed, Words(), [prompt], settings) == [
+            alone(oracle, prompt, max_new_tokens=12, do_sample=False)
+        ]
+
+
+def test_logits_are_those_of_transformers_and_bitwise_the_same_wherever_the_weights_are(oracle, model_folder) -> None:
+    ids = torch.tensor([[3, 1, 4, 1, 5], [0, 0, 9, 2, 6]])
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+    following = torch.tensor([[8], [2]])
+    found = []
+    for place in ("device", "host", "disk"):
+        with reading_stack(model_folder, CPU, torch.float32, place) as (architecture, stack):
+            model = StreamedModel(architecture, stack)
+            first = model(ids, attention_mask=mask)
+            second = model(following, past_key_values=first.past_key_values)
+            found.append(torch.cat((first.logits, second.logits), dim=1))
+    assert all(torch.equal(found[0], each) for each in found)
+    whole = torch.cat((ids, following), dim=1)
+    with torch.no_grad():
+        for row, start in enumerate((0, 2)):
+            theirs = oracle(whole[row : row + 1, start:]).logits[0]
+            torch.testing.assert_close(found[0][row, start:], theirs, rtol=1e-5, atol=1e-5)
+
+
+@one_shape
+def test_rows_that_have_ended_are_computed_no_more(oracle, resident, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = [alone(oracle, prompt, max_new_tokens=30, do_sample=False) for prompt in PROMPTS]
+    longest = max(written, key=len)
+    end = longest[5]
+    monkeypatch.setattr(Words, "eos_token_id", end)
+    computed, read = [], resident.passes.read
+    monkeypatch.setattr(
+        resident.passes, "read", lambda batches, at: computed.append(sum(map(len, at))) or read(batches, at)
+    )
+    ours = generate_tokens(resident, Words(), PROMPTS, Generation(max_new_tokens=30))
+    assert ours[written.index(longest)] == longest[: longest.index(end)]
+    steps = [min(len(tokens) + 1, 30) for tokens in ours]
+    assert len(set(steps)) > 1
+    assert computed == [sum(step >= n for step in steps) for n in range(1, max(steps) + 1)]
+
+
+@one_shape
+def test_beams_read_their_prompt_once(resident, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed, read = [], resident.passes.read
+    monkeypatch.setattr(
+        resident.passes,
+        "read",
+        lambda batches, at: computed.append(sum(len(batch.tokens_T) for batch in batches)) or read(batches, at),
+    )
+    generate_tokens(resident, Words(), PROMPTS, Generation(max_new_tokens=2, min_new_tokens=2, num_beams=3))
+    assert computed == [sum(map(len, PROMPTS)), 3 * len(PROMPTS)]
+
+
+@two_shapes
+def test_beams_that_share_memory_have_the_logits_of_each_on_its_own(resident) -> None:
+    shared, generator = RaggedCache(), torch.Generator().manual_seed(0)
+    texts = [list(prompt) for prompt in PROMPTS[:2] for _ in range(4)]
+    width = max(map(len, texts))
+    ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
+    mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
+    resident.forward(ids, mask, shared, 1)
+    for _ in range(50):
+        beams = torch.randint(4, (2, 4), generator=generator) + torch.tensor([[0], [4]])
+        tokens = torch.randint(1, 50, (8, 1), generator=generator)
+        shared.reorder_cache(beams.flatten())
+        logits = resident.forward(tokens, None, shared, 1).logits[:, 0]
+        texts = [[*texts[beam], int(token)] for beam, token in zip(beams.flatten(), tokens, strict=True)]
+    assert shared.kv.num_slots < 50 * 4 * 0.9, "nothing has been forgotten"
+    for text, ours in zip(texts, logits, strict=True):
+        apart = resident.forward(torch.tensor([text]), logits_to_keep=1).logits[0, 0]
+        torch.testing.assert_close(ours, apart, rtol=1e-5, atol=1e-5)
+
+
+@one_shape
+def test_sampling_repeats_with_the_seed_and_only_with_it(streamed) -> None:
+    def sample(seed: int) -> list[list[int]]:
+        torch.manual_seed(seed)
+        return generate_tokens(streamed, Words(), PROMPTS, Generation(max_new_tokens=8, temperature=5.0, top_p=0.99))
+
+    assert sample(1) == sample(1) != sample(2)
+
+
+@one_shape
+def test_top_k_one_is_greedy_at_any_temperature(streamed) -> None:
+    greedy = generate_tokens(streamed, Words(), PROMPTS, Generation(max_new_tokens=12))
+    assert (
+        generate_tokens(streamed, Words(), PROMPTS, Generation(max_new_tokens=12, temperature=9.0, top_k=1)) == greedy
+    )
+
+
+@one_shape
+def test_prompts_that_are_not_computed_at_once_are_gone_on_from_all_the_same(streamed) -> None:
+    settings = Generation(max_new_tokens=6)
+    together = generate_tokens(streamed, Words(), PROMPTS, settings)
+    streamed.budget_tokens = 1
+    assert generate_tokens(streamed, Words(), PROMPTS, settings) == together
+
+
+def test_rows_of_like_length_share_the_passes_as_far_as_their_tokens_allow() -> None:
+    settings = Generation(max_new_tokens=6)
+    assert list(batches_by_length([3, 9, 4], settings, most_tokens=30)) == [[1, 2], [0]]
+    assert list(batches_by_length([3, 9, 4], settings, num_return=2, most_tokens=30)) == [[1], [2], [0]]
+    assert list(batches_by_length([3, 9, 4], settings, most_tokens=1)) == [[1], [2], [0]]
+
+
+@one_shape
+def test_writing_goes_on_after_something_else_has_used_the_weights(streamed) -> None:
+    from gptj_ft.models.layers import pack
+    from gptj_ft.streaming.step import evaluate_losses
+
+    def write() -> list[list[int]]:
+        return generate_tokens(streamed, Words(), PROMPTS, Generation(max_new_tokens=6))
+
+    before = write()
+    evaluate_losses(streamed.stack, [pack(PROMPTS, [0] * len(PROMPTS))])
+    assert write() == before
+
+
+@one_shape
+def test_weights_that_take_the_same_inputs_are_one_product_and_what_stays_is_fetched_once(
+    resident, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products, asked = [], []
+    project, read = products_of.project, DeviceStore.read
+    monkeypatch.setattr(products_of, "project", lambda x, w, b: products.append(tuple(w.shape)) or project(x, w, b))
+    monkeypatch.setattr(DeviceStore, "read", lambda store, *rest: asked.append(rest[1]) or read(store, *rest))
+    cache = resident(torch.tensor([[1, 2, 3]])).past_key_values
+    asked.clear(), products.clear()
+    for _ in range(3):
+        resident(torch.tensor([[4]]), past_key_values=cache)
+    assert products == 3 * [*2 * [(64 * 7, 64), (64, 64), (64, 64 * 4)], (90, 64)]
+    assert asked == []
+
+
+@one_shape
+def test_while_a_pass_ends_the_next_one_is_on_its_way(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with reading_stack(model_folder, CPU, torch.float32, "disk") as (architecture, stack):
+        model, asked = StreamedModel(architecture, stack), []
+        fetch = stack.fetch
+        monkeypatch.setattr(stack, "fetch", lambda kind, layer, *rest: asked.append(layer) or fetch(kind, layer, *rest))
+        model(torch.tensor([[1, 2]]))
+        head = len(stack.layers) - 1
+        assert asked == [*range(1, head + 1), 1], "the first block of the next pass is read while the head computes"
+        model(torch.tensor([[1, 2]]))
+        assert asked == [*range(1, head + 1), *range(1, head + 1), 1], "and is not read again"
+
+
+def test_logits_that_are_no_numbers_stop_with_a_reason(tmp_path: Path) -> None:
+    model = random_gptj(**SHAPES["narrow"])
+    model.transformer.h[1].mlp.fc_in.weight.data[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "model")
+    with (
+        reading_stack(tmp_path / "model", CPU, torch.float32) as (architecture, stack),
+        pytest.raises(NotFinite, match="weights are damaged"),
+    ):
+        generate_tokens(StreamedModel(architecture, stack), Words(), PROMPTS, Generation(max_new_tokens=4))
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(UsageError, match="min_new_tokens"):
+        build({"generation": {"min_new_tokens": 9, "max_new_tokens": 3}})
+    with pytest.raises(UsageError, match="num_beams"):
+        build({"generation": {"prompt_lookup_num_tokens": 3, "num_beams": 2}})
+
+
+def test_text_ends_before_a_stop_string_but_not_before_it_says_something() -> None:
+    assert cut_at("\n yes\nQuestion: more", ("\n",)) == "\n yes"
+    assert cut_at("yes", ("\n",)) == "yes"
+
+
+@pytest.mark.parametrize("count", [1, 2, 32, 33, 128, 129])
+def test_products_of_few_tokens_are_what_torch_makes_of_them(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    flat, x = torch.randn(3, 48, 48, generator=generator), torch.randn(count, 48, generator=generator)
+    linears = [Linear(48, 48, bias=False) for _ in range(3)]
+    for linear, weight in zip(linears, flat, strict=True):
+        linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    transposed, biased = Conv1D(48, 48), Linear(48, 40)
+    with torch.no_grad():
+        transposed.weight.copy_(flat[1].t()), transposed.bias.fill_(0.5)
+        expected = [F.linear(x, weight) for weight in flat]
+        with_bias = F.linear(x, biased.weight, biased.bias)
+    with torch.inference_mode():
+        torch.testing.assert_close(list(project_by_all(x, linears)), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(transposed(x), expected[1] + 0.5, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(biased(x), with_bias, rtol=1e-5, atol=1e-5)
+        linears[2].register_forward_hook(lambda module, inputs, output: 2 * output)
+        torch.testing.assert_close(list(project_by_all(x, linears))[2], 2 * expected[2], rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_that_was_run_with_tensors_keeps_none_of_them() -> None:
+    layer = torch.nn.Linear(2, 2, device="meta")
+    runner, tensors = Runner(layer), {"weight": torch.eye(2), "bias": torch.ones(2)}
+    assert runner.run(tensors, torch.zeros(1, 2)).tolist() == [[1.0, 1.0]]
+    with pytest.raises(RuntimeError):
+        runner.run(tensors, torch.zeros(1, 3))
+    assert all(parameter.device.type == "meta" for parameter in layer.parameters())

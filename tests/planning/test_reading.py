@@ -1,0 +1,116 @@
+"""What evaluating takes: within the plan, refused where it does not fit, the same whatever goes together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptj_ft.checkpoints.tiny import make_tiny
+from gptj_ft.config.options import Generation
+from gptj_ft.config.presets import load_preset
+from gptj_ft.config.resolve import build
+from gptj_ft.evaluation.evaluate import evaluate_model, plan_evaluation
+from gptj_ft.models.registry import read_architecture
+from gptj_ft.planning.inference_plan import BATCH_TOKENS, Reads, plan_reading, together_within
+from gptj_ft.planning.plan import PROCESS_BYTES, Free
+
+GiB = 2**30
+CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+SHAPE = {"vocab_size": 50400, "n_positions": 2048, "n_embd": 4096, "n_layer": 28, "n_head": 16, "rotary_dim": 64}
+
+
+@pytest.fixture
+def reads(tmp_path: Path) -> Reads:
+    """GPT-J's size, and rows as those of a summarization."""
+    config = {**SHAPE, "model_type": "gptj", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}), encoding="utf-8")
+    lengths = [200 + 7 * n for n in range(100)]
+    documents = [length + 60 for length in lengths]
+    settings = Generation(max_new_tokens=128)
+    return Reads.of(read_architecture(tmp_path), torch.float32, settings, documents=documents, prompts=lengths)
+
+
+def free(memory: float) -> Free:
+    return Free(int(memory), int(memory), 100 * GiB, is_shared=True)
+
+
+def test_weights_stay_where_there_is_room_and_are_streamed_where_there_is_not(reads: Reads) -> None:
+    recipe = build({})
+    roomy, tight, small = (plan_reading(recipe, reads, free(size * GiB)) for size in (100, 30, 8))
+    assert (roomy.weights, roomy.together.written) == ("device", BATCH_TOKENS)
+    assert tight.weights == "device"
+    assert 2048 <= tight.together.written < BATCH_TOKENS
+    assert small.weights == "disk"
+    for plan in (roomy, tight, small):
+        assert all(need.need <= need.have for need in plan.needs)
+    assert plan_reading(build({"host_memory": "8GiB"}), reads, free(100 * GiB)).to_dict() == small.to_dict()
+    assert plan_reading(recipe, reads, free(30 * GiB), written=512).together.written == 512, "what was chosen before"
+
+
+def test_what_cannot_fit_is_refused_with_what_would_help(reads: Reads) -> None:
+    from gptj_ft.errors import ResourceError
+
+    with pytest.raises(
+        ResourceError, match=r"does not fit: .* it needs .* of memory, 5.4 GB is allowed; try --weights auto"
+    ):
+        plan_reading(build({"weights": "device", "host_memory": "5GiB"}), reads, free(100 * GiB))
+    with pytest.raises(ResourceError, match="no option is enough"):
+        plan_reading(build({}), reads, free(1 * GiB))
+
+
+def test_fewer_go_together_where_training_has_left_little(reads: Reads) -> None:
+    most = together_within(reads, 2048, 100 * GiB)
+    least = together_within(reads, 2048, 0)
+    assert most.written == BATCH_TOKENS
+    assert (least.written, least.computed) == (1, 2048)
+    few = together_within(reads, 2048, 6 * GiB)
+    assert least.written < few.written < most.written
+    assert reads.working_bytes(few) <= 6 * GiB
+
+
+def status(name: str) -> int:
+    lines = STATUS.read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def test_memory_of_an_evaluation_is_within_its_plan(tmp_path: Path) -> None:
+    try:
+        CLEAR_REFS.write_text("5")
+    except OSError:
+        pytest.skip("the peak of this process's memory cannot be set back here")
+    sizes = {"n_embd": 256, "n_layer": 2, "n_head": 4, "rotary_dim": 16, "n_positions": 512}
+    folder = make_tiny(tmp_path / "model", ["A note of some words. "] * 20, seed=0, vocab_target=300, **sizes)
+    rows = [{"document": "A note of some words. " * 8 + str(n), "summary": f"Note {n}."} for n in range(120)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    recipe = build({**load_preset("summarization"), "max_length": 512, "weights": "disk", "precision": "fp32",
+                    "micro_batch_tokens": 8192, "generation": {"max_new_tokens": 6}})  # fmt: skip
+    planned = plan_evaluation(folder, recipe, Path("rows.jsonl"), None)
+    assert planned.plan.together.written == BATCH_TOKENS
+    CLEAR_REFS.write_text("5")
+    before = status("VmRSS")
+    evaluate_model(planned)
+    growth = status("VmHWM") - before
+    allowed = sum(need.need for need in planned.plan.needs if need.resource == "memory") - PROCESS_BYTES
+    assert growth > 20e6, "something is measured"
+    assert growth <= allowed
+    assert allowed < 6 * growth, "a plan that allows anything is none"
+
+
+def test_a_file_is_answered_as_planned_and_gone_on_with_as_it_was_begun(shell, tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "model", ["A note of some words. "] * 20, seed=0, vocab_target=300)
+    Path("rows.jsonl").write_text('{"document": "A note."}\n' * 3, encoding="utf-8")
+    line = f"generate --model {folder} --recipe summarization --max-new-tokens 4 --set max_length=64 --input rows.jsonl"
+    planned = shell(f"{line} --output out.jsonl --dry-run --json")
+    assert planned.json["weights"] == "device"
+    assert not Path("out.jsonl").exists()
+    assert "tokens while writing" in shell(f"{line} --output out.jsonl --dry-run").out
+    refused = shell(f"{line} --output out.jsonl --host-memory 100MB")
+    assert refused.code == 4
+    assert "try a larger --device-memory or --host-memory" in refused.err
+    assert shell(f"{line} --output out.jsonl").code == 0
+    settings = json.loads(Path("out.jsonl.settings.json").read_text(encoding="utf-8"))
+    assert settings["together"] == BATCH_TOKENS
+    assert shell(f"{line} --output out.jsonl --host-memory 580MB").code == 0, "all of it is there"

@@ -1,0 +1,99 @@
+"""The core on a CUDA device: the same numbers in every placement, and near those of the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_streaming import PLACES, PROMPTS, STEPS, documents, lr_of
+
+from gptj_ft.checkpoints.model_folder import open_checkpoint
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.batches import micro_batches
+from gptj_ft.models import layers
+from gptj_ft.models.layers import attend, pack, takes_ragged
+from gptj_ft.models.registry import read_architecture
+from gptj_ft.streaming.activations import boundary_layout
+from gptj_ft.streaming.adamw import AdamW
+from gptj_ft.streaming.model import Room
+from gptj_ft.streaming.open import load_weights, training_stack
+from gptj_ft.streaming.step import train_step
+from gptj_ft.streaming.stores.placement import Placement, training_dtypes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def train(folder: Path, tmp: Path, device: torch.device, places=("device",) * 3, dtypes=None, kept=0, late=0):
+    architecture = read_architecture(folder)
+    stack = training_stack(
+        architecture, Placement(*places), dtypes or training_dtypes(torch.float32), device, tmp / "-".join(places),
+        Room(parts=3, part_numel=2048, kept=kept), boundary=boundary_layout(200, architecture.config.n_embd, 6),
+    )  # fmt: skip
+    with open_checkpoint(folder) as checkpoint:
+        load_weights(stack, architecture, checkpoint)
+    optimizer, curve = AdamW(stack, Recipe(), late=late), []
+    docs = documents(stack.layouts[0].shapes["wte.weight"][0])
+    for step in range(STEPS):
+        optimizer.begin(lr_of(step))
+        batches = [batch.to(device) for batch in micro_batches(docs, PROMPTS, 40)]
+        curve.append((train_step(stack, optimizer, batches).mean, optimizer.end()))
+    optimizer.flush()
+    weights = [
+        torch.cat([part.cpu() for _, part in stack.read_parts("weight", layer)]) for layer in range(len(stack.layers))
+    ]
+    stack.close()
+    return curve, weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("place", PLACES[1:])
+def test_placement_never_changes_a_bit_on_cuda(
+    place: str, late: int, dtype: torch.dtype, model_folder: Path, tmp_path: Path
+) -> None:
+    dtypes = training_dtypes(dtype)
+    curve, weights = train(model_folder, tmp_path / "a", CUDA, dtypes=dtypes)
+    for places in ((place, place, place), ("device", place, "device"), (place, "device", "device")):
+        for kept in (0, 1):
+            other = train(model_folder, tmp_path / f"{places}{kept}", CUDA, places, dtypes, kept, late)
+            assert other[0] == curve
+            assert all(torch.equal(a, b) for a, b in zip(weights, other[1], strict=True))
+
+
+def test_cuda_agrees_with_the_cpu(model_folder: Path, tmp_path: Path) -> None:
+    ours, _ = train(model_folder, tmp_path / "cuda", CUDA, ("host",) * 3)
+    theirs, _ = train(model_folder, tmp_path / "cpu", torch.device("cpu"))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_one_kernel_for_all_documents_equals_document_by_document(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not takes_ragged(CUDA, torch.bfloat16, width):
+        pytest.skip("no such kernel for this device and width")
+    batch = pack([[1] * length for length in (5, 300, 1, 64)]).to(CUDA)
+    generator = torch.Generator(CUDA).manual_seed(0)
+    shape = (len(batch.tokens_T), 2, width)
+    inputs = [torch.randn(shape, device=CUDA, dtype=torch.bfloat16, generator=generator) for _ in range(3)]
+    results = []
+    for takes in (True, False):
+        monkeypatch.setattr(layers, "takes_ragged", lambda *_, takes=takes: takes)
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = attend(*leaves, batch, 0)
+        out.sum().backward()
+        results.append([out, *(x.grad for x in leaves)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,63 @@
+"""What a run draws is part of its numbers: the same in every version, machine and release of the libraries.
+
+The values below are those of the first version that had this test. Whoever changes one changes runs that have begun.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from gptj_ft.data.batches import rows_of_step
+from gptj_ft.data.split import _choose
+from gptj_ft.models.layers import pack
+from gptj_ft.models.lora import initialise, seed_of
+from gptj_ft.streaming.adamw import round_stochastically
+from gptj_ft.streaming.step import dropping
+
+ROWS = [[0, 4, 7, 1], [5, 6, 3, 8], [2], [0, 6, 2, 1]]
+HELD = [1, 8, 9, 13, 20, 29, 31, 36]
+ROUNDED = "748965f7f6253ded"
+SEED = 20264839925883621
+DROPPED = [18, 1048594, 2097170]
+FIRST = [-0.0075829, 0.2000428, -0.0455447, 0.237025, 0.0101791, 0.1113995]
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def test_the_order_of_rows_is_that_of_every_version() -> None:
+    assert [rows_of_step(step, 9, 4, seed=3) for step in range(4)] == ROWS
+
+
+def test_the_rows_held_out_are_those_of_every_version() -> None:
+    groups, labels = np.arange(1000, 1040), np.zeros(40, np.int64)
+    assert np.flatnonzero(_choose(groups, labels, 8, seed=5)).tolist() == HELD
+
+
+def test_stochastic_rounding_is_that_of_every_version() -> None:
+    exact = torch.arange(3_000_000, dtype=torch.float32) / 1024  # exact on every processor
+    rounded = torch.empty(len(exact), dtype=torch.bfloat16)
+    round_stochastically(exact, rounded, (0, 7, 2, "exp_avg"), 1 << 20)
+    assert digest(rounded.view(torch.int16).numpy().tobytes()) == ROUNDED
+
+
+def test_seeds_and_first_adapters_are_those_of_every_version() -> None:
+    matrix = torch.empty(4, 6)
+    initialise("attn.q_proj.lora_A", matrix, (0, 1))
+    assert seed_of((0, 12, 3)) == SEED
+    assert matrix[0].tolist() == pytest.approx(FIRST, abs=1e-6)
+
+
+def test_what_a_layer_drops_is_that_of_every_version() -> None:
+    layer, batch, seeds = SimpleNamespace(index=13, module=torch.nn.Identity()), replace(pack([[1, 2]]), noise=5), []
+    for chunk in range(3):
+        with dropping(layer, batch, chunk):
+            seeds.append(torch.initial_seed())
+    assert seeds == DROPPED

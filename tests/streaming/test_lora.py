@@ -1,0 +1,486 @@
+"""LoRA against `peft`, against itself in every placement, and from the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import random_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from small_run import Power, PowerCut, assert_same_weights, new_run, small_session, weights_of
+from small_run import train as train_run
+from test_freezing import LITTLE
+from test_streaming import (
+    CPU,
+    LENGTHS,
+    PROMPTS,
+    assert_identical,
+    documents,
+    lr_of,
+    next_token_logits,
+    oracle_loss,
+    relative,
+    train,
+)  # fmt: skip
+from transformers import AutoModelForCausalLM
+
+from gptj_ft.checkpoints.formats.peft import MergedCheckpoint, open_adapter
+from gptj_ft.checkpoints.model_folder import open_checkpoint
+from gptj_ft.config.options import Recipe
+from gptj_ft.config.resolve import resolve
+from gptj_ft.config.run_folder import Run
+from gptj_ft.data.batches import micro_batches
+from gptj_ft.models.layers import pack
+from gptj_ft.models.lora import linear_layers, name_of, seed_of
+from gptj_ft.models.registry import read_architecture
+from gptj_ft.models.trainable import select
+from gptj_ft.planning.workload import Load
+from gptj_ft.streaming.activations import boundary_layout
+from gptj_ft.streaming.adamw import AdamW
+from gptj_ft.streaming.model import Room
+from gptj_ft.streaming.open import load_weights, open_frozen, reading_stack, training_stack
+from gptj_ft.streaming.step import evaluate_losses, train_step
+from gptj_ft.streaming.stores.placement import Placement, training_dtypes
+
+TARGETS = {"narrow": ("q_proj", "v_proj", "mlp.fc_out"), "gpt2": ("c_attn", "mlp.c_proj")}
+
+
+def lora(shape: str = "narrow", **options: object) -> Recipe:
+    return Recipe(method="lora", lora={"rank": 4, "alpha": 6, "targets": TARGETS[shape], **options})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {shape: tmp_path_factory.mktemp(shape) for shape in TARGETS}
+    for shape, folder in made.items():
+        random_model(shape).save_pretrained(folder)
+    return made
+
+
+def open_training(folder: Path, tmp: Path, recipe: Recipe, placement=("device", "device"), room=LITTLE, **places):
+    architecture, where = read_architecture(folder), Placement(*placement, **places)
+    stack = training_stack(
+        architecture, where, training_dtypes(torch.float32), CPU, tmp, room,
+        boundary=boundary_layout(sum(LENGTHS), architecture.config.n_embd, len(LENGTHS)),
+        selection=select(architecture, recipe),
+    )  # fmt: skip
+    checkpoint = open_checkpoint(folder)
+    open_frozen(stack, architecture, checkpoint, where.of("frozen"))
+    load_weights(stack, architecture, checkpoint, recipe.seed)
+    return stack
+
+
+def adapters_of(stack, kind: str = "weight") -> dict[str, torch.Tensor]:
+    """The matrices, or their gradients, by PEFT's names."""
+    family = "gptj" if hasattr(stack.layers[1], "ln_1") and not hasattr(stack.layers[1], "ln_2") else "gpt2"
+    from gptj_ft.models.registry import families
+
+    found = {}
+    for layer in stack.trained:
+        flat = torch.cat([part.clone() for _, part in stack.read_parts(kind, layer)])
+        for local, view in stack.layouts[layer].views(flat).items():
+            found[name_of(families()[family], layer, local, len(stack.layers))] = view
+    return found
+
+
+def as_peft(shape: str, matrices: dict[str, torch.Tensor]):
+    """The same model with the same adapters, by PEFT."""
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=list(TARGETS[shape]), fan_in_fan_out=shape == "gpt2")
+    model = get_peft_model(random_model(shape), config)
+    named = {name.removeprefix("base_model.model.").replace(".default", ""): p for name, p in model.named_parameters()}
+    trained = {name: p for name, p in named.items() if p.requires_grad}
+    assert trained.keys() == matrices.keys()
+    for name, parameter in trained.items():
+        parameter.data.copy_(matrices[name])
+    return model, trained
+
+
+@pytest.mark.parametrize("shape", TARGETS)
+def test_losses_gradients_and_five_steps_match_peft(shape: str, folders, tmp_path: Path) -> None:
+    recipe = lora(shape).model_copy(update={"clip_norm": 0.05})
+    docs = documents(101)
+    stack = open_training(folders[shape], tmp_path, recipe)
+    model, trained = as_peft(shape, adapters_of(stack))
+    theirs = torch.optim.AdamW(trained.values(), eps=recipe.eps, betas=recipe.betas, weight_decay=recipe.weight_decay)
+    ours, norms = AdamW(stack, recipe), []
+    for step in range(5):
+        theirs.param_groups[0]["lr"] = lr_of(step)
+        theirs.zero_grad()
+        loss = oracle_loss(model, docs)
+        loss.backward()
+        gradients = {name: parameter.grad.clone() for name, parameter in trained.items()}
+        norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), 0.05).item())
+        theirs.step()
+        ours.begin(lr_of(step))
+        assert train_step(stack, ours, micro_batches(docs, PROMPTS, 40)).mean == pytest.approx(loss.item(), rel=1e-5)
+        for name, gradient in adapters_of(stack, "grad").items():
+            assert relative(gradient, gradients[name]) < 1e-5, (step, name)
+        assert ours.end() == pytest.approx(norms[-1], rel=1e-5)
+    ours.flush()
+    assert max(norms) > 0.05, "clipping was never needed, so this test would not see it"
+    for name, matrix in adapters_of(stack).items():
+        assert relative(matrix, trained[name]) < 1e-4, name
+    stack.close()
+
+
+def test_first_values_are_those_of_peft_and_of_the_seed(folders, tmp_path: Path) -> None:
+    first, again, other = (
+        adapters_of(open_training(folders["narrow"], tmp_path / str(n), lora().model_copy(update={"seed": seed})))
+        for n, seed in enumerate((0, 0, 1))
+    )
+    for name, matrix in first.items():
+        assert torch.equal(matrix, again[name])
+        if "lora_B" in name:
+            assert not matrix.any()
+            continue
+        assert not torch.equal(matrix, other[name])
+        bound = matrix.shape[1] ** -0.5  # of kaiming_uniform_ with a = sqrt(5)
+        assert 0.9 * bound < matrix.abs().max() <= bound
+    assert len({float(matrix.sum()) for name, matrix in first.items() if "lora_A" in name}) == len(first) // 2
+
+
+def with_noise(batches):
+    return [replace(batch, noise=seed_of((0, number))) for number, batch in enumerate(batches)]
+
+
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])
+@pytest.mark.parametrize("shape", TARGETS)
+def test_placement_kept_activations_and_late_updates_never_change_a_bit(
+    shape: str, dropout: float, folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if dropout:
+        monkeypatch.setattr("test_streaming.micro_batches", lambda *rest: with_noise(micro_batches(*rest)))
+    recipe = lora(shape, dropout=dropout)
+    expected = train(open_training(folders[shape], tmp_path / "resident", recipe), recipe)
+    for number, (placement, places, room, late) in enumerate(
+        [
+            (("disk", "disk"), {"frozen": "disk"}, LITTLE, 1),
+            (("disk", "disk", "disk"), {"frozen": "host"}, replace(LITTLE, read_ahead=0), 0),
+            (("device", "device", "host"), {"frozen": "disk"}, replace(LITTLE, read_ahead=3, kept=1), 0),
+            (("host", "host"), {"frozen": "device"}, replace(LITTLE, kept=3), 2),
+        ]
+    ):
+        stack = open_training(folders[shape], tmp_path / str(number), recipe, placement, room, **places)
+        # of an embedding that is elsewhere there are rows only: what came is compared
+        assert_identical(expected, train(stack, recipe, late=late))
+
+
+@pytest.mark.parametrize("read_ahead", [0, 1, 2])
+def test_the_bytes_read_of_what_is_not_trained_are_those_forecast(folders, tmp_path: Path, read_ahead: int) -> None:
+    recipe = lora()
+    stack = open_training(folders["narrow"], tmp_path, recipe, room=Room(read_ahead), frozen="disk")
+    optimizer, reads = AdamW(stack, recipe), []
+    batches = micro_batches(documents(101), PROMPTS, 40)
+    for _ in range(3):
+        before = stack.bytes_read
+        optimizer.begin(1e-3)
+        train_step(stack, optimizer, batches)
+        optimizer.end()
+        reads.append((stack.bytes_read - before) // 4)
+    rows = 48 * len(torch.cat([batch.tokens_T for batch in batches]).unique())
+    load = Load(stack.layouts, 48, torch.float32, 40, 74, 74.0, 50.0, 3, frozen=stack.frozen)
+    assert reads[2] - rows == sum(load.frozen_reads(read_ahead + 1))
+    stack.close()
+
+
+def test_dropout_drops_in_training_only_and_differs_by_its_seed(folders, tmp_path: Path) -> None:
+    docs = documents(101)
+    losses = {}
+    for name, dropout, noise in (("without", 0.0, None), ("off", 0.5, None), ("one", 0.5, 1), ("two", 0.5, 2)):
+        recipe = lora(dropout=dropout)
+        stack = open_training(folders["narrow"], tmp_path / name, recipe)
+        for layer in stack.trained:  # B is zero at first, and then nothing is seen of A
+            stack.stores["weight"].read("weight", layer, None).result().fill_(0.1)
+        batches = [replace(batch, noise=noise) for batch in micro_batches(docs, PROMPTS, 40)]
+        before = torch.random.get_rng_state()
+        optimizer = AdamW(stack, recipe)
+        optimizer.begin(1e-3)
+        losses[name] = train_step(stack, optimizer, batches).mean
+        assert torch.equal(torch.random.get_rng_state(), before)
+        if noise is None:
+            assert evaluate_losses(stack, batches)[0].mean == pytest.approx(
+                evaluate_losses(stack, [replace(batch, noise=None) for batch in batches])[0].mean
+            )
+        stack.close()
+    assert losses["without"] == losses["off"]
+    assert len(set(losses.values())) == 3
+
+
+def test_each_layer_and_micro_batch_drops_other_inputs_and_recomputing_drops_the_same(
+    folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropout, masks = torch.nn.functional.dropout, []
+
+    def watched(x: torch.Tensor, *rest: object) -> torch.Tensor:
+        out = dropout(x, *rest)
+        masks.append((tuple(x.shape), (out == 0).flatten().tolist()))
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", watched)
+    recipe = lora(dropout=0.5).model_copy(
+        update={"lora": lora(dropout=0.5).lora.model_copy(update={"targets": ["q_proj"]})}
+    )
+    stack = open_training(folders["narrow"], tmp_path, recipe)
+    docs = [documents(101)[1]] * 2  # two micro-batches of one shape
+    batches = with_noise(micro_batches(docs, [0, 0], len(docs[0])))
+    optimizer = AdamW(stack, recipe)
+    optimizer.begin(1e-3)
+    train_step(stack, optimizer, batches)
+    stack.close()
+    blocks, forward = 3, masks[: 3 * len(batches)]
+    assert len({shape for shape, _ in masks}) == 1
+    assert len({tuple(mask) for _, mask in forward}) == blocks * len(batches), "some layers drop the same"
+    assert {tuple(mask) for _, mask in masks} == {tuple(mask) for _, mask in forward}, "recomputed otherwise"
+    assert len(masks) == 2 * len(forward)
+
+
+def adapter_of(run) -> dict[str, torch.Tensor]:
+    return load_file(run.model / "adapter_model.safetensors")
+
+
+LORA = {"method": "lora", "lora": {"rank": 4, "dropout": 0.1}, "num_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("straight")
+    session, run = small_session(folder / "model", **LORA), new_run(folder)
+    train_run(session, run)
+    return session, run
+
+
+@pytest.mark.parametrize(
+    ("weights", "state"), [("device", "auto"), ("disk", "auto"), ("host", "device"), ("disk", "host")]
+)
+def test_a_run_is_the_same_in_every_placement_and_writes_no_weight_of_the_model(
+    weights: str, state: str, straight, tmp_path: Path
+) -> None:
+    session = small_session(straight[0].model, **LORA, weights=weights, optimizer_state=state)
+    run = new_run(tmp_path)
+    before = {path.name: path.stat().st_mtime_ns for path in session.model.iterdir()}
+    train_run(session, run)
+    assert_same_weights(adapter_of(run), adapter_of(straight[1]), weights, state)
+    assert {path.name: path.stat().st_mtime_ns for path in session.model.iterdir()} == before
+    losses = [[line.get("loss") for line in each.metrics()] for each in (run, straight[1])]
+    assert losses[0] == losses[1]
+    trained = sum(layout.numel for layout in session.selection.trained)
+    assert session.plan.num_trained <= trained
+    if state == "auto":
+        assert session.plan.placement == Placement("disk", "disk", frozen=weights)
+        lines = [line for line in run.metrics() if "loss" in line]
+        assert all(line["bytes_written"] <= 16 * trained for line in lines)
+        assert session.plan.costs.disk_bytes_written_per_step == 16 * trained
+
+
+@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_power_cut_at_any_disk_operation_loses_nothing_but_the_step_in_flight(
+    stride: int, straight, tmp_path: Path
+) -> None:
+    session = small_session(straight[0].model, **LORA)
+    with pytest.MonkeyPatch.context() as patch:
+        power = Power(patch)
+        (tmp_path / "count").mkdir()
+        train_run(session, new_run(tmp_path / "count"))
+    assert power.count > 30
+    for last in range(3, power.count, stride):
+        run = new_run(tmp_path)
+        with pytest.MonkeyPatch.context() as patch:
+            Power(patch, last)
+            with pytest.raises(PowerCut):
+                train_run(session, run)
+        if not run.model.exists():
+            train_run(session, run)
+        assert_same_weights(adapter_of(run), adapter_of(straight[1]), last)
+        shutil.rmtree(run.folder)
+
+
+def logits_of(folder: Path, docs) -> torch.Tensor:
+    with reading_stack(folder, CPU, torch.float32) as (_, stack):
+        return next_token_logits(stack, pack(docs))
+
+
+@pytest.fixture(params=TARGETS)
+def foreign(request: pytest.FixtureRequest, folders, tmp_path: Path):
+    """An adapter that PEFT has made: of two ranks, with matrices that do something."""
+    shape = request.param
+    config = LoraConfig(
+        r=4, lora_alpha=6, target_modules=list(TARGETS[shape]), fan_in_fan_out=shape == "gpt2",
+        rank_pattern={r"h\.1\..*": 2}, alpha_pattern={r"h\.1\..*": 5}, use_rslora=True,
+    )  # fmt: skip
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folders[shape]), config).eval()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.3, generator=generator)
+    model.save_pretrained(tmp_path / "foreign")
+    return model, tmp_path / "foreign", folders[shape]
+
+
+def test_adapters_of_peft_are_read_with_equal_logits(foreign) -> None:
+    model, folder, base = foreign
+    docs = documents(101)
+    with torch.no_grad():
+        theirs = torch.stack([model(torch.tensor([ids])).logits[0, -1] for ids in docs])
+    torch.testing.assert_close(logits_of(folder, docs), theirs, rtol=1e-5, atol=1e-5)
+    assert relative(theirs, logits_of(base, docs)) > 0.1, "the adapter does too little for this test to see"
+
+
+def test_convert_merges_an_adapter_tensor_by_tensor(foreign, shell, tmp_path: Path) -> None:
+    model, folder, base = foreign
+    done = shell("convert --json --merge", folder, base, tmp_path / "merged")
+    assert done.code == 0, done.err
+    expected = model.merge_and_unload().state_dict()
+    merged = weights_of(tmp_path / "merged")
+    changed = 0
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+        changed += not torch.equal(tensor, AutoModelForCausalLM.from_pretrained(base).state_dict()[name])
+    assert changed == len([name for name in load_file(folder / "adapter_model.safetensors") if "lora_A" in name])
+
+
+class Overtaken(MergedCheckpoint):
+    """What another thread merges is the last change as soon as this thread has noted its own."""
+
+    @property
+    def _change(self) -> tuple[str, torch.Tensor]:
+        return self._last
+
+    @_change.setter
+    def _change(self, change: tuple[str, torch.Tensor]) -> None:
+        self._last = "of another tensor", torch.full_like(change[1], 9.0)
+
+
+def test_a_thread_that_merges_another_tensor_meanwhile_changes_nothing(foreign) -> None:
+    _, folder, base = foreign
+    adapter = open_adapter(folder, read_architecture(base))
+    with open_checkpoint(base) as checkpoint:
+        for module in adapter.ranks:
+            name = f"{module}.weight"
+            expected = checkpoint.read(name) + adapter.change(module)
+            assert torch.equal(Overtaken(checkpoint, adapter).read(name), expected), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "use_dora True is not supported"),
+        ({"peft_type": "IA3"}, "peft_type IA3 is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"base_model_name_or_path": "nowhere/at-all"}, "nowhere/at-all, which is not there"),
+    ],
+)
+def test_adapters_that_would_be_something_else_are_refused(change, message: str, shell, straight, tmp_path) -> None:
+    folder = shutil.copytree(straight[1].model, tmp_path / "adapter")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, **change}))
+    if "base_model_name_or_path" not in change:  # that may be changed by anybody
+        done = shell("convert --merge", folder)
+        assert (done.code, "adapter_config.json is damaged, or was edited" in done.err) == (3, True), done.err
+        (folder / "digests.json").unlink()
+    done = shell("convert --merge", folder)
+    assert (done.code, message in done.err) == (2, True), done.err
+
+
+def test_an_adapter_for_another_model_is_refused_and_its_tensor_named(shell, straight, tmp_path: Path) -> None:
+    folder = shutil.copytree(straight[1].model, tmp_path / "adapter")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file(
+        {**tensors, "base_model.model.score.lora_A.weight": torch.zeros(2, 2)}, folder / "adapter_model.safetensors"
+    )
+    done = shell("convert --merge", folder, straight[0].model, tmp_path / "merged")
+    assert (done.code, "base_model.model.score.lora_A.weight belongs to no linear layer" in done.err) == (3, True)
+
+
+TINY = "--recipe summarization --data rows.jsonl --model tiny --method lora --batch-size 8 --lr 1e-2"
+
+
+def test_the_commands_with_an_adapter(shell, rows_file: Path, tmp_path: Path) -> None:
+    plan = shell(f"finetune {TINY} --max-steps 40 --dry-run --json").json
+    assert plan["num_trained"] < plan["num_parameters"] / 10
+    done = shell(f"finetune {TINY} --max-steps 40 --output runs/out --set lora.rank=4 --set lora.merge=true --json")
+    assert done.code == 0, done.err
+    result = done.json
+    assert result["loss_after"] < result["loss_before"] - 0.5
+    adapter = Path(result["model"])
+    assert adapter == Path("runs/out/model")
+    assert not (adapter / "config.json").exists()
+    assert shell("runs verify runs/out").code == 0
+    assert "finished" in shell("runs").out
+    written = shell("generate --max-new-tokens 12 --json", "The printer on floor 3 is out of paper.")
+    assert written.code == 0, written.err
+    assert written.json["model"] == str(adapter.resolve())
+    done = shell("evaluate --json --limit 6 --data rows.jsonl")
+    assert done.code == 0, done.err
+    assert done.json["model"]["loss"] < done.json["baseline"]["loss"] - 0.5
+    merged = shell("evaluate runs/out/merged --json --limit 6 --data rows.jsonl --baseline none")
+    assert merged.json["model"]["loss"] == pytest.approx(done.json["model"]["loss"], rel=1e-5)
+    again = shell("convert --json --merge runs/out/model")
+    assert again.code == 0, again.err
+    assert_same_weights(weights_of(Path(again.json["folder"])), weights_of(Path("runs/out/merged")))
+    done = shell("finetune --recipe summarization --data rows.jsonl --model runs/out")
+    assert (done.code, "convert --merge" in done.err) == (2, True), done.err
+
+    # PEFT opens it, with the base that it names, and computes the same.
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    base = AutoModelForCausalLM.from_pretrained(config["base_model_name_or_path"])
+    model = PeftModel.from_pretrained(base, adapter).eval()
+    docs = [[5, 9, 2, 7], [1, 2, 3]]
+    with torch.no_grad():
+        theirs = torch.stack([model(torch.tensor([ids])).logits[0, -1] for ids in docs])
+    torch.testing.assert_close(logits_of(adapter, docs), theirs, rtol=1e-5, atol=1e-5)
+    assert config["target_modules"] == ["q_proj", "v_proj"]
+
+
+def load_recipe(run: str) -> Recipe:
+    return Run(Path(run)).recipe()
+
+
+def test_stopping_and_resuming_in_another_placement_equals_a_straight_run_to_the_bit(
+    shell, rows_file: Path, monkeypatch
+) -> None:
+    options = f"finetune {TINY} --max-steps 6 --set lora.dropout=0.2 --set save_every=2"
+    assert shell(f"{options} --output straight --weights device").code == 0
+
+    from gptj_ft.training import loop
+
+    original = loop.train_step
+
+    def interrupting(stack, optimizer, *rest):
+        if optimizer.step in (2, 4):
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(stack, optimizer, *rest)
+
+    monkeypatch.setattr(loop, "train_step", interrupting)
+    assert shell(f"{options} --output stopped --weights disk").code == 130
+    assert shell("finetune --resume stopped --optimizer-state device --weights host").code == 130
+    (weights,) = Path(load_recipe("stopped").model).glob("model-00002-of-*.safetensors")
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    refused = shell("finetune --resume stopped")
+    assert (refused.code, f"{weights} has changed since the run began" in refused.err) == (3, True), refused.err
+    assert "has changed since the run began" in shell("runs verify stopped").out
+    weights.write_bytes(whole)
+    assert shell("runs verify stopped").code == 0
+    done = shell("finetune --resume stopped --weights device")
+    assert done.code == 0, done.err
+    ours, theirs = (load_file(Path(name) / "model/adapter_model.safetensors") for name in ("stopped", "straight"))
+    assert_same_weights(ours, theirs)
+
+
+def test_options_of_lora(shell, rows_file: Path, folders) -> None:
+    done = shell(f"finetune {TINY} --set lora.targets=q_porj,v_proj")
+    assert (done.code, "did you mean 'q_proj'" in done.err) == (2, True), done.err
+    done = shell(f"finetune {TINY} --train h.1.*")
+    assert (done.code, "use lora.targets" in done.err) == (2, True), done.err
+    assert resolve({"method": "lora", "recipe": "summarization"}).recipe.lr == 2e-4
+    assert resolve({"method": "lora", "recipe": "summarization", "lr": 1e-3}).recipe.lr == 1e-3
+    architecture = read_architecture(folders["narrow"])
+    chosen = select(architecture, lora(targets=("h.[12].mlp.*",))).adapters
+    assert list(chosen) == [name for name in linear_layers(architecture) if ".mlp." in name and ".0." not in name]

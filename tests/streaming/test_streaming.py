@@ -1,0 +1,666 @@
+"""The core against `transformers` and `torch.optim`, and against itself in every placement."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import SHAPES, random_gpt2, random_gptj, random_model
+
+from gptj_ft.checkpoints.model_folder import open_checkpoint
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.batches import micro_batches
+from gptj_ft.errors import GptjFtError
+from gptj_ft.generation.hf_model import Passes
+from gptj_ft.models.layers import NO_TARGET, PackedBatch, pack
+from gptj_ft.models.layout import LENDER, Layout
+from gptj_ft.models.registry import read_architecture
+from gptj_ft.planning.workload import Load, training_passes
+from gptj_ft.streaming import activations
+from gptj_ft.streaming.activations import NUM_BUFFERS, Here, boundary_layout
+from gptj_ft.streaming.adamw import AdamW
+from gptj_ft.streaming.buffers import Buffer, Buffers
+from gptj_ft.streaming.layer_load import Passage, Visit
+from gptj_ft.streaming.model import Room
+from gptj_ft.streaming.open import load_weights, reading_stack, training_stack
+from gptj_ft.streaming.step import evaluate_losses, stream, train_step
+from gptj_ft.streaming.stores.placement import Placement, training_dtypes
+from gptj_ft.streaming.stores.state_file import StateFile
+from gptj_ft.streaming.update_check import Movement
+from gptj_ft.system.memory import allocate
+
+CPU = torch.device("cpu")
+PLACES = ("device", "host", "disk")
+FAMILIES = {"gptj": "narrow", "gpt2": "gpt2"}  # family -> a shape of it, 101 tokens and 3 blocks
+both_families = pytest.mark.parametrize("family", FAMILIES)
+LENGTHS = (5, 17, 9, 30, 2, 11)
+PROMPTS = (2, 3, 1, 10, 0, 5)
+STEPS = 10
+
+
+def documents(vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def open_training(
+    folder: Path, tmp: Path, placement=("device", "device"), recipe=Recipe(), dtypes=training_dtypes(torch.float32),
+    room=Room(part_numel=2048, parts=3),
+):  # fmt: skip
+    """Open a training stack; parts are small, so that a layer has several and the pool is shorter than a layer."""
+    architecture = read_architecture(folder)
+    stack = training_stack(
+        architecture, Placement(*placement), dtypes, CPU, tmp / "-".join(placement), room,
+        keep_gradients=recipe.clip_norm is not None,
+        boundary=boundary_layout(sum(LENGTHS), architecture.config.n_embd, len(LENGTHS)),
+    )  # fmt: skip
+    with open_checkpoint(folder) as checkpoint:
+        load_weights(stack, architecture, checkpoint)
+    return stack
+
+
+def lr_of(step: int) -> float:
+    return 1e-2 * (step + 1) / STEPS
+
+
+def train(stack, recipe: Recipe, budget: int = 40, steps: int = STEPS, late: int = 0):
+    """Train; return (loss, norm) of each step and every layer's flat weights."""
+    optimizer, curve = AdamW(stack, recipe, late=late), []
+    docs = documents(stack.layers[0].wte.num_embeddings)
+    for step in range(steps):
+        optimizer.begin(lr_of(step))
+        loss = train_step(stack, optimizer, micro_batches(docs, PROMPTS, budget))
+        curve.append((loss.mean, optimizer.end()))
+    optimizer.flush()
+    weights = [
+        {name: view.clone() for name, view in loaded.parameters().items()}
+        for loaded in stream(stack, [Visit(layer) for layer in range(len(stack.layers))])
+    ]
+    stack.close()
+    return curve, weights
+
+
+def oracle_loss(oracle, docs: list[list[int]], z_loss: float = 0.0):
+    """Mean loss over the target tokens of all documents, each run alone."""
+    total, count = torch.zeros(()), 0
+    for ids, prompt in zip(docs, PROMPTS, strict=True):
+        logits, targets = oracle(torch.tensor([ids])).logits[0, :-1], torch.tensor(ids[1:])
+        first = max(prompt, 1) - 1
+        total = total + F.cross_entropy(logits[first:], targets[first:], reduction="sum")
+        total = total + z_loss * logits[first:].exp().sum(-1).log().square().sum()
+        count += len(ids) - 1 - first
+    return total / count
+
+
+def next_token_logits(stack, batch: PackedBatch) -> torch.Tensor:
+    """Return the logits after the last token of each document, [documents, V]."""
+    return Passes(stack).read([batch], [torch.tensor(batch.cu_seqlens[1:]) - 1])[0]
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.detach() - b.detach()).norm() / b.detach().norm().clamp_min(1e-12))
+
+
+def test_logits_match_transformers(oracle, model_folder: Path) -> None:
+    docs = documents(oracle.config.vocab_size)
+    with reading_stack(model_folder, CPU, torch.float32) as (_, stack), torch.no_grad():
+        ours = next_token_logits(stack, pack(docs))
+        theirs = torch.stack([oracle(torch.tensor([ids])).logits[0, -1] for ids in docs])
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_loss_and_gradients_match_transformers(oracle, model_folder: Path, tmp_path: Path) -> None:
+    docs = documents(oracle.config.vocab_size)
+    expected = oracle_loss(oracle, docs)
+    expected.backward()
+    stack = open_training(model_folder, tmp_path)
+    optimizer = AdamW(stack, Recipe())
+    loss = train_step(stack, optimizer, micro_batches(docs, PROMPTS, 40))
+    assert loss.mean == pytest.approx(expected.item(), rel=1e-6)
+    assert_same_gradients(stack, model_folder, oracle)
+
+
+def test_a_window_with_a_target_behind_each_of_its_positions_has_the_loss_of_transformers(
+    oracle, model_folder: Path, tmp_path: Path
+) -> None:
+    window = oracle.config.n_positions
+    generator = torch.Generator().manual_seed(1)
+    docs = torch.randint(0, oracle.config.vocab_size, (3, window + 1), generator=generator)
+    expected = F.cross_entropy(oracle(docs[:, :-1]).logits.flatten(0, 1), docs[:, 1:].flatten())
+    expected.backward()
+    stack = open_training(model_folder, tmp_path)
+    loss = train_step(stack, AdamW(stack, Recipe()), micro_batches(docs.tolist(), [0] * 3, 2 * window, window=window))
+    assert loss.mean == pytest.approx(expected.item(), rel=1e-6)
+    assert_same_gradients(stack, model_folder, oracle)
+
+
+def assert_same_gradients(stack, folder: Path, oracle) -> None:
+    family, total = read_architecture(folder).family, len(stack.layers)
+    theirs = dict(oracle.named_parameters())
+    compared = 0
+    for layer in range(total):
+        flat = torch.cat([part.clone() for _, part in stack.read_parts("grad", layer)])
+        for name, gradient in stack.layouts[layer].views(flat).items():
+            assert relative(gradient, theirs[family.name_of(layer, name, total)].grad) < 1e-5, name
+            compared += 1
+    assert compared == len(theirs)
+
+
+def test_z_loss_and_its_gradients_match_autograd_and_leave_the_loss_as_it_is(
+    oracle, model_folder: Path, tmp_path: Path
+) -> None:
+    docs, z_loss = documents(oracle.config.vocab_size), 0.1
+    plain = oracle_loss(oracle, docs).item()
+    expected = oracle_loss(oracle, docs, z_loss)
+    expected.backward()
+    stack = open_training(model_folder, tmp_path)
+    loss = train_step(stack, AdamW(stack, Recipe()), micro_batches(docs, PROMPTS, 40), z_loss)
+    assert loss.mean == pytest.approx(plain, rel=1e-6)
+    assert loss.z_mean == pytest.approx(expected.item() - plain, rel=1e-5)
+    assert loss.z_mean > 0.1 * plain, "too small for this test to see"
+    assert_same_gradients(stack, model_folder, oracle)
+
+
+def test_no_z_loss_is_computed_unless_asked_for(narrow_folder: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "logsumexp", None)
+    stack = open_training(narrow_folder, tmp_path)
+    assert train_step(stack, AdamW(stack, Recipe()), micro_batches(documents(101), PROMPTS, 40)).z_mean == 0.0
+
+
+def test_ten_adamw_steps_with_clipping_match_torch(oracle, model_folder: Path, tmp_path: Path) -> None:
+    recipe = Recipe(clip_norm=0.2, weight_decay=0.1)
+    curve, weights = train(open_training(model_folder, tmp_path, recipe=recipe), recipe)
+    parameters = list(oracle.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    torch_adamw = torch.optim.AdamW(groups, eps=recipe.eps, betas=recipe.betas)
+    docs = documents(oracle.config.vocab_size)
+    for step in range(STEPS):
+        for group in torch_adamw.param_groups:
+            group["lr"] = lr_of(step)
+        torch_adamw.zero_grad()
+        loss = oracle_loss(oracle, docs)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.2)
+        torch_adamw.step()
+        assert curve[step] == pytest.approx((loss.item(), norm.item()), rel=1e-5)
+    assert max(norm for _, norm in curve) > 0.2, "clipping was never needed, so this test would not see it"
+    family = read_architecture(model_folder).family
+    theirs = dict(oracle.named_parameters(remove_duplicate=False))
+    for layer, tensors in enumerate(weights):
+        for name, ours in tensors.items():
+            other = theirs[family.name_of(layer, name, len(weights))].detach()
+            if name == "attn.c_attn.bias":
+                # The keys' third moves all scores of a query alike, which no softmax sees: its gradient is rounding.
+                ours, other = (x.view(3, -1)[[0, 2]] for x in (ours, other))
+            assert relative(ours, other) < 1e-5, name
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, folder in folders.items():
+        random_model(FAMILIES[family]).save_pretrained(folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def resident_runs(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory):
+    return {
+        family: train(open_training(folder, tmp_path_factory.mktemp("resident")), Recipe())
+        for family, folder in folders.items()
+    }
+
+
+@pytest.fixture
+def family() -> str:
+    return "gptj"  # of tests that are not run with both
+
+
+@pytest.fixture
+def narrow_folder(family: str, folders: dict[str, Path]) -> Path:
+    return folders[family]
+
+
+@pytest.fixture
+def resident_run(family: str, resident_runs):
+    return resident_runs[family]
+
+
+def assert_identical(run, expected) -> None:
+    assert run[0] == expected[0]
+    for ours, theirs in zip(run[1], expected[1], strict=True):
+        for name, tensor in theirs.items():
+            assert torch.equal(ours[name], tensor), name
+
+
+ROOMS = {
+    "no read-ahead": Room(0, gradients=1, parts=1, part_numel=2048),
+    "little": Room(1, gradients=1, parts=2, part_numel=2048),
+    "much": Room(3, gradients=2, parts=100, part_numel=4096),
+    "whole layers": Room(1),
+    "all layers": Room(6, gradients=2, parts=100, part_numel=4096),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "weights", "state", "name"),
+    [("gptj", *places, "little") for places in itertools.product(PLACES, PLACES)]
+    + [
+        ("gptj", place, place, name)
+        for place in ("host", "disk")
+        for name in ROOMS
+        if name not in ("little", "all layers")
+    ]
+    + [("gpt2", *places, "little") for places in (("device", "host"), ("host", "device"), ("disk", "host"))]
+    + [("gpt2", place, place, name) for place in ("host", "disk") for name in ROOMS],
+)
+def test_placement_and_room_never_change_a_bit(
+    weights: str, state: str, name: str, narrow_folder: Path, resident_run, tmp_path: Path
+) -> None:
+    stack = open_training(narrow_folder, tmp_path, (weights, state), room=ROOMS[name])
+    assert_identical(train(stack, Recipe()), resident_run)
+
+
+@pytest.mark.parametrize("room", [ROOMS["little"], ROOMS["much"]], ids=["little", "much"])
+@pytest.mark.parametrize(
+    ("family", "placement"), [("gptj", ("host", "host")), ("gptj", ("disk", "disk")), ("gpt2", ("disk", "disk"))]
+)
+@pytest.mark.parametrize("late", [1, 2])
+def test_an_update_kept_in_backward_equals_one_kept_in_forward(
+    late: int, placement, room: Room, narrow_folder: Path, resident_run, tmp_path: Path
+) -> None:
+    assert_identical(
+        train(open_training(narrow_folder, tmp_path, placement, room=room), Recipe(), late=late), resident_run
+    )
+
+
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("kept", [1, 3])
+@pytest.mark.parametrize(
+    ("family", "placement"), [("gptj", ("device", "device")), ("gptj", ("disk", "disk")), ("gpt2", ("disk", "disk"))]
+)
+def test_kept_activations_change_no_bit_and_save_the_recomputation(
+    placement, kept: int, late: int, narrow_folder: Path, resident_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = Room(1, parts=3, part_numel=2048, kept=kept)
+    stack = open_training(narrow_folder, tmp_path, placement, room=room)
+    runs, block = [], type(stack.layers[1])
+    original = block.forward
+    monkeypatch.setattr(block, "forward", lambda self, x, batch: (runs.append(1), original(self, x, batch))[1])
+    assert_identical(train(stack, Recipe(), late=late), resident_run)
+    num_blocks, num_batches = 3, len(micro_batches(documents(101), PROMPTS, 40))
+    assert len(runs) == STEPS * num_batches * (2 * num_blocks - kept)
+
+
+@pytest.mark.parametrize(("kept", "budget"), [(0, 40), (1, 1000)])
+@pytest.mark.parametrize("placement", [("device", "device", "host"), ("device", "device", "disk"), ("disk",) * 3])
+def test_layer_inputs_kept_elsewhere_change_no_bit(
+    placement, kept: int, budget: int, narrow_folder: Path, tmp_path: Path
+) -> None:
+    expected = train(open_training(narrow_folder, tmp_path / "a"), Recipe(), budget)
+    stack = open_training(narrow_folder, tmp_path / "b", placement, room=Room(parts=3, part_numel=2048, kept=kept))
+    assert_identical(train(stack, Recipe(), budget), expected)
+    assert stack.bytes_written > 0
+
+
+def test_layer_inputs_kept_elsewhere_take_three_buffers_however_deep_the_model(tmp_path: Path) -> None:
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activations, "Buffers", lambda count, *rest: (made.append(count), Buffers(count, *rest))[1])
+        for depth in (2, 6):
+            folder = tmp_path / str(depth)
+            random_gptj(**{**SHAPES["narrow"], "n_layer": depth}).save_pretrained(folder)
+            train(open_training(folder, folder, ("device", "device", "disk")), Recipe(), steps=1)
+    assert made == [NUM_BUFFERS, NUM_BUFFERS]
+
+
+def test_a_step_that_was_cut_short_leaves_nothing_of_its_layer_inputs(narrow_folder: Path, tmp_path: Path) -> None:
+    expected = train(open_training(narrow_folder, tmp_path / "a"), Recipe(), steps=2)
+    stack = open_training(narrow_folder, tmp_path / "b", ("device", "device", "disk"))
+    batches = micro_batches(documents(101), PROMPTS, 40)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gptj_ft.streaming.step.head_gradients", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train_step(stack, AdamW(stack, Recipe()), batches)
+    assert_identical(train(stack, Recipe(), steps=2), expected)
+
+
+class UnmarkedBuffer(AssertionError):
+    """Something was put into a buffer that a device might still be reading."""
+
+
+@both_families
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("kept", [0, 2])
+def test_nothing_is_put_into_a_buffer_before_the_device_has_passed_its_last_use(
+    late: int, kept: int, narrow_folder: Path, resident_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a CUDA device needs, on a CPU: each release leaves a mark, and whatever comes next must wait for it."""
+    in_use: dict[int, int] = {}
+    alive: list[Buffer] = []
+    lock = threading.Lock()
+
+    class FakeMark:
+        def __init__(self, buffer: Buffer) -> None:
+            alive.append(buffer)  # or its address might become another's
+            self._address, self._is_passed = buffer.tensor.untyped_storage().data_ptr(), False
+            with lock:
+                in_use[self._address] = in_use.get(self._address, 0) + 1
+
+        def result(self) -> None:
+            with lock:
+                in_use[self._address] -= not self._is_passed
+                self._is_passed = True
+
+        def done(self) -> bool:
+            return self._is_passed
+
+        def exception(self) -> None:
+            return None
+
+    release = Buffer.release
+
+    def marked_release(buffer: Buffer) -> None:
+        release(buffer)
+        buffer.transfers.append(FakeMark(buffer))
+
+    def checked_copy(source: torch.Tensor, target: torch.Tensor) -> None:
+        if in_use.get(target.untyped_storage().data_ptr()):
+            raise UnmarkedBuffer
+        target.copy_(source)
+
+    monkeypatch.setattr(Buffer, "release", marked_release)
+    monkeypatch.setattr("gptj_ft.streaming.stores.host.copy", checked_copy)
+    stack = open_training(
+        narrow_folder, tmp_path, ("host", "host", "host"), room=Room(parts=3, part_numel=2048, kept=kept)
+    )
+    assert_identical(train(stack, Recipe(), late=late), resident_run)
+    assert in_use, "no buffer was marked"
+
+
+@both_families
+@pytest.mark.parametrize("placement", [("device", "device"), ("disk", "disk")])
+def test_bf16_moments_and_gradients_agree_in_every_placement_and_stay_near_fp32(
+    placement, narrow_folder: Path, resident_run, tmp_path: Path
+) -> None:
+    dtypes = training_dtypes(torch.float32, moments=torch.bfloat16, gradients=torch.bfloat16)
+    expected = train(open_training(narrow_folder, tmp_path / "a", ("host", "host"), dtypes=dtypes), Recipe())
+    for late, room in enumerate((ROOMS["no read-ahead"], ROOMS["much"])):
+        stack = open_training(narrow_folder, tmp_path / str(late), placement, dtypes=dtypes, room=room)
+        assert_identical(train(stack, Recipe(), late=late), expected)
+    assert expected[0] != resident_run[0]
+    assert expected[0][-1][0] == pytest.approx(resident_run[0][-1][0], rel=1e-2)
+
+
+@both_families
+@pytest.mark.parametrize("placement", [("device", "device"), ("host", "host"), ("disk", "disk")])
+def test_update_in_backward_equals_just_in_time_update(placement, narrow_folder: Path, tmp_path: Path) -> None:
+    pending = Recipe(clip_norm=1e9)
+    at_once = Recipe(clip_norm=None)
+    expected = train(open_training(narrow_folder, tmp_path / "a", placement, pending), pending)
+    assert_identical(train(open_training(narrow_folder, tmp_path / "b", placement, at_once), at_once), expected)
+
+
+@both_families
+@pytest.mark.parametrize("placement", [("device", "device"), ("host", "disk"), ("disk", "disk")])
+def test_bf16_placements_agree_to_the_bit_and_keep_a_master(placement, narrow_folder: Path, tmp_path: Path) -> None:
+    recipe = Recipe()
+    dtypes = training_dtypes(torch.bfloat16)
+    expected = train(open_training(narrow_folder, tmp_path / "a", dtypes=dtypes), recipe)
+    stack = open_training(narrow_folder, tmp_path / "b", placement, dtypes=dtypes)
+    assert stack.dtypes["master"] == torch.float32
+    assert_identical(train(stack, recipe), expected)
+    full = train(open_training(narrow_folder, tmp_path / "c"), recipe)
+    assert expected[0][-1][0] == pytest.approx(full[0][-1][0], rel=2e-2)
+
+
+def test_packed_documents_equal_separate_documents(model_folder: Path) -> None:
+    with reading_stack(model_folder, CPU, torch.float32) as (architecture, stack):
+        docs = documents(architecture.config.vocab_size)
+        packed = evaluate_losses(stack, [pack(docs, PROMPTS)])[0]
+        alone = evaluate_losses(stack, [pack([ids], [n]) for ids, n in zip(docs, PROMPTS, strict=True)])
+        assert packed.num_targets == sum(loss.num_targets for loss in alone)
+        assert packed.total == pytest.approx(sum(loss.total for loss in alone), rel=1e-6)
+        # and no document sees another: changing one leaves the others' logits as they were
+        changed = [docs[0], [(token + 1) % 50 for token in docs[1]], *docs[2:]]
+        before, after = (next_token_logits(stack, pack(x)) for x in (docs, changed))
+    others = [0, *range(2, len(docs))]
+    assert torch.equal(before[others], after[others])
+    assert not torch.equal(before[1], after[1])
+
+
+def test_micro_batch_budget_changes_loss_and_gradients_by_rounding_only(narrow_folder: Path, tmp_path: Path) -> None:
+    runs = [train(open_training(narrow_folder, tmp_path / str(n)), Recipe(), budget=n, steps=3) for n in (1, 40, 1000)]
+    for curve, weights in runs[1:]:
+        for ours, theirs in zip(curve, runs[0][0], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+        for layer, tensors in enumerate(weights):
+            for name, tensor in tensors.items():
+                assert relative(tensor, runs[0][1][layer][name]) < 1e-4, name
+
+
+def test_no_logits_are_computed_where_there_is_no_target(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with reading_stack(model_folder, CPU, torch.float32) as (architecture, stack):
+        batch = pack(documents(architecture.config.vocab_size), PROMPTS)
+        seen = []
+        head = stack.layers[-1]
+        original = type(head).forward
+        monkeypatch.setattr(type(head), "forward", lambda self, x: (seen.append(len(x)), original(self, x))[1])
+        monkeypatch.setattr("gptj_ft.streaming.step.HEAD_CHUNK_BYTES", 4 * 7 * architecture.config.vocab_size)
+        (loss,) = evaluate_losses(stack, [batch])
+    assert sum(seen) == loss.num_targets == int((batch.targets_T != NO_TARGET).sum()) < len(batch.tokens_T)
+    assert max(seen) == 7
+
+
+def test_evaluation_keeps_no_layer_inputs(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Here, "put", lambda *_: pytest.fail("kept"))
+    with reading_stack(model_folder, CPU, torch.float32) as (architecture, stack):
+        evaluate_losses(stack, [pack(documents(architecture.config.vocab_size), PROMPTS)])
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize("place", ["device", "disk"])
+def test_tensors_that_the_first_step_has_not_moved_are_named(
+    place: str, clip: float | None, narrow_folder: Path, tmp_path: Path
+) -> None:
+    recipe = Recipe(clip_norm=clip, weight_decay=0.0)
+    stack = open_training(narrow_folder, tmp_path, (place, place), recipe)
+    mlp = stack.layers[2].mlp
+    mlp.forward = lambda x: F.linear(F.gelu(x, approximate="tanh"), mlp.fc_out.weight)
+    optimizer = AdamW(stack, recipe)
+    optimizer.begin(1e-3)
+    train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
+    optimizer.end()
+    if clip is not None:
+        assert optimizer.first_movement() is None, "the update has not reached any layer"
+    optimizer.flush()
+    movement = optimizer.first_movement()
+    family = read_architecture(narrow_folder).family
+    assert movement is not None
+    warning = movement.warning(family, 1e-3)
+    assert warning == (
+        "the first step has left 1 tensors as they were: no gradient reaches transformer.h.1.mlp.fc_out.bias"
+    )
+    assert optimizer.first_movement() is None, "it is said once"
+    stack.close()
+
+
+def test_a_change_that_rounding_swallows_is_told_from_a_gradient_that_is_missing(
+    narrow_folder: Path, tmp_path: Path
+) -> None:
+    stack = open_training(narrow_folder, tmp_path)
+    optimizer = AdamW(stack, Recipe(weight_decay=0.0))
+    optimizer.begin(1e-12)
+    train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
+    optimizer.end()
+    optimizer.flush()
+    movement = optimizer.first_movement()
+    assert movement is not None
+    warning = str(movement.warning(read_architecture(narrow_folder).family, 1e-12))
+    assert "ln_1.weight" in warning
+    assert "is lost in rounding" in warning
+    assert "no gradient" not in warning
+    num_left = int(warning.split()[5])
+    assert f"left {num_left} tensors" in warning
+    assert f" and {num_left - 3} more is lost" in warning
+
+
+@pytest.mark.parametrize(("num_left", "end"), [(3, "fc_in.bias"), (4, "fc_in.bias and 1 more")])
+def test_of_tensors_that_have_not_moved_three_are_named(num_left: int, end: str, narrow_folder: Path) -> None:
+    architecture = read_architecture(narrow_folder)
+    names = ("ln_1.weight", "ln_1.bias", "mlp.fc_in.bias", "mlp.fc_out.bias")[:num_left]
+    warning = Movement([Layout.of(layer, names) for layer in architecture.layers()], [1]).warning(
+        architecture.family, 1e-3
+    )
+    assert warning is not None
+    assert warning.endswith(end)
+
+
+@both_families
+def test_nothing_is_said_where_every_tensor_has_moved(narrow_folder: Path, tmp_path: Path) -> None:
+    stack = open_training(narrow_folder, tmp_path)
+    optimizer = AdamW(stack, Recipe())
+    for lr in (1e-3, 1e-3):
+        optimizer.begin(lr)
+        train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
+        optimizer.end()
+    movement = optimizer.first_movement()
+    assert movement is not None
+    assert movement.warning(read_architecture(narrow_folder).family, 1e-3) is None
+
+
+def test_a_gradient_that_is_not_finite_stops_before_it_touches_a_weight(narrow_folder: Path, tmp_path: Path) -> None:
+    stack = open_training(narrow_folder, tmp_path)
+    (loaded,) = stream(stack, [Visit(2)])
+    loaded.parameters()["mlp.fc_out.bias"][0] = torch.inf
+    optimizer = AdamW(stack, Recipe())
+    optimizer.begin(1e-3)
+    before = stack.stores["weight"].read("weight", 1, None).result().clone()
+    with pytest.raises(GptjFtError, match="not finite"):
+        train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
+    optimizer.flush()
+    assert torch.equal(before, stack.stores["weight"].read("weight", 1, None).result())
+
+
+def test_parameters_start_on_cache_lines_and_matrices_come_first(model_folder: Path) -> None:
+    for layer in read_architecture(model_folder).layers():
+        layout = Layout.of(layer)
+        assert all(offset % 32 == 0 for offset in layout.offsets.values())
+        assert layout.numel % 2048 == 0
+        decayed = {name for name, offset in layout.offsets.items() if offset < layout.num_decayed}
+        assert decayed == {name for name, shape in layout.shapes.items() if len(shape) > 1}
+        ends = sorted((layout.offsets[name], shape.numel()) for name, shape in layout.shapes.items())
+        assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(ends))
+
+
+@pytest.mark.parametrize(
+    ("family", "parts", "late"),
+    [("gptj", *case) for case in ((3, 0), (3, 4), (12, 0), (12, 4), (30, 4), (60, 4), (160, 0))]
+    + [("gpt2", *case) for case in ((3, 0), (12, 4), (160, 0))],
+)
+@pytest.mark.parametrize("dtypes", [training_dtypes(torch.float32), training_dtypes(torch.bfloat16)])
+def test_the_bytes_of_a_step_are_those_forecast(tmp_path: Path, family: str, parts: int, late: int, dtypes) -> None:
+    folder, room = tmp_path / "model", Room(parts=parts, part_numel=512)
+    make, more = {"gptj": (random_gptj, {"rotary_dim": 4}), "gpt2": (random_gpt2, {"n_positions": 64})}[family]
+    make(vocab_size=90, n_embd=32, n_layer=5, n_head=2, **more).save_pretrained(folder)
+    stack = open_training(folder, tmp_path, ("disk", "disk"), dtypes=dtypes, room=room)
+    optimizer, docs = AdamW(stack, Recipe(), late=late), documents(90)
+    for step in range(3):
+        before = stack.bytes_read, stack.bytes_written
+        optimizer.begin(lr_of(step))
+        train_step(stack, optimizer, micro_batches(docs, PROMPTS, 40))
+        optimizer.end()
+    moved = stack.bytes_read - before[0], stack.bytes_written - before[1]
+    stack.close()
+    load = Load(stack.layouts, 32, dtypes["weight"], 40, 74, 74.0, 50.0, 3)
+    passes = training_passes(Placement("disk", "disk"), load, dtypes, room, is_late=late > 0)
+    assert moved == (sum(each.read["disk"] for each in passes), sum(each.written["disk"] for each in passes))
+
+
+def test_damage_is_named_by_the_parameters_of_its_part(tmp_path: Path) -> None:
+    shapes = {"a": torch.Size([1500]), "b": torch.Size([1024]), "c": torch.Size([64])}
+    layout = Layout(shapes, {"a": 0, "b": 2048, "c": 3072}, 0, 4096)
+    file, path = StateFile(layout, {"weight": torch.float32}, 1024), tmp_path / "layer-000.safetensors"
+    values, digests = allocate(4096, torch.float32, CPU).normal_(), file.no_digests()
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    file.write(descriptor, "weight", values, 0, digests)
+    file.write_header(descriptor, 3, digests)
+    os.close(descriptor)
+    whole = path.read_bytes()
+    for element, names in ((1023, "a"), (1024, "a"), (2048, "b"), (3071, "b"), (3072, "c"), (4095, "c")):
+        at = file.offsets["weight"] + 4 * element
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert file.damage(path) == [f"weight ({names})"], element
+    path.write_bytes(whole)
+    assert file.damage(path) == []
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_inputs_of_more_layers_than_there_are_buffers_come_back_as_they_were(place: str, tmp_path: Path) -> None:
+    random_gptj(**{**SHAPES["narrow"], "n_layer": 2 * NUM_BUFFERS}).save_pretrained(tmp_path / "deep")
+    stayed = open_training(tmp_path / "deep", tmp_path / "a")
+    left = open_training(tmp_path / "deep", tmp_path / "b", ("device", "device", place))
+    expected, found = (train(stack, Recipe(), steps=2) for stack in (stayed, left))
+    assert found[0] == expected[0]
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert left.bytes_read > 0, "nothing was read back"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_slots_are_taken_in_advance_for_weights_that_are_streamed_and_for_no_others(
+    place: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    with reading_stack(model_folder, CPU, torch.float32, place) as (_, stack):
+        stack._slots = stack._frozen_slots = None
+        monkeypatch.setattr("gptj_ft.streaming.model.Buffers", lambda *shape: made.append(shape))
+        stack.take_slots()
+    assert bool(made) == (place != "device")
+
+
+def test_a_layer_that_lacks_room_lets_no_later_layer_take_it(narrow_folder: Path, tmp_path: Path) -> None:
+    stack, asked = open_training(narrow_folder, tmp_path), []
+    stack.coming = [
+        SimpleNamespace(advance=lambda number=number: asked.append(number) or number == 0) for number in range(3)
+    ]
+    stack.pump()
+    assert asked == [0, 1]
+
+
+def test_time_spent_waiting_for_the_stores_is_counted(narrow_folder: Path, tmp_path: Path) -> None:
+    stack, start = open_training(narrow_folder, tmp_path), time.perf_counter()
+    before = stack.waited_seconds
+    for _ in range(2):
+        with stack.waiting():
+            time.sleep(0.01)
+    assert 0.02 <= stack.waited_seconds - before <= time.perf_counter() - start
+
+
+@pytest.mark.parametrize("family", ["gpt2"])
+def test_borrowed_weights_still_on_their_way_when_a_pass_is_broken_off_hold_their_slot(
+    narrow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = open_training(narrow_folder, tmp_path, ("host", "host"))
+    store, lent = stack.stores["weight"], Future[torch.Tensor]()
+    read = store.read
+    monkeypatch.setattr(store, "read", lambda kind, layer, *rest: lent if layer == LENDER else read(kind, layer, *rest))
+    borrower = len(stack.layers) - 1
+    assert stack.layouts[borrower].borrowed
+    Passage(stack, Visit(borrower), None)
+    stack.abandon()
+    slots = [stack.slots.take(None)[0] for _ in range(stack.room.read_ahead + 1)]
+    assert any(lent in slot.transfers for slot in slots), "another layer could be read into it at once"
+    lent.set_result(torch.empty(0))
+    stack.close()

@@ -1,0 +1,87 @@
+"""A run of a few milliseconds a step, driven from Python: its session, its folder, its weights, and power cuts."""
+
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import random_gptj
+from rich.console import Console
+from safetensors.torch import load_file
+
+from gptj_ft.config.resolve import build
+from gptj_ft.config.run_folder import Run
+from gptj_ft.data.batches import Rows
+from gptj_ft.training.loop import TrainResult
+from gptj_ft.training.loop import train as train_run
+from gptj_ft.training.setup import Session, make_session
+
+OPERATIONS = ("pwritev", "fsync", "replace", "rename", "link")
+
+
+def small_session(folder: Path, num_steps: int = 3, **options: object) -> Session:
+    """Return a session on six short random rows and two to validate on; everything on disk, if not told otherwise."""
+    if not (folder / "config.json").is_file():
+        random_gptj(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2, rotary_dim=4).save_pretrained(folder)
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(1, 40, (9,), generator=generator).tolist() for _ in range(8)]
+    places = {"weights": "disk", "optimizer_state": "disk"}
+    recipe = build(
+        {"batch_size": 2, "max_length": 32, "lr": 1e-2, "device": "cpu", "max_steps": num_steps, **places, **options}
+    )
+    rows, validation = Rows(documents[:6], [3] * 6), Rows(documents[6:], [3] * 2)
+    return make_session(recipe, folder, rows, validation, "", folder)
+
+
+def with_options(session: Session, **options: object) -> Session:
+    """Return the session with other options that change no number."""
+    return replace(session, recipe=session.recipe.model_copy(update=options))
+
+
+def new_run(folder: Path) -> Run:
+    run = Run(folder / "run")
+    run.folder.mkdir()
+    return run
+
+
+def train(session: Session, run: Run) -> TrainResult:
+    if not run.record_file.is_file():
+        run.start_record(session.recipe)
+    return train_run(session, run, Console(file=io.StringIO()))
+
+
+def weights_of(model: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for shard in sorted(model.glob("*.safetensors")) for name, tensor in load_file(shard).items()}
+
+
+def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], *context: object) -> None:
+    assert ours.keys() == theirs.keys(), context
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), (*context, name)
+
+
+class PowerCut(BaseException):
+    """Nothing of the process runs on after this."""
+
+
+class Power:
+    """Counts disk operations, and fails each from the n-th on: a process that is dead writes nothing more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, last: int | None = None) -> None:
+        self.count, self._last = 0, last
+        for name in OPERATIONS:
+            monkeypatch.setattr(os, name, self._guard(getattr(os, name)))
+        monkeypatch.setattr(os, "unlink", self._guard(os.unlink, counts=False))
+
+    def _guard(self, operation, counts: bool = True):
+        def guarded(*arguments, **settings):
+            self.count += counts
+            if self._last is not None and self.count > self._last:
+                raise PowerCut
+            return operation(*arguments, **settings)
+
+        return guarded

@@ -1,0 +1,90 @@
+"""Two processes never work in one run folder."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gptj_ft.config.run_folder import Run
+from gptj_ft.errors import UsageError
+from gptj_ft.system.lock import holder, locked
+
+LONG = "finetune --recipe summarization --data rows.jsonl --model tiny --max-steps 100000 --output busy"
+
+
+@pytest.fixture
+def training(rows_file: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that trains in the folder ``busy`` until it is killed."""
+    command = [sys.executable, "-m", "gptj_ft", *LONG.split(), "--weights", "disk", "--optimizer-state", "disk"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 240
+        while not any("loss" in line for line in Run(tmp_path / "busy").metrics()):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_run_being_trained_is_refused_to_others_until_its_process_is_dead(training, shell, tmp_path: Path) -> None:
+    name = f"process {training.pid} on host {platform.node()} is training it"
+    done = shell("finetune --resume busy")
+    assert done.code == 2
+    assert "busy is in use" in done.err
+    assert name in done.err
+    assert "Ctrl-C" in done.err
+    assert str(holder(tmp_path / "busy")) == name
+    training.kill()
+    training.wait()
+    assert holder(tmp_path / "busy") is None
+    assert shell("finetune --resume busy --dry-run").code == 0, "a killed process leaves no lock"
+
+
+def test_a_run_folder_appears_whole_and_what_a_killed_process_left_of_one_is_not_in_the_way(
+    rows_file: Path, shell, tmp_path: Path
+) -> None:
+    left = tmp_path / "runs" / ".new.starting"
+    (left / "data" / ".train.writing").mkdir(parents=True)
+    (left / "recipe.yaml").write_text("lr: 3")
+    start = "finetune --recipe summarization --data rows.jsonl --model tiny --max-steps 1 --lr 0.1 --output runs/new"
+    with locked(left, "training"):
+        done = shell(start)
+    assert (done.code, f"process {os.getpid()} on host" in done.err) == (2, True)
+    assert not (tmp_path / "runs" / "new").exists()
+    assert shell(start).code == 0
+    assert Run(tmp_path / "runs" / "new").recipe().lr == 0.1
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["new"]
+
+
+def test_a_look_at_the_lock_refuses_nobody(tmp_path: Path) -> None:
+    assert holder(tmp_path) is None
+    looker = subprocess.Popen(
+        [sys.executable, "-c", "from pathlib import Path; from gptj_ft.system.lock import holder\n"
+         "while True: holder(Path())"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    try:
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            with locked(tmp_path, "training"):
+                pass
+    finally:
+        looker.kill()
+        looker.wait()
+
+
+def test_the_lock_ends_with_an_exception(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), locked(tmp_path, "training"):
+        raise ZeroDivisionError
+    with locked(tmp_path, "training"), pytest.raises(UsageError, match="is in use: process"), locked(tmp_path, "x"):
+        pass

@@ -1,0 +1,501 @@
+"""Signals at any moment of any command: what was done is saved, and the run ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from small_run import assert_same_weights, new_run, small_session, train, weights_of
+
+from gptj_ft.cli.commands import finetune
+from gptj_ft.config.resolve import dump
+from gptj_ft.config.run_folder import Run, steps_done, what_is_saved
+from gptj_ft.errors import Interrupted, ResourceError
+from gptj_ft.system import signals
+from gptj_ft.system.signals import SIGNALS, StopRequest
+from gptj_ft.system.streams import LastingStream, open_missing
+from gptj_ft.training import loop, restore, retention
+from gptj_ft.training.finetune import going_on
+from gptj_ft.training.nonfinite import LossWatch
+from gptj_ft.training.setup import Session
+
+STEPS = 3
+PLACES = ("device", "host", "disk")
+BEFORE = "stopped; nothing was trained yet; go on with"
+DONE = "stopped; all steps are done, and the tuned model is in"
+# Where in a run the signal comes: the function that is called there, which time, and what is said then.
+POINTS = {
+    "placing weights": (restore, "load_weights", 1, BEFORE),
+    "first validation": (loop, "evaluate_losses", 1, "stopped before the first step; nothing was trained yet"),
+    "a validation": (loop, "evaluate_losses", 2, "stopped after step 1 of 3; everything is saved, go on with"),
+    "a step": (loop, "train_step", 2, "stopped after step 2 of 3; everything is saved"),
+    "the last step": (loop, "train_step", 3, "stopped after step 3 of 3; everything is saved"),
+    "saving": (retention.Keeper, "after_step", 1, "stopped after step 1 of 3; everything is saved"),
+    "the last validation": (loop, "evaluate_losses", 4, "stopped after step 3 of 3; everything is saved"),
+    "export": (loop, "write_outcome", 1, DONE),
+    "after export": (loop, "remember_run", 1, DONE),
+}
+FAST = [
+    (name, place, SIGNALS[(n + m) % len(SIGNALS)]) for n, name in enumerate(POINTS) for m, place in enumerate(PLACES)
+]
+ALL = list(product(POINTS, PLACES, SIGNALS))
+
+
+def signal_at(patch: pytest.MonkeyPatch, owner: object, name: str, call: int, *numbers: int) -> None:
+    """Have the process get signals when a function is called for the n-th time."""
+    original, calls = getattr(owner, name), 0
+
+    def signalling(*arguments: object, **settings: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+        return original(*arguments, **settings)
+
+    patch.setattr(owner, name, signalling)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+def session_of(model: Path, place: str, **options: object) -> Session:
+    places = {"weights": place, "optimizer_state": place}
+    return small_session(model, STEPS, validate_every=1, save_every=1, **places, **options)
+
+
+@pytest.fixture(scope="module")
+def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    run = new_run(tmp_path_factory.mktemp("straight"))
+    train(session_of(model, "device"), run)
+    return weights_of(run.model)
+
+
+def begun_run(session: Session, folder: Path) -> Run:
+    run = new_run(folder)
+    run.recipe_file.write_text(dump(session.recipe, {}), encoding="utf-8")
+    run.start_record(session.recipe)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("point", "place", "number"),
+    [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in ALL if each not in FAST)],
+)
+def test_a_signal_at_any_point_saves_says_so_and_the_resumed_run_ends_with_the_same_bits(
+    point: str, place: str, number: int, model: Path, straight: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    session, (owner, name, call, said) = session_of(model, place), POINTS[point]
+    run = begun_run(session, tmp_path)
+    with pytest.MonkeyPatch.context() as patch, StopRequest():
+        signal_at(patch, owner, name, call, number)
+        with pytest.raises(Interrupted, match=said) as stop, going_on(run):
+            train(session, run)
+    assert stop.value.exit_code == 130
+    assert run.model.is_dir() == (said == DONE)
+    if said != DONE:
+        assert str(stop.value).endswith(f"gptj-ft finetune --resume {run.folder}")
+        done = int(said.split()[3]) if "after step" in said else 0
+        assert steps_done(run) == done
+        train(session, run)
+    assert_same_weights(weights_of(run.model), straight, point, place)
+    assert [line["step"] for line in run.metrics() if "loss" in line] == [1, 2, 3]
+
+
+@contextmanager
+def counting_calls(at: int = 0, number: int = 0) -> Iterator[list[int]]:
+    """Count the calls of Python functions; have the process get a signal at one of them."""
+    calls = [0]
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            calls[0] += 1
+            if calls[0] == at:
+                os.kill(os.getpid(), number)
+
+    sys.setprofile(profile)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_a_signal_at_60_random_calls_of_functions_loses_nothing(
+    place: str, model: Path, straight: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    session, draw, stops = session_of(model, place), random.Random(place), 0
+    run = begun_run(session, tmp_path)
+    with counting_calls() as calls:
+        train(session, run)
+    shutil.rmtree(run.folder)
+    for trial in range(60):
+        run, at = begun_run(session, tmp_path), draw.randrange(1, calls[0])
+        said = ""
+        try:
+            with StopRequest(), going_on(run), counting_calls(at, SIGNALS[trial % len(SIGNALS)]):
+                train(session, run)
+        except Interrupted as stop:
+            said = str(stop)
+        if said:
+            stops += 1
+            done = max((line["step"] for line in run.metrics() if "loss" in line), default=0)
+            words = DONE if run.model.is_dir() else f"step {done}" if done else "nothing was trained yet"
+            assert words in said, (at, said)
+            assert run.model.is_dir() or steps_done(run) == done, (at, said)
+        if not run.model.is_dir():
+            train(session, run)
+        assert_same_weights(weights_of(run.model), straight, at)
+        assert [line["step"] for line in run.metrics() if "loss" in line] == [1, 2, 3], at
+        shutil.rmtree(run.folder)
+    assert stops > 50
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_command_that_is_stopped_before_its_run_begins_says_that_nothing_was_trained(
+    number: int, shell, rows_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gptj_ft.training import finetune, setup
+
+    command = "finetune --recipe summarization --data rows.jsonl --model tiny --max-steps 2 --output 'a run'"
+    for owner, name in ((finetune, "gather"), (setup, "rates"), (finetune, "save")):
+        with monkeypatch.context() as patch:
+            signal_at(patch, owner, name, 1, number)
+            done = shell(command)
+        assert (done.code, done.err.splitlines()[-1]) == (130, "gptj-ft: stopped; nothing was trained yet")
+    assert not Path("a run").exists()
+
+
+def test_a_signal_while_rows_are_prepared_says_what_is_written(shell, rows_file: Path, monkeypatch) -> None:
+    from gptj_ft.training import prepare_data
+
+    command = "prepare-data --recipe summarization --data rows.jsonl --model tiny --fix --output out"
+    for name, said in (
+        ("fix_rows", "stopped; nothing was written, and the same command begins again"),
+        ("prepare_once", "the mended rows are in rows.fixed.jsonl: go on with the options of before and"),
+    ):
+        with monkeypatch.context() as patch:
+            signal_at(patch, prepare_data, name, 1, signal.SIGTERM)
+            done = shell(command)
+        assert (done.code, said in done.said) == (130, True), done.said
+    assert done.err.endswith("gptj-ft prepare-data --data rows.fixed.jsonl\n")
+    assert not Path("out").exists()
+
+
+def test_a_signal_while_the_report_is_written_says_where_the_model_is_and_the_resume_command_is_quoted(
+    shell, rows_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = "finetune --recipe summarization --data rows.jsonl --model tiny --max-steps 2 --output 'a run'"
+    with monkeypatch.context() as patch:
+        signal_at(patch, loop, "train_step", 1, signal.SIGHUP)
+        done = shell(command)
+    assert (done.code, done.err.splitlines()[-1]) == (130, "gptj-ft finetune --resume 'a run'")
+    with monkeypatch.context() as patch:
+        signal_at(patch, finetune, "write_page", 1, signal.SIGTERM)
+        done = shell("finetune --resume", "a run")
+    assert (done.code, done.said.endswith(f"{DONE} a run/model")) == (130, True)
+    assert done.out == ""
+
+
+class Ended(BaseException):
+    """The process would not be any more."""
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that nearly stands still, and an exit that can be seen."""
+
+    def end(code: int) -> None:
+        raise Ended(code)
+
+    def tick() -> float:
+        now[0] += 1e-6
+        return now[0]
+
+    now = [100.0]
+    monkeypatch.setattr(signals.time, "monotonic", tick)
+    monkeypatch.setattr(signals.os, "_exit", end)
+    return now
+
+
+@pytest.mark.parametrize(("place", "save_every"), [("host", 0), ("host", 1), ("disk", 0)])
+def test_a_second_signal_ends_at_once_and_says_what_is_saved(
+    place: str, save_every: int, model: Path, tmp_path: Path, clock: list[float], capfd: pytest.CaptureFixture[str]
+) -> None:
+    session = small_session(model, STEPS, save_every=save_every, weights=place, optimizer_state=place)
+    run, step, taken = begun_run(session, tmp_path), loop.train_step, []
+
+    def insisting(stack, optimizer, *rest):
+        taken.append(optimizer.step)
+        if len(taken) == 2:
+            stack.drain()  # so that what is on the disk does not depend on how fast it is
+            os.kill(os.getpid(), signal.SIGINT)
+            clock[0] += 1.0
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(stack, optimizer, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", insisting)
+        patch.setattr(retention.Keeper, "_is_recorded", lambda self: False)  # of this no process would be left
+        with pytest.raises(Ended, match="130"):
+            train(session, run)
+    saved = "nothing was saved yet" if (place, save_every) == ("host", 0) else "the run is saved at step 1"
+    assert capfd.readouterr().err.endswith(
+        f"gptj-ft: stopped at once; {saved}; go on with\ngptj-ft finetune --resume {run.folder}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("numbers", "seconds", "ends"),
+    [
+        ((signal.SIGINT, signal.SIGINT), 1.0, True),
+        ((signal.SIGTERM, signal.SIGTERM), 1.0, True),
+        ((signal.SIGTERM, signal.SIGINT), 1.0, True),
+        ((signal.SIGUSR1, signal.SIGINT), 1.0, True),
+        ((signal.SIGTERM, signal.SIGTERM), 0.01, False),  # `timeout` sends two
+        ((signal.SIGHUP, signal.SIGHUP), 1.0, False),  # a terminal that closes, too
+        ((signal.SIGTERM, signal.SIGHUP), 1.0, False),
+        ((signal.SIGUSR1, signal.SIGTERM), 60.0, False),  # a batch system before it kills
+    ],
+)
+def test_a_second_signal_ends_at_once_if_a_person_insists(
+    numbers: tuple[int, int], seconds: float, ends: bool, clock: list[float]
+) -> None:
+    asked: list[bool] = []
+    with StopRequest(lambda: asked.append(True)) as request:
+        os.kill(os.getpid(), numbers[0])
+        clock[0] += seconds
+        try:
+            os.kill(os.getpid(), numbers[1])
+            time.sleep(0)
+        except Ended:
+            assert ends
+        else:
+            assert not ends
+    assert (asked, request.requested) == ([True], True)
+
+
+def test_the_exit_code_of_a_module_is_its_own_even_where_a_text_is_executed(tmp_path: Path) -> None:
+    code = """
+import os, sys
+from gptj_ft.system.signals import StopRequest
+StopRequest().take()
+try:
+    exec("os.kill(os.getpid(), 2)\\nfor _ in range(1000): pass")
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+    (tmp_path / "stopped_module.py").write_text(code, encoding="utf-8")
+    assert subprocess.run([sys.executable, "-m", "stopped_module"], check=False, cwd=tmp_path).returncode == 130
+
+
+def test_a_signal_on_which_the_clean_up_of_a_library_fails_is_still_a_signal() -> None:
+    error = RuntimeError("trying to pop from empty mode stack")
+    error.__context__ = signals.Stopping()
+    with pytest.raises(Interrupted, match="kept"), signals.stop_says(lambda: "kept"):
+        raise error
+    with pytest.raises(RuntimeError, match="a bug"), signals.stop_says(lambda: "kept"):
+        raise RuntimeError("a bug")
+
+
+def test_nohup_is_heeded_and_handlers_are_given_back() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not request.requested
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+def test_streams_outlive_their_readers_but_not_a_full_disk() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = LastingStream(os.fdopen(writer, "w"))
+    for _ in range(3):
+        print("nobody reads this" * 1000, file=stream, flush=True)
+    stream.close()
+    with open("/dev/full", "w") as full, pytest.raises(OSError, match="No space"):
+        LastingStream(full).write("x" * 100_000)
+
+
+def test_a_terminal_that_is_gone_fails_no_run(model: Path, straight: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    from rich.console import Console
+
+    run = begun_run(session_of(model, "host"), tmp_path)
+    terminal, program = os.openpty()
+    stream = LastingStream(os.fdopen(program, "w"))
+
+    def close(stack, optimizer, *rest):
+        if optimizer.step == 1:
+            os.close(terminal)
+        return step(stack, optimizer, *rest)
+
+    step = loop.train_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", close)
+        loop.train(session_of(model, "host"), run, Console(file=stream, force_terminal=True))
+    assert_same_weights(weights_of(run.model), straight)
+
+
+def test_missing_standard_streams_are_opened_so_that_no_file_of_a_run_gets_their_numbers() -> None:
+    process = os.fork()
+    if process == 0:
+        code = 1
+        try:
+            os.close(2)
+            sys.stderr = None  # type: ignore[assignment]
+            open_missing()
+            sys.stderr.write("nowhere")
+            code = 0 if os.path.samestat(os.fstat(2), os.stat(os.devnull)) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), OSError(errno.ENOSPC, "No space"), SystemExit(3)])
+def test_an_error_in_a_run_saves_first_and_says_how_to_go_on(
+    place: str, error: BaseException, model: Path, straight: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    session = small_session(model, STEPS, weights=place, optimizer_state=place)
+    run, original = begun_run(session, tmp_path), loop.train_step
+
+    def failing(stack, optimizer, *rest):
+        if optimizer.step == 2:
+            raise error
+        return original(stack, optimizer, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", failing)
+        with pytest.raises(type(error)) as stop, going_on(run):
+            train(session, run)
+    assert steps_done(run) == 2
+    if isinstance(error, Exception):
+        note = f"the run is saved at step 2; go on with\ngptj-ft finetune --resume {run.folder}"
+        assert stop.value.__notes__[-1] == note
+    train(session, run)
+    assert_same_weights(weights_of(run.model), straight, place)
+
+
+def test_a_half_updated_layer_is_never_saved(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gptj_ft.streaming.adamw import AdamW
+
+    session = small_session(model, STEPS, weights="host", optimizer_state="host")
+    run, apply, failed = begun_run(session, tmp_path), AdamW.apply, []
+
+    def failing(self, visit, span, tensors):
+        apply(self, visit, span, tensors)
+        if self.step == 2 and not failed:
+            failed.append(visit.layer)
+            raise MemoryError
+
+    monkeypatch.setattr(AdamW, "apply", failing)
+    with pytest.raises(MemoryError):
+        train(session, run)
+    assert steps_done(run) == 0
+    assert what_is_saved(run).startswith("nothing was saved yet; go on with")
+
+
+def test_a_tuned_model_that_cannot_be_written_leaves_a_checkpoint(
+    model: Path, straight: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    session = small_session(model, STEPS, weights="host", optimizer_state="host")
+    run = begun_run(session, tmp_path)
+
+    def full(*arguments: object) -> None:
+        raise ResourceError("no space left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "write_outcome", full)
+        with pytest.raises(ResourceError), going_on(run):
+            train(session, run)
+    assert steps_done(run) == STEPS
+    train(session, run)
+    assert_same_weights(weights_of(run.model), straight)
+
+
+def test_a_full_disk_names_the_next_step_on_the_terminal(shell, rows_file: Path, monkeypatch) -> None:
+    def full(self: Run, values: object) -> None:
+        raise ResourceError(f"cannot write {self.metrics_file}: No space left on device")
+
+    monkeypatch.setattr(Run, "append_metrics", full)
+    done = shell(
+        "finetune --recipe summarization --data rows.jsonl --model tiny --max-steps 2 --output run --weights disk"
+        " --optimizer-state disk"
+    )
+    assert done.code == 4
+    assert done.err.endswith("nothing was saved yet; go on with\ngptj-ft finetune --resume run\n"), done.err
+
+
+def losses_of(*pieces: tuple[float, float, int]) -> list[float]:
+    """Return losses around some levels: (mean, deviation, steps) for each."""
+    generator = torch.Generator().manual_seed(0)
+    return [mean + spread * torch.randn((), generator=generator).item() for mean, spread, n in pieces for _ in range(n)]
+
+
+def warnings_of(losses: list[float]) -> list[int]:
+    watch = LossWatch(50_400)
+    return [step for step, loss in enumerate(losses, 1) if watch.after_step(loss)]
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        losses_of((2.5, 0.3, 2000)),
+        losses_of((3.0, 1.0, 2000)),
+        [0.05, 6.0, 0.05, 0.06, 0.05, 5.0, 0.04, 0.05] * 200,  # one row a step, some of them hard
+        [10.9 - step / 100 + noise for step, noise in enumerate(losses_of((0.0, 0.3, 900)))],
+        losses_of((11.5, 0.2, 100)),  # a model that knows nothing
+    ],
+)
+def test_ordinary_losses_bring_no_warning(losses: list[float]) -> None:
+    assert not warnings_of(losses)
+
+
+@pytest.mark.parametrize(
+    ("losses", "latest"),
+    [
+        (losses_of((2.5, 0.3, 50), (7.5, 0.3, 100)), 66),
+        (losses_of((3.0, 0.1, 6), (7.5, 0.3, 100)), 22),
+        (losses_of((3.0, 0.1, 1), (40.0, 5.0, 100)), 5),
+        ([2.5 + max(0, step - 50) / 10 for step in range(200)], 80),
+    ],
+    ids=["jump", "early jump", "at once", "slow"],
+)
+def test_a_loss_that_explodes_is_warned_about_once_and_not_again_after_a_resume(
+    losses: list[float], latest: int
+) -> None:
+    (step,) = warnings_of(losses)
+    assert step <= latest
+    watch = LossWatch(50_400, losses[:step])
+    assert not any(watch.after_step(loss) for loss in losses[step:])
+
+
+def test_an_exploding_run_says_so_on_the_terminal_and_in_its_log(model: Path, tmp_path: Path) -> None:
+    from rich.console import Console
+
+    session = small_session(model, 6, lr=30.0, clip_norm=None, warmup=0.0, schedule="constant", weights="device")
+    run, screen = begun_run(session, tmp_path), io.StringIO()
+    loop.train(session, run, Console(file=screen, width=500))
+    assert screen.getvalue().count("warning: the ") == 1
+    assert "start a new one with a lower --lr" in (run.folder / "log.txt").read_text(encoding="utf-8")

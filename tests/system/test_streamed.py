@@ -1,0 +1,92 @@
+"""What a conversion is made of: memory that is used again, threads ahead, files written behind."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+
+from gptj_ft.errors import DataError
+from gptj_ft.system import memory, write_behind
+from gptj_ft.system.memory import LEAST_BYTES, borrow
+from gptj_ft.system.prefetch import AHEAD_TASKS, ahead
+from gptj_ft.system.write_behind import WriteBehind
+
+
+def test_memory_is_lent_again_when_no_tensor_shares_it_and_not_before() -> None:
+    memory._idle.clear()
+    first = borrow(LEAST_BYTES)
+    address, view = first.data_ptr(), first.view(torch.float32).reshape(2, -1)[1:].numpy()
+    del first
+    second = borrow(LEAST_BYTES)  # the view still shares it
+    assert second.data_ptr() != address
+    del view
+    assert borrow(LEAST_BYTES).data_ptr() == address
+
+
+def test_idle_memory_is_bounded_and_far_larger_one_is_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory._idle.clear()
+    monkeypatch.setattr(memory, "MOST_IDLE_BYTES", 6 * LEAST_BYTES)
+    large = borrow(5 * LEAST_BYTES)
+    address = large.data_ptr()
+    del large
+    assert borrow(LEAST_BYTES).data_ptr() != address
+    several = [borrow(2 * LEAST_BYTES) for _ in range(5)]
+    del several
+    assert sum(map(len, memory._idle)) == 6 * LEAST_BYTES
+
+
+def test_results_come_in_order_and_no_more_are_made_than_fit() -> None:
+    lock, counts = threading.Lock(), {"now": 0, "most": 0}
+
+    def make(number: int) -> int:
+        with lock:
+            counts["now"] += 1
+            counts["most"] = max(counts.values())
+        return number
+
+    found = []
+    for number in ahead(((10, lambda number=number: make(number)) for number in range(50)), num_bytes=35):
+        found.append(number)
+        with lock:
+            counts["now"] -= 1
+    assert found == list(range(50))
+    assert 1 < counts["most"] <= 3 < AHEAD_TASKS
+
+
+def test_what_a_task_raises_is_raised_in_its_place() -> None:
+    def damaged() -> int:
+        raise DataError("damaged")
+
+    results = ahead([(1, lambda: 1), (1, damaged), (1, lambda: 3)])
+    assert next(results) == 1
+    with pytest.raises(DataError, match="damaged"):
+        next(results)
+
+
+@pytest.mark.parametrize("begin", [0, 5000])
+def test_a_file_of_any_types_in_any_order_holds_every_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: int
+) -> None:
+    monkeypatch.setattr(write_behind, "BUFFER_BYTES", 4096)
+    path, known = tmp_path / "file", b"x" * begin
+    path.write_bytes(known + b"of a process that was killed" * 9000)
+    values = [torch.randn(size) for size in (700, 3, 4000, 1, 2500)]
+    types = [torch.bfloat16, torch.bfloat16, torch.float32, torch.float16, torch.float64]  # one off its alignment
+    synced: list[int] = []
+    with WriteBehind(2) as files:
+        writer, digest = files.open(path, begin), xxhash.xxh3_128()
+        for tensor, dtype in zip(values, types, strict=True):
+            writer.put(tensor, dtype, digest)
+            writer.sync(synced.append)
+        writer.write(b"end")
+        writer.finish(lambda: synced.append(-1))
+    data = b"".join(
+        tensor.to(dtype).view(torch.uint8).numpy().tobytes() for tensor, dtype in zip(values, types, strict=True)
+    )
+    assert path.read_bytes() == known + data + b"end"
+    assert digest.hexdigest() == xxhash.xxh3_128_hexdigest(data)
+    assert synced[-1] == -1
+    assert synced[:-1] == sorted(synced[:-1])
+    assert all(size <= begin + len(data) for size in synced)

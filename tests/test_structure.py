@@ -1,0 +1,78 @@
+"""How the source hangs together: import order, a light start, a wheel that finds its recipes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "gptj_ft"
+
+
+def test_the_streaming_core_names_no_family() -> None:
+    from gptj_ft.models.registry import families
+
+    for path in [*(PACKAGE / "streaming").rglob("*.py"), PACKAGE / "training/loop.py", PACKAGE / "training/setup.py"]:
+        text = path.read_text(encoding="utf-8").lower()
+        words = text.replace("gptj_ft", "").replace("gptj-ft", "").replace("gptjfterror", "")
+        assert not [family for family in families() if family in words], path
+
+
+def test_help_and_completion_import_no_torch() -> None:
+    code = (
+        "import os, sys; sys.argv = ['gptj-ft', 'finetune', '--help']\n"
+        "from gptj_ft.cli.app import main\n"
+        "def run():\n"
+        "    try: main()\n"
+        "    except SystemExit as stop: assert not stop.code, stop.code\n"
+        "run()\n"
+        "words = 'gptj-ft finetune --model t'\n"
+        "os.environ.update(_GPTJ_FT_COMPLETE='complete_bash', COMP_WORDS=words, COMP_CWORD='3')\n"
+        "sys.argv = ['gptj-ft']; run()\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'pandas', 'huggingface_hub'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--recipe" in done.stdout
+    assert done.stdout.endswith("tiny\ntiny-gpt2\n")
+
+
+def test_rows_are_prepared_without_torch_and_transformers_and_datasets(tmp_path: Path) -> None:
+    from test_data_tokenizer import make_tokenizer
+
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gptj", "vocab_size": 60000}', encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text('{"document": "The lift stops.", "summary": "Lift."}\n' * 9, encoding="utf-8")
+    code = (
+        f"import sys; sys.argv = ['gptj-ft', 'prepare-data', '--model', {str(tmp_path)!r}, '--recipe', 'summarization'"
+        f", '--data', {str(tmp_path / 'rows.jsonl')!r}]\n"
+        "from gptj_ft.cli.app import main\n"
+        "try: main()\n"
+        "except SystemExit as stop: assert not stop.code, stop.code\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'pandas'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_built_wheel_finds_its_recipes(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    code = (
+        "from gptj_ft.config import presets; "
+        "print(presets.__file__, *presets.preset_names()); presets.load_preset('qa')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path / "site")},
+    )  # fmt: skip
+    location, *names = done.stdout.split()
+    assert location.startswith(str(tmp_path)), "this tested the checkout, not the wheel"
+    assert "summarization" in names

@@ -1,0 +1,586 @@
+"""Whole runs from the command line: all commands in a row, interruption and resume, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import GPT2_SHAPES, random_gpt2
+from hub_server import serve
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from small_run import small_session
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gptj_ft.cli.terminal.tables import cautions
+from gptj_ft.config.resolve import resolve
+from gptj_ft.config.run_folder import Run
+from gptj_ft.evaluation.metrics.language_model import NAMES
+from gptj_ft.training.finetune import fresh
+
+TINY = "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 8 --set holdout=0.1"
+
+
+def weights_of(model: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for shard in sorted(model.glob("*.safetensors")) for name, tensor in load_file(shard).items()}
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    ours, theirs = weights_of(a), weights_of(b)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.mark.parametrize("tiny", ["tiny", "tiny-gpt2"])
+def test_the_six_commands_end_to_end(
+    tiny: str, shell, rows_file: Path, own_home: Path, tmp_path: Path, monkeypatch
+) -> None:
+    from gptj_ft.checkpoints.base_model import tiny_model
+    from gptj_ft.config.options import Recipe
+
+    # A tiny model stands on a server that speaks the Hub's protocol, as EleutherAI/gpt-j-6b.
+    published = tiny_model(Recipe(model=tiny), rows_file)
+    published = published.rename(tmp_path / "published")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with serve(published) as server:
+        done = shell(f"download --endpoint {server.url} --json")
+    assert done.code == 0, done.err
+    assert (own_home / "models" / "EleutherAI--gpt-j-6b" / "config.json").is_file()
+
+    done = shell("convert --json")
+    assert done.code == 0, done.err
+    model = Path(done.json["folder"])
+    assert model == own_home / "models" / "gpt-j-6b"
+    assert_same_weights(published, model)
+
+    done = shell("prepare-data --recipe summarization --data rows.jsonl --output prepared --json")
+    assert done.code == 0, done.err
+    report = done.json
+    assert report["rows_read"] == report["rows_kept"] == 40
+    assert report["columns"] == {"document": "note", "summary": "short_summary"}
+
+    done = shell("finetune --recipe summarization --data prepared --lr 1e-2 --epochs 8 --batch-size 8 --json")
+    assert done.code == 0, done.err
+    result = done.json
+    assert Path(result["run"]) == Path("runs/summarization-1")
+    assert result["loss_after"] < result["loss_before"] - 2
+
+    done = shell("evaluate --data rows.jsonl --limit 10 --json")
+    assert done.code == 0, done.err
+    tuned, baseline = done.json["model"], done.json["baseline"]
+    assert baseline["model"] == str(model.resolve())
+    assert tuned["rows"] == baseline["rows"] == 10
+    assert tuned["loss"] < baseline["loss"] - 2
+    assert tuned["perplexity"] == pytest.approx(torch.tensor(tuned["loss"]).exp().item(), rel=1e-4)
+    assert tuned["scores"]["rougeL"] > baseline["scores"]["rougeL"] + 20
+    assert "answers" not in tuned, "texts are private unless asked for"
+
+    done = shell("generate --max-new-tokens 12 --json", "The printer on floor 3 is out of paper.")
+    assert done.code == 0, done.err
+    text = done.json["text"]
+    assert text
+
+    # transformers opens the tuned model and, given the same prompt, writes the same.
+    folder = Path(result["model"])
+    theirs, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    prompt = "Summarize the following text.\n\nThe printer on floor 3 is out of paper.\n\nSummary:"
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    output = theirs.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    assert tokenizer.decode(output, skip_special_tokens=True).strip() == text
+
+    remembered = json.loads((folder / "gptj_ft.json").read_text(encoding="utf-8"))
+    assert remembered["template"]["prompt"].startswith("Summarize the following text.")
+    assert remembered["metrics"]["validation_loss"] == result["loss_after"]
+
+
+def test_a_run_leaves_its_recipe_metrics_log_and_environment_and_no_scratch(shell, rows_file: Path) -> None:
+    assert shell(f"{TINY} --max-steps 3 --output out --weights disk --optimizer-state disk").code == 0
+    run = Run(Path("out"))
+    assert {path.name for path in run.folder.iterdir()} == {
+        "recipe.yaml", "run.json", "base.json", "environment.json", "metrics.jsonl", "log.txt", "run.lock", "data",
+        "model", "report.html",
+    }  # fmt: skip
+    assert run.recipe().lr == 1e-2
+    steps = [line for line in run.metrics() if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert all(line["target_tokens"] > 0 and line["memory_bytes"] > 0 for line in steps)
+    assert "# command line" in run.recipe_file.read_text(encoding="utf-8")
+    environment = json.loads((run.folder / "environment.json").read_text(encoding="utf-8"))
+    assert environment["placement"] == "weights on disk, optimizer state on disk"
+    assert environment["precision"] == run.recipe().precision
+    page = (run.folder / "report.html").read_text(encoding="utf-8")
+    assert environment["placement"] in page
+    assert str(rows_file.resolve().parent) not in page, "a page to be handed on"
+    assert "held out from the same data" in page
+
+
+@pytest.mark.parametrize("place", ["device", "disk"])
+def test_metrics_and_the_closing_summary_tell_how_fast_it_was(place: str, shell, rows_file: Path) -> None:
+    done = shell(
+        f"{TINY} --max-steps 3 --output out --weights {place} --optimizer-state {place} --json"
+        " --set activations=recompute"
+    )
+    assert done.code == 0, done.err
+    lines = [line for line in Run(Path("out")).metrics() if "loss" in line]
+    for line in lines:
+        assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["seconds"])
+        assert line["target_tokens_per_second"] == pytest.approx(line["target_tokens"] / line["seconds"])
+        assert line["stall"] == pytest.approx(line["waited_seconds"] / line["seconds"])
+        assert 0 < line["model_gflops"] < line["hardware_gflops"] < 4 / 3 * line["model_gflops"] * 1.001
+        assert 0 < line["mfu"] < line["hfu"] < 2
+        assert 10**8 < line["memory_bytes"] < 10**10
+        assert line["device_memory_bytes"] == 0
+    tally, meters = done.json["tally"], done.json["meters"]
+    assert tally["target_tokens"] == sum(line["target_tokens"] for line in lines)
+    assert tally["memory_bytes"] == max(line["memory_bytes"] for line in lines)
+    assert meters["tokens_per_second"] == pytest.approx(tally["tokens"] / tally["seconds"])
+
+
+def test_a_run_is_told_in_a_users_terms_and_ends_with_what_to_type(shell, rows_file: Path) -> None:
+    done = shell(f"{TINY} --batch-size 50 --max-steps 2 --output 'an other'")
+    names = [line[2:].split("  ")[0] for line in done.out.splitlines() if re.match("  [a-z]", line)]
+    assert names == ["validation loss", "time", "tuned model", "report"]
+    assert "lower is better (4 rows say little)" in " ".join(done.out.split())
+    assert "next: gptj-ft evaluate 'an other'   # on the 4 rows held out" in done.out
+    for text in ("GFLOP", "matmul", "moved", "measured", "FLOPs"):
+        assert text not in done.said, text
+    assert "GFLOP" in Path("an other/log.txt").read_text(encoding="utf-8")
+    for warning in (*cautions(36, 4, 50), "36 rows to train on are few: below about 100"):
+        assert warning in done.said
+    prepared = shell("prepare-data --recipe summarization --data rows.jsonl --model tiny").said
+    (counts,) = re.findall(r"rows 40 read, 40 kept .* tokens ([\d,]+, [\d,]+ of them trained on; longest)", prepared)
+    assert f" tokens {counts} " in done.said, "the same rows are counted here as there, held out or not"
+    measured = shell("evaluate 'an other' --limit 2 --baseline none --set generation.max_new_tokens=2")
+    assert (measured.code, "an other/data/validation" in measured.said) == (0, True), measured.err
+
+
+def test_a_run_that_begins_tells_that_rows_are_read_and_the_machine_is_measured_once(rows_file: Path) -> None:
+    options = {"recipe": "summarization", "data": "rows.jsonl", "model": "tiny"}
+    for planning in ("measuring this machine, once, up to 10 s", "planning"):
+        said: list[str] = []
+        fresh(resolve(options, environment={}), said.append)
+        assert said == ["reading the rows", planning]
+
+
+def test_only_few_rows_and_too_large_batches_are_warned_of() -> None:
+    assert cautions(100, 20, 100) == cautions(100, 0, 8) == []
+    few, little, large = cautions(99, 19, 100)
+    assert few.startswith("99 rows to train on are few")
+    assert little.startswith("19 rows to validate on are few")
+    assert large.startswith("batch_size 100 is more than the 99 rows there are")
+
+
+def timeless(lines: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Keep what two runs of the same numbers share."""
+    numbers = ("step", "loss", "z_loss", "lr", "grad_norm", "tokens", "target_tokens", "validation_loss")
+    return [{key: value for key, value in line.items() if key in numbers} for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("model", "place", "clip"),
+    [("tiny", place, clip) for place in ("device", "host", "disk") for clip in ("1.0", "null")]
+    + [("tiny-gpt2", "disk", "1.0"), ("tiny-gpt2", "host", "null")],
+)
+def test_stopping_and_resuming_equals_a_straight_run_to_the_bit(
+    model: str, place: str, clip: str, shell, rows_file: Path, monkeypatch
+) -> None:
+    options = f"{TINY} --model {model} --epochs 2 --set clip_norm={clip} --weights {place} --optimizer-state {place}"
+    assert shell(f"{options} --output straight").code == 0
+
+    from gptj_ft.training import loop
+
+    ask_after = {2, 5, 6}
+    original = loop.train_step
+
+    def interrupting(stack, optimizer, *rest):
+        if optimizer.step + 1 in ask_after:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(stack, optimizer, *rest)
+
+    monkeypatch.setattr(loop, "train_step", interrupting)
+    done = shell(f"{options} --output stopped")
+    assert done.code == 130
+    assert "finetune --resume stopped" in done.err
+    for before, step in ((2, 5), (5, 6)):
+        assert shell("finetune --resume stopped --dry-run --json").json["num_steps"] == 10 - before
+        done = shell("finetune --resume stopped --host-memory 900GB")
+        assert done.code == 130, done.err
+        assert f"stopped after step {step} of 10" in done.err
+    done = shell("finetune --resume stopped --json")
+    assert done.code == 0, done.err
+    assert_same_weights(Path("straight/model"), Path("stopped/model"))
+    straight, stopped = Run(Path("straight")).metrics(), Run(Path("stopped")).metrics()
+    assert timeless(straight) == timeless(stopped)
+
+
+# 60 s until the first step, 100 s a step; where the state is not on disk, 60 s more to save it. A tenth is kept free.
+@pytest.mark.parametrize(("place", "stops"), [("device", (3, 7, 8)), ("disk", (4, 8, 9))])
+def test_a_run_out_of_time_stops_saved_with_exit_7_and_resumes_to_the_same_weights(
+    place: str, stops: tuple[int, int, int], shell, rows_file: Path, monkeypatch
+) -> None:
+    options = f"{TINY} --epochs 2 --weights {place} --optimizer-state {place}"
+    assert shell(f"{options} --output straight").code == 0
+    clock = FakeClock(monkeypatch)
+    # The limit holds for each session and may be changed; none is so short that it takes no step.
+    for line, step in zip(
+        (f"{options} --output timed --max-time 8m", "finetune --resume timed", "finetune --resume timed --max-time 1s"),
+        stops,
+        strict=True,
+    ):
+        began = clock.elapsed
+        done = shell(line)
+        assert done.code == 7, done.err
+        assert f"stopped after step {step} of 10: another might not end" in done.err
+        assert "gptj-ft finetune --resume timed" in done.err
+        assert clock.elapsed - began <= 480
+    assert shell("finetune --resume timed").code == 0
+    assert_same_weights(Path("straight/model"), Path("timed/model"))
+    assert timeless(Run(Path("straight")).metrics()) == timeless(Run(Path("timed")).metrics())
+
+
+def test_the_last_step_is_not_begun_without_time_for_validation_and_export(shell, rows_file: Path, monkeypatch) -> None:
+    FakeClock(monkeypatch)
+    # 260 s until the second step is done; then 100 for the last, 90 to flush, validate and export, and a tenth of it.
+    done = shell(f"{TINY} --max-steps 3 --output out --max-time 440s")
+    assert (done.code, "stopped after step 2 of 3" in done.err) == (7, True)
+    assert shell("finetune --resume out").code == 0
+
+
+class FakeClock:
+    """Time passes with steps, flushes, validations, checkpoints and the export, and with nothing else."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from gptj_ft.streaming import adamw
+        from gptj_ft.training import checkpoint, loop
+
+        self.elapsed = 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.elapsed)
+        takes = {"step": 100.0, "flush": 30.0, "validation": 30.0, "save": 30.0, "export": 30.0}
+        monkeypatch.setattr(loop, "forecast_seconds", lambda session: takes)
+        for owner, name, seconds in (
+            (loop, "train_step", 100), (loop, "validate", 30), (checkpoint, "save", 30),
+            (loop, "export", 30), (adamw.AdamW, "flush", 30),
+        ):  # fmt: skip
+            monkeypatch.setattr(owner, name, self._slow(getattr(owner, name), seconds))
+
+    def _slow(self, operation, seconds: float):
+        def slow(*arguments, **settings):
+            self.elapsed += seconds
+            return operation(*arguments, **settings)
+
+        return slow
+
+
+def test_resume_with_another_placement_and_read_ahead_changes_no_bit(shell, rows_file: Path, monkeypatch) -> None:
+    options = f"{TINY} --epochs 1 --set save_every=2"
+    assert shell(f"{options} --output straight --weights device --optimizer-state device").code == 0
+
+    from gptj_ft.training import loop
+
+    original = loop.train_step
+
+    def failing(stack, optimizer, *rest):
+        if optimizer.step == 3:
+            raise OSError(28, "No space left on device")
+        return original(stack, optimizer, *rest)
+
+    monkeypatch.setattr(loop, "train_step", failing)
+    done = shell(f"{options} --output cut --weights device --optimizer-state device")
+    assert done.code == 4, done.err
+    monkeypatch.setattr(loop, "train_step", original)
+    done = shell("finetune --resume cut --weights disk --optimizer-state host --set read_ahead=2")
+    assert done.code == 0, done.err
+    assert_same_weights(Path("straight/model"), Path("cut/model"))
+
+
+def kill_when(condition, options: str, folder: Path) -> None:
+    """Start a run in a process of its own, and kill it as soon as a condition holds."""
+    command = [sys.executable, "-m", "gptj_ft", *options.split(), "--output", "killed"]
+    # A matrix product may round differently on another number of threads.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    streams = {"stderr": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=folder, env=environment, **streams)
+    try:
+        deadline = time.monotonic() + 240
+        while not condition(folder / "killed"):
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    finally:
+        process.kill()
+        process.wait()
+    assert not (folder / "killed" / "model").exists()
+
+
+def num_steps_done(run: Path) -> int:
+    return sum("loss" in line for line in Run(run).metrics())
+
+
+@pytest.mark.parametrize(
+    ("place", "condition"),
+    [
+        ("device", lambda run: list(run.glob("checkpoints/step-*/manifest.json"))),
+        ("disk", lambda run: num_steps_done(run) >= 4),
+    ],
+)
+def test_a_killed_run_resumes_to_the_same_weights(
+    place: str, condition, shell, rows_file: Path, tmp_path: Path
+) -> None:
+    options = f"{TINY} --epochs 5 --set save_every=3 --weights {place} --optimizer-state {place}"
+    assert shell(f"{options} --output straight").code == 0
+    kill_when(condition, options, tmp_path)
+    before = num_steps_done(tmp_path / "killed")
+    done = shell("finetune --resume killed")
+    assert done.code == 0, done.err
+    assert_same_weights(Path("straight/model"), Path("killed/model"))
+    assert num_steps_done(Path("killed")) == 25
+    if place == "disk":
+        # The line of a step is written just before its commit, so the step in flight may be done again, none before.
+        first = int(done.err.partition("  step ")[2].partition("/")[0])
+        assert first in (before, before + 1), "a committed step was lost"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_run_on_disk_goes_on_in_memory_to_the_same_weights(
+    place: str, shell, rows_file: Path, tmp_path: Path
+) -> None:
+    options = f"{TINY} --epochs 5"
+    assert shell(f"{options} --weights {place} --optimizer-state {place} --output straight").code == 0
+    kill_when(lambda run: num_steps_done(run) >= 4, f"{options} --weights disk --optimizer-state disk", tmp_path)
+    done = shell(f"finetune --resume killed --weights {place} --optimizer-state {place}")
+    assert done.code == 0, done.err
+    assert_same_weights(Path("straight/model"), Path("killed/model"))
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again_from_its_folder(
+    shell, rows_file: Path, monkeypatch
+) -> None:
+    from gptj_ft.training import loop
+
+    original = loop.train_step
+    monkeypatch.setattr(loop, "train_step", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    assert shell(f"{TINY} --max-steps 2 --output out").code == 4
+    monkeypatch.setattr(loop, "train_step", original)
+    rows_file.unlink()  # the run needs nothing but its folder and the model
+    assert shell("finetune --resume out").code == 0
+    assert shell(f"{TINY} --max-steps 2 --output again").code == 2
+
+
+def test_resume_refuses_what_would_change_the_numbers(shell, rows_file: Path) -> None:
+    assert shell(f"{TINY} --max-steps 1 --output out").code == 0
+    done = shell("finetune --resume out")
+    assert (done.code, "is finished" in done.err) == (2, True)
+    (Path("out") / "model" / "config.json").unlink()
+    done = shell("finetune --resume out --lr 3")
+    assert (done.code, "lr is 0.01 in this run" in done.err) == (2, True)
+    done = shell("finetune --resume rows.jsonl")
+    assert (done.code, "is not a run folder" in done.err) == (2, True)
+
+
+def test_a_model_that_cannot_be_exported_is_not_lost(shell, rows_file: Path, monkeypatch) -> None:
+    from gptj_ft.errors import ResourceError
+    from gptj_ft.training import loop
+
+    original = loop.write_outcome
+
+    def full(*arguments, **settings):
+        raise ResourceError("disk full")
+
+    monkeypatch.setattr(loop, "write_outcome", full)
+    done = shell(f"{TINY} --max-steps 2 --output out")
+    assert done.code == 4
+    assert "finetune --resume out" in done.err
+    monkeypatch.setattr(loop, "write_outcome", original)
+    done = shell("finetune --resume out --json")
+    assert done.code == 0, done.err
+    assert shell(f"{TINY} --max-steps 2 --output straight --json").json["loss_after"] == done.json["loss_after"]
+    assert_same_weights(Path("straight/model"), Path("out/model"))
+
+
+def spoiled_model(rows_file: Path, **changes: float) -> Path:
+    """A tiny model with some of its tensors scaled; the keys are the ends of their names, dots as underscores."""
+    from gptj_ft.checkpoints.base_model import tiny_model
+    from gptj_ft.config.options import Recipe
+
+    model = tiny_model(Recipe(), rows_file)
+    for shard in model.glob("*.safetensors"):
+        tensors = load_file(shard)
+        for name, tensor in tensors.items():
+            for end, factor in changes.items():
+                if name.replace(".", "_").endswith(end):
+                    tensor.mul_(factor)
+        save_file(tensors, shard, metadata={"format": "pt"})
+    return model
+
+
+@pytest.mark.parametrize("options", ["", "--set holdout=0", "--set holdout=0 --set clip_norm=null"])
+def test_a_model_with_weights_that_are_not_finite_is_refused_and_the_tensor_named(
+    options: str, shell, rows_file: Path
+) -> None:
+    model = spoiled_model(rows_file, h_1_mlp_fc_in_bias=float("nan"))
+    done = shell(
+        f"finetune --recipe summarization --data rows.jsonl --batch-size 8 --output out {options} --model", model
+    )
+    assert done.code == 3, done.err
+    assert "transformer.h.1.mlp.fc_in.bias has values that are not finite" in done.err
+    assert not any("loss" in line for line in Run(Path("out")).metrics()), "a step was taken"
+
+
+def test_a_model_whose_values_overflow_is_refused_and_the_module_named(shell, rows_file: Path) -> None:
+    model = spoiled_model(rows_file, h_1_mlp_fc_in_weight=1e25, h_1_mlp_fc_out_weight=1e25)
+    done = shell("finetune --recipe summarization --data rows.jsonl --output out --model", model)
+    assert done.code == 1, done.err
+    assert "validation loss before anything was trained is not finite, first in layer 2" in done.err
+    assert "the output of transformer.h.1.mlp.fc_out" in done.err
+
+
+@pytest.mark.parametrize("place", ["device", "disk"])
+def test_a_run_whose_loss_is_no_number_stops_before_it_touches_a_weight_and_says_where(
+    place: str, shell, rows_file: Path
+) -> None:
+    far = f"{TINY.replace('1e-2', '1e30')} --set warmup=0 --max-steps 3"
+    done = shell(f"{far} --weights {place} --optimizer-state {place} --set clip_norm=null --output out")
+    assert done.code == 1, done.err
+    *_, first, second = done.err.strip().splitlines()
+    assert first.startswith("gptj-ft: the loss after step 1 is not finite, first in layer 1 counted from the embedding")
+    assert "the output of transformer.h.0." in first
+    assert "a lower --lr or --set clip_norm=1.0" in second
+    assert [line["step"] for line in Run(Path("out")).metrics() if "loss" in line] == [1]
+    assert "NaN" not in Path("out/metrics.jsonl").read_text(encoding="utf-8")
+    if place == "disk":  # the commit of step 1 is whole: from there it comes to the same
+        again = shell("finetune --resume out")
+        assert (again.code, first in again.err) == (1, True), again.err
+
+
+def test_a_gradient_that_is_no_number_is_named_with_its_tensors(shell, rows_file: Path, monkeypatch) -> None:
+    from gptj_ft.streaming.adamw import AdamW
+
+    original = AdamW.after_backward
+
+    def poisoned(self, loaded):
+        if loaded.index == 2 and self.step == 1:
+            loaded.layout.views(loaded.tensors["grad"])["mlp.fc_in.bias"][3] = float("inf")
+        original(self, loaded)
+
+    monkeypatch.setattr(AdamW, "after_backward", poisoned)
+    done = shell(f"{TINY} --max-steps 3 --output out --weights disk --optimizer-state disk")
+    assert done.code == 1
+    assert "the gradient of step 2 is not finite, first in layer 2" in done.err
+    assert "in transformer.h.1.mlp.fc_in.bias" in done.err
+    monkeypatch.setattr(AdamW, "after_backward", original)
+    assert shell("finetune --resume out --json").code == 0
+    straight = shell(f"{TINY} --max-steps 3 --output straight --weights disk --optimizer-state disk")
+    assert straight.code == 0
+    assert_same_weights(Path("straight/model"), Path("out/model"))
+
+
+def test_a_damaged_checkpoint_is_named_and_not_trained_on(shell, rows_file: Path, monkeypatch) -> None:
+    from gptj_ft.training import loop
+
+    original = loop.train_step
+
+    def interrupting(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", interrupting)
+    assert shell(f"{TINY} --output out").code == 130
+    (layer,) = Path("out").glob("checkpoints/*/layer-001.safetensors")
+    os.truncate(layer, layer.stat().st_size - 4096)
+    done = shell("finetune --resume out")
+    assert done.code == 3
+    assert "layer-001.safetensors is cut short" in done.err
+
+
+def test_evaluation_while_training_changes_no_number(shell, rows_file: Path) -> None:
+    assert shell(f"{TINY} --max-steps 4 --output plain").code == 0
+    assert shell(f"{TINY} --max-steps 4 --output watched --set validate_every=1 --set save_every=1").code == 0
+    assert_same_weights(Path("plain/model"), Path("watched/model"))
+
+
+@pytest.mark.parametrize("recipe", ["qa", "continuous-pretraining"])
+def test_the_other_recipes_train_and_evaluate_on_the_examples(recipe: str, shell) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    file = {"qa": examples / "clinic_qa.json", "continuous-pretraining": examples / "field_notes.txt"}[recipe]
+    options = "--model tiny --max-steps 2 --batch-size 4 --max-length 128 --output out"
+    done = shell(f"finetune --recipe {recipe} {options} --json --data", file)
+    assert done.code == 0, done.err
+    assert done.json["loss_after"] < done.json["loss_before"]
+    done = shell("evaluate out --limit 3 --json")
+    assert done.code == 0, done.err
+    expected = {"qa": {"exact_match", "f1", "strict_match"}, "continuous-pretraining": set()}[recipe]
+    assert set(done.json["model"]["scores"]) == {*expected, *NAMES}
+    if recipe == "qa":
+        done = shell("generate --model out --json", "Who came?", "--field", "context=The vet came on Monday.")
+        assert done.code == 0, done.err
+        done = shell("generate --model out", "Who came?")
+        assert (done.code, "--field context=" in done.err) == (2, True)
+
+
+def test_a_validation_holds_a_pass_of_rows_at_a_time_and_its_loss_is_the_same(tmp_path: Path, monkeypatch) -> None:
+    from gptj_ft.data.batches import Rows
+    from gptj_ft.streaming.open import reading_stack
+    from gptj_ft.training import loop
+
+    class Read(list):
+        """Rows that know how many of their tokens were read."""
+
+        tokens = 0
+
+        def __getitem__(self, number):
+            Read.tokens += len(super().__getitem__(number))
+            return super().__getitem__(number)
+
+    session = small_session(tmp_path)
+    generator = torch.Generator().manual_seed(2)
+    documents = Read(torch.randint(1, 40, (5 + n % 9,), generator=generator).tolist() for n in range(60))
+    rows = Rows(documents, [2] * 60, known_lengths=[5 + n % 9 for n in range(60)])
+    most, measured = [], loop.evaluate_losses
+
+    def watch(stack, batches):
+        most.append((Read.tokens, sum(len(batch.tokens_T) for batch in batches)))
+        return measured(stack, batches)
+
+    monkeypatch.setattr(loop, "evaluate_losses", watch)
+    with reading_stack(tmp_path, session.device, torch.float32, "disk") as (_, stack):
+        losses = []
+        for pass_tokens in (30, 90, 10**6):
+            most.clear()
+            Read.tokens, computed = 0, 0
+            stack.room = replace(stack.room, pass_tokens=pass_tokens)
+            monkeypatch.setattr(loop, "PASS_TOKENS", 100)
+            losses.append(loop.validate(stack, rows, 20))
+            for read, tokens in most:
+                assert tokens <= max(pass_tokens, 20)
+                assert read <= computed + 100, "more rows were read than the next pass needs"
+                computed += tokens
+            assert computed == sum(rows.lengths)
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_validation_rows_may_have_a_target_behind_the_models_last_position(shell, tmp_path: Path) -> None:
+    model = random_gpt2(**GPT2_SHAPES["gpt2"])
+    model.save_pretrained("model")
+    ids = torch.randint(0, 101, (8, model.config.n_positions + 1), generator=torch.Generator().manual_seed(3))
+    for name, rows in (("train.jsonl", ids[:6]), ("validation.jsonl", ids[6:])):
+        Path(name).write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows.tolist()))
+    done = shell(
+        "finetune --recipe continuous-pretraining --data train.jsonl --val-data validation.jsonl --model model "
+        f"--max-length {model.config.n_positions} --max-steps 1 --set schedule=cosine --precision fp32 --output run"
+    )
+    assert done.code == 0, done.err
+    with torch.no_grad():
+        logits = model(ids[6:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[6:, 1:].flatten())
+    assert Run(Path("run")).metrics()[0]["validation_loss"] == pytest.approx(float(expected), rel=1e-5)

@@ -1,0 +1,294 @@
+"""Which checkpoints of a run are made and kept, and going back to them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from small_run import assert_same_weights, new_run, small_session, train, weights_of, with_options
+
+from gptj_ft.config.resolve import build
+from gptj_ft.config.run_folder import Run
+from gptj_ft.errors import DataError, ResourceError, UsageError
+from gptj_ft.models.layout import Layout
+from gptj_ft.streaming.open import reading_stack
+from gptj_ft.training import loop, retention
+from gptj_ft.training.retention import find_checkpoint, go_back, kept_steps
+from gptj_ft.training.setup import Session
+
+PLACES = {"weights": "device", "optimizer_state": "device"}, {"weights": "disk", "optimizer_state": "disk"}
+STEPS = 8
+
+
+class Stopped(Exception):
+    """The run ends here, without a word."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = new_run(tmp_path_factory.mktemp("straight"))
+    train(small_session(model, STEPS, validate_every=2), run)
+    return run
+
+
+@pytest.fixture(params=PLACES, ids=["device", "disk"])
+def session(request: pytest.FixtureRequest, model: Path) -> Session:
+    return small_session(model, STEPS, validate_every=2, **request.param)
+
+
+def stop_before(patch: pytest.MonkeyPatch, step: int) -> None:
+    original = loop.train_step
+
+    def stopping(stack, optimizer, *rest):
+        if optimizer.step + 1 == step:
+            raise Stopped
+        return original(stack, optimizer, *rest)
+
+    patch.setattr(loop, "train_step", stopping)
+
+
+def stop_run(session: Session, run: Run, step: int) -> None:
+    """End a run as a kill does: nothing is saved on the way out."""
+    with pytest.MonkeyPatch.context() as patch:
+        stop_before(patch, step)
+        patch.setattr(retention.Keeper, "rescuing", lambda self: nullcontext())
+        with pytest.raises(Stopped):
+            train(session, run)
+
+
+def script_losses(patch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
+    """Let the keeper see these validation losses."""
+    original = retention.Keeper.after_validation
+    patch.setattr(
+        retention.Keeper,
+        "after_validation",
+        lambda self, loss, scores: original(self, losses.get(self._optimizer.step, loss), scores),
+    )
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "kept"),
+    [
+        ("last", 50, set()),
+        ("best", 50, {50}),
+        ("best,last", None, set()),
+        ("2", 50, {100, 120}),
+        ("best,2", 50, {50, 100, 120}),
+        ("9", 50, {20, 80, 100, 120}),
+        ("all", 50, {20, 80, 100, 120}),
+    ],
+)
+def test_kept_are_those_that_the_recipe_names(keep: str, best: int | None, kept: set[int]) -> None:
+    assert kept_steps(build({"keep": keep, "save_every": 20}), [20, 50, 80, 100, 113, 120], best) == kept
+
+
+def test_best_without_validations_and_all_without_save_every_are_refused(model: Path) -> None:
+    for options, hint in (
+        ({"keep": "best"}, "--validate-every"),
+        ({"export": "best"}, "--validate-every"),
+        ({"keep": "best", "validate_every": 2, "holdout": 0}, "--val-data"),
+        ({"keep": "all"}, "--save-every"),
+        ({"keep": 3}, "--save-every"),
+    ):
+        with pytest.raises(UsageError, match=hint):
+            retention.check_keep(build(options), num_validation_rows=0 if "holdout" in options else 3)
+    retention.check_keep(build({}), 0)
+
+
+@pytest.mark.parametrize("place", ["device", "disk"])
+def test_the_plan_has_room_for_what_is_kept(place: str, model: Path) -> None:
+    def disk_bytes(**options: object) -> int:
+        return small_session(model, STEPS, weights=place, optimizer_state=place, **options).plan.disk_bytes
+
+    state = 12 * sum(Layout.of(layer).numel for layer in small_session(model).architecture.layers())
+    more = [
+        disk_bytes(**options) - disk_bytes()
+        for options in (
+            {"keep": "best", "validate_every": 1}, {"export": "best", "validate_every": 1},
+            {"keep": "all", "save_every": 2}, {"keep": "3,best", "save_every": 1}, {"save_every": 1},
+        )
+    ]  # fmt: skip
+    assert [size / state for size in more] == [1, 1, 4, 4, 0]
+
+
+def test_a_run_leaves_the_checkpoints_it_keeps_and_no_state(session: Session, straight: Run, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        script_losses(patch, {2: float("nan"), 4: 1.0, 6: float("nan"), 8: 3.0})
+        result = train(with_options(session, keep=("best", "2"), save_every=3), run)
+    assert list(run.whole_checkpoints()) == [3, 4, 6]
+    assert {path.name for path in run.checkpoints.iterdir()} == {"step-000003", "step-000004", "step-000006"}
+    assert not run.state.exists()
+    assert result.best == {"step": 4, "validation_loss": 1.0, "checkpoint": str(run.checkpoint(4))}
+    assert result.exported_step == 8
+    assert_same_weights(weights_of(run.model), weights_of(straight.model))
+
+
+def test_a_run_that_keeps_nothing_more_leaves_no_checkpoints(session: Session, straight: Run, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    result = train(with_options(session, save_every=1), run)
+    assert not run.checkpoints.exists()
+    assert result.best is not None
+    assert result.best["checkpoint"] is None
+    assert_same_weights(weights_of(run.model), weights_of(straight.model))
+
+
+def test_while_a_run_goes_on_its_newest_checkpoint_is_there(model: Path, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    stop_run(small_session(model, STEPS, save_every=3, **PLACES[0]), run, 8)
+    assert list(run.whole_checkpoints()) == [6]
+
+
+def test_a_run_on_disk_makes_checkpoints_of_hard_links(model: Path, tmp_path: Path) -> None:
+    session = small_session(model, STEPS, save_every=3, keep="all")
+    run = new_run(tmp_path)
+    stop_run(session, run, 7)
+    for name in ("layer-000.safetensors", "layer-003.safetensors"):
+        assert (run.checkpoint(6) / name).samefile(run.state / name)
+        assert not (run.checkpoint(3) / name).samefile(run.state / name)
+    assert "hard links" not in (run.folder / "log.txt").read_text()
+
+
+def test_without_hard_links_checkpoints_are_copies_and_the_log_says_so(
+    model: Path, straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    session = small_session(model, STEPS, save_every=3, keep="all", validate_every=2)
+    run = new_run(tmp_path)
+    stop_run(session, run, 7)
+    assert not (run.checkpoint(6) / "layer-001.safetensors").samefile(run.state / "layer-001.safetensors")
+    assert "without hard links: its checkpoints are copies" in (run.folder / "log.txt").read_text()
+    go_back(run, 3)
+    train(session, run)
+    assert_same_weights(weights_of(run.model), weights_of(straight.model))
+
+
+def test_a_full_disk_while_a_checkpoint_is_made_stops_with_exit_4_and_resumes(
+    model: Path, straight: Run, tmp_path: Path
+) -> None:
+    session = small_session(model, STEPS, save_every=3, keep="all", validate_every=2)
+    run, link = new_run(tmp_path), os.link
+    links = []
+
+    def fill(source: Path, target: Path) -> None:
+        if "checkpoints" in target.parts:  # not the store's own
+            links.append(target)
+        if len(links) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        link(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "link", fill)
+        with pytest.raises(ResourceError, match="no space left on the disk while writing checkpoint"):
+            train(session, run)
+    assert not list(run.checkpoints.iterdir())
+    train(session, run)
+    assert list(run.whole_checkpoints()) == [3, 6]
+    assert_same_weights(weights_of(run.model), weights_of(straight.model))
+
+
+@pytest.mark.parametrize("step", [2, 4, 6])
+def test_going_back_to_a_checkpoint_ends_in_the_same_run(
+    step: int, session: Session, straight: Run, tmp_path: Path
+) -> None:
+    session = with_options(session, keep=("all",), save_every=2)
+    run = new_run(tmp_path)
+    stop_run(session, run, 8)
+    go_back(run, step)
+    assert max(run.whole_checkpoints()) == step
+    result = train(session, run)
+    assert list(run.whole_checkpoints()) == [2, 4, 6]
+    assert_same_weights(weights_of(run.model), weights_of(straight.model))
+    losses = [(line["step"], line.get("loss"), line.get("validation_loss")) for line in run.metrics()]
+    assert losses == [(line["step"], line.get("loss"), line.get("validation_loss")) for line in straight.metrics()]
+    assert result.best is not None
+    assert result.best["validation_loss"] == min(loss for step, _, loss in losses if step and loss)
+
+
+@pytest.mark.parametrize(("first", "then"), [(0, 1), (1, 0)], ids=["memory to disk", "disk to memory"])
+def test_kept_checkpoints_survive_a_change_of_place(
+    first: int, then: int, model: Path, straight: Run, tmp_path: Path
+) -> None:
+    options = {"keep": "all", "save_every": 2, "validate_every": 2}
+    run = new_run(tmp_path)
+    stop_run(small_session(model, STEPS, **options, **PLACES[first]), run, 4)
+    stop_run(small_session(model, STEPS, **options, **PLACES[then]), run, 7)
+    assert list(run.whole_checkpoints()) == [2, 4, 6]
+    go_back(run, 2)
+    train(small_session(model, STEPS, **options, **PLACES[first]), run)
+    assert list(run.whole_checkpoints()) == [2, 4, 6]
+    assert_same_weights(weights_of(run.model), weights_of(straight.model))
+
+
+def test_a_run_that_goes_on_on_disk_is_saved_there_before_its_first_step(
+    model: Path, straight: Run, tmp_path: Path
+) -> None:
+    run, on_disk = new_run(tmp_path), small_session(model, STEPS, validate_every=2, **PLACES[1])
+    stop_run(small_session(model, STEPS, validate_every=2, save_every=2, keep="all", **PLACES[0]), run, 5)
+    stop_run(on_disk, run, 5)
+    commit = run.last_commit()
+    assert commit is not None
+    assert commit["step"] == 4
+    train(on_disk, run)
+    assert_same_weights(weights_of(run.model), weights_of(straight.model))
+
+
+def test_a_checkpoint_that_a_run_in_memory_goes_on_from_is_missed_if_it_is_lost(model: Path, tmp_path: Path) -> None:
+    session, run = small_session(model, STEPS, save_every=2, keep="all", **PLACES[0]), new_run(tmp_path)
+    stop_run(session, run, 5)
+    shutil.rmtree(run.checkpoint(4))
+    with pytest.raises(DataError, match=r"step-000004/manifest\.json is missing, which this run goes on from"):
+        train(session, run)
+
+
+def test_the_best_state_is_exported_if_asked_for(session: Session, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        script_losses(patch, {2: 5.0, 4: 1.0, 6: 4.0, 8: 3.0})
+        result = train(with_options(session, export="best"), run)
+    assert (result.steps, result.exported_step, result.loss_after) == (8, 4, 1.0)
+    assert result.best is not None
+    assert result.best["checkpoint"] is None, "the model is that state"
+    loss = {line["step"]: line["validation_loss"] for line in run.metrics() if "validation_loss" in line}
+    with reading_stack(run.model, session.device, session.dtype) as (_, stack):
+        assert loop.validate(stack, session.validation, 2048).mean == pytest.approx(loss[4], abs=1e-6)
+    assert abs(loss[8] - loss[4]) > 1e-3
+
+
+def test_checkpoints_are_found_by_step_and_as_best_and_last(session: Session, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    with pytest.raises(UsageError, match="there are none: --keep"):
+        find_checkpoint(run, "best")
+    with pytest.MonkeyPatch.context() as patch:
+        script_losses(patch, {2: 5.0, 4: 1.0, 6: 4.0})
+        stop_run(with_options(session, keep=("best", "all"), save_every=3), run, 8)
+    names = {"best": 4, "last": 6, "3": 3, "step-000003": 3}
+    assert {name: find_checkpoint(run, name) for name in names} == names
+    with pytest.raises(UsageError, match=r"no checkpoint '5' .* there are step-000003, step-000004, step-000006"):
+        find_checkpoint(run, "5")
+
+
+def test_a_best_that_turns_up_again_after_going_back_is_kept_again(session: Session, tmp_path: Path) -> None:
+    session = with_options(session, keep=("best", "all"), save_every=4)
+    run = new_run(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        script_losses(patch, {2: 2.0, 4: 3.0, 6: 1.0})
+        stop_run(session, run, 8)
+        assert list(run.whole_checkpoints()) == [4, 6]
+        go_back(run, 4)  # it knows 2 as the best so far, which is not kept any more
+        result = train(session, run)
+    assert list(run.whole_checkpoints()) == [4, 6]
+    assert result.best is not None
+    assert result.best["step"] == 6

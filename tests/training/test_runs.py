@@ -1,0 +1,322 @@
+"""`gptj-ft runs`: what is listed, found damaged, cleaned, exported. And `finetune --resume RUN --from CHECKPOINT`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from cli_runner import Shell
+from conftest import write_rows
+from small_run import assert_same_weights, weights_of
+
+from gptj_ft.cli import app
+from gptj_ft.config.run_folder import Run
+from gptj_ft.streaming.stores.state_file import StateFile
+from gptj_ft.system.lock import locked
+from gptj_ft.training import loop
+
+OPTIONS = (
+    "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 8 --set holdout=0.1 "
+    "--validate-every 2 --save-every 3 --keep best,all --max-steps 8 --weights disk --optimizer-state disk"
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that is done, and one that was stopped when 7 of its 8 steps were committed."""
+    folder = tmp_path_factory.mktemp("made")
+    write_rows(folder / "rows.jsonl")
+    original = loop.train_step
+
+    def failing(stack, optimizer, *rest):
+        if optimizer.step == 7:
+            raise OSError(28, "No space left on device")
+        return original(stack, optimizer, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("GPTJ_FT_HOME", str(folder / "home"))
+        for name, step, code in (("done", original, 0), ("stopped", failing, 4)):
+            patch.setattr(loop, "train_step", step)
+            patch.setattr("sys.argv", ["gptj-ft", *OPTIONS.split(), "--json", "--output", f"runs/{name}"])
+            with pytest.raises(SystemExit) as stop:
+                app.main()
+            assert int(stop.value.code or 0) == code
+    return folder
+
+
+@pytest.fixture
+def runs(made: Path, tmp_path: Path) -> Path:
+    """Those runs in the working folder, hard links and all."""
+    subprocess.run(["cp", "-a", made / "runs", made / "rows.jsonl", tmp_path], check=True)
+    return tmp_path / "runs"
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "run.lock"}
+
+
+def test_runs_are_listed_with_how_far_they_are(runs: Path, shell: Shell) -> None:
+    done = shell("runs --json")
+    assert done.code == 0
+    finished, stopped = done.json["runs"]
+    assert (finished["name"], finished["status"], finished["step"], finished["steps"]) == ("done", "finished", 8, 8)
+    assert (stopped["name"], stopped["status"], stopped["step"], stopped["steps"]) == ("stopped", "stopped", 7, 8)
+    losses = {
+        line["step"]: line["validation_loss"] for line in Run(runs / "done").metrics() if "validation_loss" in line
+    }
+    assert (finished["loss_before"], finished["loss_after"]) == (losses[0], losses[8])
+    assert (stopped["loss_before"], stopped["loss_after"]) == (losses[0], losses[6])
+    assert stopped["checkpoints"] == [3, 6]
+    assert all(run["recipe"] == "summarization" and run["saved_at"] > "2020" for run in (finished, stopped))
+    usage = subprocess.run(["du", "-s", "-B1", runs / "stopped"], capture_output=True, text=True, check=True).stdout
+    assert stopped["bytes"] == pytest.approx(int(usage.split()[0]), rel=0.1), "links are counted once"
+    text = shell("runs list").out
+    assert "stopped" in text
+    assert f"{losses[0]:.4f} -> {losses[8]:.4f}" in text
+
+
+def test_runs_anywhere_can_be_listed(runs: Path, shell: Shell, tmp_path: Path) -> None:
+    runs.rename(tmp_path / "elsewhere")
+    assert "no runs here" in shell("runs").out
+    assert [run["name"] for run in shell("runs list elsewhere elsewhere/done --json").json["runs"]].count("done") == 2
+    assert shell("runs list nowhere").code == 2
+
+
+def test_a_run_being_trained_is_listed_as_such_and_neither_cleaned_nor_verified(runs: Path, shell: Shell) -> None:
+    before = content(runs / "stopped")
+    with locked(runs / "stopped", "training"):
+        stopped = shell("runs list runs/stopped --json").json["runs"][0]
+        assert (stopped["status"], stopped["process"]) == ("training", os.getpid())
+        for command in ("clean runs/done runs/stopped", "verify runs/stopped"):
+            done = shell(f"runs {command}")
+            assert (done.code, "is in use" in done.err) == (2, True)
+    assert content(runs / "stopped") == before
+    assert (runs / "done" / "checkpoints").exists(), "refused before anything is removed"
+
+
+def test_a_run_that_cannot_be_read_is_listed_with_the_reason(runs: Path, shell: Shell) -> None:
+    (runs / "done" / "recipe.yaml").write_text("lr: [", encoding="utf-8")
+    assert "recipe.yaml:1: not YAML" in shell("runs").out
+
+
+def test_whole_runs_verify(runs: Path, shell: Shell) -> None:
+    for name, files in (("done", 2 * 4 + 4), ("stopped", 4 + 4 + 2 * 4)):
+        done = shell(f"runs verify runs/{name} --json")
+        assert done.code == 0, done.out
+        assert done.json["problems"] == []
+        assert done.json["files"] == files
+    assert "no problems" in shell("runs verify runs/done").out
+    assert shell("runs verify rows.jsonl").code == 2
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 4096)
+
+
+def break_header(path: Path) -> None:
+    text = bytearray(path.read_bytes())
+    text[9] ^= 1
+    path.write_bytes(text)
+
+
+def break_text(path: Path) -> None:
+    path.write_text("{", encoding="utf-8")
+
+
+def break_first_line(path: Path) -> None:
+    path.write_text("{\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
+
+
+def swap_in_an_older_layer(path: Path) -> None:
+    path.unlink()
+    path.hardlink_to(path.parent.parent / "checkpoints/step-000003" / path.name)
+
+
+@pytest.mark.parametrize(
+    ("file", "spoil"),
+    [
+        ("stopped/state/layer-001.safetensors", truncate),
+        ("stopped/state/layer-001.safetensors", Path.unlink),
+        ("stopped/state/layer-001.safetensors", break_header),
+        ("stopped/state/layer-001.safetensors", swap_in_an_older_layer),
+        ("stopped/state/gradient-002.safetensors", truncate),
+        ("stopped/state/commit.json", break_text),
+        ("stopped/checkpoints/step-000003/layer-000.safetensors", Path.unlink),
+        ("stopped/checkpoints/step-000003/manifest.json", break_text),
+        ("done/model/model-00002-of-00004.safetensors", truncate),
+        ("done/model/model-00002-of-00004.safetensors", Path.unlink),
+        ("done/model/gptj_ft.json", break_text),
+        ("done/data/train/manifest.json", break_text),
+        ("done/metrics.jsonl", break_first_line),
+    ],
+    ids=lambda value: value.replace("/", "-") if isinstance(value, str) else value.__name__,
+)
+def test_a_damaged_file_is_named(file: str, spoil, runs: Path, shell: Shell) -> None:
+    path = runs / file
+    if path.stat().st_nlink > 1:  # spoil this name only
+        content = path.read_bytes()
+        path.unlink()
+        path.write_bytes(content)
+    spoil(path)
+    done = shell(f"runs verify runs/{file.partition('/')[0]} --json")
+    assert done.code == 3
+    (problem,) = done.json["problems"]
+    assert path.name in problem or "runs/done/data/train: damaged" in problem
+
+
+def test_a_damaged_tensor_is_named_and_a_shared_file_read_once(runs: Path, shell: Shell, monkeypatch) -> None:
+    read = []
+
+    def damage(self: StateFile, path: Path) -> list[str]:
+        read.append(path.stat().st_ino)
+        return ["exp_avg (attn.q_proj.weight)"] if path.name == "layer-001.safetensors" else []
+
+    monkeypatch.setattr(StateFile, "damage", damage)
+    done = shell("runs verify runs/stopped")
+    assert done.code == 3
+    lines = done.out.splitlines()
+    for folder in ("state", "checkpoints/step-000003", "checkpoints/step-000006"):
+        assert f"runs/stopped/{folder}/layer-001.safetensors is damaged: exp_avg (attn.q_proj.weight)" in lines
+    assert lines[-1].endswith("3 problems")
+    assert len(read) == len(set(read))
+
+
+@pytest.mark.parametrize("file", ["state/layer-001", "state/gradient-002", "checkpoints/step-000003/layer-000"])
+def test_a_flipped_bit_is_found_and_named(file: str, runs: Path, shell: Shell) -> None:
+    path = runs / "stopped" / f"{file}.safetensors"
+    with path.open("r+b") as opened:
+        opened.seek(-8192, os.SEEK_END)
+        byte = opened.read(1)
+        opened.seek(-8192, os.SEEK_END)
+        opened.write(bytes([byte[0] ^ 1]))
+    done = shell("runs verify runs/stopped --json")
+    assert done.code == 3
+    assert any(path.name in problem and "is damaged: " in problem for problem in done.json["problems"])
+
+
+@pytest.mark.parametrize("file", ["layer-001", "gradient-002"])
+def test_a_run_with_a_flipped_bit_is_not_trained_on(file: str, runs: Path, shell: Shell) -> None:
+    path = runs / "stopped" / "state" / f"{file}.safetensors"
+    with path.open("r+b") as opened:
+        opened.seek(-8192, os.SEEK_END)
+        byte = opened.read(1)
+        opened.seek(-8192, os.SEEK_END)
+        opened.write(bytes([byte[0] ^ 1]))
+    done = shell("finetune --resume runs/stopped")
+    assert (done.code, f"{path.name}: " in done.err, " is damaged: " in done.err) == (3, True, True), done.err
+    assert not (runs / "stopped" / "model").exists()
+
+
+def test_cleaning_a_finished_run_leaves_model_and_metrics(runs: Path, shell: Shell) -> None:
+    kept = {path: data for path, data in content(runs / "done").items() if "checkpoints" not in path.parts}
+    size = shell("runs list runs/done --json").json["runs"][0]["bytes"]
+    done = shell("runs clean runs/done --dry-run --json")
+    assert done.code == 0
+    assert done.json["runs"][0]["paths"] == ["runs/done/checkpoints"]
+    assert (runs / "done" / "checkpoints" / "step-000003").exists()
+    assert shell("runs clean runs/done").out.startswith("runs/done: ")
+    assert content(runs / "done") == kept
+    after = shell("runs list runs/done --json").json["runs"][0]
+    assert size - after["bytes"] == pytest.approx(done.json["runs"][0]["bytes"], abs=32768)
+    assert shell("runs verify runs/done").code == 0
+
+
+def test_cleaning_a_stopped_run_takes_only_what_a_crash_left(runs: Path, shell: Shell, made: Path) -> None:
+    run = runs / "stopped"
+    before = content(run)
+    partial = run / "checkpoints" / "step-000009.tmp"
+    partial.mkdir()
+    (partial / "layer-000.safetensors").hardlink_to(run / "state" / "layer-000.safetensors")
+    (partial / "layer-001.safetensors").write_bytes(b"x" * 8192)
+    (run / "state" / "layer-003.new").write_bytes(b"x" * 8192)
+    (run / ".model.partial-999999").mkdir()
+    done = shell("runs clean runs/stopped --json")
+    assert done.code == 0
+    assert len(done.json["runs"][0]["paths"]) == 3
+    assert done.json["runs"][0]["bytes"] == 16384, "a file that has another name frees nothing"
+    assert content(run) == before
+    assert shell("finetune --resume runs/stopped").code == 0
+    assert_same_weights(weights_of(run / "model"), weights_of(made / "runs/done/model"))
+
+
+def test_scratch_of_a_run_that_is_saved_elsewhere_is_cleaned(runs: Path, shell: Shell) -> None:
+    run = Run(runs / "stopped")
+    run.note_saved(run.checkpoint(6) / "manifest.json")
+    (run.state / "commit.json").unlink()
+    assert shell("runs clean runs/stopped").code == 0
+    assert not (runs / "stopped" / "state").exists()
+    assert (runs / "stopped" / "checkpoints" / "step-000006").exists()
+
+
+def test_a_kept_checkpoint_is_exported_as_a_model(runs: Path, shell: Shell, tmp_path: Path) -> None:
+    done = shell("runs export runs/done three --from 3 --json")
+    assert done.code == 0, done.err
+    assert done.json == {"model": "three", "step": 3}
+    assert shell("runs export runs/done three --from 3").code == 2
+    assert shell("runs export runs/done best").code == 0
+    loss = json.loads((tmp_path / "best" / "gptj_ft.json").read_text())["metrics"]["validation_loss"]
+    done = shell("evaluate best --data runs/done/data/validation --baseline none --set metrics=[] --json")
+    assert done.json["model"]["loss"] == pytest.approx(loss, abs=1e-6)
+
+
+def test_a_run_goes_back_to_a_checkpoint_and_ends_the_same(runs: Path, shell: Shell, made: Path) -> None:
+    assert shell("finetune --from 3 --recipe summarization").code == 2
+    done = shell("finetune --resume runs/stopped --from 5")
+    assert (done.code, "there are step-000003, step-000006" in done.err) == (2, True)
+    done = shell("finetune --resume runs/stopped --from 3")
+    assert done.code == 0, done.err
+    assert "back to step 3" in done.err
+    assert "  step 4/8" in done.err
+    assert_same_weights(weights_of(runs / "stopped/model"), weights_of(made / "runs/done/model"))
+
+
+def test_a_run_that_was_moved_or_copied_goes_on_to_the_same_bits(
+    runs: Path, shell: Shell, made: Path, tmp_path: Path
+) -> None:
+    for line, place in (
+        ("cp -r", "--weights disk --optimizer-state disk"),  # without the links
+        ("cp -a", "--weights device --optimizer-state device"),
+        ("mv", ""),
+    ):
+        elsewhere = tmp_path / "elsewhere" / line.replace(" ", "")
+        elsewhere.parent.mkdir(exist_ok=True)
+        subprocess.run([*line.split(), runs / "stopped", elsewhere], check=True)
+        done = shell(f"finetune --resume {elsewhere} {place} --json")
+        assert done.code == 0, done.err
+        assert done.json["model"] == str(elsewhere / "model")
+        assert_same_weights(weights_of(elsewhere / "model"), weights_of(made / "runs/done/model"), line)
+    assert not (runs / "stopped").exists()
+
+
+def test_the_log_tells_of_another_number_of_threads(runs: Path, shell: Shell) -> None:
+    environment = runs / "stopped" / "environment.json"
+    facts = json.loads(environment.read_text())
+    environment.write_text(json.dumps({**facts, "threads": 99}))
+    assert shell("finetune --resume runs/stopped").code == 0
+    log = (runs / "stopped" / "log.txt").read_text()
+    assert f"may change in their last bits: threads 99, now {facts['threads']}\n" in log
+
+
+def test_going_back_to_a_damaged_checkpoint_changes_nothing(runs: Path, shell: Shell) -> None:
+    truncate(runs / "stopped" / "checkpoints" / "step-000003" / "layer-002.safetensors")
+    before = content(runs / "stopped")
+    done = shell("finetune --resume runs/stopped --from 3")
+    assert done.code == 3
+    assert "step-000003/layer-002.safetensors" in done.err
+    assert "nothing was changed" in done.err
+    assert content(runs / "stopped") == before
+
+
+def test_a_lower_loss_before_the_end_is_told(runs: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gptj_ft.training.retention import Keeper
+
+    original = Keeper.after_validation
+    monkeypatch.setattr(Keeper, "after_validation", lambda self, loss, scores: original(self, loss + 9, scores))
+    done = shell("finetune --resume runs/stopped")
+    assert "the validation loss was lowest after 6 steps" in done.said
+    assert "gptj-ft runs export runs/stopped FOLDER --from best" in done.out
+    assert shell("runs export runs/stopped best").code == 0

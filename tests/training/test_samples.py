@@ -1,0 +1,113 @@
+"""Rows answered while training: scores, files, the best state by a score, the end when nothing gets better."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from small_run import assert_same_weights, weights_of
+
+from gptj_ft.config.resolve import build
+from gptj_ft.config.run_folder import Run
+from gptj_ft.errors import UsageError
+from gptj_ft.training.retention import check_keep, is_better
+
+LINE = (
+    "finetune --recipe summarization --data rows.jsonl --model tiny --lr 5e-3 --batch-size 8 --max-steps 4 "
+    "--max-length 128 --set holdout=0.2 --set generation.max_new_tokens=4"
+)
+
+
+@pytest.mark.parametrize(
+    ("place", "settings"), [("host", "--set generation.temperature=1.0"), ("disk", "--set generation.num_beams=2")]
+)
+def test_answers_and_validations_change_no_bit_of_the_training(
+    place: str, settings: str, shell, rows_file: Path
+) -> None:
+    line = f"{LINE} --weights {place} --optimizer-state {place} {settings} --json"
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    plain = shell(f"{line} --output plain")
+    assert plain.code == 0, plain.err
+    watched = shell(f"{line} --output watched --validate-every 1 --set sample_rows=3")
+    assert watched.code == 0, watched.err
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_same_weights(weights_of(Path("watched/model")), weights_of(Path("plain/model")))
+    losses = [[each["loss"] for each in Run(Path(name)).metrics() if "loss" in each] for name in ("plain", "watched")]
+    assert losses[0] == losses[1]
+
+
+def test_answers_are_written_down_at_each_validation_and_are_in_no_log(shell, rows_file: Path) -> None:
+    done = shell(f"{LINE} --output run --validate-every 2 --set sample_rows=3")
+    assert done.code == 0, done.err
+    files = sorted(path.name for path in Path("run/samples").iterdir())
+    assert files == ["step-000000.jsonl", "step-000002.jsonl", "step-000004.jsonl"]
+    rows = [[json.loads(text) for text in (Path("run/samples") / name).read_text().splitlines()] for name in files]
+    assert [[row["place"] for row in each] for each in rows] == [[row["place"] for row in rows[0]]] * 3
+    assert len(rows[0]) == 3
+    lines = [line for line in Run(Path("run")).metrics() if "validation_loss" in line]
+    assert all(
+        set(line["scores"]) == {"rouge1", "rouge2", "rougeL", "rougeLsum", "rougeLsum_sentences"} for line in lines
+    )
+    assert "rougeL" in done.err
+    assert rows[0][0]["references"][0] not in done.err + done.out
+    again = shell(
+        "evaluate --predictions run/samples/step-000004.jsonl --recipe summarization --allow-empty --json"
+    ).json
+    assert again["model"]["scores"] == pytest.approx(lines[-1]["scores"])
+    assert "rougeL of the sample" in Path("run/report.html").read_text(encoding="utf-8")
+
+
+def test_training_ends_when_patience_does_and_the_best_state_is_chosen_by_a_score(
+    shell, rows_file: Path, monkeypatch
+) -> None:
+    from gptj_ft.training import loop
+    from gptj_ft.training.validation_samples import Sample
+
+    scores = {
+        0: 9.0,
+        1: 3.0,
+        2: 5.0,
+        3: 5.0,
+        4: 1.0,
+    }  # before training does not count, nor the same once more
+
+    class Told:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def take(self, stack, step: int) -> Sample:
+            return Sample({"rougeL": scores[step]}, "", "")
+
+    monkeypatch.setattr(loop, "Sampler", Told)
+    options = "--validate-every 1 --set sample_rows=1 --set best_by=rougeL --set patience=2 --export best"
+    done = shell(f"{LINE} --max-steps 9 --output run {options} --json".replace("--max-steps 4 ", ""))
+    assert done.code == 0, done.err
+    assert done.json["steps"] == 4
+    assert done.json["exported_step"] == 2
+    assert done.json["best"]["rougeL"] == 5.0
+    assert "no better state in 2 validations" in Path("run/log.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"patience": 2}, "add --validate-every"),
+        ({"sample_rows": 2}, "scored by the recipe's metrics"),
+        ({"best_by": "rougeL"}, "set sample_rows"),
+        ({"best_by": "rougel", "sample_rows": 2, "metrics": ["rouge"]}, "did you mean 'rougeL'"),
+    ],
+)
+def test_what_cannot_be_waited_for_is_refused(options: dict, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        check_keep(build(options), num_validation_rows=3)
+
+
+def test_losses_are_better_when_lower_and_scores_when_higher() -> None:
+    assert is_better("validation_loss", 1.0, 2.0)
+    assert not is_better("validation_loss", 2.0, 2.0)
+    assert is_better("f1", 2.0, 1.0)
+    assert not is_better("f1", 1.0, 1.0)
+    assert is_better("f1", 0.0, float("nan")), "the best so far was chosen by something else"
