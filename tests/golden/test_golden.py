@@ -185,10 +185,12 @@ PLANS = {
     for precision in ("fp32", "bf16")
 }
 TRAIN = train_line("gptj", "full", "fp32").replace(f"--max-steps {NUM_STEPS}", "--max-steps 4")
+PRESETS = sorted(file.stem for file in (HERE.parents[1] / "recipes").glob("*.yaml"))
 # One after another, in one working folder. A command may be there twice, with a word after it.
 COMMANDS = {
     "recipes-list": "recipes list",
-    "recipes-show": "recipes show summarization",
+    **{f"recipes-show-{name}": f"recipes show {name}" for name in ["custom", *PRESETS]},
+    "recipes-show-custom-lora": "recipes show custom --set method=lora",
     "prepare-data": "prepare-data --recipe summarization --data rows.jsonl --model tiny --output data",
     **PLANS,
     "finetune-dry-run": f"finetune {TRAIN} --val-data val.jsonl {ON_DEVICE} --output runs/a --dry-run",
