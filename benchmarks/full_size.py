@@ -44,7 +44,7 @@ from gptj_ft.streaming.open import fill_layer, training_stack
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.training import checkpoint
-from gptj_ft.training.throughput import Meters, Stopwatch
+from gptj_ft.training.throughput import Stopwatch, Throughput
 from gptj_ft.training.verify import Checker
 
 # EleutherAI/gpt-j-6b's config.json.
@@ -123,9 +123,11 @@ def train(arguments: argparse.Namespace) -> None:
     while optimizer.step < 2:
         stopwatch = Stopwatch(stack)
         loss = take_step(run, stack, optimizer, work.batches)
-        tally = stopwatch.read(work.tokens, work.num_targets)
-        meters = Meters.of(tally, count_flops(stack.layouts, tally.tokens, tally.target_tokens), arguments.rate)
-        say("step", step=optimizer.step, loss=loss, **vars(tally), **vars(meters))
+        counts = stopwatch.read(work.tokens, work.num_targets)
+        throughput = Throughput.of(
+            counts, count_flops(stack.layouts, counts.tokens, counts.target_tokens), arguments.rate
+        )
+        say("step", step=optimizer.step, loss=loss, **vars(counts), **vars(throughput))
     start = time.perf_counter()
     optimizer.flush()
     say("flushed", seconds=time.perf_counter() - start)

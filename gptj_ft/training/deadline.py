@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from gptj_ft.training.schedule import is_multiple
-from gptj_ft.training.setup import Session
+from gptj_ft.training.setup import TrainSetup
 
 MARGIN = 1.1  # on what is expected
 RECENT = 10  # steps differ in length: the longest of so many is expected
@@ -50,19 +50,19 @@ class Deadline:
         return time.monotonic() - self._began + needed <= self._limit
 
 
-def coming(session: Session, step: int) -> list[str]:
+def next_activities(setup: TrainSetup, step: int) -> list[str]:
     """Return what a session does after a step until it can stop again: one more step at least."""
-    validates, every = len(session.validation) > 0, session.recipe.validate_every
+    validates, every = len(setup.validation) > 0, setup.recipe.validate_every
     activities = ["flush", "validation"] if validates and is_multiple(step, every) else []
     activities.append("step")
-    if step + 1 == session.num_steps:
+    if step + 1 == setup.num_steps:
         return [*activities, "flush", *(["validation"] if validates else []), "export"]
-    return activities if session.plan.placement.is_durable else [*activities, "flush", "save"]
+    return activities if setup.plan.placement.is_durable else [*activities, "flush", "save"]
 
 
-def forecast_seconds(session: Session) -> dict[str, float]:
+def forecast_seconds(setup: TrainSetup) -> dict[str, float]:
     """Return how long a run's activities may take; what is measured later takes its place."""
-    costs = session.plan.costs
+    costs = setup.plan.costs
     return {
         "step": costs.seconds_per_step,
         "flush": costs.seconds_per_step,

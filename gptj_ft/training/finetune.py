@@ -42,7 +42,7 @@ from gptj_ft.training.inputs import gather
 from gptj_ft.training.loop import TrainResult, train, warn_of
 from gptj_ft.training.retention import check_keep, find_checkpoint, go_back
 from gptj_ft.training.runs import tidy
-from gptj_ft.training.setup import Session, make_session
+from gptj_ft.training.setup import TrainSetup, make_setup
 from gptj_ft.training.trackers import check_tracker
 from gptj_ft.training.verify import Checker
 
@@ -54,11 +54,11 @@ class Finished(UsageError):
 
 
 @dataclass(frozen=True)
-class Job:
+class PreparedRun:
     """A run that is ready to start: nothing has been written for it yet, or it is resumed.
 
     Attributes:
-        session: what `trainer.train` needs.
+        setup: what `trainer.train` needs.
         report: on the rows, those that are held out among them.
         resolved: the recipe with origins, to be saved in a new run folder.
         rows: training and validation rows, to be saved there.
@@ -66,7 +66,7 @@ class Job:
         start: step of the checkpoint that it goes back to first; ``None``: it goes on where it stopped.
     """
 
-    session: Session
+    setup: TrainSetup
     report: Report
     resolved: Resolved
     rows: tuple[Prepared, Prepared | None]
@@ -83,7 +83,7 @@ def planning(device: torch.device, folder: Path) -> str:
     return "planning" if are_known(device, folder) else "measuring this machine, once, up to 10 s"
 
 
-def fresh(resolved: Resolved, doing: Doing = nothing) -> Job:
+def fresh(resolved: Resolved, doing: Doing = nothing) -> PreparedRun:
     """Read everything that a new run needs, and plan it; writes nothing but a tiny model.
 
     Args:
@@ -100,11 +100,11 @@ def fresh(resolved: Resolved, doing: Doing = nothing) -> Job:
     inputs = gather(recipe)
     doing(planning(choose_device(recipe.device), folder))
     final = recipe.model_copy(update={"model": str(inputs.model.resolve()), "output": str(folder)})
-    session = _session(final, inputs.model, (inputs.train, inputs.validation), folder)
+    setup = _setup(final, inputs.model, (inputs.train, inputs.validation), folder)
     origins = dict(resolved.origins)
     if final.precision == "auto":
         origins["precision"] = "chosen by measuring"
-    return Job(session, inputs.report, Resolved(session.recipe, origins), (inputs.train, inputs.validation), None)
+    return PreparedRun(setup, inputs.report, Resolved(setup.recipe, origins), (inputs.train, inputs.validation), None)
 
 
 def resumed(
@@ -113,7 +113,7 @@ def resumed(
     config: Path | None,
     assignments: tuple[str, ...],
     start: str | None = None,
-) -> Job:
+) -> PreparedRun:
     """Read a run folder; options that change no number may be given anew.
 
     Args:
@@ -168,14 +168,14 @@ def resumed(
         if part is not None:
             check_tokens(part, where, vocab_size_of(model), recipe.max_length)
     step = None if start is None else 0 if start == START else find_checkpoint(run, start)
-    return Job(_session(recipe, model, rows, run.folder), rows[0].report, Resolved(recipe, {}), rows, run, step)
+    return PreparedRun(_setup(recipe, model, rows, run.folder), rows[0].report, Resolved(recipe, {}), rows, run, step)
 
 
-def execute(job: Job, console: Console, verbose: bool, began: float) -> TrainResult:
+def execute(prepared: PreparedRun, console: Console, verbose: bool, began: float) -> TrainResult:
     """Make the run folder if there is none, and train.
 
     Args:
-        job: what to train.
+        prepared: run to train.
         console: for progress; a quiet one shows none.
         verbose: whether to show what the engine does, too.
         began: `time.monotonic` when the command began.
@@ -185,21 +185,21 @@ def execute(job: Job, console: Console, verbose: bool, began: float) -> TrainRes
         DataError: the checkpoint to go back to is damaged.
         GptjFtError: as `trainer.train`.
     """
-    run = job.run or Run(Path(job.session.recipe.output or ""))
-    with going_on(run), begin(job) if job.run is None else locked(job.run.folder, "training"):
-        if job.start is not None:
-            checker = Checker(run, job.session.selection.trained)
-            if damage := list(checker.checkpoint(job.start)) if job.start else []:
+    run = prepared.run or Run(Path(prepared.setup.recipe.output or ""))
+    with going_on(run), begin(prepared) if prepared.run is None else locked(prepared.run.folder, "training"):
+        if prepared.start is not None:
+            checker = Checker(run, prepared.setup.selection.trained)
+            if damage := list(checker.checkpoint(prepared.start)) if prepared.start else []:
                 raise DataError("\n".join([*damage, "nothing was changed; name another checkpoint with --from"]))
-            go_back(run, job.start)
-            console.print(f"back to step {job.start}; what came after it is done again", highlight=False)
-        if job.run is not None:
-            move_model(run, job.session.model)
+            go_back(run, prepared.start)
+            console.print(f"back to step {prepared.start}; what came after it is done again", highlight=False)
+        if prepared.run is not None:
+            move_model(run, prepared.setup.model)
             for problem in run.metrics_problems(steps_done(run)):
                 warn_of(run, console, problem)
-        if (start := job.session.plan.costs.start.seconds) > LONG_START:
+        if (start := prepared.setup.plan.costs.start.seconds) > LONG_START:
             console.print(f"putting weights and state in their places, about {clock(start)}", highlight=False)
-        return train(job.session, run, console, verbose, began)
+        return train(prepared.setup, run, console, verbose, began)
 
 
 def move_model(run: Run, model: Path) -> None:
@@ -224,14 +224,14 @@ def going_on(run: Run) -> Iterator[None]:
 
 
 @contextmanager
-def begin(job: Job) -> Iterator[None]:
+def begin(prepared: PreparedRun) -> Iterator[None]:
     """Make the run folder; it appears under its name, and locked, when it holds all that resuming needs.
 
     Raises:
         UsageError: it exists, another process is making it, or it cannot be written.
         ResourceError: the disk is full.
     """
-    final = Path(job.session.recipe.output or "")
+    final = Path(prepared.setup.recipe.output or "")
     draft = Run(hidden_name(final, "starting"))
     try:
         keep_folder(draft.folder)
@@ -241,13 +241,13 @@ def begin(job: Job) -> Iterator[None]:
         for left in draft.folder.iterdir():  # by a process that was killed
             if left.name != LOCK:
                 remove(left)
-        write_file(draft.recipe_file, dump(job.resolved.recipe, job.resolved.origins))
+        write_file(draft.recipe_file, dump(prepared.resolved.recipe, prepared.resolved.origins))
         keep_folder(draft.data)
-        for name, rows in zip(("train", "validation"), job.rows, strict=True):
+        for name, rows in zip(("train", "validation"), prepared.rows, strict=True):
             if rows is not None:
                 save(rows, draft.data / name)
-        draft.start_record(job.resolved.recipe)
-        write_sealed(draft.base_file, fingerprint(job.session.model))
+        draft.start_record(prepared.resolved.recipe)
+        write_sealed(draft.base_file, fingerprint(prepared.setup.model))
         sync_tree(draft.folder)
         try:
             draft.folder.rename(final)
@@ -306,10 +306,10 @@ def forecast(resolved: Resolved, measure_again: bool = False, doing: Doing = not
         rates(device, choose_folder(recipe), again=True)
     if recipe.data is not None:
         try:
-            session = fresh(resolved, doing).session
+            setup = fresh(resolved, doing).setup
         except DoesNotFit as problem:
             return Forecast(problem.nearest, problem)
-        return Forecast(session.plan, notes=session.architecture.notes)
+        return Forecast(setup.plan, notes=setup.architecture.notes)
     if recipe.model in TINY_MODELS:
         raise UsageError("the tiny model is made from the rows: add --data FILE")
     published = find_published(recipe.model or DEFAULT_REPOSITORY)
@@ -350,10 +350,10 @@ def _architecture(recipe: Recipe, published: Published | None) -> Architecture:
         return published.architecture
 
 
-def _session(recipe: Recipe, model: Path, rows: tuple[Prepared, Prepared | None], folder: Path) -> Session:
+def _setup(recipe: Recipe, model: Path, rows: tuple[Prepared, Prepared | None], folder: Path) -> TrainSetup:
     train, validation = rows
     check_keep(recipe, len(validation.rows) if validation else 0)
-    return make_session(
+    return make_setup(
         recipe,
         model,
         Rows.of(train.rows, recipe.packing, recipe.max_length),

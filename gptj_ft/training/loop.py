@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,16 +31,16 @@ from gptj_ft.system.paths import remember_run
 from gptj_ft.system.signals import StopRequest
 from gptj_ft.system.units import clock
 from gptj_ft.training import checkpoint
-from gptj_ft.training.deadline import Deadline, coming, forecast_seconds
+from gptj_ft.training.deadline import Deadline, forecast_seconds, next_activities
 from gptj_ft.training.export import write_outcome
 from gptj_ft.training.nonfinite import LossWatch, explain_gradient, explain_loss
 from gptj_ft.training.restore import open_state
-from gptj_ft.training.retention import Keeper
+from gptj_ft.training.retention import CheckpointRetention
 from gptj_ft.training.schedule import is_multiple
-from gptj_ft.training.setup import Session
-from gptj_ft.training.throughput import Meters, Stopwatch, Tally, summarize
+from gptj_ft.training.setup import TrainSetup
+from gptj_ft.training.throughput import StepCounts, Stopwatch, Throughput, summarize
 from gptj_ft.training.trackers import tracking
-from gptj_ft.training.validation_samples import Sample, Sampler
+from gptj_ft.training.validation_samples import ValidationSample, ValidationSamples
 
 SAMPLE_CHARACTERS = 300
 
@@ -59,8 +59,8 @@ class TrainResult:
         best: ``step`` with the lowest ``validation_loss``, and its ``checkpoint`` if the tuned model is another state
             and this one is kept; ``None`` without validation rows.
         seconds: wall time of this session's training.
-        tally: all steps of the run together.
-        meters: their rates.
+        counts: all steps of the run together.
+        throughput: their mean rates.
     """
 
     run: str
@@ -71,17 +71,22 @@ class TrainResult:
     loss_after: float | None
     best: dict[str, Any] | None
     seconds: float
-    tally: Tally
-    meters: Meters
+    counts: StepCounts
+    throughput: Throughput
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields under the names that ``--json`` has for them."""
+        names = {"counts": "tally", "throughput": "meters"}
+        return {names.get(name, name): value for name, value in asdict(self).items()}
 
 
 def train(
-    session: Session, run: Run, console: Console, verbose: bool = False, began: float | None = None
+    setup: TrainSetup, run: Run, console: Console, verbose: bool = False, began: float | None = None
 ) -> TrainResult:
     """Train a run, from its newest checkpoint if it has one, and export the model.
 
     Args:
-        session: what to train.
+        setup: what to train.
         run: its folder.
         console: for progress.
         verbose: whether to show what the engine does, too.
@@ -93,34 +98,34 @@ def train(
         NotFinite: a loss or a gradient; the last commit or checkpoint is intact.
         DataError: a weight of the model.
     """
-    recipe, started = session.recipe, time.monotonic()
-    chosen = {"placement": str(session.plan.placement), "precision": session.plan.precision}
-    record_environment(run, str(session.device), torch.get_num_threads(), chosen)
-    stack, optimizer, facts = open_state(session, run)
+    recipe, started = setup.recipe, time.monotonic()
+    chosen = {"placement": str(setup.plan.placement), "precision": setup.plan.precision}
+    record_environment(run, str(setup.device), torch.get_num_threads(), chosen)
+    stack, optimizer, facts = open_state(setup, run)
     loss_after: float | None = None
-    deadline = Deadline(recipe.max_time, started if began is None else began, forecast_seconds(session))
+    deadline = Deadline(recipe.max_time, started if began is None else began, forecast_seconds(setup))
     try:
-        keeper = Keeper(session, run, stack, optimizer, facts)
-        sampler = Sampler(session, run) if recipe.sample_rows else None
-        warn, expected = partial(warn_of, run, console), session.plan.costs.seconds_per_step
+        retention = CheckpointRetention(setup, run, stack, optimizer, facts)
+        samples = ValidationSamples(setup, run) if recipe.sample_rows else None
+        warn, expected = partial(warn_of, run, console), setup.plan.costs.seconds_per_step
         with (
-            StepProgress(console, session.num_steps, optimizer.step, expected, verbose) as progress,
+            StepProgress(console, setup.num_steps, optimizer.step, expected, verbose) as progress,
             tracking(run, recipe, warn) as record,
             StopRequest(progress.stopping, partial(what_is_saved, run)) as request,
-            keeper.rescuing(),
+            retention.rescuing(),
         ):
             earlier = [line["loss"] for line in run.metrics() if "loss" in line]
-            watch = LossWatch(session.architecture.config.vocab_size, earlier)
-            stopper = Stopper(session, run, request, deadline, keeper, optimizer)
-            keeper.begin()
+            watch = LossWatch(setup.architecture.config.vocab_size, earlier)
+            stopper = Stopper(setup, run, request, deadline, retention, optimizer)
+            retention.begin()
             while True:
-                is_end = optimizer.step == session.num_steps
+                is_end = optimizer.step == setup.num_steps
                 is_due = is_end or optimizer.step == 0 or is_multiple(optimizer.step, recipe.validate_every)
-                if len(session.validation) and is_due:
-                    progress.doing(f"validating on {len(session.validation):,} rows")
+                if len(setup.validation) and is_due:
+                    progress.doing(f"validating on {len(setup.validation):,} rows")
                     flush(optimizer, deadline)
                     with deadline.measure("validation"):
-                        loss_after, sample = measure(session, stack, optimizer.step, sampler, stopper.stop_if_asked)
+                        loss_after, sample = measure(setup, stack, optimizer.step, samples, stopper.stop_if_asked)
                     if optimizer.step == 0:
                         facts["loss_before"] = loss_after
                     scores = sample.scores if sample else {}
@@ -128,8 +133,8 @@ def train(
                     record({**line, "scores": scores} if scores else line)
                     show_validation(console, optimizer.step, loss_after, sample)
                     warn(watch.after_validation(loss_after, facts["loss_before"]))
-                    keeper.after_validation(loss_after, scores)
-                    if not is_end and keeper.is_out_of_patience():
+                    retention.after_validation(loss_after, scores)
+                    if not is_end and retention.is_out_of_patience():
                         end = f"ended after step {optimizer.step}: no better state in {recipe.patience} validations"
                         run.log(end)
                         console.print(end, highlight=False)
@@ -139,85 +144,87 @@ def train(
                     break
 
                 progress.doing(f"computing step {optimizer.step + 1}")
-                report = compute_step(session, stack, optimizer)
-                warn_unmoved(session, optimizer, warn)
+                report = compute_step(setup, stack, optimizer)
+                warn_unmoved(setup, optimizer, warn)
                 warn(watch.after_step(report.loss))
                 # Before the commit: a line too many is dropped on resume, a line too few would be missing for good.
                 record(report.to_dict())
                 run.log(progress.show(report))
-                if session.plan.placement.is_durable:
+                if setup.plan.placement.is_durable:
                     # The next step may begin meanwhile: whatever it writes comes after this.
                     commit = partial(checkpoint.commit, run, optimizer.step, optimizer.pending, dict(facts))
                     stack.stores["grad"].then(commit)
-                deadline.record("step", report.tally.seconds)
+                deadline.record("step", report.counts.seconds)
                 progress.doing(f"saving after step {optimizer.step}")
                 before = time.monotonic()
-                if keeper.after_step():
+                if retention.after_step():
                     deadline.record("save", time.monotonic() - before)
                 stopper.stop_if_late()
 
             console.print(f"all steps are done; writing {run.model}", highlight=False)
             progress.doing("writing the tuned model")
             flush(optimizer, deadline)
-            warn_unmoved(session, optimizer, warn)
+            warn_unmoved(setup, optimizer, warn)
             best: dict[str, Any] | None = facts["best"]
             last: dict[str, Any] = {"step": optimizer.step, "validation_loss": loss_after}
             exported = best if best and recipe.export == "best" else last
-            export(session, run, stack, optimizer.step, {**facts, "exported": exported})
+            export(setup, run, stack, optimizer.step, {**facts, "exported": exported})
     finally:
         stack.close()
     run.discard_state()
-    kept = keeper.prune(is_finished=True)
+    kept = retention.prune(is_finished=True)
     remember_run(run.folder)
     if request.requested:  # while the model was being written, which is sooner done than a checkpoint
         raise Interrupted(f"stopped; {what_is_saved(run)}")
-    tally, meters = summarize([line for line in run.metrics() if "loss" in line])
+    counts, throughput = summarize([line for line in run.metrics() if "loss" in line])
     if best:
         is_apart = best["step"] in kept and best["step"] != exported["step"]
         best = {**best, "checkpoint": str(kept[best["step"]]) if is_apart else None}
     return TrainResult(
         str(run.folder), str(run.model), optimizer.step, exported["step"], facts["loss_before"],
         exported["validation_loss"], best, time.monotonic() - started,
-        tally, meters,
+        counts, throughput,
     )  # fmt: skip
 
 
 def measure(
-    session: Session, stack: LayerStack, step: int, sampler: Sampler | None, before_pass: Callable[[], None]
-) -> tuple[float, Sample | None]:
+    setup: TrainSetup, stack: LayerStack, step: int, samples: ValidationSamples | None, before_pass: Callable[[], None]
+) -> tuple[float, ValidationSample | None]:
     """Return the validation loss after a step, and sampled answers if the recipe asks for some.
 
     Raises:
         NotFinite: the loss; says where it appeared.
         DataError: a weight of the model that training starts from.
     """
-    rows, budget = session.validation, session.recipe.micro_batch_tokens
+    rows, budget = setup.validation, setup.recipe.micro_batch_tokens
     loss = validate(stack, rows, budget, before_pass).mean
     if not math.isfinite(loss):
-        raise explain_loss("validation loss", step, session, stack, partial(validate, stack, rows, budget))
-    return loss, sampler.take(stack, step) if sampler else None
+        raise explain_loss("validation loss", step, setup, stack, partial(validate, stack, rows, budget))
+    return loss, samples.take(stack, step) if samples else None
 
 
-def compute_step(session: Session, stack: LayerStack, optimizer: AdamW) -> StepReport:
+def compute_step(setup: TrainSetup, stack: LayerStack, optimizer: AdamW) -> StepReport:
     """Take the next optimizer step; return its figures.
 
     Raises:
         NotFinite, DataError: as `guarded_step`.
     """
-    recipe, stopwatch = session.recipe, Stopwatch(stack)
-    rows = rows_of_step(optimizer.step, len(session.train), recipe.batch_size, recipe.seed)
-    batches = session.train.batches(rows, recipe.micro_batch_tokens)
-    batches = with_noise(recipe, optimizer.step, batches, session.device)
-    lr = session.schedule.lr(optimizer.step + 1)
+    recipe, stopwatch = setup.recipe, Stopwatch(stack)
+    rows = rows_of_step(optimizer.step, len(setup.train), recipe.batch_size, recipe.seed)
+    batches = setup.train.batches(rows, recipe.micro_batch_tokens)
+    batches = with_dropout_seeds(recipe, optimizer.step, batches, setup.device)
+    lr = setup.schedule.lr(optimizer.step + 1)
     optimizer.begin(lr)
-    loss, grad_norm = guarded_step(session, stack, optimizer, batches)
-    tally = stopwatch.read(sum(len(batch.tokens_T) for batch in batches), loss.num_targets)
-    flops = count_flops(stack.layouts, tally.tokens, tally.target_tokens, stack.room.kept, stack.frozen)
-    meters = Meters.of(tally, flops, session.plan.rates.compute.matmul(session.dtype))
-    return StepReport(optimizer.step, loss.mean, loss.z_mean, lr, grad_norm, tally, meters)
+    loss, grad_norm = guarded_step(setup, stack, optimizer, batches)
+    counts = stopwatch.read(sum(len(batch.tokens_T) for batch in batches), loss.num_targets)
+    flops = count_flops(stack.layouts, counts.tokens, counts.target_tokens, stack.room.kept, stack.frozen)
+    throughput = Throughput.of(counts, flops, setup.plan.rates.compute.matmul(setup.dtype))
+    return StepReport(optimizer.step, loss.mean, loss.z_mean, lr, grad_norm, counts, throughput)
 
 
-def with_noise(recipe: Recipe, step: int, batches: Sequence[PackedBatch], device: torch.device) -> list[PackedBatch]:
+def with_dropout_seeds(
+    recipe: Recipe, step: int, batches: Sequence[PackedBatch], device: torch.device
+) -> list[PackedBatch]:
     """Return the micro-batches of a step on the device, with the seeds of their dropout if there is any."""
     if recipe.method != "lora" or not recipe.lora.dropout:
         return [batch.to(device) for batch in batches]
@@ -226,7 +233,7 @@ def with_noise(recipe: Recipe, step: int, batches: Sequence[PackedBatch], device
 
 
 def guarded_step(
-    session: Session, stack: LayerStack, optimizer: AdamW, batches: Sequence[PackedBatch]
+    setup: TrainSetup, stack: LayerStack, optimizer: AdamW, batches: Sequence[PackedBatch]
 ) -> tuple[StepLoss, float]:
     """Take one optimizer step; return its loss and gradient norm.
 
@@ -235,18 +242,18 @@ def guarded_step(
         DataError: a weight of the model that training starts from.
     """
     try:
-        loss = train_step(stack, optimizer, batches, session.recipe.z_loss)
+        loss = train_step(stack, optimizer, batches, setup.recipe.z_loss)
     except NotFinite:
         optimizer.flush()
         again = partial(evaluate_losses, stack, batches)
-        raise explain_loss("loss", optimizer.step, session, stack, again) from None
+        raise explain_loss("loss", optimizer.step, setup, stack, again) from None
     try:
         return loss, optimizer.end()
     except GptjFtError as error:
-        raise explain_gradient(error, session, stack) from error
+        raise explain_gradient(error, setup, stack) from error
 
 
-def show_validation(console: Console, step: int, loss: float, sample: Sample | None) -> None:
+def show_validation(console: Console, step: int, loss: float, sample: ValidationSample | None) -> None:
     """Show loss and scores, and on a terminal one answer: a log gets no text of the user's."""
     console.print(f"validation loss after {step} steps: {loss:.4f}", highlight=False)
     if sample is not None:
@@ -264,10 +271,10 @@ def warn_of(run: Run, console: Console, warning: str | None) -> None:
         console.print(f"warning: {warning}", highlight=False, markup=False)
 
 
-def warn_unmoved(session: Session, optimizer: AdamW, warn: Callable[[str | None], None]) -> None:
+def warn_unmoved(setup: TrainSetup, optimizer: AdamW, warn: Callable[[str | None], None]) -> None:
     """Say which tensors the first step has left as they were, as soon as its update has reached every layer."""
-    movement, lr = optimizer.first_movement(), session.schedule.lr(1)
-    warning = movement.warning(session.architecture.family, lr) if movement and lr > 0 else None
+    movement, lr = optimizer.first_movement(), setup.schedule.lr(1)
+    warning = movement.warning(setup.architecture.family, lr) if movement and lr > 0 else None
     warn(warning)
 
 
@@ -289,11 +296,11 @@ def validate(
     return StepLoss(sum(loss.total for loss in losses), sum(loss.num_targets for loss in losses))
 
 
-def export(session: Session, run: Run, stack: LayerStack, step: int, facts: dict[str, Any]) -> None:
+def export(setup: TrainSetup, run: Run, stack: LayerStack, step: int, facts: dict[str, Any]) -> None:
     """Write the tuned model.
 
     Args:
-        session: of the run.
+        setup: of the run.
         run: where the model goes, and where the checkpoint is whose state it has if that is not the last.
         stack: the last state.
         step: of the last state.
@@ -303,19 +310,19 @@ def export(session: Session, run: Run, stack: LayerStack, step: int, facts: dict
         GptjFtError: it could not be written.
     """
     exported = facts["exported"]
-    data = {"sha256": session.data_sha256, "rows": len(session.train), "validation_rows": len(session.validation)}
+    data = {"sha256": setup.data_sha256, "rows": len(setup.train), "validation_rows": len(setup.validation)}
     metrics = {
         "validation_loss": exported["validation_loss"], "baseline_validation_loss": facts["loss_before"],
         "steps": exported["step"], "best": facts["best"], "updates_before": facts.get("updates_before", 0),
     }  # fmt: skip
-    trained = Trained(session.recipe, session.model, session.architecture, data, metrics)
+    trained = Trained(setup.recipe, setup.model, setup.architecture, data, metrics)
 
     chosen = (
         trained_parameters(stack)
         if exported["step"] == step
         else checkpoint.parameters(run.checkpoint(exported["step"]), stack.layouts)
     )
-    write_outcome(run.model, trained, session.selection, chosen)
+    write_outcome(run.model, trained, setup.selection, chosen)
 
 
 def flush(optimizer: AdamW, deadline: Deadline) -> None:
@@ -331,11 +338,11 @@ def flush(optimizer: AdamW, deadline: Deadline) -> None:
 class Stopper:
     """Ends a run early, with everything saved: because a signal asks for it, or because its time is over."""
 
-    session: Session
+    setup: TrainSetup
     run: Run
     request: StopRequest
     deadline: Deadline
-    keeper: Keeper
+    retention: CheckpointRetention
     optimizer: AdamW
 
     def stop_if_asked(self) -> None:
@@ -353,18 +360,16 @@ class Stopper:
         Raises:
             OutOfTime, Interrupted: it might not; or a signal has asked, too.
         """
-        step, recipe = self.optimizer.step, self.session.recipe
-        if step < self.session.num_steps and not self.deadline.allows(*coming(self.session, step)):
+        step, recipe = self.optimizer.step, self.setup.recipe
+        if step < self.setup.num_steps and not self.deadline.allows(*next_activities(self.setup, step)):
             limit = clock(recipe.max_time or 0.0)
             self._stop(Interrupted if self.request.requested else OutOfTime, f": another might not end within {limit}")
 
     def _stop(self, kind: type[Interrupted], reason: str) -> None:
-        self.keeper.save_now()
+        self.retention.save_now()
         step = self.optimizer.step
         end = (
-            f"stopped after step {step} of {self.session.num_steps}{reason}"
-            if step
-            else "stopped before the first step"
+            f"stopped after step {step} of {self.setup.num_steps}{reason}" if step else "stopped before the first step"
         )
         self.run.log(end)
         saved = "everything is saved" if step else "nothing was trained yet"

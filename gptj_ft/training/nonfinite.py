@@ -17,7 +17,7 @@ from gptj_ft.errors import DataError, GptjFtError, NotFinite
 from gptj_ft.models.lora import name_of
 from gptj_ft.streaming.model import LayerStack
 from gptj_ft.streaming.open import flat_views
-from gptj_ft.training.setup import Session
+from gptj_ft.training.setup import TrainSetup
 
 GROWTH = 1.0  # nats
 WORSE_THAN_GUESSING_STEPS = 3
@@ -91,48 +91,48 @@ class Found(Exception):
 
 
 def explain_loss(
-    what: str, step: int, session: Session, stack: LayerStack, forward: Callable[[], object]
+    what: str, step: int, setup: TrainSetup, stack: LayerStack, forward: Callable[[], object]
 ) -> GptjFtError:
     """Return the error for a loss that is not finite.
 
     Args:
         what: "loss" or "validation loss".
         step: optimizer steps done before it.
-        session: of the run.
+        setup: of the run.
         stack: the weights it was computed with.
         forward: computes it once more.
     """
-    found = find_in_forward(session, stack, forward)
+    found = find_in_forward(setup, stack, forward)
     if found and found.is_weight and step == 0:
-        return DataError(f"{session.model}: {found.name} has values that are not finite: this model cannot be trained")
+        return DataError(f"{setup.model}: {found.name} has values that are not finite: this model cannot be trained")
     place = f", first in layer {found.layer} counted from the embedding, in {found.name}" if found else ""
     when = f"after step {step}" if step else "before anything was trained"
     if step == 0:
-        help_ = "try another --model" + (", or --precision fp32" if session.dtype != torch.float32 else "")
+        help_ = "try another --model" + (", or --precision fp32" if setup.dtype != torch.float32 else "")
     else:
-        help_ = advice(session)
+        help_ = advice(setup)
     return NotFinite(f"the {what} {when} is not finite{place}\n{help_}")
 
 
-def explain_gradient(error: GptjFtError, session: Session, stack: LayerStack) -> GptjFtError:
+def explain_gradient(error: GptjFtError, setup: TrainSetup, stack: LayerStack) -> GptjFtError:
     """Return the error of an optimizer that was given a gradient that is not finite, with the tensors it is in."""
-    names = find_in_gradients(session, stack)
+    names = find_in_gradients(setup, stack)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     where = f"; in {', '.join(names[:3])}{more}" if names else ""
-    return NotFinite(f"{error}{where}\n{advice(session)}")
+    return NotFinite(f"{error}{where}\n{advice(setup)}")
 
 
-def advice(session: Session) -> str:
+def advice(setup: TrainSetup) -> str:
     """Say what may help a run whose numbers have grown out of bounds."""
     knobs = ["a lower --lr"]
-    if session.recipe.clip_norm is None:
+    if setup.recipe.clip_norm is None:
         knobs.append("--set clip_norm=1.0")
-    if session.dtype != torch.float32:
+    if setup.dtype != torch.float32:
         knobs.append("--precision fp32")
     return f"resumed, this run would get here again: start a new one with {' or '.join(knobs)}"
 
 
-def find_in_forward(session: Session, stack: LayerStack, forward: Callable[[], object]) -> Found | None:
+def find_in_forward(setup: TrainSetup, stack: LayerStack, forward: Callable[[], object]) -> Found | None:
     """Return the first module whose weights or output are not finite in a forward pass."""
 
     def watch(layer: int, local: str) -> Callable[[nn.Module, Any, Tensor], None]:
@@ -140,10 +140,10 @@ def find_in_forward(session: Session, stack: LayerStack, forward: Callable[[], o
             # Of a layer as a whole, every weight, because it may use some without calling the module they are in.
             for name, weight in module.named_parameters(recurse=not local):
                 if not is_finite(weight):
-                    raise Found(layer, _name(session, stack, layer, f"{local}.{name}".lstrip(".")), is_weight=True)
+                    raise Found(layer, _name(setup, stack, layer, f"{local}.{name}".lstrip(".")), is_weight=True)
             if not is_finite(output):
                 own = [name for name, _ in module.named_parameters(recurse=False)]
-                name = _name(session, stack, layer, f"{local}.{own[0]}").rpartition(".")[0] if own else "its last sum"
+                name = _name(setup, stack, layer, f"{local}.{own[0]}").rpartition(".")[0] if own else "its last sum"
                 raise Found(layer, f"the output of {name}" if own else name, is_weight=False)
 
         return look
@@ -159,14 +159,14 @@ def find_in_forward(session: Session, stack: LayerStack, forward: Callable[[], o
     return None
 
 
-def find_in_gradients(session: Session, stack: LayerStack) -> list[str]:
+def find_in_gradients(setup: TrainSetup, stack: LayerStack) -> list[str]:
     """Return the tensors whose gradients are not finite, in the layer that backward came to first; none if not kept."""
     if "grad" not in stack.stores:
         return []
     for layer in reversed(stack.trained):
         gradients = flat_views(stack, "grad", layer)
         if names := [name for name, gradient in gradients.items() if not is_finite(gradient)]:
-            return [_name(session, stack, layer, name) for name in names]
+            return [_name(setup, stack, layer, name) for name in names]
     return []
 
 
@@ -175,5 +175,5 @@ def is_finite(values: Tensor) -> bool:
     return not values.numel() or bool(torch.stack(values.detach().aminmax()).isfinite().all())
 
 
-def _name(session: Session, stack: LayerStack, layer: int, local: str) -> str:
-    return name_of(session.architecture.family, layer, local, len(stack.layers))
+def _name(setup: TrainSetup, stack: LayerStack, layer: int, local: str) -> str:
+    return name_of(setup.architecture.family, layer, local, len(stack.layers))

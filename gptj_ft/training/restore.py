@@ -18,10 +18,10 @@ from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system.direct_io import takes_direct
 from gptj_ft.system.files import discard
 from gptj_ft.training import checkpoint
-from gptj_ft.training.setup import Session
+from gptj_ft.training.setup import TrainSetup
 
 
-def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str, Any]]:
+def open_state(setup: TrainSetup, run: Run) -> tuple[LayerStack, AdamW, dict[str, Any]]:
     """Open the stores of a run and fill them: from where it stopped, else from the model it starts from.
 
     Returns: the stack, the optimizer at the run's step, and the facts that go into every commit and checkpoint.
@@ -30,14 +30,14 @@ def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str,
         DataError: what it goes on from is missing or damaged, or is that of another run; nothing was removed.
     """
     run.check_saved()
-    commit, is_durable = run.last_commit(), session.plan.placement.is_durable
+    commit, is_durable = run.last_commit(), setup.plan.placement.is_durable
     if commit and not is_durable:  # the session before had the state on disk, this one has not
-        settle(session, run, commit)
+        settle(setup, run, commit)
         commit = None
     if not commit:
         discard(run.state)  # what is saved is elsewhere: scratch, or half of a beginning
-    facts: dict[str, Any] = {"loss_before": None, "updates_before": 0, "recipe": recipe_digest(session.recipe)}
-    stack = open_stack(session, run, session.plan.placement)
+    facts: dict[str, Any] = {"loss_before": None, "updates_before": 0, "recipe": recipe_digest(setup.recipe)}
+    stack = open_stack(setup, run, setup.plan.placement)
     if run.state.is_dir() and not takes_direct(run.state):
         run.log(f"{run.state} is on a file system without direct I/O: transfers go through the page cache")
     try:
@@ -46,15 +46,15 @@ def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str,
             checkpoint.adopt(run, stack, saved)
             commit = run.last_commit()
         if commit:
-            facts |= facts_of(session, run, commit)
-            optimizer = resume_optimizer(session, run, stack, commit)
+            facts |= facts_of(setup, run, commit)
+            optimizer = resume_optimizer(setup, run, stack, commit)
         elif saved is not None:
-            facts |= facts_of(session, run, run.manifest(saved))
+            facts |= facts_of(setup, run, run.manifest(saved))
             checkpoint.restore(run.checkpoint(saved), stack, saved)
-            optimizer = AdamW(stack, session.recipe, saved, late_blocks(session), facts["updates_before"])
+            optimizer = AdamW(stack, setup.recipe, saved, late_blocks(setup), facts["updates_before"])
         else:
-            facts["updates_before"] = begin(session, stack)
-            optimizer = AdamW(stack, session.recipe, 0, late_blocks(session), facts["updates_before"])
+            facts["updates_before"] = begin(setup, stack)
+            optimizer = AdamW(stack, setup.recipe, 0, late_blocks(setup), facts["updates_before"])
             if is_durable:
                 checkpoint.commit(run, optimizer.step, None, facts)
         if is_durable:
@@ -67,14 +67,14 @@ def open_state(session: Session, run: Run) -> tuple[LayerStack, AdamW, dict[str,
     return stack, optimizer, facts
 
 
-def facts_of(session: Session, run: Run, saved: dict[str, Any]) -> dict[str, Any]:
+def facts_of(setup: TrainSetup, run: Run, saved: dict[str, Any]) -> dict[str, Any]:
     """Return the facts of a commit or a checkpoint.
 
     Raises:
         DataError: it was made with other options than the session's.
     """
     facts: dict[str, Any] = saved["facts"]
-    if facts.get("recipe") != recipe_digest(session.recipe):
+    if facts.get("recipe") != recipe_digest(setup.recipe):
         raise DataError(
             f"step {saved['step']} of {run.folder} was trained with other options than those in {run.recipe_file}: put "
             "back the file that the run began with"
@@ -82,57 +82,57 @@ def facts_of(session: Session, run: Run, saved: dict[str, Any]) -> dict[str, Any
     return facts
 
 
-def begin(session: Session, stack: LayerStack) -> int:
+def begin(setup: TrainSetup, stack: LayerStack) -> int:
     """Fill the stores with the model that a run starts from; return the updates that its moments have seen."""
-    recipe, architecture = session.recipe, session.architecture
-    with open_checkpoint(session.model) as weights:
-        if session.updates_before is None:
+    recipe, architecture = setup.recipe, setup.architecture
+    with open_checkpoint(setup.model) as weights:
+        if setup.updates_before is None:
             load_weights(stack, architecture, weights, recipe.seed)
             return 0
-        with open_moments(session.model) as moments:
+        with open_moments(setup.model) as moments:
             load_weights(stack, architecture, weights, recipe.seed, moments.checkpoints)
             return moments.updates
 
 
-def open_stack(session: Session, run: Run, placement: Placement) -> LayerStack:
+def open_stack(setup: TrainSetup, run: Run, placement: Placement) -> LayerStack:
     """Open the stores of a run, filled or not."""
-    keep_gradients = keeps_gradients(session.recipe, placement)
-    recipe = session.recipe
-    dtypes = training_dtypes(session.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
-    boundary = boundary_layout(session.most_step_tokens, session.architecture.config.n_embd, recipe.batch_size)
+    keep_gradients = keeps_gradients(setup.recipe, placement)
+    recipe = setup.recipe
+    dtypes = training_dtypes(setup.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
+    boundary = boundary_layout(setup.most_step_tokens, setup.architecture.config.n_embd, recipe.batch_size)
     stack = training_stack(
-        session.architecture, placement, dtypes, session.device, run.state, session.plan.room, keep_gradients, boundary,
-        session.selection,
+        setup.architecture, placement, dtypes, setup.device, run.state, setup.plan.room, keep_gradients, boundary,
+        setup.selection,
     )  # fmt: skip
     try:
-        weights = open_checkpoint(session.model)
-        open_frozen(stack, session.architecture, weights, placement.of("frozen"))
+        weights = open_checkpoint(setup.model)
+        open_frozen(stack, setup.architecture, weights, placement.of("frozen"))
     except BaseException:
         stack.close()
         raise
     return stack
 
 
-def late_blocks(session: Session) -> int:
+def late_blocks(setup: TrainSetup) -> int:
     """Return how many blocks are updated in forward and again in backward."""
-    return len(session.architecture.layers()) - 2 if session.plan.costs.is_late else 0
+    return len(setup.architecture.layers()) - 2 if setup.plan.costs.is_late else 0
 
 
-def resume_optimizer(session: Session, run: Run, stack: LayerStack, commit: dict[str, Any]) -> AdamW:
+def resume_optimizer(setup: TrainSetup, run: Run, stack: LayerStack, commit: dict[str, Any]) -> AdamW:
     """Return the optimizer of a run on disk as of its last commit."""
     before = commit["facts"]["updates_before"]
-    optimizer = AdamW(stack, session.recipe, commit["step"], late_blocks(session), before)
+    optimizer = AdamW(stack, setup.recipe, commit["step"], late_blocks(setup), before)
     behind = checkpoint.layers_behind(run, stack, commit["step"])
     optimizer.resume(Update(**commit["update"]) if commit["update"] else None, behind)
     return optimizer
 
 
-def settle(session: Session, run: Run, commit: dict[str, Any]) -> None:
+def settle(setup: TrainSetup, run: Run, commit: dict[str, Any]) -> None:
     """Bring every layer of a run on disk to its last commit, and make the folder a checkpoint."""
-    stack = open_stack(session, run, Placement("disk", "disk", frozen="disk"))
+    stack = open_stack(setup, run, Placement("disk", "disk", frozen="disk"))
     try:
-        facts_of(session, run, commit)
-        resume_optimizer(session, run, stack, commit).flush()
+        facts_of(setup, run, commit)
+        resume_optimizer(setup, run, stack, commit).flush()
     finally:
         stack.close()
     checkpoint.turn_into_checkpoint(run, commit["step"], commit["facts"])

@@ -18,28 +18,28 @@ from gptj_ft.streaming.model import LayerStack
 from gptj_ft.system.files import discard, remove_folder, sync_path
 from gptj_ft.training import checkpoint
 from gptj_ft.training.schedule import is_multiple
-from gptj_ft.training.setup import Session
+from gptj_ft.training.setup import TrainSetup
 
 LOSS = "validation_loss"
 
 
-class Keeper:
+class CheckpointRetention:
     """Makes checkpoints when they are due, and removes those that the recipe does not keep.
 
     The newest is always kept while the run goes on; a run on disk has it in its state folder. When the run has ended,
     the tuned model is the last state.
 
     Args:
-        session: its recipe and its steps.
+        setup: its recipe and its steps.
         run: whose checkpoints.
         stack: whose state they hold.
         optimizer: whose step and pending update.
         facts: what goes into every commit and checkpoint; ``best`` in it is kept up here: step and validation loss.
     """
 
-    def __init__(self, session: Session, run: Run, stack: LayerStack, optimizer: AdamW, facts: dict[str, Any]) -> None:
-        self._recipe, self._num_steps = session.recipe, session.num_steps
-        self._is_durable = session.plan.placement.is_durable
+    def __init__(self, setup: TrainSetup, run: Run, stack: LayerStack, optimizer: AdamW, facts: dict[str, Any]) -> None:
+        self._recipe, self._num_steps = setup.recipe, setup.num_steps
+        self._is_durable = setup.plan.placement.is_durable
         self._run, self._stack, self._optimizer, self._facts = run, stack, optimizer, facts
         self._saved_at = time.monotonic()
         facts.setdefault("best", None)

@@ -24,7 +24,7 @@ from gptj_ft.training.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Session:
+class TrainSetup:
     """All that `train` needs, resolved; the recipe's ``precision`` is not ``auto`` any more.
 
     No step of the run has more than ``most_step_tokens``, whatever the order of the rows. ``updates_before`` is how
@@ -47,7 +47,9 @@ class Session:
     updates_before: int | None = None
 
 
-def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, data_sha256: str, folder: Path) -> Session:
+def make_setup(
+    recipe: Recipe, model: Path, train: Rows, validation: Rows, data_sha256: str, folder: Path
+) -> TrainSetup:
     """Derive the steps of a run and plan where everything goes.
 
     Args:
@@ -99,7 +101,7 @@ def make_session(recipe: Recipe, model: Path, train: Rows, validation: Rows, dat
     plan = choose(recipe, load, free_resources(device, folder), rates(device, folder), has_begun)
     # Another machine, or this one on another day, might choose another type in the middle of the run.
     recipe = recipe.model_copy(update={"precision": plan.precision})
-    return Session(
+    return TrainSetup(
         recipe, model, architecture, selection, train, validation, data_sha256, num_steps, most_step_tokens,
         schedule, device, dtype, plan, updates_before(recipe, model, architecture),
     )  # fmt: skip

@@ -15,7 +15,7 @@ from gptj_ft.system import machine
 
 
 @dataclass(frozen=True)
-class Tally:
+class StepCounts:
     """What was done and what it took: one step, or many together.
 
     Attributes:
@@ -39,15 +39,15 @@ class Tally:
     device_memory_bytes: int
 
     @classmethod
-    def total(cls, tallies: Sequence[Tally]) -> Tally:
+    def total(cls, tallies: Sequence[StepCounts]) -> StepCounts:
         """Add up what was done; of memory, take the most."""
-        columns = {field.name: [getattr(tally, field.name) for tally in tallies] for field in fields(cls)}
+        columns = {field.name: [getattr(counts, field.name) for counts in tallies] for field in fields(cls)}
         peaks = ("memory_bytes", "device_memory_bytes")
         return cls(**{name: max(column) if name in peaks else sum(column) for name, column in columns.items()})
 
 
 @dataclass(frozen=True)
-class Meters:
+class Throughput:
     """Rates. Each is a mean over time, so those of many steps are the means of theirs, weighted by seconds.
 
     Attributes:
@@ -70,40 +70,41 @@ class Meters:
     stall: float
 
     @classmethod
-    def of(cls, tally: Tally, flops: Flops, matmul_rate: float) -> Meters:
-        """Compute the rates of a tally; ``matmul_rate`` in FLOP/s."""
-        model, hardware = flops.model / tally.seconds, flops.hardware / tally.seconds
+    def of(cls, counts: StepCounts, flops: Flops, matmul_rate: float) -> Throughput:
+        """Compute the rates of counts; ``matmul_rate`` in FLOP/s."""
+        model, hardware = flops.model / counts.seconds, flops.hardware / counts.seconds
         return cls(
-            target_tokens_per_second=tally.target_tokens / tally.seconds,
-            tokens_per_second=tally.tokens / tally.seconds,
+            target_tokens_per_second=counts.target_tokens / counts.seconds,
+            tokens_per_second=counts.tokens / counts.seconds,
             model_gflops=model / 1e9,
             hardware_gflops=hardware / 1e9,
             mfu=model / matmul_rate,
             hfu=hardware / matmul_rate,
-            stall=tally.waited_seconds / tally.seconds,
+            stall=counts.waited_seconds / counts.seconds,
         )
 
     @classmethod
-    def mean(cls, meters: Sequence[Meters], seconds: Sequence[float]) -> Meters:
+    def mean(cls, throughput: Sequence[Throughput], seconds: Sequence[float]) -> Throughput:
         """Average over the time that each was measured in."""
         total = sum(seconds)
         return cls(
             **{
-                field.name: sum(getattr(each, field.name) * s for each, s in zip(meters, seconds, strict=True)) / total
+                field.name: sum(getattr(each, field.name) * s for each, s in zip(throughput, seconds, strict=True))
+                / total
                 for field in fields(cls)
             }
         )
 
 
-def summarize(lines: Sequence[Mapping[str, Any]]) -> tuple[Tally, Meters]:
+def summarize(lines: Sequence[Mapping[str, Any]]) -> tuple[StepCounts, Throughput]:
     """Put the steps of a run together, from their lines in ``metrics.jsonl``; of those that lack something, nothing."""
-    names = {field.name for form in (Tally, Meters) for field in fields(form)}
+    names = {field.name for form in (StepCounts, Throughput) for field in fields(form)}
     lines = [line for line in lines if names <= line.keys()]
     if not lines:  # all were damaged
-        return Tally(0, 0, 0.0, 0.0, 0, 0, 0, 0), Meters(**{field.name: 0.0 for field in fields(Meters)})
-    tallies = [Tally(**{field.name: line[field.name] for field in fields(Tally)}) for line in lines]
-    meters = [Meters(**{field.name: line[field.name] for field in fields(Meters)}) for line in lines]
-    return Tally.total(tallies), Meters.mean(meters, [tally.seconds for tally in tallies])
+        return StepCounts(0, 0, 0.0, 0.0, 0, 0, 0, 0), Throughput(**{field.name: 0.0 for field in fields(Throughput)})
+    tallies = [StepCounts(**{field.name: line[field.name] for field in fields(StepCounts)}) for line in lines]
+    throughput = [Throughput(**{field.name: line[field.name] for field in fields(Throughput)}) for line in lines]
+    return StepCounts.total(tallies), Throughput.mean(throughput, [counts.seconds for counts in tallies])
 
 
 class Stopwatch:
@@ -112,13 +113,13 @@ class Stopwatch:
     def __init__(self, stack: LayerStack) -> None:
         self._stack, self._start, self._before = stack, time.monotonic(), _counters(stack)
 
-    def read(self, tokens: int, target_tokens: int) -> Tally:
+    def read(self, tokens: int, target_tokens: int) -> StepCounts:
         """Return what this many tokens took."""
         seconds = time.monotonic() - self._start
         waited, read, written = (now - then for now, then in zip(_counters(self._stack), self._before, strict=True))
         device = self._stack.device
         on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-        return Tally(
+        return StepCounts(
             tokens, target_tokens, seconds, waited, int(read), int(written), machine.peak_memory(), on_device
         )  # fmt: skip
 

@@ -15,11 +15,11 @@ from gptj_ft.evaluation.metrics.statistic import values
 from gptj_ft.planning.inference_plan import Reads, together_within
 from gptj_ft.streaming.model import LayerStack
 from gptj_ft.system.files import keep_folder, replace_text
-from gptj_ft.training.setup import Session
+from gptj_ft.training.setup import TrainSetup
 
 
 @dataclass(frozen=True)
-class Sample:
+class ValidationSample:
     """What a state of the model answers.
 
     Attributes:
@@ -33,29 +33,29 @@ class Sample:
     answer: str
 
 
-class Sampler:
+class ValidationSamples:
     """Answers the first of the validation rows.
 
     Args:
-        session: its recipe says how many rows, and how they are scored.
+        setup: its recipe says how many rows, and how they are scored.
         run: has the rows, and gets the answers.
     """
 
-    def __init__(self, session: Session, run: Run) -> None:
-        self._session, self._run = session, run
+    def __init__(self, setup: TrainSetup, run: Run) -> None:
+        self._setup, self._run = setup, run
         prepared = load(run.data / "validation")
-        chosen = select(prepared, range(min(session.recipe.sample_rows, len(prepared.rows))))
+        chosen = select(prepared, range(min(setup.recipe.sample_rows, len(prepared.rows))))
         rows = Rows.of(chosen.rows)
         self._prompts = [list(rows.prompt(row)) for row in range(len(rows))]
         self._references = [list(texts) for texts in chosen.rows["references"]]
         self._places = [f"{file}:{line}" for file, line in zip(chosen.rows["source"], chosen.rows["line"], strict=True)]
-        self._tokenizer = load_tokenizer(session.model)
-        plan, lengths = session.plan, [len(prompt) for prompt in self._prompts]
-        reads = Reads.of(session.architecture, session.dtype, session.recipe.generation, prompts=lengths)
+        self._tokenizer = load_tokenizer(setup.model)
+        plan, lengths = setup.plan, [len(prompt) for prompt in self._prompts]
+        reads = Reads.of(setup.architecture, setup.dtype, setup.recipe.generation, prompts=lengths)
         spare = min(need.have - need.need for need in plan.needs if need.resource != "disk")
-        self._together = together_within(reads, session.recipe.micro_batch_tokens, spare)
+        self._together = together_within(reads, setup.recipe.micro_batch_tokens, spare)
 
-    def take(self, stack: LayerStack, step: int) -> Sample:
+    def take(self, stack: LayerStack, step: int) -> ValidationSample:
         """Answer the rows, and write the answers down.
 
         Raises:
@@ -63,16 +63,16 @@ class Sampler:
         """
         from gptj_ft.evaluation.predict import Answerer, scores_of
 
-        session = self._session
-        answerer = Answerer(session.recipe, self._tokenizer, session.architecture, stack, self._together)
+        setup = self._setup
+        answerer = Answerer(setup.recipe, self._tokenizer, setup.architecture, stack, self._together)
         answers: dict[int, str] = {}
         for rows in answerer.together(self._prompts):
             found = answerer.answer([self._prompts[row] for row in rows], seed=rows[0])
             answers |= dict(zip(rows, found, strict=True))
         texts = [answers[row] for row in range(len(self._prompts))]
         self._write(step, texts)
-        figures = scores_of(session.recipe, texts, self._references)
-        return Sample(values(figures, len(texts)), " | ".join(self._references[0]), texts[0])
+        figures = scores_of(setup.recipe, texts, self._references)
+        return ValidationSample(values(figures, len(texts)), " | ".join(self._references[0]), texts[0])
 
     def _write(self, step: int, texts: list[str]) -> None:
         folder = self._run.folder / "samples"

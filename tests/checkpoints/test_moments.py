@@ -21,7 +21,7 @@ from gptj_ft.checkpoints.convert import Conversion, convert
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.data.batches import rows_of_step
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.training.setup import Session
+from gptj_ft.training.setup import TrainSetup
 
 State = dict[str, Tensor]
 KINDS = ("exp_avg", "exp_avg_sq")
@@ -198,7 +198,7 @@ def model_with_moments(folder: Path) -> dict[str, State]:
 OPTIONS = {"schedule": "constant", "warmup": 0, "weight_decay": 0.1, "clip_norm": 0.5}
 
 
-def oracle_weights(session: Session, moments: dict[str, State]) -> State:
+def oracle_weights(session: TrainSetup, moments: dict[str, State]) -> State:
     """Train the same with `transformers` and `torch.optim.AdamW`, which is given the moments and their step."""
     model = AutoModelForCausalLM.from_pretrained(session.model)
     named, recipe = dict(model.named_parameters()), session.recipe

@@ -18,7 +18,7 @@ from gptj_ft.cli.terminal.progress import StepProgress, StepReport
 from gptj_ft.cli.terminal.screen import panel, table, whole
 from gptj_ft.cli.terminal.tables import show_training
 from gptj_ft.training.loop import TrainResult
-from gptj_ft.training.throughput import Meters, Tally
+from gptj_ft.training.throughput import StepCounts, Throughput
 
 PATH = "/home/somebody/a/folder/with/a/name/that/is/longer/than/most/lines.jsonl"
 ROWS = [
@@ -115,9 +115,9 @@ def test_the_time_left_is_that_of_what_was_done_here(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("verbose", [False, True])
 def test_the_closing_summary_tells_what_the_engine_did_to_those_who_ask(verbose: bool) -> None:
-    console, tally = console_of(80), Tally(2048, 600, 649.0, 3.0, 10**11, 10**11, 6 * 10**9, 0)
-    meters = Meters(0.9, 3.2, 20.0, 30.0, 0.5, 0.6, 0.005)
-    result = TrainResult("-run", "-run/model", 9, 9, 2.5, 2.25, None, 700.0, tally, meters)
+    console, counts = console_of(80), StepCounts(2048, 600, 649.0, 3.0, 10**11, 10**11, 6 * 10**9, 0)
+    throughput = Throughput(0.9, 3.2, 20.0, 30.0, 0.5, 0.6, 0.005)
+    result = TrainResult("-run", "-run/model", 9, 9, 2.5, 2.25, None, 700.0, counts, throughput)
     show_training(console, result, 20, verbose)
     text = " ".join(printed(console).split())
     assert "validation loss 2.5000 before, 2.2500 after; lower is better time 11 min of steps, 3.2 tokens/s" in text
@@ -132,8 +132,10 @@ def test_the_closing_summary_tells_what_the_engine_did_to_those_who_ask(verbose:
 def test_the_live_figures_of_a_run_fit_and_say_how_far_how_long_and_what_now(width: int, verbose: bool) -> None:
     console = console_of(width)
     progress = StepProgress(console, 12000, 0, 90.0, verbose)
-    tally = Tally(2048, 600, 649.0, 3.0, 10**11, 10**11, 6 * 10**9, 10**9)
-    report = StepReport(11999, 12.3456, 0.01, 1e-5, 123.4, tally, Meters(123456.7, 234567.8, 1e4, 1e4, 0.5, 0.6, 0.1))
+    counts = StepCounts(2048, 600, 649.0, 3.0, 10**11, 10**11, 6 * 10**9, 10**9)
+    report = StepReport(
+        11999, 12.3456, 0.01, 1e-5, 123.4, counts, Throughput(123456.7, 234567.8, 1e4, 1e4, 0.5, 0.6, 0.1)
+    )
     progress.doing("validating on 1,000 rows")
     progress._since -= 60.0
     console.print(progress._drawn())

@@ -24,30 +24,30 @@ from gptj_ft.errors import GptjFtError, ResourceError
 from gptj_ft.models.layout import Layout
 from gptj_ft.system import machine
 from gptj_ft.training import checkpoint
-from gptj_ft.training.setup import Session, make_session
+from gptj_ft.training.setup import TrainSetup, make_setup
 from gptj_ft.training.verify import Checker
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
+def session(tmp_path_factory: pytest.TempPathFactory) -> TrainSetup:
     return small_session(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
-def straight(session: Session, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def straight(session: TrainSetup, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     run = new_run(tmp_path_factory.mktemp("straight"))
     train(session, run)
     return weights_of(run.model)
 
 
-def count_operations(session: Session, folder: Path) -> int:
+def count_operations(session: TrainSetup, folder: Path) -> int:
     with pytest.MonkeyPatch.context() as patch:
         power = Power(patch)
         train(session, new_run(folder))
         return power.count
 
 
-def cut_and_resume(session: Session, run: Run, cuts: list[int]) -> None:
+def cut_and_resume(session: TrainSetup, run: Run, cuts: list[int]) -> None:
     """Cut the power at the n-th operation of each session in turn, then let the run end."""
     for last in cuts:
         with pytest.MonkeyPatch.context() as patch:
@@ -60,7 +60,7 @@ def cut_and_resume(session: Session, run: Run, cuts: list[int]) -> None:
 
 @pytest.mark.parametrize("part", range(4))
 def test_a_power_cut_at_any_disk_operation_loses_nothing_but_the_step_in_flight(
-    part: int, session: Session, straight, tmp_path: Path
+    part: int, session: TrainSetup, straight, tmp_path: Path
 ) -> None:
     total = count_operations(session, tmp_path)
     shutil.rmtree(tmp_path / "run")
@@ -72,7 +72,7 @@ def test_a_power_cut_at_any_disk_operation_loses_nothing_but_the_step_in_flight(
 
 @pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_power_cut_where_updates_are_kept_in_backward_loses_nothing_either(
-    stride: int, session: Session, straight, tmp_path: Path
+    stride: int, session: TrainSetup, straight, tmp_path: Path
 ) -> None:
     costs, room = replace(session.plan.costs, is_late=True), replace(session.plan.room, kept=1)
     late = replace(session, plan=replace(session.plan, costs=costs, room=room))
@@ -96,19 +96,19 @@ def test_a_power_cut_where_two_layers_share_a_tensor_loses_nothing_either(stride
 
 
 @pytest.mark.slow
-def test_a_power_cut_at_every_single_disk_operation(session: Session, straight, tmp_path: Path) -> None:
+def test_a_power_cut_at_every_single_disk_operation(session: TrainSetup, straight, tmp_path: Path) -> None:
     total = count_operations(session, tmp_path)
     shutil.rmtree(tmp_path / "run")
     for last in range(total - 3):  # one run has an operation more than another
         check(session, straight, tmp_path, [last])
 
 
-def test_power_cuts_while_resuming_from_power_cuts(session: Session, straight, tmp_path: Path) -> None:
+def test_power_cuts_while_resuming_from_power_cuts(session: TrainSetup, straight, tmp_path: Path) -> None:
     for cuts in ([70, 1], [70, 9, 9], [90, 30, 2, 50], [100, 25, 25, 25]):
         check(session, straight, tmp_path, cuts)
 
 
-def check(session: Session, straight, folder: Path, cuts: list[int]) -> None:
+def check(session: TrainSetup, straight, folder: Path, cuts: list[int]) -> None:
     run = new_run(folder)
     cut_and_resume(session, run, cuts)
     assert_same_weights(weights_of(run.model), straight, cuts)
@@ -116,7 +116,7 @@ def check(session: Session, straight, folder: Path, cuts: list[int]) -> None:
 
 
 @pytest.fixture(scope="module", params=["disk", "host", "device"])
-def keeping_session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Session:
+def keeping_session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TrainSetup:
     """A run that validates and keeps checkpoints; without state on disk it makes one after each step."""
     return small_session(
         tmp_path_factory.mktemp("model"),
@@ -130,7 +130,7 @@ def keeping_session(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 
 
 @pytest.fixture(scope="module")
-def kept(keeping_session: Session, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def kept(keeping_session: TrainSetup, tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = new_run(tmp_path_factory.mktemp("kept"))
     train(keeping_session, run)
     return run
@@ -140,7 +140,7 @@ def losses_of(run: Run) -> list[tuple[object, ...]]:
     return [(line["step"], line.get("loss"), line.get("validation_loss")) for line in run.metrics()]
 
 
-def lose_power(session: Session, run: Run, last: int, seed: int | None) -> None:
+def lose_power(session: TrainSetup, run: Run, last: int, seed: int | None) -> None:
     """Cut the power at the n-th operation; what was said to be saved must be there afterwards."""
     said = [0]
     with pytest.MonkeyPatch.context() as patch:
@@ -162,7 +162,7 @@ def lose_power(session: Session, run: Run, last: int, seed: int | None) -> None:
     assert run.model.exists() or max(saved) >= max(said), (last, seed)
 
 
-def lose_power_and_resume(session: Session, kept: Run, folder: Path, cuts: list[int], seed: int | None) -> None:
+def lose_power_and_resume(session: TrainSetup, kept: Run, folder: Path, cuts: list[int], seed: int | None) -> None:
     run = new_run(folder)
     for last in cuts:
         if not run.model.exists():
@@ -177,7 +177,7 @@ def lose_power_and_resume(session: Session, kept: Run, folder: Path, cuts: list[
     shutil.rmtree(run.folder)
 
 
-def count_lossy_operations(session: Session, folder: Path) -> int:
+def count_lossy_operations(session: TrainSetup, folder: Path) -> int:
     run = new_run(folder)
     with pytest.MonkeyPatch.context() as patch:
         disk = LossyDisk(patch, run.folder)
@@ -190,7 +190,7 @@ def count_lossy_operations(session: Session, folder: Path) -> int:
 
 
 def test_writes_that_are_lost_unless_flushed_cost_no_step_that_was_saved(
-    keeping_session: Session, kept: Run, tmp_path: Path
+    keeping_session: TrainSetup, kept: Run, tmp_path: Path
 ) -> None:
     total = count_lossy_operations(keeping_session, tmp_path)
     for last in range(1, total, 29):
@@ -198,7 +198,7 @@ def test_writes_that_are_lost_unless_flushed_cost_no_step_that_was_saved(
         lose_power_and_resume(keeping_session, kept, tmp_path, [last + 6], seed=last)
 
 
-def test_power_that_is_lost_again_while_resuming(keeping_session: Session, kept: Run, tmp_path: Path) -> None:
+def test_power_that_is_lost_again_while_resuming(keeping_session: TrainSetup, kept: Run, tmp_path: Path) -> None:
     total = count_lossy_operations(keeping_session, tmp_path)
     for seed in (None, 1, 2):
         cuts = [total * 3 // 4, 2, 9, total // 3]
@@ -208,7 +208,7 @@ def test_power_that_is_lost_again_while_resuming(keeping_session: Session, kept:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 0, 1])
 def test_every_single_operation_as_the_last_that_reaches_the_disk(
-    seed: int | None, keeping_session: Session, kept: Run, tmp_path: Path
+    seed: int | None, keeping_session: TrainSetup, kept: Run, tmp_path: Path
 ) -> None:
     for last in range(count_lossy_operations(keeping_session, tmp_path)):
         lose_power_and_resume(keeping_session, kept, tmp_path, [last], seed)
@@ -234,7 +234,7 @@ class OneFault:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_one_failed_write_anywhere_stops_with_exit_4_and_resumes_to_the_same_weights(
-    code: int, session: Session, straight, tmp_path: Path
+    code: int, session: TrainSetup, straight, tmp_path: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         total = count_faultable(patch, session, tmp_path)
@@ -251,14 +251,14 @@ def test_one_failed_write_anywhere_stops_with_exit_4_and_resumes_to_the_same_wei
         shutil.rmtree(run.folder)
 
 
-def count_faultable(patch: pytest.MonkeyPatch, session: Session, folder: Path) -> int:
+def count_faultable(patch: pytest.MonkeyPatch, session: TrainSetup, folder: Path) -> int:
     fault = OneFault(patch, 0, 0)
     train(session, new_run(folder))
     shutil.rmtree(folder / "run")
     return fault.count
 
 
-def test_a_state_that_cannot_be_read_stops_with_exit_4(session: Session, tmp_path: Path, monkeypatch) -> None:
+def test_a_state_that_cannot_be_read_stops_with_exit_4(session: TrainSetup, tmp_path: Path, monkeypatch) -> None:
     run, read = new_run(tmp_path), os.preadv
 
     def bad_block(descriptor: int, *arguments: object) -> int:
@@ -272,7 +272,7 @@ def test_a_state_that_cannot_be_read_stops_with_exit_4(session: Session, tmp_pat
 
 
 def test_resuming_asks_for_no_room_that_the_run_has_already_taken(
-    session: Session, tmp_path: Path, monkeypatch
+    session: TrainSetup, tmp_path: Path, monkeypatch
 ) -> None:
     run = new_run(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
@@ -283,5 +283,5 @@ def test_resuming_asks_for_no_room_that_the_run_has_already_taken(
     monkeypatch.setattr(machine, "free_disk", lambda folder: session.plan.disk_bytes // 2)
     rows = session.train, session.validation
     with pytest.raises(ResourceError, match="of disk"):
-        make_session(session.recipe, session.model, *rows, "", tmp_path / "another")
-    make_session(session.recipe, session.model, *rows, "", run.folder)
+        make_setup(session.recipe, session.model, *rows, "", tmp_path / "another")
+    make_setup(session.recipe, session.model, *rows, "", run.folder)

@@ -146,7 +146,7 @@ def test_first_values_are_those_of_peft_and_of_the_seed(folders, tmp_path: Path)
     assert len({float(matrix.sum()) for name, matrix in first.items() if "lora_A" in name}) == len(first) // 2
 
 
-def with_noise(batches):
+def with_dropout_seeds(batches):
     return [replace(batch, noise=seed_of((0, number))) for number, batch in enumerate(batches)]
 
 
@@ -156,7 +156,7 @@ def test_placement_kept_activations_and_late_updates_never_change_a_bit(
     shape: str, dropout: float, folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if dropout:
-        monkeypatch.setattr("test_streaming.micro_batches", lambda *rest: with_noise(micro_batches(*rest)))
+        monkeypatch.setattr("test_streaming.micro_batches", lambda *rest: with_dropout_seeds(micro_batches(*rest)))
     recipe = lora(shape, dropout=dropout)
     expected = train(open_training(folders[shape], tmp_path / "resident", recipe), recipe)
     for number, (placement, places, room, late) in enumerate(
@@ -229,7 +229,7 @@ def test_each_layer_and_micro_batch_drops_other_inputs_and_recomputing_drops_the
     )
     stack = open_training(folders["narrow"], tmp_path, recipe)
     docs = [documents(101)[1]] * 2  # two micro-batches of one shape
-    batches = with_noise(micro_batches(docs, [0, 0], len(docs[0])))
+    batches = with_dropout_seeds(micro_batches(docs, [0, 0], len(docs[0])))
     optimizer = AdamW(stack, recipe)
     optimizer.begin(1e-3)
     train_step(stack, optimizer, batches)

@@ -18,12 +18,12 @@ from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Rows
 from gptj_ft.training.loop import TrainResult
 from gptj_ft.training.loop import train as train_run
-from gptj_ft.training.setup import Session, make_session
+from gptj_ft.training.setup import TrainSetup, make_setup
 
 OPERATIONS = ("pwritev", "fsync", "replace", "rename", "link")
 
 
-def small_session(folder: Path, num_steps: int = 3, **options: object) -> Session:
+def small_session(folder: Path, num_steps: int = 3, **options: object) -> TrainSetup:
     """Return a session on six short random rows and two to validate on; everything on disk, if not told otherwise."""
     if not (folder / "config.json").is_file():
         random_gptj(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2, rotary_dim=4).save_pretrained(folder)
@@ -34,10 +34,10 @@ def small_session(folder: Path, num_steps: int = 3, **options: object) -> Sessio
         {"batch_size": 2, "max_length": 32, "lr": 1e-2, "device": "cpu", "max_steps": num_steps, **places, **options}
     )
     rows, validation = Rows(documents[:6], [3] * 6), Rows(documents[6:], [3] * 2)
-    return make_session(recipe, folder, rows, validation, "", folder)
+    return make_setup(recipe, folder, rows, validation, "", folder)
 
 
-def with_options(session: Session, **options: object) -> Session:
+def with_options(session: TrainSetup, **options: object) -> TrainSetup:
     """Return the session with other options that change no number."""
     return replace(session, recipe=session.recipe.model_copy(update=options))
 
@@ -48,7 +48,7 @@ def new_run(folder: Path) -> Run:
     return run
 
 
-def train(session: Session, run: Run) -> TrainResult:
+def train(session: TrainSetup, run: Run) -> TrainResult:
     if not run.record_file.is_file():
         run.start_record(session.recipe)
     return train_run(session, run, Console(file=io.StringIO()))

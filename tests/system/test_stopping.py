@@ -31,7 +31,7 @@ from gptj_ft.system.streams import LastingStream, open_missing
 from gptj_ft.training import loop, restore, retention
 from gptj_ft.training.finetune import going_on
 from gptj_ft.training.nonfinite import LossWatch
-from gptj_ft.training.setup import Session
+from gptj_ft.training.setup import TrainSetup
 
 STEPS = 3
 PLACES = ("device", "host", "disk")
@@ -44,7 +44,7 @@ POINTS = {
     "a validation": (loop, "evaluate_losses", 2, "stopped after step 1 of 3; everything is saved, go on with"),
     "a step": (loop, "train_step", 2, "stopped after step 2 of 3; everything is saved"),
     "the last step": (loop, "train_step", 3, "stopped after step 3 of 3; everything is saved"),
-    "saving": (retention.Keeper, "after_step", 1, "stopped after step 1 of 3; everything is saved"),
+    "saving": (retention.CheckpointRetention, "after_step", 1, "stopped after step 1 of 3; everything is saved"),
     "the last validation": (loop, "evaluate_losses", 4, "stopped after step 3 of 3; everything is saved"),
     "export": (loop, "write_outcome", 1, DONE),
     "after export": (loop, "remember_run", 1, DONE),
@@ -75,7 +75,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("model")
 
 
-def session_of(model: Path, place: str, **options: object) -> Session:
+def session_of(model: Path, place: str, **options: object) -> TrainSetup:
     places = {"weights": place, "optimizer_state": place}
     return small_session(model, STEPS, validate_every=1, save_every=1, **places, **options)
 
@@ -87,7 +87,7 @@ def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return weights_of(run.model)
 
 
-def begun_run(session: Session, folder: Path) -> Run:
+def begun_run(session: TrainSetup, folder: Path) -> Run:
     run = new_run(folder)
     run.recipe_file.write_text(dump(session.recipe, {}), encoding="utf-8")
     run.start_record(session.recipe)
@@ -253,7 +253,9 @@ def test_a_second_signal_ends_at_once_and_says_what_is_saved(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "train_step", insisting)
-        patch.setattr(retention.Keeper, "_is_recorded", lambda self: False)  # of this no process would be left
+        patch.setattr(
+            retention.CheckpointRetention, "_is_recorded", lambda self: False
+        )  # of this no process would be left
         with pytest.raises(Ended, match="130"):
             train(session, run)
     saved = "nothing was saved yet" if (place, save_every) == ("host", 0) else "the run is saved at step 1"

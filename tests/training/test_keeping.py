@@ -18,7 +18,7 @@ from gptj_ft.models.layout import Layout
 from gptj_ft.streaming.open import reading_stack
 from gptj_ft.training import loop, retention
 from gptj_ft.training.retention import find_checkpoint, go_back, kept_steps
-from gptj_ft.training.setup import Session
+from gptj_ft.training.setup import TrainSetup
 
 PLACES = {"weights": "device", "optimizer_state": "device"}, {"weights": "disk", "optimizer_state": "disk"}
 STEPS = 8
@@ -41,7 +41,7 @@ def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture(params=PLACES, ids=["device", "disk"])
-def session(request: pytest.FixtureRequest, model: Path) -> Session:
+def session(request: pytest.FixtureRequest, model: Path) -> TrainSetup:
     return small_session(model, STEPS, validate_every=2, **request.param)
 
 
@@ -56,20 +56,20 @@ def stop_before(patch: pytest.MonkeyPatch, step: int) -> None:
     patch.setattr(loop, "train_step", stopping)
 
 
-def stop_run(session: Session, run: Run, step: int) -> None:
+def stop_run(session: TrainSetup, run: Run, step: int) -> None:
     """End a run as a kill does: nothing is saved on the way out."""
     with pytest.MonkeyPatch.context() as patch:
         stop_before(patch, step)
-        patch.setattr(retention.Keeper, "rescuing", lambda self: nullcontext())
+        patch.setattr(retention.CheckpointRetention, "rescuing", lambda self: nullcontext())
         with pytest.raises(Stopped):
             train(session, run)
 
 
 def script_losses(patch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
     """Let the keeper see these validation losses."""
-    original = retention.Keeper.after_validation
+    original = retention.CheckpointRetention.after_validation
     patch.setattr(
-        retention.Keeper,
+        retention.CheckpointRetention,
         "after_validation",
         lambda self, loss, scores: original(self, losses.get(self._optimizer.step, loss), scores),
     )
@@ -120,7 +120,7 @@ def test_the_plan_has_room_for_what_is_kept(place: str, model: Path) -> None:
     assert [size / state for size in more] == [1, 1, 4, 4, 0]
 
 
-def test_a_run_leaves_the_checkpoints_it_keeps_and_no_state(session: Session, straight: Run, tmp_path: Path) -> None:
+def test_a_run_leaves_the_checkpoints_it_keeps_and_no_state(session: TrainSetup, straight: Run, tmp_path: Path) -> None:
     run = new_run(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         script_losses(patch, {2: float("nan"), 4: 1.0, 6: float("nan"), 8: 3.0})
@@ -133,7 +133,9 @@ def test_a_run_leaves_the_checkpoints_it_keeps_and_no_state(session: Session, st
     assert_same_weights(weights_of(run.model), weights_of(straight.model))
 
 
-def test_a_run_that_keeps_nothing_more_leaves_no_checkpoints(session: Session, straight: Run, tmp_path: Path) -> None:
+def test_a_run_that_keeps_nothing_more_leaves_no_checkpoints(
+    session: TrainSetup, straight: Run, tmp_path: Path
+) -> None:
     run = new_run(tmp_path)
     result = train(with_options(session, save_every=1), run)
     assert not run.checkpoints.exists()
@@ -201,7 +203,7 @@ def test_a_full_disk_while_a_checkpoint_is_made_stops_with_exit_4_and_resumes(
 
 @pytest.mark.parametrize("step", [2, 4, 6])
 def test_going_back_to_a_checkpoint_ends_in_the_same_run(
-    step: int, session: Session, straight: Run, tmp_path: Path
+    step: int, session: TrainSetup, straight: Run, tmp_path: Path
 ) -> None:
     session = with_options(session, keep=("all",), save_every=2)
     run = new_run(tmp_path)
@@ -253,7 +255,7 @@ def test_a_checkpoint_that_a_run_in_memory_goes_on_from_is_missed_if_it_is_lost(
         train(session, run)
 
 
-def test_the_best_state_is_exported_if_asked_for(session: Session, tmp_path: Path) -> None:
+def test_the_best_state_is_exported_if_asked_for(session: TrainSetup, tmp_path: Path) -> None:
     run = new_run(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         script_losses(patch, {2: 5.0, 4: 1.0, 6: 4.0, 8: 3.0})
@@ -267,7 +269,7 @@ def test_the_best_state_is_exported_if_asked_for(session: Session, tmp_path: Pat
     assert abs(loss[8] - loss[4]) > 1e-3
 
 
-def test_checkpoints_are_found_by_step_and_as_best_and_last(session: Session, tmp_path: Path) -> None:
+def test_checkpoints_are_found_by_step_and_as_best_and_last(session: TrainSetup, tmp_path: Path) -> None:
     run = new_run(tmp_path)
     with pytest.raises(UsageError, match="there are none: --keep"):
         find_checkpoint(run, "best")
@@ -280,7 +282,7 @@ def test_checkpoints_are_found_by_step_and_as_best_and_last(session: Session, tm
         find_checkpoint(run, "5")
 
 
-def test_a_best_that_turns_up_again_after_going_back_is_kept_again(session: Session, tmp_path: Path) -> None:
+def test_a_best_that_turns_up_again_after_going_back_is_kept_again(session: TrainSetup, tmp_path: Path) -> None:
     session = with_options(session, keep=("best", "all"), save_every=4)
     run = new_run(tmp_path)
     with pytest.MonkeyPatch.context() as patch:

@@ -21,7 +21,7 @@ from gptj_ft.streaming.open import load_weights, training_stack
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system import machine
-from gptj_ft.training.throughput import Meters, Tally, summarize
+from gptj_ft.training.throughput import StepCounts, Throughput, summarize
 
 
 @pytest.mark.parametrize("kept", [0, 1])
@@ -50,18 +50,18 @@ def test_flops_with_recomputation_are_those_that_torch_counts_in_a_step(
     assert counted.model < 0.95 * counted.hardware
 
 
-def tally(tokens: int, seconds: float, waited: float = 0.0) -> Tally:
-    return Tally(tokens, tokens // 2, seconds, waited, 10, 20, 1000 - tokens, 0)
+def counts(tokens: int, seconds: float, waited: float = 0.0) -> StepCounts:
+    return StepCounts(tokens, tokens // 2, seconds, waited, 10, 20, 1000 - tokens, 0)
 
 
 def test_the_rates_of_many_steps_are_those_of_their_sums() -> None:
     flops = [Flops(2.0 * n, 4.0 * n, 1.0 * n) for n in (100, 300)]
-    tallies = [tally(100, 1.0, 0.5), tally(300, 9.0)]
-    meters = [Meters.of(t, f, 1000.0) for t, f in zip(tallies, flops, strict=True)]
-    lines = [{**t.__dict__, **m.__dict__, "loss": 1.0} for t, m in zip(tallies, meters, strict=True)]
+    tallies = [counts(100, 1.0, 0.5), counts(300, 9.0)]
+    throughput = [Throughput.of(t, f, 1000.0) for t, f in zip(tallies, flops, strict=True)]
+    lines = [{**t.__dict__, **m.__dict__, "loss": 1.0} for t, m in zip(tallies, throughput, strict=True)]
     whole, mean = summarize(lines)
-    assert whole == Tally(400, 200, 10.0, 0.5, 20, 40, 900, 0)
-    expected = Meters.of(whole, Flops(800.0, 1600.0, 400.0), 1000.0)
+    assert whole == StepCounts(400, 200, 10.0, 0.5, 20, 40, 900, 0)
+    expected = Throughput.of(whole, Flops(800.0, 1600.0, 400.0), 1000.0)
     assert mean.__dict__ == pytest.approx(expected.__dict__)
     assert (mean.tokens_per_second, mean.stall, mean.hfu) == pytest.approx((40.0, 0.05, 0.28))
 

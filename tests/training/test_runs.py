@@ -312,10 +312,12 @@ def test_going_back_to_a_damaged_checkpoint_changes_nothing(runs: Path, shell: S
 
 
 def test_a_lower_loss_before_the_end_is_told(runs: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gptj_ft.training.retention import Keeper
+    from gptj_ft.training.retention import CheckpointRetention
 
-    original = Keeper.after_validation
-    monkeypatch.setattr(Keeper, "after_validation", lambda self, loss, scores: original(self, loss + 9, scores))
+    original = CheckpointRetention.after_validation
+    monkeypatch.setattr(
+        CheckpointRetention, "after_validation", lambda self, loss, scores: original(self, loss + 9, scores)
+    )
     done = shell("finetune --resume runs/stopped")
     assert "the validation loss was lowest after 6 steps" in done.said
     assert "gptj-ft runs export runs/stopped FOLDER --from best" in done.out

@@ -64,7 +64,7 @@ def test_training_ends_when_patience_does_and_the_best_state_is_chosen_by_a_scor
     shell, rows_file: Path, monkeypatch
 ) -> None:
     from gptj_ft.training import loop
-    from gptj_ft.training.validation_samples import Sample
+    from gptj_ft.training.validation_samples import ValidationSample
 
     scores = {
         0: 9.0,
@@ -78,10 +78,10 @@ def test_training_ends_when_patience_does_and_the_best_state_is_chosen_by_a_scor
         def __init__(self, *_: object) -> None:
             pass
 
-        def take(self, stack, step: int) -> Sample:
-            return Sample({"rougeL": scores[step]}, "", "")
+        def take(self, stack, step: int) -> ValidationSample:
+            return ValidationSample({"rougeL": scores[step]}, "", "")
 
-    monkeypatch.setattr(loop, "Sampler", Told)
+    monkeypatch.setattr(loop, "ValidationSamples", Told)
     options = "--validate-every 1 --set sample_rows=1 --set best_by=rougeL --set patience=2 --export best"
     done = shell(f"{LINE} --max-steps 9 --output run {options} --json".replace("--max-steps 4 ", ""))
     assert done.code == 0, done.err

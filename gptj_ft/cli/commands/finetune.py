@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,7 +49,7 @@ from gptj_ft.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gptj_ft.training.finetune import Job
+    from gptj_ft.training.finetune import PreparedRun
 
 
 def finetune(
@@ -129,7 +128,7 @@ def finetune(
     with stop_says(lambda: stopped(run)):
         out = Output(as_json, quiet)
         with out.activity():
-            from gptj_ft.cli.terminal.tables import show_job, show_plan, show_training
+            from gptj_ft.cli.terminal.tables import show_plan, show_prepared_run, show_training
             from gptj_ft.training import finetune as command
 
         if start is not None and resume is None:
@@ -137,7 +136,7 @@ def finetune(
         if resume is not None:
             try:
                 with out.activity("reading the run"):
-                    job = command.resumed(resume, flags, config, as_tuple(assignments), start)
+                    prepared = command.resumed(resume, flags, config, as_tuple(assignments), start)
             except command.Finished:
                 if not (resume.expanduser() / "report.html").is_file():  # it was cut off in its last moment
                     write_page(str(resume.expanduser()), out.notes)
@@ -145,39 +144,39 @@ def finetune(
         else:
             resolved = fetched(resolve(flags, config, as_tuple(assignments)), offline, out)
 
-            def prepared(its: Resolved) -> Job:
+            def read(its: Resolved) -> PreparedRun:
                 with out.activity("reading the rows") as doing:
                     return command.fresh(its, doing)
 
-            job = asking(resolved, out, prepared)
-            _show_rows(out.notes, job, show)
+            prepared = asking(resolved, out, read)
+            _show_rows(out.notes, prepared, show)
         if dry_run:
-            plan, notes = job.session.plan, job.session.architecture.notes
+            plan, notes = prepared.setup.plan, prepared.setup.architecture.notes
             out.finish(plan.to_dict(), "", lambda console: show_plan(console, plan, notes))
             return
-        show_job(out.notes, job, verbose)
-        result = command.execute(job, out.notes, verbose, began)
+        show_prepared_run(out.notes, prepared, verbose)
+        result = command.execute(prepared, out.notes, verbose, began)
         run = Run(Path(result.run))
         write_page(result.run, out.notes)
-        measured_on = len(job.session.validation)
-        out.finish(asdict(result), result.model, lambda console: show_training(console, result, measured_on, verbose))
+        measured_on = len(prepared.setup.validation)
+        out.finish(result.to_dict(), result.model, lambda console: show_training(console, result, measured_on, verbose))
 
 
-def _show_rows(console: Console, job: Job, count: int | None) -> None:
+def _show_rows(console: Console, prepared: PreparedRun, count: int | None) -> None:
     """Show what was understood of the rows; on a terminal one of them, too: a log gets no text of the user's.
 
     Args:
         console: where to.
-        job: whose rows.
+        prepared: run whose rows are shown.
         count: rows that were asked for; ``None``: one is shown, and the middle of it left out if it is long.
     """
     from gptj_ft.cli.terminal.data_tables import show_data, show_examples
     from gptj_ft.data.tokenizer import load_row_tokenizer
 
-    show_data(console, job.report)
+    show_data(console, prepared.report)
     if console.is_terminal and not console.quiet:
-        decode = load_row_tokenizer(job.session.model).decode
-        show_examples(console, job.rows[0], decode, 1 if count is None else count, cut=count is None)
+        decode = load_row_tokenizer(prepared.setup.model).decode
+        show_examples(console, prepared.rows[0], decode, 1 if count is None else count, cut=count is None)
 
 
 def write_page(run: str, console: Console) -> None:

@@ -17,7 +17,7 @@ from rich.text import Text
 from gptj_ft.cli.terminal.bars import NOTICED_SECONDS, LogTimes, drawn, log_line
 from gptj_ft.cli.terminal.screen import GAP, is_live, time_after, width_of, wrapped
 from gptj_ft.system.units import clock, gigabytes
-from gptj_ft.training.throughput import Meters, Tally
+from gptj_ft.training.throughput import StepCounts, Throughput
 
 STDERR = 2
 WAITING_NOTICED = 0.05  # share of the time
@@ -33,8 +33,8 @@ class StepReport:
         z_loss: what the z-loss adds to it, with its weight.
         lr: learning rate.
         grad_norm: global, before clipping.
-        tally: what was done and what it took.
-        meters: its rates.
+        counts: tokens, seconds, bytes and memory.
+        throughput: rates.
     """
 
     step: int
@@ -42,13 +42,17 @@ class StepReport:
     z_loss: float
     lr: float
     grad_norm: float
-    tally: Tally
-    meters: Meters
+    counts: StepCounts
+    throughput: Throughput
 
     def to_dict(self) -> dict[str, Any]:
         """Return the line of ``metrics.jsonl``: all figures side by side."""
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("tally", "meters")}
-        return {**own, **asdict(self.tally), **asdict(self.meters)}
+        own = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in ("counts", "throughput")
+        }
+        return {**own, **asdict(self.counts), **asdict(self.throughput)}
 
 
 class StepProgress:
@@ -101,20 +105,20 @@ class StepProgress:
         step, left = f"step {report.step}/{self._num_steps}", f"{clock(self._seconds_left)} left"
         is_worth_a_line = len(self._recent) == 1 or report.step == self._num_steps or self._times.is_due()
         if self._live is None and is_worth_a_line:
-            speed = f"{report.meters.tokens_per_second:,.0f} tokens/s"
+            speed = f"{report.throughput.tokens_per_second:,.0f} tokens/s"
             share = f"{report.step / self._num_steps:.0%}"
             log_line(self._console, GAP.join([step, share, f"loss {report.loss:.4f}", speed, left]))
         return GAP.join([step, _learning(report), left, *self._speed(verbose=True)])
 
     @property
     def _seconds_left(self) -> float:
-        seconds = [each.tally.seconds for each in self._recent] or [self._expected]
+        seconds = [each.counts.seconds for each in self._recent] or [self._expected]
         return (self._num_steps - self._done) * sum(seconds) / len(seconds)
 
     def _speed(self, verbose: bool) -> list[str]:
-        seconds = [each.tally.seconds for each in self._recent]
-        mean = Meters.mean([each.meters for each in self._recent], seconds)
-        return meter_texts(self._recent[-1].tally, mean, verbose)
+        seconds = [each.counts.seconds for each in self._recent]
+        mean = Throughput.mean([each.throughput for each in self._recent], seconds)
+        return describe_throughput(self._recent[-1].counts, mean, verbose)
 
     def _drawn(self) -> RenderableType:
         """Return the bar, and under it the figures of the last step and what is being done."""
@@ -133,26 +137,25 @@ def _learning(report: StepReport) -> str:
     return f"loss {report.loss:.4f}{GAP}lr {report.lr:.2e}{GAP}norm {report.grad_norm:.2f}{z_loss}"
 
 
-def meter_texts(tally: Tally, meters: Meters, verbose: bool = False) -> list[str]:
+def describe_throughput(counts: StepCounts, throughput: Throughput, verbose: bool = False) -> list[str]:
     """Return the rates of a step as people read them; what does not apply is left out.
 
     Args:
-        tally: of the step, or of a whole run.
-        meters: its rates.
+        counts: of one step or of a whole run.
+        throughput: rates of the same.
         verbose: with what the engine does: FLOPs, and bytes moved.
     """
-    memory = f"{gigabytes(tally.memory_bytes)} of memory"
-    if tally.device_memory_bytes:
-        memory = f"{gigabytes(tally.device_memory_bytes)} on the device, {memory}"
-    texts = [
-        f"{_rate(meters.tokens_per_second)} tokens/s ({_rate(meters.target_tokens_per_second)} trained on), {memory}"
-    ]
+    memory = f"{gigabytes(counts.memory_bytes)} of memory"
+    if counts.device_memory_bytes:
+        memory = f"{gigabytes(counts.device_memory_bytes)} on the device, {memory}"
+    all_tokens, trained = _rate(throughput.tokens_per_second), _rate(throughput.target_tokens_per_second)
+    texts = [f"{all_tokens} tokens/s ({trained} trained on), {memory}"]
     if verbose:
-        texts.append(f"{meters.hardware_gflops:,.1f} GFLOP/s, {meters.hfu:.0%} of matmul")
-    if meters.stall >= (0.005 if verbose else WAITING_NOTICED):
-        texts.append(f"waiting for the stores {meters.stall:.0%}")
-    if verbose and (tally.bytes_read or tally.bytes_written):
-        texts.append(f"read {gigabytes(tally.bytes_read)}, wrote {gigabytes(tally.bytes_written)}")
+        texts.append(f"{throughput.hardware_gflops:,.1f} GFLOP/s, {throughput.hfu:.0%} of matmul")
+    if throughput.stall >= (0.005 if verbose else WAITING_NOTICED):
+        texts.append(f"waiting for the stores {throughput.stall:.0%}")
+    if verbose and (counts.bytes_read or counts.bytes_written):
+        texts.append(f"read {gigabytes(counts.bytes_read)}, wrote {gigabytes(counts.bytes_written)}")
     return texts
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from gptj_ft.cli.terminal.progress import meter_texts
+from gptj_ft.cli.terminal.progress import describe_throughput
 from gptj_ft.cli.terminal.screen import next_steps, panel, say, time_after, whole
 from gptj_ft.planning.costs import WARRANTED_BYTES, Costs
 from gptj_ft.planning.inference_plan import ReadingPlan
@@ -20,35 +20,35 @@ from gptj_ft.system.units import clock, gigabytes
 
 if TYPE_CHECKING:
     from gptj_ft.models.published import Published
-    from gptj_ft.training.finetune import Job
+    from gptj_ft.training.finetune import PreparedRun
     from gptj_ft.training.loop import TrainResult
-    from gptj_ft.training.throughput import Meters, Tally
+    from gptj_ft.training.throughput import StepCounts, Throughput
 
 FEW_TRAINING_ROWS, FEW_VALIDATION_ROWS = 100, 20
 BUSY = 0.5  # average load of a core from which on what is measured is not to be trusted
 
 
-def show_job(console: Console, job: Job, verbose: bool = False) -> None:
+def show_prepared_run(console: Console, prepared: PreparedRun, verbose: bool = False) -> None:
     """Show what a run will do and cost, before it starts: on what, where to, and how it is stopped and gone on with."""
-    session, recipe = job.session, job.session.recipe
+    setup, recipe = prepared.setup, prepared.setup.recipe
     folder = recipe.output or ""
-    rows = f"{len(session.train):,} rows to train on, {len(session.validation):,} to validate on"
+    rows = f"{len(setup.train):,} rows to train on, {len(setup.validation):,} to validate on"
     before = [
         ("data", f"{rows}; recipe {recipe.recipe}"),
-        ("model", f"{session.architecture.family.model_type}: {whole(str(session.model))}"),
+        ("model", f"{setup.architecture.family.model_type}: {whole(str(setup.model))}"),
     ]
-    if session.updates_before is not None:
-        updates = f"begins with the moments in the model's folder, after {session.updates_before:,} updates"
+    if setup.updates_before is not None:
+        updates = f"begins with the moments in the model's folder, after {setup.updates_before:,} updates"
         before.append(("optimizer", updates))
-    numbers = len(session.train), len(session.validation), recipe.batch_size
+    numbers = len(setup.train), len(setup.validation), recipe.batch_size
     before += [("warning", text) for text in cautions(*numbers)]
-    keeps = "no step is ever lost" if session.plan.placement.is_durable else "everything is saved first"
+    keeps = "no step is ever lost" if setup.plan.placement.is_durable else "everything is saved first"
     after = [
         ("results", f"in {folder}; figures in its metrics.jsonl{_TRACKED[recipe.report_to]}"),
         ("to stop", f"Ctrl-C ends the step and stops; {keeps}"),
         ("to go on", whole(command_line("finetune", "--resume", Path(folder)))),
     ]
-    panel(console, "The run", [*before, *plan_rows(session.plan, session.architecture.notes, verbose), *after])
+    panel(console, "The run", [*before, *plan_rows(setup.plan, setup.architecture.notes, verbose), *after])
 
 
 def cautions(train: int, validation: int, batch_size: int) -> list[str]:
@@ -158,7 +158,7 @@ def show_training(console: Console, result: TrainResult, num_validation: int, ve
         num_validation: rows that it was measured on.
         verbose: with what the engine did.
     """
-    tally, meters = result.tally, result.meters
+    counts, throughput = result.counts, result.throughput
     rows = []
     if result.loss_before is not None and result.loss_after is not None:
         losses = f"{result.loss_before:.4f} before, {result.loss_after:.4f} after; lower is better"
@@ -167,22 +167,22 @@ def show_training(console: Console, result: TrainResult, num_validation: int, ve
         rows.append(("validation loss", losses + little + exported))
     if result.best and result.best["step"] != result.exported_step:
         rows.append(("best", describe_best(result.run, result.best)))
-    rows.append(("time", f"{clock(tally.seconds)} of steps, {meter_texts(tally, meters)[0]}"))
+    rows.append(("time", f"{clock(counts.seconds)} of steps, {describe_throughput(counts, throughput)[0]}"))
     page = Path(result.run) / "report.html"
     rows += [("tuned model", whole(result.model)), *([("report", whole(str(page)))] if page.is_file() else [])]
-    panel(console, f"Done: {result.steps:,} steps", [*rows, *(_engine_rows(tally, meters) if verbose else ())])
+    panel(console, f"Done: {result.steps:,} steps", [*rows, *(_engine_rows(counts, throughput) if verbose else ())])
     measure = command_line("evaluate", Path(result.run))
     measure += f"   # on the {num_validation:,} rows held out" if num_validation else " --data FILE"
     next_steps(console, measure, 'gptj-ft generate "prompt"')
 
 
-def _engine_rows(tally: Tally, meters: Meters) -> list[tuple[str, str]]:
+def _engine_rows(counts: StepCounts, throughput: Throughput) -> list[tuple[str, str]]:
     return [
-        ("tokens", f"{tally.tokens:,}, {tally.target_tokens:,} of them trained on"),
-        ("GFLOP/s", f"{meters.hardware_gflops:,.1f}; {meters.model_gflops:,.1f} without recomputation"),
-        ("of matmul rate", f"{meters.hfu:.1%}; {meters.mfu:.1%} without recomputation"),
-        ("waiting", f"{meters.stall:.1%} of the time, for the stores"),
-        ("moved", f"{gigabytes(tally.bytes_read)} read, {gigabytes(tally.bytes_written)} written by the stores"),
+        ("tokens", f"{counts.tokens:,}, {counts.target_tokens:,} of them trained on"),
+        ("GFLOP/s", f"{throughput.hardware_gflops:,.1f}; {throughput.model_gflops:,.1f} without recomputation"),
+        ("of matmul rate", f"{throughput.hfu:.1%}; {throughput.mfu:.1%} without recomputation"),
+        ("waiting", f"{throughput.stall:.1%} of the time, for the stores"),
+        ("moved", f"{gigabytes(counts.bytes_read)} read, {gigabytes(counts.bytes_written)} written by the stores"),
     ]
 
 
