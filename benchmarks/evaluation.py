@@ -98,12 +98,12 @@ def theirs(arguments: argparse.Namespace) -> dict[str, Any]:
     from rouge_score.rouge_scorer import RougeScorer
 
     from gptj_ft.data.tokenizer import load_tokenizer
-    from gptj_ft.evaluation.eval_set import make_task
+    from gptj_ft.evaluation.eval_set import make_eval_set
 
     folder = arguments.work / "model"
     tokenizer = load_tokenizer(folder)
     start = time.perf_counter()
-    task = make_task(recipe_of(arguments), tokenizer, folder, arguments.data / FILE, arguments.rows)
+    task = make_eval_set(recipe_of(arguments), tokenizer, folder, arguments.data / FILE, arguments.rows)
     model = open_model(folder).eval()
     total, targets, answers, size = 0.0, 0, list[str](), arguments.batch_size
     tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"

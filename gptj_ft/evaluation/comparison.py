@@ -14,7 +14,7 @@ import numpy as np
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.evaluation.evaluate import Evaluation
 from gptj_ft.evaluation.metrics import METRICS
-from gptj_ft.evaluation.metrics.bootstrap import Comparison, compare
+from gptj_ft.evaluation.metrics.bootstrap import PairedEstimates, compare
 
 LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity", "byte_perplexity")
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
@@ -23,7 +23,7 @@ OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
 
 
 @dataclass(frozen=True)
-class ByRow:
+class ChangesByRow:
     """Rows on which a system does better than its baseline, and worse, by one score.
 
     Attributes:
@@ -52,7 +52,7 @@ class ByRow:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ModelComparison:
     """A system, the one it is compared with, and what follows.
 
     Attributes:
@@ -65,9 +65,9 @@ class Verdict:
 
     model: Evaluation
     baseline: Evaluation | None
-    comparison: Comparison
-    by_file: dict[str, Comparison]
-    by_row: ByRow | None
+    comparison: PairedEstimates
+    by_file: dict[str, PairedEstimates]
+    by_row: ChangesByRow | None
 
     def to_dict(self, texts: bool) -> dict[str, Any]:
         """Return what JSON can hold; texts only if asked for. What is not finite is ``None``."""
@@ -89,7 +89,9 @@ class Verdict:
         return finite
 
 
-def judge(model: Evaluation, baseline: Evaluation | None, metrics: Sequence[str], seed: int) -> Verdict:
+def compare_models(
+    model: Evaluation, baseline: Evaluation | None, metrics: Sequence[str], seed: int
+) -> ModelComparison:
     """Compare two evaluations of the same rows, or estimate one alone.
 
     Raises:
@@ -106,7 +108,7 @@ def judge(model: Evaluation, baseline: Evaluation | None, metrics: Sequence[str]
     main = METRICS[metrics[0]].main if metrics else "loss"
     main = main if main in model.figures else "loss"
     by_row = _by_row(main, model, baseline) if baseline else None
-    return Verdict(model, baseline, compare(model.figures, other, model.rows, seed), by_file, by_row)
+    return ModelComparison(model, baseline, compare(model.figures, other, model.rows, seed), by_file, by_row)
 
 
 def same_rows(model: Evaluation, baseline: Evaluation | None) -> None:
@@ -159,7 +161,7 @@ def parse_gates(texts: Sequence[str], names: Sequence[str]) -> list[Gate]:
     return gates
 
 
-def missed(gates: Sequence[Gate], verdict: Verdict) -> list[str]:
+def failed_gates(gates: Sequence[Gate], verdict: ModelComparison) -> list[str]:
     """Return which scores are not what was asked for, and what they are."""
     scores = verdict.comparison.scores
     return [
@@ -169,7 +171,7 @@ def missed(gates: Sequence[Gate], verdict: Verdict) -> list[str]:
     ]
 
 
-def _by_row(name: str, model: Evaluation, baseline: Evaluation) -> ByRow | None:
+def _by_row(name: str, model: Evaluation, baseline: Evaluation) -> ChangesByRow | None:
     if name not in model.figures or name not in baseline.figures:
         return None
     ours, theirs = model.figures[name].rows_N, baseline.figures[name].rows_N
@@ -179,14 +181,14 @@ def _by_row(name: str, model: Evaluation, baseline: Evaluation) -> ByRow | None:
     order = np.argsort(-gain, kind="stable").tolist()
     better = [row for row in order if gain[row] > 0]
     worse = [row for row in reversed(order) if gain[row] < 0]
-    return ByRow(name, better, worse, len(gain) - len(better) - len(worse), theirs.tolist(), ours.tolist())
+    return ChangesByRow(name, better, worse, len(gain) - len(better) - len(worse), theirs.tolist(), ours.tolist())
 
 
-def _of_baseline(comparison: Comparison) -> Comparison:
-    return Comparison(comparison.baseline, {}, {})
+def _of_baseline(comparison: PairedEstimates) -> PairedEstimates:
+    return PairedEstimates(comparison.baseline, {}, {})
 
 
-def _to_dict(found: Evaluation, comparison: Comparison, texts: bool) -> dict[str, Any]:
+def _to_dict(found: Evaluation, comparison: PairedEstimates, texts: bool) -> dict[str, Any]:
     scores = {name: each.value for name, each in comparison.scores.items()}
     own = {
         "model": found.model,

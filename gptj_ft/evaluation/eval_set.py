@@ -22,7 +22,7 @@ UNLIMITED = 2**31 - 1  # tokens of a row
 
 
 @dataclass(frozen=True)
-class Task:
+class EvalSet:
     """Rows, as one model is asked about them.
 
     Attributes:
@@ -42,7 +42,7 @@ class Task:
     notes: tuple[str, ...]
 
 
-def make_task(recipe: Recipe, tokenizer: RowTokenizer, folder: Path, data: Path, limit: int | None) -> Task:
+def make_eval_set(recipe: Recipe, tokenizer: RowTokenizer, folder: Path, data: Path, limit: int | None) -> EvalSet:
     """Prepare rows for a model.
 
     Raises:
@@ -75,7 +75,7 @@ def make_task(recipe: Recipe, tokenizer: RowTokenizer, folder: Path, data: Path,
     return _cut_prompts(task, most, max_length) if most else task
 
 
-def with_short_answers(task: Task, new_tokens: int, window: int) -> Task:
+def with_short_answers(task: EvalSet, new_tokens: int, window: int) -> EvalSet:
     """Add a note on prompts that leave no room for a whole answer in what the model can see."""
     count = sum(len(prompt) + new_tokens > window for prompt in task.prompts)
     if not count:
@@ -87,10 +87,10 @@ def with_short_answers(task: Task, new_tokens: int, window: int) -> Task:
     return replace(task, notes=(*task.notes, note))
 
 
-def _task(prepared: Prepared, facts: dict[str, Any], notes: tuple[str, ...]) -> Task:
+def _task(prepared: Prepared, facts: dict[str, Any], notes: tuple[str, ...]) -> EvalSet:
     rows, table = Rows.of(prepared.rows, length=int(prepared.report.settings["max_length"])), prepared.rows
     documents = [rows.row(index)[0] for index in range(len(rows))]
-    return Task(
+    return EvalSet(
         documents=documents,
         prompts=[list(rows.prompt(index)) for index in range(len(rows))],
         references=[list(texts) for texts in table["references"]],
@@ -100,7 +100,7 @@ def _task(prepared: Prepared, facts: dict[str, Any], notes: tuple[str, ...]) -> 
     )
 
 
-def _cut_prompts(task: Task, most: int, max_length: int) -> Task:
+def _cut_prompts(task: EvalSet, most: int, max_length: int) -> EvalSet:
     """Cut the end of longer prompts off; for the loss perhaps more, so that the completion finds room."""
 
     def cut(document: Document) -> Document:

@@ -18,16 +18,16 @@ from gptj_ft.data.batches import Document
 from gptj_ft.data.prepare import is_prepared, load_tokenizer
 from gptj_ft.data.tokenizer import NoTokenizer, has_tokenizer
 from gptj_ft.errors import NotFinite, UsageError
-from gptj_ft.evaluation.eval_set import Task, make_task, with_short_answers
+from gptj_ft.evaluation.eval_set import EvalSet, make_eval_set, with_short_answers
 from gptj_ft.evaluation.likelihood import candidates, losses, passes
-from gptj_ft.evaluation.metrics import Figure
+from gptj_ft.evaluation.metrics import Statistic
 from gptj_ft.evaluation.metrics import rouge as rouge_metric
 from gptj_ft.evaluation.metrics.language_model import RowLoss, language_model
 from gptj_ft.evaluation.metrics.statistic import values
-from gptj_ft.evaluation.predict import Answerer, scores_of
-from gptj_ft.evaluation.result_cache import Journal
+from gptj_ft.evaluation.predict import Predictor, scores_of
+from gptj_ft.evaluation.result_cache import ResultCache
 from gptj_ft.models.registry import Architecture, read_architecture
-from gptj_ft.planning.inference_plan import ReadingPlan, Reads, plan_reading
+from gptj_ft.planning.inference_plan import InferencePlan, InferenceWorkload, plan_inference
 from gptj_ft.planning.machine_profile import choose_dtype
 from gptj_ft.planning.resources import check_lengths, free_resources
 from gptj_ft.streaming.model import LayerStack
@@ -62,7 +62,7 @@ class Evaluation:
     """
 
     model: str
-    figures: dict[str, Figure]
+    figures: dict[str, Statistic]
     places: list[str]
     answers: list[str]
     references: list[list[str]]
@@ -80,7 +80,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Planned:
+class EvaluationPlan:
     """An evaluation that has not begun.
 
     Attributes:
@@ -97,18 +97,18 @@ class Planned:
     folder: Path
     recipe: Recipe
     tokenizer: PreTrainedTokenizerFast | None
-    task: Task
+    task: EvalSet
     device: torch.device
     dtype: torch.dtype
-    journal: Journal
-    plan: ReadingPlan
+    journal: ResultCache
+    plan: InferencePlan
 
-    def with_note(self, note: str) -> Planned:
+    def with_note(self, note: str) -> EvaluationPlan:
         """Return it with something more to be known about its rows."""
         return replace(self, task=replace(self.task, notes=(*self.task.notes, note)))
 
 
-def plan_evaluation(folder: Path, recipe: Recipe, data: Path, limit: int | None) -> Planned:
+def plan_evaluation(folder: Path, recipe: Recipe, data: Path, limit: int | None) -> EvaluationPlan:
     """Prepare to measure a model on rows, or to go on where an evaluation like this one was killed.
 
     Args:
@@ -124,7 +124,7 @@ def plan_evaluation(folder: Path, recipe: Recipe, data: Path, limit: int | None)
     own = tokenizer_folder(folder)
     tokenizer = load_tokenizer(own) if has_tokenizer(own) else None
     check_lengths(recipe, architecture)
-    task = make_task(recipe, tokenizer or NoTokenizer(own), folder, data, limit)
+    task = make_eval_set(recipe, tokenizer or NoTokenizer(own), folder, data, limit)
     if recipe.metrics and not any(task.references):  # rows that came as tokens, or plain text
         task = replace(task, notes=(*task.notes, NO_REFERENCES.format(metrics=", ".join(recipe.metrics))))
         recipe = recipe.model_copy(update={"metrics": ()})
@@ -135,9 +135,9 @@ def plan_evaluation(folder: Path, recipe: Recipe, data: Path, limit: int | None)
         task = replace(task, notes=(*task.notes, NO_TEMPLATE))
     device = machine.choose_device(recipe.device)
     dtype = choose_dtype(recipe.precision, device)
-    journal = Journal({**task.facts, **facts_of(folder, recipe), "dtype": str(dtype), "device": device.type})
+    journal = ResultCache({**task.facts, **facts_of(folder, recipe), "dtype": str(dtype), "device": device.type})
     prompts = [len(prompt) for prompt in task.prompts]
-    reads = Reads.of(
+    reads = InferenceWorkload.of(
         architecture,
         dtype,
         recipe.generation,
@@ -145,8 +145,8 @@ def plan_evaluation(folder: Path, recipe: Recipe, data: Path, limit: int | None)
         prompts=prompts if writes else (),
         adapter_bytes=weight_bytes(folder),
     )
-    plan = plan_reading(recipe, reads, free_resources(device, home()), journal.of("together").get(0))
-    return Planned(folder, recipe, tokenizer, task, device, dtype, journal, plan)
+    plan = plan_inference(recipe, reads, free_resources(device, home()), journal.of("together").get(0))
+    return EvaluationPlan(folder, recipe, tokenizer, task, device, dtype, journal, plan)
 
 
 def fitted(recipe: Recipe, folders: Iterable[Path], data: Path) -> Recipe:
@@ -163,7 +163,7 @@ def fitted(recipe: Recipe, folders: Iterable[Path], data: Path) -> Recipe:
     return recipe.model_copy(update={"max_length": min(recipe.max_length, shortest)})
 
 
-def evaluate_model(planned: Planned, progress: Progress | None = None) -> Evaluation:
+def evaluate_model(planned: EvaluationPlan, progress: Progress | None = None) -> Evaluation:
     """Measure a model on rows. Its journal is to be closed when nothing can go wrong any more.
 
     Args:
@@ -176,7 +176,7 @@ def evaluate_model(planned: Planned, progress: Progress | None = None) -> Evalua
     recipe, task, plan = planned.recipe, planned.task, planned.plan
     planned.journal.add("together", {0: plan.together.written})
     with reading_stack(planned.folder, planned.device, planned.dtype, plan.weights, recipe.read_ahead) as opened:
-        inquiry = Inquiry(planned, *opened, progress)
+        inquiry = EvaluationRun(planned, *opened, progress)
         rows, answers = inquiry.run()
     figures = {**language_model(rows), **scores_of(recipe, answers, task.references)}
     notes, no_text = task.notes, sum(row.bytes is None for row in rows)
@@ -208,7 +208,7 @@ def facts_of(folder: Path, recipe: Recipe) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Inquiry:
+class EvaluationRun:
     """What is to be found out about a model that is open, and what is known already.
 
     Attributes:
@@ -218,7 +218,7 @@ class Inquiry:
         progress: see `evaluate_model`.
     """
 
-    planned: Planned
+    planned: EvaluationPlan
     architecture: Architecture
     stack: LayerStack
     progress: Progress | None = None
@@ -235,7 +235,9 @@ class Inquiry:
         known, answers = planned.journal.of("loss"), planned.journal.of("answer")
         number = len(task.documents)
         if planned.recipe.metrics and planned.tokenizer:
-            answerer = Answerer(planned.recipe, planned.tokenizer, self.architecture, self.stack, planned.plan.together)
+            answerer = Predictor(
+                planned.recipe, planned.tokenizer, self.architecture, self.stack, planned.plan.together
+            )
             for rows in answerer.together(task.prompts):
                 if not answers.keys() >= set(rows):
                     self._answer(answerer, rows)
@@ -246,7 +248,7 @@ class Inquiry:
             self._show(rows.stop)
         return [RowLoss(**known[row]) for row in range(number)], [answers.get(row, "") for row in range(number)]
 
-    def _answer(self, answerer: Answerer, rows: Sequence[int]) -> None:
+    def _answer(self, answerer: Predictor, rows: Sequence[int]) -> None:
         """Answer some rows; where the loss is of the same prompts, find it, too, so that these are read once."""
         task, journal = self.planned.task, self.planned.journal
         prompts, documents = [task.prompts[row] for row in rows], [task.documents[row] for row in rows]

@@ -10,20 +10,20 @@ import torch
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import Document
 from gptj_ft.evaluation.likelihood import candidates, documents_of, log_likelihoods, losses, passes
-from gptj_ft.evaluation.metrics import Figure, score
+from gptj_ft.evaluation.metrics import Statistic, score
 from gptj_ft.evaluation.metrics.language_model import RowLoss
 from gptj_ft.evaluation.metrics.squad import unanswered
 from gptj_ft.generation.decoding import generate_tokens, text_of
-from gptj_ft.generation.hf_model import RaggedCache, Reading, StreamedModel
+from gptj_ft.generation.hf_model import Prefill, RaggedCache, StreamedModel
 from gptj_ft.models.registry import Architecture
-from gptj_ft.planning.inference_plan import Together, batches_by_length
+from gptj_ft.planning.inference_plan import TokenBudget, batches_by_length
 from gptj_ft.streaming.model import LayerStack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-class Answerer:
+class Predictor:
     """Answers prompts as a recipe wants it.
 
     Args:
@@ -40,10 +40,10 @@ class Answerer:
         tokenizer: PreTrainedTokenizerFast,
         architecture: Architecture,
         stack: LayerStack,
-        together: Together | None = None,
+        together: TokenBudget | None = None,
     ) -> None:
         self._recipe, self._tokenizer, self._architecture, self._stack = recipe, tokenizer, architecture, stack
-        self._sizes = together or Together(recipe.micro_batch_tokens)
+        self._sizes = together or TokenBudget(recipe.micro_batch_tokens)
         self._window = int(architecture.config.n_positions)
         self._labels = candidates(recipe, tokenizer)
 
@@ -80,7 +80,7 @@ class Answerer:
     ) -> tuple[list[str], list[RowLoss]]:
         """Return the same, and the loss of the documents that begin with the prompts: the prompts are read once."""
         model, settings = self._model(), self._recipe.generation
-        reading = Reading(model, [len(prompt) for prompt in prompts], settings.num_beams)
+        reading = Prefill(model, [len(prompt) for prompt in prompts], settings.num_beams)
         found = losses(self._stack, self._tokenizer, documents, self._sizes.computed, reading.score)
         return self._write(model, prompts, seed, reading.cache), found
 
@@ -101,7 +101,7 @@ class Answerer:
         return [text_of(self._tokenizer, row, settings) for row in rows]
 
 
-def scores_of(recipe: Recipe, answers: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Figure]:
+def scores_of(recipe: Recipe, answers: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
     """Return the recipe's scores of answers; where there is no answer, to say so is as good as to say nothing.
 
     Raises:

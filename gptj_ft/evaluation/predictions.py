@@ -27,7 +27,7 @@ SHOWN = 5  # places in a message
 
 
 @dataclass(frozen=True)
-class Line:
+class PredictionRow:
     """A prediction, or a row to be predicted.
 
     Attributes:
@@ -92,7 +92,7 @@ EMPTY_NOTE = (
 )
 
 
-def _has_no_answer(recipe: Recipe, line: Line) -> bool:
+def _has_no_answer(recipe: Recipe, line: PredictionRow) -> bool:
     """Tell whether a row is a question without an answer."""
     references = unanswered(line.references or [], recipe.no_answer)
     return "squad" in recipe.metrics and line.references is not None and not any(map(str.strip, references))
@@ -124,12 +124,12 @@ def _number(value: float) -> float | None:
     return float(value) if abs(value) < float("inf") else None
 
 
-def _read(path: Path) -> Iterator[Line]:
+def _read(path: Path) -> Iterator[PredictionRow]:
     rows = read_rows(path)
     first, others = next(rows, None), next(rows, None)
     if first is not None and others is None and _is_texts_by_id(first.values):
         for id, text in first.values.items():
-            yield Line(f"{first.source} ({id})", id, text, None)
+            yield PredictionRow(f"{first.source} ({id})", id, text, None)
         return
     for row in chain([each for each in (first, others) if each is not None], rows):
         text = next((row.values[key] for key in TEXT_KEYS if key in row.values), None)
@@ -141,7 +141,7 @@ def _read(path: Path) -> Iterator[Line]:
             isinstance(references, list) and all(isinstance(each, str) for each in references)
         ):
             raise DataError(f"{row.where}: references must be a list of texts")
-        yield Line(row.where, _id_of(row.values), text, references)
+        yield PredictionRow(row.where, _id_of(row.values), text, references)
 
 
 def _is_texts_by_id(values: Mapping[str, Any]) -> bool:
@@ -150,13 +150,15 @@ def _is_texts_by_id(values: Mapping[str, Any]) -> bool:
     return not keys & values.keys() and all(isinstance(value, str) for value in values.values())
 
 
-def _rows(recipe: Recipe, data: Path) -> tuple[list[Line], tuple[str, ...]]:
+def _rows(recipe: Recipe, data: Path) -> tuple[list[PredictionRow], tuple[str, ...]]:
     """Return the rows of a file with their references, and notes on those left out."""
     if is_prepared(data):
         table = load(data).rows
         columns = (table[name] for name in ("source", "line", "references"))
-        return [Line(f"{file}:{line}", None, "", list(of)) for file, line, of in zip(*columns, strict=True)], ()
-    findings, rows, left_out = Findings(recipe.max_bad_rows), list[Line](), dict[str, int]()
+        return [
+            PredictionRow(f"{file}:{line}", None, "", list(of)) for file, line, of in zip(*columns, strict=True)
+        ], ()
+    findings, rows, left_out = Findings(recipe.max_bad_rows), list[PredictionRow](), dict[str, int]()
     reader = FieldReader(find_columns(data, recipe), recipe)
     for row in read_rows(data, findings, FileOptions.of(recipe)):
         try:
@@ -164,11 +166,11 @@ def _rows(recipe: Recipe, data: Path) -> tuple[list[Line], tuple[str, ...]]:
         except RowSkipped as reason:
             left_out[str(reason)] = left_out.get(str(reason), 0) + 1
             references = None
-        rows.append(Line(row.where, _id_of(row.values), "", references))
+        rows.append(PredictionRow(row.where, _id_of(row.values), "", references))
     return rows, tuple(f"{count:,} rows were left out: {reason}" for reason, count in left_out.items())
 
 
-def _matched(path: Path, predictions: Sequence[Line], rows: Sequence[Line]) -> list[Line]:
+def _matched(path: Path, predictions: Sequence[PredictionRow], rows: Sequence[PredictionRow]) -> list[PredictionRow]:
     """Return the predictions of the rows, with their references, in the order of the rows; of rows left out none."""
     if all(each.id is not None for each in (*predictions, *rows)):
         of_id, wanted = _by_id(predictions), _by_id(rows)
@@ -184,11 +186,13 @@ def _matched(path: Path, predictions: Sequence[Line], rows: Sequence[Line]) -> l
             f"{path} has {len(predictions):,} predictions, the data {len(rows):,} rows: without an 'id' in both, "
             "there must be one prediction for each row, in the same order"
         )
-    return [Line(row.place, row.id, each.text, row.references) for each, row in pairs if row.references is not None]
+    return [
+        PredictionRow(row.place, row.id, each.text, row.references) for each, row in pairs if row.references is not None
+    ]
 
 
-def _by_id(lines: Sequence[Line]) -> dict[str, Line]:
-    found: dict[str, Line] = {}
+def _by_id(lines: Sequence[PredictionRow]) -> dict[str, PredictionRow]:
+    found: dict[str, PredictionRow] = {}
     twice = []
     for line in lines:
         assert line.id is not None

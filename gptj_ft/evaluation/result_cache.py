@@ -13,7 +13,7 @@ from gptj_ft.system.files import append_text, keep_folder, read_bytes
 from gptj_ft.system.paths import make_home, part_of_home
 
 
-class Journal:
+class ResultCache:
     """Findings by kind and row, in ``evaluations/`` in `home`, under a digest of all that they depend on.
 
     They may hold texts that a model wrote, so the file is removed when the evaluation is done.

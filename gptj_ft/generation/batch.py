@@ -27,8 +27,8 @@ from gptj_ft.data.readers.tables import check_headers
 from gptj_ft.errors import DataError, Interrupted, RowSkipped
 from gptj_ft.generation.answers_file import AnswersFile
 from gptj_ft.generation.decoding import generate_tokens, text_of
-from gptj_ft.generation.generator import Asker, Writer
-from gptj_ft.planning.inference_plan import ReadingPlan, Reads, batches_by_length, plan_reading
+from gptj_ft.generation.generator import GenerationSetup, Generator
+from gptj_ft.planning.inference_plan import InferencePlan, InferenceWorkload, batches_by_length, plan_inference
 from gptj_ft.planning.resources import free_resources
 
 SURVEY_ROWS = 1000  # whose columns are looked at
@@ -37,7 +37,7 @@ SEED_STRIDE = 1_000_003  # between the seeds of batches
 
 
 @dataclass(frozen=True)
-class Question:
+class BatchPrompt:
     """A row.
 
     Attributes:
@@ -54,7 +54,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Written:
+class BatchResult:
     """What became of the rows: all, those that were there already, shortened, and those that cannot be answered."""
 
     rows: int
@@ -64,7 +64,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Questionnaire:
+class BatchJob:
     """The rows of a file, ready to be answered.
 
     Attributes:
@@ -76,15 +76,15 @@ class Questionnaire:
         plan: what it takes.
     """
 
-    questions: list[Question]
+    questions: list[BatchPrompt]
     findings: Findings
     output: Path
     settings: dict[str, Any]
     num_return: int
-    plan: ReadingPlan
+    plan: InferencePlan
 
 
-def plan_answers(asker: Asker, source: Path, output: Path, num_return: int = 1) -> Questionnaire:
+def plan_batch(setup: GenerationSetup, source: Path, output: Path, num_return: int = 1) -> BatchJob:
     """Prepare to answer every row of a file, or to go on where an earlier call with the same rows was stopped.
 
     Args:
@@ -97,25 +97,27 @@ def plan_answers(asker: Asker, source: Path, output: Path, num_return: int = 1) 
         DataError: more unreadable or unusable rows than ``max_bad_rows``.
         ResourceError: it does not fit.
     """
-    recipe = asker.recipe
+    recipe = setup.recipe
     findings = Findings(recipe.max_bad_rows)
-    questions = list(read_questions(asker, source, findings))
-    reads = Reads.of(
-        asker.architecture,
-        asker.dtype,
+    questions = list(read_prompts(setup, source, findings))
+    reads = InferenceWorkload.of(
+        setup.architecture,
+        setup.dtype,
         recipe.generation,
         prompts=[len(question.ids) for question in questions if question.ids],
         num_return=num_return,
-        adapter_bytes=weight_bytes(asker.folder),
+        adapter_bytes=weight_bytes(setup.folder),
     )
     before = AnswersFile.setting_of(output, TOGETHER)
-    plan = plan_reading(recipe, reads, free_resources(asker.device, output.absolute().parent), before)
-    settings = {"model": str(asker.folder.resolve()), "num_return": num_return, "seed": recipe.seed,
+    plan = plan_inference(recipe, reads, free_resources(setup.device, output.absolute().parent), before)
+    settings = {"model": str(setup.folder.resolve()), "num_return": num_return, "seed": recipe.seed,
                 TOGETHER: plan.together.written, "rows": _digest(questions), **template_of(recipe)}  # fmt: skip
-    return Questionnaire(questions, findings, output, settings, num_return, plan)
+    return BatchJob(questions, findings, output, settings, num_return, plan)
 
 
-def answer_rows(writer: Writer, planned: Questionnaire, progress: Callable[[int, int], None] | None = None) -> Written:
+def run_batch(
+    generator: Generator, planned: BatchJob, progress: Callable[[int, int], None] | None = None
+) -> BatchResult:
     """Answer rows; go on where it was stopped.
 
     Args:
@@ -127,7 +129,7 @@ def answer_rows(writer: Writer, planned: Questionnaire, progress: Callable[[int,
         UsageError: the output is of something else.
         Interrupted: by Ctrl-C.
     """
-    recipe, questions, num_return = writer.recipe, planned.questions, planned.num_return
+    recipe, questions, num_return = generator.setup.recipe, planned.questions, planned.num_return
     answered = [index for index, question in enumerate(questions) if question.ids]
     lengths = [len(questions[index].ids) for index in answered]
     batches = batches_by_length(lengths, recipe.generation, num_return, planned.plan.together.written)
@@ -139,7 +141,9 @@ def answer_rows(writer: Writer, planned: Questionnaire, progress: Callable[[int,
                 rows = [answered[each] for each in batch]
                 if not file.done.issuperset(rows):
                     torch.manual_seed((recipe.seed + number * SEED_STRIDE) % 2**63)
-                    file.append(zip(rows, _answers(writer, [questions[row] for row in rows], num_return), strict=True))
+                    file.append(
+                        zip(rows, _answers(generator, [questions[row] for row in rows], num_return), strict=True)
+                    )
                 if progress:
                     progress(len(file.done), len(questions))
         except KeyboardInterrupt:
@@ -148,12 +152,12 @@ def answer_rows(writer: Writer, planned: Questionnaire, progress: Callable[[int,
                 "there"
             ) from None
         file.finish()
-    return Written(len(questions), found, sum(question.cut for question in questions), planned.findings.bad)
+    return BatchResult(len(questions), found, sum(question.cut for question in questions), planned.findings.bad)
 
 
-def read_questions(asker: Asker, source: Path, findings: Findings) -> Iterator[Question]:
+def read_prompts(setup: GenerationSetup, source: Path, findings: Findings) -> Iterator[BatchPrompt]:
     """Yield the rows of a file as prompts; those that cannot be used are among the findings, too."""
-    recipe = asker.recipe
+    recipe = setup.recipe
     columns = _columns(source, recipe)
     files = set[str]()
     for row in read_rows(source, findings, FileOptions.of(recipe)):
@@ -161,11 +165,11 @@ def read_questions(asker: Asker, source: Path, findings: Findings) -> Iterator[Q
         head: dict[str, Any] = {"line": row.line} | ({"file": row.source} if len(files) > 1 else {})
         head |= {"id": row.values["id"]} if isinstance(row.values.get("id"), str | int) else {}
         try:
-            prompt = asker.encode(_values(row.values, columns, recipe))
-            yield Question(head, prompt.ids, prompt.cut)
+            prompt = setup.encode(_values(row.values, columns, recipe))
+            yield BatchPrompt(head, prompt.ids, prompt.cut)
         except DataError as error:
             findings.bad.append((row.where, str(error)))
-            yield Question(head, [], problem=str(error))
+            yield BatchPrompt(head, [], problem=str(error))
 
 
 def _columns(source: Path, recipe: Recipe) -> dict[str, str]:
@@ -201,10 +205,10 @@ def _values(row: dict[str, Any], columns: dict[str, str], recipe: Recipe) -> dic
     return {MESSAGES: messages}
 
 
-def _answers(writer: Writer, questions: Sequence[Question], num_return: int) -> Iterator[dict[str, Any]]:
-    settings, tokenizer = writer.recipe.generation, writer.tokenizer
+def _answers(generator: Generator, questions: Sequence[BatchPrompt], num_return: int) -> Iterator[dict[str, Any]]:
+    settings, tokenizer = generator.setup.recipe.generation, generator.setup.tokenizer
     prompts = [question.ids for question in questions]
-    rows = generate_tokens(writer.model, tokenizer, prompts, settings, num_return)
+    rows = generate_tokens(generator.model, tokenizer, prompts, settings, num_return)
     for number, question in enumerate(questions):
         texts = [text_of(tokenizer, row, settings) for row in rows[number * num_return : (number + 1) * num_return]]
         yield (
@@ -215,11 +219,11 @@ def _answers(writer: Writer, questions: Sequence[Question], num_return: int) -> 
         )
 
 
-def _bad_line(question: Question) -> dict[str, Any]:
+def _bad_line(question: BatchPrompt) -> dict[str, Any]:
     return question.head | {"text": "", "error": question.problem}
 
 
-def _digest(questions: Sequence[Question]) -> str:
+def _digest(questions: Sequence[BatchPrompt]) -> str:
     whole = hashlib.sha256()
     for question in questions:
         whole.update(json.dumps([question.head, question.ids, question.problem]).encode())

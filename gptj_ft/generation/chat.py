@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.chat import ASSISTANT, MESSAGES, SYSTEM, Conversation, is_chat
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.generation.generator import Writer
+from gptj_ft.generation.generator import Generator
 
 HELP = "/clear forgets what was said, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
 STOPPED = "(stopped; that question is forgotten)"
@@ -27,17 +27,17 @@ def check_is_chat(recipe: Recipe) -> None:
         raise UsageError(f"--chat: this model {what}; add --recipe chat to try it all the same")
 
 
-def talk(
-    writer: Writer,
+def run_chat(
+    generator: Generator,
     said: Iterable[str],
     system: str | None,
     show: Callable[[str], object],
     note: Callable[[str], object],
 ) -> None:
-    """Answer one message after another until they end, or one is ``/exit``.
+    """Run a conversation until the messages end, or one is ``/exit``.
 
     Args:
-        writer: the model; its template takes conversations.
+        generator: model whose template takes conversations.
         said: the messages of the user, asked for one by one.
         system: what the model is told before everything else; stays when the oldest messages are left out.
         show: takes pieces of an answer as they are written, and a line's end after each answer.
@@ -55,14 +55,14 @@ def talk(
             note(HELP)
         elif command:
             asked = {"role": "user", "content": text.strip()}
-            if reply := _answer(writer, [*messages, asked], show, note):
+            if reply := _answer(generator, [*messages, asked], show, note):
                 messages += [asked, {"role": ASSISTANT, "content": reply}]
 
 
-def _answer(writer: Writer, messages: list[dict[str, str]], show: Say, note: Say) -> str:
+def _answer(generator: Generator, messages: list[dict[str, str]], show: Say, note: Say) -> str:
     """Return the answer; nothing if there is none: the conversation goes on without the question."""
     try:
-        answer = writer.write({MESSAGES: Conversation(messages)}, show=show)
+        answer = generator.write({MESSAGES: Conversation(messages)}, show=show)
     except KeyboardInterrupt:
         show("\n")
         note(STOPPED)

@@ -36,7 +36,7 @@ def generate_tokens(
         settings: greedy at temperature 0, else sampling from torch's default generator.
         num_return: continuations of each prompt.
         streamer: is given the tokens of a single prompt as they come; not with beams.
-        read: what is kept of the prompts, if they have been read already; see `streamed_model.Reading`.
+        read: what is kept of the prompts, if they have been read already; see `streamed_model.Prefill`.
 
     Returns: the new tokens of each row, EOS and what follows left out; continuations of a prompt side by side.
     """

@@ -1,4 +1,4 @@
-"""A prompt and its answers, through the template that the model was tuned with."""
+"""Generate text from a prompt, through the template that the model was tuned with."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model wrote, and what it was given."""
+    """Generated texts, the length of the prompt in tokens, and whether it was shortened to fit."""
 
     texts: list[str]
     prompt_tokens: int
@@ -38,16 +38,16 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Asker:
-    """What a model is asked, and how.
+class GenerationSetup:
+    """Model folder, template and search settings: everything that generation needs but the weights.
 
     Attributes:
-        folder: the model folder.
+        folder: model folder.
         recipe: template and generation settings.
-        architecture: of the model.
-        tokenizer: of the model.
-        device: where it runs.
-        dtype: of the computation.
+        architecture: family and configuration of the model.
+        tokenizer: tokenizer of the model folder.
+        device: device that computes.
+        dtype: data type of the computation.
     """
 
     folder: Path
@@ -58,11 +58,11 @@ class Asker:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, folder: Path, recipe: Recipe) -> Asker:
-        """Read what a model folder says of its model.
+    def of(cls, folder: Path, recipe: Recipe) -> GenerationSetup:
+        """Read configuration and tokenizer of a model folder.
 
         Raises:
-            UsageError, DataError: as `families.read_architecture` and `load_tokenizer`.
+            UsageError, DataError: as `read_architecture` and `load_tokenizer`.
         """
         device = machine.choose_device(recipe.device)
         dtype = choose_dtype(recipe.precision, device)
@@ -71,58 +71,67 @@ class Asker:
 
     @property
     def room(self) -> int:
-        """Most tokens of a prompt."""
+        """Longest prompt, in tokens, that leaves room for the new ones."""
         longest = min(self.recipe.max_length, int(self.architecture.config.n_positions))
         return longest - self.recipe.generation.max_new_tokens
 
     def encode(self, values: Mapping[str, Any]) -> Prompt:
-        """Return the prompt of a row's fields, shortened as the recipe says."""
+        """Render and tokenize the prompt of a row, shortened as the recipe says."""
         return encode_prompt(self.recipe, self.tokenizer, values, self.room)
 
 
 @dataclass(frozen=True)
-class Writer(Asker):
-    """A model that is open, and how it is to write.
+class Generator:
+    """An open model with its generation setup.
 
     Attributes:
-        model: the streamed model.
+        setup: template, tokenizer and search settings.
+        model: streamed model.
     """
 
+    setup: GenerationSetup
     model: StreamedModel
 
     def write(
         self, values: Mapping[str, Any], num_return: int = 1, show: Callable[[str], object] | None = None
     ) -> Answer:
-        """Answer a row's fields; ``show`` is given the text of a single one, as it is written if possible."""
-        from gptj_ft.generation.text_streamer import Typewriter
+        """Generate answers to one row.
 
-        prompt, settings = self.encode(values), self.recipe.generation
+        Args:
+            values: texts of the template's fields.
+            num_return: number of answers.
+            show: callback for the text of a single answer, piece by piece where the search allows it.
+        """
+        from gptj_ft.generation.text_streamer import AnswerStreamer
+
+        tokenizer, settings = self.setup.tokenizer, self.setup.recipe.generation
+        prompt = self.setup.encode(values)
         as_written = show is not None and settings.num_beams == 1  # which beam is the answer is known in the end
-        streamer = Typewriter(self.tokenizer, settings, show) if show and as_written else None
-        rows = generate_tokens(self.model, self.tokenizer, [prompt.ids], settings, num_return, streamer)
-        texts = [text_of(self.tokenizer, row, settings) for row in rows]
+        streamer = AnswerStreamer(tokenizer, settings, show) if show and as_written else None
+        rows = generate_tokens(self.model, tokenizer, [prompt.ids], settings, num_return, streamer)
+        texts = [text_of(tokenizer, row, settings) for row in rows]
         if show and not as_written:
             show(texts[0])
         return Answer(texts, len(prompt.ids), prompt.cut)
 
 
 @contextmanager
-def open_writer(asker: Asker, weights: str | None = None) -> Iterator[Writer]:
-    """Open a model to write with.
+def open_generator(setup: GenerationSetup, weights: str | None = None) -> Iterator[Generator]:
+    """Open the weights of a model for generation.
 
     Args:
-        asker: model and settings; the recipe's ``seed`` makes sampling repeatable.
-        weights: where they live; ``None``: the recipe says.
+        setup: model and settings; the recipe's ``seed`` makes sampling repeatable.
+        weights: place of the weights; default: the recipe's.
 
     Raises:
-        UsageError, DataError: as `model.reading_stack`.
+        UsageError, DataError: as `reading_stack`.
     """
-    recipe, device = asker.recipe, asker.device
+    recipe, device = setup.recipe, setup.device
     cap = device_cap(recipe, device.type == "cpu")
-    opened = reading_stack(asker.folder, device, asker.dtype, weights or recipe.weights, recipe.read_ahead, cap)
+    opened = reading_stack(setup.folder, device, setup.dtype, weights or recipe.weights, recipe.read_ahead, cap)
     with opened as (architecture, stack):
         torch.manual_seed(recipe.seed)
-        yield Writer(**vars(asker), model=StreamedModel(architecture, stack, recipe.micro_batch_tokens))
+        yield Generator(setup, StreamedModel(architecture, stack, recipe.micro_batch_tokens))
 
 
 def check_num_return(recipe: Recipe, num_return: int) -> None:
@@ -149,7 +158,7 @@ def check_num_return(recipe: Recipe, num_return: int) -> None:
 
 
 def fill_fields(recipe: Recipe, prompt: str, more: Mapping[str, str]) -> dict[str, Any]:
-    """Return a text for every field of the prompt template.
+    """Assign texts to the fields of the prompt template.
 
     The prompt goes to the one field that is left when the others have their texts; a question rather than its passage.
 

@@ -29,7 +29,7 @@ from gptj_ft.streaming.step import TokenScores, Wanted, forward, score_hidden, s
 COMPUTED_TOKENS = 2048
 
 
-class Passes:
+class ForwardPasses:
     """Passes over the same weights, one after another: while one ends, the next one's first layers are on their way."""
 
     def __init__(self, stack: LayerStack) -> None:
@@ -69,7 +69,7 @@ class RaggedCache(DynamicCache):  # type: ignore[misc]
     Attributes:
         ends: tokens after which a row needs no more logits; none: `transformers` is not told to stop at them.
         rows: those that are still computed, of the ones that `transformers` sees.
-        first: logits after the prompts, where these have been read already, fp32 [prompts, V]; see `Reading`.
+        first: logits after the prompts, where these have been read already, fp32 [prompts, V]; see `Prefill`.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             raise DataError(f"config.json says what `transformers` does not understand: {error}") from error
         super().__init__(config)
         self.stack, self.budget_tokens = stack, budget_tokens
-        self.passes = Passes(stack)
+        self.passes = ForwardPasses(stack)
         self.generation_config = GenerationConfig()  # the settings come with each call, not from the folder
 
     @property
@@ -229,7 +229,7 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return logits
 
 
-class Reading:
+class Prefill:
     """Documents that are read once: what is asked about them is scored, and their prompts are gone on from.
 
     Args:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 UNFINISHED = "\ufffd"  # what half a character is decoded to
 
 
-class Typewriter(BaseStreamer):  # type: ignore[misc]
+class AnswerStreamer(BaseStreamer):  # type: ignore[misc]
     """Takes tokens and shows text; what has been shown in the end is the answer as it is without.
 
     Blanks wait for what follows them, because an answer ends without; so does what may become a stop string.

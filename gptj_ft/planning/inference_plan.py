@@ -32,7 +32,7 @@ LINE_BYTES = 8  # on the disk of a token written
 
 
 @dataclass(frozen=True)
-class Together:
+class TokenBudget:
     """How many tokens go together, at most; a row that has more goes alone.
 
     Attributes:
@@ -47,7 +47,7 @@ class Together:
 
 
 @dataclass(frozen=True)
-class Reads:
+class InferenceWorkload:
     """What is asked of a model.
 
     Attributes:
@@ -73,7 +73,7 @@ class Reads:
     adapter_bytes: int = 0
 
     @classmethod
-    def of(cls, architecture: Architecture, dtype: torch.dtype, settings: Generation, **more: Any) -> Reads:
+    def of(cls, architecture: Architecture, dtype: torch.dtype, settings: Generation, **more: Any) -> InferenceWorkload:
         """Make one of a model and the attributes that come after ``settings``."""
         config, layouts = architecture.config, [Layout.of(layer) for layer in architecture.layers()]
         return cls(layouts, int(config.n_embd), int(config.vocab_size), dtype, settings, **more)
@@ -96,7 +96,7 @@ class Reads:
         """Of the buffers that streamed weights pass through."""
         return (read_ahead + 1) * max(layout.numel for layout in self.layouts) * self.dtype.itemsize
 
-    def working_bytes(self, together: Together) -> int:
+    def working_bytes(self, together: TokenBudget) -> int:
         """Most bytes on the device beside weights: of one pass, or of keys, values and logits while writing."""
         most = max((*self.documents, *self.prompts, 1))
         computed = min(max(together.computed, most), max(sum(self.documents), sum(self.prompts)))
@@ -105,7 +105,7 @@ class Reads:
         passed = min(max(together.read, most), sum(self.documents))
         return max(2 * passed * self.hidden_bytes + layer, self._writing_bytes(together, layer))
 
-    def _writing_bytes(self, together: Together, layer: int) -> int:
+    def _writing_bytes(self, together: TokenBudget, layer: int) -> int:
         settings, blocks, most = self.settings, len(self.layouts) - 2, 0
         for rows in batches_by_length(self.prompts, settings, self.num_return, together.written):
             prompt, of_slot = self.prompts[rows[0]], 2 * self.hidden_bytes * len(rows)
@@ -119,7 +119,7 @@ class Reads:
 
 
 @dataclass(frozen=True)
-class ReadingPlan:
+class InferencePlan:
     """What it takes; bytes.
 
     Attributes:
@@ -134,7 +134,7 @@ class ReadingPlan:
 
     weights: Place
     precision: str
-    together: Together
+    together: TokenBudget
     device_bytes: int
     host_bytes: int
     disk_bytes: int
@@ -182,14 +182,14 @@ def batches_by_length(
         start = end
 
 
-def together_within(reads: Reads, computed: int, free_bytes: int) -> Together:
+def token_budget_within(reads: InferenceWorkload, computed: int, free_bytes: int) -> TokenBudget:
     """Return how many tokens may go together where so much of the device is free beside the weights; a row always."""
     shares = list(_shares(computed, None))
     fitting = (x for x in shares if reads.working_bytes(x) <= free_bytes)
     return next(fitting, shares[-1])
 
 
-def plan_reading(recipe: Recipe, reads: Reads, free: Free, written: int | None = None) -> ReadingPlan:
+def plan_inference(recipe: Recipe, reads: InferenceWorkload, free: Free, written: int | None = None) -> InferencePlan:
     """Return the fastest way to read a model that fits.
 
     Args:
@@ -211,7 +211,7 @@ def plan_reading(recipe: Recipe, reads: Reads, free: Free, written: int | None =
     raise ResourceError(f"does not fit: with weights on {nearest.weights} {lacking}; {help_}")
 
 
-def _plans(recipe: Recipe, reads: Reads, free: Free, written: int | None) -> Iterator[ReadingPlan]:
+def _plans(recipe: Recipe, reads: InferenceWorkload, free: Free, written: int | None) -> Iterator[InferencePlan]:
     """Yield the ways that the recipe allows, fastest first."""
     have = free.capped(recipe)
     for place in PLACES_FASTEST_FIRST:
@@ -221,9 +221,9 @@ def _plans(recipe: Recipe, reads: Reads, free: Free, written: int | None) -> Ite
                 yield _plan(recipe, reads, have, place, together)
 
 
-def _shares(computed: int, written: int | None) -> Iterator[Together]:
+def _shares(computed: int, written: int | None) -> Iterator[TokenBudget]:
     """Yield how many tokens may go together: halves, so that a little more or less memory changes nothing."""
-    together = Together(computed, max(PASS_TOKENS, computed), written or BATCH_TOKENS)
+    together = TokenBudget(computed, max(PASS_TOKENS, computed), written or BATCH_TOKENS)
     yield together
     while together.read > computed or (written is None and together.written > 1):
         together = replace(
@@ -234,13 +234,13 @@ def _shares(computed: int, written: int | None) -> Iterator[Together]:
         yield together
 
 
-def _plan(recipe: Recipe, reads: Reads, have: Free, place: Place, together: Together) -> ReadingPlan:
+def _plan(recipe: Recipe, reads: InferenceWorkload, have: Free, place: Place, together: TokenBudget) -> InferencePlan:
     slots = 0 if place == "device" else reads.slot_bytes(recipe.read_ahead)
     own = reads.weight_bytes() if place == "device" else slots
     texts = TOKEN_BYTES * (sum(reads.documents) or sum(reads.prompts))
     staging = STAGING_BYTES if place == "disk" else 0
     answers = len(reads.prompts) * reads.num_return * reads.settings.max_new_tokens
-    return ReadingPlan(
+    return InferencePlan(
         weights=place,
         precision=str(reads.dtype).removeprefix("torch."),
         together=together,
@@ -251,16 +251,16 @@ def _plan(recipe: Recipe, reads: Reads, have: Free, place: Place, together: Toge
     )
 
 
-Change = tuple[str, Callable[[Recipe, Reads], tuple[Recipe, Reads]]]
+Change = tuple[str, Callable[[Recipe, InferenceWorkload], tuple[Recipe, InferenceWorkload]]]
 
 
-def _advice(recipe: Recipe, reads: Reads, free: Free) -> str:
+def _advice(recipe: Recipe, reads: InferenceWorkload, free: Free) -> str:
     """Say which options would make it fit: the first two that do, or that none does."""
 
-    def settings(reads: Reads, **options: Any) -> Reads:
+    def settings(reads: InferenceWorkload, **options: Any) -> InferenceWorkload:
         return replace(reads, settings=reads.settings.model_copy(update=options))
 
-    def shorter(reads: Reads, length: int) -> Reads:
+    def shorter(reads: InferenceWorkload, length: int) -> InferenceWorkload:
         documents, prompts = ([min(each, length) for each in of] for of in (reads.documents, reads.prompts))
         return replace(reads, documents=documents, prompts=prompts)
 

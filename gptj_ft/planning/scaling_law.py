@@ -25,7 +25,7 @@ def pile_loss(flops: float) -> float:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class ScalingForecast:
     """What a run's training amounts to.
 
     Attributes:
@@ -57,7 +57,7 @@ class Outlook:
         step: tuple[float, float],
         num_steps: int | None,
         flops_per_step: float | None = None,
-    ) -> Outlook:
+    ) -> ScalingForecast:
         """Count.
 
         Args:

@@ -12,7 +12,7 @@ from gptj_ft.data.split import select
 from gptj_ft.data.tokenizer import load_tokenizer
 from gptj_ft.errors import ResourceError
 from gptj_ft.evaluation.metrics.statistic import values
-from gptj_ft.planning.inference_plan import Reads, together_within
+from gptj_ft.planning.inference_plan import InferenceWorkload, token_budget_within
 from gptj_ft.streaming.model import LayerStack
 from gptj_ft.system.files import keep_folder, replace_text
 from gptj_ft.training.setup import TrainSetup
@@ -51,9 +51,9 @@ class ValidationSamples:
         self._places = [f"{file}:{line}" for file, line in zip(chosen.rows["source"], chosen.rows["line"], strict=True)]
         self._tokenizer = load_tokenizer(setup.model)
         plan, lengths = setup.plan, [len(prompt) for prompt in self._prompts]
-        reads = Reads.of(setup.architecture, setup.dtype, setup.recipe.generation, prompts=lengths)
+        reads = InferenceWorkload.of(setup.architecture, setup.dtype, setup.recipe.generation, prompts=lengths)
         spare = min(need.have - need.need for need in plan.needs if need.resource != "disk")
-        self._together = together_within(reads, setup.recipe.micro_batch_tokens, spare)
+        self._together = token_budget_within(reads, setup.recipe.micro_batch_tokens, spare)
 
     def take(self, stack: LayerStack, step: int) -> ValidationSample:
         """Answer the rows, and write the answers down.
@@ -61,10 +61,10 @@ class ValidationSamples:
         Raises:
             ResourceError: they cannot be written.
         """
-        from gptj_ft.evaluation.predict import Answerer, scores_of
+        from gptj_ft.evaluation.predict import Predictor, scores_of
 
         setup = self._setup
-        answerer = Answerer(setup.recipe, self._tokenizer, setup.architecture, stack, self._together)
+        answerer = Predictor(setup.recipe, self._tokenizer, setup.architecture, stack, self._together)
         answers: dict[int, str] = {}
         for rows in answerer.together(self._prompts):
             found = answerer.answer([self._prompts[row] for row in rows], seed=rows[0])

@@ -31,10 +31,10 @@ from gptj_ft.cli.html.evaluation_page import (
 from gptj_ft.cli.html.names import portable
 from gptj_ft.cli.html.run_page import write_comparison, write_report
 from gptj_ft.config.run_folder import Run, write_json
-from gptj_ft.evaluation.comparison import judge
+from gptj_ft.evaluation.comparison import compare_models
 from gptj_ft.evaluation.evaluate import Evaluation
 from gptj_ft.evaluation.metrics import score
-from gptj_ft.evaluation.metrics.bootstrap import Comparison, Estimate
+from gptj_ft.evaluation.metrics.bootstrap import Estimate, PairedEstimates
 from gptj_ft.system.digests import read_json
 
 
@@ -195,7 +195,7 @@ def verdict_on(answers: list[str]):
         Evaluation(f"{HOME}/{name}", score(["rouge"], texts, references), places, texts, references)
         for name, texts in (("mine/model", answers), ("untuned", ["another"] * len(answers)))
     ]
-    return judge(*systems, ["rouge"], 0)
+    return compare_models(*systems, ["rouge"], 0)
 
 
 def page_of(run: Run, show_text: bool = False) -> Checker:
@@ -312,7 +312,7 @@ def test_words_that_were_not_expected_are_marked_and_long_texts_folded() -> None
     assert missing == ["the", "call"], "what the model's answer lacks"
 
 
-WIDE = Comparison(
+WIDE = PairedEstimates(
     {"perplexity": Estimate(10_360_296, 3_427_433, 34_314_701), "loss": Estimate(16.1, 15, 17.4)},
     {"perplexity": Estimate(44_367_943, 30e6, 50e6), "loss": Estimate(17.6, 17, 18)},
     {"perplexity": Estimate(-34_007_647, -46e6, -3_369_996), "loss": Estimate(-1.5, -2, 0.1)},
@@ -341,7 +341,7 @@ def test_large_perplexities_have_three_digits_and_verdicts_stand_beside_the_name
 
 def test_the_table_of_a_terminal_fits_80_columns_and_the_verdict_comes_last() -> None:
     names = ("loss", "perplexity", "word_perplexity", "byte_perplexity", "token_accuracy", "rougeL")
-    wide = Comparison(
+    wide = PairedEstimates(
         *(dict.fromkeys(names, found["perplexity"]) for found in (WIDE.scores, WIDE.baseline, WIDE.differences))
     )
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)

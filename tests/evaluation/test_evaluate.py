@@ -21,7 +21,7 @@ from gptj_ft.config.resolve import build
 from gptj_ft.data.batches import Document
 from gptj_ft.data.tokenizer import load_tokenizer
 from gptj_ft.evaluation import likelihood, predict
-from gptj_ft.evaluation.eval_set import make_task
+from gptj_ft.evaluation.eval_set import make_eval_set
 from gptj_ft.evaluation.likelihood import candidates, documents_of, log_likelihoods, losses, passes
 from gptj_ft.generation import hf_model
 from gptj_ft.planning import inference_plan
@@ -268,10 +268,10 @@ def test_an_evaluation_that_was_killed_goes_on_and_ends_with_the_same_figures(
 def test_a_gate_that_is_missed_exits_with_6_after_all_is_written(shell, folder: Path) -> None:
     write("notes.jsonl", notes(4))
     line = f"evaluate {folder} {OPTIONS} --data notes.jsonl"
-    missed = shell(f"{line} --gate 'loss<0.1' --gate 'rougeL>=0' --report r.json")
-    assert missed.code == 6
-    assert "loss<0.1: it is" in missed.err
-    assert "rougeL>=0" not in missed.err
+    failed_gates = shell(f"{line} --gate 'loss<0.1' --gate 'rougeL>=0' --report r.json")
+    assert failed_gates.code == 6
+    assert "loss<0.1: it is" in failed_gates.err
+    assert "rougeL>=0" not in failed_gates.err
     assert json.loads(Path("r.json").read_text(encoding="utf-8"))["gates_missed"][0].startswith("loss<0.1")
     as_json = shell(f"{line} --gate 'loss<0.1' --json")
     assert as_json.code == 6
@@ -438,7 +438,7 @@ def test_the_cnn_dailymail_recipe_asks_what_mlperf_asks(folder: Path) -> None:
     most = len(prompts[0]) + 20
     assert len(prompts[1]) > most
     recipe = recipe.model_copy(update={"generation": settings.model_copy(update={"max_prompt_tokens": most})})
-    task = make_task(recipe, tokenizer, folder, Path("articles.jsonl"), None)
+    task = make_eval_set(recipe, tokenizer, folder, Path("articles.jsonl"), None)
     assert task.prompts == [prompts[0], prompts[1][:most]]
     assert task.references == [["One.\nTwo."]] * 2
     completion = [*tokenizer.encode("\nOne.\nTwo."), tokenizer.eos_token_id]

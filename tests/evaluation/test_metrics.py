@@ -17,7 +17,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.presets import load_preset
 from gptj_ft.errors import DataError
-from gptj_ft.evaluation.metrics import METRICS, Figure, score, score_names
+from gptj_ft.evaluation.metrics import METRICS, Statistic, score, score_names
 from gptj_ft.evaluation.metrics.bootstrap import compare
 from gptj_ft.evaluation.metrics.language_model import RowLoss, language_model, perplexity
 from gptj_ft.evaluation.metrics.rouge import warning
@@ -341,7 +341,7 @@ def test_every_score_has_its_name_declared() -> None:
         assert set(found) <= set(score_names([name]))
 
 
-def brute_force(figure: Figure, weights: list[int]) -> float:
+def brute_force(figure: Statistic, weights: list[int]) -> float:
     """The score of rows that really stand there as often as the weights say."""
     rows = [row for row, times in enumerate(weights) for _ in range(times)]
     if isinstance(figure, MacroF1):
@@ -365,7 +365,7 @@ def test_a_score_of_weighted_rows_is_that_of_rows_repeated() -> None:
         if not weights.any():
             continue
         for name, figure in figures.items():
-            found = float(figure.over(weights[None].astype(float))[0])
+            found = float(figure.evaluate(weights[None].astype(float))[0])
             assert found == pytest.approx(brute_force(figure, list(weights)), nan_ok=True), name
 
 

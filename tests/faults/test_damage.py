@@ -23,7 +23,7 @@ from small_run import assert_same_weights, weights_of
 from gptj_ft.checkpoints.metadata import read_tuning
 from gptj_ft.cli import app
 from gptj_ft.config.run_folder import Run
-from gptj_ft.evaluation.result_cache import Journal
+from gptj_ft.evaluation.result_cache import ResultCache
 from gptj_ft.system.digests import read_sealed, sealed
 from gptj_ft.system.paths import newest_run
 from gptj_ft.training import loop
@@ -239,14 +239,14 @@ def test_a_damaged_cache_is_made_again(here: Path, shell: Shell, made: Path, mon
 
 
 def test_a_damaged_line_of_an_evaluation_is_found_out_again(own_home: Path) -> None:
-    journal = Journal({"a": 1})
+    journal = ResultCache({"a": 1})
     journal.add("loss", {0: 1.25, 1: 2.5})
     journal.add("loss", {2: 3.75})
     whole = journal.path.read_bytes()
     for old, new in ((b"2.5", b"2.6"), (b"2.5", b"\xff"), (b'["', b"[["), (b"loss", b"losz"), (b"{", b"[" * 100_000)):
         journal.path.write_bytes(whole.replace(old, new, 1))
-        assert Journal({"a": 1}).of("loss") == {2: 3.75}
-        assert not Journal({"a": 1}).of("losz")
+        assert ResultCache({"a": 1}).of("loss") == {2: 3.75}
+        assert not ResultCache({"a": 1}).of("losz")
 
 
 @pytest.mark.parametrize("text", ["x" * 5000, "\0", "/nowhere"])
@@ -425,7 +425,7 @@ class Campaign:
 EVALUATE = "evaluate run --limit 2 --baseline none --set metrics=[] --json"
 
 
-def judge(trial: Trial, expected: object) -> str:
+def compare_models(trial: Trial, expected: object) -> str:
     """Return what came of a trial: ``same``, ``told``, ``refused``; or, in capitals, what must not be."""
     if "Traceback" in trial.output or trial.codes[-1] not in (0, 2, 3, 4) or trial.codes[0] not in (0, 2, 3):
         return "TRACEBACK"
@@ -448,7 +448,7 @@ def test_six_hundred_damages_change_no_result_silently(made: Path, tmp_path: Pat
     numbers = itertools.count(int(os.environ.get("DAMAGE_SEED", "0")))
     for attack, trials in CAMPAIGN.items():
         for trial in (campaign.run(Trial(next(numbers), attack)) for _ in range(trials)):
-            result = judge(trial, campaign.expected[attack, trial.number % 2])
+            result = compare_models(trial, campaign.expected[attack, trial.number % 2])
             counts[attack, result] += 1
             if result.isupper():
                 what = f"{result}: {trial.number}, {attack}: {trial.damage}, {trial.codes}"

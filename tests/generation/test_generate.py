@@ -20,9 +20,9 @@ from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import build
 from gptj_ft.generation import batch, chat
 from gptj_ft.generation.answers_file import AnswersFile
-from gptj_ft.generation.chat import talk
-from gptj_ft.generation.generator import Asker, Writer, open_writer
-from gptj_ft.generation.text_streamer import Typewriter
+from gptj_ft.generation.chat import run_chat
+from gptj_ft.generation.generator import GenerationSetup, Generator, open_generator
+from gptj_ft.generation.text_streamer import AnswerStreamer
 
 SHORT = {"max_length": 96, "device": "cpu", "precision": "fp32"}
 
@@ -227,7 +227,7 @@ def test_what_is_shown_is_never_taken_back() -> None:
 
     for text, stop in ((" yes and no END more", ("END",)), ("é è", ()), ("a\n\nUser", ("\n\nUser:",)), ("  ", ("x",))):
         shown: list[str] = []
-        typewriter = Typewriter(Letters(), Generation(stop=stop), shown.append)  # type: ignore[arg-type]
+        typewriter = AnswerStreamer(Letters(), Generation(stop=stop), shown.append)  # type: ignore[arg-type]
         typewriter.put(torch.tensor([[1, 2]]))
         for byte in text.encode():
             typewriter.put(torch.tensor([byte]))
@@ -237,25 +237,25 @@ def test_what_is_shown_is_never_taken_back() -> None:
 
 
 @pytest.fixture
-def writer(tmp_path: Path):
+def generator(tmp_path: Path):
     folder = tiny(tmp_path / "chat", "chat")
-    with open_writer(
-        Asker.of(folder, build({**json.loads((folder / TUNING).read_text())["template"], **SHORT}))
+    with open_generator(
+        GenerationSetup.of(folder, build({**json.loads((folder / TUNING).read_text())["template"], **SHORT}))
     ) as opened:
         yield opened
 
 
 def test_a_conversation_goes_on_from_what_was_said_and_forgets_the_oldest(
-    writer: Writer, monkeypatch: pytest.MonkeyPatch
+    generator: Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, notes, shown = [], [], []
-    generate = chat.Writer.write
+    generate = chat.Generator.write
     monkeypatch.setattr(
-        chat.Writer, "write", lambda self, values, **more: prompts.append(values) or generate(self, values, **more)
+        chat.Generator, "write", lambda self, values, **more: prompts.append(values) or generate(self, values, **more)
     )
     question = "Where is the parcel?"
     said = ["The lift stops.", "", "/what", *[question] * 3, "/clear", "The printer blinks.", "/exit", "no"]
-    talk(writer, said, "Be brief.", shown.append, notes.append)
+    run_chat(generator, said, "Be brief.", shown.append, notes.append)
     asked = [[message["content"] for message in values["messages"] if message["role"] == "user"] for values in prompts]
     assert asked == [
         ["The lift stops."], *[["The lift stops."] + [question] * n for n in (1, 2, 3)], ["The printer blinks."]

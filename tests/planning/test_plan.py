@@ -20,7 +20,7 @@ from gptj_ft.models.layout import Layout
 from gptj_ft.models.published import CEREBRAS_GPT, find_published
 from gptj_ft.planning.plan import FASTEST_FIRST, Free, Plan, candidates, choose, forecast
 from gptj_ft.planning.probe import ASSUMED_DISK, ComputeRates, DiskRates, Rates
-from gptj_ft.planning.scaling_law import Outlook, pile_loss
+from gptj_ft.planning.scaling_law import ScalingForecast, pile_loss
 from gptj_ft.planning.workload import Load, Pass
 from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
 from gptj_ft.streaming.stores.placement import Placement
@@ -468,7 +468,7 @@ def test_published_models_have_the_parameters_tokens_and_loss_that_were_publishe
     layouts, config = [Layout.of(layer) for layer in architecture.layers()], architecture.config
     number = {"M": 1e6, "B": 1e9}[size[-1]] * float(size[:-1])
     assert sum(layout.num_parameters for layout in layouts) == pytest.approx(number, rel=0.025)
-    outlook = Outlook.of(layouts, config.n_embd, config.n_positions, (2048.0, 2048.0), 10)
+    outlook = ScalingForecast.of(layouts, config.n_embd, config.n_positions, (2048.0, 2048.0), 10)
     assert outlook.scratch_tokens == pytest.approx(published.tokens, rel=2e-3)  # all were trained on 20 a parameter
     assert 0.87 < outlook.scratch_flops / published.flops < 0.95
     # The law comes as near as the paper says; by our count of the FLOPs, which is a little lower, nearly so.
@@ -486,7 +486,7 @@ def test_the_law_is_that_of_the_paper_and_says_where_it_holds() -> None:
     assert pile_loss(2.6e18) == pytest.approx(2.603, abs=1e-3)
     assert pile_loss(2.3e22) == pytest.approx(1.580, abs=1e-3)
     layouts = [Layout.of(layer) for layer in build_layers(GPTJConfig(n_layer=1, n_embd=64, n_head=4, rotary_dim=8))]
-    assert not Outlook.of(layouts, 64, 2048, (1.0, 1.0), None).is_in_range
+    assert not ScalingForecast.of(layouts, 64, 2048, (1.0, 1.0), None).is_in_range
 
 
 def test_a_tied_head_needs_room_for_what_it_borrows_and_for_a_gradient_that_stays(six_b: Load) -> None:

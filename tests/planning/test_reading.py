@@ -14,7 +14,7 @@ from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import build
 from gptj_ft.evaluation.evaluate import evaluate_model, plan_evaluation
 from gptj_ft.models.registry import read_architecture
-from gptj_ft.planning.inference_plan import BATCH_TOKENS, Reads, plan_reading, together_within
+from gptj_ft.planning.inference_plan import BATCH_TOKENS, InferenceWorkload, plan_inference, token_budget_within
 from gptj_ft.planning.plan import PROCESS_BYTES, Free
 
 GiB = 2**30
@@ -23,50 +23,52 @@ SHAPE = {"vocab_size": 50400, "n_positions": 2048, "n_embd": 4096, "n_layer": 28
 
 
 @pytest.fixture
-def reads(tmp_path: Path) -> Reads:
+def reads(tmp_path: Path) -> InferenceWorkload:
     """GPT-J's size, and rows as those of a summarization."""
     config = {**SHAPE, "model_type": "gptj", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}), encoding="utf-8")
     lengths = [200 + 7 * n for n in range(100)]
     documents = [length + 60 for length in lengths]
     settings = Generation(max_new_tokens=128)
-    return Reads.of(read_architecture(tmp_path), torch.float32, settings, documents=documents, prompts=lengths)
+    return InferenceWorkload.of(
+        read_architecture(tmp_path), torch.float32, settings, documents=documents, prompts=lengths
+    )
 
 
 def free(memory: float) -> Free:
     return Free(int(memory), int(memory), 100 * GiB, is_shared=True)
 
 
-def test_weights_stay_where_there_is_room_and_are_streamed_where_there_is_not(reads: Reads) -> None:
+def test_weights_stay_where_there_is_room_and_are_streamed_where_there_is_not(reads: InferenceWorkload) -> None:
     recipe = build({})
-    roomy, tight, small = (plan_reading(recipe, reads, free(size * GiB)) for size in (100, 30, 8))
+    roomy, tight, small = (plan_inference(recipe, reads, free(size * GiB)) for size in (100, 30, 8))
     assert (roomy.weights, roomy.together.written) == ("device", BATCH_TOKENS)
     assert tight.weights == "device"
     assert 2048 <= tight.together.written < BATCH_TOKENS
     assert small.weights == "disk"
     for plan in (roomy, tight, small):
         assert all(need.need <= need.have for need in plan.needs)
-    assert plan_reading(build({"host_memory": "8GiB"}), reads, free(100 * GiB)).to_dict() == small.to_dict()
-    assert plan_reading(recipe, reads, free(30 * GiB), written=512).together.written == 512, "what was chosen before"
+    assert plan_inference(build({"host_memory": "8GiB"}), reads, free(100 * GiB)).to_dict() == small.to_dict()
+    assert plan_inference(recipe, reads, free(30 * GiB), written=512).together.written == 512, "what was chosen before"
 
 
-def test_what_cannot_fit_is_refused_with_what_would_help(reads: Reads) -> None:
+def test_what_cannot_fit_is_refused_with_what_would_help(reads: InferenceWorkload) -> None:
     from gptj_ft.errors import ResourceError
 
     with pytest.raises(
         ResourceError, match=r"does not fit: .* it needs .* of memory, 5.4 GB is allowed; try --weights auto"
     ):
-        plan_reading(build({"weights": "device", "host_memory": "5GiB"}), reads, free(100 * GiB))
+        plan_inference(build({"weights": "device", "host_memory": "5GiB"}), reads, free(100 * GiB))
     with pytest.raises(ResourceError, match="no option is enough"):
-        plan_reading(build({}), reads, free(1 * GiB))
+        plan_inference(build({}), reads, free(1 * GiB))
 
 
-def test_fewer_go_together_where_training_has_left_little(reads: Reads) -> None:
-    most = together_within(reads, 2048, 100 * GiB)
-    least = together_within(reads, 2048, 0)
+def test_fewer_go_together_where_training_has_left_little(reads: InferenceWorkload) -> None:
+    most = token_budget_within(reads, 2048, 100 * GiB)
+    least = token_budget_within(reads, 2048, 0)
     assert most.written == BATCH_TOKENS
     assert (least.written, least.computed) == (1, 2048)
-    few = together_within(reads, 2048, 6 * GiB)
+    few = token_budget_within(reads, 2048, 6 * GiB)
     assert least.written < few.written < most.written
     assert reads.working_bytes(few) <= 6 * GiB
 

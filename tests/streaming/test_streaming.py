@@ -19,7 +19,7 @@ from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.errors import GptjFtError
-from gptj_ft.generation.hf_model import Passes
+from gptj_ft.generation.hf_model import ForwardPasses
 from gptj_ft.models.layers import NO_TARGET, PackedBatch, pack
 from gptj_ft.models.layout import LENDER, Layout
 from gptj_ft.models.registry import read_architecture
@@ -102,7 +102,7 @@ def oracle_loss(oracle, docs: list[list[int]], z_loss: float = 0.0):
 
 def next_token_logits(stack, batch: PackedBatch) -> torch.Tensor:
     """Return the logits after the last token of each document, [documents, V]."""
-    return Passes(stack).read([batch], [torch.tensor(batch.cu_seqlens[1:]) - 1])[0]
+    return ForwardPasses(stack).read([batch], [torch.tensor(batch.cu_seqlens[1:]) - 1])[0]
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -39,8 +39,8 @@ from gptj_ft.system.plain_text import command_line, without_secrets
 from gptj_ft.system.signals import stop_says
 
 if TYPE_CHECKING:
-    from gptj_ft.evaluation.comparison import Gate, Verdict
-    from gptj_ft.evaluation.lm_eval.tasks import Chosen
+    from gptj_ft.evaluation.comparison import Gate, ModelComparison
+    from gptj_ft.evaluation.lm_eval.tasks import TaskSelection
 
 
 MEASURING = "reading the rows, and measuring this machine, once, up to 10 s"
@@ -152,10 +152,10 @@ def evaluate(
     options = for_model(folder, flags, config, assignments).recipe
     if tasks is not None:
         pass
-        from gptj_ft.evaluation.lm_eval.tasks import Chosen
+        from gptj_ft.evaluation.lm_eval.tasks import TaskSelection
 
         names = [name.strip() for name in tasks.split(",") if name.strip()]
-        chosen = Chosen(names, include_path, num_fewshot, limit)
+        chosen = TaskSelection(names, include_path, num_fewshot, limit)
         judged = measure_tasks((folder, baseline), options, chosen, gates or (), (out, dry_run, offline))
         if judged is not None:
             _conclude(*judged, wishes)
@@ -178,17 +178,17 @@ class Wishes:
     command: str
 
 
-def _conclude(verdict: Verdict, asked: Sequence[Gate], wishes: Wishes, next_: Sequence[str] = ()) -> None:
+def _conclude(verdict: ModelComparison, asked: Sequence[Gate], wishes: Wishes, next_: Sequence[str] = ()) -> None:
     """Show a verdict and what to type next, and write it down.
 
     Raises:
         GateError: a score is not what was asked for.
     """
     from gptj_ft.cli.html.evaluation_page import facts_of, scores_text, show_verdict, write_report
-    from gptj_ft.evaluation.comparison import missed
+    from gptj_ft.evaluation.comparison import failed_gates
     from gptj_ft.evaluation.predictions import write_outputs
 
-    not_reached = missed(asked, verdict)
+    not_reached = failed_gates(asked, verdict)
     facts = facts_of(verdict, wishes.command, wishes.show)
     json_facts = {**verdict.to_dict(wishes.show > 0), "gates_missed": not_reached}
     if wishes.output is not None:
@@ -205,12 +205,12 @@ def _conclude(verdict: Verdict, asked: Sequence[Gate], wishes: Wishes, next_: Se
 
 def _measure(
     folder: Path, options: Recipe, rows: tuple[str | None, int | None], baseline: str, shown: tuple[Output, bool]
-) -> Verdict | None:
+) -> ModelComparison | None:
     """Measure a model and its baseline on rows, or so many of them; nothing for ``shown``'s second, a dry run."""
     from gptj_ft.cli.terminal.screen import whole
     from gptj_ft.cli.terminal.tables import show_reading
     from gptj_ft.data.load import data_path
-    from gptj_ft.evaluation.comparison import judge
+    from gptj_ft.evaluation.comparison import compare_models
     from gptj_ft.evaluation.evaluate import choose_baseline, default_rows, evaluate_model, fitted, plan_evaluation
     from gptj_ft.planning.machine_profile import are_known
     from gptj_ft.system.machine import choose_device
@@ -245,13 +245,13 @@ def _measure(
     for name, each in planned.items():
         with stop_says(lambda: MEASURED), out.bar(name, "rows") as advance:
             found[name] = evaluate_model(each, advance)
-    verdict = judge(found["model"], found.get("baseline"), options.metrics, options.seed)
+    verdict = compare_models(found["model"], found.get("baseline"), options.metrics, options.seed)
     for each in planned.values():
         each.journal.close()
     return verdict
 
 
-def _record(folder: Path, verdict: Verdict, wishes: Wishes) -> tuple[str, ...]:
+def _record(folder: Path, verdict: ModelComparison, wishes: Wishes) -> tuple[str, ...]:
     """Put the verdict into the report of the run that the model is of, if it is of one; return how to see it."""
     from gptj_ft.cli.commands.finetune import write_page
     from gptj_ft.cli.html.evaluation_page import record
@@ -267,9 +267,9 @@ def _record(folder: Path, verdict: Verdict, wishes: Wishes) -> tuple[str, ...]:
 
 def _score(
     predictions: Path, options: Recipe, rows: str | None, baseline: str, settings: tuple[int | None, bool]
-) -> Verdict:
+) -> ModelComparison:
     from gptj_ft.data.load import data_path
-    from gptj_ft.evaluation.comparison import judge
+    from gptj_ft.evaluation.comparison import compare_models
     from gptj_ft.evaluation.predictions import score_predictions
 
     if not options.metrics:
@@ -279,12 +279,16 @@ def _score(
     if baseline not in ("auto", "none"):
         before = score_predictions(Path(baseline), options, data, *settings)
     after = score_predictions(predictions, options, data, *settings)
-    return judge(after, before, options.metrics, options.seed)
+    return compare_models(after, before, options.metrics, options.seed)
 
 
 def measure_tasks(
-    models: tuple[Path, str], options: Recipe, chosen: Chosen, gates: Sequence[str], shown: tuple[Output, bool, bool]
-) -> tuple[Verdict, list[Gate]] | None:
+    models: tuple[Path, str],
+    options: Recipe,
+    chosen: TaskSelection,
+    gates: Sequence[str],
+    shown: tuple[Output, bool, bool],
+) -> tuple[ModelComparison, list[Gate]] | None:
     """Measure a model, and what it was tuned from, by tasks; nothing on a dry run.
 
     Args:
@@ -298,7 +302,7 @@ def measure_tasks(
     from gptj_ft.cli.terminal.tables import show_reading
     from gptj_ft.evaluation.comparison import parse_gates
     from gptj_ft.evaluation.evaluate import choose_baseline
-    from gptj_ft.evaluation.lm_eval.tasks import ask, judge_tasks, load_tasks, plan_tasks
+    from gptj_ft.evaluation.lm_eval.tasks import ask, compare_on_tasks, load_tasks, plan_tasks
 
     (folder, baseline), (out, dry_run, offline) = models, shown
     loaded = load_tasks(chosen, offline)
@@ -321,7 +325,7 @@ def measure_tasks(
         with stop_says(lambda: MEASURED), out.bar(name, "questions") as advance:
             found[name], own = ask(each, loaded, chosen.limit, advance)
         journals += own
-    verdict = judge_tasks(found["model"], found.get("baseline"), options.seed)
+    verdict = compare_on_tasks(found["model"], found.get("baseline"), options.seed)
     for journal in journals:
         journal.close()
     return verdict, asked

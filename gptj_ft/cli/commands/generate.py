@@ -40,8 +40,8 @@ from gptj_ft.system.signals import every_ctrl_c
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gptj_ft.generation.batch import Questionnaire
-    from gptj_ft.generation.generator import Asker
+    from gptj_ft.generation.batch import BatchJob
+    from gptj_ft.generation.generator import GenerationSetup
 
 
 def generate(
@@ -106,17 +106,17 @@ def generate(
 
     out = Output(as_json, quiet)
     with out.activity():
-        from gptj_ft.generation.batch import plan_answers
-        from gptj_ft.generation.generator import Asker, check_num_return
+        from gptj_ft.generation.batch import plan_batch
+        from gptj_ft.generation.generator import GenerationSetup, check_num_return
 
     folder = find_model(model) if model else default_model("generate")
     options = for_model(folder, flags, config, assignments, plain=raw).recipe
     check_num_return(options, num_return)
     if rows and output:
         with out.activity("reading the rows"):
-            asker = Asker.of(folder, options)
-            planned = plan_answers(asker, rows, output, num_return)
-        _answer_file(asker, planned, rows, dry_run, out)
+            setup = GenerationSetup.of(folder, options)
+            planned = plan_batch(setup, rows, output, num_return)
+        _answer_file(setup, planned, rows, dry_run, out)
     elif chat:
         _talk(folder, options, system, out)
     else:
@@ -149,16 +149,16 @@ def _check_kind(prompt: str | None, rows: Path | None, output: Path | None, chat
 
 
 def _answer(folder: Path, options: Recipe, text: str, more: Mapping[str, str], shown: Shown) -> None:
-    from gptj_ft.generation.generator import Asker, fill_fields, open_writer
+    from gptj_ft.generation.generator import GenerationSetup, fill_fields, open_generator
 
     if shown.stream and (shown.out.as_json or shown.num_return > 1 or options.generation.num_beams > 1):
         raise UsageError("--stream shows one answer as it comes: not with --json, --num-return or beams")
     values = fill_fields(options, text, more)
     with ExitStack() as opened:
         with shown.out.activity("loading the model"):
-            writer = opened.enter_context(open_writer(Asker.of(folder, options)))
+            generator = opened.enter_context(open_generator(GenerationSetup.of(folder, options)))
         with nullcontext() if shown.stream else shown.out.activity("writing"):
-            result = writer.write(values, shown.num_return, _show if shown.stream else None)
+            result = generator.write(values, shown.num_return, _show if shown.stream else None)
     if result.was_cut:
         shown.out.notes.print(f"the prompt was shortened to {result.prompt_tokens} tokens, to fit")
     if shown.stream:
@@ -196,20 +196,20 @@ def _cut(texts: Sequence[str], console: Console) -> list[str]:
     return ["\n".join(wrapped(text, width_of(console))[:2]) for text in texts]
 
 
-def _answer_file(asker: Asker, planned: Questionnaire, rows: Path, dry_run: bool, out: Output) -> None:
+def _answer_file(setup: GenerationSetup, planned: BatchJob, rows: Path, dry_run: bool, out: Output) -> None:
     from gptj_ft.cli.terminal.screen import next_steps, panel, whole
     from gptj_ft.cli.terminal.tables import show_reading
-    from gptj_ft.generation.batch import answer_rows
-    from gptj_ft.generation.generator import open_writer
+    from gptj_ft.generation.batch import run_batch
+    from gptj_ft.generation.generator import open_generator
 
-    folder, output, plan = asker.folder, planned.output, planned.plan
+    folder, output, plan = setup.folder, planned.output, planned.plan
     about = [("model", whole(str(folder))), ("rows", whole(str(rows))), ("answers", f"in {whole(str(output))}")]
     if dry_run:
         out.finish(plan.to_dict(), "", lambda console: show_reading(console, "The answers", about, plan))
         return
     show_reading(out.notes, "The answers", about, plan)
-    with open_writer(asker, plan.weights) as writer, out.bar("answering", "rows") as advance:
-        done = answer_rows(writer, planned, advance)
+    with open_generator(setup, plan.weights) as generator, out.bar("answering", "rows") as advance:
+        done = run_batch(generator, planned, advance)
     for where, problem in done.bad if not out.is_quiet else ():
         print_note(f"{where}: {problem}")
     facts = {"model": str(folder), "output": str(output), "rows": done.rows, "found": done.found,
@@ -220,7 +220,7 @@ def _answer_file(asker: Asker, planned: Questionnaire, rows: Path, dry_run: bool
     def show(console: Console) -> None:
         shown = [("rows", "; ".join([f"{done.rows:,}{there}", *notes])), ("answers", whole(str(output)))]
         panel(console, "Answered", shown)
-        recipe = asker.recipe
+        recipe = setup.recipe
         if recipe.metrics:
             words = ("--predictions", output, "--data", rows, "--recipe", recipe.recipe)
             next_steps(console, command_line("evaluate", *words))
@@ -229,17 +229,17 @@ def _answer_file(asker: Asker, planned: Questionnaire, rows: Path, dry_run: bool
 
 
 def _talk(folder: Path, options: Recipe, system: str | None, out: Output) -> None:
-    from gptj_ft.generation.chat import HELP, check_is_chat, talk
-    from gptj_ft.generation.generator import Asker, open_writer
+    from gptj_ft.generation.chat import HELP, check_is_chat, run_chat
+    from gptj_ft.generation.generator import GenerationSetup, open_generator
 
     check_is_chat(options)
 
     with ExitStack() as opened:
         with out.activity("loading the model"):
-            writer = opened.enter_context(open_writer(Asker.of(folder, options)))
+            generator = opened.enter_context(open_generator(GenerationSetup.of(folder, options)))
         opened.enter_context(every_ctrl_c())
         print_note(HELP)
-        talk(writer, _typed_lines(), system, _show, print_note)
+        run_chat(generator, _typed_lines(), system, _show, print_note)
 
 
 def _typed_lines() -> Iterator[str]:

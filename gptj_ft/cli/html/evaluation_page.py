@@ -22,9 +22,9 @@ from gptj_ft.cli.html.names import apart_names, model_name, place_name, portable
 from gptj_ft.cli.terminal.screen import next_steps, panel, say, table
 from gptj_ft.config.run_folder import write_json
 from gptj_ft.errors import UsageError
-from gptj_ft.evaluation.comparison import LOWER_IS_BETTER, Verdict
+from gptj_ft.evaluation.comparison import LOWER_IS_BETTER, ModelComparison
 from gptj_ft.evaluation.metrics import METRICS
-from gptj_ft.evaluation.metrics.bootstrap import Comparison, Estimate
+from gptj_ft.evaluation.metrics.bootstrap import Estimate, PairedEstimates
 from gptj_ft.system.digests import read_json
 from gptj_ft.system.files import new_files, require_new
 
@@ -41,7 +41,7 @@ VERDICTS = {"better": "better", "worse": "worse", "unclear": "no clear change"}
 Facts = Mapping[str, Any]
 
 
-def facts_of(verdict: Verdict, command: str, num_samples: int) -> dict[str, Any]:
+def facts_of(verdict: ModelComparison, command: str, num_samples: int) -> dict[str, Any]:
     """Return what there is to say, as text; of the rows' texts only as many as are asked for."""
     baseline = verdict.baseline
     main = main_score(verdict.comparison, verdict.by_row.score if verdict.by_row else None)
@@ -65,13 +65,13 @@ def facts_of(verdict: Verdict, command: str, num_samples: int) -> dict[str, Any]
     }
 
 
-def main_score(comparison: Comparison, by_row: str | None) -> str:
+def main_score(comparison: PairedEstimates, by_row: str | None) -> str:
     """Return the name of the score that says most: that of the wins and losses, else a recipe's main one."""
     mains = [metric.main for metric in METRICS.values() if metric.main in comparison.scores]
     return next(filter(None, [by_row, *mains]), next(iter(comparison.scores), ""))
 
 
-def headline_of(comparison: Comparison, main: str, rows: int) -> dict[str, str]:
+def headline_of(comparison: PairedEstimates, main: str, rows: int) -> dict[str, str]:
     """Return the verdict in a few words, and the figures that it is by."""
     if main not in comparison.scores:
         return {"verdict": "", "words": "", "figures": f"{rows:,} rows"}
@@ -80,7 +80,7 @@ def headline_of(comparison: Comparison, main: str, rows: int) -> dict[str, str]:
     return {"verdict": verdict, "words": VERDICTS.get(verdict, ""), "figures": figures}
 
 
-def changes_of(comparison: Comparison, main: str) -> list[dict[str, Any]]:
+def changes_of(comparison: PairedEstimates, main: str) -> list[dict[str, Any]]:
     """Return changes with their intervals as strips of a chart, the main score first; of a loss, no perplexities."""
     names = [
         name
@@ -91,14 +91,14 @@ def changes_of(comparison: Comparison, main: str) -> list[dict[str, Any]]:
     return [each for each in found if each["svg"]]
 
 
-def strip_of(comparison: Comparison, name: str, reach: float | None = None) -> dict[str, Any]:
+def strip_of(comparison: PairedEstimates, name: str, reach: float | None = None) -> dict[str, Any]:
     """Return the change of a score: its values, its verdict and its strip, see `change_strip`."""
     change = change_in(comparison, name)
     svg = Markup(change_strip(change, reach))
     return {"name": name, "figures": _pair(comparison, name), "verdict": change.verdict, "svg": svg}
 
 
-def change_in(comparison: Comparison, name: str) -> Change:
+def change_in(comparison: PairedEstimates, name: str) -> Change:
     """Return the change of a score, turned so that more is better."""
     difference = comparison.differences[name]
     sign = -1 if name in LOWER_IS_BETTER else 1
@@ -112,13 +112,13 @@ def change_in(comparison: Comparison, name: str) -> Change:
     )
 
 
-def _pair(comparison: Comparison, name: str) -> str:
+def _pair(comparison: PairedEstimates, name: str) -> str:
     """Return a score's values, the baseline's before the model's."""
     found = (comparison.baseline.get(name), comparison.scores[name])
     return " -> ".join(_texts(name, each)["value"] for each in found if each is not None)
 
 
-def table_of(comparison: Comparison) -> list[dict[str, Any]]:
+def table_of(comparison: PairedEstimates) -> list[dict[str, Any]]:
     """Return each score as text: the model's, the baseline's, the change, and what that means."""
     return [
         {
@@ -132,7 +132,7 @@ def table_of(comparison: Comparison) -> list[dict[str, Any]]:
     ]
 
 
-def comparison_in(record: Facts) -> Comparison:
+def comparison_in(record: Facts) -> PairedEstimates:
     """Return the scores that were recorded."""
 
     def read(found: Facts | None) -> dict[str, Estimate]:
@@ -140,14 +140,14 @@ def comparison_in(record: Facts) -> Comparison:
         return {name: _estimate(value, *intervals[name]) for name, value in scores.items()}
 
     differences = {name: _estimate(*each.values()) for name, each in record["differences"].items()}
-    return Comparison(read(record["model"]), read(record["baseline"]), differences)
+    return PairedEstimates(read(record["model"]), read(record["baseline"]), differences)
 
 
 def _estimate(value: float | None, low: float | None, high: float | None) -> Estimate:
     return Estimate(math.nan if value is None else value, low, high)
 
 
-def record(run: Path, verdict: Verdict, command: str) -> None:
+def record(run: Path, verdict: ModelComparison, command: str) -> None:
     """Keep a verdict on a run's model in the run's folder, texts included, for its report; a former one is replaced.
 
     Raises:
@@ -214,7 +214,7 @@ def _parts(text: str, other: str) -> list[dict[str, Any]]:
     return parts
 
 
-def lines_of(verdict: Verdict) -> list[str]:
+def lines_of(verdict: ModelComparison) -> list[str]:
     """Return sentences on what the scores mean."""
     lines = []
     if verdict.by_row:
@@ -230,7 +230,7 @@ def lines_of(verdict: Verdict) -> list[str]:
     return [*lines, *(f"note: {note}" for note in verdict.model.notes)]
 
 
-def samples_of(verdict: Verdict, rows: Sequence[int]) -> list[dict[str, Any]]:
+def samples_of(verdict: ModelComparison, rows: Sequence[int]) -> list[dict[str, Any]]:
     """Return what was expected and answered in some rows, cut to what can be looked at, and how the score changed."""
     model, baseline, by_row = verdict.model, verdict.baseline, verdict.by_row
     return [

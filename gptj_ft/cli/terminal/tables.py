@@ -11,10 +11,10 @@ from rich.console import Console
 from gptj_ft.cli.terminal.progress import describe_throughput
 from gptj_ft.cli.terminal.screen import next_steps, panel, say, time_after, whole
 from gptj_ft.planning.costs import WARRANTED_BYTES, Costs
-from gptj_ft.planning.inference_plan import ReadingPlan
+from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.planning.machine_profile import PRECISIONS
 from gptj_ft.planning.plan import Plan
-from gptj_ft.planning.scaling_law import CONFIRMED_FLOPS, FITTED_FLOPS, TOKENS_PER_PARAMETER, Outlook
+from gptj_ft.planning.scaling_law import CONFIRMED_FLOPS, FITTED_FLOPS, TOKENS_PER_PARAMETER, ScalingForecast
 from gptj_ft.system.plain_text import command_line
 from gptj_ft.system.units import clock, gigabytes
 
@@ -105,7 +105,7 @@ def plan_rows(plan: Plan, notes: Sequence[str] = (), verbose: bool = True) -> li
 ENGINE_ROWS = {"moved per step", "validations", "checkpoints", "measured", "training"}
 
 
-def show_reading(console: Console, title: str, about: Sequence[tuple[str, str]], plan: ReadingPlan) -> None:
+def show_reading(console: Console, title: str, about: Sequence[tuple[str, str]], plan: InferencePlan) -> None:
     """Show what it takes to measure a model, or to answer the rows of a file; ``about`` says which and what."""
     together = plan.together
     rows = [
@@ -124,14 +124,14 @@ _WHERE = {
 }
 
 
-def _amount(outlook: Outlook) -> str:
+def _amount(outlook: ScalingForecast) -> str:
     if outlook.flops is None:
         return f"{outlook.flops_per_step:.2g} FLOPs a step"
     share = f"{outlook.tokens_per_parameter:.2g} a parameter"
     return f"{outlook.flops:.2g} FLOPs on {outlook.tokens:,.0f} tokens, {share}"
 
 
-def show_outlook(console: Console, outlook: Outlook, published: Published | None) -> None:
+def show_outlook(console: Console, outlook: ScalingForecast, published: Published | None) -> None:
     """Show what a pre-training from scratch would take and reach, by the published law, and what was published."""
     tokens = f"{TOKENS_PER_PARAMETER} tokens a parameter, {outlook.scratch_tokens:.3g}"
     result = f"{outlook.scratch_flops:.2g} FLOPs and give a loss of {outlook.scratch_pile_loss:.2f} on the Pile"

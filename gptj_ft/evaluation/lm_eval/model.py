@@ -23,10 +23,10 @@ from gptj_ft.config.options import Generation
 from gptj_ft.data.tokenization import tokenize
 from gptj_ft.errors import DataError, NotFinite, UsageError
 from gptj_ft.evaluation.likelihood import Likelihood, documents_of, log_likelihoods, passes
-from gptj_ft.evaluation.result_cache import Journal
+from gptj_ft.evaluation.result_cache import ResultCache
 from gptj_ft.generation.decoding import generate_tokens
 from gptj_ft.generation.hf_model import StreamedModel
-from gptj_ft.planning.inference_plan import Together, batches_by_length
+from gptj_ft.planning.inference_plan import TokenBudget, batches_by_length
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -39,7 +39,7 @@ Pair = tuple[list[int], list[int]]  # what comes before, and what is asked about
 
 
 @dataclass
-class Findings:
+class KeptResults:
     """What lm-eval's requests have been answered with.
 
     Attributes:
@@ -50,12 +50,12 @@ class Findings:
 
     facts: Mapping[str, Any]
     progress: Callable[[int, int], None] | None = None
-    journals: list[Journal] = field(default_factory=list)
+    journals: list[ResultCache] = field(default_factory=list)
 
-    def of(self, kind: str, requests: Sequence[Instance]) -> Journal:
+    def of(self, kind: str, requests: Sequence[Instance]) -> ResultCache:
         """Return what is known of some requests, by their numbers."""
         digest = sha256(json.dumps([request.args for request in requests], default=str).encode()).hexdigest()
-        journal = Journal({**self.facts, "kind": kind, "requests": digest})
+        journal = ResultCache({**self.facts, "kind": kind, "requests": digest})
         self.journals.append(journal)
         return journal
 
@@ -80,8 +80,8 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
         self,
         model: StreamedModel,
         tokenizer: PreTrainedTokenizerFast,
-        together: Together,
-        findings: Findings,
+        together: TokenBudget,
+        findings: KeptResults,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
         windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
         yield from map(make_disjoint_window, windows)
 
-    def _score(self, pairs: Sequence[Pair], journal: Journal) -> list[tuple[float, int]]:
+    def _score(self, pairs: Sequence[Pair], journal: ResultCache) -> list[tuple[float, int]]:
         """Return logarithms of probability and whether they are the likeliest; pairs with one context share it."""
         known = journal.of("score")
         groups: dict[tuple[int, ...], list[int]] = {}

@@ -23,15 +23,15 @@ from gptj_ft.checkpoints.formats.peft import base_folder, tokenizer_folder, weig
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.prepare import load_tokenizer
 from gptj_ft.errors import DataError, NetworkError, UsageError, did_you_mean
-from gptj_ft.evaluation.comparison import Verdict, same_rows
+from gptj_ft.evaluation.comparison import ModelComparison, same_rows
 from gptj_ft.evaluation.evaluate import Evaluation, facts_of
-from gptj_ft.evaluation.metrics import Figure
-from gptj_ft.evaluation.metrics.bootstrap import Comparison, Estimate, compare
+from gptj_ft.evaluation.metrics import Statistic
+from gptj_ft.evaluation.metrics.bootstrap import Estimate, PairedEstimates, compare
 from gptj_ft.evaluation.metrics.statistic import Ratio, Vector
-from gptj_ft.evaluation.result_cache import Journal
+from gptj_ft.evaluation.result_cache import ResultCache
 from gptj_ft.generation.hf_model import StreamedModel
 from gptj_ft.models.registry import read_architecture
-from gptj_ft.planning.inference_plan import ReadingPlan, Reads, plan_reading
+from gptj_ft.planning.inference_plan import InferencePlan, InferenceWorkload, plan_inference
 from gptj_ft.planning.machine_profile import choose_dtype
 from gptj_ft.planning.resources import free_resources
 from gptj_ft.streaming.open import reading_stack
@@ -45,7 +45,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Chosen:
+class TaskSelection:
     """Which tasks, and how.
 
     Attributes:
@@ -62,7 +62,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedTasks:
     """lm-eval's tasks with their rows, as its evaluator takes them."""
 
     tasks: Mapping[str, Any]
@@ -92,7 +92,7 @@ def score_name(task: str, metric: str, filter_name: str) -> str:
     return f"{task}.{metric}" + ("" if filter_name == "none" else f".{filter_name}")
 
 
-def load_tasks(chosen: Chosen, offline: bool) -> Loaded:
+def load_tasks(chosen: TaskSelection, offline: bool) -> LoadedTasks:
     """Load tasks and their rows.
 
     Args:
@@ -122,7 +122,7 @@ def load_tasks(chosen: Chosen, offline: bool) -> Loaded:
         elif task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=SEED)
-    return Loaded(whole["tasks"], whole)
+    return LoadedTasks(whole["tasks"], whole)
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def _rows_from_the_hub() -> Iterator[None]:
             datasets.config.HF_HUB_OFFLINE = before
 
 
-def _manager(make: Callable[..., Any], chosen: Chosen) -> Any:
+def _manager(make: Callable[..., Any], chosen: TaskSelection) -> Any:
     """Return what knows the tasks; lm-eval's own thousands are looked at only if one of them is asked for."""
     path = str(chosen.include_path) if chosen.include_path else None
     if path is not None:
@@ -164,17 +164,17 @@ def _unloadable(error: Exception) -> Exception:
 
 
 @dataclass(frozen=True)
-class Planned:
+class TasksPlan:
     """A model that is to be asked, and what that takes."""
 
     folder: Path
     recipe: Recipe
     device: torch.device
     dtype: torch.dtype
-    plan: ReadingPlan
+    plan: InferencePlan
 
 
-def plan_tasks(folder: Path, recipe: Recipe) -> Planned:
+def plan_tasks(folder: Path, recipe: Recipe) -> TasksPlan:
     """Plan for requests as long as the model can take, since how long they are only its tokenizer tells.
 
     Raises:
@@ -184,15 +184,15 @@ def plan_tasks(folder: Path, recipe: Recipe) -> Planned:
     dtype = choose_dtype(recipe.precision, device)
     architecture = read_architecture(base_folder(folder))
     longest = [int(architecture.config.n_positions)]
-    reads = Reads.of(
+    reads = InferenceWorkload.of(
         architecture, dtype, recipe.generation, documents=longest, prompts=longest, adapter_bytes=weight_bytes(folder)
     )
-    return Planned(folder, recipe, device, dtype, plan_reading(recipe, reads, free_resources(device, home())))
+    return TasksPlan(folder, recipe, device, dtype, plan_inference(recipe, reads, free_resources(device, home())))
 
 
 def ask(
-    planned: Planned, loaded: Loaded, limit: int | None, progress: Progress | None
-) -> tuple[Evaluation, list[Journal]]:
+    planned: TasksPlan, loaded: LoadedTasks, limit: int | None, progress: Progress | None
+) -> tuple[Evaluation, list[ResultCache]]:
     """Have lm-eval measure a model; go on where that was killed.
 
     Returns: the scores, and the journals to be closed when nothing can go wrong any more.
@@ -203,12 +203,12 @@ def ask(
     from lm_eval import __version__
     from lm_eval.evaluator import evaluate
 
-    from gptj_ft.evaluation.lm_eval.model import Findings, StreamedLM
+    from gptj_ft.evaluation.lm_eval.model import KeptResults, StreamedLM
 
     recipe, plan = planned.recipe, planned.plan
     facts = {**facts_of(planned.folder, recipe), "dtype": planned.plan.precision, "lm_eval": __version__,
              "device": planned.device.type, "together": plan.together.written}  # fmt: skip
-    findings = Findings(facts, progress)
+    findings = KeptResults(facts, progress)
     opened = reading_stack(planned.folder, planned.device, planned.dtype, plan.weights, recipe.read_ahead)
     with opened as (architecture, stack), _quiet():
         model = StreamedModel(architecture, stack, plan.together.computed)
@@ -228,7 +228,7 @@ def ask(
     return _evaluation(str(planned.folder), found, loaded), findings.journals
 
 
-def judge_tasks(model: Evaluation, baseline: Evaluation | None, seed: int) -> Verdict:
+def compare_on_tasks(model: Evaluation, baseline: Evaluation | None, seed: int) -> ModelComparison:
     """Compare two evaluations of the same tasks, task by task, or estimate one alone."""
     same_rows(model, baseline)
     tasks = [place.rpartition(" ")[0] for place in model.places]
@@ -242,11 +242,11 @@ def judge_tasks(model: Evaluation, baseline: Evaluation | None, seed: int) -> Ve
         found = compare(own, theirs, model.rows, seed, part if part.any() else None)
         scores, before = {**scores, **found.scores}, {**before, **found.baseline}
         differences = {**differences, **found.differences}
-    return Verdict(model, baseline, Comparison(scores, before, differences), {}, None)
+    return ModelComparison(model, baseline, PairedEstimates(scores, before, differences), {}, None)
 
 
 @dataclass(frozen=True)
-class Resampled:
+class ResampledStatistic:
     """A score that a task's own function makes of what its rows got.
 
     Attributes:
@@ -259,7 +259,7 @@ class Resampled:
     rows: NDArray[np.int64]
     aggregate: Callable[[list[Any]], float]
 
-    def over(self, weights_BN: Vector) -> Vector:
+    def evaluate(self, weights_BN: Vector) -> Vector:
         return np.array([self._of(counts_N[self.rows]) for counts_N in weights_BN])
 
     @property
@@ -274,25 +274,25 @@ class Resampled:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedStatistic:
     """A score of which no row has a part: of a group of tasks."""
 
     value: float
     rows_N: None = None
 
-    def over(self, weights_BN: Vector) -> Vector:
+    def evaluate(self, weights_BN: Vector) -> Vector:
         is_whole_B = (weights_BN == 1).all(1)
         return np.where(is_whole_B, self.value, np.nan)
 
 
-def _evaluation(model: str, found: Mapping[str, Any], loaded: Loaded) -> Evaluation:
+def _evaluation(model: str, found: Mapping[str, Any], loaded: LoadedTasks) -> Evaluation:
     samples: dict[str, dict[str, list[Mapping[str, Any]]]] = {}  # by task and by what picked the answers
     for name in loaded.tasks:
         for sample in found["samples"][name]:
             samples.setdefault(name, {}).setdefault(sample["filter"], []).append(sample)
     # Each filter has the same rows; what was written is shown as the first one took it.
     shown = [(name, sample) for name, by_filter in samples.items() for sample in next(iter(by_filter.values()))]
-    figures: dict[str, Figure] = {}
+    figures: dict[str, Statistic] = {}
     for name, by_filter in samples.items():
         first = next(row for row, (task, _) in enumerate(shown) if task == name)
         for filter_name, own in by_filter.items():
@@ -305,7 +305,7 @@ def _evaluation(model: str, found: Mapping[str, Any], loaded: Loaded) -> Evaluat
         for key, value in values.items():
             metric, comma, filter_name = key.partition(",")
             if comma and not metric.endswith("_stderr") and isinstance(value, float):
-                figures[score_name(name, metric, filter_name)] = Fixed(value)
+                figures[score_name(name, metric, filter_name)] = FixedStatistic(value)
     return Evaluation(
         model,
         figures,
@@ -315,12 +315,12 @@ def _evaluation(model: str, found: Mapping[str, Any], loaded: Loaded) -> Evaluat
     )
 
 
-def _figure(items: list[Any], rows: NDArray[np.int64], aggregate: Callable[[Any], float], num_rows: int) -> Figure:
+def _figure(items: list[Any], rows: NDArray[np.int64], aggregate: Callable[[Any], float], num_rows: int) -> Statistic:
     if getattr(aggregate, "__name__", "") in ("mean", "_mean") and all(isinstance(x, int | float) for x in items):
         above_N, below_N = np.zeros(num_rows), np.zeros(num_rows)
         above_N[rows], below_N[rows] = items, 1.0
         return Ratio(above_N, below_N)
-    return Resampled(items, rows, aggregate)
+    return ResampledStatistic(items, rows, aggregate)
 
 
 def _mean(items: Sequence[float]) -> float:

@@ -16,11 +16,11 @@ from functools import partial
 
 from gptj_ft.errors import DataError
 from gptj_ft.evaluation.metrics import classification, relations, rouge, squad
-from gptj_ft.evaluation.metrics.statistic import Figure, Vector
+from gptj_ft.evaluation.metrics.statistic import Statistic, Vector
 
-__all__ = ["METRICS", "Figure", "Metric", "Vector", "score", "score_names"]
+__all__ = ["METRICS", "Metric", "Statistic", "Vector", "score", "score_names"]
 
-Scorer = Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, Figure]]
+Scorer = Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, Statistic]]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def score_names(metrics: Sequence[str]) -> list[str]:
 
 def score(
     metrics: Sequence[str], predictions: Sequence[str], references: Sequence[Sequence[str]], stemming: bool = True
-) -> dict[str, Figure]:
+) -> dict[str, Statistic]:
     """Return every score of the named metrics.
 
     Args:
@@ -71,7 +71,7 @@ def score(
     assert not any(isinstance(targets, str) for targets in references), "references are lists of texts"
     if metrics and not predictions:
         raise DataError("no rows to score")
-    figures: dict[str, Figure] = {}
+    figures: dict[str, Statistic] = {}
     for name in metrics:
         if METRICS[name].needs_reference:
             for row, targets in enumerate(references, start=1):

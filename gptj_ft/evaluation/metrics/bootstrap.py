@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gptj_ft.evaluation.metrics.statistic import Figure, Vector
+from gptj_ft.evaluation.metrics.statistic import Statistic, Vector
 
 SAMPLES = 1000
 TOGETHER = 50  # samples, so that their weights take little memory
@@ -34,7 +34,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PairedEstimates:
     """Scores by name: of a system, of the one it is compared with, and the first minus the second on the same rows."""
 
     scores: Mapping[str, Estimate]
@@ -43,8 +43,12 @@ class Comparison:
 
 
 def compare(
-    figures: Mapping[str, Figure], baseline: Mapping[str, Figure], num_rows: int, seed: int, part: Vector | None = None
-) -> Comparison:
+    figures: Mapping[str, Statistic],
+    baseline: Mapping[str, Statistic],
+    num_rows: int,
+    seed: int,
+    part: Vector | None = None,
+) -> PairedEstimates:
     """Estimate the scores of one or two systems on the same rows.
 
     Args:
@@ -59,19 +63,19 @@ def compare(
     with np.errstate(invalid="ignore"):  # both infinite
         differences = {name: ours[name] - theirs[name] for name in ours.keys() & theirs.keys()}
     num_counted = int(part_N.sum())
-    return Comparison(
+    return PairedEstimates(
         {name: _estimate(ours[name], num_counted) for name in ours},
         {name: _estimate(theirs[name], num_counted) for name in theirs},
         {name: _estimate(differences[name], num_counted) for name in ours if name in differences},
     )
 
 
-def _sampled(figures: Mapping[str, Figure], part_N: Vector, seed: int) -> dict[str, Vector]:
+def _sampled(figures: Mapping[str, Statistic], part_N: Vector, seed: int) -> dict[str, Vector]:
     """Return each score of all rows, and then of each sample."""
-    found: dict[str, list[Vector]] = {name: [figure.over(part_N[None])] for name, figure in figures.items()}
+    found: dict[str, list[Vector]] = {name: [figure.evaluate(part_N[None])] for name, figure in figures.items()}
     for weights_BN in _weights(part_N, seed) if figures else ():
         for name, figure in figures.items():
-            found[name].append(figure.over(weights_BN))
+            found[name].append(figure.evaluate(weights_BN))
     return {name: np.concatenate(values) for name, values in found.items()}
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gptj_ft.evaluation.metrics.statistic import Figure, MacroF1, mean
+from gptj_ft.evaluation.metrics.statistic import MacroF1, Statistic, mean
 
 NAMES = ("accuracy", "macro_f1")
 
 
-def accuracy(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Figure]:
+def accuracy(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
     """Return the share of answers that are right, and F1 averaged over the labels.
 
     An answer is right if it is one of the row's references; case, and blanks at both ends, do not count. A row's label

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gptj_ft.evaluation.metrics.statistic import Figure, Ratio, percent
+from gptj_ft.evaluation.metrics.statistic import Ratio, Statistic, percent
 
 NAMES = ("loss", "perplexity", "word_perplexity", "byte_perplexity", "token_accuracy")
 
@@ -32,7 +32,7 @@ class RowLoss:
     bytes: int | None
 
 
-def language_model(rows: Sequence[RowLoss]) -> dict[str, Figure]:
+def language_model(rows: Sequence[RowLoss]) -> dict[str, Statistic]:
     """Return the loss per target token, e to it, e to the loss per word and per byte, and the share of tokens right.
 
     EOS counts as a token with a loss; it has neither words nor bytes. Where some targets are no text, the perplexities
@@ -40,7 +40,7 @@ def language_model(rows: Sequence[RowLoss]) -> dict[str, Figure]:
     """
     total_N, targets_N, right_N = np.asarray([(row.total, row.targets, row.right) for row in rows], dtype=np.float64).T
     sizes = [(row.words, row.bytes) for row in rows if row.words is not None and row.bytes is not None]
-    of_text: dict[str, Figure] = {}
+    of_text: dict[str, Statistic] = {}
     if len(sizes) == len(rows):
         words_N, bytes_N = np.asarray(sizes, dtype=np.float64).T
         of_text["word_perplexity"] = Ratio(total_N, words_N, np.exp)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gptj_ft.evaluation.metrics.statistic import Figure, Ratio, percent
+from gptj_ft.evaluation.metrics.statistic import Ratio, Statistic, percent
 
 NAMES = ("relations_precision", "relations_recall", "relations_f1")
 
 
-def relations(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Figure]:
+def relations(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
     """Return precision, recall and F1 of the facts of all rows together (micro-averaged).
 
     The facts of a text are a set: neither their order nor how often one stands there counts, nor do case and the number

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from gptj_ft.evaluation.metrics.statistic import Figure, mean
+from gptj_ft.evaluation.metrics.statistic import Statistic, mean
 
 OF_PACKAGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 BY_SENTENCES = "rougeLsum_sentences"
@@ -16,7 +16,9 @@ NAMES = (*OF_PACKAGE, BY_SENTENCES)
 FOREIGN = 0.01  # share of letters from which on a text is not English
 
 
-def rouge(predictions: Sequence[str], references: Sequence[Sequence[str]], stemming: bool = True) -> dict[str, Figure]:
+def rouge(
+    predictions: Sequence[str], references: Sequence[Sequence[str]], stemming: bool = True
+) -> dict[str, Statistic]:
     """Return ROUGE-1, -2, -L and -Lsum, each the mean over rows.
 
     Each of them takes the reference that is best for it, as the package's ``score_multi`` does. ROUGE-Lsum wants a

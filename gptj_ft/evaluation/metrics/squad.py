@@ -7,7 +7,7 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-from gptj_ft.evaluation.metrics.statistic import Figure, mean
+from gptj_ft.evaluation.metrics.statistic import Statistic, mean
 
 NAMES = (
     "exact_match", "f1", "strict_match",
@@ -16,7 +16,7 @@ NAMES = (
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def squad(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Figure]:
+def squad(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
     """Return exact match and F1 after SQuAD's normalisation, and a strict match.
 
     A row without a reference, or with blank ones only, is a question without an answer: an empty prediction is right,
@@ -39,7 +39,7 @@ def squad(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> di
     rows = list(zip(predictions, answers, strict=True))
     exact = [100.0 * max(normalize_answer(text) == normalize_answer(answer) for answer in of) for text, of in rows]
     overlap = [100.0 * max(f1(text, answer) for answer in of) for text, of in rows]
-    figures: dict[str, Figure] = {"exact_match": mean(exact), "f1": mean(overlap), "strict_match": mean(strict)}
+    figures: dict[str, Statistic] = {"exact_match": mean(exact), "f1": mean(overlap), "strict_match": mean(strict)}
     if not all(has_answer):
         for part, chosen in (("HasAns", has_answer), ("NoAns", [not each for each in has_answer])):
             if any(chosen):

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 Vector = NDArray[np.float64]
 
 
-class Figure(Protocol):
+class Statistic(Protocol):
     """A score of N rows."""
 
-    def over(self, weights_BN: Vector) -> Vector:
+    def evaluate(self, weights_BN: Vector) -> Vector:
         """Return its value for each sample, in which row ``n`` stands ``weights_BN[b, n]`` times; [B]."""
 
     @property
@@ -27,9 +27,9 @@ class Figure(Protocol):
         """Its value for each row alone; ``None`` if it says nothing of one row."""
 
 
-def value(figure: Figure, num_rows: int) -> float:
+def value(figure: Statistic, num_rows: int) -> float:
     """Return the score of all rows."""
-    return float(figure.over(np.ones((1, num_rows)))[0])
+    return float(figure.evaluate(np.ones((1, num_rows)))[0])
 
 
 def same(values: Vector) -> Vector:
@@ -58,7 +58,7 @@ class Ratio:
     finish: Callable[[Vector], Vector] = same
     empty: float = np.nan
 
-    def over(self, weights_BN: Vector) -> Vector:
+    def evaluate(self, weights_BN: Vector) -> Vector:
         return self._quotient(weights_BN @ self.above_N, weights_BN @ self.below_N)
 
     @property
@@ -95,7 +95,7 @@ class MacroF1:
     answers: Sequence[str]
     rows_N: Vector | None = None
 
-    def over(self, weights_BN: Vector) -> Vector:
+    def evaluate(self, weights_BN: Vector) -> Vector:
         labels_N, answers_N = self._codes
         num_labels = int(labels_N.max()) + 1
 
@@ -121,6 +121,6 @@ class MacroF1:
         return np.asarray(labels), np.asarray([codes.get(answer, len(codes)) for answer in self.answers])
 
 
-def values(figures: Mapping[str, Figure], num_rows: int) -> dict[str, float]:
+def values(figures: Mapping[str, Statistic], num_rows: int) -> dict[str, float]:
     """Return the score of all rows, by name."""
     return {name: value(figure, num_rows) for name, figure in figures.items()}
