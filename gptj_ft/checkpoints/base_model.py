@@ -1,24 +1,113 @@
-"""Choose the model folder that a run starts from; make the tiny random one on the spot."""
+"""Find the model that a command means, or choose the one that a run starts from; make the tiny random one."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gptj_ft.config.options import Recipe
-from gptj_ft.data.prepare import is_prepared, load
-from gptj_ft.data.readers.records import FileOptions, Findings, read_rows, sha256_of
-from gptj_ft.errors import UsageError
+from gptj_ft.errors import UsageError, did_you_mean
+from gptj_ft.models.supported import DEFAULTS, MODEL_TYPES, TINY_MODELS, unsupported_family
+from gptj_ft.system.files import read_text
 from gptj_ft.system.paths import (
-    TINY_MODELS,
-    downloaded_model,
-    find_model,
+    RUNS,
+    download_folder,
     is_adapter,
     is_model,
+    is_tuned,
     make_home,
+    model_folder,
     models,
+    newest_run,
     part_of_home,
 )
 from gptj_ft.system.plain_text import command_line
+
+if TYPE_CHECKING:
+    from gptj_ft.config.options import Recipe
+
+
+def find_model(name: str) -> Path:
+    """Return the folder a user means by a model's, or an adapter's, name.
+
+    In this order: a folder, a run folder (its ``model/``), a converted or downloaded model of that name.
+
+    Raises:
+        UsageError: there is none, or it is of a family that is not supported.
+    """
+    given = Path(name).expanduser()
+    for folder in (given, given / "model", model_folder(name), download_folder(name)):
+        if is_tuned(folder):
+            _check_family(folder)
+            return folder
+    raise UsageError(_why_no_model(name, given))
+
+
+def _why_no_model(name: str, given: Path) -> str:
+    """Say why a name is none of a model, and what to type instead."""
+    if given.suffix.lower() == ".gguf":
+        return (
+            f"{given}: GGUF files cannot be trained, nor turned back: name the folder of the model that it was made "
+            "from (config.json and safetensors)"
+        )
+    if given.is_file():
+        convert = command_line("convert", given)
+        return f"{given} is a file; a model is a folder with config.json, or what `{convert}` makes of it"
+    if (given / "recipe.yaml").is_file():
+        return f"{given} has no tuned model yet; to finish that run: {command_line('finetune', '--resume', given)}"
+    if given.is_dir():
+        return f"{given} is not a model folder: it has no config.json"
+    if given.parent.resolve() == RUNS.resolve():
+        there = sorted(str(path.parent) for path in RUNS.glob("*/recipe.yaml"))
+        return f"no such run '{name}'; there are: {', '.join(there) or 'none here'}{did_you_mean(name, there)}"
+    known = [path.name for path in models().glob("*") if is_model(path)] if models().is_dir() else []
+    hint = did_you_mean(name, [*known, *TINY_MODELS])
+    owner, _, repository = name.partition("/")
+    is_hub_name = all(re.fullmatch(r"\w[\w.-]*", part) for part in (owner, repository)) and not Path(owner).exists()
+    download = f"; to fetch it from the Hub type `gptj-ft download {name}`" if is_hub_name else ""
+    return f"no model '{name}': neither a folder nor a model in {models()}{hint}{download}"
+
+
+def _check_family(folder: Path) -> None:
+    """Check that a model is of a supported family, before anything of it is read that another may have otherwise.
+
+    Raises:
+        UsageError: it is of another one. What is no config is left to those who read it.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError):
+        return
+    if isinstance(config, dict) and config.get("model_type") not in MODEL_TYPES:
+        raise unsupported_family(path, config.get("model_type"))
+
+
+def default_download() -> Path | None:
+    """Return what `download` has fetched of GPT-J 6B, in fp32 if possible; ``None`` if nothing."""
+    return next(filter(is_model, map(download_folder, DEFAULTS)), None)
+
+
+def downloaded_model() -> Path | None:
+    """Return the default model, converted if possible, else as downloaded; ``None`` when there is neither."""
+    return next(filter(is_model, map(model_folder, DEFAULTS)), None) or default_download()
+
+
+def default_model(command: str) -> Path:
+    """Return the newest run's model, else the downloaded model.
+
+    Raises:
+        UsageError: there is neither; says what to type.
+    """
+    run = newest_run()
+    found = run / "model" if run else downloaded_model()
+    if found is None:
+        raise UsageError(
+            f"nothing to {command} with yet: type `gptj-ft download` for GPT-J 6B, or try "
+            "`gptj-ft finetune --model tiny --recipe summarization --data my.jsonl`"
+        )
+    return found
 
 
 def choose_model(recipe: Recipe, source: Path) -> Path:
@@ -49,6 +138,9 @@ def tiny_model(recipe: Recipe, source: Path) -> Path:
     Raises:
         UsageError: the rows are prepared and the model they were prepared for is gone.
     """
+    from gptj_ft.data.prepare import is_prepared, load
+    from gptj_ft.data.readers.records import FileOptions, Findings, read_rows, sha256_of
+
     name, prepared = recipe.model or "tiny", is_prepared(source)
     digest = load(source).report.data_sha256 if prepared else sha256_of(source)
     folder = models() / f"{name}-{digest[:12]}-{recipe.seed}"

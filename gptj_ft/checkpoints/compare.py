@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.model_folder import Checkpoint, check, is_dropped
+from gptj_ft.checkpoints.model_folder import Checkpoint, check_tensors, is_dropped
 from gptj_ft.checkpoints.open import Source
-from gptj_ft.checkpoints.streamed import ranges, reading
 from gptj_ft.errors import DataError
 from gptj_ft.models.registry import Architecture
 from gptj_ft.system.memory import cast
-from gptj_ft.system.prefetch import Task, ahead
+from gptj_ft.system.prefetch import Task, prefetch
 
 SHOWN = 10  # differences
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of one
@@ -71,7 +70,7 @@ def compare(first: Source, second: Source, progress: Callable[[int, int], None] 
         more = f"\n... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise DataError(f"{second.path} is not {first.path}:\n" + "\n".join(problems[:SHOWN]) + more)
     for source in (first, second):
-        check(source.architecture, source.checkpoint)
+        check_tensors(source.architecture, source.checkpoint)
     types = tuple(_type_of(each.checkpoint, shared) for each in (first, second))
     numel = sum(torch.Size(first.checkpoint.shape(name)).numel() for name in shared)
     return Comparison(len(shared), numel, (types[0], types[1]))
@@ -84,7 +83,7 @@ def difference(first: Checkpoint, second: Checkpoint, name: str, other: str | No
     if mine.shape != theirs.shape:
         return f"{name} has shape {list(theirs.shape)}, expected {list(mine.shape)}"
     start = 0
-    with closing(ahead(_reading_both(first, second, name, other))) as tensors:
+    with closing(prefetch(_reading_both(first, second, name, other))) as tensors:
         for expected, found in zip(tensors, tensors, strict=True):
             expected = _bits(cast(expected, theirs.dtype))
             if not torch.equal(expected, _bits(found)):
@@ -102,9 +101,9 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _reading_both(first: Checkpoint, second: Checkpoint, name: str, other: str) -> Iterator[Task[Tensor]]:
     """Yield the tasks of reading the same rows of both, in turn."""
-    for rows in ranges(first, name, max(first.rows_at_once(name), second.rows_at_once(other))):
-        yield reading(first, name, rows)
-        yield reading(second, other, rows)
+    for rows in first.row_ranges(name, max(first.rows_at_once(name), second.rows_at_once(other))):
+        yield first.read_task(name, rows)
+        yield second.read_task(other, rows)
 
 
 def _is_same(first: Checkpoint, name: str, second: Checkpoint, other: str) -> bool:

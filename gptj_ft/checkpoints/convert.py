@@ -18,19 +18,28 @@ import torch
 
 import gptj_ft
 from gptj_ft.checkpoints import optimizer_state as moments_of_model
-from gptj_ft.checkpoints.fingerprint import check_base
 from gptj_ft.checkpoints.formats import mesh_writer
 from gptj_ft.checkpoints.formats.mesh_writer import MeshWriter
 from gptj_ft.checkpoints.formats.peft import MergedCheckpoint, open_adapter
-from gptj_ft.checkpoints.model_folder import Checkpoint, check
+from gptj_ft.checkpoints.metadata import check_base
+from gptj_ft.checkpoints.model_folder import (
+    DESCRIPTION,
+    METADATA_FILE,
+    Checkpoint,
+    check_tensors,
+    copy_files,
+    copy_origin,
+    write_companions,
+    write_json,
+)
 from gptj_ft.checkpoints.open import Form, Source, open_source
 from gptj_ft.checkpoints.optimizer_state import Moments
-from gptj_ft.checkpoints.staging import draft_name, drafted
-from gptj_ft.checkpoints.transfer import Copy
-from gptj_ft.checkpoints.writer import TUNING, copy_description, copy_origin, write_companions, write_json, writing
+from gptj_ft.checkpoints.transfer import TensorTransfer
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.models.layout import Kind
-from gptj_ft.system.files import discard, hidden_name, read_text, require_plain
+from gptj_ft.system.atomic import atomic_folder, resumable_draft
+from gptj_ft.system.digests import read_json
+from gptj_ft.system.files import discard, hidden_name, require_plain
 
 DtypeChoice = Literal["keep", "fp32", "bf16", "fp16"]
 Target = Literal["folder", "huggingface", "mesh"]
@@ -132,16 +141,15 @@ def convert(
         open_source(source, conversion.form, conversion.config, scratch) as opened,
         _moments_of(opened, conversion) as moments,
     ):
-        dropped = check(opened.architecture, opened.checkpoint)
+        dropped = check_tensors(opened.architecture, opened.checkpoint)
         if conversion.merge is not None:
             adapter = open_adapter(conversion.merge, opened.architecture)
             check_base(conversion.merge, opened.architecture, opened.checkpoint)
             opened = replace(opened, checkpoint=MergedCheckpoint(opened.checkpoint, adapter))
         work = _Work(opened, moments, target, conversion, progress)
         work.check_space()
-        with drafted(target, plan) as draft:
-            with writing(target):
-                work.write(draft)
+        with atomic_folder(target, resume=plan) as draft:
+            work.write(draft)
             if conversion.verify:
                 work.verify(draft)
         types = work.weights.types
@@ -172,12 +180,12 @@ class _Work:
     ) -> None:
         self.source, self.target, self.conversion = source, target, conversion
         architecture = source.architecture
-        self.weights = Copy(architecture, source.checkpoint, DTYPES[conversion.dtype], self._advance)
+        self.weights = TensorTransfer(architecture, source.checkpoint, DTYPES[conversion.dtype], self._advance)
         self.updates = moments.updates if moments else 0
-        self.moments: dict[Kind, Copy] = {}
+        self.moments: dict[Kind, TensorTransfer] = {}
         for kind, checkpoint in moments.checkpoints.items() if moments else ():
-            check(architecture, checkpoint)
-            self.moments[kind] = Copy(architecture, checkpoint, None, self._advance, kind == "exp_avg_sq")
+            check_tensors(architecture, checkpoint)
+            self.moments[kind] = TensorTransfer(architecture, checkpoint, None, self._advance, kind == "exp_avg_sq")
         self.bytes = sum(copy.bytes for copy in (self.weights, *self.moments.values()))
         self._done, self._total = 0, self.bytes * (2 if conversion.verify else 1)
         self._progress = progress
@@ -185,7 +193,7 @@ class _Work:
     def check_space(self) -> None:
         """Check that the result fits on the disk, with what is there of it already."""
         there = next(folder for folder in (self.target, *self.target.absolute().parents) if folder.is_dir())
-        draft = draft_name(self.target)
+        draft = resumable_draft(self.target)
         written = sum(path.stat().st_size for path in draft.rglob("*") if path.is_file())
         free, needed = shutil.disk_usage(there).free, self.bytes + COMPANION_BYTES - written
         if free < needed:
@@ -201,8 +209,7 @@ class _Work:
             if not weights.types <= set(mesh_writer.DTYPES):
                 raise UsageError("mesh-transformer-jax stores fp32 or bf16: add --dtype fp32 or --dtype bf16")
             folder = draft / f"step_{source.step}"
-            writer = MeshWriter(folder, source.architecture, source.checkpoint, kept.mesh_shards, weights.entries)
-            writer.write(source.step, weights.watch)
+            MeshWriter(folder, source.architecture, kept.mesh_shards, weights).write(source.step)
             write_json(
                 draft / "meta.json",
                 {"step": source.step, "checkpoints": [source.step], "aux": {str(source.step): {}}},
@@ -215,16 +222,16 @@ class _Work:
             write_json(draft / moments_of_model.FOLDER / moments_of_model.STATE, {"updates": self.updates})
         stored = reduce(torch.promote_types, (entry.dtype for entry in weights.entries.values()))
         copy_origin(source.folder, draft)
-        copy_description(source.folder, draft)
-        write_companions(
-            draft, source.architecture, stored, kept.tokenizer or source.folder, _tuning(kept.merge or source.folder)
-        )
+        copy_files(source.folder, draft, DESCRIPTION)
+        if (metadata := (kept.merge or source.folder) / METADATA_FILE).is_file():
+            write_json(draft / METADATA_FILE, read_json(metadata))
+        write_companions(draft, source.architecture, stored, kept.tokenizer or source.folder)
 
     def verify(self, draft: Path) -> None:
         """Compare each tensor that was written with its source."""
         form: Form = "mesh" if self.conversion.to == "mesh" else "huggingface"
         with open_source(draft, form, None, draft) as written:
-            check(written.architecture, written.checkpoint)
+            check_tensors(written.architecture, written.checkpoint)
             self._compare(self.weights, written.checkpoint)
         if self.moments:
             with moments_of_model.open_moments(draft) as moments:
@@ -236,7 +243,7 @@ class _Work:
         moments = {f"{kind} of {name}" for kind, copy in self.moments.items() for name in copy.not_finite}
         return self.weights.not_finite | moments
 
-    def _compare(self, copy: Copy, written: Checkpoint) -> None:
+    def _compare(self, copy: TensorTransfer, written: Checkpoint) -> None:
         try:
             copy.compare(written)
         except DataError as error:
@@ -304,15 +311,3 @@ def _plan(source: Path, conversion: Conversion) -> dict[str, Any]:
     chosen = {key: str(value) for key, value in asdict(conversion).items() if key != "verify"}
     config = conversion.config.read_text(errors="replace") if conversion.config and conversion.config.is_file() else ""
     return json.loads(json.dumps({"version": gptj_ft.__version__, "source": found, **chosen, "config": config}))  # type: ignore[no-any-return]
-
-
-def _tuning(source: Path) -> dict[str, object] | None:
-    """Return what a fine-tuned source says about its prompt and its training."""
-    path = source / TUNING
-    if not path.is_file():
-        return None
-    try:
-        loaded: dict[str, object] = json.loads(read_text(path))
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON: {error}") from error
-    return loaded

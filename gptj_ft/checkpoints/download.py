@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from gptj_ft.errors import DataError, NoSuchRevision, UsageError
 from gptj_ft.models.registry import read_architecture
+from gptj_ft.models.supported import DEFAULT_REPOSITORY
 from gptj_ft.system import paths
 from gptj_ft.system.files import SHARED_FILE, read_text, replace_text
 from gptj_ft.system.hub import is_offline
@@ -44,7 +45,7 @@ class Wanted:
         endpoint: the Hub's address; ``HF_ENDPOINT``, else https://huggingface.co.
     """
 
-    repository: str = paths.DEFAULT_REPOSITORY
+    repository: str = DEFAULT_REPOSITORY
     revision: str | None = None
     variant: Variant | None = None
     endpoint: str | None = None

@@ -7,7 +7,6 @@ from typing import Any
 
 import xxhash
 
-from gptj_ft.checkpoints.metadata import read_tuning
 from gptj_ft.checkpoints.model_folder import Checkpoint, weights_of
 from gptj_ft.errors import DataError
 from gptj_ft.models.registry import Architecture
@@ -58,20 +57,6 @@ def sampled_digest(architecture: Architecture, checkpoint: Checkpoint) -> str:
             for start in sorted({0, entry.rows // 2, max(0, entry.rows - count)}):
                 digest.update(bytes_of(checkpoint.read(name, start, min(start + count, entry.rows))))
     return digest.hexdigest()
-
-
-def check_base(adapter: Path, architecture: Architecture, checkpoint: Checkpoint) -> None:
-    """Check that a model is the one that an adapter was trained for; one from elsewhere does not say.
-
-    Raises:
-        DataError: it is not.
-    """
-    tuning = read_tuning(adapter)
-    if tuning and tuning.base_digest and sampled_digest(architecture, checkpoint) != tuning.base_digest:
-        raise DataError(
-            f"{checkpoint.folder} is not the model that the adapter in {adapter} was trained for, but another of its "
-            "shape, or the same in another type: put the right one there"
-        )
 
 
 def _of_file(path: Path) -> dict[str, Any]:

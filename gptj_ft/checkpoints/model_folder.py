@@ -1,29 +1,41 @@
-"""Hugging Face model folders: read in every form the Hub has, written with one safetensors shard per layer."""
+"""Read and write Hugging Face model folders: any form that the Hub has in, one safetensors shard per layer out.
+
+What is written is at once the streaming layout and a checkpoint that ``AutoModelForCausalLM.from_pretrained`` opens.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.safetensors import open_shard
-from gptj_ft.checkpoints.formats.tensor_info import Entry, Shard
-from gptj_ft.checkpoints.writer import INDEX, write_model
+from gptj_ft.checkpoints.download import SOURCE, read_origin
+from gptj_ft.checkpoints.formats.safetensors import open_shard, write_safetensors
+from gptj_ft.checkpoints.formats.tensor_info import Shard, TensorInfo
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.registry import Architecture, Family, full_name
+from gptj_ft.system.atomic import atomic_folder
 from gptj_ft.system.block_reader import Extent
-from gptj_ft.system.files import inside, read_text
+from gptj_ft.system.digests import FOLDER_DIGESTS, folder_digests
+from gptj_ft.system.files import SHARED_FILE, inside, read_bytes, read_text, write_file
+from gptj_ft.system.paths import TOKENIZER_FILES
+from gptj_ft.system.prefetch import Task
 
-__all__ = ["Checkpoint", "check", "layer_tensor", "layer_tensors", "open_checkpoint", "tensor_source", "write_model"]
-
+INDEX = "model.safetensors.index.json"
+METADATA_FILE = "gptj_ft.json"
+GENERATION_CONFIG = "generation_config.json"
+DESCRIPTION = ("README.md", "LICENSE", "chat_template.jinja")
 # Best first: safetensors needs no unpickling and is checked against its own header.
 WEIGHTS = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 PROBLEMS_SHOWN = 3
+Rows = tuple[int, int]  # the first, and the one behind the last
 
 
 class Checkpoint:
@@ -69,7 +81,7 @@ class Checkpoint:
             ]
         return self._names_by_layer[layer]
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> TensorInfo:
         return self._shards[name].entries[self._own_names[name]]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -94,6 +106,17 @@ class Checkpoint:
     def rows_at_once(self, name: str) -> int:
         """Return how many rows of a tensor to read at a time."""
         return self._shards[name].rows_at_once(self._own_names[name])
+
+    def row_ranges(self, name: str, rows: int | None = None) -> Iterator[Rows]:
+        """Yield a tensor's rows, ``rows`` at a time, or as many as are best for its file; a scalar is one row."""
+        num_rows, rows = self.entry(name).rows, rows or self.rows_at_once(name)
+        for start in range(0, num_rows, rows):
+            yield start, min(start + rows, num_rows)
+
+    def read_task(self, name: str, rows: Rows) -> Task[Tensor]:
+        """Return the task, for `prefetch`, that reads some rows."""
+        entry = self.entry(name)
+        return entry.num_bytes * (rows[1] - rows[0]) // entry.rows, partial(self.read, name, *rows)
 
     def close(self) -> None:
         """Let go of the files."""
@@ -151,7 +174,7 @@ def _indexed(index: Path) -> dict[str, Shard]:
     return {name: shards[file_name] for name, file_name in weight_map.items()}
 
 
-def check(architecture: Architecture, checkpoint: Checkpoint) -> list[str]:
+def check_tensors(architecture: Architecture, checkpoint: Checkpoint) -> list[str]:
     """Check that every tensor is there, in its shape and of a floating point type, and that none is unknown.
 
     A tied tensor may be there a second time, if that is the same.
@@ -199,10 +222,8 @@ def check(architecture: Architecture, checkpoint: Checkpoint) -> list[str]:
 
 def _are_equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
     forms = {(checkpoint.shape(name), checkpoint.dtype(name)) for name in (one, other)}
-    step, num_rows = checkpoint.rows_at_once(one), checkpoint.shape(one)[0]
     return len(forms) == 1 and all(
-        torch.equal(checkpoint.read(one, start, start + step), checkpoint.read(other, start, start + step))
-        for start in range(0, num_rows, step)
+        torch.equal(checkpoint.read(one, *rows), checkpoint.read(other, *rows)) for rows in checkpoint.row_ranges(one)
     )
 
 
@@ -240,3 +261,116 @@ def layer_tensors(architecture: Architecture, checkpoint: Checkpoint, layer: int
         local: layer_tensor(architecture, checkpoint, layer, local)
         for local in checkpoint.names_of(architecture, layer)
     }
+
+
+def write_model(
+    folder: Path,
+    architecture: Architecture,
+    layers: Iterable[Mapping[str, Tensor]],
+    *,
+    dtype: torch.dtype | None,
+    source: Path | None = None,
+    files: Mapping[str, str] | None = None,
+) -> None:
+    """Write a model folder; it appears under its name only when it is whole and on the disk.
+
+    Args:
+        folder: where to; it must not exist.
+        architecture: the model's; its raw config is stored with the type of the weights set.
+        layers: for each layer in streaming order, its tensors by their names in the layer; taken one at a time.
+        dtype: the type to store; ``None`` keeps each tensor's own.
+        source: a model folder whose tokenizer files, generation settings and origin are copied.
+        files: texts by file name; with them it is another model than the source, so that what that says of itself is
+            not copied, and it gets digests of its own.
+
+    Raises:
+        UsageError: the folder exists, or cannot be written.
+        ResourceError: the disk is full.
+    """
+    with atomic_folder(folder) as draft:
+        stored, digests = _write_weights(draft, architecture, layers, dtype)
+        write_companions(draft, architecture, stored, source)
+        if source is not None:
+            copy_origin(source, draft)
+        if files is not None:
+            for name, text in files.items():
+                write_file(draft / name, text, SHARED_FILE)
+            write_json(draft / FOLDER_DIGESTS, folder_digests(draft, digests))
+        elif source is not None:
+            copy_files(source, draft, DESCRIPTION)
+
+
+def _write_weights(
+    folder: Path, architecture: Architecture, layers: Iterable[Mapping[str, Tensor]], dtype: torch.dtype | None
+) -> tuple[torch.dtype, dict[str, str]]:
+    """Write the shards and the index; return the type that holds every stored value, and the shards' digests."""
+    expected, name_of = [layer.state_dict() for layer in architecture.layers()], architecture.family.name_of
+    weight_map: dict[str, str] = {}
+    digests: dict[str, str] = {}
+    total_size, index, stored = 0, 0, dtype
+    for tensors in layers:  # not enumerate(), which keeps the layer before in memory while the next is made
+        assert tensors.keys() == expected[index].keys(), f"layer {index} has {sorted(tensors)}"
+        named = {}
+        for local, like in expected[index].items():
+            tensor = tensors[local]
+            assert tensor.shape == like.shape, f"layer {index}: {local} has shape {list(tensor.shape)}"
+            stored = dtype or (torch.promote_types(stored, tensor.dtype) if stored else tensor.dtype)
+            named[name_of(index, local, len(expected))] = tensor
+        file_name = f"model-{index + 1:05d}-of-{len(expected):05d}.safetensors"
+        size, digests[file_name] = write_safetensors(folder / file_name, named, dtype)
+        total_size += size
+        weight_map |= dict.fromkeys(named, file_name)
+        index += 1
+        del tensors, named, tensor  # for the same reason
+    assert index == len(expected), f"{index} layers, expected {len(expected)}"
+    assert stored is not None
+    write_index(folder, weight_map, total_size)
+    return stored, digests
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) -> None:
+    """Write the index of a sharded model: the file of each tensor, and the bytes of all."""
+    write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+
+
+def write_companions(folder: Path, architecture: Architecture, stored: torch.dtype, source: Path | None) -> None:
+    """Write tokenizer, generation settings and ``config.json`` of a model folder.
+
+    Args:
+        folder: the new model folder.
+        architecture: the model's; its raw config is kept but for the type.
+        stored: the type that holds every stored value.
+        source: a folder whose tokenizer files and generation settings are copied, if it has them.
+    """
+    if source is not None:
+        copy_files(source, folder, (*TOKENIZER_FILES, GENERATION_CONFIG))
+    if source is None or not (source / GENERATION_CONFIG).is_file():
+        tokens = {key: getattr(architecture.config, key, None) for key in ("bos_token_id", "eos_token_id")}
+        write_json(folder / GENERATION_CONFIG, {key: value for key, value in tokens.items() if value is not None})
+    # transformers 5 reads `dtype`, version 4 `torch_dtype`. Last, for a folder without config.json is no model.
+    name = str(stored).removeprefix("torch.")
+    raw = {key: value for key, value in architecture.raw.items() if key != "_name_or_path"}  # somebody's folder
+    own = {"architectures": [architecture.family.class_name], "dtype": name, "torch_dtype": name}
+    write_json(folder / "config.json", {**raw, **own})
+
+
+def copy_origin(source: Path, folder: Path) -> None:
+    """Copy ``source.json``: the repository of the Hub that the weights stem from.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    if origin := read_origin(source):
+        write_file(folder / SOURCE, replace(origin, files=()).to_text(), SHARED_FILE)
+
+
+def copy_files(source: Path, folder: Path, names: Iterable[str]) -> None:
+    """Copy those files of a folder that are there, onto the disk."""
+    for name in names:
+        if (source / name).is_file():
+            write_file(folder / name, read_bytes(source / name), SHARED_FILE)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file, onto the disk."""
+    write_file(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", SHARED_FILE)

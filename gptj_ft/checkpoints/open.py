@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from gptj_ft.checkpoints import optimizer_state
-from gptj_ft.checkpoints.formats import cerebras_moments
 from gptj_ft.checkpoints.formats.cerebras import has_cerebras_names, open_cerebras
 from gptj_ft.checkpoints.formats.cerebras_hdf5 import MdlFile, is_hdf5
 from gptj_ft.checkpoints.formats.mesh_archive import is_archive, unpack
 from gptj_ft.checkpoints.formats.mesh_reader import MeshShards, find_step, open_mesh
 from gptj_ft.checkpoints.formats.shapes import GPTJ_6B, read_config
-from gptj_ft.checkpoints.model_folder import WEIGHTS, Checkpoint, check, open_checkpoint
+from gptj_ft.checkpoints.model_folder import WEIGHTS, Checkpoint, check_tensors, open_checkpoint
 from gptj_ft.checkpoints.optimizer_state import Moments
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.layout import MOMENTS
@@ -105,7 +104,7 @@ def open_source(path: Path, form: Form | None, config: Path | None, scratch: Pat
         family = architecture_of(read_config(config), config).family if config else families()["gptj"]
         with open_cerebras(path, family) as (checkpoint, mdl):
             architecture, step = _architecture(config, checkpoint), mdl.step if mdl else None
-            opener = partial(_moments_of, mdl, family) if mdl and cerebras_moments.has_moments(mdl) else None
+            opener = partial(_moments_of, mdl, family) if mdl and optimizer_state.has_cerebras_moments(mdl) else None
             yield Source(path, form, architecture, checkpoint, path, step or 0, opener)
     else:
         if is_archive(path):
@@ -130,7 +129,7 @@ def _checkpoint(path: Path, shards: MeshShards) -> Checkpoint:
 
 @contextmanager
 def _moments_of(mdl: MdlFile, family: Family) -> Iterator[Moments]:
-    yield cerebras_moments.read_moments(mdl, family)
+    yield optimizer_state.read_cerebras_moments(mdl, family)
 
 
 def _config_in(folders: list[Path]) -> Path | None:
@@ -143,7 +142,7 @@ def _architecture(config: Path | None, checkpoint: Checkpoint) -> Architecture:
         return architecture_of(read_config(config), config)
     architecture = architecture_of(GPTJ_6B, checkpoint.folder)
     try:
-        check(architecture, checkpoint)
+        check_tensors(architecture, checkpoint)
     except DataError as error:
         raise UsageError(
             f"{checkpoint.folder} does not say the shape of its model, and it is not GPT-J 6B's; "

@@ -14,15 +14,14 @@ from typing import Any
 from gptj_ft.checkpoints.download import SOURCE, read_origin
 from gptj_ft.checkpoints.formats.peft import WEIGHTS as ADAPTER_WEIGHTS
 from gptj_ft.checkpoints.formats.peft import base_folder, open_adapter
-from gptj_ft.checkpoints.model_folder import check, open_checkpoint
-from gptj_ft.checkpoints.writer import DESCRIPTION, INDEX, TUNING
+from gptj_ft.checkpoints.model_folder import DESCRIPTION, INDEX, METADATA_FILE, check_tensors, open_checkpoint
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.system.files import read_text, require_plain
 from gptj_ft.system.hub import hub_api, hub_errors, open_network
 from gptj_ft.system.paths import ADAPTER_CONFIG, TOKENIZER_FILES, is_adapter
 
-COMPANIONS = (*TOKENIZER_FILES, *DESCRIPTION, "generation_config.json", TUNING, SOURCE)
+COMPANIONS = (*TOKENIZER_FILES, *DESCRIPTION, "generation_config.json", METADATA_FILE, SOURCE)
 ADAPTER_BASE = "base_model_name_or_path"  # of adapters: there it becomes the base's name on the Hub
 PATHS = ("_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file", "base_model", ADAPTER_BASE)
 
@@ -77,7 +76,7 @@ def _model_weights(folder: Path) -> list[str]:
     """Return the names of the files of a model's weights, whose headers have been checked."""
     architecture = read_architecture(folder)
     with open_checkpoint(folder) as checkpoint:
-        check(architecture, checkpoint)
+        check_tensors(architecture, checkpoint)
         return sorted({checkpoint.file_of(name).name for name in checkpoint.names})
 
 
@@ -172,7 +171,7 @@ def _parcel(path: Path, base: str) -> Parcel:
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     local = {key: base if key == ADAPTER_BASE else "" for key in PATHS if _is_path(values.get(key))}
-    if path.name == TUNING and "file" in (data := dict(values.get("data") or {})):  # of an older version
+    if path.name == METADATA_FILE and "file" in (data := dict(values.get("data") or {})):  # of an older version
         local["data"] = {key: value for key, value in data.items() if key != "file"}  # type: ignore[assignment]
     if not local:
         return Parcel(path.name, path, size)

@@ -1,31 +1,42 @@
-"""The tensors of a checkpoint on their way into another: written, looked at as they pass, and compared afterwards."""
+"""Transfer the tensors of a checkpoint into other files: a few megabytes at a time, resumed after a kill, verified."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 
-from gptj_ft.checkpoints.checksums import Proof
-from gptj_ft.checkpoints.formats.tensor_info import Entry
-from gptj_ft.checkpoints.model_folder import Checkpoint
-from gptj_ft.checkpoints.streamed import Rows, Watch, write_streamed
-from gptj_ft.checkpoints.writer import INDEX, write_json
+from gptj_ft.checkpoints.compare import difference
+from gptj_ft.checkpoints.formats.safetensors import header_of
+from gptj_ft.checkpoints.formats.tensor_info import TensorInfo
+from gptj_ft.checkpoints.model_folder import Checkpoint, Rows, write_index
 from gptj_ft.errors import DataError
 from gptj_ft.models.registry import Architecture
+from gptj_ft.system.files import read_text, replace_text
+from gptj_ft.system.memory import bytes_of
+from gptj_ft.system.prefetch import Task, prefetch
+from gptj_ft.system.write_behind import WriteBehind
+
+SYNC_BYTES = 256 << 20  # after so many, the disk has to have them, and a later process goes on from there
 
 
-class Copy:
-    """The tensors of a checkpoint, to be written somewhere.
+class TensorTransfer:
+    """The tensors of a checkpoint, to be written as files and compared with what was written.
+
+    Checksums are taken of the numbers before these go into a file, and compared with those of what the file's reader
+    finds under the tensor's name: the source need not be read again.
 
     Attributes:
-        checkpoint: where they come from.
-        entries: how they are stored: type and shape by Hugging Face's name, layer by layer.
-        bytes: their size as stored.
-        not_finite: names of those that hold NaN or infinity.
-        watch: what whoever writes them has to tell.
+        checkpoint: the source.
+        layers: type and shape to store, by Hugging Face's name, layer by layer.
+        entries: those of all layers.
+        bytes: size of all, as stored.
+        not_finite: names of the tensors that hold NaN or infinity.
     """
 
     def __init__(
@@ -36,36 +47,101 @@ class Copy:
         advance: Callable[[int], None],
         is_square: bool = False,
     ) -> None:
-        """Choose how the tensors of a checkpoint are stored.
+        """Choose how the tensors are stored.
 
         Args:
-            architecture: of the model.
-            checkpoint: where they come from; it has all tensors of the model.
-            dtype: the type to store; ``None``: each tensor's own.
-            advance: called with the bytes that were written, and compared, since the last call.
-            is_square: whether they are means of squares, so that a negative one is an error.
+            architecture: the model's.
+            checkpoint: the source; it has all tensors of the model.
+            dtype: type to store; ``None``: each tensor's own.
+            advance: called with the bytes written, and compared, since the last call.
+            is_square: whether they are means of squares, so that a negative number is an error; default false.
         """
         self.checkpoint, self._advance, self._is_square = checkpoint, advance, is_square
-        self.layers: list[dict[str, Entry]] = []
+        self.layers: list[dict[str, TensorInfo]] = []
         for layer in range(len(architecture.layers())):
             found = {name: checkpoint.entry(name) for name in checkpoint.names_of(architecture, layer).values()}
-            self.layers.append({name: Entry(dtype or entry.dtype, entry.shape) for name, entry in found.items()})
+            self.layers.append({name: TensorInfo(dtype or entry.dtype, entry.shape) for name, entry in found.items()})
         self.entries = {name: entry for layer in self.layers for name, entry in layer.items()}
         self.bytes = sum(entry.num_bytes for entry in self.entries.values())
         self.not_finite: set[str] = set()
-        self.watch = Watch(self._inspect, self._written)
-        self._proof = Proof()
+        self._checksums: dict[str, dict[Rows, str]] = {name: {} for name in self.entries}
 
     @property
     def types(self) -> set[torch.dtype]:
         return {entry.dtype for entry in self.entries.values()}
 
-    def files(self, shard_bytes: int | None) -> dict[str, list[str]]:
-        """Return which tensors go into which safetensors file.
+    def write(self, folder: Path, shard_bytes: int | None = None) -> None:
+        """Write safetensors files, and their index where there are several.
+
+        Files that another process has completed are kept, and of one that it has begun what the disk has for sure.
 
         Args:
-            shard_bytes: most bytes of a file; what fits into one is not sharded. ``None``: a file for each layer.
+            folder: the target; it is made if it is not there.
+            shard_bytes: size limit of a file; what fits into one is not sharded. ``None``: a file for each layer.
+
+        Raises:
+            OSError: the disk's own.
+            DataError: the source is damaged, or holds what cannot be stored, see `inspect`.
         """
+        folder.mkdir(parents=True, exist_ok=True)
+        files = self._shards(shard_bytes)
+        self._write_files({folder / file: names for file, names in files.items()})
+        if len(files) > 1 or shard_bytes is None:
+            write_index(folder, {name: file for file, names in files.items() for name in names}, self.bytes)
+
+    def inspect(self, name: str, piece: Tensor) -> None:
+        """Note whether rows of a tensor are finite; thread-safe.
+
+        Raises:
+            DataError: the type to store cannot hold them, or a mean of squares is negative.
+        """
+        if not piece.numel():
+            return
+        dtype, path = self.entries[name].dtype, self.checkpoint.folder
+        low, high = piece.aminmax()
+        largest = max(abs(float(low)), abs(float(high)))
+        if not largest < float("inf"):  # NaN, too
+            self.not_finite.add(name)
+        if dtype is torch.float16 and torch.finfo(dtype).max < largest < float("inf"):
+            raise DataError(f"{path}: {name} holds {largest:.6g}, too large for fp16; use bf16 or fp32")
+        if self._is_square and low < 0:
+            raise DataError(
+                f"{path}: the second moment of {name} holds {float(low):.6g}, but squares are not "
+                "negative; leave out --with-optimizer"
+            )
+
+    def written(self, name: str, rows: Rows, checksum: str) -> None:
+        """Note rows that have been handed to the disk, in row order, with the checksum of their stored bytes."""
+        self._checksums[name][rows] = checksum
+        entry = self.entries[name]
+        self._advance(entry.num_bytes * (rows[1] - rows[0]) // max(1, entry.rows))
+
+    def compare(self, written: Checkpoint) -> None:
+        """Compare each stored tensor with its source.
+
+        Where another process has written a part, so that its checksum is not known, the source is read again.
+
+        Raises:
+            DataError: one differs.
+        """
+        known = {name: sums for name, sums in self._checksums.items() if _covers(sums, self.entries[name].rows)}
+        tasks = (_checksum_task(written, name, rows) for name, sums in known.items() for rows in sums)
+        with closing(prefetch(tasks)) as found:
+            for name, entry in self.entries.items():
+                stored = written.entry(name).dtype
+                same = [next(found) == checksum for checksum in known.get(name, {}).values()]
+                problem = f"{name} is {stored}" if stored != entry.dtype else ""
+                if not problem and not (same and all(same)):
+                    problem = difference(self.checkpoint, written, name)
+                    problem = problem or (f"{name} is read now like this, now like that" if same else "")
+                if problem:
+                    raise DataError(
+                        f"{problem}: what was read back is not what {self.checkpoint.folder} holds; is the disk faulty?"
+                    )
+                self._advance(entry.num_bytes)
+
+    def _shards(self, shard_bytes: int | None) -> dict[str, list[str]]:
+        """Return the names of the tensors of each file, see `write`."""
         groups: list[list[str]] = []
         room = 0
         for layer in self.layers:
@@ -85,47 +161,81 @@ class Copy:
             for number, names in enumerate(groups, start=1)
         }
 
-    def write(self, folder: Path, shard_bytes: int | None = None) -> None:
-        """Write safetensors files, and their index where there are several; see `files`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        files = self.files(shard_bytes)
-        entries = {folder / file: {name: self.entries[name] for name in names} for file, names in files.items()}
-        write_streamed(entries, self.checkpoint, self.watch)
-        if len(files) > 1 or shard_bytes is None:
-            weight_map = {name: file for file, names in files.items() for name in names}
-            write_json(folder / INDEX, {"metadata": {"total_size": self.bytes}, "weight_map": weight_map})
+    def _write_files(self, files: Mapping[Path, list[str]]) -> None:
+        """Write safetensors files: threads read what follows and write what came before, this one changes the type."""
+        source = self.checkpoint
+        unfinished = [
+            _PartialFile(path, {name: self.entries[name] for name in names})
+            for path, names in files.items()
+            if not path.is_file()
+        ]
+        left = (name for file in unfinished for name in file.left)
+        tasks = (source.read_task(name, rows) for name in left for rows in source.row_ranges(name))
+        with WriteBehind() as behind, closing(prefetch(tasks)) as pieces:
+            for file in unfinished:
+                writer = behind.open(file.part, file.begin)
+                if not file.begin:
+                    writer.write(file.header)
+                for name in file.left:
+                    for rows in source.row_ranges(name):
+                        piece, checksum = next(pieces), xxhash.xxh3_128()
+                        self.inspect(name, piece)
+                        writer.put(piece, self.entries[name].dtype, checksum)
+                        del piece
+                        self.written(name, rows, checksum.hexdigest())
+                    if writer.unsynced >= SYNC_BYTES:
+                        writer.sync(file.mark)
+                assert writer.size == file.size, "a tensor had other bytes than its header says"
+                writer.finish(file.finish)
 
-    def compare(self, written: Checkpoint) -> None:
-        """Compare each tensor with its source.
 
-        Raises:
-            DataError: one differs.
-        """
-        for name, problem in self._proof.problems(self.checkpoint, written, self.entries):
-            if problem:
-                raise DataError(
-                    f"{problem}: what was read back is not what {self.checkpoint.folder} holds; is the disk faulty?"
-                )
-            self._advance(self.entries[name].num_bytes)
+class _PartialFile:
+    """A safetensors file that is not whole yet; another process may have begun it.
 
-    def _inspect(self, name: str, piece: Tensor) -> None:
-        """Note what is not finite in a piece of a tensor, in any thread; refuse what its type cannot hold."""
-        if not piece.numel():
-            return
-        dtype, path = self.entries[name].dtype, self.checkpoint.folder
-        low, high = piece.aminmax()
-        largest = max(abs(float(low)), abs(float(high)))
-        if not largest < float("inf"):  # NaN, too
-            self.not_finite.add(name)
-        if dtype is torch.float16 and torch.finfo(dtype).max < largest < float("inf"):
-            raise DataError(f"{path}: {name} holds {largest:.6g}, too large for fp16; use bf16 or fp32")
-        if self._is_square and low < 0:
-            raise DataError(
-                f"{path}: the second moment of {name} holds {float(low):.6g}, but squares are not "
-                "negative; leave out --with-optimizer"
-            )
+    Attributes:
+        part: the name that it has until then.
+        header: first bytes of the file.
+        left: names of the tensors that are not in it yet.
+        begin: size of what is there of it.
+        size: size of the whole.
+    """
 
-    def _written(self, name: str, rows: Rows, digest: str) -> None:
-        self._proof.note(name, rows, digest)
-        entry = self.entries[name]
-        self._advance(entry.num_bytes * (rows[1] - rows[0]) // max(1, entry.rows))
+    def __init__(self, path: Path, entries: Mapping[str, TensorInfo]) -> None:
+        self._path, self.part = path, path.with_name(path.name + ".part")
+        self._mark = path.with_name(path.name + ".mark")
+        self.header, names = header_of(entries), list(entries)
+        num_done = int(read_text(self._mark)) if self._mark.is_file() and self.part.is_file() else 0
+        self.left = names[num_done:]
+        self._ends = [len(self.header)]  # of the header, of the header and the first tensor, ...
+        for name in names:
+            self._ends.append(self._ends[-1] + entries[name].num_bytes)
+        self.begin, self.size = self._ends[num_done] if num_done else 0, self._ends[-1]
+
+    def mark(self, num_bytes: int) -> None:
+        """Note for a later process that the disk has so many bytes."""
+        replace_text(self._mark, str(max(0, sum(end <= num_bytes for end in self._ends) - 1)))
+
+    def finish(self) -> None:
+        """Give the whole file its name."""
+        self.part.replace(self._path)
+        self._mark.unlink(missing_ok=True)
+
+
+def checksum_of(tensor: Tensor) -> str:
+    """Return the XXH3-128 checksum of a tensor's bytes."""
+    return xxhash.xxh3_128_hexdigest(bytes_of(tensor))
+
+
+def _checksum_task(checkpoint: Checkpoint, name: str, rows: Rows) -> Task[str]:
+    size, read = checkpoint.read_task(name, rows)
+    return size, partial(lambda: checksum_of(read()))
+
+
+def _covers(ranges: Mapping[Rows, str], num_rows: int) -> bool:
+    """Tell whether ranges of rows make up a whole tensor."""
+    end = 0
+    for start, stop in sorted(ranges):
+        if start != end:
+            return False
+        end = stop
+    return end == num_rows

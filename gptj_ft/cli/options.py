@@ -9,7 +9,8 @@ import typer
 
 from gptj_ft.config.options import GROUPS, Recipe
 from gptj_ft.config.presets import preset_names
-from gptj_ft.system.paths import RUNS, TINY_MODELS, models
+from gptj_ft.models.supported import TINY_MODELS
+from gptj_ft.system.paths import RUNS, models
 
 # The heading of flags that a newcomer can do without; `--help` leaves them to `--help-all`.
 MORE = "More options"

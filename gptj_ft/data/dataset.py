@@ -19,8 +19,9 @@ from gptj_ft.data.table_folder import open_table, write_table
 from gptj_ft.data.token_table import TokenTable
 from gptj_ft.data.tokenizer import tokenizer_digest
 from gptj_ft.errors import DataError, ResourceError, UsageError
+from gptj_ft.system.atomic import draft_of
 from gptj_ft.system.digests import digest_of_file, read_json, sealed, unsealed
-from gptj_ft.system.files import discard, draft_of, require_plain, write_file
+from gptj_ft.system.files import discard, require_plain, write_file
 from gptj_ft.system.plain_text import shortened
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from gptj_ft.data.repair import FIXES, fix_texts
 from gptj_ft.data.template import check_templates, parts
 from gptj_ft.data.validation import Found
 from gptj_ft.errors import DataError, RowSkipped, UsageError
-from gptj_ft.system.files import new_files, require_new
+from gptj_ft.system.atomic import atomic_files, require_new
 
 REPEATED, EMPTY, UNREADABLE = "the same row again", "a field is empty", "cannot be read"
 
@@ -106,7 +106,7 @@ def fix_rows(recipe: Recipe, source: Path, target: Path, progress: Callable[[int
     if TOKENS in columns:
         raise UsageError(f"{source}: its rows come as tokens, in which there is nothing to mend: leave out --fix")
     report = FixReport(str(target), str(diff_of(target)))
-    with new_files(diff_of(target), target) as (diff, out):
+    with atomic_files(diff_of(target), target) as (diff, out):
         diff.write(visible(f"--- {source}") + "\n" + visible(f"+++ {target}") + "\n")
         fixer = _Fixer(recipe, columns, report, diff)
         findings = Findings(sys.maxsize)

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gptj_ft.errors import UsageError
+from gptj_ft.models.supported import MODEL_TYPES
 from gptj_ft.system.digests import check_file
 from gptj_ft.system.files import read_text, require_plain
-from gptj_ft.system.paths import TINY_MODELS, TOKENIZER_FILES
+from gptj_ft.system.paths import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -182,7 +183,7 @@ def vocab_size_of(folder: Path) -> int:
         raw = json.loads(read_text(folder / "config.json"))
     except (ValueError, OSError):
         raw = None
-    if isinstance(raw, dict) and raw.get("model_type") in TINY_MODELS.values():
+    if isinstance(raw, dict) and raw.get("model_type") in MODEL_TYPES:
         size = raw.get("vocab_size")
         if type(size) is int and size > 0:
             return size

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gptj_ft.checkpoints.base_model import find_model
 from gptj_ft.checkpoints.formats.peft import base_folder, tokenizer_folder, weight_bytes
-from gptj_ft.checkpoints.metadata import read_tuning
+from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Document
@@ -33,7 +34,7 @@ from gptj_ft.planning.resources import check_lengths, free_resources
 from gptj_ft.streaming.model import LayerStack
 from gptj_ft.streaming.open import reading_stack
 from gptj_ft.system import machine
-from gptj_ft.system.paths import find_model, home, is_adapter, is_model, models
+from gptj_ft.system.paths import home, is_adapter, is_model, models
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -299,7 +300,7 @@ def choose_baseline(folder: Path, name: str) -> Path | None:
         return find_model(name)
     if is_adapter(folder):
         return base_folder(folder)
-    if (tuning := read_tuning(folder)) is None:
+    if (tuning := read_metadata(folder)) is None:
         return None
     run = Run(folder.resolve().parent)
     bases = [Path(run.recipe().model or "")] if run.model == folder.resolve() and run.recipe_file.is_file() else []

@@ -18,7 +18,7 @@ from gptj_ft.evaluation.evaluate import Evaluation, with_warnings
 from gptj_ft.evaluation.metrics import METRICS
 from gptj_ft.evaluation.metrics.squad import unanswered
 from gptj_ft.evaluation.predict import scores_of
-from gptj_ft.system.files import new_files
+from gptj_ft.system.atomic import atomic_files
 
 TEXT_KEYS = ("prediction", "answer", "output", "text")
 REFERENCE_KEYS = ("references", "reference")
@@ -106,7 +106,7 @@ def write_outputs(path: Path, model: Evaluation, baseline: Evaluation | None) ->
         ResourceError: the disk is full.
     """
     by_row = {name: figure.rows_N for name, figure in model.figures.items() if figure.rows_N is not None}
-    with new_files(path) as (file,):
+    with atomic_files(path) as (file,):
         for row, place in enumerate(model.places):
             line: dict[str, Any] = {
                 "place": place,

@@ -15,9 +15,9 @@ from torch import nn
 
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.layout import LENDER, Layout
+from gptj_ft.models.supported import unsupported_family
 from gptj_ft.system.digests import check_file
 from gptj_ft.system.files import read_text, require_plain
-from gptj_ft.system.paths import other_family
 
 # Where a tensor of a checkpoint belongs: ("embed" | "block" | "head", name inside that layer).
 Home = tuple[str, str]
@@ -195,7 +195,7 @@ def architecture_of(raw: Mapping[str, Any], path: Path) -> Architecture:
     """
     model_type, known = str(raw.get("model_type")), families()
     if model_type not in known:
-        raise other_family(path, raw.get("model_type"))
+        raise unsupported_family(path, raw.get("model_type"))
     family = known[model_type]
     for name in ("dtype", "torch_dtype"):  # `transformers` believes them when it writes texts
         if raw.get(name) is not None and not isinstance(getattr(torch, str(raw[name]), None), torch.dtype):

@@ -11,9 +11,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.fingerprint import check_base
 from gptj_ft.checkpoints.formats.peft import Adapter, base_folder, open_adapter
-from gptj_ft.checkpoints.model_folder import Checkpoint, check, layer_tensor, open_checkpoint, tensor_source
+from gptj_ft.checkpoints.metadata import check_base
+from gptj_ft.checkpoints.model_folder import Checkpoint, check_tensors, layer_tensor, open_checkpoint, tensor_source
 from gptj_ft.models.layout import MOMENTS, Kind, Layout
 from gptj_ft.models.lora import A, B, initialise, is_adapter, linear_layers
 from gptj_ft.models.registry import Architecture, read_architecture
@@ -237,13 +237,13 @@ def reading_stack(
         memory_cap: most bytes of the device to use, for ``auto``; ``None``: what is free.
 
     Raises:
-        UsageError, DataError: as `families.read_architecture`, `formats.huggingface.check` and
+        UsageError, DataError: as `families.read_architecture`, `formats.huggingface.check_tensors` and
             `formats.adapters.open_adapter`.
     """
     base = base_folder(folder)
     architecture = read_architecture(base)
     with open_checkpoint(base) as checkpoint:
-        check(architecture, checkpoint)
+        check_tensors(architecture, checkpoint)
         for used in {base, folder}:
             check_weights(used)
         adapter = open_adapter(folder, architecture) if base != folder else None

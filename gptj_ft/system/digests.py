@@ -14,8 +14,8 @@ from typing import Any
 
 import xxhash
 
-from gptj_ft.errors import DataError, ResourceError
-from gptj_ft.system.files import inside, open_file, read_text, replace_text
+from gptj_ft.errors import DataError
+from gptj_ft.system.files import disk_errors, inside, open_file, read_text, replace_text
 from gptj_ft.system.paths import ADAPTER_CONFIG
 
 KEY = "xxh3_128"  # of everything else in the object
@@ -83,10 +83,8 @@ def write_sealed(path: Path, values: Mapping[str, Any]) -> None:
     Raises:
         ResourceError: the disk is full, or fails.
     """
-    try:
+    with disk_errors(path):
         replace_text(path, json.dumps(sealed(values), indent=2) + "\n")
-    except OSError as error:
-        raise ResourceError(f"cannot write {path}: {error.strerror}") from error
 
 
 def read_sealed(path: Path) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from gptj_ft.errors import ResourceError
-from gptj_ft.system.files import PRIVATE_FILE, create_file, open_file
+from gptj_ft.system.files import PRIVATE_FILE, create_file, disk_errors, open_file
 
 PAGE = 4096
 REQUEST_BYTES = 8 * 2**20
 REQUESTS_IN_FLIGHT = 8
+RESUME = "free some and resume the run"
 TRANSFERS = 4  # that are cut into requests at a time
 
 _readers = ThreadPoolExecutor(REQUESTS_IN_FLIGHT, thread_name_prefix="read")
@@ -89,10 +90,8 @@ def write_bytes(descriptor: int, view: memoryview, offset: int) -> None:
     Raises:
         ResourceError: the disk is full, or fails.
     """
-    try:
+    with disk_errors("the state of the run", RESUME):
         write_range(descriptor, view, offset)
-    except OSError as error:
-        raise disk_error(error, "the state of the run") from error
 
 
 def read_range(descriptor: int, view: memoryview, offset: int) -> int:
@@ -136,10 +135,8 @@ def sync(descriptor: int, path: Path) -> None:
     Raises:
         ResourceError: the disk is full, or fails.
     """
-    try:
+    with disk_errors(path, RESUME):
         os.fsync(descriptor)
-    except OSError as error:
-        raise disk_error(error, str(path)) from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -149,13 +146,6 @@ def sync_folder(folder: Path) -> None:
         sync(descriptor, folder)
     finally:
         os.close(descriptor)
-
-
-def disk_error(error: OSError, what: str) -> ResourceError:
-    """Say in one line why something could not be written."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ResourceError(f"no space left on the disk while writing {what}; free some and resume the run")
-    return ResourceError(f"cannot write {what}: {error.strerror or error}")
 
 
 def _in_requests(

@@ -10,18 +10,16 @@ their owner alone (`PRIVATE_FILE`); what users name to hand it on has the modes 
 from __future__ import annotations
 
 import errno
-import glob
 import os
-import platform
 import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from gptj_ft.errors import DataError, ResourceError, UsageError
+from gptj_ft.errors import DataError, GptjFtError, ResourceError
 
 # What file systems answer that have no hard links (FAT, some network and FUSE file systems), or have no room for one.
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK, errno.EACCES}
@@ -245,53 +243,36 @@ def replace_text(path: Path, text: str, mode: int = PRIVATE_FILE) -> None:
     sync_path(path.parent)
 
 
-def require_new(*paths: Path) -> None:
-    """Check that none of some files exists.
+def disk_error(
+    error: OSError, what: object, advice: str = "make room and repeat", other: type[GptjFtError] = ResourceError
+) -> GptjFtError:
+    """Return the error to raise for a failed write.
 
-    Raises:
-        UsageError: one does.
+    Args:
+        error: the system's.
+        what: file, folder or thing that was being written.
+        advice: next step of the user if the disk, or the quota, is full.
+        other: type of the error for any other reason; default `ResourceError`.
     """
-    for path in paths:
-        if os.path.lexists(path):
-            raise UsageError(f"{path} exists already, and nothing is overwritten; name another, or remove it")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ResourceError(f"no space left on the disk while writing {what}; {advice}")
+    return other(f"cannot write {what}: {error.strerror or error}")
 
 
 @contextmanager
-def new_files(*paths: Path) -> Iterator[list[TextIO]]:
-    """Open new text files, which are there when all of them are whole, or not at all.
+def disk_errors(
+    what: object, advice: str = "make room and repeat", other: type[GptjFtError] = ResourceError
+) -> Iterator[None]:
+    """Translate the system's errors inside the block, see `disk_error`.
 
     Raises:
-        UsageError: one exists, or cannot be written.
         ResourceError: the disk is full.
+        GptjFtError: the type ``other``, for any other reason.
     """
-    require_new(*paths)
-    temporary = [hidden_name(path, "writing") for path in paths]
-    named: list[Path] = []
     try:
-        with ExitStack() as stack:
-            files: list[TextIO] = []
-            for path in temporary:
-                descriptor = create_file(path, SHARED_FILE)
-                files.append(stack.enter_context(os.fdopen(descriptor, "w", encoding="utf-8", newline="\n")))
-            yield files
-            for file in files:
-                file.flush()
-                os.fsync(file.fileno())
-        require_new(*paths)
-        for path, whole in zip(paths, temporary, strict=True):
-            whole.rename(path)
-            named.append(path)
-            sync_path(path.parent)
+        yield
     except OSError as error:
-        for path in named:
-            path.unlink(missing_ok=True)
-        names = " and ".join(map(str, paths))
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ResourceError(f"no space left for {names}; free some, or write to another disk") from error
-        raise UsageError(f"cannot write {names}: {error.strerror or error}") from error
-    finally:
-        for path in temporary:
-            path.unlink(missing_ok=True)
+        raise disk_error(error, what, advice, other) from error
 
 
 def appending(path: Path) -> TextIO:
@@ -344,22 +325,6 @@ def remove_folder(folder: Path) -> None:
         return
     sync_path(folder.parent)
     discard(doomed)
-
-
-def draft_of(folder: Path) -> Path:
-    """Return the hidden name, of this process alone, under which a folder is made before it gets its own.
-
-    What processes of this machine that have ended left under such names is removed; of what is on another machine that
-    shares the disk nothing is known, so it stays.
-    """
-    import psutil
-
-    start = f".{folder.name}.{platform.node()}."
-    for draft in folder.parent.glob(f"{glob.escape(start)}*.writing"):
-        process = draft.name.removeprefix(start).removesuffix(".writing")
-        if process.isdigit() and (int(process) == os.getpid() or not psutil.pid_exists(int(process))):
-            discard(draft)
-    return folder.with_name(f"{start}{os.getpid()}.writing")
 
 
 def leftovers_in(folder: Path) -> Iterator[Path]:

@@ -6,18 +6,17 @@ partial files have random names), and GPT-J is one file of 24 GB: so partial fil
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 from gptj_ft.errors import NetworkError, ResourceError, UsageError
-from gptj_ft.system.files import SHARED_FILE, create_file, open_file, require_plain
+from gptj_ft.system.files import SHARED_FILE, create_file, disk_errors, open_file, require_plain
 from gptj_ft.system.hub import hub_api, hub_errors
 
 if TYPE_CHECKING:
@@ -125,22 +124,9 @@ def is_there(folder: Path, file: HubFile) -> bool:
     return path.is_file() and path.stat().st_size == file.bytes
 
 
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turn errors of the disk into a line about a folder.
-
-    Raises:
-        ResourceError: the disk is full.
-        UsageError: any other.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ResourceError(
-                f"disk full while writing {folder}; make room, then type the same command again"
-            ) from error
-        raise UsageError(f"cannot write {folder}: {error.strerror or error}") from error
+def writing(folder: Path) -> AbstractContextManager[None]:
+    """Return `disk_errors` of a folder that is fetched into."""
+    return disk_errors(folder, "make room, then type the same command again", UsageError)
 
 
 def _described(sibling: RepoSibling) -> HubFile:

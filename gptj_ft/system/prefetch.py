@@ -1,4 +1,4 @@
-"""Work that threads do ahead of whoever takes its results, in order and within a bound of memory."""
+"""Run tasks in threads ahead of their consumer, in order and within a memory limit."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ AHEAD_TASKS = 8  # that are under way, or done before they are asked for
 AHEAD_BYTES = 256 << 20
 
 
-def ahead(tasks: Iterable[Task[T]], num_bytes: int = AHEAD_BYTES) -> Generator[T, None, None]:
-    """Yield what tasks return, in their order, while threads are at those that follow.
+def prefetch(tasks: Iterable[Task[T]], num_bytes: int = AHEAD_BYTES) -> Generator[T, None, None]:
+    """Yield the results of tasks in their order, while threads work on those that follow.
 
     Args:
-        tasks: what is to be done.
-        num_bytes: that the results may take together, if a single one does not take more.
+        tasks: the work.
+        num_bytes: memory limit of all pending results; one alone may take more.
     """
     waiting: deque[tuple[int, Future[T]]] = deque()
     coming, held = iter(tasks), 0

@@ -39,10 +39,11 @@ from gptj_ft.streaming.adamw import Update
 from gptj_ft.streaming.model import LayerStack
 from gptj_ft.streaming.stores.state_file import Digests, StateFile, layer_path
 from gptj_ft.system.digests import write_sealed
-from gptj_ft.system.direct_io import disk_error, open_direct, sync
+from gptj_ft.system.direct_io import RESUME, open_direct, sync
 from gptj_ft.system.files import (
     create_folder,
     discard,
+    disk_error,
     doomed_name,
     keep_folder,
     link_or_copy,
@@ -134,7 +135,7 @@ def adopt(run: Run, stack: LayerStack, step: int) -> None:
         _link_layers(folder, run.state, stack)
         sync_path(run.state)
     except OSError as error:
-        raise disk_error(error, str(run.state)) from error
+        raise disk_error(error, run.state, RESUME) from error
     commit(run, step, None, facts)
 
 
@@ -253,7 +254,7 @@ def _new_checkpoint(run: Run, step: int, facts: Mapping[str, Any]) -> Iterator[P
         _publish(temporary, final, step, facts)
     except (OSError, ResourceError) as error:
         discard(temporary)
-        raise (disk_error(error, f"checkpoint {final}") if isinstance(error, OSError) else error) from error
+        raise (disk_error(error, f"checkpoint {final}", RESUME) if isinstance(error, OSError) else error) from error
 
 
 def _publish(temporary: Path, final: Path, step: int, facts: Mapping[str, Any]) -> None:

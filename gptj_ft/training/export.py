@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gptj_ft.checkpoints.companions import Trained, files_of
 from gptj_ft.checkpoints.formats.peft import MergedCheckpoint, open_adapter, write_adapter
+from gptj_ft.checkpoints.metadata import TunedModel, metadata_files
 from gptj_ft.checkpoints.model_folder import layer_tensors, open_checkpoint, write_model
 from gptj_ft.config.run_folder import MERGED, Run
 from gptj_ft.data.prepare import load
@@ -25,7 +25,7 @@ from gptj_ft.training.retention import find_checkpoint
 from gptj_ft.training.verify import Checker
 
 
-def write_outcome(target: Path, trained: Trained, selection: Selection, layers: Iterator[dict[str, Tensor]]) -> None:
+def write_outcome(target: Path, trained: TunedModel, selection: Selection, layers: Iterator[dict[str, Tensor]]) -> None:
     """Write what was trained.
 
     Args:
@@ -37,7 +37,7 @@ def write_outcome(target: Path, trained: Trained, selection: Selection, layers: 
     Raises:
         UsageError, DataError, ResourceError: as `write_model` and `write_adapter`.
     """
-    files, family, base = files_of(trained), trained.architecture.family, trained.base
+    files, family, base = metadata_files(trained), trained.architecture.family, trained.base
     if not selection.adapters:
         whole = whole_layers(trained.architecture, base, selection, layers)
         write_model(target, trained.architecture, whole, dtype=None, source=base, files=files)
@@ -50,7 +50,7 @@ def write_outcome(target: Path, trained: Trained, selection: Selection, layers: 
         {name_of(family, index, local, len(selection.trained)): view for local, view in layer.items()}
         for index, layer in enumerate(layers)
     )
-    write_adapter(draft, base, peft_settings(trained, selection), named, files_of(trained, is_adapter=True))
+    write_adapter(draft, base, peft_settings(trained, selection), named, metadata_files(trained, is_adapter=True))
     if merges:
         # The adapter comes last: where it is, everything is.
         discard(target.with_name(MERGED))
@@ -58,7 +58,7 @@ def write_outcome(target: Path, trained: Trained, selection: Selection, layers: 
         draft.rename(target)
 
 
-def write_merged(target: Path, trained: Trained, adapter: Path, files: Mapping[str, str]) -> None:
+def write_merged(target: Path, trained: TunedModel, adapter: Path, files: Mapping[str, str]) -> None:
     """Write a model with an adapter merged in, tensor by tensor, in the types of the model's folder."""
     architecture = trained.architecture
     with open_checkpoint(trained.base) as base:
@@ -67,7 +67,7 @@ def write_merged(target: Path, trained: Trained, adapter: Path, files: Mapping[s
         write_model(target, architecture, layers, dtype=None, source=trained.base, files=files)
 
 
-def peft_settings(trained: Trained, selection: Selection) -> dict[str, Any]:
+def peft_settings(trained: TunedModel, selection: Selection) -> dict[str, Any]:
     """Return what PEFT's configuration says of an adapter made here.
 
     PEFT takes names of linear layers, whole or from any dot on, but no shell patterns.
@@ -116,6 +116,6 @@ def export_checkpoint(run: Run, name: str, target: Path) -> int:
         "validation_rows": load(held_out).report.windows if held_out.exists() else 0,
     }  # fmt: skip
     metrics = {"validation_loss": losses.get(step), "baseline_validation_loss": losses.get(0), "steps": step}
-    trained = Trained(recipe, source, architecture, data, metrics)
+    trained = TunedModel(recipe, source, architecture, data, metrics)
     write_outcome(target, trained, selection, parameters(run.checkpoint(step), selection.trained))
     return step

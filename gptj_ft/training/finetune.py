@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from gptj_ft.checkpoints.base_model import choose_model
+from gptj_ft.checkpoints.base_model import choose_model, find_model
 from gptj_ft.checkpoints.fingerprint import check_unchanged, fingerprint
 from gptj_ft.cli.terminal.bars import Doing
 from gptj_ft.config import yaml
@@ -26,6 +26,7 @@ from gptj_ft.data.tokenizer import vocab_size_of
 from gptj_ft.errors import DataError, Interrupted, NotFinite, UsageError
 from gptj_ft.models.published import Published, find_published
 from gptj_ft.models.registry import Architecture, read_architecture
+from gptj_ft.models.supported import DEFAULT_REPOSITORY, TINY_MODELS
 from gptj_ft.models.trainable import select
 from gptj_ft.planning.machine_profile import are_known, choose_dtype, rates
 from gptj_ft.planning.plan import DoesNotFit, Plan, choose
@@ -35,7 +36,7 @@ from gptj_ft.system.digests import read_sealed, write_sealed
 from gptj_ft.system.files import hidden_name, keep_folder, remove, replace_text, sync_path, sync_tree, write_file
 from gptj_ft.system.lock import LOCK, locked
 from gptj_ft.system.machine import choose_device
-from gptj_ft.system.paths import DEFAULT_REPOSITORY, TINY_MODELS, find_model, is_model, is_tuned
+from gptj_ft.system.paths import is_model, is_tuned
 from gptj_ft.system.signals import StopRequest, stop_says
 from gptj_ft.system.units import clock
 from gptj_ft.training.inputs import gather

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from gptj_ft.checkpoints.companions import Trained
+from gptj_ft.checkpoints.metadata import TunedModel
 from gptj_ft.cli.terminal.progress import StepProgress, StepReport
 from gptj_ft.cli.terminal.screen import panel
 from gptj_ft.config.options import Recipe
@@ -315,7 +315,7 @@ def export(setup: TrainSetup, run: Run, stack: LayerStack, step: int, facts: dic
         "validation_loss": exported["validation_loss"], "baseline_validation_loss": facts["loss_before"],
         "steps": exported["step"], "best": facts["best"], "updates_before": facts.get("updates_before", 0),
     }  # fmt: skip
-    trained = Trained(setup.recipe, setup.model, setup.architecture, data, metrics)
+    trained = TunedModel(setup.recipe, setup.model, setup.architecture, data, metrics)
 
     chosen = (
         trained_parameters(stack)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gptj_ft.checkpoints.download import SOURCE, Origin, read_origin
-from gptj_ft.checkpoints.metadata import read_tuning
-from gptj_ft.checkpoints.model_folder import check, open_checkpoint
+from gptj_ft.checkpoints.metadata import read_metadata
+from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
 from gptj_ft.config.run_folder import Run
 from gptj_ft.errors import GptjFtError, UsageError, did_you_mean
 from gptj_ft.models.registry import read_architecture
@@ -142,7 +142,7 @@ def _contents(folder: Path) -> tuple[str, int, str]:
     """Return family, parameters and type; the files' headers say so, no weights are read."""
     architecture = read_architecture(folder)
     with open_checkpoint(folder) as checkpoint:
-        dropped = set(check(architecture, checkpoint))
+        dropped = set(check_tensors(architecture, checkpoint))
         kept = [name for name in checkpoint.names if name not in dropped]
         types = {str(checkpoint.dtype(name)).removeprefix("torch.") for name in kept}
         parameters = sum(prod(checkpoint.shape(name)) for name in kept)
@@ -151,7 +151,7 @@ def _contents(folder: Path) -> tuple[str, int, str]:
 
 def _origin_of(folder: Path, source: Origin | None) -> str:
     stem = f"{source.repository}@{source.commit[:12]}" if source else ""
-    if is_model(folder) and (tuning := read_tuning(folder)):
+    if is_model(folder) and (tuning := read_metadata(folder)):
         return f"tuned from {tuning.base_model or stem or 'a model elsewhere'}"
     if source is None:
         return "made here"

@@ -18,7 +18,7 @@ from gptj_ft.data.prepare import Prepared, is_prepared, save
 from gptj_ft.data.repaired_file import FixReport, choose_target, fix_rows
 from gptj_ft.data.tokenizer import RowTokenizer, load_row_tokenizer, vocab_size_of
 from gptj_ft.errors import UsageError
-from gptj_ft.system.paths import TINY_MODELS
+from gptj_ft.models.supported import TINY_MODELS
 from gptj_ft.system.plain_text import command_line
 
 Bar = Callable[[], AbstractContextManager[Callable[[int, int | None], None]]]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from gptj_ft.checkpoints.model_folder import check, open_checkpoint
+from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
 from gptj_ft.checkpoints.optimizer_state import has_moments, open_moments
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run, steps_done
@@ -68,7 +68,7 @@ def make_setup(
     check_lengths(recipe, architecture)
     check_weights(model)
     with open_checkpoint(model) as weights:
-        check(architecture, weights)
+        check_tensors(architecture, weights)
     selection = select(architecture, recipe)
     device = machine.choose_device(recipe.device)
     dtype = choose_dtype(recipe.precision, device)
@@ -117,5 +117,5 @@ def updates_before(recipe: Recipe, model: Path, architecture: Architecture) -> i
         return None
     with open_moments(model) as moments:
         for checkpoint in moments.checkpoints.values():
-            check(architecture, checkpoint)
+            check_tensors(architecture, checkpoint)
         return moments.updates

@@ -10,8 +10,8 @@ from typing import Any
 from gptj_ft.checkpoints.fingerprint import check_unchanged
 from gptj_ft.checkpoints.formats.peft import base_folder, open_adapter
 from gptj_ft.checkpoints.formats.safetensors import open_shard
-from gptj_ft.checkpoints.metadata import read_tuning
-from gptj_ft.checkpoints.model_folder import check, open_checkpoint
+from gptj_ft.checkpoints.metadata import read_metadata
+from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
 from gptj_ft.config.run_folder import COMMIT, MERGED, Run, steps_done
 from gptj_ft.data.prepare import load
 from gptj_ft.errors import DataError, UsageError
@@ -143,7 +143,7 @@ class Checker:
         for path in sorted(folder.glob("*.safetensors")):
             problems = problems or _said(lambda path=path: open_shard(path))  # type: ignore[misc]
             self._count(path)
-        yield from problems or [*_said(lambda: _check_model(folder)), *_said(lambda: read_tuning(folder))]
+        yield from problems or [*_said(lambda: _check_model(folder)), *_said(lambda: read_metadata(folder))]
 
     def _file(self, path: Path, layout: Layout, kinds: set[str]) -> tuple[int | None, list[str]]:
         """Check a state file; return its step, ``None`` if that is not to be had, and its problems."""
@@ -188,13 +188,13 @@ def _check_model(folder: Path) -> None:
         open_adapter(folder, read_architecture(base_folder(folder)))
         return
     with open_checkpoint(folder) as checkpoint:
-        check(read_architecture(folder), checkpoint)
+        check_tensors(read_architecture(folder), checkpoint)
 
 
-def _said(check: Callable[[], object]) -> list[str]:
+def _said(check_tensors: Callable[[], object]) -> list[str]:
     """Return what a check complains of."""
     try:
-        check()
+        check_tensors()
     except (DataError, UsageError) as error:
         return [str(error)]
     return []

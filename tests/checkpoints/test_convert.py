@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM
 from gptj_ft.checkpoints import convert as convert_module
 from gptj_ft.checkpoints.convert import Conversion, convert
 from gptj_ft.checkpoints.model_folder import Checkpoint, open_checkpoint
-from gptj_ft.checkpoints.staging import drafted
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.system import paths
+from gptj_ft.system.atomic import atomic_folder
 
 State = dict[str, Tensor]
 
@@ -149,18 +149,18 @@ KILLED = """
 import os, sys, time
 from pathlib import Path
 from gptj_ft.checkpoints import convert as module
-from gptj_ft.checkpoints.transfer import Copy
-from gptj_ft.system import write_behind as behind; from gptj_ft.checkpoints import streamed
-streamed.SYNC_BYTES, behind.BUFFER_BYTES = 1, behind.PAGE
+from gptj_ft.checkpoints.transfer import TensorTransfer
+from gptj_ft.system import write_behind as behind; from gptj_ft.checkpoints import transfer
+transfer.SYNC_BYTES, behind.BUFFER_BYTES = 1, behind.PAGE
 left = int(sys.argv[4])
-def inspect(self, name, piece, inspect=Copy._inspect):
+def inspect(self, name, piece, inspect=TensorTransfer.inspect):
     global left
     left -= 1
     if left < 0:
         time.sleep(0.3)  # what is on its way to the disk arrives
         os._exit(9)
     return inspect(self, name, piece)
-Copy._inspect = inspect
+TensorTransfer.inspect = inspect
 module.convert(Path(sys.argv[1]), Path(sys.argv[2]), module.Conversion(to=sys.argv[3], mesh_shards=2))
 """
 
@@ -277,19 +277,19 @@ def test_a_full_disk_is_a_resource_error_and_leaves_nothing(
     monkeypatch.setattr(os, call, full)
     monkeypatch.setattr("gptj_ft.system.write_behind.BUFFER_BYTES", 4096)
     num_open = psutil.Process().num_fds()
-    with pytest.raises(ResourceError, match="disk full while writing"):
+    with pytest.raises(ResourceError, match="no space left on the disk while writing"):
         convert(source, tmp_path / "out" / "model", Conversion(to=to, mesh_shards=2))  # type: ignore[arg-type]
     assert list((tmp_path / "out").iterdir()) == []
     assert psutil.Process().num_fds() == num_open
 
 
 def test_two_conversions_into_one_folder_do_not_mix(tmp_path: Path, source: Path) -> None:
-    with drafted(tmp_path / "model", {}), pytest.raises(UsageError, match="is in use"):
+    with atomic_folder(tmp_path / "model", resume={}), pytest.raises(UsageError, match="is in use"):
         convert(source, tmp_path / "model")
 
 
 def test_no_verify_reads_nothing_back(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptj_ft.checkpoints.checksums.digest_of", None)
+    monkeypatch.setattr("gptj_ft.checkpoints.transfer.checksum_of", None)
     assert convert(source, tmp_path / "model", Conversion(verify=False)).is_verified is False
     with pytest.raises(TypeError):
         convert(source, tmp_path / "other")

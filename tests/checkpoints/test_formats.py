@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPTJConfig, GPTJForCausalLM
 
 from gptj_ft.checkpoints.convert import convert
-from gptj_ft.checkpoints.model_folder import check, layer_tensors, open_checkpoint, write_model
+from gptj_ft.checkpoints.model_folder import check_tensors, layer_tensors, open_checkpoint, write_model
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.models.registry import Architecture, read_architecture
 
@@ -84,7 +84,7 @@ def logits(folder: Path) -> Tensor:
 def layers_of(folder: Path) -> tuple[Architecture, list[State]]:
     architecture = read_architecture(folder)
     with open_checkpoint(folder) as checkpoint:
-        check(architecture, checkpoint)
+        check_tensors(architecture, checkpoint)
         return architecture, [layer_tensors(architecture, checkpoint, index) for index in range(4)]
 
 
@@ -117,17 +117,14 @@ def test_the_model_folder_has_one_shard_per_layer_and_says_what_it_stores(tmp_pa
     for name in ("tokenizer.json", "vocab.json", "merges.txt", "LICENSE", "README.md"):
         (source / name).write_text(name)
     architecture, layers = layers_of(source)
-    write_model(
-        tmp_path / "model", architecture, layers, dtype=torch.bfloat16, source=source, extra={"prompt": "{text}\n"}
-    )
+    write_model(tmp_path / "model", architecture, layers, dtype=torch.bfloat16, source=source)
     files = {path.name for path in (tmp_path / "model").iterdir()}
     shards = {f"model-{number:05d}-of-00004.safetensors" for number in range(1, 5)}
-    companions = {"config.json", "generation_config.json", "tokenizer.json", "vocab.json", "merges.txt", "gptj_ft.json"}
+    companions = {"config.json", "generation_config.json", "tokenizer.json", "vocab.json", "merges.txt"}
     assert files == shards | companions | {"model.safetensors.index.json", "LICENSE", "README.md"}
     raw = json.loads((tmp_path / "model/config.json").read_text())
     assert (raw["dtype"], raw["torch_dtype"], raw["n_embd"]) == ("bfloat16", "bfloat16", 16)
     assert json.loads((tmp_path / "model/generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": 0}
-    assert json.loads((tmp_path / "model/gptj_ft.json").read_text()) == {"prompt": "{text}\n"}
     index = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 2 * sum(t.numel() for layer in layers for t in layer.values())
     with safe_open(tmp_path / "model/model-00002-of-00004.safetensors", "pt") as shard:
@@ -160,7 +157,7 @@ def test_masks_of_old_files_are_dropped(tmp_path: Path, state: State) -> None:
     masks |= {f"transformer.h.{n}.attn.masked_bias": torch.tensor(-1e9) for n in range(2)}
     source = write_source(tmp_path / "source", {**state, **masks}, "bin")
     with open_checkpoint(source) as checkpoint:
-        assert sorted(check(read_architecture(source), checkpoint)) == sorted(masks)
+        assert sorted(check_tensors(read_architecture(source), checkpoint)) == sorted(masks)
 
 
 def test_a_folder_without_weights_is_named_with_what_was_looked_for(source: Path) -> None:
@@ -293,7 +290,7 @@ def test_every_misfit_is_named_with_shapes_and_file(tmp_path: Path, state: State
     del state["lm_head.bias"]
     source = write_source(tmp_path / "source", state)
     with open_checkpoint(source) as checkpoint, pytest.raises(DataError) as caught:
-        check(read_architecture(source), checkpoint)
+        check_tensors(read_architecture(source), checkpoint)
     message = str(caught.value)
     assert (
         "transformer.h.0.attn.q_proj.weight in model.safetensors has shape [3, 5], config.json says [16, 16]" in message
@@ -310,7 +307,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path, state: State) -> None:
         open_checkpoint(source) as checkpoint,
         pytest.raises(DataError, match=r"lm_head\.bias of shape \[64\] is missing"),
     ):
-        check(read_architecture(source), checkpoint)
+        check_tensors(read_architecture(source), checkpoint)
 
 
 def test_an_existing_folder_is_never_touched(tmp_path: Path, source: Path) -> None:
@@ -337,7 +334,7 @@ def test_a_full_disk_is_a_resource_error_and_leaves_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ResourceError, match="disk full while writing"):
+    with pytest.raises(ResourceError, match="no space left on the disk while writing"):
         write_model(tmp_path / "out" / "model", architecture, layers, dtype=None)
     assert list((tmp_path / "out").iterdir()) == []
 

@@ -277,17 +277,13 @@ def test_a_damaged_archive_is_refused_and_nothing_is_left(
     assert not list(tmp_path.glob("out/*"))
 
 
-@pytest.mark.parametrize("form", ["tar", "tar.zst", "tar.zst that says its size"])
+@pytest.mark.parametrize("form", ["tar", "tar.zst"])
 def test_an_archive_that_does_not_fit_on_the_disk_is_refused_before_it_is_unpacked(
     tmp_path: Path, shards: list[Leaves], config: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    path = tmp_path / f"a.{form.split()[0]}"
+    path = tmp_path / f"a.{form}"
     reference.pack(reference.write(tmp_path / "mesh", shards), path)
     size = path.stat().st_size
-    if form == "tar.zst that says its size":
-        head = path.read_bytes()
-        size = 7 * 10**9  # a single segment of so many bytes: 8 bytes behind the descriptor
-        path.write_bytes(head[:4] + b"\xe0" + size.to_bytes(8, "little") + head[6:])
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, size // 2))
     reason = rf"{path.name} unpacks to {size / 1e9:.1f} GB, but .* GB free"

@@ -12,10 +12,9 @@ from conftest import NOTES
 from hub_server import COMMIT, Hub, Pushed, reachable
 from huggingface_hub import constants
 
-from gptj_ft.checkpoints.companions import Trained, files_of
 from gptj_ft.checkpoints.download import Origin
 from gptj_ft.checkpoints.formats.peft import write_adapter
-from gptj_ft.checkpoints.metadata import Tuning
+from gptj_ft.checkpoints.metadata import ModelMetadata, TunedModel, metadata_files
 from gptj_ft.checkpoints.push import pack, push
 from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.resolve import resolve
@@ -38,7 +37,9 @@ def model(tmp_path: Path) -> Path:
     """A tuned model among things that are nobody's business, with paths of this machine in its configuration."""
     folder = make_tiny(tmp_path / "Acme" / "model", [note for note, _ in NOTES], seed=0)
     (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A model\n")
-    old = Tuning(str(folder.parent / "base"), {"prompt": "{{ text }}"}, {"file": "/Acme/rows.jsonl", "rows": 3}, {})
+    old = ModelMetadata(
+        str(folder.parent / "base"), {"prompt": "{{ text }}"}, {"file": "/Acme/rows.jsonl", "rows": 3}, {}
+    )
     (folder / "gptj_ft.json").write_text(json.dumps(old.to_dict()))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "name_or_path": str(folder)}))
@@ -170,7 +171,7 @@ def test_an_adapter_is_sent_with_the_name_of_its_base_on_the_hub(hub: Hub, model
     architecture, recipe = read_architecture(model), resolve({"method": "lora"}, environment={}).recipe
     (model / "source.json").write_text(Origin("EleutherAI/gpt-j-6b", COMMIT, "apache-2.0").to_text())
     metrics = {"steps": 1, "validation_loss": 1.0, "baseline_validation_loss": 2.0}
-    files = files_of(Trained(recipe, model, architecture, {"rows": 1, "sha256": ""}, metrics), is_adapter=True)
+    files = metadata_files(TunedModel(recipe, model, architecture, {"rows": 1, "sha256": ""}, metrics), is_adapter=True)
     settings = {"r": 2, "lora_alpha": 2.0, "lora_dropout": 0.0, "target_modules": ["q_proj"], "fan_in_fan_out": False}
     matrices = {"lora_A": torch.zeros(2, 96), "lora_B": torch.zeros(96, 2)}
     layers = [

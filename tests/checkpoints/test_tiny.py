@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gptj_ft.checkpoints.model_folder import check, open_checkpoint
+from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
 from gptj_ft.checkpoints.tiny import FAMILIES, SIZES, make_tiny
 from gptj_ft.errors import UsageError
 from gptj_ft.models.registry import read_architecture
@@ -91,7 +91,7 @@ def test_the_tokenizer_stops_at_its_target(tmp_path: Path) -> None:
 def test_weights_start_as_those_of_transformers(tmp_path: Path, family: str) -> None:
     folder = make_tiny(tmp_path / "tiny", TEXTS, 0, model_type=family, initializer_range=0.1)
     with open_checkpoint(folder) as checkpoint:
-        assert check(read_architecture(folder), checkpoint) == []
+        assert check_tensors(read_architecture(folder), checkpoint) == []
         for name in checkpoint.names:
             tensor = checkpoint.read(name)
             assert tensor.dtype == torch.float32

@@ -13,9 +13,9 @@ import yaml
 from conftest import NOTES
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from gptj_ft.checkpoints.companions import Trained, files_of
 from gptj_ft.checkpoints.convert import Conversion, convert
 from gptj_ft.checkpoints.download import Origin, read_origin
+from gptj_ft.checkpoints.metadata import TunedModel, metadata_files
 from gptj_ft.checkpoints.model_folder import layer_tensors, open_checkpoint, write_model
 from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.options import Recipe
@@ -44,7 +44,7 @@ def base(tmp_path: Path) -> Path:
 def tuned(base: Path, recipe: Recipe, target: Path) -> Path:
     """Write the base as if it had been tuned by a recipe."""
     architecture = read_architecture(base)
-    files = files_of(Trained(recipe, base, architecture, DATA, METRICS))
+    files = metadata_files(TunedModel(recipe, base, architecture, DATA, METRICS))
     with open_checkpoint(base) as checkpoint:
         layers = [layer_tensors(architecture, checkpoint, index) for index in range(len(architecture.layers()))]
     write_model(target, architecture, layers, dtype=None, source=base, files=files)

@@ -421,7 +421,7 @@ def test_a_full_disk_leaves_nothing(call: int, tmp_path: Path, shell: Any, monke
     monkeypatch.setattr("gptj_ft.system.files.os.fsync", full)
     done = shell(f"{TYPED} --fix --data {source}")
     assert done.code == 4
-    assert "no space left for" in done.err
+    assert "no space left on the disk while writing" in done.err
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["rows.jsonl"]
 
 

@@ -222,7 +222,7 @@ def test_a_full_disk_leaves_no_part_of_a_report(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("gptj_ft.system.files.os.fsync", full)
     for name in ("out.html", "out.json"):
-        with pytest.raises(ResourceError, match=f"no space left for {name}"):
+        with pytest.raises(ResourceError, match=f"no space left on the disk while writing {name}"):
             write_report(Path(name), facts)
     assert {path.name for path in tmp_path.iterdir()} == before
 

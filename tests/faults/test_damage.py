@@ -20,7 +20,7 @@ from fork_server import ForkServer
 from safetensors.torch import load_file, save_file
 from small_run import assert_same_weights, weights_of
 
-from gptj_ft.checkpoints.metadata import read_tuning
+from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.cli import app
 from gptj_ft.config.run_folder import Run
 from gptj_ft.evaluation.result_cache import ResultCache
@@ -416,7 +416,7 @@ class Campaign:
         run = Run(folder / "run")
         losses = [(line["step"], line.get("loss"), line.get("validation_loss")) for line in run.metrics()]
         files = {path.name: path.read_bytes() for path in run.model.iterdir() if path.suffix == ".safetensors"}
-        return losses, files, read_tuning(run.model)
+        return losses, files, read_metadata(run.model)
 
     def close(self) -> None:
         self._server.close()

@@ -21,7 +21,7 @@ from cli_runner import Shell
 from gptj_ft.cli import app
 from gptj_ft.config.run_folder import Run, record_environment
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.system import files
+from gptj_ft.system import atomic, files
 from gptj_ft.training import loop
 from gptj_ft.training.finetune import resumed
 
@@ -294,7 +294,7 @@ def test_what_is_no_file_is_not_opened_and_a_temporary_name_is_taken_from_whoeve
     files.replace_text(folder / "metrics.jsonl", "all\n")
     assert (folder / "metrics.jsonl").read_text() == "all\n"
     put(folder / ".report.md.writing")
-    with files.new_files(folder / "report.md") as (file,):
+    with atomic.atomic_files(folder / "report.md") as (file,):
         file.write("report")
     put(folder / "copy")
     files.copy_file(folder / "report.md", folder / "copy")

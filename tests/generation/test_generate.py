@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import NOTES
 
-from gptj_ft.checkpoints.companions import TUNING
-from gptj_ft.checkpoints.metadata import Tuning, template_of
+from gptj_ft.checkpoints.metadata import ModelMetadata, template_of
+from gptj_ft.checkpoints.model_folder import METADATA_FILE
 from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.options import Generation, Recipe
 from gptj_ft.config.presets import load_preset
@@ -29,8 +29,8 @@ SHORT = {"max_length": 96, "device": "cpu", "precision": "fp32"}
 
 def remember(folder: Path, recipe: Recipe) -> Path:
     """Have a model folder remember a recipe as if it had been tuned with it."""
-    tuning = Tuning("base", template_of(recipe), {}, {})
-    (folder / TUNING).write_text(json.dumps(tuning.to_dict()), encoding="utf-8")
+    tuning = ModelMetadata("base", template_of(recipe), {}, {})
+    (folder / METADATA_FILE).write_text(json.dumps(tuning.to_dict()), encoding="utf-8")
     return folder
 
 
@@ -190,8 +190,8 @@ def test_a_long_answer_of_a_tiny_model_is_cut_on_a_terminal_and_nowhere_else(
     assert "(cut: the tiny model only shows the steps; --quiet shows all that it writes)" in cut.said
     assert shell(f"{line} --quiet").out == whole
     other = untrained.rename("trained")
-    tuning = json.loads((other / TUNING).read_text())
-    (other / TUNING).write_text(json.dumps({**tuning, "base_model": "gpt-j-6b"}))
+    tuning = json.loads((other / METADATA_FILE).read_text())
+    (other / METADATA_FILE).write_text(json.dumps({**tuning, "base_model": "gpt-j-6b"}))
     assert shell(line.replace(str(untrained), "trained")).out == whole
 
 
@@ -206,7 +206,7 @@ def test_several_answers_differ_and_come_again_with_the_seed(model: Path, shell)
 
 def test_raw_continues_the_text_and_a_model_without_template_does_so_too(model: Path, shell) -> None:
     raw = shell('generate "The lift" --model tuned --raw --max-new-tokens 8 --json').json
-    (model / TUNING).unlink()
+    (model / METADATA_FILE).unlink()
     plain = shell('generate "The lift" --model tuned --max-new-tokens 8 --json').json
     assert raw == plain
     assert raw["prompt_tokens"] < 8
@@ -240,7 +240,7 @@ def test_what_is_shown_is_never_taken_back() -> None:
 def generator(tmp_path: Path):
     folder = tiny(tmp_path / "chat", "chat")
     with open_generator(
-        GenerationSetup.of(folder, build({**json.loads((folder / TUNING).read_text())["template"], **SHORT}))
+        GenerationSetup.of(folder, build({**json.loads((folder / METADATA_FILE).read_text())["template"], **SHORT}))
     ) as opened:
         yield opened
 

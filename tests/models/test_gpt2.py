@@ -18,7 +18,7 @@ from test_streaming import next_token_logits
 from transformers import AutoModelForCausalLM
 
 from gptj_ft.checkpoints.convert import Conversion, convert
-from gptj_ft.checkpoints.model_folder import check, open_checkpoint
+from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.gpt2 import FAMILY
 from gptj_ft.models.layers import pack
@@ -138,7 +138,7 @@ def test_the_head_is_stored_and_counted_once_and_used_twice(tmp_path: Path, mode
     model.save_pretrained(tmp_path)
     architecture = read_architecture(tmp_path)
     with open_checkpoint(tmp_path) as checkpoint:
-        assert check(architecture, checkpoint) == []
+        assert check_tensors(architecture, checkpoint) == []
     layouts = [Layout.of(layer) for layer in architecture.layers()]
     assert sum(layout.num_parameters for layout in layouts) == sum(p.numel() for p in model.parameters())
     assert layouts[-1].num_used - layouts[-1].num_parameters == model.transformer.wte.weight.numel()

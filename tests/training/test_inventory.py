@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from gptj_ft.checkpoints.convert import Conversion, convert
 from gptj_ft.checkpoints.download import Origin
-from gptj_ft.checkpoints.metadata import Tuning
+from gptj_ft.checkpoints.metadata import ModelMetadata
 from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.resolve import build, dump
 from gptj_ft.system import paths
@@ -28,7 +28,7 @@ def models(own_home: Path) -> Path:
     (download / "source.json").write_text(ORIGIN.to_text())
     convert(download, folder / "gpt-j-6b", Conversion(dtype="bf16"))
     tuned = make_tiny(folder / "mine", ["some text"], seed=0)
-    (tuned / "gptj_ft.json").write_text(json.dumps(Tuning("gpt-j-6b", {}, {}, {}).to_dict()))
+    (tuned / "gptj_ft.json").write_text(json.dumps(ModelMetadata("gpt-j-6b", {}, {}, {}).to_dict()))
     half = folder / "cerebras--Cerebras-GPT-111M"
     half.mkdir()
     (half / "source.json").write_text(Origin("cerebras/Cerebras-GPT-111M", "d" * 40, "", files=ORIGIN.files).to_text())

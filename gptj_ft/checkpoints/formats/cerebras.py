@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gptj_ft.checkpoints.formats.cerebras_hdf5 import MODEL, MdlFile, is_hdf5
 from gptj_ft.checkpoints.formats.safetensors import open_shard
-from gptj_ft.checkpoints.formats.tensor_info import Entry, Shard
+from gptj_ft.checkpoints.formats.tensor_info import Shard, TensorInfo
 from gptj_ft.checkpoints.model_folder import Checkpoint, weights_of
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.registry import Family, Leaf
@@ -93,8 +93,8 @@ class JoinedShard:
             if entry.shape[1:] != found[0].shape[1:] or entry.dtype != found[0].dtype or not entry.shape:
                 raise DataError(f"{self.path}: {name} is of another shape or type than what belongs to it")
         shape[0] = sum(entry.rows for entry in found)
-        self.entries: Mapping[str, Entry] = {
-            leaf.name: Entry(found[0].dtype, tuple(shape[::-1] if leaf.is_transposed else shape))
+        self.entries: Mapping[str, TensorInfo] = {
+            leaf.name: TensorInfo(found[0].dtype, tuple(shape[::-1] if leaf.is_transposed else shape))
         }
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:

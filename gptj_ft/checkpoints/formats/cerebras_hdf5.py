@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.tensor_info import PIECE_BYTES, Entry
+from gptj_ft.checkpoints.formats.tensor_info import PIECE_BYTES, TensorInfo
 from gptj_ft.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class MdlShard:
         """
         self.path, self._data_sets = path, data_sets
         with opened(path) as file:
-            self.entries: Mapping[str, Entry] = {name: self._entry(file, own) for name, own in data_sets.items()}
+            self.entries: Mapping[str, TensorInfo] = {name: self._entry(file, own) for name, own in data_sets.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         entry, own = self.entries[name], self._data_sets[name]
@@ -64,13 +64,13 @@ class MdlShard:
     def rows_at_once(self, name: str) -> int:
         return self.entries[name].rows_in(PIECE_BYTES)
 
-    def _entry(self, file: h5py.File, name: str) -> Entry:
+    def _entry(self, file: h5py.File, name: str) -> TensorInfo:
         data = data_set(self.path, file, name)
         is_bfloat16 = bool(data.attrs.get("is_bfloat16", False))
         dtype = torch.bfloat16 if is_bfloat16 else DTYPES.get(data.dtype.name)
         if dtype is None or (is_bfloat16 and data.dtype.itemsize != 2):
             raise DataError(f"{self.path}: {name} is of type {data.dtype}, which no weights have")
-        return Entry(dtype, tuple(data.shape))
+        return TensorInfo(dtype, tuple(data.shape))
 
 
 class MdlFile:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from gptj_ft.checkpoints.formats.npz import Array, arrays_of
-from gptj_ft.checkpoints.formats.tensor_info import Entry
+from gptj_ft.checkpoints.formats.tensor_info import TensorInfo
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.registry import Family, Leaf
 from gptj_ft.system.files import inside
 from gptj_ft.system.memory import borrow_tensor, contiguous
-from gptj_ft.system.prefetch import ahead
+from gptj_ft.system.prefetch import prefetch
 
 NUM_FILES = 16  # in a shard's folder
 PARTS_BYTES = 64 << 20  # of what is read ahead of a tensor's parts
@@ -147,16 +147,16 @@ class MeshShards:
         self._joined: dict[str, Joined] = {}
         self._sums: dict[str, Tensor] = {}
         self._added: dict[str, Tensor] = {}
-        entries: dict[str, Entry] = {}
+        entries: dict[str, TensorInfo] = {}
         for joined in leaves:
             leaf = joined.leaf
             if leaf.join == "added":
                 self._added[leaf.name] = _sum(joined.parts)
             else:
                 entries[leaf.name] = self._opened(joined)
-        self.entries: Mapping[str, Entry] = entries
+        self.entries: Mapping[str, TensorInfo] = entries
 
-    def _opened(self, joined: Joined) -> Entry:
+    def _opened(self, joined: Joined) -> TensorInfo:
         """Note where a tensor is; return its shape, and the type that holds what becomes of it."""
         name, parts = joined.leaf.name, joined.parts
         self._joined[name] = joined
@@ -170,7 +170,7 @@ class MeshShards:
                 dtype = torch.promote_types(dtype, torch.float32)
         if name in self._added and self._added[name].any():
             dtype = torch.promote_types(dtype, torch.float32)
-        return Entry(dtype, shape)
+        return TensorInfo(dtype, shape)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         joined, entry = self._joined[name], self.entries[name]
@@ -194,12 +194,12 @@ class MeshShards:
     def rows_at_once(self, name: str) -> int:
         return self.entries[name].rows // (self.num_shards if self._joined[name].leaf.join == "rows" else 1)
 
-    def _side_by_side(self, joined: Joined, entry: Entry, start: int, stop: int) -> Tensor:
+    def _side_by_side(self, joined: Joined, entry: TensorInfo, start: int, stop: int) -> Tensor:
         shape = (stop - start, *entry.shape[1:])
         whole = borrow_tensor(shape, entry.dtype)
         begin = 0
         tasks = ((part.entry.num_bytes, partial(_read_part, joined, part)) for part in joined.parts)
-        with closing(ahead(tasks, PARTS_BYTES)) as parts:
+        with closing(prefetch(tasks, PARTS_BYTES)) as parts:
             for part in parts:
                 width = part.shape[1]
                 whole[:, begin : begin + width] = part[start:stop]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +14,12 @@ from torch import Tensor
 
 from gptj_ft.checkpoints.formats.mesh_reader import NUM_FILES, PARTS_BYTES, leaves_of
 from gptj_ft.checkpoints.formats.npz import NpzWriter
-from gptj_ft.checkpoints.formats.tensor_info import Entry
-from gptj_ft.checkpoints.model_folder import Checkpoint
-from gptj_ft.checkpoints.streamed import Rows, Watch, digest_of, ranges, reading
+from gptj_ft.checkpoints.model_folder import Rows
+from gptj_ft.checkpoints.transfer import TensorTransfer, checksum_of
 from gptj_ft.errors import UsageError
 from gptj_ft.models.registry import Architecture, Leaf
 from gptj_ft.system.memory import borrow_tensor, bytes_of, cast, contiguous
-from gptj_ft.system.prefetch import Task, ahead
+from gptj_ft.system.prefetch import Task, prefetch
 from gptj_ft.system.write_behind import WriteBehind
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -49,28 +48,20 @@ class MeshWriter:
         num_shards: how many.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        architecture: Architecture,
-        checkpoint: Checkpoint,
-        num_shards: int,
-        entries: Mapping[str, Entry],
-    ) -> None:
+    def __init__(self, folder: Path, architecture: Architecture, num_shards: int, transfer: TensorTransfer) -> None:
         """Check that the model can be cut into so many shards.
 
         Args:
-            folder: where to; what is there already, whole, is kept.
-            architecture: of the model.
-            checkpoint: its tensors.
-            num_shards: how many shards.
-            entries: their types and shapes as they are to be stored.
+            folder: the target; files that are there already, whole, are kept.
+            architecture: the model's.
+            num_shards: number of shards.
+            transfer: the tensors, and how they are stored.
 
         Raises:
             UsageError: mesh-transformer-jax has no such model, or it cannot be cut like that.
         """
         self.folder, self.num_shards = folder, num_shards
-        self._checkpoint, self._entries = checkpoint, entries
+        self._transfer, self._checkpoint, self._entries = transfer, transfer.checkpoint, transfer.entries
         if not architecture.family.mesh:
             raise UsageError(f"mesh-transformer-jax has no {architecture.family.model_type}: use --to huggingface")
         self._leaves = leaves_of(architecture.family, len(architecture.layers()) - 2)
@@ -80,22 +71,21 @@ class MeshWriter:
             raise UsageError(f"--mesh-shards {num_shards}: must be a power of two that divides the {num_heads} heads")
         for leaf in self._leaves:
             if leaf.join in ("rows", "columns"):
-                length = checkpoint.shape(leaf.name)[1 if leaf.join == "columns" else 0]
+                length = self._checkpoint.shape(leaf.name)[1 if leaf.join == "columns" else 0]
                 if length % num_shards:
                     raise UsageError(
                         f"--mesh-shards {num_shards}: {leaf.name} has {length} {leaf.join}, not a multiple"
                     )
 
-    def write(self, step: int, watch: Watch) -> None:
+    def write(self, step: int) -> None:
         """Write the files, those of one number in all shards together.
 
         Args:
-            step: that it is of.
-            watch: what is told of the tensors.
+            step: optimizer step of the checkpoint.
 
         Raises:
             OSError: the disk's own.
-            DataError: what reading and ``watch`` raise.
+            DataError: as `TensorTransfer.write`.
         """
         leaves: list[Leaf | None] = [*self._leaves, None]  # the last is the step
         size, more = divmod(len(leaves), NUM_FILES)
@@ -105,18 +95,13 @@ class MeshWriter:
             files = [self.folder / f"shard_{shard}" / f"{number}.npz" for shard in range(self.num_shards)]
             if not all(file.is_file() for file in files):
                 unfinished.append((files, leaves[begin : begin + size + (number < more)]))
-        tasks = (task for _, leaves in unfinished for leaf in leaves for task in self._tasks(leaf, step, watch))
-        with WriteBehind(self.num_shards) as behind, closing(ahead(tasks)) as cuts:
+        tasks = (task for _, leaves in unfinished for leaf in leaves for task in self._tasks(leaf, step))
+        with WriteBehind(self.num_shards) as behind, closing(prefetch(tasks)) as cuts:
             for files, leaves in unfinished:
-                self._write_files(behind, files, leaves, cuts, watch)
+                self._write_files(behind, files, leaves, cuts)
 
     def _write_files(
-        self,
-        behind: WriteBehind,
-        files: Sequence[Path],
-        leaves: Sequence[Leaf | None],
-        cuts: Iterator[Cut],
-        watch: Watch,
+        self, behind: WriteBehind, files: Sequence[Path], leaves: Sequence[Leaf | None], cuts: Iterator[Cut]
     ) -> None:
         pages = []
         with ExitStack() as stack:
@@ -132,12 +117,12 @@ class MeshWriter:
                     for part in cut.parts:
                         left.pop(0).write(part)
                     if leaf is not None and cut.rows is not None:
-                        watch.written(leaf.name, cut.rows, cut.digest)
+                        self._transfer.written(leaf.name, cut.rows, cut.digest)
                     del cut, part
         for file, page in zip(files, pages, strict=True):
             page.finish(partial(file.with_suffix(".part").replace, file))
 
-    def _tasks(self, leaf: Leaf | None, step: int, watch: Watch) -> Iterator[Task[Cut]]:
+    def _tasks(self, leaf: Leaf | None, step: int) -> Iterator[Task[Cut]]:
         """Yield what makes a leaf's parts, shard by shard or all of them."""
         if leaf is None:
             yield 0, lambda: Cut([torch.tensor(step, dtype=torch.int32)] * self.num_shards)
@@ -147,29 +132,29 @@ class MeshWriter:
             rows = entry.rows // self.num_shards
             for shard in range(self.num_shards):
                 some = shard * rows, (shard + 1) * rows
-                size = reading(self._checkpoint, leaf.name, some)[0] + entry.num_bytes // self.num_shards
-                yield size, partial(self._rows, leaf, some, watch)
+                size = self._checkpoint.read_task(leaf.name, some)[0] + entry.num_bytes // self.num_shards
+                yield size, partial(self._rows, leaf, some)
         else:
             make = {"columns": self._columns, "added": self._zeros}.get(leaf.join, self._shared)
-            yield 2 * entry.num_bytes if leaf.join == "columns" else 0, partial(make, leaf, watch)
+            yield 2 * entry.num_bytes if leaf.join == "columns" else 0, partial(make, leaf)
 
-    def _rows(self, leaf: Leaf, rows: Rows, watch: Watch) -> Cut:
+    def _rows(self, leaf: Leaf, rows: Rows) -> Cut:
         piece = self._checkpoint.read(leaf.name, *rows)
-        watch.read(leaf.name, piece)
+        self._transfer.inspect(leaf.name, piece)
         piece = cast(piece, self._entries[leaf.name].dtype)
-        return Cut([contiguous(piece.t()) if leaf.is_transposed else piece], rows, digest_of(piece))
+        return Cut([contiguous(piece.t()) if leaf.is_transposed else piece], rows, checksum_of(piece))
 
-    def _columns(self, leaf: Leaf, watch: Watch) -> Cut:
+    def _columns(self, leaf: Leaf) -> Cut:
         name, entry, digest = leaf.name, self._entries[leaf.name], xxhash.xxh3_128()
         width = entry.shape[1] // self.num_shards
         parts = [borrow_tensor((entry.rows, width), entry.dtype) for _ in range(self.num_shards)]
         if leaf.is_transposed:
             parts = [part.view(width, entry.rows) for part in parts]
-        tasks = (reading(self._checkpoint, name, rows) for rows in ranges(self._checkpoint, name))
+        tasks = (self._checkpoint.read_task(name, rows) for rows in self._checkpoint.row_ranges(name))
         start = 0
-        with closing(ahead(tasks, PARTS_BYTES)) as pieces:
+        with closing(prefetch(tasks, PARTS_BYTES)) as pieces:
             for piece in pieces:
-                watch.read(name, piece)
+                self._transfer.inspect(name, piece)
                 piece = cast(piece, entry.dtype)
                 digest.update(bytes_of(piece))
                 stop = start + len(piece)
@@ -181,14 +166,14 @@ class MeshWriter:
                 start = stop
         return Cut(parts, (0, entry.rows), digest.hexdigest())
 
-    def _zeros(self, leaf: Leaf, watch: Watch) -> Cut:
+    def _zeros(self, leaf: Leaf) -> Cut:
         entry = self._entries[leaf.name]
         return Cut([torch.zeros(entry.shape[1:], dtype=entry.dtype)] * self.num_shards)
 
-    def _shared(self, leaf: Leaf, watch: Watch) -> Cut:
+    def _shared(self, leaf: Leaf) -> Cut:
         entry = self._entries[leaf.name]
         whole = self._checkpoint.read(leaf.name)
-        watch.read(leaf.name, whole)
+        self._transfer.inspect(leaf.name, whole)
         whole = cast(whole, entry.dtype)
         part = whole / self.num_shards if leaf.join == "sum" else whole
-        return Cut([part] * self.num_shards, (0, entry.rows), digest_of(whole))
+        return Cut([part] * self.num_shards, (0, entry.rows), checksum_of(whole))

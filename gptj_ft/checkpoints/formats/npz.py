@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.tensor_info import Entry, read_rows
+from gptj_ft.checkpoints.formats.tensor_info import TensorInfo, read_rows
 from gptj_ft.errors import DataError
 from gptj_ft.system.write_behind import PageWriter
 
@@ -40,7 +40,7 @@ class Array:
 
     path: Path
     name: str
-    entry: Entry
+    entry: TensorInfo
     is_reversed: bool
     head: bytes
     crc: int
@@ -101,7 +101,7 @@ def _array(path: Path, file: BinaryIO, members: dict[str, zipfile.ZipInfo], numb
         raise DataError(f"{path}: {name} holds Python objects, and loading them could run code; it was not loaded")
     if dtype.str not in DTYPES:
         raise DataError(f"{path}: {name} is of type {dtype.str}, which no checkpoint has")
-    entry = Entry(DTYPES[dtype.str], tuple(shape)[::-1] if is_reversed else tuple(shape), start)
+    entry = TensorInfo(DTYPES[dtype.str], tuple(shape)[::-1] if is_reversed else tuple(shape), start)
     if start - begin + entry.num_bytes != member.file_size:
         raise DataError(
             f"{path}: {name} has {member.file_size} bytes, its header says {start - begin + entry.num_bytes}"

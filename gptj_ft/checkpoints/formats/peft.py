@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,25 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptj_ft.checkpoints.base_model import find_model
 from gptj_ft.checkpoints.formats.safetensors import open_shard, write_safetensors
-from gptj_ft.checkpoints.formats.tensor_info import Entry, Shard
-from gptj_ft.checkpoints.model_folder import Checkpoint
-from gptj_ft.checkpoints.writer import partial_name, remove_leftovers
-from gptj_ft.errors import DataError, ResourceError, UsageError
+from gptj_ft.checkpoints.formats.tensor_info import Shard, TensorInfo
+from gptj_ft.checkpoints.model_folder import Checkpoint, copy_files, write_json
+from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.lora import A, B, Rank, is_transposed, linear_layers, widths
 from gptj_ft.models.registry import Architecture
-from gptj_ft.system.digests import FOLDER_DIGESTS, check_file, folder_digests
-from gptj_ft.system.files import (
-    SHARED_FILE,
-    discard,
-    read_bytes,
-    read_text,
-    require_plain,
-    sync_path,
-    sync_tree,
-    write_file,
-)
-from gptj_ft.system.paths import ADAPTER_CONFIG, TOKENIZER_FILES, find_model, is_adapter, is_model
+from gptj_ft.system.atomic import atomic_folder
+from gptj_ft.system.digests import FOLDER_DIGESTS, check_file, folder_digests, read_json
+from gptj_ft.system.files import SHARED_FILE, require_plain, write_file
+from gptj_ft.system.paths import ADAPTER_CONFIG, TOKENIZER_FILES, is_adapter, is_model
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
@@ -80,7 +70,7 @@ class MergedCheckpoint(Checkpoint):
         self._base, self._adapter, self.names = base, adapter, base.names
         self._change: tuple[str, Tensor] = "", torch.empty(0)  # the last one: a tensor may be read in pieces
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> TensorInfo:
         return self._base.entry(name)
 
     def file_of(self, name: str) -> Path:
@@ -189,47 +179,26 @@ def write_adapter(
         UsageError: the folder exists.
         ResourceError: the disk is full, or fails.
     """
-    if os.path.lexists(folder):
-        raise UsageError(f"output folder {folder} exists; name another or remove it")
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base.resolve()), **settings,
         "bias": "none", "inference_mode": True, "init_lora_weights": True,
     }  # fmt: skip
-    draft = partial_name(folder)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder)
-        draft.mkdir()
+    with atomic_folder(folder) as draft:
         tensors = {f"{PREFIX}{name}": matrix.clone() for layer in layers for name, matrix in layer.items()}
         _, digest = write_safetensors(draft / WEIGHTS[0], tensors, torch.float32)
-        for name in TOKENIZER_FILES:
-            if (base / name).is_file():
-                write_file(draft / name, read_bytes(base / name), SHARED_FILE)
-        for name, text in {**files, ADAPTER_CONFIG: json.dumps(config, indent=2) + "\n"}.items():
+        copy_files(base, draft, TOKENIZER_FILES)
+        for name, text in files.items():
             write_file(draft / name, text, SHARED_FILE)
-        digests = json.dumps(folder_digests(draft, {WEIGHTS[0]: digest}), indent=2) + "\n"
-        write_file(draft / FOLDER_DIGESTS, digests, SHARED_FILE)
-        sync_tree(draft)
-        draft.rename(folder)
-        sync_path(folder.parent)
-    except OSError as error:
-        raise ResourceError(f"cannot write {folder}: {error.strerror or error}; make room and repeat") from error
-    finally:
-        discard(draft)
+        write_json(draft / ADAPTER_CONFIG, config)
+        write_json(draft / FOLDER_DIGESTS, folder_digests(draft, {WEIGHTS[0]: digest}))
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        raise UsageError(f"{folder} is no adapter: it has no {ADAPTER_CONFIG}")
     check_file(path)
-    try:
-        config = json.loads(read_text(path))
-    except OSError as error:
-        raise UsageError(f"{folder} is no adapter: it has no {ADAPTER_CONFIG}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise DataError(f"{path}: expected an object, found {type(config).__name__}")
-    return config
+    return read_json(path)
 
 
 def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:

@@ -10,7 +10,7 @@ from pickle import UnpicklingError
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.tensor_info import PIECE_BYTES, Entry, read_rows
+from gptj_ft.checkpoints.formats.tensor_info import PIECE_BYTES, TensorInfo, read_rows
 from gptj_ft.errors import DataError
 
 
@@ -21,19 +21,19 @@ class PickleShard:
         self.path = path
         size = path.stat().st_size
         _check_zip(path, size)
-        entries: dict[str, Entry] = {}
+        entries: dict[str, TensorInfo] = {}
         self._strided: set[str] = set()
         for name, tensor in _load(path, "meta").items():
             begin = tensor.untyped_storage()._checkpoint_offset
             assert begin is not None, "PyTorch does not say where the data are"
             at = begin + int(tensor.storage_offset()) * tensor.dtype.itemsize
-            entry = Entry(tensor.dtype, tuple(tensor.shape), at if tensor.is_contiguous() else 0)
+            entry = TensorInfo(tensor.dtype, tuple(tensor.shape), at if tensor.is_contiguous() else 0)
             if not entry.offset:
                 self._strided.add(name)
             elif at + entry.num_bytes > size:
                 raise DataError(f"{path}: {name} lies beyond its end ({size} bytes); get the file again")
             entries[name] = entry
-        self.entries: Mapping[str, Entry] = entries
+        self.entries: Mapping[str, TensorInfo] = entries
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         if name not in self._strided:

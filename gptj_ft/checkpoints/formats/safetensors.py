@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from gptj_ft.checkpoints.formats.pytorch_bin import PickleShard
-from gptj_ft.checkpoints.formats.tensor_info import PIECE_BYTES, Entry, Shard, read_rows
+from gptj_ft.checkpoints.formats.tensor_info import PIECE_BYTES, Shard, TensorInfo, read_rows
 from gptj_ft.errors import DataError
 
 DTYPES = {
@@ -54,7 +54,7 @@ class SafetensorsShard:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.entries: Mapping[str, Entry] = _read_header(path)
+        self.entries: Mapping[str, TensorInfo] = _read_header(path)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         return read_rows(self.path, self.entries[name], start, stop)
@@ -77,7 +77,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dt
         OSError: the disk's own.
     """
     digest = xxhash.xxh3_128()
-    entries = {name: Entry(dtype or tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    entries = {name: TensorInfo(dtype or tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     with path.open("xb") as file:
         file.write(header := header_of(entries))
         digest.update(header)
@@ -91,7 +91,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dt
     return sum(entry.num_bytes for entry in entries.values()), digest.hexdigest()
 
 
-def header_of(entries: Mapping[str, Entry]) -> bytes:
+def header_of(entries: Mapping[str, TensorInfo]) -> bytes:
     """Return what a safetensors file of these tensors, in this order, begins with."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -103,7 +103,7 @@ def header_of(entries: Mapping[str, Entry]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _read_header(path: Path) -> dict[str, Entry]:
+def _read_header(path: Path) -> dict[str, TensorInfo]:
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -128,9 +128,9 @@ def _read_header(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def _entry(value: Mapping[str, Any], start: int) -> Entry:
+def _entry(value: Mapping[str, Any], start: int) -> TensorInfo:
     begin, end = value["data_offsets"]
-    entry = Entry(DTYPES[value["dtype"]], tuple(value["shape"]), start + begin)
+    entry = TensorInfo(DTYPES[value["dtype"]], tuple(value["shape"]), start + begin)
     if any(type(length) is not int or length < 0 for length in entry.shape) or entry.num_bytes != end - begin:
         raise ValueError(f"{end - begin} bytes for {value['dtype']} of shape {value['shape']}")
     return entry

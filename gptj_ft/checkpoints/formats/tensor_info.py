@@ -20,7 +20,7 @@ PIECE_BYTES = 32 << 20  # of what is read at a time where a file leaves the choi
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorInfo:
     """What a file says about one tensor.
 
     Attributes:
@@ -51,7 +51,7 @@ class Shard(Protocol):
     """A weight file, or several that hold the same tensors in parts, that was opened."""
 
     path: Path
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorInfo]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return a tensor, or its rows from ``start`` to ``stop``, on the CPU, in memory of its own."""
@@ -60,7 +60,7 @@ class Shard(Protocol):
         """Return how many rows to read at a time: few enough for little memory, and none read twice."""
 
 
-def read_rows(path: Path, entry: Entry, start: int = 0, stop: int | None = None) -> Tensor:
+def read_rows(path: Path, entry: TensorInfo, start: int = 0, stop: int | None = None) -> Tensor:
     """Read rows of a tensor that a file has in one piece.
 
     It is done past the page cache, which nothing of this size is read from twice, and not by a memory map: its touched

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gptj_ft.checkpoints.base_model import default_download, downloaded_model, find_model
 from gptj_ft.cli.options import Json, Quiet
 from gptj_ft.cli.terminal.output import Output, print_note
 from gptj_ft.errors import UsageError
@@ -85,7 +86,7 @@ def convert(
         mesh_shards=mesh_shards,
         tokenizer=tokenizer,
         verify=verify,
-        merge=paths.find_model(str(merge)) if merge is not None else None,
+        merge=find_model(str(merge)) if merge is not None else None,
         with_optimizer=with_optimizer,
     )
     if conversion.merge is not None:
@@ -96,7 +97,7 @@ def convert(
             raise UsageError(
                 "--push sends a model folder as it is: gptj-ft convert SRC --push REPO; to convert it first, name DEST"
             )
-        send(paths.find_model(str(source)), push, public, dry_run, out)
+        send(find_model(str(source)), push, public, dry_run, out)
         return
     source = source or _downloaded()
     if target is None:
@@ -155,16 +156,15 @@ def _show(console: Console, target: Path, report: ConvertReport, to: str) -> Non
     if to == "mesh":
         return
     if any((target / name).is_file() for name in paths.TOKENIZER_FILES):
-        model = () if target == paths.downloaded_model() else ("--model", target)
+        model = () if target == downloaded_model() else ("--model", target)
         next_steps(console, command_line("finetune", "--recipe", "summarization", "--data", "my.jsonl", *model))
     else:
         say(console, "the source has no tokenizer: copy one's files there, or repeat with --tokenizer FOLDER")
 
 
 def _downloaded() -> Path:
-    from gptj_ft.system import paths
 
-    source = paths.default_download()
+    source = default_download()
     if source is None:
         raise UsageError(
             "no model is downloaded to convert: type `gptj-ft download`, or name a folder: `gptj-ft convert SRC`"

@@ -40,7 +40,7 @@ def download(
 
     from gptj_ft.checkpoints.download import Wanted
     from gptj_ft.checkpoints.download import download as fetch
-    from gptj_ft.system.paths import DEFAULT_REPOSITORY
+    from gptj_ft.models.supported import DEFAULT_REPOSITORY
 
     if variant not in (None, "fp32", "fp16"):
         raise UsageError(f"--variant {variant}: fp32 or fp16")
@@ -56,8 +56,8 @@ def download(
 
 def _show(console: Console, report: DownloadReport, dry_run: bool) -> None:
     """Show which files were, or would be, fetched, where they are, and what to type next."""
+    from gptj_ft.checkpoints.base_model import default_download
     from gptj_ft.cli.terminal.screen import next_steps, panel, table, whole
-    from gptj_ft.system.paths import default_download
     from gptj_ft.system.units import gigabytes
 
     files = [(gigabytes(file.bytes), file.remote or file.name) for file in report.files]

@@ -125,7 +125,7 @@ def evaluate(
         from gptj_ft.evaluation.comparison import parse_gates
         from gptj_ft.evaluation.metrics import score_names
         from gptj_ft.evaluation.metrics.language_model import NAMES
-        from gptj_ft.system.files import require_new
+        from gptj_ft.system.atomic import require_new
 
     for path in reports or ():
         check_report_path(path)
@@ -146,7 +146,7 @@ def evaluate(
         asked = parse_gates(gates or (), score_names(options.metrics))
         _conclude(_score(predictions, options, rows, baseline, (limit, allow_empty)), asked, wishes)
         return
-    from gptj_ft.system.paths import default_model, find_model
+    from gptj_ft.checkpoints.base_model import default_model, find_model
 
     folder = find_model(model) if model else default_model("evaluate")
     options = for_model(folder, flags, config, assignments).recipe

@@ -33,7 +33,7 @@ from gptj_ft.cli.terminal.output import Output, as_tuple, print_note, print_resu
 from gptj_ft.config.options import Generation, Recipe
 from gptj_ft.config.resolve import Resolved, resolve
 from gptj_ft.errors import UsageError
-from gptj_ft.system.paths import TINY_MODELS
+from gptj_ft.models.supported import TINY_MODELS
 from gptj_ft.system.plain_text import command_line
 from gptj_ft.system.signals import every_ctrl_c
 
@@ -102,7 +102,7 @@ def generate(
     _check_kind(prompt, rows, output, chat, stream or as_json)
     if dry_run and not rows:
         raise UsageError("--dry-run tells what the rows of a file take: add --input FILE --output FILE")
-    from gptj_ft.system.paths import default_model, find_model
+    from gptj_ft.checkpoints.base_model import default_model, find_model
 
     out = Output(as_json, quiet)
     with out.activity():
@@ -182,9 +182,9 @@ def _answer(folder: Path, options: Recipe, text: str, more: Mapping[str, str], s
 
 def _is_tiny(folder: Path) -> bool:
     """Tell whether a model is one that `--model tiny` made, or was tuned from one."""
-    from gptj_ft.checkpoints.metadata import read_tuning
+    from gptj_ft.checkpoints.metadata import read_metadata
 
-    tuning = read_tuning(folder)
+    tuning = read_metadata(folder)
     names = (folder.name, tuning.base_model if tuning else "")
     return any(re.fullmatch(rf"({'|'.join(TINY_MODELS)})-[0-9a-f]{{12}}-\d+", name) for name in names)
 
@@ -269,9 +269,9 @@ def for_model(
     plain: bool = False,
 ) -> Resolved:
     """Resolve options for a model: what it remembers of its training ranks as its recipe."""
-    from gptj_ft.checkpoints.metadata import read_tuning
+    from gptj_ft.checkpoints.metadata import read_metadata
 
-    tuning = None if plain else read_tuning(folder)
+    tuning = None if plain else read_metadata(folder)
     base = (f"model {folder}", tuning.template) if tuning else None
     return resolve(flags, config, as_tuple(assignments), base=base)
 

@@ -15,7 +15,7 @@ from gptj_ft.cli.terminal.output import as_tuple, print_json, print_result
 from gptj_ft.config import yaml
 from gptj_ft.config.options import GROUPS, Recipe
 from gptj_ft.config.resolve import Resolved, resolve
-from gptj_ft.system.files import new_files
+from gptj_ft.system.atomic import atomic_files
 from gptj_ft.system.plain_text import command_line
 
 WIDTH, COMMENTS_FROM = 80, 34
@@ -90,6 +90,6 @@ def copy_recipe(
 
     target = target or Path(f"{name}.yaml")
     text = preset_file(name).read_text(encoding="utf-8")
-    with new_files(target) as (file,):
+    with atomic_files(target) as (file,):
         file.write(text)
     print_result(f"{target}: yours to change\nnext: {command_line('finetune', '--config', target, '--data')} FILE")

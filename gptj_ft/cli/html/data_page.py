@@ -22,7 +22,7 @@ from gptj_ft.data.loss_mask import stretches
 from gptj_ft.data.readers.rows import in_words
 from gptj_ft.data.split import split
 from gptj_ft.errors import UsageError
-from gptj_ft.system.files import new_files, require_new
+from gptj_ft.system.atomic import atomic_files, require_new
 from gptj_ft.system.plain_text import shortened
 
 PERSONAL = "personal data"  # in the text of a warning
@@ -111,7 +111,7 @@ def write_report(path: Path, facts: Mapping[str, Any]) -> None:
         UsageError: it exists, or cannot be written.
         ResourceError: the disk is full.
     """
-    with new_files(path) as (file,):
+    with atomic_files(path) as (file,):
         # A name of a file may hold bytes that are no characters.
         file.write(WRITERS[path.suffix.lower()](facts).encode(errors="backslashreplace").decode())
 

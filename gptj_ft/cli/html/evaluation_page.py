@@ -25,8 +25,8 @@ from gptj_ft.errors import UsageError
 from gptj_ft.evaluation.comparison import LOWER_IS_BETTER, ModelComparison
 from gptj_ft.evaluation.metrics import METRICS
 from gptj_ft.evaluation.metrics.bootstrap import Estimate, PairedEstimates
+from gptj_ft.system.atomic import atomic_files, require_new
 from gptj_ft.system.digests import read_json
-from gptj_ft.system.files import new_files, require_new
 
 SAMPLE_CHARACTERS = 1000
 LONG_CHARACTERS, LONG_LINES = 200, 6  # from which on a page folds a text
@@ -317,7 +317,7 @@ def write_report(path: Path, facts: Facts, json_facts: Facts) -> None:
         UsageError: it exists, or cannot be written.
         ResourceError: the disk is full.
     """
-    with new_files(path) as (file,):
+    with atomic_files(path) as (file,):
         text = WRITERS[path.suffix.lower()](facts, json_facts)
         file.write(text.encode(errors="backslashreplace").decode())
 

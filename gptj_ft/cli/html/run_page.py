@@ -12,7 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from gptj_ft.checkpoints.metadata import read_tuning
+from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.cli.html import to_page
 from gptj_ft.cli.html.charts import FEWEST_JOINED, Axis, Line, line_chart, lowest_of
 from gptj_ft.cli.html.evaluation_page import (
@@ -35,8 +35,9 @@ from gptj_ft.data.dataset import Prepared, is_prepared, load
 from gptj_ft.data.lengths import bins_of
 from gptj_ft.data.loss_mask import lengths_of
 from gptj_ft.errors import DataError, GptjFtError, ResourceError, UsageError
+from gptj_ft.system.atomic import atomic_files
 from gptj_ft.system.digests import read_json
-from gptj_ft.system.files import new_files, read_text, replace_text
+from gptj_ft.system.files import read_text, replace_text
 from gptj_ft.system.plain_text import one_line
 from gptj_ft.system.units import clock, gigabytes
 from gptj_ft.training.runs import Summary, summarize
@@ -84,7 +85,7 @@ def write_comparison(runs: Sequence[Run], path: Path) -> None:
     """
     with _readable(runs):
         facts = _compared(runs, path)
-    with new_files(path) as (file,):
+    with atomic_files(path) as (file,):
         file.write(to_page("runs", facts).encode(errors="backslashreplace").decode())
 
 
@@ -238,7 +239,7 @@ def _digests(parts: Mapping[str, Prepared]) -> list[str]:
 def _overview(run: Run) -> dict[str, str]:
     """Return a run at a glance: name of a fact -> text."""
     recipe, found, lines = run.recipe(), summarize(run), [line for line in run.metrics() if "loss" in line]
-    tuning = read_tuning(run.model) if found.status == "finished" else None
+    tuning = read_metadata(run.model) if found.status == "finished" else None
     chosen = _environment(run)
     asked = recipe.weights, recipe.optimizer_state
     not_known = "chosen by the run, not recorded"

@@ -18,8 +18,8 @@ from gptj_ft.streaming.stores.base import parts
 from gptj_ft.streaming.stores.queue import TransferQueue
 from gptj_ft.streaming.stores.state_file import Digests, StateFile, layer_path
 from gptj_ft.system.cuda import Transfer, copy, pin
-from gptj_ft.system.direct_io import disk_error, open_direct, sync, sync_folder
-from gptj_ft.system.files import keep_folder, new_name, remove
+from gptj_ft.system.direct_io import RESUME, open_direct, sync, sync_folder
+from gptj_ft.system.files import disk_error, keep_folder, new_name, remove
 from gptj_ft.system.memory import allocate
 
 SPARE = ".spare.new"  # in place of the suffix of a file that was replaced, and is written over by and by
@@ -186,5 +186,5 @@ class DiskStore:
             descriptor = open_direct(path, flags)
             os.truncate(descriptor, self._files[layer].num_bytes)
         except OSError as error:
-            raise disk_error(error, str(path)) from error
+            raise disk_error(error, path, RESUME) from error
         return descriptor
