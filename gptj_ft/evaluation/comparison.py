@@ -1,4 +1,4 @@
-"""Two systems side by side: scores with intervals, what changed and how sure that is, and what was asked for."""
+"""Compare two evaluations: scores with confidence intervals, changes row by row, thresholds."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class ChangesByRow:
-    """Rows on which a system does better than its baseline, and worse, by one score.
+    """Count the rows that one score ranks better, worse or the same as the baseline.
 
     Attributes:
-        score: its name.
+        score: name of the score.
         better: rows, the greatest gain first.
         worse: rows, the greatest loss first.
-        same: how many are neither.
+        same: number of rows with equal scores.
         before: the score of each row, by the baseline.
         after: the score of each row, by the system.
     """
@@ -53,13 +53,13 @@ class ChangesByRow:
 
 @dataclass(frozen=True)
 class ModelComparison:
-    """A system, the one it is compared with, and what follows.
+    """Hold two evaluations of the same rows and their differences.
 
     Attributes:
-        model: what was measured.
-        baseline: what it is compared with, on the same rows; ``None``: nothing.
-        comparison: of all rows.
-        by_file: of the rows of each file, where they come from several.
+        model: evaluation of the system.
+        baseline: evaluation of the other system on the same rows, or ``None``.
+        comparison: estimates over all rows.
+        by_file: estimates over the rows of each file, if there are several.
         by_row: wins and losses; ``None`` without a baseline.
     """
 
@@ -70,7 +70,7 @@ class ModelComparison:
     by_row: ChangesByRow | None
 
     def to_dict(self, texts: bool) -> dict[str, Any]:
-        """Return what JSON can hold; texts only if asked for. What is not finite is ``None``."""
+        """Convert to JSON values, with texts only on request; values that are not finite become ``None``."""
         facts = {
             "model": _to_dict(self.model, self.comparison, texts),
             "baseline": _to_dict(self.baseline, _of_baseline(self.comparison), texts) if self.baseline else None,
@@ -112,7 +112,7 @@ def compare_models(
 
 
 def same_rows(model: Evaluation, baseline: Evaluation | None) -> None:
-    """Check that two evaluations can be compared.
+    """Check that two evaluations are of the same rows.
 
     Raises:
         UsageError: the rows are not the same.
@@ -129,7 +129,7 @@ MOST_FILES = 10  # that are worth a table each
 
 @dataclass(frozen=True)
 class Gate:
-    """A score that is asked for: ``rougeL>=30``."""
+    """Require a score: ``rougeL>=30``."""
 
     text: str
     name: str
@@ -138,14 +138,14 @@ class Gate:
 
 
 def parse_gates(texts: Sequence[str], names: Sequence[str]) -> list[Gate]:
-    """Read what ``--gate`` was given.
+    """Parse the thresholds of ``--gate``.
 
     Args:
         texts: such as ``rougeL>=30``.
-        names: of the scores there will be.
+        names: available scores.
 
     Raises:
-        UsageError: it cannot be read, or there will be no such score.
+        UsageError: a threshold that is malformed, or of a score that is not available.
     """
     gates = []
     for text in texts:
@@ -162,7 +162,7 @@ def parse_gates(texts: Sequence[str], names: Sequence[str]) -> list[Gate]:
 
 
 def failed_gates(gates: Sequence[Gate], verdict: ModelComparison) -> list[str]:
-    """Return which scores are not what was asked for, and what they are."""
+    """Describe the thresholds that the scores do not reach."""
     scores = verdict.comparison.scores
     return [
         f"{gate.text}: it is {scores[gate.name].value:.4f}" if gate.name in scores else f"{gate.text}: no row has it"

@@ -1,4 +1,4 @@
-"""The rows that a model is measured on: what its loss is taken of, what it is asked, what is accepted."""
+"""Build an evaluation set: documents for the loss, prompts, and accepted answers."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ UNLIMITED = 2**31 - 1  # tokens of a row
 
 @dataclass(frozen=True)
 class EvalSet:
-    """Rows, as one model is asked about them.
+    """Rows of an evaluation, tokenized for one model.
 
     Attributes:
         documents: for the loss.
         prompts: for answers.
-        references: what is accepted.
+        references: accepted answers of each row.
         places: file and line.
-        facts: what tells these rows from others.
-        notes: what to know about them.
+        facts: identity of the rows, for the result cache.
+        notes: warnings on the rows, for the report.
     """
 
     documents: list[Document]
@@ -43,7 +43,7 @@ class EvalSet:
 
 
 def make_eval_set(recipe: Recipe, tokenizer: RowTokenizer, folder: Path, data: Path, limit: int | None) -> EvalSet:
-    """Prepare rows for a model.
+    """Tokenize rows for a model.
 
     Raises:
         UsageError, DataError: as `read_or_prepare`.
@@ -76,7 +76,7 @@ def make_eval_set(recipe: Recipe, tokenizer: RowTokenizer, folder: Path, data: P
 
 
 def with_short_answers(task: EvalSet, new_tokens: int, window: int) -> EvalSet:
-    """Add a note on prompts that leave no room for a whole answer in what the model can see."""
+    """Note the prompts that leave no room for a whole answer in the context."""
     count = sum(len(prompt) + new_tokens > window for prompt in task.prompts)
     if not count:
         return task
@@ -101,7 +101,7 @@ def _task(prepared: Prepared, facts: dict[str, Any], notes: tuple[str, ...]) -> 
 
 
 def _cut_prompts(task: EvalSet, most: int, max_length: int) -> EvalSet:
-    """Cut the end of longer prompts off; for the loss perhaps more, so that the completion finds room."""
+    """Truncate long prompts at the end; for the loss further, so that the completion fits."""
 
     def cut(document: Document) -> Document:
         completion = len(document.ids) - document.prompt_length

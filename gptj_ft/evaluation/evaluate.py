@@ -1,4 +1,4 @@
-"""Does it help? What a model makes of rows: its loss on them, and the answers that it gives or holds for likeliest."""
+"""Evaluate a model on a dataset: per-row loss, and generated or most likely answers."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ Progress = Callable[[int, int], None]  # called with (rows done, rows to do)
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One model on some rows, or the outputs of any system.
+    """Scores of a model, or of the outputs of any system, on a dataset.
 
     Attributes:
-        model: its folder, or the file of outputs.
-        figures: its scores, loss and perplexities among them, by name.
-        places: of each row, its file and line.
-        answers: what it wrote, row by row; empty texts where nothing was to be written.
-        references: what was accepted, row by row.
-        notes: what to know about the figures.
+        model: model folder, or file of outputs.
+        figures: statistics by name, loss and perplexities included.
+        places: file and line of each row.
+        answers: generated text of each row; empty where none was asked for.
+        references: accepted answers of each row.
+        notes: warnings on the scores.
         target_tokens: tokens the loss is over; 0 if there is none.
     """
 
@@ -76,23 +76,23 @@ class Evaluation:
 
     @property
     def scores(self) -> dict[str, float]:
-        """Every score by name."""
+        """Scores of all rows, by name."""
         return values(self.figures, self.rows)
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """An evaluation that has not begun.
+    """An evaluation that is planned, with cached results.
 
     Attributes:
         folder: the model folder.
         recipe: templates, metrics, generation settings, device.
-        tokenizer: of the model, if it has one.
+        tokenizer: tokenizer of the model, or ``None``.
         task: the rows.
         device: where it runs.
-        dtype: of the computation.
-        journal: what is known already.
-        plan: what it takes.
+        dtype: data type of the computation.
+        journal: cache of per-row results.
+        plan: memory and token budget.
     """
 
     folder: Path
@@ -105,12 +105,12 @@ class EvaluationPlan:
     plan: InferencePlan
 
     def with_note(self, note: str) -> EvaluationPlan:
-        """Return it with something more to be known about its rows."""
+        """Return a copy with one more note."""
         return replace(self, task=replace(self.task, notes=(*self.task.notes, note)))
 
 
 def plan_evaluation(folder: Path, recipe: Recipe, data: Path, limit: int | None) -> EvaluationPlan:
-    """Prepare to measure a model on rows, or to go on where an evaluation like this one was killed.
+    """Plan an evaluation, or resume one that was interrupted.
 
     Args:
         folder: the model folder.
@@ -119,7 +119,7 @@ def plan_evaluation(folder: Path, recipe: Recipe, data: Path, limit: int | None)
         limit: use only the first rows.
 
     Raises:
-        ResourceError: it does not fit.
+        ResourceError: the model does not fit in memory.
     """
     architecture = read_architecture(base_folder(folder))
     own = tokenizer_folder(folder)
@@ -151,11 +151,11 @@ def plan_evaluation(folder: Path, recipe: Recipe, data: Path, limit: int | None)
 
 
 def fitted(recipe: Recipe, folders: Iterable[Path], data: Path) -> Recipe:
-    """Return a recipe with rows that every one of some models can read; prepared rows are as long as they are.
+    """Limit row length to the context of every model that is compared; prepared rows keep theirs.
 
     Args:
-        recipe: its ``max_length`` may be more than a model's context.
-        folders: of the models, which are all to be measured on the same.
+        recipe: recipe whose ``max_length`` may exceed a model's context.
+        folders: folders of the models to evaluate on the same rows.
         data: the rows.
     """
     if is_prepared(data):
@@ -165,7 +165,7 @@ def fitted(recipe: Recipe, folders: Iterable[Path], data: Path) -> Recipe:
 
 
 def evaluate_model(planned: EvaluationPlan, progress: Progress | None = None) -> Evaluation:
-    """Measure a model on rows. Its journal is to be closed when nothing can go wrong any more.
+    """Evaluate a model on its rows. Close the result cache once the results are saved.
 
     Args:
         planned: model and rows.
@@ -197,7 +197,7 @@ def evaluate_model(planned: EvaluationPlan, progress: Progress | None = None) ->
 
 
 def facts_of(folder: Path, recipe: Recipe) -> dict[str, Any]:
-    """Return what, beside the rows, decides what a model makes of them."""
+    """Collect what, besides the rows, determines the results: model, options, version."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     keys = {"metrics", "generation", "completion", "labels", "seed", "micro_batch_tokens"}
     return {
@@ -210,11 +210,11 @@ def facts_of(folder: Path, recipe: Recipe) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class EvaluationRun:
-    """What is to be found out about a model that is open, and what is known already.
+    """Run an evaluation on an open model, reusing cached results.
 
     Attributes:
         planned: model and rows.
-        architecture: of the model.
+        architecture: family and configuration of the model.
         stack: the model.
         progress: see `evaluate_model`.
     """
@@ -225,7 +225,7 @@ class EvaluationRun:
     progress: Progress | None = None
 
     def run(self) -> tuple[list[RowLoss], list[str]]:
-        """Return the loss of each row, and the answer to it: of labels the likeliest, else what is written.
+        """Compute per-row losses and answers (the most likely label, else generated text).
 
         Without a metric that asks for it, nothing is answered.
 
@@ -250,7 +250,7 @@ class EvaluationRun:
         return [RowLoss(**known[row]) for row in range(number)], [answers.get(row, "") for row in range(number)]
 
     def _answer(self, answerer: Predictor, rows: Sequence[int]) -> None:
-        """Answer some rows; where the loss is of the same prompts, find it, too, so that these are read once."""
+        """Answer rows; compute the loss in the same pass where it shares their prompts."""
         task, journal = self.planned.task, self.planned.journal
         prompts, documents = [task.prompts[row] for row in rows], [task.documents[row] for row in rows]
         shared = all(
@@ -282,13 +282,13 @@ class EvaluationRun:
 
 
 def with_warnings(evaluation: Evaluation, recipe: Recipe) -> Evaluation:
-    """Add what makes scores unfit for these rows to the notes."""
+    """Add warnings about metrics that do not suit these rows."""
     warning = rouge_metric.warning(evaluation.references) if "rouge" in recipe.metrics else None
     return replace(evaluation, notes=(*evaluation.notes, warning)) if warning else evaluation
 
 
 def choose_baseline(folder: Path, name: str) -> Path | None:
-    """Return the model to compare with.
+    """Choose the baseline model.
 
     Args:
         folder: the model that is measured.
@@ -309,7 +309,7 @@ def choose_baseline(folder: Path, name: str) -> Path | None:
 
 
 def default_rows(folder: Path) -> Path:
-    """Return the validation rows of the run a model belongs to.
+    """Find the validation rows of the run that made a model.
 
     Raises:
         UsageError: there are none.

@@ -1,4 +1,4 @@
-"""What a model makes of texts that are there: the loss of each row, and how likely each of several answers is."""
+"""Score given texts: per-row loss, and log-likelihoods of candidate answers."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Asked = tuple[Sequence[int], Sequence[tuple[int, int]]]  # a document; of it, po
 
 
 def passes(sizes: Sequence[int], most_tokens: int) -> Iterator[range]:
-    """Yield which rows share a pass over the weights: in order, as many as the tokens allow, at least one.
+    """Group rows, in order, into passes over the weights within a token budget; at least one row each.
 
     Args:
         sizes: tokens of each row.
-        most_tokens: of a pass.
+        most_tokens: token budget of a pass.
     """
     start = tokens = 0
     for row, size in enumerate(sizes):
@@ -53,11 +53,11 @@ def losses(
     budget_tokens: int,
     score: Score | None = None,
 ) -> list[RowLoss]:
-    """Return the loss of each document; all of them share a pass over the weights.
+    """Compute the loss of each document in one pass over the weights.
 
     Args:
         stack: the model.
-        tokenizer: its tokenizer, for the words and bytes of the targets, if it has one.
+        tokenizer: tokenizer for counting words and bytes of the targets, or ``None``.
         documents: each with at least one target.
         budget_tokens: tokens computed at once.
         score: reads them; by default `score_tokens`.
@@ -83,7 +83,7 @@ def losses(
 
 
 def candidates(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> dict[str, list[int]]:
-    """Return the answers that a recipe of labels allows, as text and as tokens; none if it allows others.
+    """Return the labels of a recipe with their tokens; empty if answers are free text.
 
     The words alone are compared, as GPT-3's authors did (https://arxiv.org/abs/2005.14165, 2.4). EOS counts only where
     one label's tokens begin another's, which could never be as likely as its own beginning.
@@ -98,7 +98,7 @@ def candidates(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> dict[str, 
 
 
 def documents_of(prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the fewest documents that have what comes before each token of each answer; the prompt, if that is all."""
+    """Build the fewest documents that contain the context of every answer token."""
     beginnings = {tuple(answer[:-1]) for answer in answers}
     longest = [
         each for each in beginnings if not any(each != other and other[: len(each)] == each for other in beginnings)
@@ -108,7 +108,7 @@ def documents_of(prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> lis
 
 @dataclass(frozen=True)
 class Likelihood:
-    """How likely an answer is: the logarithm of its probability, nats, and whether each of its tokens is likeliest."""
+    """Log-probability of an answer in nats, and whether greedy decoding would produce it."""
 
     total: float
     is_likeliest: bool
@@ -120,12 +120,12 @@ def log_likelihoods(
     answers: Sequence[Sequence[Sequence[int]]],
     budget_tokens: int,
 ) -> list[list[Likelihood]]:
-    """Return how likely each prompt's answers are after it; all of them share a pass over the weights.
+    """Compute the log-likelihood of each prompt's answers in one pass over the weights.
 
     Args:
         stack: the model.
         prompts: token ids of each, none empty.
-        answers: of each prompt, the token ids of its answers.
+        answers: token ids of the answers of each prompt.
         budget_tokens: tokens computed at once.
     """
     asked: list[Asked] = []
@@ -149,7 +149,7 @@ def _likelihood(scores: TokenScores, span: slice) -> Likelihood:
 
 
 def _targets(document: Document) -> list[range]:
-    """Return which tokens are targets, stretch by stretch; the first never is, as nothing predicts it."""
+    """Return the spans of target tokens; never the first token, which nothing predicts."""
     row = {"input_ids": document.ids, "prompt_length": document.prompt_length, "untrained": document.untrained}
     spans = [range(max(start, 1), end) for start, end in list(pairwise(stretches(row)))[1::2]]
     return [span for span in spans if span]
@@ -158,7 +158,7 @@ def _targets(document: Document) -> list[range]:
 def _text_size(
     tokenizer: PreTrainedTokenizerFast | None, stretches: Sequence[Sequence[int]]
 ) -> tuple[int, int] | tuple[None, None]:
-    """Count the words and bytes that stretches of tokens stand for; nothing if some are ids that no token has.
+    """Count words and bytes of token spans; ``None`` if an id has no token.
 
     GPT-J has 143 such ids, which other systems use as separators. Bytes are counted token by token, as decoded, half a
     character would count as another: the tokenizers of GPT-2 and GPT-J write a token with a character for each byte.
@@ -176,7 +176,7 @@ def _text_size(
 def _ask(
     stack: LayerStack, asked: Sequence[Asked], budget_tokens: int, score: Score | None = None
 ) -> list[TokenScores]:
-    """Return the scores of what is asked about each document, in one pass over the weights."""
+    """Score the token queries of each document in one pass over the weights."""
     groups = first_fit([len(ids) for ids, _ in asked], budget_tokens)
     batches, wanted = [], []
     for group in groups:

@@ -1,4 +1,4 @@
-"""Answers to rows, and their scores: of labels the likeliest, else what the model writes."""
+"""Predict answers to rows, and score them: the most likely label, else generated text."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class Predictor:
-    """Answers prompts as a recipe wants it.
+    """Predict the answers of prompts as the recipe asks.
 
     Args:
         recipe: labels, generation settings, seed.
-        tokenizer: of the model.
-        architecture: of the model.
+        tokenizer: tokenizer of the model.
+        architecture: family and configuration of the model.
         stack: the model; nothing of it is changed.
-        together: how many tokens go together.
+        together: token budget of a pass.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Predictor:
 
     @property
     def writes(self) -> bool:
-        """Whether answers are written, and not chosen among labels."""
+        """Whether answers are generated rather than chosen among labels."""
         return not self._labels
 
     def together(self, prompts: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
-        """Yield the rows that share the passes over the weights."""
+        """Group rows that share passes over the weights."""
         if self._labels:
             answers = list(self._labels.values())
             return passes([sum(map(len, documents_of(prompt, answers))) for prompt in prompts], self._sizes.read)
@@ -61,7 +61,7 @@ class Predictor:
         return batches_by_length(lengths, self._recipe.generation, 1, self._sizes.written, self._window)
 
     def answer(self, prompts: Sequence[Sequence[int]], seed: int) -> list[str]:
-        """Return an answer to each of some prompts that `together` has put together.
+        """Answer a group of prompts made by `together`.
 
         torch's generator is left as it was.
 
@@ -78,7 +78,7 @@ class Predictor:
     def answer_and_score(
         self, prompts: Sequence[Sequence[int]], documents: Sequence[Document], seed: int
     ) -> tuple[list[str], list[RowLoss]]:
-        """Return the same, and the loss of the documents that begin with the prompts: the prompts are read once."""
+        """Answer prompts and compute the loss of the documents that begin with them, reading the prompts once."""
         model, settings = self._model(), self._recipe.generation
         reading = Prefill(model, [len(prompt) for prompt in prompts], settings.num_beams)
         found = losses(self._stack, self._tokenizer, documents, self._sizes.computed, reading.score)
@@ -102,7 +102,7 @@ class Predictor:
 
 
 def scores_of(recipe: Recipe, answers: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
-    """Return the recipe's scores of answers; where there is no answer, to say so is as good as to say nothing.
+    """Score answers with the recipe's metrics; the recipe's "no answer" text counts as an empty answer.
 
     Raises:
         DataError: a row without what a metric needs.

@@ -1,4 +1,4 @@
-"""Outputs in files: those of any system, to be scored without a model, and those of an evaluation, to be kept."""
+"""Read predictions of any system and score them without a model; write the outputs of an evaluation."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ SHOWN = 5  # places in a message
 
 @dataclass(frozen=True)
 class PredictionRow:
-    """A prediction, or a row to be predicted.
+    """A prediction, or a row of the dataset.
 
     Attributes:
-        place: its file and line.
-        id: what it is called, if anything.
+        place: file and line.
+        id: identifier, or ``None``.
         text: the prediction; empty in a row.
         references: all texts that are right; ``None``: it does not say.
     """
@@ -99,10 +99,10 @@ def _has_no_answer(recipe: Recipe, line: PredictionRow) -> bool:
 
 
 def write_outputs(path: Path, model: Evaluation, baseline: Evaluation | None) -> None:
-    """Write a new file, a line for each row: where it is from, what was written and accepted, and its scores.
+    """Write a new JSONL file: place, output, references and scores of each row.
 
     Raises:
-        UsageError: it exists, or cannot be written.
+        UsageError: a file that exists, or cannot be written.
         ResourceError: the disk is full.
     """
     by_row = {name: figure.rows_N for name, figure in model.figures.items() if figure.rows_N is not None}
@@ -120,7 +120,7 @@ def write_outputs(path: Path, model: Evaluation, baseline: Evaluation | None) ->
 
 
 def _number(value: float) -> float | None:
-    """JSON has no NaN and no infinity."""
+    """Map NaN and infinity, which JSON lacks, to ``None``."""
     return float(value) if abs(value) < float("inf") else None
 
 
@@ -145,13 +145,13 @@ def _read(path: Path) -> Iterator[PredictionRow]:
 
 
 def _is_texts_by_id(values: Mapping[str, Any]) -> bool:
-    """Tell whether an object is SQuAD's form of predictions, not a line of one."""
+    """Tell whether an object is a SQuAD prediction file (texts by id), not one line."""
     keys = {*TEXT_KEYS, *REFERENCE_KEYS, ID}
     return not keys & values.keys() and all(isinstance(value, str) for value in values.values())
 
 
 def _rows(recipe: Recipe, data: Path) -> tuple[list[PredictionRow], tuple[str, ...]]:
-    """Return the rows of a file with their references, and notes on those left out."""
+    """Read the rows of a dataset with their references, and notes on skipped rows."""
     if is_prepared(data):
         table = load(data).rows
         columns = (table[name] for name in ("source", "line", "references"))
@@ -171,7 +171,7 @@ def _rows(recipe: Recipe, data: Path) -> tuple[list[PredictionRow], tuple[str, .
 
 
 def _matched(path: Path, predictions: Sequence[PredictionRow], rows: Sequence[PredictionRow]) -> list[PredictionRow]:
-    """Return the predictions of the rows, with their references, in the order of the rows; of rows left out none."""
+    """Match predictions to rows, in the order of the rows; skipped rows have none."""
     if all(each.id is not None for each in (*predictions, *rows)):
         of_id, wanted = _by_id(predictions), _by_id(rows)
         unknown = [each.place for id, each in of_id.items() if id not in wanted]

@@ -1,4 +1,4 @@
-"""Rows of a file to prompts, their answers to a file that is gone on with after a kill.
+"""Answer the rows of a file; the output file resumes after an interruption.
 
 Rows share passes over the weights in batches that depend on the rows and the settings only, and each batch has a seed
 of its own. So what was killed and gone on with is, answer by answer, what would have been written without.
@@ -38,13 +38,13 @@ SEED_STRIDE = 1_000_003  # between the seeds of batches
 
 @dataclass(frozen=True)
 class BatchPrompt:
-    """A row.
+    """A row as a prompt.
 
     Attributes:
-        head: what its line in the output begins with: line, file if there are several, id if it has one.
-        ids: tokens of its prompt; none: it cannot be answered.
-        cut: whether the prompt was shortened.
-        problem: why it cannot be answered.
+        head: first keys of its output line: line, file if there are several, id if it has one.
+        ids: token ids of the prompt; empty if the row cannot be answered.
+        cut: whether the prompt was truncated.
+        problem: reason why the row cannot be answered.
     """
 
     head: dict[str, Any]
@@ -55,7 +55,7 @@ class BatchPrompt:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """What became of the rows: all, those that were there already, shortened, and those that cannot be answered."""
+    """Counts of a finished batch: rows in all, found in the output, truncated, and unusable."""
 
     rows: int
     found: int
@@ -65,15 +65,15 @@ class BatchResult:
 
 @dataclass(frozen=True)
 class BatchJob:
-    """The rows of a file, ready to be answered.
+    """A planned batch generation.
 
     Attributes:
-        questions: all of them.
-        findings: what is wrong with some.
-        output: gets a line for each row as it is answered; in the order of the rows in the end.
-        settings: what the answers depend on.
-        num_return: answers to each row.
-        plan: what it takes.
+        questions: prompts of all rows.
+        findings: problems of rows.
+        output: JSONL file, one line a row; in row order when finished.
+        settings: settings that determine the answers.
+        num_return: number of answers per row.
+        plan: memory and token budget.
     """
 
     questions: list[BatchPrompt]
@@ -85,13 +85,13 @@ class BatchJob:
 
 
 def plan_batch(setup: GenerationSetup, source: Path, output: Path, num_return: int = 1) -> BatchJob:
-    """Prepare to answer every row of a file, or to go on where an earlier call with the same rows was stopped.
+    """Plan the generation for every row of a file, or resume an earlier one.
 
     Args:
         asker: model and settings; the model folder is noted beside the output.
         source: the rows.
         output: a new file, or one that was begun.
-        num_return: answers to each row.
+        num_return: number of answers per row.
 
     Raises:
         DataError: more unreadable or unusable rows than ``max_bad_rows``.
@@ -118,7 +118,7 @@ def plan_batch(setup: GenerationSetup, source: Path, output: Path, num_return: i
 def run_batch(
     generator: Generator, planned: BatchJob, progress: Callable[[int, int], None] | None = None
 ) -> BatchResult:
-    """Answer rows; go on where it was stopped.
+    """Generate the answers of a batch, resuming where it was interrupted.
 
     Args:
         writer: the model.
@@ -156,7 +156,7 @@ def run_batch(
 
 
 def read_prompts(setup: GenerationSetup, source: Path, findings: Findings) -> Iterator[BatchPrompt]:
-    """Yield the rows of a file as prompts; those that cannot be used are among the findings, too."""
+    """Read the rows of a file as prompts; unusable rows are also recorded in the findings."""
     recipe = setup.recipe
     columns = _columns(source, recipe)
     files = set[str]()
@@ -173,7 +173,7 @@ def read_prompts(setup: GenerationSetup, source: Path, findings: Findings) -> It
 
 
 def _columns(source: Path, recipe: Recipe) -> dict[str, str]:
-    """Choose the columns of the prompt's fields; those of an answer are not needed."""
+    """Choose the columns of the prompt's fields; answer columns are optional."""
     found: dict[str, None] = {}
     findings = Findings(recipe.max_bad_rows)
     for number, row in enumerate(read_rows(source, findings, FileOptions.of(recipe))):

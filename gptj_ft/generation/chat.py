@@ -1,4 +1,4 @@
-"""A conversation with a model: what was said before is part of the prompt, as far as there is room for it."""
+"""Chat with a model: earlier messages are part of the prompt as far as the context allows."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Say = Callable[[str], object]
 
 
 def check_is_chat(recipe: Recipe) -> None:
-    """Check that a model's template is one of conversations.
+    """Check that a model's template takes conversations.
 
     Raises:
-        UsageError: it is not.
+        UsageError: a model tuned for single texts.
     """
     if not is_chat(recipe):
         single = f"was tuned for single texts ({recipe.recipe}), not for conversations"
@@ -39,7 +39,7 @@ def run_chat(
     Args:
         generator: model whose template takes conversations.
         said: the messages of the user, asked for one by one.
-        system: what the model is told before everything else; stays when the oldest messages are left out.
+        system: system message; kept when the oldest messages are dropped.
         show: takes pieces of an answer as they are written, and a line's end after each answer.
         note: takes what is not an answer.
     """
@@ -60,7 +60,7 @@ def run_chat(
 
 
 def _answer(generator: Generator, messages: list[dict[str, str]], show: Say, note: Say) -> str:
-    """Return the answer; nothing if there is none: the conversation goes on without the question."""
+    """Generate the answer; empty if there is none, and the conversation continues without the question."""
     try:
         answer = generator.write({MESSAGES: Conversation(messages)}, show=show)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Prompts to texts: how the settings of a recipe become those of `transformers`' search, and tokens become answers."""
+"""Decode: generate tokens with `transformers`' search, and turn them into answers."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def generate_tokens(
     streamer: BaseStreamer | None = None,
     read: RaggedCache | None = None,
 ) -> list[list[int]]:
-    """Continue prompts, all of them in each pass over the weights. Rows that have ended cost nothing more.
+    """Generate continuations of prompts, all in each pass over the weights. Finished rows cost nothing.
 
     Args:
         model: the streamed model.
-        tokenizer: its tokenizer; EOS ends a row.
+        tokenizer: tokenizer of the model; EOS ends a row.
         prompts: token ids, one sequence a row, none empty.
         settings: greedy at temperature 0, else sampling from torch's default generator.
         num_return: continuations of each prompt.
         streamer: is given the tokens of a single prompt as they come; not with beams.
-        read: what is kept of the prompts, if they have been read already; see `streamed_model.Prefill`.
+        read: cache of prompts that have been prefilled, see `hf_model.Prefill`.
 
     Returns: the new tokens of each row, EOS and what follows left out; continuations of a prompt side by side.
     """
@@ -66,12 +66,12 @@ def generate_tokens(
 
 
 def text_of(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int], settings: Generation) -> str:
-    """Return the answer that new tokens are: it ends before the first stop string and is stripped."""
+    """Decode new tokens to an answer, cut at the first stop string and stripped."""
     return cut_at(tokenizer.decode(tokens, skip_special_tokens=True), settings.stop).strip()
 
 
 def cut_at(text: str, stop: Sequence[str]) -> str:
-    """Return the text up to the first stop string that comes after something was said."""
+    """Cut a text at the first stop string that follows a non-blank character."""
     start = len(text) - len(text.lstrip())
     ends = [at for string in stop if (at := text.find(string, start)) >= 0]
     return text[: min(ends, default=len(text))]

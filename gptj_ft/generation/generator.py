@@ -138,7 +138,7 @@ def check_num_return(recipe: Recipe, num_return: int) -> None:
     """Check that a search can give so many different answers.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: a search that gives fewer.
     """
     settings = recipe.generation
     if num_return > 1 and settings.temperature == 0 and settings.num_beams < num_return:

@@ -1,4 +1,4 @@
-"""The streamed model as a `transformers` model that can generate: search, sampling and stopping come from there.
+"""Wrap the streamed model as a `transformers` model, which provides search, sampling and stopping.
 
 `transformers` pads a batch on the left; here the padding is taken off again, and every prompt of the batch shares
 each pass over the weights as a document of its own.
@@ -30,7 +30,7 @@ COMPUTED_TOKENS = 2048
 
 
 class ForwardPasses:
-    """Passes over the same weights, one after another: while one ends, the next one's first layers are on their way."""
+    """Run forward passes one after another; the next pass's first layers are prefetched while one ends."""
 
     def __init__(self, stack: LayerStack) -> None:
         self._stack = stack
@@ -40,12 +40,12 @@ class ForwardPasses:
     def read(
         self, batches: Sequence[PackedBatch], positions: Sequence[Tensor], wanted: Sequence[Wanted] = ()
     ) -> tuple[Tensor, list[TokenScores]]:
-        """Return the logits after some tokens of batches, fp32 [positions of all, V], and how likely others are.
+        """Compute logits at some positions, fp32 [positions of all batches, V], and score token queries.
 
         Args:
             batches: which share the pass.
-            positions: of each batch, the tokens whose logits are returned.
-            wanted: of each batch, the tokens whose likelihood is; none: of no batch.
+            positions: positions of each batch whose logits are returned.
+            wanted: token queries of each batch; empty for none.
         """
         stack, top = self._stack, len(self._stack.layers) - 1
         if stack.coming is not self._stream:
@@ -64,7 +64,7 @@ class ForwardPasses:
 
 
 class RaggedCache(DynamicCache):  # type: ignore[misc]
-    """What `transformers` believes to be its cache: it counts padded columns and carries ours.
+    """Cache for `transformers`: counts padded columns and carries the ragged key-value caches.
 
     Attributes:
         ends: tokens after which a row needs no more logits; none: `transformers` is not told to stop at them.
@@ -81,20 +81,20 @@ class RaggedCache(DynamicCache):  # type: ignore[misc]
         self.first: Tensor | None = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the columns seen so far, padding included: `generate` feeds only what comes after."""
+        """Return the number of columns seen, padding included: `generate` feeds only later ones."""
         return self.num_columns
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams that survived."""
+        """Reorder rows to the surviving beams."""
         self.kv.select(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take columns back, so many as the number is below zero: guesses that were wrong."""
+        """Remove the last columns (a negative number): rejected guesses."""
         self.num_columns += tokens_to_remove
         self.kv.crop(-tokens_to_remove)
 
     def live(self, tokens: Tensor) -> Tensor:
-        """Drop the rows that have ended; return the numbers of those that have not.
+        """Drop finished rows; return the indices of the others.
 
         Args:
             tokens: the newest columns of the rows that `transformers` sees, int64 [rows, columns].
@@ -110,12 +110,12 @@ class RaggedCache(DynamicCache):  # type: ignore[misc]
 
 
 class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """A causal language model whose weights are in a `LayerStack`. Only inference.
+    """A causal language model whose weights are streamed. Inference only.
 
     Args:
-        architecture: of the model.
+        architecture: family and configuration of the model.
         stack: its layers.
-        budget_tokens: of prompts, computed at once.
+        budget_tokens: number of prompt tokens computed at once.
     """
 
     _is_stateful = False
@@ -146,15 +146,15 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         logits_to_keep: int = 0,
         **ignored: Any,
     ) -> CausalLMOutputWithPast:
-        """Compute the logits after the newest columns.
+        """Compute the logits of the newest columns.
 
         Args:
             input_ids: new columns, int64 [rows, columns].
             attention_mask: 0 at padding, which may only be on the left, [rows, columns seen before and now]; none: no
                 padding.
-            past_key_values: what the last call returned; none, or an empty one: nothing came before.
+            past_key_values: cache returned by the last call; ``None`` or empty at the start.
             logits_to_keep: columns to return the logits of, the last ones; 0: all.
-            ignored: what `generate` passes on to models that need it.
+            ignored: further arguments of `generate`.
 
         Returns: logits fp32 [rows, columns kept, vocabulary]; zeros at padding and in rows that have ended.
 
@@ -177,7 +177,7 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
     def _begin(self, input_ids: Tensor, is_token: Tensor | None, cache: RaggedCache, kept: int) -> Tensor:
-        """Read the prompts; rows that go on from the same one read it once."""
+        """Prefill the prompts; rows with the same prompt share its prefill."""
         if is_token is None:
             is_token = torch.ones_like(input_ids, dtype=torch.bool)
         width = _equal_rows(input_ids.masked_fill(~is_token, -1))
@@ -200,7 +200,7 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return full.repeat_interleave(width, 0)
 
     def _go_on(self, input_ids: Tensor, cache: RaggedCache, kept: int) -> Tensor:
-        """Read the newest tokens of the rows that have not ended."""
+        """Decode one step for unfinished rows."""
         num_rows, columns = input_ids.shape
         rows = cache.live(input_ids)
         if not len(rows):
@@ -216,7 +216,7 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return logits.new_zeros(num_rows, kept, logits.shape[-1]).index_copy(0, rows, logits)
 
     def checked(self, logits: Tensor) -> Tensor:
-        """Return logits that are numbers.
+        """Check that logits are finite.
 
         Raises:
             NotFinite: they are not.
@@ -230,7 +230,7 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
 
 class Prefill:
-    """Documents that are read once: what is asked about them is scored, and their prompts are gone on from.
+    """Prefill documents once: score token queries on them and continue from their prompts.
 
     Args:
         model: the model.
@@ -247,7 +247,7 @@ class Prefill:
         self.cache.kv.begin(counts, width, model.device)
 
     def score(self, batches: Sequence[PackedBatch], wanted: Sequence[Wanted]) -> list[TokenScores]:
-        """Do what `streaming.score_tokens` does, on all of the documents."""
+        """Score token queries on all documents, as `score_tokens` does."""
         own = [replace(batch, cache=self.cache.kv) for batch in batches]
         ends = [
             torch.tensor(
@@ -262,7 +262,7 @@ class Prefill:
 
 
 def _equal_rows(rows: Tensor) -> int:
-    """Return into how many equal rows each different one has been multiplied, next to each other."""
+    """Return the repetition count of adjacent equal rows."""
     if len(rows) == 1:
         return 1
     is_other = (rows[1:] != rows[:-1]).any(1).tolist()

@@ -1,4 +1,4 @@
-"""An answer, shown while it is being written."""
+"""Stream an answer while it is generated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNFINISHED = "\ufffd"  # what half a character is decoded to
 
 
 class AnswerStreamer(BaseStreamer):  # type: ignore[misc]
-    """Takes tokens and shows text; what has been shown in the end is the answer as it is without.
+    """Decode tokens incrementally; the pieces shown add up to the answer that decoding at once gives.
 
     Blanks wait for what follows them, because an answer ends without; so does what may become a stop string.
     """
@@ -30,7 +30,7 @@ class AnswerStreamer(BaseStreamer):  # type: ignore[misc]
         self._shown = ""
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt, the first time, then the tokens that are new."""
+        """Receive the prompt first, then new tokens."""
         if not self._has_prompt:
             self._has_prompt = True
             return
@@ -42,11 +42,11 @@ class AnswerStreamer(BaseStreamer):  # type: ignore[misc]
         self._advance(sure.strip().rstrip(UNFINISHED).rstrip())
 
     def end(self) -> None:
-        """Show the rest."""
+        """Show the remaining text."""
         self._advance(text_of(self._tokenizer, self._tokens, self._settings))
 
     def _held_back(self, text: str) -> int:
-        """Return how many characters at the end may be the beginning of a stop string."""
+        """Count the trailing characters that may begin a stop string."""
         starts = (stop[:length] for stop in self._settings.stop for length in range(1, len(stop)))
         return max((len(start) for start in starts if text.endswith(start)), default=0)
 

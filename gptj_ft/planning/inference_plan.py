@@ -1,4 +1,4 @@
-"""What it takes to read a model, to measure it or to write with it: memory, and how much goes together in a pass.
+"""Plan inference: placement, memory, and the token budget of a pass.
 
 Computed before it starts, like the forecast of a training run; what cannot fit is refused.
 """
@@ -33,12 +33,12 @@ LINE_BYTES = 8  # on the disk of a token written
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """How many tokens go together, at most; a row that has more goes alone.
+    """Token budgets of a pass; a longer row goes alone.
 
     Attributes:
         computed: through a layer at once.
-        read: in a pass over the weights when nothing is written.
-        written: of prompts and answers that share the passes while answers are written.
+        read: tokens of a pass that only scores.
+        written: tokens of prompts and answers that share passes while generating.
     """
 
     computed: int
@@ -48,18 +48,18 @@ class TokenBudget:
 
 @dataclass(frozen=True)
 class InferenceWorkload:
-    """What is asked of a model.
+    """Workload of an evaluation or generation.
 
     Attributes:
-        layouts: of each layer.
-        width: of the hidden states.
+        layouts: layout of each layer.
+        width: width of the hidden states.
         vocabulary: tokens that there are.
-        dtype: of the computation.
-        settings: of the writing.
+        dtype: data type of the computation.
+        settings: generation settings.
         documents: tokens of each document whose loss is wanted.
         prompts: tokens of each prompt that an answer is written to.
         num_return: answers to each prompt.
-        adapter_bytes: of an adapter.
+        adapter_bytes: size of the adapter.
     """
 
     layouts: Sequence[Layout]
@@ -74,26 +74,26 @@ class InferenceWorkload:
 
     @classmethod
     def of(cls, architecture: Architecture, dtype: torch.dtype, settings: Generation, **more: Any) -> InferenceWorkload:
-        """Make one of a model and the attributes that come after ``settings``."""
+        """Build a workload from a model and the attributes after ``settings``."""
         config, layouts = architecture.config, [Layout.of(layer) for layer in architecture.layers()]
         return cls(layouts, int(config.n_embd), int(config.vocab_size), dtype, settings, **more)
 
     @property
     def rows_of_prompt(self) -> int:
-        """Rows that go on from each prompt."""
+        """Number of rows generated from each prompt."""
         return max(self.settings.num_beams, self.num_return)
 
     @property
     def hidden_bytes(self) -> int:
-        """Of a token's hidden state."""
+        """Bytes of a token's hidden state."""
         return self.width * self.dtype.itemsize
 
     def weight_bytes(self) -> int:
-        """Of the whole model."""
+        """Bytes of the whole model."""
         return sum(layout.numel for layout in self.layouts) * self.dtype.itemsize
 
     def slot_bytes(self, read_ahead: int) -> int:
-        """Of the buffers that streamed weights pass through."""
+        """Bytes of the buffers of streamed weights."""
         return (read_ahead + 1) * max(layout.numel for layout in self.layouts) * self.dtype.itemsize
 
     def working_bytes(self, together: TokenBudget) -> int:
@@ -120,16 +120,16 @@ class InferenceWorkload:
 
 @dataclass(frozen=True)
 class InferencePlan:
-    """What it takes; bytes.
+    """Placement, token budget and memory of inference; bytes.
 
     Attributes:
         weights: where the model's weights live.
         precision: type of the computation.
-        together: how many tokens go together.
+        together: token budgets.
         device_bytes: needed on the device.
         host_bytes: needed in host memory.
         disk_bytes: needed on the disk for what is found out.
-        have: what may be used.
+        have: available resources.
     """
 
     weights: Place
@@ -142,7 +142,7 @@ class InferencePlan:
 
     @property
     def needs(self) -> list[Need]:
-        """What is needed beside what may be used, resource by resource."""
+        """Needed and available bytes of each resource."""
         return needs_of(self.device_bytes, self.host_bytes, self.disk_bytes, self.have)
 
     @property
@@ -151,7 +151,7 @@ class InferencePlan:
         return sum(max(0, each.need - each.have) for each in self.needs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
+        """Convert to JSON values."""
         return {
             "weights": self.weights,
             "precision": self.precision,
@@ -167,7 +167,7 @@ def batches_by_length(
     most_tokens: int = BATCH_TOKENS,
     window: int | None = None,
 ) -> Iterator[list[int]]:
-    """Yield the rows that share the passes over the weights, given the tokens of their prompts; longest first.
+    """Group rows into passes by prompt length, longest first.
 
     A row whose answer may be cut short by the model's window is alone, so that it cuts no other.
     """
@@ -183,19 +183,19 @@ def batches_by_length(
 
 
 def token_budget_within(reads: InferenceWorkload, computed: int, free_bytes: int) -> TokenBudget:
-    """Return how many tokens may go together where so much of the device is free beside the weights; a row always."""
+    """Compute the token budget for the device memory left beside the weights; at least one row."""
     shares = list(_shares(computed, None))
     fitting = (x for x in shares if reads.working_bytes(x) <= free_bytes)
     return next(fitting, shares[-1])
 
 
 def plan_inference(recipe: Recipe, reads: InferenceWorkload, free: Free, written: int | None = None) -> InferencePlan:
-    """Return the fastest way to read a model that fits.
+    """Choose the fastest inference plan that fits.
 
     Args:
-        recipe: its ``weights`` fix a place or leave it ``auto``; its caps are obeyed.
-        reads: what is asked of the model.
-        free: what the machine has.
+        recipe: recipe with ``weights`` (a place or ``auto``) and memory caps.
+        reads: workload.
+        free: free resources of the machine.
         written: tokens of prompts and answers that go together, where that was decided before.
 
     Raises:
@@ -212,7 +212,7 @@ def plan_inference(recipe: Recipe, reads: InferenceWorkload, free: Free, written
 
 
 def _plans(recipe: Recipe, reads: InferenceWorkload, free: Free, written: int | None) -> Iterator[InferencePlan]:
-    """Yield the ways that the recipe allows, fastest first."""
+    """Enumerate the plans that the recipe allows, fastest first."""
     have = free.capped(recipe)
     for place in PLACES_FASTEST_FIRST:
         # Where the device is the CPU, "host" is its own memory with a copy on top, and only for those who ask for it.
@@ -222,7 +222,7 @@ def _plans(recipe: Recipe, reads: InferenceWorkload, free: Free, written: int | 
 
 
 def _shares(computed: int, written: int | None) -> Iterator[TokenBudget]:
-    """Yield how many tokens may go together: halves, so that a little more or less memory changes nothing."""
+    """Enumerate token budgets by halving, so that small changes of free memory change nothing."""
     together = TokenBudget(computed, max(PASS_TOKENS, computed), written or BATCH_TOKENS)
     yield together
     while together.read > computed or (written is None and together.written > 1):
@@ -255,7 +255,7 @@ Change = tuple[str, Callable[[Recipe, InferenceWorkload], tuple[Recipe, Inferenc
 
 
 def _advice(recipe: Recipe, reads: InferenceWorkload, free: Free) -> str:
-    """Say which options would make it fit: the first two that do, or that none does."""
+    """Suggest the first two options that would make it fit, or say that none does."""
 
     def settings(reads: InferenceWorkload, **options: Any) -> InferenceWorkload:
         return replace(reads, settings=reads.settings.model_copy(update=options))

@@ -1,4 +1,4 @@
-"""What this machine does in a second, as it is known: measured once, and kept in ``machine.json`` in the home folder.
+"""Cache the measured rates of this machine in ``machine.json`` of the home folder.
 
 Measuring takes some seconds, for each device and each file system. A file that is missing, damaged or cannot be
 written costs the seconds again and nothing else.
@@ -34,10 +34,10 @@ _unsaved: dict[tuple[str, str], dict[str, float]] = {}  # what could not be writ
 
 
 def rates(device: torch.device, folder: Path, again: bool = False) -> Rates:
-    """Return the rates of a device and of the file system that a folder is, or will be, on.
+    """Return the rates of a device and of a folder's file system, measured if unknown.
 
     Args:
-        device: that computes.
+        device: device that computes.
         folder: where a run will live.
         again: measure, whatever is known.
     """
@@ -45,14 +45,14 @@ def rates(device: torch.device, folder: Path, again: bool = False) -> Rates:
 
 
 def are_known(device: torch.device, folder: Path) -> bool:
-    """Tell whether `rates` takes no time."""
+    """Tell whether `rates` would measure nothing."""
     folder = existing_folder(folder)
     compute = _recall("compute", _device_key(device), ComputeRates)
     return bool(compute and (_recall("disk", _file_system(folder), DiskRates) or free_disk(folder) < 3 * FILE_BYTES))
 
 
 def compute_rates(device: torch.device, again: bool = False) -> ComputeRates:
-    """Return the rates of a device: known, or measured now."""
+    """Return the rates of a device, from the cache or measured now."""
     key = _device_key(device)
     known = None if again else _recall("compute", key, ComputeRates)
     return known or _keep("compute", key, probe.measure_compute(device))
@@ -64,7 +64,7 @@ def _device_key(device: torch.device) -> str:
 
 
 def disk_rates(folder: Path, again: bool = False) -> DiskRates:
-    """Return the rates of a folder's file system: known, measured now, or `ASSUMED_DISK` if it has no room."""
+    """Return the rates of a folder's file system: cached, measured now, or `ASSUMED_DISK` without room."""
     folder = existing_folder(folder)
     key = _file_system(folder)
     known = None if again else _recall("disk", key, DiskRates)
@@ -79,14 +79,14 @@ def disk_rates(folder: Path, again: bool = False) -> DiskRates:
 
 
 def choose_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """Return the type of the computation: ``auto`` is bf16 where it is `BF16_GAIN` times as fast, else fp32."""
+    """Choose the data type: ``auto`` is bf16 where it is `BF16_GAIN` times as fast, else fp32."""
     if precision == "auto":
         precision = "bf16" if compute_rates(device).gain >= BF16_GAIN else "fp32"
     return PRECISIONS[precision]
 
 
 def reason_for(precision: str, measured: ComputeRates) -> str:
-    """Say why `choose_dtype` chooses what it does."""
+    """Explain the choice of `choose_dtype`."""
     return f"bf16 products are {measured.gain:.2g} times as fast here" if precision == "auto" else "as asked for"
 
 
@@ -120,7 +120,7 @@ def _read_cache() -> dict[str, Any]:
 
 
 def _recall(part: str, key: str, form: type[T]) -> T | None:
-    """Return what is known, here or in the file, if it is whole and makes sense."""
+    """Look up cached rates; damaged or implausible ones are ignored."""
     entries = _read_cache().get(part)
     entry = _unsaved.get((part, key)) or (entries.get(key) if isinstance(entries, dict) else None)
     try:
@@ -137,7 +137,7 @@ def _recall(part: str, key: str, form: type[T]) -> T | None:
 
 
 def _keep(part: str, key: str, measured: T) -> T:
-    """Write what was measured to the file, beside what is known of other devices; if that fails, remember it here."""
+    """Store measured rates in the file, or in memory if it cannot be written."""
     known = _read_cache()
     entries = known.get(part)
     known[part] = {**(entries if isinstance(entries, dict) else {}), key: asdict(measured)}

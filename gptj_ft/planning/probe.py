@@ -1,4 +1,4 @@
-"""What this machine does in a second, measured: matrix products, memory, the link to the device, the disk."""
+"""Measure the machine: matrix products, memory bandwidth, the link to the device, the disk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LONGEST_TRANSFER = 1.5  # seconds after which a slow disk has shown what it does
 
 @dataclass(frozen=True)
 class ComputeRates:
-    """What a device does in a second.
+    """Compute rates of a device.
 
     Attributes:
         fp32: FLOP/s of a matrix product, at GPT-J's width.
@@ -66,25 +66,25 @@ class ComputeRates:
 
     @property
     def gain(self) -> float:
-        """How many times as fast as fp32 bf16 is."""
+        """Speed of bf16 relative to fp32."""
         return self.bf16 / self.fp32
 
     def matmul(self, dtype: torch.dtype, width: int = WIDTH) -> float:
-        """Return the FLOP/s of a matrix product in a model of some width; between the two measured, interpolated."""
+        """Return FLOP/s of a matrix product at a model width, interpolated between the two measured."""
         is_half = dtype == torch.bfloat16
         narrow, wide = (self.bf16_narrow, self.bf16) if is_half else (self.fp32_narrow, self.fp32)
         share = math.log(min(max(width, NARROW), WIDTH) / NARROW) / math.log(WIDTH / NARROW)
         return narrow + share * (wide - narrow)
 
     def memory_for(self, size: float) -> float:
-        """Return the bytes/s of operations on tensors of so many bytes; between the two measured, interpolated."""
+        """Return bytes/s of operations on tensors of a size, interpolated between the two measured."""
         share = math.log(min(max(size, NEAR_BYTES), COPY_BYTES) / NEAR_BYTES) / math.log(COPY_BYTES / NEAR_BYTES)
         return math.exp((1 - share) * math.log(self.near_memory) + share * math.log(self.memory))
 
 
 @dataclass(frozen=True)
 class DiskRates:
-    """What a file system does in a second, past the page cache and with several requests in flight; bytes/s.
+    """Disk rates in bytes/s, by direct I/O with several requests in flight.
 
     Attributes:
         read: while nothing is written.
@@ -101,12 +101,12 @@ class DiskRates:
     write_cpu: float = 0.0
 
     def seconds(self, read: float, written: float) -> float:
-        """Return how long it takes to read and to write so many bytes, side by side as long as there are both."""
+        """Return the seconds to read and write, overlapping as long as there are both."""
         both = min(read, written)
         return 2 * both / self.mixed + (read - both) / self.read + (written - both) / self.write
 
     def cpu_seconds(self, read: float, written: float) -> float:
-        """Return the seconds of a processor that reading and writing so many bytes takes."""
+        """Return the processor seconds that reading and writing cost."""
         return read * self.read_cpu + written * self.write_cpu
 
 
@@ -115,11 +115,11 @@ ASSUMED_DISK = DiskRates(read=0.5e9, write=0.5e9, mixed=0.5e9)  # of a plain SSD
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine does in a second.
+    """Rates of the machine.
 
     Attributes:
-        compute: of the device.
-        disk: of a file system.
+        compute: rates of the device.
+        disk: rates of a file system.
         on_cpu: the device is the CPU, which does the work of transfers too.
     """
 
@@ -133,7 +133,7 @@ class Rates:
 
 
 def measure_compute(device: torch.device) -> ComputeRates:
-    """Measure a device: some three seconds on two cores."""
+    """Measure a device; about three seconds on two cores."""
     load = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
     one, other = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     copy = to_device = from_device = _copy_rate(one, other)
@@ -153,7 +153,7 @@ def measure_compute(device: torch.device) -> ComputeRates:
 
 
 def _block_rates(device: torch.device) -> tuple[float, float]:
-    """Measure what of a block is no product with weights: elements/s of GELU, FLOP/s of causal attention."""
+    """Measure the rest of a block: elements/s of GELU, FLOP/s of causal attention."""
     x = torch.full((4 * NEAR_BYTES // 4,), 0.5, device=device)
     q = torch.full((1, HEADS, ATTENDED, HEAD_DIM), 0.01, device=device)
     gelu = min(_seconds(lambda: F.gelu(x, approximate="tanh"), device) for _ in range(3))
@@ -178,7 +178,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, width: int = WIDTH, in
 
 
 def _matmul_seconds(x: Tensor, weight: Tensor) -> float:
-    """Return the median time of a product; one that takes long is done once."""
+    """Return the median time of a product; a slow one runs once."""
     seconds = _seconds(lambda: F.linear(x, weight), x.device)
     if seconds > LONGEST_PRODUCT / 4:
         return seconds
@@ -187,7 +187,7 @@ def _matmul_seconds(x: Tensor, weight: Tensor) -> float:
 
 
 def measure_disk(folder: Path, file_bytes: int = FILE_BYTES, chunk_bytes: int = CHUNK_BYTES) -> DiskRates:
-    """Measure the file system of a folder in the way that the disk store uses it; leaves nothing behind.
+    """Measure a folder's file system with the disk store's access pattern; leaves no file.
 
     Args:
         folder: where to.
@@ -195,7 +195,7 @@ def measure_disk(folder: Path, file_bytes: int = FILE_BYTES, chunk_bytes: int = 
         chunk_bytes: moved by one call.
 
     Raises:
-        OSError, ResourceError: it cannot be written, or fails.
+        OSError, ResourceError: a file system that cannot be written, or fails.
     """
     with _nameless_file(folder) as old, _nameless_file(folder) as new:
         source, target = _noise(chunk_bytes), _noise(chunk_bytes)
@@ -219,7 +219,7 @@ def measure_disk(folder: Path, file_bytes: int = FILE_BYTES, chunk_bytes: int = 
 
 @dataclass(frozen=True)
 class _Moved:
-    """Some bytes that were moved, what that took and what it took of all processors."""
+    """Bytes moved, wall seconds and processor seconds."""
 
     bytes: int
     seconds: float
@@ -227,7 +227,7 @@ class _Moved:
 
 
 def _mixed_rate(write: Callable[[int], None], old: int, target: memoryview, file_bytes: int) -> float:
-    """Read one file over and over while another is written; return the bytes/s of both together."""
+    """Measure bytes/s of simultaneous reading and writing."""
     part = target[: len(target) // 4]  # small, so that little is read after the last write
     num_read, start = 0, time.perf_counter()
     with ThreadPoolExecutor(1) as pool:
@@ -238,7 +238,7 @@ def _mixed_rate(write: Callable[[int], None], old: int, target: memoryview, file
 
 
 def _transfer(move: Callable[[int], object], most: int, chunk: int) -> _Moved:
-    """Move chunks until there are no more or time is up."""
+    """Move chunks until all are done or time is up."""
     start, cpu_start, done, seconds = time.perf_counter(), time.process_time(), 0, 0.0
     while done == 0 or (done < most and seconds < LONGEST_TRANSFER):
         move(done)
@@ -254,7 +254,7 @@ def _write(descriptor: int, source: memoryview, offset: int) -> None:
 
 @contextmanager
 def _nameless_file(folder: Path) -> Iterator[int]:
-    """Open a new file that is gone as soon as it is closed, or this process ends, however it ends."""
+    """Open an unlinked file, which disappears when it is closed or the process ends."""
     path = folder / f".measure-{uuid.uuid4().hex}"
     descriptor = open_direct(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
@@ -265,14 +265,14 @@ def _nameless_file(folder: Path) -> Iterator[int]:
 
 
 def _noise(size: int) -> memoryview:
-    """Return bytes that no disk can compress, on a page boundary."""
+    """Return incompressible, page-aligned bytes."""
     words = allocate(size // 8, torch.int64, torch.device("cpu"))
     words.random_(generator=torch.Generator().manual_seed(0))  # the generator that runs use is left alone
     return memoryview(words.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _copy_rate(source: Tensor, target: Tensor) -> float:
-    """Return the bytes/s of a copy; the best of three, the first of which has touched the memory."""
+    """Measure bytes/s of a copy: the best of three, the first of which faults the pages in."""
     device = source.device if source.device.type != "cpu" else target.device
     seconds = min(_seconds(lambda: target.copy_(source, non_blocking=True), device) for _ in range(3))
     return source.nbytes / seconds

@@ -1,4 +1,4 @@
-"""What this machine has free for a run, and whether a model can take rows of a length."""
+"""Query free memory and disk, and check row length against the model's context."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gptj_ft.system.files import disk_bytes, files_in
 
 
 def free_resources(device: torch.device, folder: Path) -> Free:
-    """Return what this machine has for a run: what is free, and the disk space that its folder has taken already."""
+    """Return the resources of a run: free ones, and the disk space that its folder occupies already."""
     taken = disk_bytes(files_in(folder))
     host = machine.free_memory(torch.device("cpu"))
     is_shared = device.type == "cpu"
@@ -23,7 +23,7 @@ def free_resources(device: torch.device, folder: Path) -> Free:
 
 
 def check_lengths(recipe: Recipe, architecture: Architecture) -> None:
-    """Refuse rows longer than the model was made for.
+    """Refuse rows longer than the model's context.
 
     Raises:
         UsageError: ``max_length`` is above the model's context.

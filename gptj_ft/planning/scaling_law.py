@@ -1,4 +1,4 @@
-"""What a training amounts to beside a pre-training from scratch, and the loss that one would reach.
+"""Compare a run with pre-training from scratch by Cerebras-GPT's scaling law.
 
 Cerebras-GPT (https://arxiv.org/abs/2304.03208) fitted seven models, trained on the Pile with 20 tokens a parameter, by
 one power law of the FLOPs that went into them.
@@ -20,22 +20,22 @@ COUNTED = 0.88  # of these numbers, by `pretraining_flops`, at least
 
 
 def pile_loss(flops: float) -> float:
-    """Return the loss on the Pile's test set, in nats a token of GPT-2's vocabulary, after so many FLOPs."""
+    """Predict the loss on the Pile's test set, in nats per GPT-2 token, for a compute budget in FLOPs."""
     return float((flops / 5.984e22) ** -0.0737 + 0.5066)
 
 
 @dataclass(frozen=True)
 class ScalingForecast:
-    """What a run's training amounts to.
+    """Compute of a run beside that of pre-training.
 
     Attributes:
-        tokens: of the run; ``None`` while its steps are not counted.
-        tokens_per_parameter: of the run, likewise.
-        flops: of the run, likewise: 6 for each weight and token, as everyone counts (see `meters.Flops`).
-        flops_per_step: of an average step.
-        scratch_tokens: that the model would be trained on from scratch, at `TOKENS_PER_PARAMETER`.
-        scratch_flops: that this would take, counted as those of the law are: attention scores and embedding, too.
-        scratch_pile_loss: that the law predicts then.
+        tokens: tokens of the run; ``None`` while its steps are not counted.
+        tokens_per_parameter: tokens of the run per parameter, likewise.
+        flops: FLOPs of the run, likewise: 6 per weight and token, as everyone counts (see `Flops`).
+        flops_per_step: FLOPs of an average step.
+        scratch_tokens: tokens of pre-training at `TOKENS_PER_PARAMETER`.
+        scratch_flops: FLOPs of pre-training, counted as the law does: with attention scores and embedding.
+        scratch_pile_loss: loss predicted for that compute.
         is_in_range: whether the law was fitted or confirmed there.
     """
 
@@ -58,15 +58,15 @@ class ScalingForecast:
         num_steps: int | None,
         flops_per_step: float | None = None,
     ) -> ScalingForecast:
-        """Count.
+        """Compute the forecast of a run.
 
         Args:
-            layouts: of the model's layers.
-            width: of its hidden states.
+            layouts: layout of each layer.
+            width: width of the hidden states.
             context: tokens of a window when it is trained from scratch.
             step: tokens of an average step, and those of them with a target.
-            num_steps: of the run.
-            flops_per_step: of the model; by default those of training all of it.
+            num_steps: steps of the run.
+            flops_per_step: FLOPs of a step; default: of training all parameters.
         """
         num_parameters = sum(layout.num_parameters for layout in layouts)
         per_step = count_flops(layouts, *step).model if flops_per_step is None else flops_per_step
@@ -85,13 +85,13 @@ class ScalingForecast:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it for `--json`."""
+        """Convert to JSON values."""
         law = {"fitted_flops": FITTED_FLOPS, "confirmed_flops": CONFIRMED_FLOPS}
         return {**asdict(self), "scratch_tokens_per_parameter": TOKENS_PER_PARAMETER, **law}
 
 
 def pretraining_flops(layouts: Sequence[Layout], width: int, context: int, tokens: float) -> float:
-    """Count the FLOPs of a pre-training as https://arxiv.org/abs/2203.15556 does in its appendix F.
+    """Count the FLOPs of pre-training as appendix F of https://arxiv.org/abs/2203.15556.
 
     That is, with a product for the embedding, and with attention scores that are computed in whole windows and not
     masked. For the models of Cerebras-GPT this gives 88 to 94 % of the published numbers.

@@ -1,4 +1,4 @@
-"""Which options would make a run fit: found by turning them and forecasting again, not by rule of thumb."""
+"""Suggest options that make a run fit, found by forecasting again with each, not by rule of thumb."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LEAST_LENGTH = 64  # tokens a row; below that a run is of no use
 
 @dataclass(frozen=True)
 class Candidate:
-    """A run with some options turned, and how to type them."""
+    """A run with some options changed, and how to type them."""
 
     recipe: Recipe
     load: Load
     typed: tuple[str, ...] = ()
 
     def with_options(self, typed: str, load: Load | None = None, **options: Any) -> Candidate:
-        """Return the run with more options turned."""
+        """Return a copy with more options changed."""
         return Candidate(self.recipe.model_copy(update=options), load or self.load, (*self.typed, typed))
 
 
@@ -33,14 +33,14 @@ Lack = Callable[[Recipe, Load], int]
 
 
 def suggest(recipe: Recipe, load: Load, lack: Lack, ways: Sequence[str] = (), has_begun: bool = False) -> str:
-    """Return which options to change, as a phrase: the two that help most.
+    """Suggest options to change, as a phrase: the two that help most.
 
     Options that change no number of the run come first. Where none is enough alone, pairs are tried.
 
     Args:
-        recipe: of the run that does not fit.
-        load: what it asks for.
-        lack: what it would lack, were these different.
+        recipe: recipe of the run that does not fit.
+        load: workload of the run.
+        lack: function that returns the missing bytes of a changed run.
         ways: other ways to make it fit, which come before all.
         has_begun: whether the run is resumed, which only takes options that change no number.
     """
@@ -106,14 +106,14 @@ OTHERS: Sequence[Knob] = (_compute_less_at_once, _smaller_batches, _shorter_rows
 
 
 def _halves(value: int, least: int) -> Iterator[int]:
-    """Yield half of a value, a quarter and so on, down to the least."""
+    """Enumerate halves of a value down to a minimum."""
     while value > least:
         value = max(value // 2, least)
         yield value
 
 
 def _scaled(load: Load, share: float) -> Load:
-    """Return a load whose steps have a share of the tokens, but hold a row at least."""
+    """Scale the tokens of a workload's steps, keeping at least one row."""
     return replace(
         load,
         step_tokens=max(round(load.step_tokens * share), load.longest_row),

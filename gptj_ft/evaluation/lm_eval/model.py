@@ -1,4 +1,4 @@
-"""A streamed model as lm-eval sees it: its requests, many to a pass over the weights.
+"""Adapt a streamed model to lm-eval: many requests share a pass over the weights.
 
 Texts become tokens, and windows of them, as lm-eval's own model of `transformers` makes them, so that the figures are
 the same. Only `harness`, which needs the extra of that name, imports this.
@@ -40,10 +40,10 @@ Pair = tuple[list[int], list[int]]  # what comes before, and what is asked about
 
 @dataclass
 class KeptResults:
-    """What lm-eval's requests have been answered with.
+    """Cache of answers to lm-eval's requests.
 
     Attributes:
-        facts: what decides the answers, beside the requests.
+        facts: what determines the answers besides the requests.
         progress: called with (requests done, requests of the kind).
         journals: to be removed when nothing can go wrong any more.
     """
@@ -53,27 +53,27 @@ class KeptResults:
     journals: list[ResultCache] = field(default_factory=list)
 
     def of(self, kind: str, requests: Sequence[Instance]) -> ResultCache:
-        """Return what is known of some requests, by their numbers."""
+        """Return cached answers of some requests, by number."""
         digest = sha256(json.dumps([request.args for request in requests], default=str).encode()).hexdigest()
         journal = ResultCache({**self.facts, "kind": kind, "requests": digest})
         self.journals.append(journal)
         return journal
 
     def show(self, done: int, total: int) -> None:
-        """Tell how far it is."""
+        """Report progress."""
         if self.progress:
             self.progress(done, total)
 
 
 class StreamedLM(TemplateLM):  # type: ignore[misc]
-    """A `StreamedModel` that answers lm-eval's requests.
+    """Answer lm-eval's requests with a `StreamedModel`.
 
     Args:
         model: the model.
-        tokenizer: its tokenizer.
-        together: how many tokens go together.
+        tokenizer: tokenizer of the model.
+        together: token budget of a pass.
         findings: where answers are noted.
-        seed: of what is sampled.
+        seed: seed of sampling.
     """
 
     def __init__(
@@ -96,29 +96,29 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that nothing comes before."""
+        """Token that precedes a text without context."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return a text's tokens."""
+        """Tokenize a text."""
         return tokenize(self.tokenizer, [string])[0]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Return how likely each continuation is after its context, and whether each of its tokens is likeliest."""
+        """Compute the log-likelihood of each continuation, and whether it is the greedy one."""
         journal = self._findings.of("loglikelihood", requests)
         pairs = [self._pair(*request.args) for request in requests]
         return [(total, bool(greedy)) for total, greedy in self._score(pairs, journal)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """Return how likely each text is, each token after as much of the text as the model can see."""
+        """Compute the log-likelihood of each text, with as much context per token as fits."""
         journal = self._findings.of("rolling", requests)
         windows = [list(self._windows(str(request.args[0]))) for request in requests]
         found = iter(self._score([pair for each in windows for pair in each], journal))
         return [math.fsum(next(found)[0] for _ in each) for each in windows]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Return what is written after each context, up to the first of the task's stop strings."""
+        """Generate after each context, up to the first stop string of the task."""
         journal = self._findings.of("generate", requests)
         known = journal.of("text")
         by_settings: dict[str, list[int]] = {}
@@ -170,7 +170,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
         yield from map(make_disjoint_window, windows)
 
     def _score(self, pairs: Sequence[Pair], journal: ResultCache) -> list[tuple[float, int]]:
-        """Return logarithms of probability and whether they are the likeliest; pairs with one context share it."""
+        """Score continuations; pairs with the same context share it."""
         known = journal.of("score")
         groups: dict[tuple[int, ...], list[int]] = {}
         for number, (before, _) in enumerate(pairs):
@@ -199,7 +199,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
 
 
 def settings_of(asked: Mapping[str, Any], eos: str) -> tuple[Generation, list[str]]:
-    """Return what a task's ``generation_kwargs`` mean here, and the strings that end a text.
+    """Translate a task's ``generation_kwargs`` into generation settings and stop strings.
 
     Raises:
         UsageError: one that is not known.

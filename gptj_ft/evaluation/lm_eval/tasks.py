@@ -1,4 +1,4 @@
-"""lm-eval's tasks, asked of a model and of its baseline, as scores with intervals like those of other evaluations.
+"""Evaluate a model and its baseline on lm-eval's tasks, with the intervals of other evaluations.
 
 https://github.com/EleutherAI/lm-evaluation-harness. Needs the extra ``harness``; values are lm-eval's own.
 """
@@ -46,10 +46,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class TaskSelection:
-    """Which tasks, and how.
+    """Selected tasks and their settings.
 
     Attributes:
-        names: of tasks, groups or tags.
+        names: names of tasks, groups or tags.
         include_path: a folder with more of them.
         num_fewshot: examples before each question; ``None``: as the task says.
         limit: questions of each task, the first ones; ``None``: all.
@@ -63,14 +63,14 @@ class TaskSelection:
 
 @dataclass(frozen=True)
 class LoadedTasks:
-    """lm-eval's tasks with their rows, as its evaluator takes them."""
+    """Loaded tasks with their rows, as lm-eval's evaluator takes them."""
 
     tasks: Mapping[str, Any]
     whole: Any
 
     @property
     def score_names(self) -> list[str]:
-        """Names of the scores there will be."""
+        """Names of the scores of the loaded tasks."""
         own = [
             score_name(name, metric, each.name)
             for name, task in self.tasks.items()
@@ -88,7 +88,7 @@ class LoadedTasks:
 
 
 def score_name(task: str, metric: str, filter_name: str) -> str:
-    """Return what a score is called: ``task.metric``, and what picked the answer if that has a name."""
+    """Name a score: ``task.metric``, and the filter unless it is the default."""
     return f"{task}.{metric}" + ("" if filter_name == "none" else f".{filter_name}")
 
 
@@ -127,7 +127,7 @@ def load_tasks(chosen: TaskSelection, offline: bool) -> LoadedTasks:
 
 @contextmanager
 def _rows_from_the_hub() -> Iterator[None]:
-    """Let the `datasets` package, by which tasks fetch their rows, use the network meanwhile."""
+    """Allow the `datasets` package, which fetches the rows of tasks, to use the network."""
     import datasets
 
     before = datasets.config.HF_HUB_OFFLINE
@@ -140,7 +140,7 @@ def _rows_from_the_hub() -> Iterator[None]:
 
 
 def _manager(make: Callable[..., Any], chosen: TaskSelection) -> Any:
-    """Return what knows the tasks; lm-eval's own thousands are looked at only if one of them is asked for."""
+    """Build the task manager; lm-eval's thousands of tasks are indexed only if one of them is named."""
     path = str(chosen.include_path) if chosen.include_path else None
     if path is not None:
         own = make(include_path=path, include_defaults=False)
@@ -165,7 +165,7 @@ def _unloadable(error: Exception) -> Exception:
 
 @dataclass(frozen=True)
 class TasksPlan:
-    """A model that is to be asked, and what that takes."""
+    """A planned evaluation on tasks."""
 
     folder: Path
     recipe: Recipe
@@ -175,7 +175,7 @@ class TasksPlan:
 
 
 def plan_tasks(folder: Path, recipe: Recipe) -> TasksPlan:
-    """Plan for requests as long as the model can take, since how long they are only its tokenizer tells.
+    """Plan for requests as long as the context, since their length is not known before tokenization.
 
     Raises:
         ResourceError: it does not fit.
@@ -193,7 +193,7 @@ def plan_tasks(folder: Path, recipe: Recipe) -> TasksPlan:
 def ask(
     planned: TasksPlan, loaded: LoadedTasks, limit: int | None, progress: Progress | None
 ) -> tuple[Evaluation, list[ResultCache]]:
-    """Have lm-eval measure a model; go on where that was killed.
+    """Evaluate a model with lm-eval, resuming from cached answers.
 
     Returns: the scores, and the journals to be closed when nothing can go wrong any more.
 
@@ -247,10 +247,10 @@ def compare_on_tasks(model: Evaluation, baseline: Evaluation | None, seed: int) 
 
 @dataclass(frozen=True)
 class ResampledStatistic:
-    """A score that a task's own function makes of what its rows got.
+    """A statistic computed by a task's own aggregation function.
 
     Attributes:
-        items: of each row of the task.
+        items: per-row values of the task's metric.
         rows: which of all rows they are.
         aggregate: makes a score of items.
     """
@@ -275,7 +275,7 @@ class ResampledStatistic:
 
 @dataclass(frozen=True)
 class FixedStatistic:
-    """A score of which no row has a part: of a group of tasks."""
+    """A statistic without per-row parts: the score of a group of tasks."""
 
     value: float
     rows_N: None = None
@@ -335,7 +335,7 @@ def _are_numbers(items: Sequence[Any]) -> bool:
 
 
 def _answer(sample: Mapping[str, Any]) -> str:
-    """Return what was written, or how likely each choice is."""
+    """Return the generated text, or the log-likelihood of each choice."""
     found = sample["filtered_resps"]
     if found and isinstance(found[0], str):
         return str(found[0])
@@ -344,7 +344,7 @@ def _answer(sample: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep lm-eval, and the bars of the libraries under it, from writing over what is shown."""
+    """Silence lm-eval and the progress bars of its libraries."""
     from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     logger, bars, had_bars = (

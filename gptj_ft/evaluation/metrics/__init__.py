@@ -1,4 +1,4 @@
-"""Scores of written answers, named and computed as published results compute them.
+"""Score answers with metrics named and computed as in published results.
 
     rouge       ROUGE-1, -2, -L, -Lsum as by the rouge-score package, and -Lsum by sentences; means over rows
     squad       exact match and F1 as by SQuAD's official scripts, v1.1 and v2.0, and a strict match; means over rows
@@ -25,10 +25,10 @@ Scorer = Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, Statistic]
 
 @dataclass(frozen=True)
 class Metric:
-    """A way of scoring answers.
+    """A metric: its function and the names of its scores.
 
     Attributes:
-        names: of its scores; those that only some data have among them.
+        names: names of its scores, including those that need certain data.
         main: the one that says most, and says it of each row, too.
         scorer: answers, and for each all texts that are right -> score by name.
         needs_reference: whether a row without a text that is right cannot be scored.
@@ -49,14 +49,14 @@ METRICS: Mapping[str, Metric] = {
 
 
 def score_names(metrics: Sequence[str]) -> list[str]:
-    """Return the names of all scores that some metrics may have."""
+    """List the names of all scores of some metrics."""
     return [name for metric in metrics for name in METRICS[metric].names]
 
 
 def score(
     metrics: Sequence[str], predictions: Sequence[str], references: Sequence[Sequence[str]], stemming: bool = True
 ) -> dict[str, Statistic]:
-    """Return every score of the named metrics.
+    """Compute every score of the named metrics.
 
     Args:
         metrics: keys of `METRICS`.

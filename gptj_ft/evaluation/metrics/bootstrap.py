@@ -1,4 +1,4 @@
-"""How sure a score is: percentile intervals of the bootstrap over rows, and of the difference of two systems.
+"""Estimate confidence intervals by the paired bootstrap over rows (percentile method).
 
 Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13; paired, as in Koehn (2004),
 https://aclanthology.org/W04-3250: both systems are scored on the same samples of the rows.
@@ -21,7 +21,7 @@ PERCENTILES = (2.5, 97.5)
 
 @dataclass(frozen=True)
 class Estimate:
-    """A score, or a difference of two, and the interval that has it in 95 of 100 samples; none of a single row."""
+    """A score or a difference of scores, with its 95 % interval; none for a single row."""
 
     value: float
     low: float | None
@@ -35,7 +35,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PairedEstimates:
-    """Scores by name: of a system, of the one it is compared with, and the first minus the second on the same rows."""
+    """Estimates by score name: of the system, of its baseline, and of their difference on the same rows."""
 
     scores: Mapping[str, Estimate]
     baseline: Mapping[str, Estimate]
@@ -49,13 +49,13 @@ def compare(
     seed: int,
     part: Vector | None = None,
 ) -> PairedEstimates:
-    """Estimate the scores of one or two systems on the same rows.
+    """Estimate the scores of one or two systems on the same rows, and their differences.
 
     Args:
-        figures: of the system.
-        baseline: of the other, or none.
+        figures: statistics of the system.
+        baseline: statistics of the baseline, or ``None``.
         num_rows: rows of both.
-        seed: of the samples.
+        seed: seed of the resampling.
         part: 1 for each row that counts, 0 for the others; by default all count.
     """
     part_N = np.ones(num_rows) if part is None else part
@@ -71,7 +71,7 @@ def compare(
 
 
 def _sampled(figures: Mapping[str, Statistic], part_N: Vector, seed: int) -> dict[str, Vector]:
-    """Return each score of all rows, and then of each sample."""
+    """Evaluate each score on all rows, then on each sample."""
     found: dict[str, list[Vector]] = {name: [figure.evaluate(part_N[None])] for name, figure in figures.items()}
     for weights_BN in _weights(part_N, seed) if figures else ():
         for name, figure in figures.items():
@@ -80,7 +80,7 @@ def _sampled(figures: Mapping[str, Statistic], part_N: Vector, seed: int) -> dic
 
 
 def _weights(part_N: Vector, seed: int) -> Iterator[Vector]:
-    """Yield how often each row stands in samples as large as the part, drawn from it with replacement."""
+    """Draw samples with replacement, as counts of each row."""
     generator = np.random.Generator(np.random.PCG64(seed))
     rows = np.flatnonzero(part_N)
     for start in range(0, SAMPLES, TOGETHER):
@@ -91,7 +91,7 @@ def _weights(part_N: Vector, seed: int) -> Iterator[Vector]:
 
 
 def _estimate(values: Vector, num_rows: int) -> Estimate:
-    """Make an estimate of the value of all rows, which comes first, and those of the samples."""
+    """Build an estimate from the value of all rows, which comes first, and those of the samples."""
     samples = values[1:][~np.isnan(values[1:])]
     if num_rows < 2 or not len(samples):
         return Estimate(float(values[0]), None, None)

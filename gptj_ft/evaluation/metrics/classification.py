@@ -1,4 +1,4 @@
-"""Labels: how many are right, and whether the rare ones are, too."""
+"""Classification metrics: accuracy and macro-averaged F1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NAMES = ("accuracy", "macro_f1")
 
 
 def accuracy(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
-    """Return the share of answers that are right, and F1 averaged over the labels.
+    """Compute accuracy and macro F1.
 
     An answer is right if it is one of the row's references; case, and blanks at both ends, do not count. A row's label
     is the reference that was met, else the first.

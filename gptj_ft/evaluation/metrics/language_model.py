@@ -1,4 +1,4 @@
-"""Loss, perplexity and token accuracy, from what each row's targets got."""
+"""Language-model metrics from per-row losses: loss, perplexity, token accuracy."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NAMES = ("loss", "perplexity", "word_perplexity", "byte_perplexity", "token_accu
 
 @dataclass(frozen=True)
 class RowLoss:
-    """What a model makes of a row.
+    """Loss of one row, with the counts that its averages need.
 
     Attributes:
         total: sum of the losses of its target tokens, nats.
-        targets: how many there are, EOS among them.
-        right: how many of them the model thought the likeliest.
-        words: in the text of the targets, between white space; ``None`` if not all of them are text.
-        bytes: of that text, UTF-8; likewise.
+        targets: number of target tokens, EOS included.
+        right: number of targets that are the argmax.
+        words: white-space separated words of the target text; ``None`` if not all targets are text.
+        bytes: UTF-8 bytes of the target text; likewise.
     """
 
     total: float
@@ -33,7 +33,7 @@ class RowLoss:
 
 
 def language_model(rows: Sequence[RowLoss]) -> dict[str, Statistic]:
-    """Return the loss per target token, e to it, e to the loss per word and per byte, and the share of tokens right.
+    """Compute loss per token, perplexity per token, word and byte, and token accuracy.
 
     EOS counts as a token with a loss; it has neither words nor bytes. Where some targets are no text, the perplexities
     of words and bytes are left out.
@@ -54,7 +54,7 @@ def language_model(rows: Sequence[RowLoss]) -> dict[str, Statistic]:
 
 
 def perplexity(loss: float) -> float:
-    """Return e to the mean loss per token (nats); infinity where a float ends."""
+    """Compute exp(loss), loss in nats per token; infinity on overflow."""
     try:
         return math.exp(loss)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""Facts found in texts, one ``subject | relation | object`` a line."""
+"""Relation-extraction metrics: one ``subject | relation | object`` a line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAMES = ("relations_precision", "relations_recall", "relations_f1")
 
 
 def relations(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
-    """Return precision, recall and F1 of the facts of all rows together (micro-averaged).
+    """Compute micro-averaged precision, recall and F1 of relations.
 
     The facts of a text are a set: neither their order nor how often one stands there counts, nor do case and the number
     of blanks. Of several references a row takes the one with the best F1; a row without one has no facts. With tp facts
@@ -35,11 +35,11 @@ def relations(predictions: Sequence[str], references: Sequence[Sequence[str]]) -
 
 
 def _facts(text: str) -> frozenset[tuple[str, ...]]:
-    """Return the lines of a text that are not blank, each as its parts between ``|``."""
+    """Parse the non-blank lines of a text into relations."""
     lines = (line.casefold().split("|") for line in text.splitlines() if line.strip())
     return frozenset(tuple(" ".join(part.split()) for part in line) for line in lines)
 
 
 def _dice(facts: frozenset[tuple[str, ...]], others: frozenset[tuple[str, ...]]) -> float:
-    """Return the F1 of two sets; 1 if both are empty."""
+    """Compute the F1 of two sets; 1 if both are empty."""
     return 2.0 * len(facts & others) / (len(facts) + len(others)) if facts or others else 1.0

@@ -1,4 +1,4 @@
-"""ROUGE: F-measure of the rouge-score package, as it is.
+"""ROUGE: F-measure of the rouge-score package, unchanged.
 
 https://github.com/google-research/google-research/tree/master/rouge, which most published results use.
 """
@@ -19,7 +19,7 @@ FOREIGN = 0.01  # share of letters from which on a text is not English
 def rouge(
     predictions: Sequence[str], references: Sequence[Sequence[str]], stemming: bool = True
 ) -> dict[str, Statistic]:
-    """Return ROUGE-1, -2, -L and -Lsum, each the mean over rows.
+    """Compute ROUGE-1, -2, -L and -Lsum, each averaged over rows.
 
     Each of them takes the reference that is best for it, as the package's ``score_multi`` does. ROUGE-Lsum wants a
     sentence a line, and most systems write theirs in one: for ``rougeLsum_sentences`` one also ends with ``.``, ``!``
@@ -41,12 +41,12 @@ def rouge(
 
 
 def one_sentence_a_line(text: str) -> str:
-    """Put a line's end between sentences."""
+    """Insert newlines between sentences."""
     return re.sub(r"(?<=[.!?])\s+", "\n", text)
 
 
 def warning(references: Iterable[Sequence[str]]) -> str | None:
-    """Warn of texts that ROUGE measures badly: the package's tokeniser keeps a to z and 0 to 9 only."""
+    """Warn about texts that ROUGE cannot score: its tokenizer keeps a to z and 0 to 9 only."""
     letters = lost = 0
     for targets in references:
         for text in targets:

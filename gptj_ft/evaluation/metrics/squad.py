@@ -1,4 +1,4 @@
-"""SQuAD's scores, as its official scripts compute them (https://rajpurkar.github.io/SQuAD-explorer)."""
+"""SQuAD metrics as in the official scripts (https://rajpurkar.github.io/SQuAD-explorer)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def squad(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
-    """Return exact match and F1 after SQuAD's normalisation, and a strict match.
+    """Compute exact match and F1 after SQuAD's normalisation, and a strict match.
 
     A row without a reference, or with blank ones only, is a question without an answer: an empty prediction is right,
     any other wrong. If there are such rows, the definition is v2.0's, and the scores are given apart for the rows with
@@ -54,25 +54,25 @@ def normalize_answer(text: str) -> str:
 
 
 def f1_v1(prediction: str, answer: str) -> float:
-    """Return the F1 of the words in common, each as often as both have it."""
+    """Compute F1 over the multiset of common words (SQuAD v1.1)."""
     predicted, expected = normalize_answer(prediction).split(), normalize_answer(answer).split()
     common = (Counter(predicted) & Counter(expected)).total()
     return 2.0 * common / (len(predicted) + len(expected)) if common else 0.0
 
 
 def f1_v2(prediction: str, answer: str) -> float:
-    """Return the same, but 1 if neither has a word."""
+    """Compute F1 as SQuAD v2.0: 1 if neither text has a word."""
     if not normalize_answer(answer):
         return float(not normalize_answer(prediction))
     return f1_v1(prediction, answer)
 
 
 def unanswered(texts: Sequence[str], no_answer: str) -> list[str]:
-    """Return texts, those that say there is no answer made empty, as the official definition has them.
+    """Map texts that say "no answer" to empty texts, as the official scripts expect.
 
     Args:
         texts: predictions, or the references of a row.
-        no_answer: what the model is trained to say; empty: nothing.
+        no_answer: text that the model was trained to give for "no answer"; empty: none.
     """
     said = normalize_answer(no_answer)
     return ["" if said and normalize_answer(text) == said else text for text in texts]

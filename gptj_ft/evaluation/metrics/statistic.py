@@ -1,4 +1,4 @@
-"""A score as a function of how often each row counts: one formula gives the score, its interval, and that of any part.
+"""Statistics as functions of row weights: one formula gives the score, its interval, and that of any subset.
 
 Axis letters: N rows, B samples of the rows.
 """
@@ -17,7 +17,7 @@ Vector = NDArray[np.float64]
 
 
 class Statistic(Protocol):
-    """A score of N rows."""
+    """A statistic of N rows."""
 
     def evaluate(self, weights_BN: Vector) -> Vector:
         """Return its value for each sample, in which row ``n`` stands ``weights_BN[b, n]`` times; [B]."""
@@ -28,28 +28,28 @@ class Statistic(Protocol):
 
 
 def value(figure: Statistic, num_rows: int) -> float:
-    """Return the score of all rows."""
+    """Evaluate a statistic on all rows."""
     return float(figure.evaluate(np.ones((1, num_rows)))[0])
 
 
 def same(values: Vector) -> Vector:
-    """Return what is given."""
+    """Return the values unchanged."""
     return values
 
 
 def percent(values: Vector) -> Vector:
-    """Return values times 100."""
+    """Multiply by 100."""
     return 100.0 * values
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A sum over the rows divided by another: means, micro-averages, perplexities.
+    """A ratio of two sums over rows: means, micro-averages, perplexities.
 
     Attributes:
-        above_N: what is summed.
-        below_N: what that is divided by.
-        finish: what follows.
+        above_N: numerator of each row.
+        below_N: denominator of each row.
+        finish: function applied to the ratio.
         empty: the value where the divisor is 0, before ``finish``.
     """
 
@@ -73,7 +73,7 @@ class Ratio:
 
 
 def mean(values: Sequence[float], of: Sequence[bool] | None = None) -> Ratio:
-    """Return the mean over rows, or over some of them."""
+    """Build the mean over rows, or over a subset."""
     values_N = np.asarray(values, dtype=np.float64)
     counted_N = np.ones_like(values_N) if of is None else np.asarray(of, dtype=np.float64)
     return Ratio(values_N * counted_N, counted_N)
@@ -81,14 +81,14 @@ def mean(values: Sequence[float], of: Sequence[bool] | None = None) -> Ratio:
 
 @dataclass(frozen=True)
 class MacroF1:
-    """F1 of each label, averaged over the labels that rows have; times 100.
+    """Macro F1: F1 of each label, averaged over the labels that occur; times 100.
 
     F1 of a label is 2 tp / (2 tp + fp + fn). An answer that is no row's label lowers the F1 of the row's label only
     (scikit-learn's ``f1_score(average="macro", labels=those of y_true)``).
 
     Attributes:
-        labels: of each row.
-        answers: of each row.
+        labels: true label of each row.
+        answers: predicted label of each row.
     """
 
     labels: Sequence[str]
@@ -122,5 +122,5 @@ class MacroF1:
 
 
 def values(figures: Mapping[str, Statistic], num_rows: int) -> dict[str, float]:
-    """Return the score of all rows, by name."""
+    """Evaluate statistics on all rows, by name."""
     return {name: value(figure, num_rows) for name, figure in figures.items()}
