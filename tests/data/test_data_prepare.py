@@ -342,6 +342,11 @@ def test_each_side_of_a_split_gets_at_least_one_row_and_none_is_lost(prepared, h
     assert sorted([*train.rows["line"], *held.rows["line"]]) == list(range(1, 21))
 
 
+def test_two_rows_are_split_and_one_stays_whole(prepared):
+    assert [len(part.rows) for part in split(select(prepared, [0, 1]), 0.5, seed=3)] == [1, 1]
+    assert split(select(prepared, [0]), 0.5, seed=3)[1] is None
+
+
 def test_a_split_depends_on_the_seed_alone(prepared):
     lines = [list(split(prepared, 0.3, seed)[1].rows["line"]) for seed in (0, 0, 1)]
     assert lines[0] == lines[1] != lines[2]

@@ -502,6 +502,15 @@ def test_tokens_that_are_too_long_are_split_only_if_all_are_targets():
 
 
 @pytest.mark.parametrize(
+    ("on_long", "error", "message"),
+    [("error", DataError, "9 tokens with EOS, max_length is 4"), ("skip", RowSkipped, "longer than max_length$")],
+)
+def test_tokens_that_are_too_long_meet_what_the_recipe_says(on_long, error, message):
+    with pytest.raises(error, match=message):
+        from_tokens(recipe("continuous-pretraining", max_length=4, on_long=on_long), list(range(9)), [3, 9])
+
+
+@pytest.mark.parametrize(
     "trained",
     [
         [1],

@@ -395,3 +395,5 @@ def test_a_part_of_the_rows_is_scored_as_if_it_stood_alone_and_one_row_has_no_in
     assert apart == alone
     assert compare({"x": mean([3.0])}, {}, 1, 0).scores["x"] == compare({"x": mean([3.0])}, {}, 1, 1).scores["x"]
     assert compare({"x": mean([3.0])}, {}, 1, 0).scores["x"].low is None
+    two = compare({"x": mean([1.0, 3.0])}, {}, 2, 0).scores["x"]
+    assert (two.low, two.high) == (1.0, 3.0)

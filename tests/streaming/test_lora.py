@@ -190,6 +190,33 @@ def test_the_bytes_read_of_what_is_not_trained_are_those_forecast(folders, tmp_p
     stack.close()
 
 
+def test_updates_that_are_caught_up_with_read_nothing_that_is_not_trained(folders, tmp_path: Path) -> None:
+    recipe = lora()
+    stack = open_training(folders["narrow"], tmp_path, recipe, frozen="disk")
+    optimizer = AdamW(stack, recipe)
+    optimizer.begin(1e-3)
+    train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
+    optimizer.end()
+    before = stack.bytes_read
+    optimizer.flush()
+    assert stack.bytes_read == before
+    stack.close()
+
+
+def test_nothing_is_dropped_where_a_loss_is_measured_between_steps(folders, tmp_path: Path) -> None:
+    recipe = lora(dropout=0.5)
+    stack = open_training(folders["narrow"], tmp_path, recipe)
+    for layer in stack.trained:  # B is zero at first, and then nothing is seen of A
+        stack.stores["weight"].read("weight", layer, None).result().fill_(0.1)
+    batches = micro_batches(documents(101), PROMPTS, 40)
+    before = [loss.total for loss in evaluate_losses(stack, batches)]
+    optimizer = AdamW(stack, recipe)
+    optimizer.begin(0.0)
+    train_step(stack, optimizer, with_noise(batches))
+    assert [loss.total for loss in evaluate_losses(stack, batches)] == before
+    stack.close()
+
+
 def test_dropout_drops_in_training_only_and_differs_by_its_seed(folders, tmp_path: Path) -> None:
     docs = documents(101)
     losses = {}

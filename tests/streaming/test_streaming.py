@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -322,7 +324,7 @@ def test_layer_inputs_kept_elsewhere_take_three_buffers_however_deep_the_model(t
             folder = tmp_path / str(depth)
             random_gptj(**{**SHAPES["narrow"], "n_layer": depth}).save_pretrained(folder)
             train(open_training(folder, folder, ("device", "device", "disk")), Recipe(), steps=1)
-    assert made == [NUM_BUFFERS, NUM_BUFFERS]
+    assert made == [3, 3]
 
 
 def test_a_step_that_was_cut_short_leaves_nothing_of_its_layer_inputs(narrow_folder: Path, tmp_path: Path) -> None:
@@ -334,6 +336,15 @@ def test_a_step_that_was_cut_short_leaves_nothing_of_its_layer_inputs(narrow_fol
         with pytest.raises(ZeroDivisionError):
             train_step(stack, AdamW(stack, Recipe()), batches)
     assert_identical(train(stack, Recipe(), steps=2), expected)
+
+
+@pytest.mark.parametrize("forget", [Here.begin, Here.close])
+def test_layer_inputs_that_nobody_took_are_forgotten(forget) -> None:
+    here = Here()
+    here.put(1, [torch.ones(4)])
+    forget(here)
+    with pytest.raises(KeyError):
+        here.take(1)
 
 
 class UnmarkedBuffer(AssertionError):
@@ -527,6 +538,16 @@ def test_of_tensors_that_have_not_moved_three_are_named(num_left: int, end: str,
     assert warning.endswith(end)
 
 
+def test_a_tensor_has_not_moved_because_one_behind_it_in_the_same_part_has() -> None:
+    layout = Layout({"still": torch.Size([64]), "moving": torch.Size([64])}, {"still": 2048, "moving": 2112}, 0, 4096)
+    movement = Movement([layout], [0])
+    before, gradient = torch.zeros(2048), torch.ones(2048)
+    after = before.clone()
+    after[64:128] = 1.0
+    movement.note(0, slice(2048, 4096), before, after, gradient)
+    assert movement._left == {(0, "still"): False}
+
+
 @both_families
 def test_nothing_is_said_where_every_tensor_has_moved(narrow_folder: Path, tmp_path: Path) -> None:
     stack = open_training(narrow_folder, tmp_path)
@@ -606,6 +627,34 @@ def test_damage_is_named_by_the_parameters_of_its_part(tmp_path: Path) -> None:
     assert file.damage(path) == []
 
 
+def test_looking_for_damage_leaves_no_file_open(tmp_path: Path) -> None:
+    layout = Layout({"a": torch.Size([64])}, {"a": 0}, 0, 2048)
+    file, path = StateFile(layout, {"weight": torch.float32}, 1024), tmp_path / "layer-000.safetensors"
+    write_state(file, path, 3)
+    before = os.listdir("/proc/self/fd")
+    assert file.damage(path) == []
+    assert os.listdir("/proc/self/fd") == before
+
+
+def write_state(file: StateFile, path: Path, step: int) -> None:
+    descriptor, digests = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), file.no_digests()
+    file.write(descriptor, "weight", allocate(2048, torch.float32, CPU).normal_(), 0, digests)
+    file.write_header(descriptor, step, digests)
+    os.close(descriptor)
+
+
+def test_a_header_that_nearly_fills_its_pages_leaves_the_numbers_behind_it_alone(tmp_path: Path) -> None:
+    path, sizes = tmp_path / "layer-000.safetensors", set()
+    for length in range(3800, 3880):
+        layout = Layout({"a" * length: torch.Size([64])}, {"a" * length: 0}, 0, 2048)
+        file = StateFile(layout, {"weight": torch.float32}, 2048)
+        write_state(file, path, 10**9)
+        assert file.check(path)[0] == 10**9
+        assert file.damage(path) == []
+        sizes.add(file.header_bytes)
+    assert sizes == {4096, 8192}
+
+
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_inputs_of_more_layers_than_there_are_buffers_come_back_as_they_were(place: str, tmp_path: Path) -> None:
     random_gptj(**{**SHAPES["narrow"], "n_layer": 2 * NUM_BUFFERS}).save_pretrained(tmp_path / "deep")
@@ -663,4 +712,47 @@ def test_borrowed_weights_still_on_their_way_when_a_pass_is_broken_off_hold_thei
     slots = [stack.slots.take(None)[0] for _ in range(stack.room.read_ahead + 1)]
     assert any(lent in slot.transfers for slot in slots), "another layer could be read into it at once"
     lent.set_result(torch.empty(0))
+    stack.close()
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_a_stack_that_is_closed_leaves_no_thread_and_no_buffer(
+    place: str, narrow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: weakref.WeakSet[Buffer] = weakref.WeakSet()
+    created, threads = Buffer.__init__, set(threading.enumerate())
+    monkeypatch.setattr(Buffer, "__init__", lambda self, *rest: (created(self, *rest), alive.add(self))[0])
+    stack = open_training(narrow_folder, tmp_path, (place, place, place))
+    train_step(stack, AdamW(stack, Recipe()), micro_batches(documents(101), PROMPTS, 40))
+    assert alive
+    assert set(threading.enumerate()) > threads
+    stack.close()
+    stack.boundaries = Here()
+    gc.collect()
+    assert set(threading.enumerate()) == threads
+    assert not alive
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_whoever_drains_waits_for_what_was_written(
+    place: str, narrow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = open_training(narrow_folder, tmp_path, (place, place))
+    monkeypatch.setattr(
+        "gptj_ft.streaming.stores.host.copy", lambda *tensors: (time.sleep(0.1), tensors[1].copy_(tensors[0]))
+    )
+    monkeypatch.setattr("gptj_ft.streaming.stores.state_file.digest", lambda *_: (time.sleep(0.1), "0" * 16)[1])
+    written = stack.send("exp_avg", 1, torch.ones(stack.layouts[1].numel), 0)
+    stack.drain()
+    assert written.done()
+    stack.close()
+
+
+def test_reading_a_layer_in_parts_takes_one_buffer(narrow_folder: Path, tmp_path: Path) -> None:
+    room = Room(parts=1, part_numel=2048)
+    stack = open_training(narrow_folder, tmp_path, ("host", "host"), room=room)
+    assert stack.layouts[1].numel > room.part_numel
+    whole = torch.cat([part.clone() for _, part in stack.read_parts("weight", 1)])
+    slot = torch.empty(stack.layouts[1].numel)
+    assert torch.equal(whole, stack.fetch("weight", 1, slot, 0).result())
     stack.close()

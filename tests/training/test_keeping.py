@@ -17,6 +17,7 @@ from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.models.layout import Layout
 from gptj_ft.streaming.open import reading_stack
 from gptj_ft.training import loop, retention
+from gptj_ft.training.checkpoint import turn_into_checkpoint
 from gptj_ft.training.retention import find_checkpoint, go_back, kept_steps
 from gptj_ft.training.setup import TrainSetup
 
@@ -245,6 +246,16 @@ def test_a_run_that_goes_on_on_disk_is_saved_there_before_its_first_step(
     assert commit["step"] == 4
     train(on_disk, run)
     assert_same_weights(weights_of(run.model), weights_of(straight.model))
+
+
+def test_a_state_that_has_its_checkpoint_is_gone_when_the_run_goes_on_in_memory(model: Path, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    stop_run(small_session(model, STEPS, save_every=2, keep="all", **PLACES[1]), run, 5)
+    commit = run.last_commit()
+    assert commit is not None
+    assert max(run.whole_checkpoints()) == commit["step"]
+    turn_into_checkpoint(run, commit["step"], commit["facts"])
+    assert not run.state.exists()
 
 
 def test_a_checkpoint_that_a_run_in_memory_goes_on_from_is_missed_if_it_is_lost(model: Path, tmp_path: Path) -> None:
