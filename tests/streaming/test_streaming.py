@@ -287,6 +287,16 @@ def test_an_update_kept_in_backward_equals_one_kept_in_forward(
     )
 
 
+def test_no_update_is_applied_twice_unless_asked_for(narrow_folder: Path, tmp_path: Path) -> None:
+    stack = open_training(narrow_folder, tmp_path, ("host", "host"))
+    optimizer, layers = AdamW(stack, Recipe()), range(len(stack.layers))
+    optimizer.begin(1e-3)
+    train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
+    optimizer.end()
+    assert all(visit.updates and visit.keeps for visit in map(optimizer.visit_up, layers))
+    stack.close()
+
+
 @pytest.mark.parametrize("late", [0, 2])
 @pytest.mark.parametrize("kept", [1, 3])
 @pytest.mark.parametrize(
