@@ -733,13 +733,17 @@ def test_a_stack_that_is_closed_leaves_no_thread_and_no_buffer(
     created, threads = Buffer.__init__, set(threading.enumerate())
     monkeypatch.setattr(Buffer, "__init__", lambda self, *rest: (created(self, *rest), alive.add(self))[0])
     stack = open_training(narrow_folder, tmp_path, (place, place, place))
-    train_step(stack, AdamW(stack, Recipe()), micro_batches(documents(101), PROMPTS, 40))
+    optimizer = AdamW(stack, Recipe())
+    optimizer.begin(1e-3)
+    train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
+    optimizer.end()
+    optimizer.flush()
     assert alive
     assert set(threading.enumerate()) > threads
     stack.close()
-    stack.boundaries = Here()
-    gc.collect()
     assert set(threading.enumerate()) == threads
+    stack.boundaries = Here()  # its buffers go with it
+    gc.collect()
     assert not alive
 
 
