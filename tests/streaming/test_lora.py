@@ -212,7 +212,7 @@ def test_nothing_is_dropped_where_a_loss_is_measured_between_steps(folders, tmp_
     before = [loss.total for loss in evaluate_losses(stack, batches)]
     optimizer = AdamW(stack, recipe)
     optimizer.begin(0.0)
-    train_step(stack, optimizer, with_noise(batches))
+    train_step(stack, optimizer, with_dropout_seeds(batches))
     assert [loss.total for loss in evaluate_losses(stack, batches)] == before
     stack.close()
 

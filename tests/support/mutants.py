@@ -361,7 +361,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     reached = trace()
     equivalent = {tuple(each["mutant"]) for each in json.loads(EQUIVALENT.read_text(encoding="utf-8"))}
-    drawn = [mutant for file in SOURCES if options.only in (None, file) for mutant in mutants_of(file)]
+    every = [mutant for file in SOURCES for mutant in mutants_of(file)]
+    for key in equivalent - {tuple(mutant.key) for mutant in every}:
+        print(f"listed as equivalent, but there is no such mutant any more: {key}", flush=True)
+    drawn = [mutant for mutant in every if options.only in (None, mutant.file)]
     random.Random(options.seed).shuffle(drawn)
     drawn = [each for each in drawn[options.skip : options.sample or None] if tuple(each.key) not in equivalent]
     results: dict[str, list[Mutant]] = defaultdict(list)
