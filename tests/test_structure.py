@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -57,6 +60,33 @@ def test_rows_are_prepared_without_torch_and_transformers_and_datasets(tmp_path:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# The name of a package where that of its module is another.
+MODULES = {"pyyaml": "yaml"}
+# Declared, and imported by another package that looks whether it is there.
+INDIRECT = {"defusedxml": "openpyxl"}
+
+
+def imported_modules() -> set[str]:
+    """The top-level modules that the package imports and that are neither its own nor Python's."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {name.name.partition(".")[0] for name in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add(str(node.module).partition(".")[0])
+    return found - sys.stdlib_module_names - {"gptj_ft"}
+
+
+def test_what_is_declared_is_imported_and_what_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {name: lines for name, lines in project["optional-dependencies"].items() if name != "dev"}
+    lines = [*project["dependencies"], *(line for group in extras.values() for line in group)]
+    names = [re.split("[<>=]", line)[0].replace("-", "_") for line in lines]
+    assert sorted(MODULES.get(name, name) for name in names if name not in INDIRECT) == sorted(imported_modules())
+    assert set(INDIRECT.values()) <= set(names)
 
 
 def test_the_built_wheel_finds_its_recipes(tmp_path: Path) -> None:

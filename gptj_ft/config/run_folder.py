@@ -330,7 +330,7 @@ def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str,
     """
     from importlib.metadata import version
 
-    packages = ("torch", "transformers", "tokenizers", "datasets", "safetensors")
+    packages = ("torch", "transformers", "tokenizers", "datasets")
     facts = {
         "gptj_ft": __version__,
         "python": platform.python_version(),

@@ -37,6 +37,17 @@ def test_every_preset_loads_names_its_source_and_knows_columns_for_its_templates
 
 
 @pytest.mark.parametrize("name", preset_names())
+def test_a_preset_restates_no_default(name: str) -> None:
+    values, defaults = load_preset(name), Recipe().to_dict()
+    resolved = build(values).to_dict()
+    said = {key: resolved[key] for key in values if key not in GROUPS or key == "schedule"}
+    assert not {key for key, value in said.items() if value == defaults[key]}
+    assert not {
+        key for key in values.get("generation", ()) if resolved["generation"][key] == defaults["generation"][key]
+    }
+
+
+@pytest.mark.parametrize("name", preset_names())
 def test_a_resolved_recipe_written_and_read_again_is_the_same(name: str) -> None:
     resolved = resolve({"recipe": name, "lr": 3e-5}, environment=NOWHERE)
     assert build(yaml.safe_load(dump(resolved.recipe, resolved.origins))) == resolved.recipe
