@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint mutants install clean
+.PHONY: demo test lint docs mutants install clean
 
 install: .venv/installed
 
@@ -24,9 +24,18 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+.venv/docs: .venv/installed
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
+# The site, in .site; strict: a broken link fails.
+docs: .venv/docs
+	$(BIN)/python docs/generate.py --check
+	$(BIN)/mkdocs build --quiet
+
 # Half an hour: what the tests of the core would not notice.
 mutants: install
 	$(BIN)/python tests/support/mutants.py --sample 300
 
 clean:
-	rm -rf .venv .demo .mutants
+	rm -rf .venv .demo .mutants .site

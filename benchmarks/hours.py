@@ -1,0 +1,168 @@
+"""Hours that 10,000 rows take on machines of several sizes: the table in README.md and docs/planning.md.
+
+    python benchmarks/hours.py
+
+Rows as in DialogSum (260 tokens, 36 of them trained on), one epoch, 32 rows a step, GPT-J 6B. Computed by the planner
+that `gptj-ft plan` runs, from the rates below. They are assumptions, well below the data sheets; `gptj-ft plan`
+measures those of your machine. Only the rates of the first machine, and its 649 s for a step of 2,048 tokens, were
+measured (benchmarks/RESULTS.md). No GPU has run the program yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptj_ft.config.resolve import resolve
+from gptj_ft.models.published import find_published
+from gptj_ft.models.trainable import select
+from gptj_ft.planning.machine_profile import BF16_GAIN, PRECISIONS
+from gptj_ft.planning.plan import Free, Plan, choose
+from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
+from gptj_ft.planning.workload import Load
+
+ROWS, ROW_TOKENS, ROW_TARGETS, BATCH = 10_000, 260, 36, 32
+GB, TERA = 10**9, 10**12
+METHODS = ("full", "lora")
+MEASURED_STEP_SECONDS, MEASURED_STEP_TOKENS = 649, 2048  # RESULTS.md, "All 6 billion parameters in 6 GiB"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine and its rates.
+
+    Attributes:
+        name: what it is, in a few words.
+        ram: free RAM, bytes.
+        gpu_memory: free GPU memory, bytes; 0: computes on the CPU.
+        fp32, bf16: FLOP/s of matrix products at GPT-J's width.
+        memory: bytes/s read and written in the memory of the device.
+        link: bytes/s between RAM and GPU, each way.
+        disk: bytes/s of reads and writes.
+        is_measured: whether the rates were measured on such a machine.
+    """
+
+    name: str
+    ram: int
+    gpu_memory: int
+    fp32: float
+    bf16: float
+    memory: float
+    link: float
+    disk: float
+    is_measured: bool = False
+
+    @property
+    def precision(self) -> str:
+        return "bf16" if self.bf16 >= BF16_GAIN * self.fp32 else "fp32"
+
+    @property
+    def products(self) -> str:
+        return f"{max(self.fp32, self.bf16) / TERA:.3g} TFLOP/s {self.precision}"
+
+    @property
+    def rates(self) -> Rates:
+        fastest = max(self.fp32, self.bf16)
+        compute = ComputeRates(
+            fp32=self.fp32,
+            bf16=self.bf16,
+            fp32_narrow=self.fp32,
+            bf16_narrow=self.bf16,
+            memory=self.memory,
+            near_memory=self.memory,
+            gelu=self.memory / 8 if self.gpu_memory else self.memory / 50,
+            attention=fastest / 5,
+            to_device=self.link,
+            from_device=self.link,
+        )
+        cpu = 0.0 if self.gpu_memory else 0.1 / GB  # seconds of a core per byte moved
+        return Rates(compute, DiskRates(self.disk, self.disk, self.disk, cpu, cpu), on_cpu=not self.gpu_memory)
+
+    @property
+    def free(self) -> Free:
+        return Free(self.gpu_memory or self.ram, self.ram, 10 * TERA, is_shared=not self.gpu_memory)
+
+
+MACHINES = [
+    Machine("2 CPU cores (AVX2), 24 GB RAM", 22 * GB, 0, 0.145 * TERA, 0.02 * TERA, 37 * GB, 18 * GB, 1.35 * GB, True),
+    Machine("8 CPU cores (AVX2), 32 GB RAM", 28 * GB, 0, 0.5 * TERA, 0.07 * TERA, 60 * GB, 30 * GB, 3 * GB),
+    Machine("32 CPU cores (AMX), 256 GB RAM", 240 * GB, 0, 2 * TERA, 8 * TERA, 250 * GB, 100 * GB, 3 * GB),
+    Machine("8 GB GPU, 32 GB RAM", 28 * GB, 7 * GB, 7 * TERA, 12 * TERA, 250 * GB, 10 * GB, 3 * GB),
+    Machine("24 GB GPU, 64 GB RAM", 60 * GB, 22 * GB, 30 * TERA, 60 * TERA, 900 * GB, 20 * GB, 5 * GB),
+    Machine("80 GB GPU, 256 GB RAM", 240 * GB, 78 * GB, 30 * TERA, 300 * TERA, 3000 * GB, 40 * GB, 5 * GB),
+]
+
+
+def plan_for(machine: Machine, method: str) -> Plan:
+    """Return the plan of the run on a machine."""
+    options = {"recipe": "summarization", "method": method, "batch_size": BATCH, "epochs": 1.0}
+    recipe = resolve(options, environment={}).recipe
+    published = find_published("EleutherAI/gpt-j-6b")
+    assert published is not None
+    selection = select(published.architecture, recipe)
+    num_steps = recipe.num_steps(ROWS)
+    load = Load(
+        layouts=selection.trained,
+        frozen=selection.frozen,
+        width=4096,
+        dtype=PRECISIONS[machine.precision],
+        micro_batch_tokens=recipe.micro_batch_tokens,
+        step_tokens=BATCH * ROW_TOKENS,
+        mean_step_tokens=ROWS * ROW_TOKENS / num_steps,
+        mean_step_targets=ROWS * ROW_TARGETS / num_steps,
+        num_steps=num_steps,
+        longest_row=ROW_TOKENS,
+    )
+    return choose(recipe, load, machine.free, machine.rates)
+
+
+def duration(plan: Plan) -> str:
+    """Return the duration of a run: hours, or minutes or days where that reads better."""
+    return rounded((plan.costs.seconds or 0.0) / 3600)
+
+
+def rounded(hours: float) -> str:
+    """Write a duration with two significant digits."""
+    if hours < 1:
+        return f"{60 * hours:.0f} min"
+    return f"{hours:.2g} h" if hours < 72 else f"{hours / 24:.2g} days"
+
+
+def table() -> str:
+    """Return the table of README.md."""
+    lines = ["| machine | products | all parameters | LoRA | |", "|---|---|---|---|---|"]
+    measured = rounded(ROWS * ROW_TOKENS / MEASURED_STEP_TOKENS * MEASURED_STEP_SECONDS / 3600)
+    for machine in MACHINES:
+        full, lora = (duration(plan_for(machine, method)) for method in METHODS)
+        head = f"| {machine.name} | {machine.products} |"
+        if machine.is_measured:
+            lines.append(f"{head} {measured} | | a step measured, times their number |")
+        lines.append(f"{head} {full} | {lora} | forecast |")
+    return "\n".join(lines)
+
+
+def details() -> str:
+    """Return the table of docs/planning.md: rates, placements, memory and disk space."""
+    lines = [
+        "| machine | products | disk | link | method | placement | GPU memory | RAM | disk space | a step | all |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for machine in MACHINES:
+        for method in METHODS:
+            plan = plan_for(machine, method)
+            weights = plan.placement.of("frozen" if method == "lora" else "weight")
+            state = "adapters" if method == "lora" else "state"
+            placement = f"weights on {weights}, {state} on {plan.placement.of('exp_avg')}"
+            gpu, ram = plan.device_bytes, plan.host_bytes
+            memory = f"{gpu / GB:.0f} GB | {ram / GB:.0f} GB" if machine.gpu_memory else f"| {(gpu + ram) / GB:.0f} GB"
+            link = f"{machine.link / GB:.0f} GB/s" if machine.gpu_memory else ""
+            seconds = plan.costs.seconds_per_step
+            cells = [
+                machine.name, machine.products, f"{machine.disk / GB:.3g} GB/s", link, method, placement, memory,
+                f"{plan.disk_bytes / GB:.0f} GB", f"{seconds:.{seconds < 10:d}f} s", duration(plan),
+            ]  # fmt: skip
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(), details(), sep="\n\n")

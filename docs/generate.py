@@ -1,0 +1,177 @@
+"""Write the parts of the documentation that the code knows: help texts, options, recipes, packages, forecasts.
+
+    python docs/generate.py            # write them
+    python docs/generate.py --check    # exit with 1 and name the files that are out of date
+
+Whole pages: docs/cli.md, docs/options.md, docs/api.md. In other pages the text between `<!-- generated: NAME -->` and
+`<!-- end -->` is replaced.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import typer
+from hours import details, table
+from typer.core import TyperGroup
+
+from gptj_ft.cli.app import app
+from gptj_ft.cli.options import SHOWS_ALL
+from gptj_ft.config.options import FREE_ON_RESUME, GROUPS, Duration, Options, Recipe, Size
+from gptj_ft.config.presets import load_preset, preset_names
+
+UNITS = {
+    "max_length": "tokens", "micro_batch_tokens": "tokens", "generation.max_new_tokens": "tokens",
+    "generation.min_new_tokens": "tokens", "generation.max_prompt_tokens": "tokens",
+    "generation.prompt_lookup_num_tokens": "tokens", "generation.no_repeat_ngram_size": "tokens", "batch_size": "rows",
+    "sample_rows": "rows", "max_bad_rows": "rows", "holdout": "share of rows", "epochs": "passes", "max_steps": "steps",
+    "validate_every": "steps", "save_every": "steps", "save_minutes": "minutes", "patience": "validations",
+    "warmup": "share of steps, or steps", "final_lr": "share of lr", "schedule.start": "share of lr",
+    "schedule.end": "share of lr", "schedule.steps": "steps", "read_ahead": "layers",
+}  # fmt: skip
+TYPES = {bool: "true, false", int: "integer", float: "number", str: "text"}
+
+
+def main() -> None:
+    """Write all files, or compare them."""
+    stale = [path for path, text in files().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    if "--check" in sys.argv:
+        names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
+        sys.exit(f"out of date: {names}; run python docs/generate.py" if stale else 0)
+    for path in stale:
+        path.write_text(files()[path], encoding="utf-8")
+        print(path.relative_to(ROOT))
+
+
+def files() -> dict[Path, str]:
+    """Return every file that is generated, whole or in part, with the text it should have."""
+    parts = {"hours": table, "hours-details": details, "recipes": recipes, "packages": packages, "commands": commands}
+    parts |= {"options": options}
+    found = {}
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = path.read_text(encoding="utf-8")
+        new = re.sub(
+            r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)",
+            lambda match: f"{match[1]}\n{parts[match[2]]()}\n\n{match[3]}",
+            text,
+            flags=re.S,
+        )
+        if new != text or "<!-- generated:" in text:
+            found[path] = new
+    return found
+
+
+def commands() -> str:
+    """Return the complete help of every command."""
+    return "\n\n".join(
+        f"## {name}\n\n```text\n{text}\n```" for name, text in helps(typer.main.get_command(app), "gptj-ft")
+    )
+
+
+def helps(command: Any, name: str, parent: Any = None) -> Iterator[tuple[str, str]]:
+    """Yield the name and the help of a command and of those below it."""
+    context = type(command).context_class(command, info_name=name.split()[-1], parent=parent, terminal_width=88)
+    context.meta[SHOWS_ALL] = True
+    yield name, command.get_help(context).rstrip()
+    if isinstance(command, TyperGroup):
+        for child in command.list_commands(context):
+            yield from helps(command.get_command(context, child), f"{name} {child}", context)
+
+
+def options() -> str:
+    """Return the tables of all options: those of a run, then the groups."""
+    tables = [option_table(Recipe, "", GROUPS)]
+    for group, model in GROUPS.items():
+        tables.append(f"## `{group}`\n\n" + option_table(model, f"{group}.", {}))
+    return "\n\n".join(tables)
+
+
+def option_table(model: type[Options], prefix: str, left_out: Any) -> str:
+    """Return the fields of an options model as a table."""
+    lines = ["| option | type | default | unit | meaning |", "|---|---|---|---|---|"]
+    hints = get_type_hints(model, include_extras=True)
+    for name, field in model.model_fields.items():
+        if name in left_out and name != "schedule":
+            continue
+        mark = " ↻" if prefix + name in FREE_ON_RESUME else ""
+        default = "" if field.is_required() or field.default_factory else shown(field.default)
+        cells = [f"`{prefix}{name}`{mark}", kind(hints[name]), default]
+        cells += [unit(prefix + name, hints[name]), field.description or ""]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def shown(value: Any) -> str:
+    """Write a default as YAML has it."""
+    words = {None: "null", True: "true", False: "false", "": "empty", (): "empty"}
+    if isinstance(value, dict):
+        return "see `recipes show`" if value else "empty"
+    if isinstance(value, tuple) and value:
+        return f"`{', '.join(map(str, value))}`"
+    return words[value] if not isinstance(value, int | float) and value in words else f"`{value}`".replace(
+        "True", "true"
+    ).replace("False", "false")  # fmt: skip
+
+
+def kind(annotation: Any) -> str:
+    """Name a type in words."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation in (Size, Duration):
+        return "text or number"
+    if origin is Annotated:
+        return kind(arguments[0])
+    if origin is Literal:
+        return ", ".join(f"`{each}`" for each in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(kind(each) for each in arguments if each is not NoneType))
+    if origin is tuple:
+        return "list" if arguments[-1] is Ellipsis else "pair"
+    if origin is dict:
+        return "map"
+    return TYPES.get(annotation, "list of pieces")
+
+
+def unit(name: str, annotation: Any) -> str:
+    """Return the unit of an option."""
+    parts = {annotation, *get_args(annotation)}
+    if Size in parts:
+        return "bytes, or `8GiB`"
+    if Duration in parts:
+        return "seconds, or `1h30m`"
+    return UNITS.get(name, "")
+
+
+def recipes() -> str:
+    """Return the presets with their main hyper-parameters."""
+    lines = ["| recipe | for | lr | epochs or steps | rows a step | tokens a row | metrics |", "|" + "---|" * 7]
+    for name in preset_names():
+        recipe = Recipe.model_validate({"recipe": name, **load_preset(name)})
+        length = f"{recipe.max_steps} steps" if recipe.max_steps else f"{recipe.epochs:g}"
+        cells = [f"`{name}`", recipe.about, f"{recipe.lr:g}", length, str(recipe.batch_size), str(recipe.max_length)]
+        lines.append("| " + " | ".join([*cells, ", ".join(recipe.metrics)]) + " |")
+    return "\n".join(lines)
+
+
+def packages() -> str:
+    """Return a line for each package, highest layer first: the first line of its docstring."""
+    contract = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("layers = [")[2].partition("]")[0]
+    lines = ["| package | purpose |", "|---|---|"]
+    for name in re.findall(r'"(\w+)"', contract):
+        folder = ROOT / "gptj_ft" / name
+        file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+        purpose = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").splitlines()[0]
+        lines.append(f"| `{name}` | {purpose} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
