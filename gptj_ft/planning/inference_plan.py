@@ -5,7 +5,7 @@ Computed before it starts, like the forecast of a training run; what cannot fit 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,17 +17,19 @@ from gptj_ft.models.kv_cache import slots_taken
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.plan import PLACES_FASTEST_FIRST, PROCESS_BYTES, Free, Need, needs_of, shortage
+from gptj_ft.planning.suggestions import Candidate, Knob, halves, lift_caps, read_less_ahead, stream_more, suggest
 from gptj_ft.streaming.model import PASS_TOKENS
 from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
 from gptj_ft.streaming.stores.placement import Place
 from gptj_ft.system.block_reader import STAGING_BYTES
-from gptj_ft.system.units import gigabytes
 
 BATCH_TOKENS = 16384  # of prompts and answers that share the passes over the weights, at most
 ENOUGH_TOKENS = BATCH_TOKENS // 8  # from which on more of them gain less than weights that need not be read again
 TOKEN_BYTES = 2 * 36  # of a token in Python's lists: of a document, and once more of its prompt
 LIVE_TENSORS = 16  # of [tokens computed at once, width] that a block has at once, its MLP's counted by 4
 LIVE_LOGITS = 5  # of [rows, vocabulary], fp32, while the next tokens are chosen
+LEAST_TOKENS = 256  # suggested: of a row, and computed at once
+LEAST_NEW_TOKENS = 32  # suggested
 LINE_BYTES = 8  # on the disk of a token written
 
 
@@ -207,8 +209,12 @@ def plan_inference(recipe: Recipe, reads: InferenceWorkload, free: Free, written
     if fitting:
         return next(iter(enough), max(fitting, key=lambda plan: plan.together.written))
     nearest = min(plans, key=lambda plan: plan.lack)
-    lacking, help_ = shortage(nearest.needs, free), _advice(recipe, reads, free)
-    raise ResourceError(f"does not fit: with weights on {nearest.weights} {lacking}; {help_}")
+
+    def lack(recipe: Recipe, reads: InferenceWorkload) -> int:
+        return min(plan.lack for plan in _plans(recipe, reads, free, None))
+
+    hint = suggest(Candidate(recipe, reads), KNOBS, lack)
+    raise ResourceError(f"does not fit: with weights on {nearest.weights} {shortage(nearest.needs, free)}; {hint}")
 
 
 def _plans(recipe: Recipe, reads: InferenceWorkload, free: Free, written: int | None) -> Iterator[InferencePlan]:
@@ -251,39 +257,29 @@ def _plan(recipe: Recipe, reads: InferenceWorkload, have: Free, place: Place, to
     )
 
 
-Change = tuple[str, Callable[[Recipe, InferenceWorkload], tuple[Recipe, InferenceWorkload]]]
+def _compute_less_at_once(now: Candidate[InferenceWorkload]) -> Iterator[Candidate[InferenceWorkload]]:
+    for tokens in halves(now.recipe.micro_batch_tokens, LEAST_TOKENS):
+        yield now.with_options(f"--set micro_batch_tokens={tokens}", micro_batch_tokens=tokens)
 
 
-def _advice(recipe: Recipe, reads: InferenceWorkload, free: Free) -> str:
-    """Suggest the first two options that would make it fit, or say that none does."""
+def _without_beams(now: Candidate[InferenceWorkload]) -> Iterator[Candidate[InferenceWorkload]]:
+    if now.load.settings.num_beams > 1:
+        settings = now.load.settings.model_copy(update={"num_beams": 1})
+        yield now.with_options("--set generation.num_beams=1", replace(now.load, settings=settings))
 
-    def settings(reads: InferenceWorkload, **options: Any) -> InferenceWorkload:
-        return replace(reads, settings=reads.settings.model_copy(update=options))
 
-    def shorter(reads: InferenceWorkload, length: int) -> InferenceWorkload:
-        documents, prompts = ([min(each, length) for each in of] for of in (reads.documents, reads.prompts))
-        return replace(reads, documents=documents, prompts=prompts)
+def _shorter_answers(now: Candidate[InferenceWorkload]) -> Iterator[Candidate[InferenceWorkload]]:
+    for tokens in halves(now.load.settings.max_new_tokens, LEAST_NEW_TOKENS):
+        settings = now.load.settings.model_copy(update={"max_new_tokens": tokens})
+        yield now.with_options(f"--set generation.max_new_tokens={tokens}", replace(now.load, settings=settings))
 
-    changes: list[Change] = [
-        ("--weights auto", lambda r, x: (r.model_copy(update={"weights": "auto"}), x)),
-        ("--set read_ahead=0", lambda r, x: (r.model_copy(update={"read_ahead": 0}), x)),
-        *(
-            (f"--set micro_batch_tokens={n}", lambda r, x, n=n: (r.model_copy(update={"micro_batch_tokens": n}), x))
-            for n in (1024, 512, 256) if n < recipe.micro_batch_tokens
-        ),
-        ("a larger --device-memory or --host-memory",
-         lambda r, x: (r.model_copy(update={"device_memory": None, "host_memory": None}), x)),
-        ("--set generation.num_beams=1", lambda r, x: (r, settings(x, num_beams=1))),
-        *(
-            (f"--set generation.max_new_tokens={n}", lambda r, x, n=n: (r, settings(x, max_new_tokens=n)))
-            for n in (128, 64, 32) if n < reads.settings.max_new_tokens
-        ),
-        *(
-            (f"--set max_length={n}", lambda r, x, n=n: (r, shorter(x, n)))
-            for n in (1024, 512, 256) if n < recipe.max_length
-        ),
-    ]  # fmt: skip
-    enough = [typed for typed, change in changes if not min(x.lack for x in _plans(*change(recipe, reads), free, None))]
-    least = {typed.partition("=")[0]: typed for typed in reversed(enough)}
-    helps = list(reversed(least.values()))[:2]
-    return "try " + ", or ".join(helps) if helps else f"{gigabytes(free.host)} of memory is free; no option is enough"
+
+def _shorter_rows(now: Candidate[InferenceWorkload]) -> Iterator[Candidate[InferenceWorkload]]:
+    for length in halves(now.recipe.max_length, LEAST_TOKENS):
+        documents, prompts = ([min(each, length) for each in of] for of in (now.load.documents, now.load.prompts))
+        yield now.with_options(f"--set max_length={length}", replace(now.load, documents=documents, prompts=prompts))
+
+
+KNOBS: Sequence[Knob[InferenceWorkload]] = (
+    stream_more, read_less_ahead, _compute_less_at_once, lift_caps, _without_beams, _shorter_answers, _shorter_rows,
+)  # fmt: skip

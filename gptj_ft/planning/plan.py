@@ -15,7 +15,7 @@ from gptj_ft.planning.costs import Costs, cost, exported_elements
 from gptj_ft.planning.machine_profile import PRECISIONS, reason_for
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.scaling_law import ScalingForecast
-from gptj_ft.planning.suggestions import suggest
+from gptj_ft.planning.suggestions import HARMLESS, TRAINING, Candidate, suggest
 from gptj_ft.planning.workload import Load
 from gptj_ft.streaming.activations import NUM_BUFFERS
 from gptj_ft.streaming.model import PASS_TOKENS, Room, slot_numel, sum_numel
@@ -175,7 +175,7 @@ def choose(recipe: Recipe, load: Load, free: Free, rates: Rates, has_begun: bool
     lacks_disk_alone = [plan for plan in tried if [need.resource for need in plan.lacking] == ["disk"]]
     room = min((plan.disk_bytes for plan in lacks_disk_alone), default=0)
     elsewhere = [f"--output on a disk with {gigabytes(room)} free"] if room > free.disk else []
-    hint = suggest(recipe, load, lack, elsewhere, has_begun)
+    hint = suggest(Candidate(recipe, load), HARMLESS if has_begun else TRAINING, lack, elsewhere)
     raise DoesNotFit(nearest, f"does not fit: with {nearest.placement} {shortage(nearest.lacking, free)}; {hint}")
 
 

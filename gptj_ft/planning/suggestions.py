@@ -1,68 +1,77 @@
-"""Suggest options that make a run fit, found by forecasting again with each, not by rule of thumb."""
+"""Suggest options that make a run fit, found by forecasting again with each, not by rule of thumb.
+
+The search itself knows no option: each knob is a function. Those of training, and those that every run has, are below.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.planning.workload import Load
 
 LEAST_LENGTH = 64  # tokens a row; below that a run is of no use
+W = TypeVar("W")
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A run with some options changed, and how to type them."""
+class Candidate(Generic[W]):
+    """A run with some options changed, and how to type them.
+
+    Attributes:
+        recipe: options of the run.
+        load: workload: of a training, or of inference.
+        typed: changes as they are typed, one an option.
+    """
 
     recipe: Recipe
-    load: Load
+    load: W
     typed: tuple[str, ...] = ()
 
-    def with_options(self, typed: str, load: Load | None = None, **options: Any) -> Candidate:
+    def with_options(self, typed: str, load: W | None = None, **options: Any) -> Candidate[W]:
         """Return a copy with more options changed."""
         return Candidate(self.recipe.model_copy(update=options), load or self.load, (*self.typed, typed))
 
 
-Knob = Callable[[Candidate], Iterator[Candidate]]
-"""Yields what an option can be turned to, the least change first."""
-Lack = Callable[[Recipe, Load], int]
-"""Returns the bytes that a run lacks where it lacks the least; 0 if it fits."""
+Knob = Callable[[Candidate[W]], Iterator[Candidate[W]]]
+"""Enumerates the settings of an option, the least change first."""
+Lack = Callable[[Recipe, W], int]
+"""Returns the bytes that a run lacks in its best placement; 0 if it fits."""
 
 
-def suggest(recipe: Recipe, load: Load, lack: Lack, ways: Sequence[str] = (), has_begun: bool = False) -> str:
-    """Suggest options to change, as a phrase: the two that help most.
-
-    Options that change no number of the run come first. Where none is enough alone, pairs are tried.
+def suggest(now: Candidate[W], knobs: Sequence[Knob[W]], lack: Lack[W], ways: Sequence[str] = ()) -> str:
+    """Suggest options to change, as a phrase: the first two that are enough, else a pair, else what helps most.
 
     Args:
-        recipe: recipe of the run that does not fit.
-        load: workload of the run.
+        now: run that does not fit.
+        knobs: options that may be turned, in order of preference.
         lack: function that returns the missing bytes of a changed run.
-        ways: other ways to make it fit, which come before all.
-        has_begun: whether the run is resumed, which only takes options that change no number.
+        ways: other ways to make it fit, preferred to all options.
     """
-    now, knobs = Candidate(recipe, load), HARMLESS if has_begun else (*HARMLESS, *OTHERS)
     enough = [first for knob in knobs if (first := _first(knob(now), lack))]
-    ways = [*ways, *(" ".join(setting.typed) for setting in enough)]
+    ways = [*ways, *(" ".join(candidate.typed) for candidate in enough)]
     if ways:
         return "try " + ", or ".join(ways[:2])
     for one, other in combinations(knobs, 2):
         if both := _first((last for first in one(now) for last in other(first)), lack):
             return "try " + " with ".join(both.typed)
-    furthest = [settings[-1] for knob in knobs if (settings := list(knob(now)))]
-    lacks = {" ".join(setting.typed): lack(setting.recipe, setting.load) for setting in furthest}
-    best = sorted((typed for typed in lacks if lacks[typed] < lack(recipe, load)), key=lambda typed: lacks[typed])
+    furthest = [candidates[-1] for knob in knobs if (candidates := list(knob(now)))]
+    lacks = {" ".join(candidate.typed): lack(candidate.recipe, candidate.load) for candidate in furthest}
+    best = sorted(
+        (typed for typed in lacks if lacks[typed] < lack(now.recipe, now.load)), key=lambda typed: lacks[typed]
+    )
     return f"{' with '.join(best[:2])} helps most, but is not enough" if best else "no option makes it fit"
 
 
-def _first(settings: Iterator[Candidate], lack: Lack) -> Candidate | None:
-    return next((setting for setting in settings if not lack(setting.recipe, setting.load)), None)
+def _first(candidates: Iterator[Candidate[W]], lack: Lack[W]) -> Candidate[W] | None:
+    return next((candidate for candidate in candidates if not lack(candidate.recipe, candidate.load)), None)
 
 
-def _stream_more(now: Candidate) -> Iterator[Candidate]:
+def stream_more(now: Candidate[W]) -> Iterator[Candidate[W]]:
+    """Let the planner choose places that the user has fixed."""
     forced: dict[str, Any] = {
         name: "auto" for name in ("weights", "optimizer_state", "boundaries") if getattr(now.recipe, name) != "auto"
     }
@@ -70,42 +79,44 @@ def _stream_more(now: Candidate) -> Iterator[Candidate]:
         yield now.with_options(" ".join(f"--{name.replace('_', '-')} auto" for name in forced), **forced)
 
 
-def _read_less_ahead(now: Candidate) -> Iterator[Candidate]:
+def read_less_ahead(now: Candidate[W]) -> Iterator[Candidate[W]]:
+    """Prefetch fewer layers."""
     for layers in range(now.recipe.read_ahead - 1, -1, -1):
         yield now.with_options(f"--set read_ahead={layers}", read_ahead=layers)
 
 
-def _lift_caps(now: Candidate) -> Iterator[Candidate]:
+def lift_caps(now: Candidate[W]) -> Iterator[Candidate[W]]:
+    """Raise the caps that the user has set."""
     caps = [name for name in ("device_memory", "host_memory", "disk_space") if getattr(now.recipe, name) is not None]
     if caps:
         names = " and ".join("--" + name.replace("_", "-") for name in caps)
         yield now.with_options(f"a larger {names}", **dict.fromkeys(caps))
 
 
-def _compute_less_at_once(now: Candidate) -> Iterator[Candidate]:
-    for tokens in _halves(min(now.recipe.micro_batch_tokens, now.load.step_tokens), now.load.longest_row):
+def _compute_less_at_once(now: Candidate[Load]) -> Iterator[Candidate[Load]]:
+    for tokens in halves(min(now.recipe.micro_batch_tokens, now.load.step_tokens), now.load.longest_row):
         load = replace(now.load, micro_batch_tokens=max(tokens, now.load.longest_row))
         yield now.with_options(f"--set micro_batch_tokens={tokens}", load, micro_batch_tokens=tokens)
 
 
-def _smaller_batches(now: Candidate) -> Iterator[Candidate]:
-    for rows in _halves(now.recipe.batch_size, 1):
+def _smaller_batches(now: Candidate[Load]) -> Iterator[Candidate[Load]]:
+    for rows in halves(now.recipe.batch_size, 1):
         load = _scaled(now.load, rows / now.recipe.batch_size)
         yield now.with_options(f"--batch-size {rows}", load, batch_size=rows)
 
 
-def _shorter_rows(now: Candidate) -> Iterator[Candidate]:
-    for length in _halves(min(now.recipe.max_length, now.load.longest_row), LEAST_LENGTH):
+def _shorter_rows(now: Candidate[Load]) -> Iterator[Candidate[Load]]:
+    for length in halves(min(now.recipe.max_length, now.load.longest_row), LEAST_LENGTH):
         load = _scaled(replace(now.load, longest_row=length), length / now.load.longest_row)
         load = replace(load, micro_batch_tokens=max(now.recipe.micro_batch_tokens, length))
         yield now.with_options(f"--max-length {length}", load, max_length=length)
 
 
-HARMLESS: Sequence[Knob] = (_stream_more, _read_less_ahead, _lift_caps)  # change no number of the run
-OTHERS: Sequence[Knob] = (_compute_less_at_once, _smaller_batches, _shorter_rows)  # the first only its rounding
+HARMLESS: Sequence[Knob[Load]] = (stream_more, read_less_ahead, lift_caps)  # change no number of the run
+TRAINING: Sequence[Knob[Load]] = (*HARMLESS, _compute_less_at_once, _smaller_batches, _shorter_rows)
 
 
-def _halves(value: int, least: int) -> Iterator[int]:
+def halves(value: int, least: int) -> Iterator[int]:
     """Enumerate halves of a value down to a minimum."""
     while value > least:
         value = max(value // 2, least)

@@ -59,7 +59,7 @@ def test_what_cannot_fit_is_refused_with_what_would_help(reads: InferenceWorkloa
         ResourceError, match=r"does not fit: .* it needs .* of memory, 5.4 GB is allowed; try --weights auto"
     ):
         plan_inference(build({"weights": "device", "host_memory": "5GiB"}), reads, free(100 * GiB))
-    with pytest.raises(ResourceError, match="no option is enough"):
+    with pytest.raises(ResourceError, match="helps most, but is not enough"):
         plan_inference(build({}), reads, free(1 * GiB))
 
 
@@ -111,7 +111,7 @@ def test_a_file_is_answered_as_planned_and_gone_on_with_as_it_was_begun(shell, t
     assert "tokens while writing" in shell(f"{line} --output out.jsonl --dry-run").out
     refused = shell(f"{line} --output out.jsonl --host-memory 100MB")
     assert refused.code == 4
-    assert "try a larger --device-memory or --host-memory" in refused.err
+    assert "try a larger --host-memory" in refused.err
     assert shell(f"{line} --output out.jsonl").code == 0
     settings = json.loads(Path("out.jsonl.settings.json").read_text(encoding="utf-8"))
     assert settings["together"] == BATCH_TOKENS
