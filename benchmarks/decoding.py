@@ -28,7 +28,7 @@ from transformers import GPTJConfig, GPTJForCausalLM
 
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.generation.hf_model import StreamedModel
-from gptj_ft.streaming.open import reading_stack
+from gptj_ft.streaming.open import open_for_inference
 from gptj_ft.system.memory import allocate
 
 CASES = [(1, 1), (8, 1), (1, 4), (8, 4)]  # rows, beams
@@ -74,7 +74,7 @@ def figure_a(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time whole calls of `generate`, prompts included."""
     theirs = GPTJForCausalLM.from_pretrained(model_folder(arguments)).eval()
     found: dict[str, Any] = {}
-    with reading_stack(model_folder(arguments), CPU, torch.float32, "device") as (architecture, stack):
+    with open_for_inference(model_folder(arguments), CPU, torch.float32, "device") as (architecture, stack):
         models = {"transformers": theirs, "gptj-ft": StreamedModel(architecture, stack)}
         for rows, beams in CASES:
             seconds: dict[str, list[float]] = {name: [] for name in models}
@@ -104,7 +104,7 @@ def figure_b(arguments: argparse.Namespace) -> dict[str, Any]:
         memory.sum()
         return memory.nbytes / (time.perf_counter() - start)
 
-    with reading_stack(model_folder(arguments), CPU, torch.float32, "device") as (architecture, stack):
+    with open_for_inference(model_folder(arguments), CPU, torch.float32, "device") as (architecture, stack):
         model = StreamedModel(architecture, stack)
         # of the embedding one row is read
         weights = 4 * sum(layout.num_parameters for layout in stack.frozen[1:])
@@ -162,7 +162,7 @@ def figure_c(arguments: argparse.Namespace) -> dict[str, Any]:
     disk = Disk(folder, lambda name: "wte" not in name)  # of the embedding a few rows are needed
     found: dict[str, dict[int, list[float]]] = {name: {1: [], 8: []} for name in ("seconds", "share", "waiting")}
     disks: list[float] = []
-    with reading_stack(folder, CPU, torch.float32, "disk") as (architecture, stack):
+    with open_for_inference(folder, CPU, torch.float32, "disk") as (architecture, stack):
         model = StreamedModel(architecture, stack)
         num_bytes = 4 * sum(layout.num_parameters for layout in stack.frozen[1:])
         for turn in range(arguments.runs + 1):

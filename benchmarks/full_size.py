@@ -30,17 +30,17 @@ from side_by_side import memory
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import micro_batches
-from gptj_ft.models.layers import PackedBatch
+from gptj_ft.models.batch import PackedBatch
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture, families
 from gptj_ft.planning.flops import count_flops
 from gptj_ft.planning.machine_profile import PRECISIONS, rates
 from gptj_ft.planning.plan import Free, Plan, forecast
 from gptj_ft.planning.probe import matmul_rate
-from gptj_ft.planning.workload import Load
+from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.adamw import AdamW, Update
-from gptj_ft.streaming.model import LayerStack
-from gptj_ft.streaming.open import fill_layer, training_stack
+from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.open import fill_layer, open_for_training
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.training import checkpoint
@@ -75,16 +75,16 @@ class Work:
         self.num_targets = count * (ROW - 1)
 
     def _plan(self, have: Free, folder: Path) -> Plan:
-        load = Load(
+        load = Workload(
             self.layouts, self.architecture.config.n_embd, torch.float32, self.recipe.micro_batch_tokens, self.tokens,
             self.tokens, self.tokens, num_steps=2,
         )  # fmt: skip
         return forecast(ON_DISK, load, self.recipe, rates(self.device, folder), have)
 
-    def open(self, run: Run) -> LayerStack:
+    def open(self, run: Run) -> OffloadedModel:
         """Open the stores."""
         dtypes = training_dtypes(torch.float32, PRECISIONS["bf16"], PRECISIONS["bf16"])
-        return training_stack(self.architecture, ON_DISK, dtypes, self.device, run.state, self.plan.room)
+        return open_for_training(self.architecture, ON_DISK, dtypes, self.device, run.state, self.plan.budget)
 
 
 def say(kind: str, **facts: Any) -> None:
@@ -116,7 +116,7 @@ def train(arguments: argparse.Namespace) -> None:
         for layer in range(len(stack.layers)):
             fill_layer(stack, layer, partial(fill, generator))
         stack.drain()
-        stack.forget_parts()
+        stack.release_chunk_pools()
         optimizer = AdamW(stack, work.recipe, late=late)
         checkpoint.commit(run, 0, None, {})
         say("filled", seconds=time.perf_counter() - start)
@@ -134,11 +134,11 @@ def train(arguments: argparse.Namespace) -> None:
     stack.close()
 
 
-def take_step(run: Run, stack: LayerStack, optimizer: AdamW, batches: list[PackedBatch]) -> float:
+def take_step(run: Run, stack: OffloadedModel, optimizer: AdamW, batches: list[PackedBatch]) -> float:
     """Take a step and queue its commit, as `trainer.train` does."""
-    optimizer.begin(1e-5)
+    optimizer.begin_step(1e-5)
     loss = train_step(stack, optimizer, batches).mean
-    optimizer.end()
+    optimizer.finish_step()
     stack.stores["grad"].then(partial(checkpoint.commit, run, optimizer.step, optimizer.pending, {}))
     return loss
 
@@ -205,7 +205,7 @@ def main() -> None:
         "said": [*first, *second],
         "verified": {"bytes": checker.bytes, "seconds": time.perf_counter() - start, "problems": problems},
         "disk_bytes": sum(path.stat().st_blocks * 512 for path in arguments.work.rglob("*") if path.is_file()),
-        "room": vars(work.plan.room),
+        "room": vars(work.plan.budget),
         "is_late": work.plan.costs.is_late,
     }
     print(json.dumps(result))

@@ -27,17 +27,18 @@ import torch
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
-from gptj_ft.models.layers import PackedBatch, takes_ragged
+from gptj_ft.models.attention import takes_ragged
+from gptj_ft.models.batch import PackedBatch
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture, families
 from gptj_ft.planning.flops import count_flops
 from gptj_ft.planning.plan import Free, Plan, choose
 from gptj_ft.planning.probe import ASSUMED_DISK, Rates, measure_compute
-from gptj_ft.planning.workload import Load
+from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import LayerStack, Room
-from gptj_ft.streaming.open import fill_layer, training_stack
+from gptj_ft.streaming.model import BufferBudget, OffloadedModel
+from gptj_ft.streaming.open import fill_layer, open_for_training
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system.machine import free_memory
@@ -56,7 +57,7 @@ def architecture(shape: dict[str, int]) -> Architecture:
     return Architecture(family, family.read_config(shape), shape)
 
 
-def filled(stack: LayerStack) -> LayerStack:
+def filled(stack: OffloadedModel) -> OffloadedModel:
     """Give a stack random weights."""
     generator = torch.Generator(stack.device).manual_seed(0)
 
@@ -86,16 +87,16 @@ def check_placements(device: torch.device) -> None:
             place, recipe = Placement(*places), Recipe()  # type: ignore[arg-type]
             if "disk" in places and not has_xxhash():
                 continue
-            stack = training_stack(
+            stack = open_for_training(
                 model, place, training_dtypes(torch.bfloat16), device, Path(folder) / "-".join(places),
-                Room(parts=3, part_numel=2048, kept=1), boundary=boundary,
+                BufferBudget(num_chunks=3, chunk_numel=2048, num_kept_layers=1), boundary=boundary,
             )  # fmt: skip
             optimizer = AdamW(filled(stack), recipe)
             curves[str(place)] = []
             for _ in range(4):
-                optimizer.begin(1e-3)
+                optimizer.begin_step(1e-3)
                 loss = train_step(stack, optimizer, batches_of(256, 64, TINY["vocab_size"], 128, device))
-                curves[str(place)].append((loss.total, optimizer.end()))
+                curves[str(place)].append((loss.total, optimizer.finish_step()))
             stack.close()
     torch.use_deterministic_algorithms(False)
     print(json.dumps({"check": "placements", "are_equal": len(set(map(str, curves.values()))) == 1, "curves": curves}))
@@ -110,7 +111,7 @@ def has_xxhash() -> bool:
     return True
 
 
-def plan_for(cap: float | None, load: Load, rates: Rates, device: torch.device, budget: int) -> Plan:
+def plan_for(cap: float | None, load: Workload, rates: Rates, device: torch.device, budget: int) -> Plan:
     """Return where everything goes: on the device without a cap, from host RAM under one."""
     place = "device" if cap is None else "host"
     recipe = Recipe(
@@ -126,15 +127,15 @@ def run_variant(cap: float | None, arguments: argparse.Namespace, rates: Rates, 
     model = architecture({**SHAPE, "n_layer": arguments.layers})
     layouts = [Layout.of(layer) for layer in model.layers()]
     tokens_of_steps = [int(word) for word in arguments.tokens.split(",")]
-    load = Load(
+    load = Workload(
         layouts, SHAPE["n_embd"], torch.bfloat16, arguments.micro_batch, max(tokens_of_steps), max(tokens_of_steps),
         max(tokens_of_steps), num_steps=None,
     )  # fmt: skip
     plan = plan_for(cap, load, rates, device, arguments.micro_batch)
     begin = time.perf_counter()
-    stack = training_stack(
+    stack = open_for_training(
         model, plan.placement, training_dtypes(torch.bfloat16, torch.bfloat16, torch.bfloat16), device, Path(),
-        plan.room, boundary=boundary_layout(max(tokens_of_steps), SHAPE["n_embd"], max(tokens_of_steps) // ROW),
+        plan.budget, boundary=boundary_layout(max(tokens_of_steps), SHAPE["n_embd"], max(tokens_of_steps) // ROW),
     )  # fmt: skip
     late = len(layouts) - 2 if plan.costs.is_late else 0
     optimizer = AdamW(filled(stack), Recipe(moments="bf16", gradients="bf16"), late=late)
@@ -148,15 +149,15 @@ def run_variant(cap: float | None, arguments: argparse.Namespace, rates: Rates, 
                 waited = stack.waited_seconds
             torch.cuda.synchronize(device)
             start = time.perf_counter()
-            optimizer.begin(1e-5)
+            optimizer.begin_step(1e-5)
             losses.append(train_step(stack, optimizer, batches).mean)
-            optimizer.end()
+            optimizer.finish_step()
             torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - start)
         steady = sum(seconds[WARM_UP:])
-        flops = count_flops(layouts, tokens, tokens, plan.room.kept)
+        flops = count_flops(layouts, tokens, tokens, plan.budget.num_kept_layers)
         say(
-            cap=cap, tokens=tokens, placement=str(plan.placement), kept=plan.room.kept, is_late=bool(late),
+            cap=cap, tokens=tokens, placement=str(plan.placement), kept=plan.budget.num_kept_layers, is_late=bool(late),
             seconds=seconds, losses=losses, tokens_per_second=STEPS * tokens / steady,
             mfu=STEPS * flops.model / steady / rates.compute.bf16,
             stall=(stack.waited_seconds - waited) / steady,

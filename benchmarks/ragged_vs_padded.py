@@ -32,9 +32,9 @@ from prepare_data import PREPARE, make_model, run
 
 if TYPE_CHECKING:
     from gptj_ft.data.batches import Rows
-    from gptj_ft.models.layers import PackedBatch
+    from gptj_ft.models.batch import PackedBatch
     from gptj_ft.streaming.adamw import AdamW
-    from gptj_ft.streaming.model import LayerStack
+    from gptj_ft.streaming.model import OffloadedModel
 
 FILES = {
     "dialogsum": "summarization/dialogsum/train.jsonl",
@@ -130,7 +130,7 @@ def vocabulary_of(arguments: argparse.Namespace) -> int:
     return GPTJ["vocab_size"] * arguments.width * arguments.layers // (GPTJ["n_embd"] * GPTJ["n_layer"])
 
 
-def open_model(arguments: argparse.Namespace) -> tuple[LayerStack, AdamW]:
+def open_model(arguments: argparse.Namespace) -> tuple[OffloadedModel, AdamW]:
     """Return a random model, all of it in memory, every block recomputed, and its optimizer."""
     import torch
 
@@ -138,7 +138,7 @@ def open_model(arguments: argparse.Namespace) -> tuple[LayerStack, AdamW]:
     from gptj_ft.models.layout import Layout
     from gptj_ft.models.registry import families
     from gptj_ft.streaming.adamw import AdamW
-    from gptj_ft.streaming.model import LayerStack, Room
+    from gptj_ft.streaming.model import BufferBudget, OffloadedModel
     from gptj_ft.streaming.open import fill_layer
     from gptj_ft.streaming.stores.placement import Placement, open_stores, training_dtypes
 
@@ -149,7 +149,7 @@ def open_model(arguments: argparse.Namespace) -> tuple[LayerStack, AdamW]:
     dtypes = training_dtypes(torch.float32, torch.float32, torch.float32)
     layouts = [Layout.of(layer) for layer in layers]
     stores = open_stores(Placement("device", "device"), layouts, dtypes, device, arguments.work / "state")
-    stack = LayerStack(layers, dtypes, stores, device, Room())
+    stack = OffloadedModel(layers, dtypes, stores, device, BufferBudget())
     generator = torch.Generator().manual_seed(0)
 
     def fill(name: str, view: torch.Tensor) -> None:
@@ -164,7 +164,7 @@ def open_model(arguments: argparse.Namespace) -> tuple[LayerStack, AdamW]:
 def padded(documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int], budget_tokens: int) -> list[PackedBatch]:
     """Return micro-batches of rows that are all as long as the longest, as `micro_batches` does of rows as they are."""
     from gptj_ft.data.batches import micro_batches
-    from gptj_ft.models.layers import NO_TARGET
+    from gptj_ft.models.batch import NO_TARGET
 
     longest = max(map(len, documents))
     extended = [[*document, *[0] * (longest - len(document))] for document in documents]
@@ -175,13 +175,13 @@ def padded(documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int], bu
     return batches
 
 
-def take_step(stack: LayerStack, optimizer: AdamW, batches: list[PackedBatch]) -> tuple[float, int]:
+def take_step(stack: OffloadedModel, optimizer: AdamW, batches: list[PackedBatch]) -> tuple[float, int]:
     """Take an optimizer step, the update of the one before included; return its mean loss and number of targets."""
     from gptj_ft.streaming.step import train_step
 
-    optimizer.begin(0.0)
+    optimizer.begin_step(0.0)
     loss = train_step(stack, optimizer, batches)
-    optimizer.end()
+    optimizer.finish_step()
     return loss.mean, loss.num_targets
 
 

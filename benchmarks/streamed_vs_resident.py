@@ -58,7 +58,7 @@ def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object
     from gptj_ft.models.layout import Layout
     from gptj_ft.models.registry import families
     from gptj_ft.streaming.adamw import AdamW
-    from gptj_ft.streaming.model import LayerStack, Room
+    from gptj_ft.streaming.model import BufferBudget, OffloadedModel
     from gptj_ft.streaming.open import fill_layer
     from gptj_ft.streaming.step import train_step
     from gptj_ft.streaming.stores.placement import Placement, open_stores, training_dtypes
@@ -69,8 +69,10 @@ def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object
     dtypes = training_dtypes(torch.float32, types[arguments.moments], types[arguments.gradients])
     layouts = [Layout.of(layer) for layer in layers]
     stores = open_stores(Placement(place, place), layouts, dtypes, device, arguments.work)  # type: ignore[arg-type]
-    room = Room(arguments.read_ahead, arguments.gradient_slots, arguments.parts, kept=arguments.kept)
-    stack = LayerStack(layers, dtypes, stores, device, room)
+    budget = BufferBudget(
+        arguments.read_ahead, arguments.gradient_slots, arguments.parts, num_kept_layers=arguments.kept
+    )
+    stack = OffloadedModel(layers, dtypes, stores, device, budget)
     generator = torch.Generator().manual_seed(0)
 
     def fill(name: str, view: torch.Tensor) -> None:
@@ -88,9 +90,9 @@ def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object
         if arguments.profile and step == arguments.steps - 1:
             profile.start()
         start, before, bytes_before = time.perf_counter(), stack.waited_seconds, stack.bytes_read + stack.bytes_written
-        optimizer.begin(1e-5)
+        optimizer.begin_step(1e-5)
         losses.append(train_step(stack, optimizer, batches).mean)
-        optimizer.end()
+        optimizer.finish_step()
         if place == "disk":  # what the trainer does there: the commit waits for the gradients, the next step does not
             stack.stores["grad"].then(lambda: None)
         seconds.append(time.perf_counter() - start)

@@ -14,7 +14,7 @@ from gptj_ft.data.loss_mask import lengths_of, num_inputs, num_targets
 
 if TYPE_CHECKING:
     from gptj_ft.data.token_table import TokenTable
-    from gptj_ft.models.layers import PackedBatch
+    from gptj_ft.models.batch import PackedBatch
 
 Packing = Literal["off", "apart", "joined"]
 Slice = tuple[int, int, int]  # a document, and which of its tokens: the first, and the one after the last
@@ -183,7 +183,7 @@ def micro_batches(
         untrained: what else of each is not, as (start, end) pairs in one flat list.
         window: most inputs of a document, see `num_inputs`.
     """
-    from gptj_ft.models.layers import pack
+    from gptj_ft.models.batch import pack
 
     gaps = untrained or [()] * len(documents)
     inputs = [num_inputs(len(ids), window) for ids in documents]

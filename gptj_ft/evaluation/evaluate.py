@@ -31,8 +31,8 @@ from gptj_ft.models.registry import Architecture, read_architecture
 from gptj_ft.planning.inference_plan import InferencePlan, InferenceWorkload, plan_inference
 from gptj_ft.planning.machine_profile import choose_dtype
 from gptj_ft.planning.resources import check_lengths, free_resources
-from gptj_ft.streaming.model import LayerStack
-from gptj_ft.streaming.open import reading_stack
+from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.open import open_for_inference
 from gptj_ft.system import machine
 from gptj_ft.system.paths import home, is_adapter, is_model, models
 
@@ -176,7 +176,7 @@ def evaluate_model(planned: EvaluationPlan, progress: Progress | None = None) ->
     """
     recipe, task, plan = planned.recipe, planned.task, planned.plan
     planned.journal.add("together", {0: plan.together.written})
-    with reading_stack(planned.folder, planned.device, planned.dtype, plan.weights, recipe.read_ahead) as opened:
+    with open_for_inference(planned.folder, planned.device, planned.dtype, plan.weights, recipe.read_ahead) as opened:
         inquiry = EvaluationRun(planned, *opened, progress)
         rows, answers = inquiry.run()
     figures = {**language_model(rows), **scores_of(recipe, answers, task.references)}
@@ -221,7 +221,7 @@ class EvaluationRun:
 
     planned: EvaluationPlan
     architecture: Architecture
-    stack: LayerStack
+    stack: OffloadedModel
     progress: Progress | None = None
 
     def run(self) -> tuple[list[RowLoss], list[str]]:
@@ -264,7 +264,7 @@ class EvaluationRun:
             texts = answerer.answer(prompts, seed=rows[0])
         journal.add("answer", dict(zip(rows, texts, strict=True)))
 
-    def _asked(self, rows: Sequence[int]) -> tuple[LayerStack, PreTrainedTokenizerFast | None, list[Document], int]:
+    def _asked(self, rows: Sequence[int]) -> tuple[OffloadedModel, PreTrainedTokenizerFast | None, list[Document], int]:
         planned = self.planned
         documents = [planned.task.documents[row] for row in rows]
         return self.stack, planned.tokenizer, documents, planned.plan.together.computed

@@ -17,15 +17,15 @@ from gptj_ft.data.loss_mask import stretches
 from gptj_ft.data.template import eos_of
 from gptj_ft.data.tokenization import tokenize
 from gptj_ft.evaluation.metrics.language_model import RowLoss
-from gptj_ft.models.layers import PackedBatch, pack
-from gptj_ft.streaming.model import LayerStack
-from gptj_ft.streaming.step import TokenScores, Wanted, score_tokens
+from gptj_ft.models.batch import PackedBatch, pack
+from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.step import TokenQuery, TokenScores, score_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 LABEL = "label"  # the field whose words the recipe's `labels` lists
-Score = Callable[[Sequence[PackedBatch], Sequence[Wanted]], list[TokenScores]]
+Score = Callable[[Sequence[PackedBatch], Sequence[TokenQuery]], list[TokenScores]]
 Asked = tuple[Sequence[int], Sequence[tuple[int, int]]]  # a document; of it, positions and the tokens asked for after
 
 
@@ -47,7 +47,7 @@ def passes(sizes: Sequence[int], most_tokens: int) -> Iterator[range]:
 
 
 def losses(
-    stack: LayerStack,
+    stack: OffloadedModel,
     tokenizer: PreTrainedTokenizerFast | None,
     documents: Sequence[Document],
     budget_tokens: int,
@@ -74,7 +74,7 @@ def losses(
             RowLoss(
                 total=-math.fsum(scores.log_probabilities_S.tolist()),
                 targets=len(scores.log_probabilities_S),
-                right=int(scores.is_likeliest_S.sum()),
+                right=int(scores.is_argmax_S.sum()),
                 words=words,
                 bytes=num_bytes,
             )
@@ -111,11 +111,11 @@ class Likelihood:
     """Log-probability of an answer in nats, and whether greedy decoding would produce it."""
 
     total: float
-    is_likeliest: bool
+    is_argmax: bool
 
 
 def log_likelihoods(
-    stack: LayerStack,
+    stack: OffloadedModel,
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[Sequence[int]]],
     budget_tokens: int,
@@ -145,7 +145,7 @@ def log_likelihoods(
 
 
 def _likelihood(scores: TokenScores, span: slice) -> Likelihood:
-    return Likelihood(math.fsum(scores.log_probabilities_S[span].tolist()), bool(scores.is_likeliest_S[span].all()))
+    return Likelihood(math.fsum(scores.log_probabilities_S[span].tolist()), bool(scores.is_argmax_S[span].all()))
 
 
 def _targets(document: Document) -> list[range]:
@@ -174,22 +174,22 @@ def _text_size(
 
 
 def _ask(
-    stack: LayerStack, asked: Sequence[Asked], budget_tokens: int, score: Score | None = None
+    stack: OffloadedModel, asked: Sequence[Asked], budget_tokens: int, score: Score | None = None
 ) -> list[TokenScores]:
     """Score the token queries of each document in one pass over the weights."""
     groups = first_fit([len(ids) for ids, _ in asked], budget_tokens)
     batches, wanted = [], []
     for group in groups:
-        batch = pack([asked[index][0] for index in group], numbers=group)
+        batch = pack([asked[index][0] for index in group], document_ids=group)
         starts = zip(batch.cu_seqlens, group, strict=False)
         queries = [(start + at, token) for start, index in starts for at, token in asked[index][1]]
         positions_S, tokens_S = torch.tensor(queries, dtype=torch.int64).reshape(-1, 2).to(stack.device).unbind(1)
         batches.append(batch.to(stack.device))
-        wanted.append(Wanted(positions_S, tokens_S))
+        wanted.append(TokenQuery(positions_S, tokens_S))
     found: dict[int, TokenScores] = {}
     read = score(batches, wanted) if score else score_tokens(stack, batches, wanted)
     for group, scores in zip(groups, read, strict=True):
         ends = list(accumulate((len(asked[index][1]) for index in group), initial=0))
         for index, (start, end) in zip(group, pairwise(ends), strict=True):
-            found[index] = TokenScores(scores.log_probabilities_S[start:end], scores.is_likeliest_S[start:end])
+            found[index] = TokenScores(scores.log_probabilities_S[start:end], scores.is_argmax_S[start:end])
     return [found[index] for index in range(len(asked))]

@@ -17,7 +17,7 @@ from gptj_ft.generation.decoding import generate_tokens, text_of
 from gptj_ft.generation.hf_model import Prefill, RaggedCache, StreamedModel
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.inference_plan import TokenBudget, batches_by_length
-from gptj_ft.streaming.model import LayerStack
+from gptj_ft.streaming.model import OffloadedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -39,7 +39,7 @@ class Predictor:
         recipe: Recipe,
         tokenizer: PreTrainedTokenizerFast,
         architecture: Architecture,
-        stack: LayerStack,
+        stack: OffloadedModel,
         together: TokenBudget | None = None,
     ) -> None:
         self._recipe, self._tokenizer, self._architecture, self._stack = recipe, tokenizer, architecture, stack

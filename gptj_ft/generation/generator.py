@@ -21,7 +21,7 @@ from gptj_ft.generation.decoding import StreamedModel, generate_tokens, text_of
 from gptj_ft.models.registry import Architecture, read_architecture
 from gptj_ft.planning.machine_profile import choose_dtype
 from gptj_ft.planning.plan import device_cap
-from gptj_ft.streaming.open import reading_stack
+from gptj_ft.streaming.open import open_for_inference
 from gptj_ft.system import machine
 
 if TYPE_CHECKING:
@@ -124,11 +124,11 @@ def open_generator(setup: GenerationSetup, weights: str | None = None) -> Iterat
         weights: place of the weights; default: the recipe's.
 
     Raises:
-        UsageError, DataError: as `reading_stack`.
+        UsageError, DataError: as `open_for_inference`.
     """
     recipe, device = setup.recipe, setup.device
     cap = device_cap(recipe, device.type == "cpu")
-    opened = reading_stack(setup.folder, device, setup.dtype, weights or recipe.weights, recipe.read_ahead, cap)
+    opened = open_for_inference(setup.folder, device, setup.dtype, weights or recipe.weights, recipe.read_ahead, cap)
     with opened as (architecture, stack):
         torch.manual_seed(recipe.seed)
         yield Generator(setup, StreamedModel(architecture, stack, recipe.micro_batch_tokens))

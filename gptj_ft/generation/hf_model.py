@@ -19,12 +19,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from gptj_ft.data.batches import first_fit
 from gptj_ft.errors import DataError, NotFinite
+from gptj_ft.models.batch import PackedBatch, pack
 from gptj_ft.models.kv_cache import KVCache
-from gptj_ft.models.layers import PackedBatch, pack
 from gptj_ft.models.registry import Architecture
-from gptj_ft.streaming.layer_load import Passage, Visit
-from gptj_ft.streaming.model import LayerStack
-from gptj_ft.streaming.step import TokenScores, Wanted, forward, score_hidden, stream
+from gptj_ft.streaming.layer_load import LayerLoad, LayerTask
+from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.step import TokenQuery, TokenScores, forward, score_hidden, stream
 
 COMPUTED_TOKENS = 2048
 
@@ -32,13 +32,13 @@ COMPUTED_TOKENS = 2048
 class ForwardPasses:
     """Run forward passes one after another; the next pass's first layers are prefetched while one ends."""
 
-    def __init__(self, stack: LayerStack) -> None:
+    def __init__(self, stack: OffloadedModel) -> None:
         self._stack = stack
-        self._layers: Iterator[Passage] = iter(())
+        self._layers: Iterator[LayerLoad] = iter(())
         self._stream: Iterable[object] | None = None  # ours, as long as nobody has begun another on this stack
 
     def read(
-        self, batches: Sequence[PackedBatch], positions: Sequence[Tensor], wanted: Sequence[Wanted] = ()
+        self, batches: Sequence[PackedBatch], positions: Sequence[Tensor], wanted: Sequence[TokenQuery] = ()
     ) -> tuple[Tensor, list[TokenScores]]:
         """Compute logits at some positions, fp32 [positions of all batches, V], and score token queries.
 
@@ -48,9 +48,9 @@ class ForwardPasses:
             wanted: token queries of each batch; empty for none.
         """
         stack, top = self._stack, len(self._stack.layers) - 1
-        if stack.coming is not self._stream:
+        if stack.loading is not self._stream:
             stack.take_slots()  # memory that is first taken while writing could not be trained with afterwards
-            self._layers = stream(stack, (Visit(layer) for layer in cycle(range(top + 1))))
+            self._layers = stream(stack, (LayerTask(layer) for layer in cycle(range(top + 1))))
         self._stream = None  # a pass that is broken off leaves the next one nothing to go on from
         hidden = forward(islice(self._layers, top), batches)
         head = next(self._layers)
@@ -59,7 +59,7 @@ class ForwardPasses:
             after_SD = torch.cat([x_TD[at] for x_TD, at in zip(hidden, positions, strict=True)])
             logits = head.run(parameters, after_SD)
             scores = score_hidden(head, hidden, wanted) if wanted else []
-        self._stream = stack.coming
+        self._stream = stack.loading
         return logits, scores
 
 
@@ -120,7 +120,7 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     _is_stateful = False
 
-    def __init__(self, architecture: Architecture, stack: LayerStack, budget_tokens: int = COMPUTED_TOKENS) -> None:
+    def __init__(self, architecture: Architecture, stack: OffloadedModel, budget_tokens: int = COMPUTED_TOKENS) -> None:
         try:
             config = AutoConfig.for_model(**architecture.raw)
         except (TypeError, ValueError, AttributeError, KeyError) as error:
@@ -187,7 +187,7 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         cache.kv.begin(counts, width, self.device)
         batches, positions, rows, columns = [], [], list[int](), list[int]()
         for group in first_fit(counts, self.budget_tokens):
-            batch = pack([prompts[row] for row in group], cache=cache.kv, numbers=group)
+            batch = pack([prompts[row] for row in group], cache=cache.kv, document_ids=group)
             last = [min(kept, counts[row]) for row in group]  # others of the columns kept are padding
             spans = [range(end - size, end) for end, size in zip(batch.cu_seqlens[1:], last, strict=True)]
             batches.append(batch.to(self.device))
@@ -206,9 +206,9 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if not len(rows):
             return torch.zeros(num_rows, kept, self.config.vocab_size, device=self.device)
         ids = input_ids[rows]
-        positions = cache.kv.go_on(columns, self.dtype)
+        positions = cache.kv.begin_decode_step(columns, self.dtype)
         bounds = tuple(range(0, ids.numel() + 1, columns))
-        batch = PackedBatch(ids.flatten(), positions.flatten(), ids, bounds, cache.kv, goes_on=True)
+        batch = PackedBatch(ids.flatten(), positions.flatten(), ids, bounds, cache.kv, is_decode_step=True)
         wanted = torch.arange(ids.numel(), device=self.device).view_as(ids)[:, -kept:]
         logits = self.checked(self.passes.read([batch], [wanted.flatten()])[0]).view(len(rows), kept, -1)
         if len(rows) == num_rows:
@@ -246,17 +246,17 @@ class Prefill:
         self.cache = RaggedCache()
         self.cache.kv.begin(counts, width, model.device)
 
-    def score(self, batches: Sequence[PackedBatch], wanted: Sequence[Wanted]) -> list[TokenScores]:
+    def score(self, batches: Sequence[PackedBatch], wanted: Sequence[TokenQuery]) -> list[TokenScores]:
         """Score token queries on all documents, as `score_tokens` does."""
         own = [replace(batch, cache=self.cache.kv) for batch in batches]
         ends = [
             torch.tensor(
-                [start + self._counts[n] - 1 for start, n in zip(batch.cu_seqlens, batch.numbers, strict=False)]
+                [start + self._counts[n] - 1 for start, n in zip(batch.cu_seqlens, batch.document_ids, strict=False)]
             )
             for batch in own
         ]
         logits, scores = self._model.passes.read(own, ends, wanted)
-        order = torch.tensor([number for batch in own for number in batch.numbers]).argsort()
+        order = torch.tensor([number for batch in own for number in batch.document_ids]).argsort()
         self.cache.first = self._model.checked(logits)[order.to(logits.device)]
         return scores
 

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptj_ft.errors import DataError
-from gptj_ft.models.layers import Embedding, PackedBatch, attend
+from gptj_ft.models.attention import attend
+from gptj_ft.models.batch import PackedBatch
+from gptj_ft.models.embedding import Embedding
 from gptj_ft.models.linear import Conv1D, Linear, TiedLinear
 from gptj_ft.models.registry import Family, Leaf, check_numbers
 

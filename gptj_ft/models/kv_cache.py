@@ -33,8 +33,8 @@ class KVCache:
         self.lengths = torch.empty(0, dtype=torch.int64)
         self._counts: tuple[int, ...] = ()
         self._width = 1
-        self._follows_beams = False
-        self._crowded = 0  # slots from which on it is worth to look for those that nobody sees
+        self._beams_reordered = False
+        self._compact_at = 0  # slots from which on it is worth to look for those that nobody sees
         self._seen_GWS: Tensor | None = None  # none: every row sees every slot
         self._mask: Tensor | None = None  # of this pass, added to the scores [G, 1, L, S]
         self._begin = 0  # where the slots of this pass begin
@@ -57,7 +57,7 @@ class KVCache:
             self._seen_GWS = (slots >= self.num_slots - counts_G[:, None])[:, None].repeat(1, width, 1)
 
     def put(
-        self, layer: int, k_TNH: Tensor, v_TNH: Tensor, cu_seqlens: Sequence[int], trees: Sequence[int] = ()
+        self, layer: int, k_TNH: Tensor, v_TNH: Tensor, cu_seqlens: Sequence[int], groups: Sequence[int] = ()
     ) -> None:
         """Keep a layer's keys and values of prompts; what follows a prompt in its document is not kept.
 
@@ -71,29 +71,29 @@ class KVCache:
             shape = (len(self._counts), k_TNH.shape[1], self.num_slots + MORE_ROOM, k_TNH.shape[2])
             # what no row sees has to be finite all the same
             self._layers[layer] = k_TNH.new_zeros(shape), v_TNH.new_zeros(shape)
-        for tree, start in zip(trees or range(len(cu_seqlens) - 1), cu_seqlens, strict=False):
-            count = self._counts[tree]
+        for group, start in zip(groups or range(len(cu_seqlens) - 1), cu_seqlens, strict=False):
+            count = self._counts[group]
             for all_GNSH, x_TNH in zip(self._layers[layer], (k_TNH, v_TNH), strict=True):
-                kept = all_GNSH[tree, :, self.num_slots - count : self.num_slots]
+                kept = all_GNSH[group, :, self.num_slots - count : self.num_slots]
                 kept.copy_(x_TNH[start : start + count].transpose(0, 1))
 
-    def go_on(self, columns: int, dtype: torch.dtype) -> Tensor:
+    def begin_decode_step(self, columns: int, dtype: torch.dtype) -> Tensor:
         """Announce a pass over the next tokens of every row; return their positions, int64 [rows, columns].
 
         Args:
             columns: tokens of each row.
             dtype: of the attention's scores.
         """
-        if self._width > 1 and (columns > 1 or not self._follows_beams):
-            self._part()
+        if self._width > 1 and (columns > 1 or not self._beams_reordered):
+            self._split_groups()
         self._begin, size, device = self.num_slots, self._width * columns, self.lengths.device
         self.num_slots += size
         self._mask = None
         if self._seen_GWS is not None or size > 1:
-            trees = len(self.lengths) // self._width
+            groups = len(self.lengths) // self._width
             old_GLS = self._seen_GWS if self._seen_GWS is not None else _all((1, 1, self._begin), device)
             new_LL = torch.eye(size, device=device).bool() if self._width > 1 else _all((size, size), device).tril()
-            seen_GLS = torch.cat((old_GLS.expand(trees, size, -1), new_LL.expand(trees, -1, -1)), dim=2)
+            seen_GLS = torch.cat((old_GLS.expand(groups, size, -1), new_LL.expand(groups, -1, -1)), dim=2)
             scores = torch.zeros(seen_GLS.shape, dtype=dtype, device=device)
             self._mask = scores.masked_fill_(~seen_GLS, -math.inf)[:, None]
             if self._width > 1 or self._seen_GWS is not None:
@@ -104,8 +104,8 @@ class KVCache:
 
     def attend(self, layer: int, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, scale: float | None = None) -> Tensor:
         """Attend from the tokens of the pass to what their rows have seen, themselves among it; [T, N, H]."""
-        trees = len(self.lengths) // self._width
-        q, k, v = (x.view(trees, -1, *x.shape[1:]).transpose(1, 2) for x in (q_TNH, k_TNH, v_TNH))
+        groups = len(self.lengths) // self._width
+        q, k, v = (x.view(groups, -1, *x.shape[1:]).transpose(1, 2) for x in (q_TNH, k_TNH, v_TNH))
         kept = self._with_room(layer)
         for all_GNSH, new_GNLH in zip(kept, (k, v), strict=True):
             all_GNSH[:, :, self._begin : self.num_slots] = new_GNLH
@@ -116,16 +116,16 @@ class KVCache:
     def select(self, rows: Tensor) -> None:
         """Renumber: row ``i`` becomes what ``rows[i]`` was; others are forgotten (beams, finished rows)."""
         width = self._width
-        trees = torch.arange(len(self.lengths), device=rows.device) // width
-        if width > 1 and len(rows) == len(trees) and torch.equal(rows // width, trees):
-            self._follows_beams = True
+        groups = torch.arange(len(self.lengths), device=rows.device) // width
+        if width > 1 and len(rows) == len(groups) and torch.equal(rows // width, groups):
+            self._beams_reordered = True
             self.lengths = self.lengths[rows]
             if self._seen_GWS is not None:
                 index = (rows % width).view(-1, width, 1).expand_as(self._seen_GWS)
                 self._seen_GWS = self._seen_GWS.gather(1, index)
                 self._forget_unseen(self._seen_GWS)
             return
-        self._part()
+        self._split_groups()
         self.lengths = self.lengths[rows]
         self._seen_GWS = None if self._seen_GWS is None else self._seen_GWS[rows]
         for layer, (k, v) in self._layers.items():  # one after the other: the old ones are not kept meanwhile
@@ -139,7 +139,7 @@ class KVCache:
         if self._seen_GWS is not None:
             self._seen_GWS = self._seen_GWS[:, :, : self.num_slots]
 
-    def _part(self) -> None:
+    def _split_groups(self) -> None:
         """Give each row a tree of its own."""
         width, self._width = self._width, 1
         if width == 1:
@@ -160,12 +160,12 @@ class KVCache:
 
     def _forget_unseen(self, seen_GWS: Tensor) -> None:
         """Drop slots that no row sees any more, when they are the larger part."""
-        if self.num_slots < self._crowded:
+        if self.num_slots < self._compact_at:
             return
         live_GS = seen_GWS.any(1)
         count = int(live_GS.sum(1).max())
-        self._crowded = 2 * count + MORE_ROOM
-        if self.num_slots < self._crowded:
+        self._compact_at = 2 * count + MORE_ROOM
+        if self.num_slots < self._compact_at:
             return
         slots_GS = live_GS.sort(dim=1, descending=True, stable=True).indices[:, :count]
         self._seen_GWS = seen_GWS.gather(2, slots_GS[:, None].expand(-1, seen_GWS.shape[1], -1))

@@ -16,10 +16,10 @@ Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq", "grad", "frozen", "b
 MOMENTS: tuple[Kind, Kind] = ("exp_avg", "exp_avg_sq")
 PARAMETER_ALIGNMENT = 32  # elements: 64 bytes in bf16, a cache line and the widest vector register
 FLAT_ALIGNMENT = 2048  # elements: a 4096-byte page in bf16, so that kinds in a file start on page boundaries
-LENDER = 0  # the layer that others may borrow parameters of: the embedding
+TIED_SOURCE_LAYER = 0  # the layer that others may borrow parameters of: the embedding
 
 
-class Loan(NamedTuple):
+class TiedParameter(NamedTuple):
     """A parameter of the first layer that another one computes with, too."""
 
     source: str
@@ -39,7 +39,7 @@ class Layout:
     offsets: Mapping[str, int]
     num_decayed: int
     numel: int
-    borrowed: Mapping[str, Loan] = field(default_factory=dict)
+    tied: Mapping[str, TiedParameter] = field(default_factory=dict)
     copied: frozenset[str] = frozenset()
     """Those of the shapes that are another layer's, too: what nobody changes may be here a second time."""
 
@@ -52,7 +52,7 @@ class Layout:
             names: those that it is about; none: all.
             copies: whether what the layer borrows has a place among its own.
         """
-        loans = {name: loan for name, loan in loans_of(layer).items() if names is None or name in names}
+        loans = {name: loan for name, loan in tied_parameters(layer).items() if names is None or name in names}
         shapes = {
             name: parameter.shape for name, parameter in layer.named_parameters() if names is None or name in names
         }
@@ -76,7 +76,7 @@ class Layout:
     @cached_property
     def used_shapes(self) -> dict[str, torch.Size]:
         """Shapes of all parameters that the layer computes with, those that it borrows included."""
-        return {**self.shapes, **{name: loan.shape for name, loan in self.borrowed.items()}}
+        return {**self.shapes, **{name: loan.shape for name, loan in self.tied.items()}}
 
     @cached_property
     def num_used(self) -> int:
@@ -90,10 +90,10 @@ class Layout:
         }
 
 
-def loans_of(layer: nn.Module) -> dict[str, Loan]:
+def tied_parameters(layer: nn.Module) -> dict[str, TiedParameter]:
     """Return what a layer computes with that is a parameter of the first one."""
     return {
-        f"{path}.weight": Loan(module.source, module.weight.shape)
+        f"{path}.weight": TiedParameter(module.source, module.weight.shape)
         for path, module in layer.named_modules()
         if isinstance(module, TiedLinear)
     }

@@ -79,7 +79,7 @@ class TiedLinear(nn.Module):
     """A projection whose weight is a parameter of the model's first layer: its transposed embedding, say.
 
     The weight is a buffer, and in no ``state_dict``: it is stored, updated and counted where it belongs. Whoever runs
-    the layer hands it in; see `stores.Layout.borrowed`.
+    the layer hands it in; see `stores.Layout.tied`.
 
     Args:
         shape: of the weight, (output width, input width).

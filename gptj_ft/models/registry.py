@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.models.layout import LENDER, Layout
+from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
 from gptj_ft.models.supported import unsupported_family
 from gptj_ft.system.digests import check_file
 from gptj_ft.system.files import read_text, require_plain
@@ -124,9 +124,9 @@ class Architecture:
         """Return the names of tensors that are others once more: a tied head's, and the embedding's that it is."""
         layers, name_of = self.layers(), self.family.name_of
         return {
-            name_of(index, local, len(layers)): name_of(LENDER, loan.source, len(layers))
+            name_of(index, local, len(layers)): name_of(TIED_SOURCE_LAYER, loan.source, len(layers))
             for index, layer in enumerate(layers)
-            for local, loan in Layout.of(layer).borrowed.items()
+            for local, loan in Layout.of(layer).tied.items()
         }
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from gptj_ft.config.options import Recipe
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.models import lora
-from gptj_ft.models.layout import LENDER, Layout, loans_of
+from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout, tied_parameters
 from gptj_ft.models.registry import Architecture
 
 
@@ -38,7 +38,7 @@ class Selection:
         trained, frozen = [], []
         for index, layer in enumerate(build()):
             homes = {name: (index, name) for name, _ in layer.named_parameters()}
-            homes |= {name: (LENDER, loan.source) for name, loan in loans_of(layer).items()}
+            homes |= {name: (TIED_SOURCE_LAYER, loan.source) for name, loan in tied_parameters(layer).items()}
             chosen = {name for name, home in homes.items() if is_trained(*home)}
             trained.append(Layout.of(layer, chosen))
             frozen.append(Layout.of(layer, homes.keys() - chosen, copies=True))

@@ -11,15 +11,15 @@ import torch
 from gptj_ft.config.options import Recipe
 from gptj_ft.models.layout import Kind
 from gptj_ft.planning.probe import Rates
-from gptj_ft.planning.workload import Load, Pass, bytes_moved, passes_of_state, state_kinds, training_passes
-from gptj_ft.streaming.model import Room
+from gptj_ft.planning.workload import Pass, Workload, bytes_moved, passes_of_state, state_kinds, training_passes
+from gptj_ft.streaming.model import BufferBudget
 from gptj_ft.streaming.stores.placement import Placement
 
 WARRANTED_BYTES = 600e12  # written to an SSD; see `Costs.ssd_wear`
 
 
 @dataclass(frozen=True)
-class Aside:
+class Overhead:
     """Something that a run does beside its steps.
 
     Attributes:
@@ -58,10 +58,10 @@ class Costs:
     compute_seconds: float
     transfer_seconds: float
     seconds_per_step: float
-    start: Aside
-    validations: Aside
-    checkpoints: Aside
-    end: Aside
+    start: Overhead
+    validations: Overhead
+    checkpoints: Overhead
+    end: Overhead
 
     @property
     def bytes_read_per_step(self) -> int:
@@ -82,14 +82,14 @@ class Costs:
         """Seconds of the whole run."""
         if self.num_steps is None:
             return None
-        return self.num_steps * self.seconds_per_step + sum(each.number * each.seconds for each in self._asides)
+        return self.num_steps * self.seconds_per_step + sum(each.number * each.seconds for each in self._overheads)
 
     @property
     def disk_bytes_written(self) -> int | None:
         """Bytes that the whole run writes to disk."""
         if self.num_steps is None:
             return None
-        asides = sum(each.number * each.disk_bytes for each in self._asides)
+        asides = sum(each.number * each.disk_bytes for each in self._overheads)
         return self.num_steps * self.disk_bytes_written_per_step + asides
 
     @property
@@ -102,7 +102,7 @@ class Costs:
         return None if self.disk_bytes_written is None else self.disk_bytes_written / WARRANTED_BYTES
 
     @property
-    def _asides(self) -> tuple[Aside, ...]:
+    def _overheads(self) -> tuple[Overhead, ...]:
         return self.start, self.validations, self.checkpoints, self.end
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,11 +120,11 @@ class Costs:
 
 def cost(
     placement: Placement,
-    load: Load,
+    load: Workload,
     recipe: Recipe,
     stored: Mapping[Kind, torch.dtype],
     rates: Rates,
-    room: Room = Room(),
+    budget: BufferBudget = BufferBudget(),
     is_late: bool = False,
 ) -> Costs:
     """Compute what a run moves and how long it takes.
@@ -138,7 +138,7 @@ def cost(
         room: how much of the model is on the device at once.
         is_late: whether updates are applied in forward and again in backward, to be written there.
     """
-    passes = forward, backward = training_passes(placement, load, stored, room, is_late)
+    passes = forward, backward = training_passes(placement, load, stored, budget, is_late)
     state = {kind: stored[kind] for kind in state_kinds(stored)}
     by_place = bytes_moved(placement, state, load.stored_elements)
     state_bytes = load.stored_elements * sum(dtype.itemsize for dtype in state.values())
@@ -152,8 +152,8 @@ def cost(
     writing = Pass(written={"disk": model_bytes})
     per_step = sum(each.seconds(load, rates) for each in passes)
     num_saves = 0 if placement.is_durable else num_checkpoints(recipe, load, per_step)
-    update, _ = passes_of_state(placement, load, stored, room, is_late)
-    per_validation = seconds_per_validation(placement, load, update, rates, room.pass_tokens)
+    update, _ = passes_of_state(placement, load, stored, budget, is_late)
+    per_validation = seconds_per_validation(placement, load, update, rates, budget.pass_tokens)
     return Costs(
         num_steps=load.num_steps,
         is_late=is_late,
@@ -162,20 +162,20 @@ def cost(
         compute_seconds=sum(each.compute_seconds(load, rates) for each in passes),
         transfer_seconds=sum(each.transfer_seconds(rates) for each in passes),
         seconds_per_step=per_step,
-        start=Aside(1, filling.transfer_seconds(rates), by_place.get("disk", 0)),
-        validations=Aside(num_validations(recipe, load), per_validation),
-        checkpoints=Aside(num_saves, saving.transfer_seconds(rates), state_bytes),
-        end=Aside(1, writing.transfer_seconds(rates), model_bytes),
+        start=Overhead(1, filling.transfer_seconds(rates), by_place.get("disk", 0)),
+        validations=Overhead(num_validations(recipe, load), per_validation),
+        checkpoints=Overhead(num_saves, saving.transfer_seconds(rates), state_bytes),
+        end=Overhead(1, writing.transfer_seconds(rates), model_bytes),
     )
 
 
-def exported_elements(recipe: Recipe, load: Load) -> int:
+def exported_elements(recipe: Recipe, load: Workload) -> int:
     """Return how many numbers a run writes at its end: a model, or an adapter, or both."""
     whole = load.stored_elements + load.frozen_elements
     return whole if recipe.method == "full" or recipe.lora.merge else load.stored_elements
 
 
-def num_validations(recipe: Recipe, load: Load) -> int:
+def num_validations(recipe: Recipe, load: Workload) -> int:
     """Return how often a run measures its loss on the validation rows: before, after, and in between if asked to."""
     if not load.validation_tokens:
         return 0
@@ -183,17 +183,19 @@ def num_validations(recipe: Recipe, load: Load) -> int:
     return 2 + between
 
 
-def seconds_per_validation(placement: Placement, load: Load, forward: Pass, rates: Rates, pass_tokens: int) -> float:
+def seconds_per_validation(
+    placement: Placement, load: Workload, forward: Pass, rates: Rates, pass_tokens: int
+) -> float:
     """Return how long one validation takes: the pending update of every layer, then passes over the weights."""
     update = replace(forward, flops=0.0, times=0.0) if forward.updated else Pass()
     passes = -(-load.validation_tokens // pass_tokens)
     flops = 2.0 * load.block_parameters * load.validation_tokens + 2.0 * load.head_parameters * load.validation_targets
     weights = bytes_moved(placement, {"weight": load.dtype}, passes * (load.stored_elements + load.lent_elements))
-    frozen = bytes_moved(placement, {"frozen": load.dtype}, passes * sum(load.frozen_passed))
+    frozen = bytes_moved(placement, {"frozen": load.dtype}, passes * sum(load.frozen_per_pass))
     return update.seconds(load, rates) + Pass(flops, read=weights).plus(read=frozen).seconds(load, rates)
 
 
-def num_checkpoints(recipe: Recipe, load: Load, seconds_per_step: float) -> int:
+def num_checkpoints(recipe: Recipe, load: Workload, seconds_per_step: float) -> int:
     """Return how often a run that is not its own checkpoint writes one: by steps, by minutes, whichever is sooner."""
     steps = load.num_steps or 0
     by_steps = (steps - 1) // recipe.save_every if steps and recipe.save_every else 0

@@ -16,9 +16,9 @@ from gptj_ft.planning.machine_profile import PRECISIONS, reason_for
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.scaling_law import ScalingForecast
 from gptj_ft.planning.suggestions import HARMLESS, TRAINING, Candidate, suggest
-from gptj_ft.planning.workload import Load
+from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.activations import NUM_BUFFERS
-from gptj_ft.streaming.model import PASS_TOKENS, Room, slot_numel, sum_numel
+from gptj_ft.streaming.model import PASS_TOKENS, BufferBudget, slot_numel, sum_numel
 from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
 from gptj_ft.streaming.stores.placement import Place, Placement, training_dtypes
 from gptj_ft.system.block_reader import STAGING_BYTES
@@ -93,7 +93,7 @@ class Plan:
         host_bytes: needed in host memory.
         disk_bytes: needed on the disk at most, with a checkpoint and the tuned model.
         have: what the run may use.
-        room: how much of the model is on the device at once.
+        budget: how much of the model is on the device at once.
         costs: what it moves and how long it takes.
         rates: of the machine, from which that is computed.
         outlook: what the training amounts to.
@@ -109,7 +109,7 @@ class Plan:
     host_bytes: int
     disk_bytes: int
     have: Free
-    room: Room
+    budget: BufferBudget
     costs: Costs
     rates: Rates
     outlook: ScalingForecast
@@ -131,8 +131,12 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast for `--json`."""
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("costs", "have")}
-        own |= {"placement": asdict(self.placement), "room": asdict(self.room), "rates": asdict(self.rates)}
+        own = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in ("costs", "have", "budget")
+        }
+        own |= {"placement": asdict(self.placement), "room": _budget_dict(self.budget), "rates": asdict(self.rates)}
         own |= {"outlook": self.outlook.to_dict()}
         return {**own, "needs": [asdict(need) for need in self.needs], **self.costs.to_dict()}
 
@@ -145,7 +149,7 @@ class DoesNotFit(ResourceError):
         self.nearest = nearest
 
 
-def choose(recipe: Recipe, load: Load, free: Free, rates: Rates, has_begun: bool = False) -> Plan:
+def choose(recipe: Recipe, load: Workload, free: Free, rates: Rates, has_begun: bool = False) -> Plan:
     """Return the plan of the fastest placement that fits and that the recipe allows.
 
     Args:
@@ -159,11 +163,11 @@ def choose(recipe: Recipe, load: Load, free: Free, rates: Rates, has_begun: bool
         DoesNotFit: nothing allowed fits; says by how much, and the two knobs that help most.
     """
 
-    def plans(recipe: Recipe, load: Load) -> Iterator[Plan]:
+    def plans(recipe: Recipe, load: Workload) -> Iterator[Plan]:
         have = free.capped(recipe)
         return (forecast(placement, load, recipe, rates, have) for placement in candidates(recipe, free))
 
-    def lack(recipe: Recipe, load: Load) -> int:
+    def lack(recipe: Recipe, load: Workload) -> int:
         return min(plan.lack for plan in plans(recipe, load))
 
     tried = []
@@ -173,8 +177,8 @@ def choose(recipe: Recipe, load: Load, free: Free, rates: Rates, has_begun: bool
         tried.append(plan)
     nearest = min(tried, key=lambda plan: plan.lack)
     lacks_disk_alone = [plan for plan in tried if [need.resource for need in plan.lacking] == ["disk"]]
-    room = min((plan.disk_bytes for plan in lacks_disk_alone), default=0)
-    elsewhere = [f"--output on a disk with {gigabytes(room)} free"] if room > free.disk else []
+    least = min((plan.disk_bytes for plan in lacks_disk_alone), default=0)
+    elsewhere = [f"--output on a disk with {gigabytes(least)} free"] if least > free.disk else []
     hint = suggest(Candidate(recipe, load), HARMLESS if has_begun else TRAINING, lack, elsewhere)
     raise DoesNotFit(nearest, f"does not fit: with {nearest.placement} {shortage(nearest.lacking, free)}; {hint}")
 
@@ -207,7 +211,7 @@ def candidates(recipe: Recipe, free: Free) -> list[Placement]:
     ]
 
 
-def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, have: Free) -> Plan:
+def forecast(placement: Placement, load: Workload, recipe: Recipe, rates: Rates, have: Free) -> Plan:
     """Compute what a placement needs and costs."""
     dtypes = training_dtypes(load.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
     stored = {kind: dtype for kind, dtype in dtypes.items() if kind != "grad" or keeps_gradients(recipe, placement)}
@@ -240,9 +244,10 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, hav
     )
     free = have.device - fixed - (by_place["host"] + PROCESS_BYTES if have.is_shared else 0)
     # The roomiest that fits, else the leanest.
-    rooms = [Room(recipe.read_ahead, gradients, parts) for gradients, parts in ((2, 48), (2, 24), (1, 16), (1, 6))]
-    room = next((room for room in rooms if _buffer_bytes(room, placement, dtypes, stored, load) <= free), rooms[-1])
-    buffers = _buffer_bytes(room, placement, dtypes, stored, load)
+    budgets = [BufferBudget(recipe.read_ahead, *numbers) for numbers in ((2, 48), (2, 24), (1, 16), (1, 6))]
+    fitting = (each for each in budgets if _buffer_bytes(each, placement, dtypes, stored, load) <= free)
+    budget = next(fitting, budgets[-1])
+    buffers = _buffer_bytes(budget, placement, dtypes, stored, load)
     per_block = SAVED_PER_TOKEN * hidden * load.step_tokens
     kept = _kept(recipe, load.num_backward_blocks, free - buffers, per_block)
     device = fixed + buffers + kept * per_block
@@ -253,12 +258,12 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, hav
     of_token = 2 * hidden + TOKEN_BYTES  # what a layer takes and what it gives
     pass_tokens = min(PASS_TOKENS, max((of_step + spare) // of_token, load.micro_batch_tokens))
     device += max(0, of_token * min(pass_tokens, load.validation_tokens) - of_step)
-    room = replace(room, kept=kept, pass_tokens=pass_tokens)
-    costs = cost(placement, load, recipe, stored, rates, room)
+    budget = replace(budget, num_kept_layers=kept, pass_tokens=pass_tokens)
+    costs = cost(placement, load, recipe, stored, rates, budget)
     can_be_late = placement.weights != "device" and placement.optimizer_state != "device"  # see `AdamW`
     if can_be_late and costs.forward.transfer_seconds(rates) > costs.forward.compute_seconds(load, rates):
         costs = min(
-            (costs, cost(placement, load, recipe, stored, rates, room, is_late=True)),
+            (costs, cost(placement, load, recipe, stored, rates, budget, is_late=True)),
             key=lambda costs: costs.seconds_per_step,
         )
     state = total * sum(dtype.itemsize for kind, dtype in dtypes.items() if kind != "grad")
@@ -277,7 +282,7 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, hav
         host_bytes=by_place["host"] + PROCESS_BYTES,
         disk_bytes=by_place["disk"] + saved,
         have=have,
-        room=room,
+        budget=budget,
         costs=costs,
         rates=rates,
         outlook=ScalingForecast.of(
@@ -291,7 +296,18 @@ def forecast(placement: Placement, load: Load, recipe: Recipe, rates: Rates, hav
     )
 
 
-def _frozen_slots(recipe: Recipe, placement: Placement, load: Load) -> int:
+def _budget_dict(budget: BufferBudget) -> dict[str, int]:
+    """Return a buffer budget under the names that `--json` has had since its first version."""
+    names = {
+        "num_gradients": "gradients",
+        "num_chunks": "parts",
+        "chunk_numel": "part_numel",
+        "num_kept_layers": "kept",
+    }
+    return {names.get(name, name): value for name, value in asdict(budget).items()}
+
+
+def _frozen_slots(recipe: Recipe, placement: Placement, load: Workload) -> int:
     """Bytes of the buffers on the device for weights that are not trained."""
     if not load.frozen_elements or placement.of("frozen") == "device":
         return 0
@@ -299,21 +315,23 @@ def _frozen_slots(recipe: Recipe, placement: Placement, load: Load) -> int:
 
 
 def _buffer_bytes(
-    room: Room,
+    budget: BufferBudget,
     placement: Placement,
     dtypes: Mapping[Kind, torch.dtype],
     stored: Mapping[Kind, torch.dtype],
-    load: Load,
+    load: Workload,
 ) -> int:
     """Bytes of the buffers on the device: slots for weights, sums of gradients, parts of what only updates need."""
-    part, fp32 = min(room.part_numel, max(layout.numel for layout in load.layouts)), torch.float32
+    part, fp32 = min(budget.chunk_numel, max(layout.numel for layout in load.layouts)), torch.float32
     streamed = [kind for kind in stored if placement.of(kind) != "device"]
-    size = (room.read_ahead + 1) * slot_numel(load.layouts) * dtypes["weight"].itemsize if "weight" in streamed else 0
+    size = (budget.read_ahead + 1) * slot_numel(load.layouts) * dtypes["weight"].itemsize if "weight" in streamed else 0
     if "grad" in streamed or stored.get("grad") != fp32:
-        size += (room.gradients * sum_numel(load.layouts) + load.lent_elements) * fp32.itemsize
+        size += (budget.num_gradients * sum_numel(load.layouts) + load.lent_elements) * fp32.itemsize
     pooled = [dtypes[kind] for kind in streamed if kind != "weight"]
     scratch = [fp32] * (1 + sum(dtype != fp32 for dtype in pooled))
-    return size + part * (room.parts * sum(dtype.itemsize for dtype in pooled) + sum(x.itemsize for x in scratch))
+    return size + part * (
+        budget.num_chunks * sum(dtype.itemsize for dtype in pooled) + sum(x.itemsize for x in scratch)
+    )
 
 
 def _kept(recipe: Recipe, num_blocks: int, free: int, per_block: int) -> int:

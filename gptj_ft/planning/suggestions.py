@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Any, Generic, TypeVar
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.planning.workload import Load
+from gptj_ft.planning.workload import Workload
 
 LEAST_LENGTH = 64  # tokens a row; below that a run is of no use
 W = TypeVar("W")
@@ -93,27 +93,27 @@ def lift_caps(now: Candidate[W]) -> Iterator[Candidate[W]]:
         yield now.with_options(f"a larger {names}", **dict.fromkeys(caps))
 
 
-def _compute_less_at_once(now: Candidate[Load]) -> Iterator[Candidate[Load]]:
+def _compute_less_at_once(now: Candidate[Workload]) -> Iterator[Candidate[Workload]]:
     for tokens in halves(min(now.recipe.micro_batch_tokens, now.load.step_tokens), now.load.longest_row):
         load = replace(now.load, micro_batch_tokens=max(tokens, now.load.longest_row))
         yield now.with_options(f"--set micro_batch_tokens={tokens}", load, micro_batch_tokens=tokens)
 
 
-def _smaller_batches(now: Candidate[Load]) -> Iterator[Candidate[Load]]:
+def _smaller_batches(now: Candidate[Workload]) -> Iterator[Candidate[Workload]]:
     for rows in halves(now.recipe.batch_size, 1):
         load = _scaled(now.load, rows / now.recipe.batch_size)
         yield now.with_options(f"--batch-size {rows}", load, batch_size=rows)
 
 
-def _shorter_rows(now: Candidate[Load]) -> Iterator[Candidate[Load]]:
+def _shorter_rows(now: Candidate[Workload]) -> Iterator[Candidate[Workload]]:
     for length in halves(min(now.recipe.max_length, now.load.longest_row), LEAST_LENGTH):
         load = _scaled(replace(now.load, longest_row=length), length / now.load.longest_row)
         load = replace(load, micro_batch_tokens=max(now.recipe.micro_batch_tokens, length))
         yield now.with_options(f"--max-length {length}", load, max_length=length)
 
 
-HARMLESS: Sequence[Knob[Load]] = (stream_more, read_less_ahead, lift_caps)  # change no number of the run
-TRAINING: Sequence[Knob[Load]] = (*HARMLESS, _compute_less_at_once, _smaller_batches, _shorter_rows)
+HARMLESS: Sequence[Knob[Workload]] = (stream_more, read_less_ahead, lift_caps)  # change no number of the run
+TRAINING: Sequence[Knob[Workload]] = (*HARMLESS, _compute_less_at_once, _smaller_batches, _shorter_rows)
 
 
 def halves(value: int, least: int) -> Iterator[int]:
@@ -123,7 +123,7 @@ def halves(value: int, least: int) -> Iterator[int]:
         yield value
 
 
-def _scaled(load: Load, share: float) -> Load:
+def _scaled(load: Workload, share: float) -> Workload:
     """Scale the tokens of a workload's steps, keeping at least one row."""
     return replace(
         load,

@@ -11,10 +11,10 @@ from functools import cached_property
 
 import torch
 
-from gptj_ft.models.layout import LENDER, Kind, Layout
+from gptj_ft.models.layout import TIED_SOURCE_LAYER, Kind, Layout
 from gptj_ft.planning.flops import Flops, count_flops
 from gptj_ft.planning.probe import ComputeRates, Rates
-from gptj_ft.streaming.model import Room
+from gptj_ft.streaming.model import BufferBudget
 from gptj_ft.streaming.stores.placement import Place, Placement
 
 NOTHING: Mapping[Place, int] = {}
@@ -28,7 +28,7 @@ INNER = 4  # times as wide as the model is its MLP
 
 
 @dataclass(frozen=True)
-class Load:
+class Workload:
     """What a run asks of the machine.
 
     Attributes:
@@ -78,7 +78,7 @@ class Load:
         if not self.frozen:
             return list(self.layouts)
         return [
-            replace(rest, shapes={**own.shapes, **rest.shapes}, borrowed=own.borrowed, numel=own.numel + rest.numel)
+            replace(rest, shapes={**own.shapes, **rest.shapes}, tied=own.tied, numel=own.numel + rest.numel)
             for own, rest in zip(self.layouts, self.frozen, strict=True)
         ]
 
@@ -102,14 +102,14 @@ class Load:
         return sum(layout.numel for layout in self.frozen)
 
     @cached_property
-    def frozen_passed(self) -> list[int]:
+    def frozen_per_pass(self) -> list[int]:
         """Elements of each layer that come to the device as often as it is passed; of an embedding come a few rows."""
         sizes = [layout.numel for layout in self.frozen]
-        return sizes if self.layouts[LENDER].shapes else [0, *sizes[1:]]
+        return sizes if self.layouts[TIED_SOURCE_LAYER].shapes else [0, *sizes[1:]]
 
     def frozen_reads(self, slots: int) -> tuple[int, int]:
         """Elements that forward and backward read of what is not trained, beside what is still in so many slots."""
-        sizes, lowest = self.frozen_passed, self.lowest_trained
+        sizes, lowest = self.frozen_per_pass, self.lowest_trained
         there = {layer for layer in range(lowest, len(sizes)) if sizes[layer]}
         kept = set(sorted(there)[:slots])
         up = sum(size for layer, size in enumerate(sizes) if layer not in kept)
@@ -148,7 +148,7 @@ class Load:
     @cached_property
     def lent_elements(self) -> int:
         """Elements of one kind in the layers that are read once more for those that borrow from them."""
-        return sum(self.layouts[LENDER].numel for layout in self.layouts if layout.borrowed)
+        return sum(self.layouts[TIED_SOURCE_LAYER].numel for layout in self.layouts if layout.tied)
 
     def elements_without(self, bottom: int = 0, top: int = 0) -> int:
         """Elements of one kind in the layers but the lowest and the highest few."""
@@ -210,7 +210,7 @@ class Pass:
         """Return the pass with more bytes read and written."""
         return replace(self, read=_added(self.read, read), written=_added(self.written, written))
 
-    def compute_seconds(self, load: Load, rates: Rates) -> float:
+    def compute_seconds(self, load: Workload, rates: Rates) -> float:
         """Return the seconds of the computation alone; on a CPU, with the work that transfers make for it."""
         compute = rates.compute
         between = (self.updated + self.touched) / compute.memory + self.times * load.seconds_between_products(compute)
@@ -224,23 +224,27 @@ class Pass:
         leaving = sum(self.written.values()) / rates.compute.from_device
         return max(disk, arriving, leaving)
 
-    def seconds(self, load: Load, rates: Rates) -> float:
+    def seconds(self, load: Workload, rates: Rates) -> float:
         """Return the seconds of the pass."""
         return max(self.compute_seconds(load, rates), self.transfer_seconds(rates))
 
 
 def training_passes(
-    placement: Placement, load: Load, stored: Mapping[Kind, torch.dtype], room: Room, is_late: bool = False
+    placement: Placement,
+    load: Workload,
+    stored: Mapping[Kind, torch.dtype],
+    budget: BufferBudget,
+    is_late: bool = False,
 ) -> tuple[Pass, Pass]:
     """Return the forward and the backward pass of an average step.
 
     Where gradients are stored, the update waits for the next forward pass; else backward applies it. A late update is
     applied in both and written by the second. Layer inputs off the device go there in forward and come back later.
     """
-    forward, backward = passes_of_state(placement, load, stored, room, is_late)
+    forward, backward = passes_of_state(placement, load, stored, budget, is_late)
     forward = forward.plus(read=bytes_moved(placement, {"weight": stored["weight"]}, load.lent_elements))
-    kept = room.kept
-    up, down = load.frozen_reads(room.read_ahead + 1)
+    kept = budget.num_kept_layers
+    up, down = load.frozen_reads(budget.read_ahead + 1)
     frozen: dict[Kind, torch.dtype] = {"frozen": load.dtype}
     forward = forward.plus(read=bytes_moved(placement, frozen, up))
     backward = backward.plus(read=bytes_moved(placement, frozen, down))
@@ -253,10 +257,10 @@ def training_passes(
 
 
 def passes_of_state(
-    placement: Placement, load: Load, stored: Mapping[Kind, torch.dtype], room: Room, is_late: bool
+    placement: Placement, load: Workload, stored: Mapping[Kind, torch.dtype], budget: BufferBudget, is_late: bool
 ) -> tuple[Pass, Pass]:
     """Return the same without the bytes of layer inputs and of what is not trained."""
-    elements, defers, kept = load.stored_elements, "grad" in stored, room.kept
+    elements, defers, kept = load.stored_elements, "grad" in stored, budget.num_kept_layers
     state = state_kinds(stored)
     # A master copy makes the weights anew: they are not read for an update.
     old = tuple(kind for kind in state if kind != "weight" or "master" not in state)
@@ -265,8 +269,8 @@ def passes_of_state(
     backward_flops = load.flops(kept).hardware - forward_flops
 
     # What the last layers of a pass have left in buffers, the next pass finds there.
-    slots, sums = room.read_ahead + 1, room.gradients + bool(load.lent_elements)
-    pool = room.parts * room.part_numel
+    slots, sums = budget.read_ahead + 1, budget.num_gradients + bool(load.lent_elements)
+    pool = budget.num_chunks * budget.chunk_numel
     starting = {kind: load.elements_without(bottom={"weight": slots, "grad": sums}.get(kind, 0)) for kind in stored}
     returning = load.elements_without(top=slots)
     if elements <= pool:

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from gptj_ft.models.layout import FLAT_ALIGNMENT, PARAMETER_ALIGNMENT, Kind, Layout
-from gptj_ft.streaming.buffers import Buffer, Buffers
+from gptj_ft.streaming.buffers import Buffer, BufferPool
 from gptj_ft.streaming.stores.base import LayerStore
-from gptj_ft.system.cuda import marks
+from gptj_ft.system.cuda import record_event
 from gptj_ft.system.memory import allocate
 
 BOUNDARY: Kind = "boundary"
 NUM_BUFFERS = 3  # on the device: one in use, one on its way here, one on its way out
 
 
-class Boundaries(Protocol):
+class Activations(Protocol):
     """Keeps the inputs of the layers of one step."""
 
     def begin(self) -> None:
@@ -37,7 +37,7 @@ class Boundaries(Protocol):
         """Give the memory back."""
 
 
-class Here:
+class DeviceActivations:
     """Keeps them on the device.
 
     In memory of their own on a CPU: tensors that outlive a whole pass, strewn between those that live for a moment,
@@ -67,7 +67,7 @@ def boundary_layout(tokens: int, width: int, num_micro_batches: int) -> Layout:
 
 
 @dataclass(frozen=True)
-class Entry:
+class SavedInputs:
     """A layer's inputs in the store: their shapes, how many elements were written, what they are called in a buffer."""
 
     shapes: list[torch.Size]
@@ -75,7 +75,7 @@ class Entry:
     content: tuple[int, int]
 
 
-class Meter(Protocol):
+class TransferCounter(Protocol):
     """Counts what is moved and waited for."""
 
     bytes_read: int
@@ -85,7 +85,7 @@ class Meter(Protocol):
         """Count the time spent inside as waiting for the stores."""
 
 
-class Away:
+class OffloadedActivations:
     """Keeps them in a store; on the device are those of `NUM_BUFFERS` layers, and the tokens for the first one.
 
     Args:
@@ -98,19 +98,25 @@ class Away:
     """
 
     def __init__(
-        self, store: LayerStore, numel: int, part_numel: int, dtype: torch.dtype, device: torch.device, meter: Meter
+        self,
+        store: LayerStore,
+        numel: int,
+        chunk_numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        meter: TransferCounter,
     ) -> None:
-        self._store, self._numel, self._part_numel, self._meter = store, numel, part_numel, meter
+        self._store, self._numel, self._part_numel, self._meter = store, numel, chunk_numel, meter
         self._device = device
-        self._buffers = Buffers(NUM_BUFFERS, numel, dtype, device)
+        self._buffers = BufferPool(NUM_BUFFERS, numel, dtype, device)
         self._tokens: dict[int, list[Tensor]] = {}
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, SavedInputs] = {}
         self._coming: dict[int, Buffer] = {}
         self._used: Buffer | None = None
         self._count = 0  # of boundaries put away, so that no two are called the same
 
     def begin(self) -> None:
-        self._buffers.abandon()
+        self._buffers.cancel()
         self._tokens.clear()
         self._entries.clear()
         self._coming.clear()
@@ -122,13 +128,13 @@ class Away:
             return
         self._count += 1
         part, used = self._part_numel, sum(_room(x.shape) for x in inputs)
-        entry = Entry([x.shape for x in inputs], min(-(-used // part) * part, self._numel), (layer, self._count))
-        buffer, _ = self._buffers.take(entry.content)
+        entry = SavedInputs([x.shape for x in inputs], min(-(-used // part) * part, self._numel), (layer, self._count))
+        buffer, _ = self._buffers.acquire(entry.content)
         self._wait(buffer)
         for view, x in zip(_views(buffer.tensor, entry.shapes), inputs, strict=True):
             view.copy_(x)
         values = buffer.tensor[: entry.numel]
-        buffer.transfers.append(self._store.write(BOUNDARY, layer, values, 0, marks(self._device)))
+        buffer.transfers.append(self._store.write(BOUNDARY, layer, values, 0, record_event(self._device)))
         self._store.commit(layer, self._count)
         self._meter.bytes_written += values.nbytes
         buffer.release()
@@ -151,8 +157,8 @@ class Away:
         self.begin()
         self._store.close()
 
-    def _fetch(self, layer: int, entry: Entry) -> Buffer:
-        buffer, is_here = self._buffers.take(entry.content)
+    def _fetch(self, layer: int, entry: SavedInputs) -> Buffer:
+        buffer, is_here = self._buffers.acquire(entry.content)
         if not is_here:
             values = buffer.tensor[: entry.numel]
             buffer.transfers.append(self._store.read(BOUNDARY, layer, values, 0, tuple(buffer.transfers)))

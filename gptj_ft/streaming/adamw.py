@@ -20,10 +20,10 @@ from torch import Tensor
 from gptj_ft.config.options import Recipe
 from gptj_ft.errors import GptjFtError
 from gptj_ft.models.layout import MOMENTS, Kind
-from gptj_ft.streaming.layer_load import Passage, Visit
-from gptj_ft.streaming.model import LayerStack
+from gptj_ft.streaming.layer_load import LayerLoad, LayerTask
+from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.step import stream
-from gptj_ft.streaming.update_check import Movement
+from gptj_ft.streaming.update_check import UnchangedParameters
 from gptj_ft.system.memory import allocate
 
 NOISE = (1 << 20) + 7  # places; not a divisor of anything, so that parts and steps meet it differently
@@ -54,31 +54,31 @@ class AdamW:
     """
 
     def __init__(
-        self, stack: LayerStack, recipe: Recipe, step: int = 0, late: int = 0, updates_before: int = 0
+        self, model: OffloadedModel, recipe: Recipe, step: int = 0, late: int = 0, updates_before: int = 0
     ) -> None:
-        self._stack, self._recipe, self._updates_before = stack, recipe, updates_before
+        self._model, self._recipe, self._updates_before = model, recipe, updates_before
         # Where there is no master, the weights are the parameters.
-        self.kinds: tuple[Kind, ...] = tuple(dict.fromkeys(("weight", stack.parameter, *MOMENTS)))
+        self.kinds: tuple[Kind, ...] = tuple(dict.fromkeys(("weight", model.parameter, *MOMENTS)))
         self.step = step
         self._lr = 0.0
         # Gradients that have a store wait there for the norm, and for a crash after which they are applied again.
-        self._defers = "grad" in stack.stores
+        self._defers = "grad" in model.stores
         # Not the last block: backward begins with what forward has left of it. And nothing that is changed in place.
-        can_be_late = not any(stack.stores[kind].resident for kind in self.kinds)
-        self._late = range(1, 1 + (min(late, len(stack.layers) - 3) if can_be_late else 0))
+        can_be_late = not any(model.stores[kind].resident for kind in self.kinds)
+        self._late = range(1, 1 + (min(late, len(model.layers) - 3) if can_be_late else 0))
         self._pending: Update | None = None
-        self._waiting: set[int] = set()  # layers that the pending update has not reached
+        self._pending_layers: set[int] = set()  # layers that the pending update has not reached
         self._torn: set[int] = set()  # layers whose state in the stores is, for a while, of no step
         self._layer_norms: dict[int, Tensor] = {}
         self._scratch: dict[Kind, Tensor] = {}
-        self._movement = Movement(stack.layouts, stack.trained) if step == 0 else None
+        self._unchanged = UnchangedParameters(model.layouts, model.trained) if step == 0 else None
 
-    def begin(self, lr: float) -> None:
+    def begin_step(self, lr: float) -> None:
         """Start a step at this learning rate."""
         self._lr = lr
         self._layer_norms = {}
 
-    def end(self) -> float:
+    def finish_step(self) -> float:
         """End the step once backward is through; its update becomes pending.
 
         Returns:
@@ -101,7 +101,7 @@ class AdamW:
             # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
             clip = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
             self._pending = Update(self.step, self._lr, clip)
-            self._waiting = set(self._stack.trained)
+            self._pending_layers = set(self._model.trained)
         return norm
 
     @property
@@ -114,50 +114,53 @@ class AdamW:
         """Whether a `flush` gives the state after ``step``: not while a layer is half updated, or ahead of others."""
         return not self._torn
 
-    def resume(self, update: Update | None, waiting: set[int]) -> None:
+    def resume(self, update: Update | None, pending_layers: set[int]) -> None:
         """Take up an update again where some layers are still without it."""
-        self._pending, self._waiting = update, waiting
+        self._pending, self._pending_layers = update, pending_layers
         if update is not None and update.step == 1:
-            self._movement = Movement(self._stack.layouts, waiting)
+            self._unchanged = UnchangedParameters(self._model.layouts, pending_layers)
 
-    def first_movement(self) -> Movement | None:
+    def take_unchanged(self) -> UnchangedParameters | None:
         """Return, once, what the first update has moved; ``None`` before it has reached every layer."""
-        is_through = self.step > 1 or (self.step == 1 and not self._waiting)
-        if not is_through or self._movement is None:
+        is_through = self.step > 1 or (self.step == 1 and not self._pending_layers)
+        if not is_through or self._unchanged is None:
             return None
-        movement, self._movement = self._movement, None
+        movement, self._unchanged = self._unchanged, None
         return movement
 
     def flush(self) -> None:
         """Apply what is pending to every layer, and wait until the stores hold it."""
-        visits = [Visit(layer, updates=True, computes=False, version=self.step - 1) for layer in sorted(self._waiting)]
-        for _ in stream(self._stack, visits, self):
+        visits = [
+            LayerTask(layer, updates=True, computes=False, version=self.step - 1)
+            for layer in sorted(self._pending_layers)
+        ]
+        for _ in stream(self._model, visits, self):
             pass
-        self._stack.drain()
+        self._model.drain()
 
-    def visit_up(self, layer: int) -> Visit:
-        if layer in self._waiting:
-            return Visit(layer, updates=True, keeps=layer not in self._late, version=self.step - 1)
-        return Visit(layer, version=self.step)
+    def forward_task(self, layer: int) -> LayerTask:
+        if layer in self._pending_layers:
+            return LayerTask(layer, updates=True, keeps=layer not in self._late, version=self.step - 1)
+        return LayerTask(layer, version=self.step)
 
-    def visit_down(self, layer: int) -> Visit:
-        if layer in self._waiting and layer in self._late:
-            return Visit(layer, updates=True, version=self.step - 1, downwards=True)
-        return Visit(layer, version=self.step, downwards=True)
+    def backward_task(self, layer: int) -> LayerTask:
+        if layer in self._pending_layers and layer in self._late:
+            return LayerTask(layer, updates=True, version=self.step - 1, downwards=True)
+        return LayerTask(layer, version=self.step, downwards=True)
 
-    def apply(self, visit: Visit, span: slice, tensors: Mapping[Kind, Tensor]) -> None:
+    def apply(self, visit: LayerTask, span: slice, tensors: Mapping[Kind, Tensor]) -> None:
         update = self._pending if self._defers else Update(self.step + 1, self._lr, 1.0)
         assert update is not None
         if visit.keeps:
             self._torn.add(visit.layer)
-        recipe, parameter = self._recipe, tensors[self._stack.parameter]
+        recipe, parameter = self._recipe, tensors[self._model.parameter]
         gradient = self._in_fp32("grad", tensors["grad"])
         if update.clip != 1.0:
             gradient = torch.mul(gradient, update.clip, out=self._scratch_for("grad", len(gradient)))
         first, second = (self._in_fp32(kind, tensors[kind]) for kind in MOMENTS)
         step = torch.full((), float(self._updates_before + update.step), device=parameter.device)
-        before = parameter.clone() if self._movement and update.step == 1 and visit.keeps and update.lr > 0 else None
-        split = min(max(self._stack.layouts[visit.layer].num_decayed - span.start, 0), len(parameter))
+        before = parameter.clone() if self._unchanged and update.step == 1 and visit.keeps and update.lr > 0 else None
+        split = min(max(self._model.layouts[visit.layer].num_decayed - span.start, 0), len(parameter))
         for part, decay in ((slice(0, split), recipe.weight_decay), (slice(split, None), 0.0)):
             if parameter[part].numel():
                 torch._fused_adamw_(
@@ -165,23 +168,23 @@ class AdamW:
                     lr=update.lr, beta1=recipe.betas[0], beta2=recipe.betas[1], weight_decay=decay, eps=recipe.eps,
                     amsgrad=False, maximize=False,
                 )  # fmt: skip
-        if before is not None and self._movement is not None:
-            self._movement.note(visit.layer, span, before, parameter, gradient)
+        if before is not None and self._unchanged is not None:
+            self._unchanged.observe(visit.layer, span, before, parameter, gradient)
         for kind, exact in zip(MOMENTS, (first, second), strict=True):
             if exact is not tensors[kind]:
                 key = (recipe.seed, update.step, visit.layer, kind)
                 round_stochastically(exact, tensors[kind], key, span.start)
-        if self._stack.parameter == "master":
+        if self._model.parameter == "master":
             tensors["weight"].copy_(parameter)
 
-    def applied(self, visit: Visit) -> None:
+    def applied(self, visit: LayerTask) -> None:
         if visit.keeps:
-            self._stack.commit(self.kinds, visit.layer, self.step if self._defers else self.step + 1)
-            self._waiting.discard(visit.layer)
+            self._model.commit(self.kinds, visit.layer, self.step if self._defers else self.step + 1)
+            self._pending_layers.discard(visit.layer)
             if self._defers:  # otherwise it is a step ahead, until the others are, too
                 self._torn.discard(visit.layer)
 
-    def after_backward(self, loaded: Passage) -> None:
+    def add_gradient(self, loaded: LayerLoad) -> None:
         self._layer_norms[loaded.index] = torch.linalg.vector_norm(loaded.tensors["grad"])
         if self._defers:
             loaded.send_gradient(self.step + 1)
@@ -195,7 +198,7 @@ class AdamW:
 
     def _scratch_for(self, kind: Kind, numel: int) -> Tensor:
         if kind not in self._scratch or len(self._scratch[kind]) < numel:
-            self._scratch[kind] = allocate(numel, torch.float32, self._stack.device)
+            self._scratch[kind] = allocate(numel, torch.float32, self._model.device)
         return self._scratch[kind][:numel]
 
 

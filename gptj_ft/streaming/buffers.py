@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gptj_ft.system.cuda import Transfer, marks
+from gptj_ft.system.cuda import Transfer, record_event
 from gptj_ft.system.memory import allocate
 
 
@@ -24,17 +24,17 @@ class Buffer:
     """
 
     tensor: Tensor
-    holds: Hashable = None
+    key: Hashable = None
     transfers: list[Transfer] = field(default_factory=list)
-    users: int = 0
+    refcount: int = 0
 
     def release(self) -> None:
         """End a use. A device may be behind the program: whatever is put here next waits until it has caught up."""
-        self.users -= 1
-        self.transfers += marks(self.tensor.device)
+        self.refcount -= 1
+        self.transfers += record_event(self.tensor.device)
 
 
-class Buffers:
+class BufferPool:
     """Buffers of one size, the longest unused first in line; what is still in one need not be read again.
 
     The passes over the layers go up and down in turn, so what was used last is needed first.
@@ -43,31 +43,31 @@ class Buffers:
     def __init__(self, count: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._line = [Buffer(allocate(numel, dtype, device)) for _ in range(count)]
         for buffer in self._line:
-            buffer.transfers += marks(device)  # of the zeros
+            buffer.transfers += record_event(device)  # of the zeros
 
-    def has_room(self, content: Hashable) -> bool:
-        """Tell whether `take` would return a buffer."""
-        return any(not buffer.users or (content is not None and buffer.holds == content) for buffer in self._line)
+    def has_free(self, content: Hashable) -> bool:
+        """Tell whether `acquire` would return a buffer."""
+        return any(not buffer.refcount or (content is not None and buffer.key == content) for buffer in self._line)
 
-    def holds(self, content: Hashable) -> bool:
+    def key(self, content: Hashable) -> bool:
         """Tell whether a buffer has a content."""
-        return any(buffer.holds == content for buffer in self._line)
+        return any(buffer.key == content for buffer in self._line)
 
-    def take(self, content: Hashable) -> tuple[Buffer, bool]:
+    def acquire(self, content: Hashable) -> tuple[Buffer, bool]:
         """Return a buffer for a content, and whether it holds it already; it has one user more until its `release`."""
-        found = [buffer for buffer in self._line if content is not None and buffer.holds == content]
-        unused = [buffer for buffer in self._line if not buffer.users]
-        buffer = (found or [buffer for buffer in unused if buffer.holds is None] or unused)[0]
-        buffer.holds = content
-        buffer.users += 1
+        found = [buffer for buffer in self._line if content is not None and buffer.key == content]
+        unused = [buffer for buffer in self._line if not buffer.refcount]
+        buffer = (found or [buffer for buffer in unused if buffer.key is None] or unused)[0]
+        buffer.key = content
+        buffer.refcount += 1
         self._line.remove(buffer)
         self._line.append(buffer)
         buffer.transfers = [transfer for transfer in buffer.transfers if not transfer.done() or transfer.exception()]
         return buffer, bool(found)
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """End every use: nobody comes back for what he took."""
         for buffer in self._line:
-            if buffer.users:
-                buffer.users = 1
+            if buffer.refcount:
+                buffer.refcount = 1
                 buffer.release()

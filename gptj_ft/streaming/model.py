@@ -13,36 +13,36 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from gptj_ft.models.functional import Runner
-from gptj_ft.models.layers import Embedding, Rows
-from gptj_ft.models.layout import LENDER, Kind, Layout
-from gptj_ft.streaming.activations import Boundaries, Here
-from gptj_ft.streaming.buffers import Buffers
-from gptj_ft.streaming.stores.base import PART_NUMEL, LayerStore, parts
-from gptj_ft.system.cuda import Gaps, Transfer, marks
+from gptj_ft.models.embedding import Embedding, EmbeddingRows
+from gptj_ft.models.functional import FunctionalLayer
+from gptj_ft.models.layout import TIED_SOURCE_LAYER, Kind, Layout
+from gptj_ft.streaming.activations import Activations, DeviceActivations
+from gptj_ft.streaming.buffers import BufferPool
+from gptj_ft.streaming.stores.base import CHUNK_NUMEL, LayerStore, chunks
+from gptj_ft.system.cuda import StallTimer, Transfer, record_event
 
 PASS_TOKENS = 32768  # of hidden states held at once when only a loss is wanted, at most
 
 
 @dataclass(frozen=True)
-class Room:
-    """How much of a model may be on the device at once.
+class BufferBudget:
+    """Limit how much of a model is on the device at once.
 
     Attributes:
-        read_ahead: layers whose weights are read before they are needed.
-        gradients: layers whose gradients are there: with two, one leaves while the other is summed. That of a layer
-            that lends is there beside them.
-        parts: of each kind that only an update needs.
-        part_numel: elements of a part.
-        kept: blocks, the last ones, whose activations are kept for backward instead of computed again.
-        pass_tokens: whose hidden states share a pass over the weights when only a loss is wanted.
+        read_ahead: layers whose weights are prefetched.
+        num_gradients: gradient buffers; with two, one is written out while the other is summed. The source of tied
+            parameters has one of its own beside them.
+        num_chunks: chunk buffers of each kind that only an update needs.
+        chunk_numel: elements of a chunk.
+        num_kept_layers: blocks, the last ones, whose activations are kept for backward instead of recomputed.
+        pass_tokens: tokens whose hidden states share a pass over the weights when only a loss is computed.
     """
 
     read_ahead: int = 1
-    gradients: int = 2
-    parts: int = 24
-    part_numel: int = PART_NUMEL
-    kept: int = 0
+    num_gradients: int = 2
+    num_chunks: int = 24
+    chunk_numel: int = CHUNK_NUMEL
+    num_kept_layers: int = 0
     pass_tokens: int = PASS_TOKENS
 
 
@@ -54,7 +54,7 @@ class Advances(Protocol):
 
 
 @dataclass
-class LayerStack:
+class OffloadedModel:
     """A model whose layers live in stores.
 
     Attributes:
@@ -72,7 +72,7 @@ class LayerStack:
     dtypes: Mapping[Kind, torch.dtype]
     stores: Mapping[Kind, LayerStore]
     device: torch.device
-    room: Room = Room()
+    budget: BufferBudget = BufferBudget()
     layouts: Sequence[Layout] = ()
     frozen: Sequence[Layout] = ()
     bytes_read: int = field(default=0, init=False)
@@ -83,23 +83,23 @@ class LayerStack:
         self.frozen = self.frozen or [Layout.of(layer, ()) for layer in self.layers]
         self._waited_seconds = 0.0
         on_cuda = self.device.type == "cuda"
-        self._gaps = Gaps(self.device) if on_cuda else None
+        self._stall_timer = StallTimer(self.device) if on_cuda else None
         self._update_stream = torch.cuda.Stream(self.device) if on_cuda else None  # type: ignore[no-untyped-call]
-        self.boundaries: Boundaries = Here()
+        self.boundaries: Activations = DeviceActivations()
         """The inputs of the layers, between forward and backward."""
-        self.coming: Iterable[Advances] = ()
-        self._slots: Buffers | None = None
-        self._frozen_slots: Buffers | None = None
-        self._gradients: dict[bool, Buffers] = {}  # by whether they are of the layer that lends
-        self._pools: dict[Kind, Buffers] = {}
+        self.loading: Iterable[Advances] = ()
+        self._slots: BufferPool | None = None
+        self._frozen_slots: BufferPool | None = None
+        self._gradients: dict[bool, BufferPool] = {}  # by whether they are of the layer that lends
+        self._pools: dict[Kind, BufferPool] = {}
         self._views: dict[tuple[int, int], Mapping[str, Tensor]] = {}
-        self.runners = [Runner(layer) for layer in self.layers]
+        self.functional_layers = [FunctionalLayer(layer) for layer in self.layers]
         self._tables = [_tables_of(layer) for layer in self.layers]
         for layer in self.layers:
             layer.eval()  # dropout is for those who ask for it
             # What is only read comes whole: in between there is nothing to do for it.
             for module in layer.modules() if set(self.dtypes) > {"weight"} else ():
-                module.register_forward_pre_hook(lambda *_: self.pump())
+                module.register_forward_pre_hook(lambda *_: self.poll())
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
@@ -123,21 +123,23 @@ class LayerStack:
     @property
     def waited_seconds(self) -> float:
         """Time that the computation has stood still for the stores, so far."""
-        return self._gaps.seconds if self._gaps else self._waited_seconds
+        return self._stall_timer.seconds if self._stall_timer else self._waited_seconds
 
     @property
-    def slots(self) -> Buffers:
+    def slots(self) -> BufferPool:
         """The buffers for the weights of whole layers: one more than are read ahead, each as large as the largest."""
         if self._slots is None:
-            self._slots = Buffers(self.room.read_ahead + 1, slot_numel(self.layouts), self.compute_dtype, self.device)
+            self._slots = BufferPool(
+                self.budget.read_ahead + 1, slot_numel(self.layouts), self.compute_dtype, self.device
+            )
         return self._slots
 
     @property
-    def frozen_slots(self) -> Buffers:
+    def frozen_slots(self) -> BufferPool:
         """Likewise for the weights that are not trained."""
         if self._frozen_slots is None:
             largest = max(layout.numel for layout in self.frozen)
-            self._frozen_slots = Buffers(self.room.read_ahead + 1, largest, self.compute_dtype, self.device)
+            self._frozen_slots = BufferPool(self.budget.read_ahead + 1, largest, self.compute_dtype, self.device)
         return self._frozen_slots
 
     def take_slots(self) -> None:
@@ -158,44 +160,48 @@ class LayerStack:
         store = self.stores.get("frozen")
         return {} if store is None or store.resident or self.layouts[layer].shapes else self._tables[layer]
 
-    def look_up(self, layer: int, name: str, numbers: Tensor) -> Rows:
+    def gather_rows(self, layer: int, name: str, indices: Tensor) -> EmbeddingRows:
         """Return the rows of a table that some numbers tell.
 
         Raises:
             IndexError: it has none such.
         """
-        rows, (num_rows, width) = numbers.unique(), self.frozen[layer].shapes[name]  # type: ignore[no-untyped-call]
+        rows, (num_rows, width) = indices.unique(), self.frozen[layer].shapes[name]  # type: ignore[no-untyped-call]
         if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < num_rows:
             raise IndexError(f"{name} has rows 0 to {num_rows - 1}, asked for were {int(rows[0])} to {int(rows[-1])}")
         values = torch.empty(len(rows), width, dtype=self.compute_dtype, device=self.device)
         self.bytes_read += values.nbytes
         self.stores["frozen"].read_rows("frozen", layer, name, rows.tolist(), values)
-        return Rows(rows, values)
+        return EmbeddingRows(rows, values)
 
-    def lends(self, layer: int) -> bool:
+    def is_tied_source(self, layer: int) -> bool:
         """Tell whether another layer computes with parameters of this one that are trained."""
-        return layer == LENDER and any(layout.borrowed for layout in self.layouts)
+        return layer == TIED_SOURCE_LAYER and any(layout.tied for layout in self.layouts)
 
     def sources(self, layer: int) -> set[int]:
         """Return the layers whose trained weights a layer computes with: itself, and what it borrows from."""
-        return {layer, LENDER} if self.layouts[layer].borrowed else {layer}
+        return {layer, TIED_SOURCE_LAYER} if self.layouts[layer].tied else {layer}
 
-    def gradients(self, layer: int) -> Buffers:
+    def gradients(self, layer: int) -> BufferPool:
         """Return the buffers that a layer's gradient is summed in, fp32: one leaves while the other is filled.
 
         A layer that lends has one to itself: who borrows from it begins its gradient, long before backward gets there.
         """
-        lends = self.lends(layer)
-        if lends not in self._gradients:
-            count, numel = (1, self.layouts[layer].numel) if lends else (self.room.gradients, sum_numel(self.layouts))
-            self._gradients[lends] = Buffers(count, numel, torch.float32, self.device)
-        return self._gradients[lends]
+        is_tied_source = self.is_tied_source(layer)
+        if is_tied_source not in self._gradients:
+            count, numel = (
+                (1, self.layouts[layer].numel)
+                if is_tied_source
+                else (self.budget.num_gradients, sum_numel(self.layouts))
+            )
+            self._gradients[is_tied_source] = BufferPool(count, numel, torch.float32, self.device)
+        return self._gradients[is_tied_source]
 
-    def pool(self, kind: Kind) -> Buffers:
+    def pool(self, kind: Kind) -> BufferPool:
         """Return the buffers for parts of a kind."""
         if kind not in self._pools:
-            numel = min(self.room.part_numel, self._largest)
-            self._pools[kind] = Buffers(self.room.parts, numel, self.dtypes[kind], self.device)
+            numel = min(self.budget.chunk_numel, self._largest)
+            self._pools[kind] = BufferPool(self.budget.num_chunks, numel, self.dtypes[kind], self.device)
         return self._pools[kind]
 
     def fetch(self, kind: Kind, layer: int, out: Tensor, start: int, after: Sequence[Transfer] = ()) -> Future[Tensor]:
@@ -206,37 +212,37 @@ class LayerStack:
     def send(self, kind: Kind, layer: int, values: Tensor, start: int) -> Future[None]:
         """Give elements to a kind's store, as the current stream leaves them."""
         self.bytes_written += values.nbytes
-        return self.stores[kind].write(kind, layer, values, start, marks(self.device))
+        return self.stores[kind].write(kind, layer, values, start, record_event(self.device))
 
-    def pump(self) -> None:
+    def poll(self) -> None:
         """Let the layers that are on their way come nearer; called between the operations of a layer."""
-        for passage in self.coming:
-            if not passage.advance():
+        for load in self.loading:
+            if not load.advance():
                 break  # a later layer must not take the room that this one needs
 
-    def read_parts(self, kind: Kind, layer: int) -> Iterator[tuple[int, Tensor]]:
+    def read_chunks(self, kind: Kind, layer: int) -> Iterator[tuple[int, Tensor]]:
         """Yield a layer's tensor part by part, with the first element's number; valid until the next is asked for."""
         numel, store = self.layouts[layer].numel, self.stores[kind]
         whole = store.read(kind, layer, None).result() if store.resident else None
-        for span in parts(numel, self.room.part_numel):
+        for span in chunks(numel, self.budget.chunk_numel):
             if whole is not None:
                 yield span.start, whole[span]
                 continue
-            buffer, _ = self.pool(kind).take(None)
+            buffer, _ = self.pool(kind).acquire(None)
             values = buffer.tensor[: span.stop - span.start]
             buffer.transfers.append(self.fetch(kind, layer, values, span.start, buffer.transfers))
             yield span.start, buffer.transfers[-1].result()
             buffer.release()
 
-    def write_parts(self, kind: Kind, layer: int, fill: Callable[[int, Tensor], object]) -> None:
+    def write_chunks(self, kind: Kind, layer: int, fill: Callable[[int, Tensor], object]) -> None:
         """Replace a layer's tensor part by part: ``fill(start, part)`` puts in the new values."""
         numel, store = self.layouts[layer].numel, self.stores[kind]
         whole = store.read(kind, layer, None).result() if store.resident else None
-        for span in parts(numel, self.room.part_numel):
+        for span in chunks(numel, self.budget.chunk_numel):
             if whole is not None:
                 fill(span.start, whole[span])
                 continue
-            buffer, _ = self.pool(kind).take(None)
+            buffer, _ = self.pool(kind).acquire(None)
             for transfer in buffer.transfers:
                 transfer.result()
             values = buffer.tensor[: span.stop - span.start]
@@ -244,7 +250,7 @@ class LayerStack:
             buffer.transfers.append(self.send(kind, layer, values, span.start))
             buffer.release()
 
-    def forget_parts(self) -> None:
+    def release_chunk_pools(self) -> None:
         """Give back the buffers for parts, of kinds, perhaps, that no update needs. Nothing may be on its way."""
         self._pools.clear()
 
@@ -268,7 +274,7 @@ class LayerStack:
         """Count the time spent inside as waiting for the stores."""
         start = time.perf_counter()
         try:
-            with self._gaps.waiting() if self._gaps else nullcontext():
+            with self._stall_timer.waiting() if self._stall_timer else nullcontext():
                 yield
         finally:
             self._waited_seconds += time.perf_counter() - start
@@ -279,19 +285,19 @@ class LayerStack:
         with torch.cuda.stream(self._update_stream) if self._update_stream else nullcontext():
             yield
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """Forget the layers on their way: nobody waits for them any more."""
-        self.coming = ()
+        self.loading = ()
         for buffers in (self._slots, self._frozen_slots, *self._gradients.values(), *self._pools.values()):
             if buffers is not None:
-                buffers.abandon()
+                buffers.cancel()
 
     def close(self) -> None:
         """Stop the stores and give their memory and the buffers back."""
         for store in self.unique_stores():
             store.close()
         self.boundaries.close()
-        self.coming = ()
+        self.loading = ()
         self._slots = self._frozen_slots = None
         self._gradients.clear()
         self._pools.clear()
@@ -312,10 +318,12 @@ def _tables_of(layer: nn.Module) -> dict[str, str]:
 
 def slot_numel(layouts: Sequence[Layout]) -> int:
     """Return the elements of a slot that any layer fits into, with the layer that it borrows from, if it does."""
-    return max(layout.numel + (layouts[LENDER].numel if layout.borrowed else 0) for layout in layouts)
+    return max(layout.numel + (layouts[TIED_SOURCE_LAYER].numel if layout.tied else 0) for layout in layouts)
 
 
 def sum_numel(layouts: Sequence[Layout]) -> int:
     """Return the elements of a buffer in which the gradient of any layer can be summed that does not lend."""
-    lends = any(layout.borrowed for layout in layouts)
-    return max(layout.numel for layer, layout in enumerate(layouts) if not (lends and layer == LENDER))
+    is_tied_source = any(layout.tied for layout in layouts)
+    return max(
+        layout.numel for layer, layout in enumerate(layouts) if not (is_tied_source and layer == TIED_SOURCE_LAYER)
+    )

@@ -18,30 +18,30 @@ from gptj_ft.models.layout import MOMENTS, Kind, Layout
 from gptj_ft.models.lora import A, B, initialise, is_adapter, linear_layers
 from gptj_ft.models.registry import Architecture, read_architecture
 from gptj_ft.models.trainable import Selection, adapted
-from gptj_ft.streaming.activations import Away
-from gptj_ft.streaming.model import LayerStack, Room
+from gptj_ft.streaming.activations import OffloadedActivations
+from gptj_ft.streaming.model import BufferBudget, OffloadedModel
 from gptj_ft.streaming.stores.device import DeviceStore
 from gptj_ft.streaming.stores.folder import FolderStore
 from gptj_ft.streaming.stores.host import HostStore
 from gptj_ft.streaming.stores.placement import Place, Placement, open_boundaries, open_stores
-from gptj_ft.system.cuda import marks
+from gptj_ft.system.cuda import record_event
 from gptj_ft.system.digests import check_weights
 from gptj_ft.system.machine import free_memory
 
 FROZEN: Kind = "frozen"
 
 
-def training_stack(
+def open_for_training(
     architecture: Architecture,
     placement: Placement,
     dtypes: Mapping[Kind, torch.dtype],
     device: torch.device,
     folder: Path,
-    room: Room = Room(),
+    budget: BufferBudget = BufferBudget(),
     keep_gradients: bool = True,
     boundary: Layout | None = None,
     selection: Selection | None = None,
-) -> LayerStack:
+) -> OffloadedModel:
     """Open empty stores for training a model; `load_weights` or a checkpoint fills them.
 
     What is not trained has no store yet: see `open_frozen`.
@@ -60,17 +60,17 @@ def training_stack(
     if selection is None:
         selection = Selection.of(architecture.layers, lambda *_: True)
     stored = {kind: dtype for kind, dtype in dtypes.items() if kind != "grad" or keep_gradients}
-    stores = open_stores(placement, selection.trained, stored, device, folder, room.part_numel)
-    stack = LayerStack(selection.build(), dtypes, stores, device, room, selection.trained, selection.frozen)
+    stores = open_stores(placement, selection.trained, stored, device, folder, budget.chunk_numel)
+    model = OffloadedModel(selection.build(), dtypes, stores, device, budget, selection.trained, selection.frozen)
     if placement.boundaries != "device":
         assert boundary is not None
-        compute, part_numel = stack.compute_dtype, room.part_numel
-        store = open_boundaries(placement, boundary, len(stack.layers), compute, device, folder, part_numel)
-        stack.boundaries = Away(store, boundary.numel, part_numel, compute, device, stack)
-    return stack
+        compute, chunk_numel = model.compute_dtype, budget.chunk_numel
+        store = open_boundaries(placement, boundary, len(model.layers), compute, device, folder, chunk_numel)
+        model.boundaries = OffloadedActivations(store, boundary.numel, chunk_numel, compute, device, model)
+    return model
 
 
-def open_frozen(stack: LayerStack, architecture: Architecture, checkpoint: Checkpoint, place: Place) -> None:
+def open_frozen(model: OffloadedModel, architecture: Architecture, checkpoint: Checkpoint, place: Place) -> None:
     """Give a stack the weights that are not trained, if there are any.
 
     Args:
@@ -80,35 +80,35 @@ def open_frozen(stack: LayerStack, architecture: Architecture, checkpoint: Check
         place: where they live; ``disk``: they are read from the checkpoint each time.
     """
     find = partial(tensor_source, architecture, checkpoint)
-    if any(layout.numel for layout in stack.frozen):
-        stack.stores = {**stack.stores, "frozen": FolderStore(stack.frozen, find, stack.device)}
+    if any(layout.numel for layout in model.frozen):
+        model.stores = {**model.stores, "frozen": FolderStore(model.frozen, find, model.device)}
         if place != "disk":
-            _settle_frozen(stack, place)
+            _settle_frozen(model, place)
 
 
-def _settle_frozen(stack: LayerStack, place: Place) -> None:
+def _settle_frozen(model: OffloadedModel, place: Place) -> None:
     """Copy the weights that are not trained from where they are read to a place of their own."""
-    source, kinds = stack.stores["frozen"], {FROZEN: stack.compute_dtype}
-    store = (DeviceStore if place == "device" else HostStore)(stack.frozen, kinds, stack.device)
-    for layer, layout in enumerate(stack.frozen):
+    source, kinds = model.stores["frozen"], {FROZEN: model.compute_dtype}
+    store = (DeviceStore if place == "device" else HostStore)(model.frozen, kinds, model.device)
+    for layer, layout in enumerate(model.frozen):
         if not layout.numel:
             continue
         if store.resident:
             own = store.read(FROZEN, layer, None).result()
-            source.read(FROZEN, layer, own, 0, marks(stack.device)).result()  # not before it has been zeroed
+            source.read(FROZEN, layer, own, 0, record_event(model.device)).result()  # not before it has been zeroed
             continue
-        slot, _ = stack.frozen_slots.take(None)
+        slot, _ = model.frozen_slots.acquire(None)
         values = slot.tensor[: layout.numel]
         slot.transfers.append(source.read(FROZEN, layer, values, 0, tuple(slot.transfers)))
         slot.transfers.append(store.write(FROZEN, layer, values, 0, tuple(slot.transfers)))
         slot.release()
     store.drain()
     source.close()
-    stack.stores = {**stack.stores, FROZEN: store}
+    model.stores = {**model.stores, FROZEN: store}
 
 
 def load_weights(
-    stack: LayerStack,
+    model: OffloadedModel,
     architecture: Architecture,
     checkpoint: Checkpoint,
     seed: int = 0,
@@ -134,14 +134,14 @@ def load_weights(
         assert moments is not None
         view.copy_(layer_tensor(architecture, moments[kind], layer, name))
 
-    for layer in stack.trained:
-        fill_layer(stack, layer, partial(load, layer), partial(load_moment, layer) if moments else None)
-    stack.drain()
-    stack.forget_parts()
+    for layer in model.trained:
+        fill_layer(model, layer, partial(load, layer), partial(load_moment, layer) if moments else None)
+    model.drain()
+    model.release_chunk_pools()
 
 
 def fill_layer(
-    stack: LayerStack,
+    model: OffloadedModel,
     layer: int,
     fill: Callable[[str, Tensor], object],
     fill_moment: Callable[[Kind, str, Tensor], object] | None = None,
@@ -154,28 +154,28 @@ def fill_layer(
         fill: called with each parameter's name and a view, fp32, to put its values into.
         fill_moment: the same for each of the two moments; ``None``: they are zeros.
     """
-    layout, kinds = stack.layouts[layer], tuple(kind for kind in stack.dtypes if kind != "grad")
-    slot, _ = stack.gradients(layer).take(None)  # as large as the layer, and fp32
+    layout, kinds = model.layouts[layer], tuple(kind for kind in model.dtypes if kind != "grad")
+    slot, _ = model.gradients(layer).acquire(None)  # as large as the layer, and fp32
     flat = slot.tensor[: layout.numel].zero_()
     for name, view in layout.views(flat).items():
         fill(name, view)
     for kind in kinds:
         if kind in MOMENTS and fill_moment is None:
-            stack.write_parts(kind, layer, lambda start, part: part.zero_())
+            model.write_chunks(kind, layer, lambda start, part: part.zero_())
             continue
         if kind in MOMENTS and fill_moment is not None:
             flat.zero_()
             for name, view in layout.views(flat).items():
                 fill_moment(kind, name, view)
-        stack.write_parts(kind, layer, lambda start, part: part.copy_(flat[start : start + len(part)]))
+        model.write_chunks(kind, layer, lambda start, part: part.copy_(flat[start : start + len(part)]))
     slot.release()
-    stack.commit(kinds, layer, 0)
+    model.commit(kinds, layer, 0)
 
 
-def trained_parameters(stack: LayerStack) -> Iterator[dict[str, Tensor]]:
+def trained_parameters(model: OffloadedModel) -> Iterator[dict[str, Tensor]]:
     """Yield what is trained of each layer, fp32, on the CPU; valid until the next is asked for."""
-    for layer in range(len(stack.layers)):
-        views = flat_views(stack, stack.parameter, layer) if layer in stack.trained else {}
+    for layer in range(len(model.layers)):
+        views = flat_views(model, model.parameter, layer) if layer in model.trained else {}
         yield {name: view.cpu() for name, view in views.items()}
 
 
@@ -195,36 +195,36 @@ def whole_layers(
             }
 
 
-def flat_views(stack: LayerStack, kind: Kind, layer: int) -> dict[str, Tensor]:
+def flat_views(model: OffloadedModel, kind: Kind, layer: int) -> dict[str, Tensor]:
     """Return a layer's tensors of one kind in fp32, by parameter; valid until the next are asked for."""
-    slot, _ = stack.gradients(layer).take(None)
-    flat = slot.tensor[: stack.layouts[layer].numel]
-    for start, part in stack.read_parts(kind, layer):
+    slot, _ = model.gradients(layer).acquire(None)
+    flat = slot.tensor[: model.layouts[layer].numel]
+    for start, part in model.read_chunks(kind, layer):
         flat[start : start + len(part)] = part
     slot.release()
-    return stack.layouts[layer].views(flat)
+    return model.layouts[layer].views(flat)
 
 
-def load_adapter(stack: LayerStack, architecture: Architecture, adapter: Adapter) -> None:
+def load_adapter(model: OffloadedModel, architecture: Architecture, adapter: Adapter) -> None:
     """Give a stack that is only read the matrices of its adapters, on the device."""
-    store = DeviceStore(stack.layouts, {"weight": stack.compute_dtype}, stack.device)
+    store = DeviceStore(model.layouts, {"weight": model.compute_dtype}, model.device)
     for module, (layer, local) in linear_layers(architecture).items():
         if module in adapter.ranks:
-            views = stack.layouts[layer].views(store.read("weight", layer, None).result())
+            views = model.layouts[layer].views(store.read("weight", layer, None).result())
             for matrix in (A, B):
                 views[f"{local}.{matrix}"].copy_(adapter.read(module, matrix))
-    stack.stores = {**stack.stores, "weight": store}
+    model.stores = {**model.stores, "weight": store}
 
 
 @contextmanager
-def reading_stack(
+def open_for_inference(
     folder: Path,
     device: torch.device,
     compute: torch.dtype,
     weights: str = "auto",
     read_ahead: int = 1,
     memory_cap: int | None = None,
-) -> Iterator[tuple[Architecture, LayerStack]]:
+) -> Iterator[tuple[Architecture, OffloadedModel]]:
     """Open a model folder to evaluate it or to write with it; an adapter's folder, with the model that it is for.
 
     Args:
@@ -256,12 +256,12 @@ def reading_stack(
             free = free_memory(device)
             fits_host = device.type != "cpu" and size < 0.7 * free_memory(torch.device("cpu"))
             weights = "device" if size < 0.7 * min(free, memory_cap or free) else "host" if fits_host else "disk"
-        room = Room(read_ahead)
-        stack = LayerStack(selection.build(), dtypes, {}, device, room, selection.trained, selection.frozen)
+        budget = BufferBudget(read_ahead)
+        model = OffloadedModel(selection.build(), dtypes, {}, device, budget, selection.trained, selection.frozen)
         try:
-            open_frozen(stack, architecture, checkpoint, cast("Place", weights))
+            open_frozen(model, architecture, checkpoint, cast("Place", weights))
             if adapter:
-                load_adapter(stack, architecture, adapter)
-            yield architecture, stack
+                load_adapter(model, architecture, adapter)
+            yield architecture, model
         finally:
-            stack.close()
+            model.close()

@@ -3,7 +3,7 @@
     forward   for each layer, upwards:     apply its pending update; run every micro-batch; keep the boundaries
     loss      the head, on the positions that carry a target only, in chunks: forward and backward at once
     backward  for each layer, downwards:   run every micro-batch again from its boundary; sum the gradient; send it away
-              (the last layers may be kept instead of run again: see `Graph`)
+              (the last layers may be kept instead of run again: see `KeptActivations`)
 
 The layer is the outer loop and the micro-batch the inner one: weights cross the link twice per optimizer step however
 many micro-batches there are. While a layer computes, the next one is being read and the last one written.
@@ -24,10 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptj_ft.errors import NotFinite
-from gptj_ft.models.layers import NO_TARGET, PackedBatch, Rows
-from gptj_ft.streaming.activations import Boundaries
-from gptj_ft.streaming.layer_load import Passage, Updater, Visit
-from gptj_ft.streaming.model import LayerStack
+from gptj_ft.models.batch import NO_TARGET, PackedBatch
+from gptj_ft.models.embedding import EmbeddingRows
+from gptj_ft.streaming.activations import Activations
+from gptj_ft.streaming.layer_load import LayerLoad, LayerTask, Updater
+from gptj_ft.streaming.model import OffloadedModel
 
 HEAD_CHUNK_BYTES = 128 * 2**20  # of fp32 logits
 
@@ -35,13 +36,13 @@ HEAD_CHUNK_BYTES = 128 * 2**20  # of fp32 logits
 class Trainer(Updater, Protocol):
     """What a training step asks of an optimizer."""
 
-    def visit_up(self, layer: int) -> Visit:
+    def forward_task(self, layer: int) -> LayerTask:
         """What the forward pass does with a layer; the head, which is the turn, is visited upwards only."""
 
-    def visit_down(self, layer: int) -> Visit:
+    def backward_task(self, layer: int) -> LayerTask:
         """What the backward pass does with a layer."""
 
-    def after_backward(self, loaded: Passage) -> None:
+    def add_gradient(self, loaded: LayerLoad) -> None:
         """Take the layer's gradient, ``loaded.tensors["grad"]``."""
 
 
@@ -62,27 +63,27 @@ class StepLoss:
         return self.z_total / self.num_targets if self.num_targets else math.nan
 
 
-def stream(stack: LayerStack, visits: Iterable[Visit], updater: Updater | None = None) -> Iterator[Passage]:
+def stream(model: OffloadedModel, visits: Iterable[LayerTask], updater: Updater | None = None) -> Iterator[LayerLoad]:
     """Yield each visit's layer, on the device and updated, the next ones already on their way.
 
     A layer's tensors are valid until the next one is asked for. One stream at a time: a new one ends the last.
     """
-    stack.abandon()
-    upcoming, coming, settled = iter(visits), deque[Passage](), dict[int, Passage]()
-    stack.coming = coming
+    model.cancel()
+    upcoming, loading, settled = iter(visits), deque[LayerLoad](), dict[int, LayerLoad]()
+    model.loading = loading
     following = next(upcoming, None)
-    while following or coming:
+    while following or loading:
         # A layer that is still to be visited may change on that visit: it is not asked for a second time before, nor is
         # a layer that borrows from it.
         while (
             following
-            and sum(passage.takes_room for passage in coming) <= stack.room.read_ahead
-            and not stack.sources(following.layer) & {x.index for x in coming}
+            and sum(load.takes_room for load in loading) <= model.budget.read_ahead
+            and not model.sources(following.layer) & {x.index for x in loading}
         ):
-            coming.append(settled.get(following.layer) or Passage(stack, following, updater))
+            loading.append(settled.get(following.layer) or LayerLoad(model, following, updater))
             following = next(upcoming, None)
-        stack.pump()
-        loaded = coming.popleft()
+        model.poll()
+        loaded = loading.popleft()
         loaded.finish()
         if loaded.is_settled:
             settled[loaded.index] = loaded
@@ -90,24 +91,29 @@ def stream(stack: LayerStack, visits: Iterable[Visit], updater: Updater | None =
         loaded.release()
 
 
-def train_step(stack: LayerStack, updater: Trainer, batches: Sequence[PackedBatch], z_loss: float = 0.0) -> StepLoss:
+def train_step(
+    model: OffloadedModel, updater: Trainer, batches: Sequence[PackedBatch], z_loss: float = 0.0
+) -> StepLoss:
     """Run forward, loss and backward for the micro-batches of one optimizer step.
 
     The loss is the sum over target tokens divided by the target tokens of the whole step, whatever the micro-batches;
     ``z_loss`` is the weight of the z-loss, see `head_gradients`.
     """
-    top = len(stack.layers) - 1
-    up = [updater.visit_up(layer) for layer in range(top + 1)]
-    down = [updater.visit_down(layer) for layer in reversed(range(stack.lowest_trained, top))]
-    layers = stream(stack, [*up, *down], updater)
-    graphs = {layer: Graph() for layer in range(max(1, stack.lowest_trained, top - stack.room.kept), top)}
-    boundaries = stack.boundaries
+    top = len(model.layers) - 1
+    up = [updater.forward_task(layer) for layer in range(top + 1)]
+    down = [updater.backward_task(layer) for layer in reversed(range(model.lowest_trained, top))]
+    layers = stream(model, [*up, *down], updater)
+    graphs = {
+        layer: KeptActivations()
+        for layer in range(max(1, model.lowest_trained, top - model.budget.num_kept_layers), top)
+    }
+    boundaries = model.boundaries
     boundaries.begin()
     hidden = forward(islice(layers, top), batches, graphs, boundaries)
     head = next(layers)
     loss, gradients = head_gradients(head, hidden, batches, z_loss)
     if head.layout.numel:
-        updater.after_backward(head)
+        updater.add_gradient(head)
     backward(layers, boundaries, gradients, batches, graphs, updater)
     return loss
 
@@ -121,7 +127,7 @@ class SavedView(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Graph:
+class KeptActivations:
     """The autograd graphs of a layer, one per micro-batch, kept from forward to backward instead of recomputed.
 
     The layer's weights do not stay in between: what a graph has saved of them is noted as a place in the flat tensor,
@@ -134,10 +140,10 @@ class Graph:
         self.outputs: list[Tensor] = []
         self._weights: tuple[Tensor, ...] = ()
 
-    def run(self, loaded: Passage, inputs: Sequence[Tensor], batches: Sequence[PackedBatch]) -> list[Tensor]:
+    def run(self, loaded: LayerLoad, inputs: Sequence[Tensor], batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Run the layer on every micro-batch; return what it gives, without history."""
         self.load(loaded)
-        self.parameters = leaves(loaded)
+        self.parameters = trainable_leaves(loaded)
         self.inputs = [x.detach().requires_grad_(loaded.is_above_trained) for x in inputs]
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             self.outputs = [
@@ -145,7 +151,7 @@ class Graph:
             ]
         return [output.detach() for output in self.outputs]
 
-    def load(self, loaded: Passage) -> None:
+    def load(self, loaded: LayerLoad) -> None:
         """Say where the layer's weights are now."""
         self._weights = loaded.frozen, *((loaded.tensors["weight"],) if loaded.layout.numel else ())
 
@@ -165,10 +171,10 @@ class Graph:
 
 
 def forward(
-    layers: Iterator[Passage],
+    layers: Iterator[LayerLoad],
     batches: Sequence[PackedBatch],
-    graphs: Mapping[int, Graph] | None = None,
-    boundaries: Boundaries | None = None,
+    graphs: Mapping[int, KeptActivations] | None = None,
+    boundaries: Activations | None = None,
 ) -> list[Tensor]:
     """Run the layers below the head on every micro-batch.
 
@@ -186,7 +192,7 @@ def forward(
         if graphs and loaded.index in graphs:
             hidden = graphs[loaded.index].run(loaded, hidden, batches)
             continue
-        if boundaries is not None and loaded.is_passed_by_backward:
+        if boundaries is not None and loaded.is_in_backward:
             boundaries.put(loaded.index, hidden)
         parameters = loaded.parameters_for(batches)
         # Nothing that writing leaves behind is ever trained on, so that autograd need not hear of it at all.
@@ -195,21 +201,23 @@ def forward(
     return hidden
 
 
-def run_layer(loaded: Passage, parameters: Mapping[str, Tensor | Rows], x: Tensor, batch: PackedBatch) -> Tensor:
+def run_layer(
+    loaded: LayerLoad, parameters: Mapping[str, Tensor | EmbeddingRows], x: Tensor, batch: PackedBatch
+) -> Tensor:
     """Return what a layer below the head makes of a micro-batch."""
-    with dropping(loaded, batch):
+    with dropout_rng(loaded, batch):
         return loaded.run(parameters, x, batch)
 
 
 @contextmanager
-def dropping(loaded: Passage, batch: PackedBatch, chunk: int = 0) -> Iterator[None]:
+def dropout_rng(loaded: LayerLoad, batch: PackedBatch, chunk: int = 0) -> Iterator[None]:
     """Have a layer drop what belongs to this batch: the same whenever and wherever it is computed."""
-    if batch.noise is None:
+    if batch.dropout_seed is None:
         yield
         return
     device = batch.tokens_T.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(batch.noise + (chunk << 20) + loaded.index)
+        torch.manual_seed(batch.dropout_seed + (chunk << 20) + loaded.index)
         loaded.module.train()
         try:
             yield
@@ -218,11 +226,11 @@ def dropping(loaded: Passage, batch: PackedBatch, chunk: int = 0) -> Iterator[No
 
 
 def backward(
-    layers: Iterator[Passage],
-    boundaries: Boundaries,
+    layers: Iterator[LayerLoad],
+    boundaries: Activations,
     gradients: list[Tensor],
     batches: Sequence[PackedBatch],
-    graphs: dict[int, Graph],
+    graphs: dict[int, KeptActivations],
     updater: Trainer,
 ) -> None:
     """Carry the gradients of the head's inputs down through the layers, recomputing those without a graph.
@@ -234,7 +242,7 @@ def backward(
         inputs = boundaries.take(loaded.index) if graph is None else graph.inputs
         if graph is not None:
             graph.load(loaded)
-        parameters = graph.parameters if graph else leaves(loaded)
+        parameters = graph.parameters if graph else trainable_leaves(loaded)
         for b in reversed(range(len(batches))):
             if graph is not None:
                 x, output = inputs.pop(), graph.outputs.pop()
@@ -250,16 +258,16 @@ def backward(
             if x.grad is not None:
                 gradients[b] = x.grad
         if loaded.layout.numel:
-            updater.after_backward(loaded)
+            updater.add_gradient(loaded)
 
 
-def leaves(loaded: Passage) -> dict[str, Tensor]:
+def trainable_leaves(loaded: LayerLoad) -> dict[str, Tensor]:
     """Return a layer's parameters, those that are trained as leaves of a graph."""
     trained = {name: view.detach().requires_grad_() for name, view in loaded.trained_parameters().items()}
     return {**loaded.parameters(), **trained}
 
 
-def sum_gradients(loaded: Passage, parameters: dict[str, Tensor]) -> None:
+def sum_gradients(loaded: LayerLoad, parameters: dict[str, Tensor]) -> None:
     """Have autograd sum the gradients of these leaves into the layer's flat gradient, in fp32.
 
     Those of borrowed parameters go into the flat gradient of the layer that they are of.
@@ -282,7 +290,7 @@ def _adder(total: Tensor) -> Callable[[Tensor], None]:
 
 
 def head_gradients(
-    head: Passage, hidden: list[Tensor], batches: Sequence[PackedBatch], z_loss: float = 0.0
+    head: LayerLoad, hidden: list[Tensor], batches: Sequence[PackedBatch], z_loss: float = 0.0
 ) -> tuple[StepLoss, list[Tensor]]:
     """Compute the loss, the head's gradient and the gradients of its inputs.
 
@@ -299,7 +307,7 @@ def head_gradients(
     Raises:
         NotFinite: the loss; no weight has been touched by this step.
     """
-    parameters = leaves(head)
+    parameters = trainable_leaves(head)
     if head.is_trained:
         sum_gradients(head, parameters)
     num_targets = sum(batch.num_targets for batch in batches)
@@ -308,7 +316,7 @@ def head_gradients(
         gradient_TD = torch.zeros_like(hidden[b])
         for number, positions_S in enumerate(target_chunks(head, batch)):
             x_SD = hidden[b][positions_S].requires_grad_(head.is_above_trained)
-            with dropping(head, batch, number):
+            with dropout_rng(head, batch, number):
                 logits_SV = head.run(parameters, x_SD)
             loss = F.cross_entropy(logits_SV, batch.targets_T[positions_S], reduction="sum")
             z = z_loss * logits_SV.logsumexp(-1).square().sum() if z_loss else loss.new_zeros(())
@@ -323,27 +331,27 @@ def head_gradients(
     return StepLoss(total, num_targets, z_total), gradients
 
 
-def target_chunks(head: Passage, batch: PackedBatch) -> Sequence[Tensor]:
+def target_chunks(head: LayerLoad, batch: PackedBatch) -> Sequence[Tensor]:
     """Return the positions that carry a target, in chunks whose logits stay below `HEAD_CHUNK_BYTES`."""
     positions = (batch.targets_T != NO_TARGET).nonzero().squeeze(-1)
     return torch.split(positions, _chunk_size(head)) if len(positions) else ()
 
 
-def _chunk_size(head: Passage) -> int:
+def _chunk_size(head: LayerLoad) -> int:
     vocabulary = max(len(parameter) for parameter in head.parameters().values() if parameter.ndim == 2)
     return max(1, HEAD_CHUNK_BYTES // (4 * vocabulary))
 
 
-def evaluate_losses(stack: LayerStack, batches: Sequence[PackedBatch]) -> list[StepLoss]:
+def evaluate_losses(model: OffloadedModel, batches: Sequence[PackedBatch]) -> list[StepLoss]:
     """Return the loss of each batch; nothing is trained."""
     return [
         StepLoss(-float(found.log_probabilities_S.double().sum()), len(found.log_probabilities_S))
-        for found in score_tokens(stack, batches, [wanted_targets(batch) for batch in batches])
+        for found in score_tokens(model, batches, [target_queries(batch) for batch in batches])
     ]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TokenQuery:
     """Tokens that are asked about: which, and the position before each; a position may stand there several times."""
 
     positions_S: Tensor
@@ -355,16 +363,18 @@ class TokenScores:
     """What a model makes of tokens: the logarithm of each one's probability, fp32, and whether none is likelier."""
 
     log_probabilities_S: Tensor
-    is_likeliest_S: Tensor
+    is_argmax_S: Tensor
 
 
-def wanted_targets(batch: PackedBatch) -> Wanted:
+def target_queries(batch: PackedBatch) -> TokenQuery:
     """Ask about the targets of a batch."""
     positions = (batch.targets_T != NO_TARGET).nonzero().squeeze(-1)
-    return Wanted(positions, batch.targets_T[positions])
+    return TokenQuery(positions, batch.targets_T[positions])
 
 
-def score_tokens(stack: LayerStack, batches: Sequence[PackedBatch], wanted: Sequence[Wanted]) -> list[TokenScores]:
+def score_tokens(
+    model: OffloadedModel, batches: Sequence[PackedBatch], wanted: Sequence[TokenQuery]
+) -> list[TokenScores]:
     """Return how likely each of some tokens is; no more logits exist at once than `HEAD_CHUNK_BYTES`.
 
     Args:
@@ -374,11 +384,11 @@ def score_tokens(stack: LayerStack, batches: Sequence[PackedBatch], wanted: Sequ
 
     Returns: the scores of each batch, on the CPU, in the order asked.
     """
-    hidden, head = _below_head(stack, batches)
+    hidden, head = forward_trunk(model, batches)
     return score_hidden(head, hidden, wanted)
 
 
-def score_hidden(head: Passage, hidden: Sequence[Tensor], wanted: Sequence[Wanted]) -> list[TokenScores]:
+def score_hidden(head: LayerLoad, hidden: Sequence[Tensor], wanted: Sequence[TokenQuery]) -> list[TokenScores]:
     """Return the same, given what the head takes."""
     parameters, size = head.parameters(), _chunk_size(head)
     scores = []
@@ -394,8 +404,9 @@ def score_hidden(head: Passage, hidden: Sequence[Tensor], wanted: Sequence[Wante
     return scores
 
 
-def _below_head(stack: LayerStack, batches: Sequence[PackedBatch]) -> tuple[list[Tensor], Passage]:
-    top = len(stack.layers) - 1
-    layers = stream(stack, [Visit(layer) for layer in range(top + 1)])
+def forward_trunk(model: OffloadedModel, batches: Sequence[PackedBatch]) -> tuple[list[Tensor], LayerLoad]:
+    """Run the layers below the head; return the head's inputs, and the head."""
+    top = len(model.layers) - 1
+    layers = stream(model, [LayerTask(layer) for layer in range(top + 1)])
     hidden = forward(islice(layers, top), batches)
     return hidden, next(layers)

@@ -11,7 +11,7 @@ from gptj_ft.models.lora import A, name_of
 from gptj_ft.models.registry import Family
 
 
-class Movement:
+class UnchangedParameters:
     """Watches the first update; what has not moved is left.
 
     Args:
@@ -25,7 +25,7 @@ class Movement:
         # An adapter's A has none before its B has moved.
         self._left = {(layer, name): True for layer in layers for name in layouts[layer].shapes if not name.endswith(A)}
 
-    def note(self, layer: int, span: slice, before: Tensor, after: Tensor, gradient: Tensor) -> None:
+    def observe(self, layer: int, span: slice, before: Tensor, after: Tensor, gradient: Tensor) -> None:
         """Compare a span of a layer's parameters with what it was."""
         layout = self._layouts[layer]
         for name, offset in layout.offsets.items():

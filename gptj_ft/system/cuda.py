@@ -1,9 +1,9 @@
-"""What a CUDA device needs beside a CPU: its work runs later than the program that asks for it.
+"""CUDA streams and events: kernels run asynchronously to the Python thread.
 
 The computation has the default stream, updates have one of their own, and so has every thread that moves bytes. A
 transfer ends for the program when its bytes are there; but a buffer may be asked for again while the device has not yet
-come to what still uses it. A `Mark` says when it has: a transfer into the buffer waits for the mark, on its own stream,
-and nothing else does. On a CPU there are no marks, and nothing here does anything.
+come to what still uses it. A `StreamEvent` says when it has: a transfer into the buffer waits for the event, on its
+own stream, and nothing else does. On a CPU there are no events, and nothing here does anything.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 
-class Mark:
+class StreamEvent:
     """A point in the work of the stream that was current when it was made; waits like a transfer."""
 
     def __init__(self, device: torch.device) -> None:
@@ -33,10 +33,10 @@ class Mark:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def exception(self) -> None:
-        """Return nothing: a mark does not fail."""
+        """Return nothing: an event does not fail."""
 
 
-class Gaps:
+class StallTimer:
     """How long the computation's stream, current when this is made, stands still while the program waits.
 
     That is from where it has caught up with the program to the end of the wait, by the device's own clock: the program
@@ -69,9 +69,9 @@ class Gaps:
         return self._seconds
 
 
-def marks(device: torch.device) -> list[Mark]:
-    """Return a mark in the current stream; none on a CPU, where work is done when the program goes on."""
-    return [Mark(device)] if device.type == "cuda" else []
+def record_event(device: torch.device) -> list[StreamEvent]:
+    """Record an event in the current stream; none on a CPU, where work is done when the program goes on."""
+    return [StreamEvent(device)] if device.type == "cuda" else []
 
 
 def use_own_stream(device: torch.device) -> None:
@@ -104,7 +104,7 @@ def pin(values: Tensor) -> Callable[[], None] | None:
 
 
 class Transfer(Protocol):
-    """Bytes on their way, or other work that one may have to wait for: a `Future`, or a `cuda.Mark`."""
+    """Bytes on their way, or other work that one may have to wait for: a `Future`, or a `cuda.StreamEvent`."""
 
     def result(self) -> Any:
         """Wait for the end; raise what went wrong."""

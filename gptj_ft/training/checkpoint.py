@@ -36,7 +36,7 @@ from gptj_ft.config.run_folder import COMMIT, MANIFEST, Run
 from gptj_ft.errors import DataError, ResourceError
 from gptj_ft.models.layout import Kind, Layout
 from gptj_ft.streaming.adamw import Update
-from gptj_ft.streaming.model import LayerStack
+from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.stores.state_file import Digests, StateFile, layer_path
 from gptj_ft.system.digests import write_sealed
 from gptj_ft.system.direct_io import RESUME, open_direct, sync
@@ -68,7 +68,7 @@ def commit(run: Run, step: int, update: Update | None, facts: Mapping[str, Any])
     write_sealed(run.state / COMMIT, {"step": step, "update": asdict(update) if update else None, "facts": dict(facts)})
 
 
-def layers_behind(run: Run, stack: LayerStack, step: int) -> set[int]:
+def layers_behind(run: Run, stack: OffloadedModel, step: int) -> set[int]:
     """Return the layers that the update of a committed step had not reached.
 
     Raises:
@@ -88,12 +88,12 @@ def layers_behind(run: Run, stack: LayerStack, step: int) -> set[int]:
     return behind
 
 
-def state_kinds(stack: LayerStack) -> tuple[Kind, ...]:
+def state_kinds(stack: OffloadedModel) -> tuple[Kind, ...]:
     """Return the kinds that make up a layer's state."""
     return tuple(kind for kind in stack.dtypes if kind != "grad")
 
 
-def save(run: Run, stack: LayerStack, step: int, facts: Mapping[str, Any]) -> None:
+def save(run: Run, stack: OffloadedModel, step: int, facts: Mapping[str, Any]) -> None:
     """Write a checkpoint. Pending updates must have been flushed.
 
     Args:
@@ -111,7 +111,7 @@ def save(run: Run, stack: LayerStack, step: int, facts: Mapping[str, Any]) -> No
     run.note_saved(run.checkpoint(step) / MANIFEST)
 
 
-def link(run: Run, stack: LayerStack, step: int, facts: Mapping[str, Any]) -> None:
+def link(run: Run, stack: OffloadedModel, step: int, facts: Mapping[str, Any]) -> None:
     """Make a checkpoint of a run on disk, of links to its state. Pending updates must have been flushed.
 
     Args and errors: as `save`.
@@ -123,7 +123,7 @@ def link(run: Run, stack: LayerStack, step: int, facts: Mapping[str, Any]) -> No
             run.log(f"{run.folder} is on a file system without hard links: its checkpoints are copies")
 
 
-def adopt(run: Run, stack: LayerStack, step: int) -> None:
+def adopt(run: Run, stack: OffloadedModel, step: int) -> None:
     """Make a checkpoint the state of a run on disk, of links to it; the state folder must be empty.
 
     Raises:
@@ -155,7 +155,7 @@ def turn_into_checkpoint(run: Run, step: int, facts: Mapping[str, Any]) -> None:
     _publish(run.state, final, step, facts)
 
 
-def restore(folder: Path, stack: LayerStack, step: int) -> None:
+def restore(folder: Path, stack: OffloadedModel, step: int) -> None:
     """Fill the stores from a checkpoint.
 
     Raises:
@@ -173,14 +173,14 @@ def restore(folder: Path, stack: LayerStack, step: int) -> None:
         descriptor = open_direct(path, os.O_RDONLY)
         try:
             for kind in kinds:
-                stack.write_parts(kind, layer, partial(_read, form, descriptor, kind, digests))
+                stack.write_chunks(kind, layer, partial(_read, form, descriptor, kind, digests))
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
         finally:
             os.close(descriptor)
         stack.commit(kinds, layer, step)
     stack.drain()
-    stack.forget_parts()
+    stack.release_chunk_pools()
 
 
 def _read(form: StateFile, descriptor: int, kind: Kind, digests: Digests, start: int, part: Tensor) -> None:
@@ -209,7 +209,7 @@ def _host_memory(part: Tensor) -> Tensor:
     return part if part.device.type == "cpu" else allocate(len(part), part.dtype, torch.device("cpu"))
 
 
-def _write_layers(folder: Path, stack: LayerStack, step: int) -> None:
+def _write_layers(folder: Path, stack: OffloadedModel, step: int) -> None:
     kinds = state_kinds(stack)
     for layer, form in _forms(stack, kinds).items():
         path = layer_path(folder / "layer", layer)
@@ -217,7 +217,7 @@ def _write_layers(folder: Path, stack: LayerStack, step: int) -> None:
         descriptor = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             for kind in kinds:
-                for start, part in stack.read_parts(kind, layer):
+                for start, part in stack.read_chunks(kind, layer):
                     host = _host_memory(part)
                     form.write(descriptor, kind, host if host is part else host.copy_(part), start, digests)
             form.write_header(descriptor, step, digests)
@@ -226,7 +226,7 @@ def _write_layers(folder: Path, stack: LayerStack, step: int) -> None:
             os.close(descriptor)
 
 
-def _link_layers(source: Path, target: Path, stack: LayerStack) -> bool:
+def _link_layers(source: Path, target: Path, stack: OffloadedModel) -> bool:
     """Give each layer's file a second name; tell whether all are links, not copies."""
     names = [layer_path(source / "layer", layer).name for layer in stack.trained]
     are_links = [link_or_copy(source / name, target / name) for name in names]
@@ -265,7 +265,7 @@ def _publish(temporary: Path, final: Path, step: int, facts: Mapping[str, Any]) 
         sync_path(folder)
 
 
-def _forms(stack: LayerStack, kinds: tuple[Kind, ...]) -> dict[int, StateFile]:
+def _forms(stack: OffloadedModel, kinds: tuple[Kind, ...]) -> dict[int, StateFile]:
     """Return the form of each file, by the number of its layer; layers that are not trained have none."""
     dtypes = {kind: stack.dtypes[kind] for kind in kinds}
-    return {layer: StateFile(stack.layouts[layer], dtypes, stack.room.part_numel) for layer in stack.trained}
+    return {layer: StateFile(stack.layouts[layer], dtypes, stack.budget.chunk_numel) for layer in stack.trained}

@@ -31,7 +31,7 @@ from gptj_ft.models.trainable import select
 from gptj_ft.planning.machine_profile import are_known, choose_dtype, rates
 from gptj_ft.planning.plan import DoesNotFit, Plan, choose
 from gptj_ft.planning.resources import free_resources
-from gptj_ft.planning.workload import Load
+from gptj_ft.planning.workload import Workload
 from gptj_ft.system.digests import read_sealed, write_sealed
 from gptj_ft.system.files import hidden_name, keep_folder, remove, replace_text, sync_path, sync_tree, write_file
 from gptj_ft.system.lock import LOCK, locked
@@ -319,7 +319,7 @@ def forecast(resolved: Resolved, measure_again: bool = False, doing: Doing = not
     length = min(recipe.max_length, architecture.config.n_positions)
     tokens = recipe.batch_size * length
     selection = select(architecture, recipe)
-    load_ = Load(
+    load_ = Workload(
         layouts=selection.trained,
         frozen=selection.frozen,
         width=architecture.config.n_embd,

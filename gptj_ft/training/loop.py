@@ -20,11 +20,11 @@ from gptj_ft.config.run_folder import Run, record_environment, resume_command, w
 from gptj_ft.data.batches import Rows, rows_of_step
 from gptj_ft.errors import GptjFtError, Interrupted, NotFinite, OutOfTime
 from gptj_ft.evaluation.likelihood import passes
-from gptj_ft.models.layers import PackedBatch
+from gptj_ft.models.batch import PackedBatch
 from gptj_ft.models.lora import seed_of
 from gptj_ft.planning.flops import count_flops
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import PASS_TOKENS, LayerStack
+from gptj_ft.streaming.model import PASS_TOKENS, OffloadedModel
 from gptj_ft.streaming.open import trained_parameters
 from gptj_ft.streaming.step import StepLoss, evaluate_losses, train_step
 from gptj_ft.system.paths import remember_run
@@ -188,7 +188,11 @@ def train(
 
 
 def measure(
-    setup: TrainSetup, stack: LayerStack, step: int, samples: ValidationSamples | None, before_pass: Callable[[], None]
+    setup: TrainSetup,
+    stack: OffloadedModel,
+    step: int,
+    samples: ValidationSamples | None,
+    before_pass: Callable[[], None],
 ) -> tuple[float, ValidationSample | None]:
     """Return the validation loss after a step, and sampled answers if the recipe asks for some.
 
@@ -203,7 +207,7 @@ def measure(
     return loss, samples.take(stack, step) if samples else None
 
 
-def compute_step(setup: TrainSetup, stack: LayerStack, optimizer: AdamW) -> StepReport:
+def compute_step(setup: TrainSetup, stack: OffloadedModel, optimizer: AdamW) -> StepReport:
     """Take the next optimizer step; return its figures.
 
     Raises:
@@ -214,10 +218,10 @@ def compute_step(setup: TrainSetup, stack: LayerStack, optimizer: AdamW) -> Step
     batches = setup.train.batches(rows, recipe.micro_batch_tokens)
     batches = with_dropout_seeds(recipe, optimizer.step, batches, setup.device)
     lr = setup.schedule.lr(optimizer.step + 1)
-    optimizer.begin(lr)
+    optimizer.begin_step(lr)
     loss, grad_norm = guarded_step(setup, stack, optimizer, batches)
     counts = stopwatch.read(sum(len(batch.tokens_T) for batch in batches), loss.num_targets)
-    flops = count_flops(stack.layouts, counts.tokens, counts.target_tokens, stack.room.kept, stack.frozen)
+    flops = count_flops(stack.layouts, counts.tokens, counts.target_tokens, stack.budget.num_kept_layers, stack.frozen)
     throughput = Throughput.of(counts, flops, setup.plan.rates.compute.matmul(setup.dtype))
     return StepReport(optimizer.step, loss.mean, loss.z_mean, lr, grad_norm, counts, throughput)
 
@@ -229,11 +233,11 @@ def with_dropout_seeds(
     if recipe.method != "lora" or not recipe.lora.dropout:
         return [batch.to(device) for batch in batches]
     seeds = (seed_of((recipe.seed, step, number)) for number in range(len(batches)))
-    return [replace(batch.to(device), noise=seed) for batch, seed in zip(batches, seeds, strict=True)]
+    return [replace(batch.to(device), dropout_seed=seed) for batch, seed in zip(batches, seeds, strict=True)]
 
 
 def guarded_step(
-    setup: TrainSetup, stack: LayerStack, optimizer: AdamW, batches: Sequence[PackedBatch]
+    setup: TrainSetup, stack: OffloadedModel, optimizer: AdamW, batches: Sequence[PackedBatch]
 ) -> tuple[StepLoss, float]:
     """Take one optimizer step; return its loss and gradient norm.
 
@@ -248,7 +252,7 @@ def guarded_step(
         again = partial(evaluate_losses, stack, batches)
         raise explain_loss("loss", optimizer.step, setup, stack, again) from None
     try:
-        return loss, optimizer.end()
+        return loss, optimizer.finish_step()
     except GptjFtError as error:
         raise explain_gradient(error, setup, stack) from error
 
@@ -273,30 +277,30 @@ def warn_of(run: Run, console: Console, warning: str | None) -> None:
 
 def warn_unmoved(setup: TrainSetup, optimizer: AdamW, warn: Callable[[str | None], None]) -> None:
     """Say which tensors the first step has left as they were, as soon as its update has reached every layer."""
-    movement, lr = optimizer.first_movement(), setup.schedule.lr(1)
+    movement, lr = optimizer.take_unchanged(), setup.schedule.lr(1)
     warning = movement.warning(setup.architecture.family, lr) if movement and lr > 0 else None
     warn(warning)
 
 
 def validate(
-    stack: LayerStack, rows: Rows, budget_tokens: int, before_pass: Callable[[], None] = lambda: None
+    stack: OffloadedModel, rows: Rows, budget_tokens: int, before_pass: Callable[[], None] = lambda: None
 ) -> StepLoss:
     """Return the loss over rows; nothing is trained.
 
     Rows are read and put on the device as they are needed. Which of them share a micro-batch depends on the rows alone;
-    how many micro-batches share a pass over the weights depends on `Room.pass_tokens`, and changes no number.
+    how many micro-batches share a pass over the weights depends on `BufferBudget.pass_tokens`, and changes no number.
     ``before_pass`` is called before each pass.
     """
     losses: list[StepLoss] = []
     for span in passes(rows.lengths, PASS_TOKENS):
         batches = rows.batches(span, budget_tokens)
-        for some in passes([len(batch.tokens_T) for batch in batches], stack.room.pass_tokens):
+        for some in passes([len(batch.tokens_T) for batch in batches], stack.budget.pass_tokens):
             before_pass()
             losses += evaluate_losses(stack, [batches[number].to(stack.device) for number in some])
     return StepLoss(sum(loss.total for loss in losses), sum(loss.num_targets for loss in losses))
 
 
-def export(setup: TrainSetup, run: Run, stack: LayerStack, step: int, facts: dict[str, Any]) -> None:
+def export(setup: TrainSetup, run: Run, stack: OffloadedModel, step: int, facts: dict[str, Any]) -> None:
     """Write the tuned model.
 
     Args:

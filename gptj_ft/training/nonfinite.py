@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gptj_ft.errors import DataError, GptjFtError, NotFinite
 from gptj_ft.models.lora import name_of
-from gptj_ft.streaming.model import LayerStack
+from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.open import flat_views
 from gptj_ft.training.setup import TrainSetup
 
@@ -91,7 +91,7 @@ class Found(Exception):
 
 
 def explain_loss(
-    what: str, step: int, setup: TrainSetup, stack: LayerStack, forward: Callable[[], object]
+    what: str, step: int, setup: TrainSetup, stack: OffloadedModel, forward: Callable[[], object]
 ) -> GptjFtError:
     """Return the error for a loss that is not finite.
 
@@ -114,7 +114,7 @@ def explain_loss(
     return NotFinite(f"the {what} {when} is not finite{place}\n{help_}")
 
 
-def explain_gradient(error: GptjFtError, setup: TrainSetup, stack: LayerStack) -> GptjFtError:
+def explain_gradient(error: GptjFtError, setup: TrainSetup, stack: OffloadedModel) -> GptjFtError:
     """Return the error of an optimizer that was given a gradient that is not finite, with the tensors it is in."""
     names = find_in_gradients(setup, stack)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -132,7 +132,7 @@ def advice(setup: TrainSetup) -> str:
     return f"resumed, this run would get here again: start a new one with {' or '.join(knobs)}"
 
 
-def find_in_forward(setup: TrainSetup, stack: LayerStack, forward: Callable[[], object]) -> Found | None:
+def find_in_forward(setup: TrainSetup, stack: OffloadedModel, forward: Callable[[], object]) -> Found | None:
     """Return the first module whose weights or output are not finite in a forward pass."""
 
     def watch(layer: int, local: str) -> Callable[[nn.Module, Any, Tensor], None]:
@@ -159,7 +159,7 @@ def find_in_forward(setup: TrainSetup, stack: LayerStack, forward: Callable[[], 
     return None
 
 
-def find_in_gradients(setup: TrainSetup, stack: LayerStack) -> list[str]:
+def find_in_gradients(setup: TrainSetup, stack: OffloadedModel) -> list[str]:
     """Return the tensors whose gradients are not finite, in the layer that backward came to first; none if not kept."""
     if "grad" not in stack.stores:
         return []
@@ -175,5 +175,5 @@ def is_finite(values: Tensor) -> bool:
     return not values.numel() or bool(torch.stack(values.detach().aminmax()).isfinite().all())
 
 
-def _name(setup: TrainSetup, stack: LayerStack, layer: int, local: str) -> str:
+def _name(setup: TrainSetup, stack: OffloadedModel, layer: int, local: str) -> str:
     return name_of(setup.architecture.family, layer, local, len(stack.layers))

@@ -12,8 +12,8 @@ from gptj_ft.planning.machine_profile import PRECISIONS
 from gptj_ft.planning.plan import keeps_gradients
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW, Update
-from gptj_ft.streaming.model import LayerStack
-from gptj_ft.streaming.open import load_weights, open_frozen, training_stack
+from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.open import load_weights, open_for_training, open_frozen
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system.direct_io import takes_direct
 from gptj_ft.system.files import discard
@@ -21,7 +21,7 @@ from gptj_ft.training import checkpoint
 from gptj_ft.training.setup import TrainSetup
 
 
-def open_state(setup: TrainSetup, run: Run) -> tuple[LayerStack, AdamW, dict[str, Any]]:
+def open_state(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, dict[str, Any]]:
     """Open the stores of a run and fill them: from where it stopped, else from the model it starts from.
 
     Returns: the stack, the optimizer at the run's step, and the facts that go into every commit and checkpoint.
@@ -82,7 +82,7 @@ def facts_of(setup: TrainSetup, run: Run, saved: dict[str, Any]) -> dict[str, An
     return facts
 
 
-def begin(setup: TrainSetup, stack: LayerStack) -> int:
+def begin(setup: TrainSetup, stack: OffloadedModel) -> int:
     """Fill the stores with the model that a run starts from; return the updates that its moments have seen."""
     recipe, architecture = setup.recipe, setup.architecture
     with open_checkpoint(setup.model) as weights:
@@ -94,14 +94,14 @@ def begin(setup: TrainSetup, stack: LayerStack) -> int:
             return moments.updates
 
 
-def open_stack(setup: TrainSetup, run: Run, placement: Placement) -> LayerStack:
+def open_stack(setup: TrainSetup, run: Run, placement: Placement) -> OffloadedModel:
     """Open the stores of a run, filled or not."""
     keep_gradients = keeps_gradients(setup.recipe, placement)
     recipe = setup.recipe
     dtypes = training_dtypes(setup.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
     boundary = boundary_layout(setup.most_step_tokens, setup.architecture.config.n_embd, recipe.batch_size)
-    stack = training_stack(
-        setup.architecture, placement, dtypes, setup.device, run.state, setup.plan.room, keep_gradients, boundary,
+    stack = open_for_training(
+        setup.architecture, placement, dtypes, setup.device, run.state, setup.plan.budget, keep_gradients, boundary,
         setup.selection,
     )  # fmt: skip
     try:
@@ -118,7 +118,7 @@ def late_blocks(setup: TrainSetup) -> int:
     return len(setup.architecture.layers()) - 2 if setup.plan.costs.is_late else 0
 
 
-def resume_optimizer(setup: TrainSetup, run: Run, stack: LayerStack, commit: dict[str, Any]) -> AdamW:
+def resume_optimizer(setup: TrainSetup, run: Run, stack: OffloadedModel, commit: dict[str, Any]) -> AdamW:
     """Return the optimizer of a run on disk as of its last commit."""
     before = commit["facts"]["updates_before"]
     optimizer = AdamW(stack, setup.recipe, commit["step"], late_blocks(setup), before)

@@ -14,7 +14,7 @@ from gptj_ft.config.run_folder import COMMIT, MANIFEST, STEP, Run
 from gptj_ft.errors import DataError, Interrupted, NotFinite, UsageError, did_you_mean
 from gptj_ft.evaluation.metrics import score_names
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import LayerStack
+from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.system.files import discard, remove_folder, sync_path
 from gptj_ft.training import checkpoint
 from gptj_ft.training.schedule import is_multiple
@@ -37,7 +37,9 @@ class CheckpointRetention:
         facts: what goes into every commit and checkpoint; ``best`` in it is kept up here: step and validation loss.
     """
 
-    def __init__(self, setup: TrainSetup, run: Run, stack: LayerStack, optimizer: AdamW, facts: dict[str, Any]) -> None:
+    def __init__(
+        self, setup: TrainSetup, run: Run, stack: OffloadedModel, optimizer: AdamW, facts: dict[str, Any]
+    ) -> None:
         self._recipe, self._num_steps = setup.recipe, setup.num_steps
         self._is_durable = setup.plan.placement.is_durable
         self._run, self._stack, self._optimizer, self._facts = run, stack, optimizer, facts

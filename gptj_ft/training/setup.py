@@ -17,7 +17,7 @@ from gptj_ft.models.trainable import Selection, select
 from gptj_ft.planning.machine_profile import choose_dtype, rates
 from gptj_ft.planning.plan import Plan, choose
 from gptj_ft.planning.resources import check_lengths, free_resources
-from gptj_ft.planning.workload import Load
+from gptj_ft.planning.workload import Workload
 from gptj_ft.system import machine
 from gptj_ft.system.digests import check_weights
 from gptj_ft.training.schedule import Schedule
@@ -81,7 +81,7 @@ def make_setup(
         for step in range(min(num_steps, per_epoch))
     ]
     most_step_tokens = sum(sorted(lengths)[-recipe.batch_size :])
-    load = Load(
+    load = Workload(
         layouts=selection.trained,
         frozen=selection.frozen,
         width=architecture.config.n_embd,

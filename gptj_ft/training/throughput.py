@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gptj_ft.planning.flops import Flops
-from gptj_ft.streaming.model import LayerStack
+from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.system import machine
 
 
@@ -110,7 +110,7 @@ def summarize(lines: Sequence[Mapping[str, Any]]) -> tuple[StepCounts, Throughpu
 class Stopwatch:
     """Measures what is done from its making on."""
 
-    def __init__(self, stack: LayerStack) -> None:
+    def __init__(self, stack: OffloadedModel) -> None:
         self._stack, self._start, self._before = stack, time.monotonic(), _counters(stack)
 
     def read(self, tokens: int, target_tokens: int) -> StepCounts:
@@ -124,5 +124,5 @@ class Stopwatch:
         )  # fmt: skip
 
 
-def _counters(stack: LayerStack) -> tuple[float, int, int]:
+def _counters(stack: OffloadedModel) -> tuple[float, int, int]:
     return stack.waited_seconds, stack.bytes_read, stack.bytes_written

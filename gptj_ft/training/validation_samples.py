@@ -13,7 +13,7 @@ from gptj_ft.data.tokenizer import load_tokenizer
 from gptj_ft.errors import ResourceError
 from gptj_ft.evaluation.metrics.statistic import values
 from gptj_ft.planning.inference_plan import InferenceWorkload, token_budget_within
-from gptj_ft.streaming.model import LayerStack
+from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.system.files import keep_folder, replace_text
 from gptj_ft.training.setup import TrainSetup
 
@@ -55,7 +55,7 @@ class ValidationSamples:
         spare = min(need.have - need.need for need in plan.needs if need.resource != "disk")
         self._together = token_budget_within(reads, setup.recipe.micro_batch_tokens, spare)
 
-    def take(self, stack: LayerStack, step: int) -> ValidationSample:
+    def take(self, stack: OffloadedModel, step: int) -> ValidationSample:
         """Answer the rows, and write the answers down.
 
         Raises:

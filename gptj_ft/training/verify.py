@@ -18,7 +18,7 @@ from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.models.trainable import select
-from gptj_ft.streaming.stores.base import PART_NUMEL
+from gptj_ft.streaming.stores.base import CHUNK_NUMEL
 from gptj_ft.streaming.stores.state_file import StateFile, layer_path
 from gptj_ft.system.digests import FOLDER_DIGESTS, damaged_files, read_json, read_sealed
 from gptj_ft.system.lock import locked
@@ -173,7 +173,7 @@ def stored_form(path: Path, layout: Layout) -> StateFile:
         DataError: it is missing, cut short, or no such file.
     """
     kinds = {kind: entry.dtype for kind, entry in open_shard(path).entries.items()}
-    return StateFile(layout, kinds, PART_NUMEL)  # type: ignore[arg-type]
+    return StateFile(layout, kinds, CHUNK_NUMEL)  # type: ignore[arg-type]
 
 
 def _check_base(run: Run, model: Path) -> None:

@@ -6,7 +6,7 @@ from test_data_table import table_of
 
 from gptj_ft.data.batches import Rows, apart, joined, micro_batches, rows_of_step, steps_per_epoch
 from gptj_ft.data.loss_mask import num_inputs, num_targets
-from gptj_ft.models.layers import NO_TARGET
+from gptj_ft.models.batch import NO_TARGET
 
 
 @pytest.mark.parametrize(("num_rows", "batch_size"), [(1, 1), (1, 8), (7, 3), (8, 4), (100, 7)])

@@ -26,9 +26,9 @@ from gptj_ft.evaluation.likelihood import candidates, documents_of, log_likeliho
 from gptj_ft.generation import hf_model
 from gptj_ft.planning import inference_plan
 from gptj_ft.streaming import step
-from gptj_ft.streaming.layer_load import Passage
-from gptj_ft.streaming.model import LayerStack
-from gptj_ft.streaming.open import reading_stack
+from gptj_ft.streaming.layer_load import LayerLoad
+from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.open import open_for_inference
 from gptj_ft.system.paths import home
 
 SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8, "n_positions": 1024}
@@ -43,8 +43,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def stack(folder: Path) -> Iterator[LayerStack]:
-    with reading_stack(folder, torch.device("cpu"), FP32) as (_, stack):
+def stack(folder: Path) -> Iterator[OffloadedModel]:
+    with open_for_inference(folder, torch.device("cpu"), FP32) as (_, stack):
         yield stack
 
 
@@ -55,7 +55,7 @@ def their_log_probabilities(folder: Path, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids])).logits[0].log_softmax(-1)
 
 
-def test_losses_and_token_accuracy_of_rows_match_transformers(folder: Path, stack: LayerStack) -> None:
+def test_losses_and_token_accuracy_of_rows_match_transformers(folder: Path, stack: OffloadedModel) -> None:
     tokenizer = load_tokenizer(folder)
     eos = tokenizer.eos_token_id
     ids = [[*tokenizer.encode(text), eos] for text in (*TEXTS, "é 日本 naïve")]
@@ -84,18 +84,18 @@ def test_the_loss_of_a_window_with_a_target_behind_each_of_its_positions_matches
     assert loss.targets == 16
 
 
-def test_no_more_logits_exist_than_a_chunk_has(folder: Path, stack: LayerStack, monkeypatch) -> None:
+def test_no_more_logits_exist_than_a_chunk_has(folder: Path, stack: OffloadedModel, monkeypatch) -> None:
     tokenizer = load_tokenizer(folder)
     documents = [Document(tokenizer.encode(text), 1) for text in TEXTS]
     whole = losses(stack, tokenizer, documents, 64)
-    sizes, original = [], Passage.run
+    sizes, original = [], LayerLoad.run
 
     def spy(*arguments):
         output = original(*arguments)
         sizes.append(output.shape)
         return output
 
-    monkeypatch.setattr(Passage, "run", spy)
+    monkeypatch.setattr(LayerLoad, "run", spy)
     monkeypatch.setattr(step, "HEAD_CHUNK_BYTES", 4 * 3 * 320)
     parts = losses(stack, tokenizer, documents, 64)
     vocabulary = max(size[-1] for size in sizes)
@@ -104,7 +104,7 @@ def test_no_more_logits_exist_than_a_chunk_has(folder: Path, stack: LayerStack, 
 
 
 @pytest.mark.parametrize("words", [["a", "b"], [" good", " bad", " the film"], ["x y", "x z w", "q"]])
-def test_labels_are_as_likely_as_transformers_finds_them(words: list[str], folder: Path, stack: LayerStack) -> None:
+def test_labels_are_as_likely_as_transformers_finds_them(words: list[str], folder: Path, stack: OffloadedModel) -> None:
     tokenizer = load_tokenizer(folder)
     prompts = [tokenizer.encode(text) for text in TEXTS]
     answers = [tokenizer.encode(word) for word in words]
@@ -116,7 +116,7 @@ def test_labels_are_as_likely_as_transformers_finds_them(words: list[str], folde
             chosen = range(len(prompt) - 1, len(prompt) - 1 + len(answer))
             expected = sum(float(theirs[at, token]) for at, token in zip(chosen, answer, strict=True))
             assert ours.total == pytest.approx(expected, rel=1e-5)
-            assert ours.is_likeliest == all(
+            assert ours.is_argmax == all(
                 int(theirs[at].argmax()) == token for at, token in zip(chosen, answer, strict=True)
             )
 

@@ -74,8 +74,8 @@ def test_a_power_cut_at_any_disk_operation_loses_nothing_but_the_step_in_flight(
 def test_a_power_cut_where_updates_are_kept_in_backward_loses_nothing_either(
     stride: int, session: TrainSetup, straight, tmp_path: Path
 ) -> None:
-    costs, room = replace(session.plan.costs, is_late=True), replace(session.plan.room, kept=1)
-    late = replace(session, plan=replace(session.plan, costs=costs, room=room))
+    costs, budget = replace(session.plan.costs, is_late=True), replace(session.plan.budget, num_kept_layers=1)
+    late = replace(session, plan=replace(session.plan, costs=costs, budget=budget))
     total = count_operations(late, tmp_path)
     shutil.rmtree(tmp_path / "run")
     for last in range(3, total, stride):

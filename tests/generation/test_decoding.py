@@ -15,10 +15,10 @@ from gptj_ft.errors import NotFinite, UsageError
 from gptj_ft.generation.decoding import StreamedModel, cut_at, generate_tokens
 from gptj_ft.generation.hf_model import RaggedCache
 from gptj_ft.models import linear as products_of
-from gptj_ft.models.functional import Runner
+from gptj_ft.models.functional import FunctionalLayer
 from gptj_ft.models.linear import Conv1D, Linear, project_by_all
 from gptj_ft.planning.inference_plan import batches_by_length
-from gptj_ft.streaming.open import reading_stack
+from gptj_ft.streaming.open import open_for_inference
 from gptj_ft.streaming.stores.device import DeviceStore
 
 CPU = torch.device("cpu")
@@ -60,13 +60,13 @@ class Words:
 
 @pytest.fixture(params=["device", "host", "disk"])
 def streamed(request: pytest.FixtureRequest, model_folder: Path):
-    with reading_stack(model_folder, CPU, torch.float32, request.param) as (architecture, stack):
+    with open_for_inference(model_folder, CPU, torch.float32, request.param) as (architecture, stack):
         yield StreamedModel(architecture, stack)
 
 
 @pytest.fixture
 def resident(model_folder: Path):
-    with reading_stack(model_folder, CPU, torch.float32, "device") as (architecture, stack):
+    with open_for_inference(model_folder, CPU, torch.float32, "device") as (architecture, stack):
         yield StreamedModel(architecture, stack)
 
 
@@ -142,7 +142,7 @@ def test_logits_are_those_of_transformers_and_bitwise_the_same_wherever_the_weig
     following = torch.tensor([[8], [2]])
     found = []
     for place in ("device", "host", "disk"):
-        with reading_stack(model_folder, CPU, torch.float32, place) as (architecture, stack):
+        with open_for_inference(model_folder, CPU, torch.float32, place) as (architecture, stack):
             model = StreamedModel(architecture, stack)
             first = model(ids, attention_mask=mask)
             second = model(following, past_key_values=first.past_key_values)
@@ -238,7 +238,7 @@ def test_rows_of_like_length_share_the_passes_as_far_as_their_tokens_allow() -> 
 
 @one_shape
 def test_writing_goes_on_after_something_else_has_used_the_weights(streamed) -> None:
-    from gptj_ft.models.layers import pack
+    from gptj_ft.models.batch import pack
     from gptj_ft.streaming.step import evaluate_losses
 
     def write() -> list[list[int]]:
@@ -267,7 +267,7 @@ def test_weights_that_take_the_same_inputs_are_one_product_and_what_stays_is_fet
 
 @one_shape
 def test_while_a_pass_ends_the_next_one_is_on_its_way(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with reading_stack(model_folder, CPU, torch.float32, "disk") as (architecture, stack):
+    with open_for_inference(model_folder, CPU, torch.float32, "disk") as (architecture, stack):
         model, asked = StreamedModel(architecture, stack), []
         fetch = stack.fetch
         monkeypatch.setattr(stack, "fetch", lambda kind, layer, *rest: asked.append(layer) or fetch(kind, layer, *rest))
@@ -283,7 +283,7 @@ def test_logits_that_are_no_numbers_stop_with_a_reason(tmp_path: Path) -> None:
     model.transformer.h[1].mlp.fc_in.weight.data[0, 0] = float("nan")
     model.save_pretrained(tmp_path / "model")
     with (
-        reading_stack(tmp_path / "model", CPU, torch.float32) as (architecture, stack),
+        open_for_inference(tmp_path / "model", CPU, torch.float32) as (architecture, stack),
         pytest.raises(NotFinite, match="weights are damaged"),
     ):
         generate_tokens(StreamedModel(architecture, stack), Words(), PROMPTS, Generation(max_new_tokens=4))
@@ -323,7 +323,7 @@ def test_products_of_few_tokens_are_what_torch_makes_of_them(count: int) -> None
 
 def test_a_layer_that_was_run_with_tensors_keeps_none_of_them() -> None:
     layer = torch.nn.Linear(2, 2, device="meta")
-    runner, tensors = Runner(layer), {"weight": torch.eye(2), "bias": torch.ones(2)}
+    runner, tensors = FunctionalLayer(layer), {"weight": torch.eye(2), "bias": torch.ones(2)}
     assert runner.run(tensors, torch.zeros(1, 2)).tolist() == [[1.0, 1.0]]
     with pytest.raises(RuntimeError):
         runner.run(tensors, torch.zeros(1, 3))

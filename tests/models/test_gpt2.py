@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM
 from gptj_ft.checkpoints.convert import Conversion, convert
 from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
 from gptj_ft.errors import DataError, UsageError
+from gptj_ft.models.batch import pack
 from gptj_ft.models.gpt2 import FAMILY
-from gptj_ft.models.layers import pack
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import read_architecture
-from gptj_ft.streaming.open import reading_stack
+from gptj_ft.streaming.open import open_for_inference
 
 CPU = torch.device("cpu")
 State = dict[str, torch.Tensor]
@@ -113,7 +113,7 @@ def test_what_a_config_says_is_computed_as_transformers_does(tmp_path: Path, fie
     oracle = random_gpt2(**{**GPT2_SHAPES["gpt2"], **field})
     oracle.save_pretrained(tmp_path)
     tokens = list(range(20))
-    with reading_stack(tmp_path, CPU, torch.float32) as (_, stack), torch.no_grad():
+    with open_for_inference(tmp_path, CPU, torch.float32) as (_, stack), torch.no_grad():
         ours, theirs = next_token_logits(stack, pack([tokens])), oracle(torch.tensor([tokens])).logits[:, -1]
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 

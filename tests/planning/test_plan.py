@@ -21,7 +21,7 @@ from gptj_ft.models.published import CEREBRAS_GPT, find_published
 from gptj_ft.planning.plan import FASTEST_FIRST, Free, Plan, candidates, choose, forecast
 from gptj_ft.planning.probe import ASSUMED_DISK, ComputeRates, DiskRates, Rates
 from gptj_ft.planning.scaling_law import ScalingForecast, pile_loss
-from gptj_ft.planning.workload import Load, Pass
+from gptj_ft.planning.workload import Pass, Workload
 from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
 from gptj_ft.streaming.stores.placement import Placement
 from gptj_ft.system.units import gigabytes
@@ -47,9 +47,9 @@ ON_DISK = Placement("disk", "disk")
 
 
 @pytest.fixture(scope="module")
-def six_b() -> Load:
+def six_b() -> Workload:
     """GPT-J 6B, eight rows of 256 tokens."""
-    return Load(
+    return Workload(
         layouts=[Layout.of(layer) for layer in build_layers(GPTJConfig())],
         width=4096,
         dtype=torch.float32,
@@ -61,18 +61,18 @@ def six_b() -> Load:
     )
 
 
-def test_gpt_j_has_the_parameters_it_is_known_for(six_b: Load) -> None:
+def test_gpt_j_has_the_parameters_it_is_known_for(six_b: Workload) -> None:
     assert six_b.num_parameters == 6_050_882_784
 
 
-def test_everything_stays_on_a_device_that_has_room(six_b: Load) -> None:
+def test_everything_stays_on_a_device_that_has_room(six_b: Workload) -> None:
     plan = choose(Recipe(), six_b, PLENTY, RATES)
     assert plan.placement == Placement("device", "device")
     assert plan.device_bytes > 16 * six_b.num_parameters
     assert plan.costs.bytes_read_per_step == plan.costs.bytes_written_per_step == 0
 
 
-def test_what_does_not_fit_is_streamed_from_the_fastest_place_that_has_room(six_b: Load) -> None:
+def test_what_does_not_fit_is_streamed_from_the_fastest_place_that_has_room(six_b: Workload) -> None:
     for device, host, expected in (
         (48, 128, ("device", "host")),
         (24, 128, ("host", "host")),
@@ -84,7 +84,7 @@ def test_what_does_not_fit_is_streamed_from_the_fastest_place_that_has_room(six_
         assert choose(Recipe(), six_b, free, RATES).placement == Placement(*expected), (device, host)
 
 
-def test_a_cpu_never_copies_from_host_memory_unless_asked_to(six_b: Load) -> None:
+def test_a_cpu_never_copies_from_host_memory_unless_asked_to(six_b: Workload) -> None:
     shared = replace(PLENTY, is_shared=True)
     assert all("host" not in (p.weights, p.optimizer_state) for p in candidates(Recipe(), shared))
     assert {p.weights for p in candidates(Recipe(weights="host"), shared)} == {"host"}
@@ -94,7 +94,7 @@ def test_a_cpu_never_copies_from_host_memory_unless_asked_to(six_b: Load) -> Non
 
 
 @pytest.mark.parametrize(("weights", "state"), FASTEST_FIRST)
-def test_a_placement_that_the_user_names_is_the_one_that_is_planned(weights, state, six_b: Load) -> None:
+def test_a_placement_that_the_user_names_is_the_one_that_is_planned(weights, state, six_b: Workload) -> None:
     for free in (PLENTY, replace(PLENTY, is_shared=True)):
         recipe = Recipe(weights=weights, optimizer_state=state)
         assert choose(recipe, six_b, free, RATES).placement == Placement(weights, state)
@@ -103,13 +103,13 @@ def test_a_placement_that_the_user_names_is_the_one_that_is_planned(weights, sta
 def test_streamed_memory_does_not_grow_with_depth_but_for_the_boundaries() -> None:
     def device_bytes(n_layer: int) -> int:
         layouts = [Layout.of(layer) for layer in build_layers(GPTJConfig(n_layer=n_layer))]
-        load = Load(layouts, 4096, torch.float32, 2048, 2048, 2048, 512, 1)
+        load = Workload(layouts, 4096, torch.float32, 2048, 2048, 2048, 512, 1)
         return forecast(Placement("disk", "disk"), load, Recipe(activations="recompute"), RATES, PLENTY).device_bytes
 
     assert device_bytes(32) - device_bytes(4) == 28 * 2048 * 4096 * 4
 
 
-def test_a_validation_set_of_any_size_needs_no_more_memory_than_the_plan_says(six_b: Load) -> None:
+def test_a_validation_set_of_any_size_needs_no_more_memory_than_the_plan_says(six_b: Workload) -> None:
     def plan(tokens: int, device: float) -> Plan:
         return forecast(ON_DISK, replace(six_b, validation_tokens=tokens), recipe, RATES, shared(device))
 
@@ -121,21 +121,21 @@ def test_a_validation_set_of_any_size_needs_no_more_memory_than_the_plan_says(si
     for device in (least, least + 2 * GB, 60 * GB):
         some, many = plan(10**6, device), plan(10**12, device)
         assert some.device_bytes == many.device_bytes
-        assert some.room.pass_tokens >= six_b.micro_batch_tokens
-        held = 2 * 4096 * 4 * some.room.pass_tokens  # what a layer takes and what it gives
+        assert some.budget.pass_tokens >= six_b.micro_batch_tokens
+        held = 2 * 4096 * 4 * some.budget.pass_tokens  # what a layer takes and what it gives
         assert held <= some.device_bytes - plan(0, device).device_bytes + six_b.boundary_bytes() + 3 * 2048 * 4096 * 4
     tight, roomy = plan(10**6, least), plan(10**6, 60 * GB)
-    assert tight.room.pass_tokens < roomy.room.pass_tokens
+    assert tight.budget.pass_tokens < roomy.budget.pass_tokens
     assert tight.costs.validations.seconds > roomy.costs.validations.seconds
 
 
-def ends(load: Load) -> tuple[int, int]:
+def ends(load: Workload) -> tuple[int, int]:
     """Return the elements of the lowest two layers, and of the highest two."""
     sizes = [layout.numel for layout in load.layouts]
     return sum(sizes[:2]), sum(sizes[-2:])
 
 
-def test_each_pass_moves_the_bytes_that_the_design_says_but_for_what_is_still_there(six_b: Load) -> None:
+def test_each_pass_moves_the_bytes_that_the_design_says_but_for_what_is_still_there(six_b: Workload) -> None:
     costs, all_of_it = planned(six_b).costs, six_b.stored_elements
     low, high = ends(six_b)
     # Forward reads weights, moments and gradients, and writes weights and moments; backward weights and gradients.
@@ -149,12 +149,12 @@ def test_each_pass_moves_the_bytes_that_the_design_says_but_for_what_is_still_th
 
 def test_nothing_is_read_of_a_model_so_small_that_its_layers_stay_where_they_are() -> None:
     layouts = [Layout.of(layer) for layer in build_layers(GPTJConfig(n_layer=1))]
-    costs = planned(Load(layouts, 4096, torch.float32, 2048, 2048, 2048, 512, 1), recipe=Recipe(read_ahead=2)).costs
+    costs = planned(Workload(layouts, 4096, torch.float32, 2048, 2048, 2048, 512, 1), recipe=Recipe(read_ahead=2)).costs
     assert costs.backward.read == {"disk": 0}
     assert costs.forward.read == {"disk": 8 * sum(x.numel for x in layouts) + 4 * layouts[-1].numel}
 
 
-def test_an_update_kept_for_backward_is_that_of_the_first_and_the_last_layers_at_once(six_b: Load) -> None:
+def test_an_update_kept_for_backward_is_that_of_the_first_and_the_last_layers_at_once(six_b: Workload) -> None:
     slow = replace(RATES, disk=DiskRates(2e9, 2e9, 2e9))
     costs, (low, _) = planned(six_b, recipe=Recipe(activations="recompute"), rates=slow).costs, ends(six_b)
     assert costs.is_late
@@ -166,7 +166,7 @@ def test_an_update_kept_for_backward_is_that_of_the_first_and_the_last_layers_at
     assert costs.backward.written == {"disk": 12 * late + 4 * six_b.stored_elements}
 
 
-def test_narrow_models_and_what_is_no_matrix_product_take_their_time(six_b: Load) -> None:
+def test_narrow_models_and_what_is_no_matrix_product_take_their_time(six_b: Workload) -> None:
     compute = replace(RATES.compute, fp32=8e11, fp32_narrow=2e11)
     rates = [compute.matmul(torch.float32, width) for width in (64, 512, 1024, 2048, 4096, 8192)]
     assert rates == pytest.approx([2e11, 2e11, 4e11, 6e11, 8e11, 8e11])
@@ -183,7 +183,7 @@ def test_narrow_models_and_what_is_no_matrix_product_take_their_time(six_b: Load
     assert slowed.compute_seconds - fast.compute_seconds == pytest.approx(4 * seconds)
 
 
-def test_a_master_copy_is_read_instead_of_the_weights_it_makes_anew(six_b: Load) -> None:
+def test_a_master_copy_is_read_instead_of_the_weights_it_makes_anew(six_b: Workload) -> None:
     costs = planned(replace(six_b, dtype=torch.bfloat16)).costs
     moved = [costs.forward.read, costs.forward.written, costs.backward.read, costs.backward.written]
     per_parameter = [each["disk"] / six_b.num_parameters for each in moved]
@@ -191,7 +191,7 @@ def test_a_master_copy_is_read_instead_of_the_weights_it_makes_anew(six_b: Load)
     assert per_parameter == pytest.approx([16 - 4 * low, 14, 2 - 2 * high, 4], rel=1e-4)
 
 
-def test_without_clipping_backward_updates_and_gradients_do_not_move(six_b: Load) -> None:
+def test_without_clipping_backward_updates_and_gradients_do_not_move(six_b: Workload) -> None:
     costs = planned(six_b, Placement("host", "host"), Recipe(clip_norm=None)).costs
     moved = [costs.forward.read, costs.forward.written, costs.backward.read, costs.backward.written]
     per_parameter = [each.get("host", 0) / six_b.num_parameters for each in moved]
@@ -207,7 +207,7 @@ def test_reads_and_writes_share_the_disk_while_there_are_both() -> None:
     assert disk.seconds(6, 9) == 12 / 1.5 + 3 / 1
 
 
-def test_a_pass_takes_as_long_as_the_slowest_of_computing_and_moving(six_b: Load) -> None:
+def test_a_pass_takes_as_long_as_the_slowest_of_computing_and_moving(six_b: Workload) -> None:
     recompute = Recipe(activations="recompute")
 
     def seconds(disk: float, compute: float) -> float:
@@ -234,7 +234,7 @@ def test_a_pass_takes_as_long_as_the_slowest_of_computing_and_moving(six_b: Load
     assert seconds(2e9, 1e12) < kept_in_forward
 
 
-def test_what_is_in_host_memory_crosses_the_link_both_ways_at_once(six_b: Load) -> None:
+def test_what_is_in_host_memory_crosses_the_link_both_ways_at_once(six_b: Workload) -> None:
     rates = replace(RATES, compute=replace(RATES.compute, fp32=1e18, memory=1e18, near_memory=1e18))
     seconds = planned(six_b, Placement("host", "host"), rates=rates).costs.seconds_per_step
     low, high = (size / six_b.stored_elements for size in ends(six_b))
@@ -242,7 +242,7 @@ def test_what_is_in_host_memory_crosses_the_link_both_ways_at_once(six_b: Load) 
     assert seconds == pytest.approx((forward + backward) * six_b.num_parameters, rel=1e-3)
 
 
-def test_a_run_on_disk_is_forecast_with_what_it_writes_and_what_that_means_for_an_ssd(six_b: Load) -> None:
+def test_a_run_on_disk_is_forecast_with_what_it_writes_and_what_that_means_for_an_ssd(six_b: Workload) -> None:
     costs = planned(replace(six_b, num_steps=250)).costs
     written = (250 * 16 + 12 + 4) * six_b.num_parameters  # steps, the state at the start, the model at the end
     assert costs.disk_bytes_written == pytest.approx(written, rel=1e-4)
@@ -252,7 +252,7 @@ def test_a_run_on_disk_is_forecast_with_what_it_writes_and_what_that_means_for_a
     assert (open_end.seconds, open_end.disk_bytes_written, open_end.ssd_wear) == (None, None, None)
 
 
-def test_validations_and_checkpoints_are_counted(six_b: Load) -> None:
+def test_validations_and_checkpoints_are_counted(six_b: Workload) -> None:
     load = replace(six_b, num_steps=101, validation_tokens=40_000, validation_targets=10_000)
     resident = Placement("device", "device")
     plain = planned(six_b, resident).costs
@@ -275,17 +275,17 @@ def test_validations_and_checkpoints_are_counted(six_b: Load) -> None:
     assert streamed.validations.seconds == pytest.approx(moved / 5e7, rel=5e-2)
 
 
-def test_checkpoints_come_by_the_clock_when_that_is_sooner(six_b: Load) -> None:
+def test_checkpoints_come_by_the_clock_when_that_is_sooner(six_b: Workload) -> None:
     costs = planned(replace(six_b, num_steps=400), Placement("device", "device"), Recipe(save_minutes=60)).costs
     assert costs.checkpoints.number == int(400 * costs.seconds_per_step / 3600) > 2
 
 
-def test_flops_are_those_of_forward_recompute_and_backward(six_b: Load) -> None:
+def test_flops_are_those_of_forward_recompute_and_backward(six_b: Workload) -> None:
     blocks, head = 5_637_947_392, 206_488_800 + 8192
     assert six_b.flops().hardware == pytest.approx(8 * blocks * 2048 + 6 * head * 512, rel=1e-9)
 
 
-def test_a_run_on_disk_needs_no_room_for_checkpoints(six_b: Load) -> None:
+def test_a_run_on_disk_needs_no_room_for_checkpoints(six_b: Workload) -> None:
     on_disk = forecast(ON_DISK, six_b, Recipe(), RATES, PLENTY).disk_bytes
     # State 12, gradients 4, the model 4 bytes each, and two more layers: one being replaced, one being written.
     assert on_disk < 21.2 * six_b.num_parameters
@@ -293,7 +293,7 @@ def test_a_run_on_disk_needs_no_room_for_checkpoints(six_b: Load) -> None:
     assert in_ram > 2 * 12 * six_b.num_parameters
 
 
-def test_refusal_says_what_lacks_and_how_much(six_b: Load) -> None:
+def test_refusal_says_what_lacks_and_how_much(six_b: Workload) -> None:
     with pytest.raises(ResourceError, match=r"needs .* of device memory, 12\.0 GB is free; try --weights auto"):
         choose(Recipe(weights="device"), six_b, replace(PLENTY, device=12 * GB), RATES)
     with pytest.raises(ResourceError, match=r"needs .* of memory, 2\.0 GB is free"):
@@ -306,8 +306,8 @@ def test_refusal_says_what_lacks_and_how_much(six_b: Load) -> None:
         choose(Recipe(weights="device", device_memory="4GiB"), six_b, PLENTY, RATES)
 
 
-def test_every_option_that_a_refusal_names_makes_the_run_fit_and_no_smaller_change_does(six_b: Load) -> None:
-    def load_of(recipe: Recipe) -> Load:
+def test_every_option_that_a_refusal_names_makes_the_run_fit_and_no_smaller_change_does(six_b: Workload) -> None:
+    def load_of(recipe: Recipe) -> Workload:
         step = recipe.batch_size * recipe.max_length
         micro = max(recipe.micro_batch_tokens, recipe.max_length)
         return replace(
@@ -343,7 +343,7 @@ def test_every_option_that_a_refusal_names_makes_the_run_fit_and_no_smaller_chan
     assert {"read_ahead", "micro_batch_tokens", "batch_size", "max_length"} <= named
 
 
-def test_a_run_that_has_begun_is_told_only_what_it_may_still_change(six_b: Load) -> None:
+def test_a_run_that_has_begun_is_told_only_what_it_may_still_change(six_b: Workload) -> None:
     recipe = Recipe(weights="disk", optimizer_state="disk", boundaries="disk", read_ahead=2)
     free = replace(PLENTY, device=int(0.75 * planned(six_b, Placement(*["disk"] * 3), recipe).device_bytes))
     for has_begun in (False, True):
@@ -353,7 +353,7 @@ def test_a_run_that_has_begun_is_told_only_what_it_may_still_change(six_b: Load)
         assert "read_ahead=0" in str(refusal.value)
 
 
-def test_layer_inputs_leave_the_device_before_a_run_is_refused(six_b: Load) -> None:
+def test_layer_inputs_leave_the_device_before_a_run_is_refused(six_b: Workload) -> None:
     many = replace(six_b, step_tokens=100_000, mean_step_tokens=50_000.0)
     recompute = Recipe(weights="disk", optimizer_state="disk", activations="recompute")
     here = planned(many, recipe=recompute)
@@ -370,7 +370,7 @@ def test_layer_inputs_leave_the_device_before_a_run_is_refused(six_b: Load) -> N
     assert choose(Recipe(boundaries="disk"), many, PLENTY, RATES).placement == Placement("device", "device", "disk")
 
 
-def test_where_nothing_is_enough_the_refusal_says_so(six_b: Load) -> None:
+def test_where_nothing_is_enough_the_refusal_says_so(six_b: Workload) -> None:
     tiny = replace(PLENTY, device=GB // 10, host=GB // 10, is_shared=True)
     with pytest.raises(ResourceError, match="helps most, but is not enough"):
         choose(Recipe(), six_b, tiny, RATES)
@@ -388,7 +388,7 @@ def test_where_nothing_is_enough_the_refusal_says_so(six_b: Load) -> None:
         ({"device_memory": "24GB", "host_memory": "16GB"}, ("disk", "disk")),
     ],
 )
-def test_caps_rule_where_less_is_allowed_than_is_free(caps: dict[str, str], expected, six_b: Load) -> None:
+def test_caps_rule_where_less_is_allowed_than_is_free(caps: dict[str, str], expected, six_b: Workload) -> None:
     plan = choose(Recipe(**caps), six_b, PLENTY, RATES)
     assert plan.placement == Placement(*expected)
     assert choose(Recipe(**dict.fromkeys(caps, "900TB")), six_b, PLENTY, RATES).placement == Placement(
@@ -396,7 +396,7 @@ def test_caps_rule_where_less_is_allowed_than_is_free(caps: dict[str, str], expe
     )
 
 
-def test_on_a_cpu_the_smaller_of_both_memory_caps_rules(six_b: Load) -> None:
+def test_on_a_cpu_the_smaller_of_both_memory_caps_rules(six_b: Workload) -> None:
     shared = replace(PLENTY, is_shared=True)
     for caps in ({"device_memory": "16GB"}, {"host_memory": "16GB"}, {"device_memory": "16GB", "host_memory": "99GB"}):
         plan = choose(Recipe(**caps), six_b, shared, RATES)
@@ -404,7 +404,7 @@ def test_on_a_cpu_the_smaller_of_both_memory_caps_rules(six_b: Load) -> None:
         assert (plan.have.device, plan.have.host) == (16 * GB, 16 * GB)
 
 
-def test_a_cap_on_the_disk_is_obeyed_and_lifting_it_is_advised_where_that_helps(six_b: Load) -> None:
+def test_a_cap_on_the_disk_is_obeyed_and_lifting_it_is_advised_where_that_helps(six_b: Workload) -> None:
     recipe = Recipe(disk_space="100GB")
     assert choose(recipe.model_copy(update={"disk_space": None}), six_b, PLENTY, RATES)
     with pytest.raises(ResourceError, match=r"of disk, 100\.0 GB is allowed; try a larger --disk-space"):
@@ -413,7 +413,7 @@ def test_a_cap_on_the_disk_is_obeyed_and_lifting_it_is_advised_where_that_helps(
         choose(recipe, six_b, replace(PLENTY, disk=90 * GB), RATES)
 
 
-def test_the_plan_for_people_shows_need_beside_have_time_and_wear(six_b: Load) -> None:
+def test_the_plan_for_people_shows_need_beside_have_time_and_wear(six_b: Workload) -> None:
     def shown(plan: Plan) -> str:
         console = Console(file=io.StringIO(), width=150)
         show_plan(console, plan)
@@ -438,7 +438,7 @@ def test_the_plan_for_people_shows_need_beside_have_time_and_wear(six_b: Load) -
     assert "0.5 GB/s is assumed: there was no room to measure it" in assumed
 
 
-def test_json_has_all_of_the_plan(six_b: Load) -> None:
+def test_json_has_all_of_the_plan(six_b: Workload) -> None:
     values = planned(six_b, have=replace(PLENTY, is_shared=True)).to_dict()
     assert [need["resource"] for need in values["needs"]] == ["memory", "disk"]
     assert values["needs"][0]["need"] == values["device_bytes"] + values["host_bytes"]
@@ -450,7 +450,7 @@ def test_json_has_all_of_the_plan(six_b: Load) -> None:
 
 
 def planned(
-    load: Load,
+    load: Workload,
     placement: Placement = ON_DISK,
     recipe: Recipe = Recipe(),
     rates: Rates = RATES,
@@ -489,15 +489,15 @@ def test_the_law_is_that_of_the_paper_and_says_where_it_holds() -> None:
     assert not ScalingForecast.of(layouts, 64, 2048, (1.0, 1.0), None).is_in_range
 
 
-def test_a_tied_head_needs_room_for_what_it_borrows_and_for_a_gradient_that_stays(six_b: Load) -> None:
+def test_a_tied_head_needs_room_for_what_it_borrows_and_for_a_gradient_that_stays(six_b: Workload) -> None:
     published = find_published("Cerebras-GPT-6.7B")
     assert published is not None
     load = replace(six_b, layouts=[Layout.of(layer) for layer in published.architecture.layers()])
     embedding, block, head = (load.layouts[layer] for layer in (0, 1, -1))
     recipe, lean = Recipe(activations="recompute", read_ahead=1), replace(PLENTY, device=4 * GB)
     tied = planned(load, recipe=recipe, have=lean)
-    assert (tied.room.gradients, tied.room.parts) == (1, 6), "the leanest"
-    untied = replace(load, layouts=[replace(layout, borrowed={}) for layout in load.layouts])
+    assert (tied.budget.num_gradients, tied.budget.num_chunks) == (1, 6), "the leanest"
+    untied = replace(load, layouts=[replace(layout, tied={}) for layout in load.layouts])
     other = planned(untied, recipe=recipe, have=lean)
     # Two slots for head and embedding together, and beside the embedding's gradient one for the others.
     logits = 3 * (HEAD_CHUNK_BYTES - 4 * 4096 * 2048)
@@ -533,7 +533,7 @@ def test_dropout_that_a_config_asks_for_is_said_not_to_be_applied(shell, tmp_pat
     assert done.json["notes"] == ["dropout in config.json (attn_pdrop 0.1) is not applied: training here is without"]
 
 
-def test_on_a_cpu_the_work_of_transfers_is_part_of_the_computation(six_b: Load) -> None:
+def test_on_a_cpu_the_work_of_transfers_is_part_of_the_computation(six_b: Workload) -> None:
     costly = replace(RATES, disk=replace(RATES.disk, read_cpu=1e-10, write_cpu=2e-10))
     down = Pass(flops=1e12, read={"disk": 10 * GB, "host": GB}, written={"disk": 5 * GB})
     plain = down.compute_seconds(six_b, RATES)

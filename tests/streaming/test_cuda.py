@@ -11,13 +11,14 @@ from test_streaming import PLACES, PROMPTS, STEPS, documents, lr_of
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
-from gptj_ft.models import layers
-from gptj_ft.models.layers import attend, pack, takes_ragged
+from gptj_ft.models import attention
+from gptj_ft.models.attention import attend, takes_ragged
+from gptj_ft.models.batch import pack
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import Room
-from gptj_ft.streaming.open import load_weights, training_stack
+from gptj_ft.streaming.model import BufferBudget
+from gptj_ft.streaming.open import load_weights, open_for_training
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 
@@ -38,21 +39,22 @@ def deterministic(monkeypatch: pytest.MonkeyPatch):
 
 def train(folder: Path, tmp: Path, device: torch.device, places=("device",) * 3, dtypes=None, kept=0, late=0):
     architecture = read_architecture(folder)
-    stack = training_stack(
+    stack = open_for_training(
         architecture, Placement(*places), dtypes or training_dtypes(torch.float32), device, tmp / "-".join(places),
-        Room(parts=3, part_numel=2048, kept=kept), boundary=boundary_layout(200, architecture.config.n_embd, 6),
+        BufferBudget(num_chunks=3, chunk_numel=2048, num_kept_layers=kept),
+        boundary=boundary_layout(200, architecture.config.n_embd, 6),
     )  # fmt: skip
     with open_checkpoint(folder) as checkpoint:
         load_weights(stack, architecture, checkpoint)
     optimizer, curve = AdamW(stack, Recipe(), late=late), []
     docs = documents(stack.layouts[0].shapes["wte.weight"][0])
     for step in range(STEPS):
-        optimizer.begin(lr_of(step))
+        optimizer.begin_step(lr_of(step))
         batches = [batch.to(device) for batch in micro_batches(docs, PROMPTS, 40)]
-        curve.append((train_step(stack, optimizer, batches).mean, optimizer.end()))
+        curve.append((train_step(stack, optimizer, batches).mean, optimizer.finish_step()))
     optimizer.flush()
     weights = [
-        torch.cat([part.cpu() for _, part in stack.read_parts("weight", layer)]) for layer in range(len(stack.layers))
+        torch.cat([part.cpu() for _, part in stack.read_chunks("weight", layer)]) for layer in range(len(stack.layers))
     ]
     stack.close()
     return curve, weights
@@ -90,7 +92,7 @@ def test_one_kernel_for_all_documents_equals_document_by_document(width: int, mo
     inputs = [torch.randn(shape, device=CUDA, dtype=torch.bfloat16, generator=generator) for _ in range(3)]
     results = []
     for takes in (True, False):
-        monkeypatch.setattr(layers, "takes_ragged", lambda *_, takes=takes: takes)
+        monkeypatch.setattr(attention, "takes_ragged", lambda *_, takes=takes: takes)
         leaves = [x.clone().requires_grad_() for x in inputs]
         out = attend(*leaves, batch, 0)
         out.sum().backward()

@@ -15,10 +15,10 @@ import torch
 
 from gptj_ft.data.batches import rows_of_step
 from gptj_ft.data.split import _choose
-from gptj_ft.models.layers import pack
+from gptj_ft.models.batch import pack
 from gptj_ft.models.lora import initialise, seed_of
 from gptj_ft.streaming.adamw import round_stochastically
-from gptj_ft.streaming.step import dropping
+from gptj_ft.streaming.step import dropout_rng
 
 ROWS = [[0, 4, 7, 1], [5, 6, 3, 8], [2], [0, 6, 2, 1]]
 HELD = [1, 8, 9, 13, 20, 29, 31, 36]
@@ -56,8 +56,12 @@ def test_seeds_and_first_adapters_are_those_of_every_version() -> None:
 
 
 def test_what_a_layer_drops_is_that_of_every_version() -> None:
-    layer, batch, seeds = SimpleNamespace(index=13, module=torch.nn.Identity()), replace(pack([[1, 2]]), noise=5), []
+    layer, batch, seeds = (
+        SimpleNamespace(index=13, module=torch.nn.Identity()),
+        replace(pack([[1, 2]]), dropout_seed=5),
+        [],
+    )
     for chunk in range(3):
-        with dropping(layer, batch, chunk):
+        with dropout_rng(layer, batch, chunk):
             seeds.append(torch.initial_seed())
     assert seeds == DROPPED

@@ -31,8 +31,8 @@ from gptj_ft.models.registry import read_architecture
 from gptj_ft.models.trainable import match, select
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import Room
-from gptj_ft.streaming.open import load_weights, open_frozen, training_stack
+from gptj_ft.streaming.model import BufferBudget
+from gptj_ft.streaming.open import load_weights, open_for_training, open_frozen
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 
@@ -46,7 +46,7 @@ PATTERNS = {
     "blocks under an embedding that is the head, too": ("gpt2", ("mlp.*", "ln_f.*")),
 }
 BOTH = pytest.mark.parametrize(("shape", "patterns"), PATTERNS.values(), ids=PATTERNS)
-LITTLE = Room(1, gradients=1, parts=2, part_numel=2048)
+LITTLE = BufferBudget(1, num_gradients=1, num_chunks=2, chunk_numel=2048)
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +62,13 @@ def folder(folders: dict[str, Path], request: pytest.FixtureRequest) -> Path:
     return folders[request.getfixturevalue("shape") if "shape" in request.fixturenames else "narrow"]
 
 
-def open_training(folder: Path, tmp: Path, patterns, placement=Placement("device", "device"), room=LITTLE, recipe=None):
+def open_training(
+    folder: Path, tmp: Path, patterns, placement=Placement("device", "device"), budget=LITTLE, recipe=None
+):
     architecture = read_architecture(folder)
     selection = select(architecture, Recipe(train=patterns))
-    stack = training_stack(
-        architecture, placement, training_dtypes(torch.float32), CPU, tmp, room,
+    stack = open_for_training(
+        architecture, placement, training_dtypes(torch.float32), CPU, tmp, budget,
         keep_gradients=(recipe or Recipe()).clip_norm is not None,
         boundary=boundary_layout(sum(LENGTHS), architecture.config.n_embd, len(LENGTHS)), selection=selection,
     )  # fmt: skip
@@ -125,17 +127,17 @@ def test_placement_kept_activations_and_late_updates_never_change_a_bit(
     shape: str, patterns, folder: Path, tmp_path: Path
 ) -> None:
     expected = train_trained(open_training(folder, tmp_path / "resident", patterns))
-    for number, (placement, room, late) in enumerate(
+    for number, (placement, budget, late) in enumerate(
         [
             (Placement("host", "host"), LITTLE, 0),
             (Placement("disk", "disk"), LITTLE, 1),
             (Placement("disk", "disk", "disk", frozen="host"), replace(LITTLE, read_ahead=0), 0),
             (Placement("device", "disk", "host", frozen="disk"), replace(LITTLE, read_ahead=3), 0),
-            (Placement("disk", "host", frozen="device"), replace(LITTLE, kept=1), 1),
-            (Placement("host", "device", frozen="disk"), replace(LITTLE, kept=3), 0),
+            (Placement("disk", "host", frozen="device"), replace(LITTLE, num_kept_layers=1), 1),
+            (Placement("host", "device", frozen="disk"), replace(LITTLE, num_kept_layers=3), 0),
         ]
     ):
-        stack = open_training(folder, tmp_path / str(number), patterns, placement, room)
+        stack = open_training(folder, tmp_path / str(number), patterns, placement, budget)
         assert_identical(train_trained(stack, late=late), expected)
 
 
@@ -152,9 +154,9 @@ def test_what_is_not_trained_has_no_gradient_no_state_and_no_writes(
     )
     optimizer, batches = AdamW(stack, Recipe()), micro_batches(documents(101), PROMPTS, 1000)
     before = stack.bytes_written
-    optimizer.begin(1e-3)
+    optimizer.begin_step(1e-3)
     train_step(stack, optimizer, batches)
-    optimizer.end()
+    optimizer.finish_step()
     optimizer.flush()
     block_bytes = 4 * stack.layouts[2].numel
     assert stack.bytes_written - before == 4 * block_bytes, "a gradient, then weights and two moments"

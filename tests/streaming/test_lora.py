@@ -37,15 +37,15 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import micro_batches
-from gptj_ft.models.layers import pack
+from gptj_ft.models.batch import pack
 from gptj_ft.models.lora import linear_layers, name_of, seed_of
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.models.trainable import select
-from gptj_ft.planning.workload import Load
+from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import Room
-from gptj_ft.streaming.open import load_weights, open_frozen, reading_stack, training_stack
+from gptj_ft.streaming.model import BufferBudget
+from gptj_ft.streaming.open import load_weights, open_for_inference, open_for_training, open_frozen
 from gptj_ft.streaming.step import evaluate_losses, train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 
@@ -64,10 +64,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def open_training(folder: Path, tmp: Path, recipe: Recipe, placement=("device", "device"), room=LITTLE, **places):
+def open_training(folder: Path, tmp: Path, recipe: Recipe, placement=("device", "device"), budget=LITTLE, **places):
     architecture, where = read_architecture(folder), Placement(*placement, **places)
-    stack = training_stack(
-        architecture, where, training_dtypes(torch.float32), CPU, tmp, room,
+    stack = open_for_training(
+        architecture, where, training_dtypes(torch.float32), CPU, tmp, budget,
         boundary=boundary_layout(sum(LENGTHS), architecture.config.n_embd, len(LENGTHS)),
         selection=select(architecture, recipe),
     )  # fmt: skip
@@ -84,7 +84,7 @@ def adapters_of(stack, kind: str = "weight") -> dict[str, torch.Tensor]:
 
     found = {}
     for layer in stack.trained:
-        flat = torch.cat([part.clone() for _, part in stack.read_parts(kind, layer)])
+        flat = torch.cat([part.clone() for _, part in stack.read_chunks(kind, layer)])
         for local, view in stack.layouts[layer].views(flat).items():
             found[name_of(families()[family], layer, local, len(stack.layers))] = view
     return found
@@ -118,11 +118,11 @@ def test_losses_gradients_and_five_steps_match_peft(shape: str, folders, tmp_pat
         gradients = {name: parameter.grad.clone() for name, parameter in trained.items()}
         norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), 0.05).item())
         theirs.step()
-        ours.begin(lr_of(step))
+        ours.begin_step(lr_of(step))
         assert train_step(stack, ours, micro_batches(docs, PROMPTS, 40)).mean == pytest.approx(loss.item(), rel=1e-5)
         for name, gradient in adapters_of(stack, "grad").items():
             assert relative(gradient, gradients[name]) < 1e-5, (step, name)
-        assert ours.end() == pytest.approx(norms[-1], rel=1e-5)
+        assert ours.finish_step() == pytest.approx(norms[-1], rel=1e-5)
     ours.flush()
     assert max(norms) > 0.05, "clipping was never needed, so this test would not see it"
     for name, matrix in adapters_of(stack).items():
@@ -147,7 +147,7 @@ def test_first_values_are_those_of_peft_and_of_the_seed(folders, tmp_path: Path)
 
 
 def with_dropout_seeds(batches):
-    return [replace(batch, noise=seed_of((0, number))) for number, batch in enumerate(batches)]
+    return [replace(batch, dropout_seed=seed_of((0, number))) for number, batch in enumerate(batches)]
 
 
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])
@@ -159,15 +159,15 @@ def test_placement_kept_activations_and_late_updates_never_change_a_bit(
         monkeypatch.setattr("test_streaming.micro_batches", lambda *rest: with_dropout_seeds(micro_batches(*rest)))
     recipe = lora(shape, dropout=dropout)
     expected = train(open_training(folders[shape], tmp_path / "resident", recipe), recipe)
-    for number, (placement, places, room, late) in enumerate(
+    for number, (placement, places, budget, late) in enumerate(
         [
             (("disk", "disk"), {"frozen": "disk"}, LITTLE, 1),
             (("disk", "disk", "disk"), {"frozen": "host"}, replace(LITTLE, read_ahead=0), 0),
-            (("device", "device", "host"), {"frozen": "disk"}, replace(LITTLE, read_ahead=3, kept=1), 0),
-            (("host", "host"), {"frozen": "device"}, replace(LITTLE, kept=3), 2),
+            (("device", "device", "host"), {"frozen": "disk"}, replace(LITTLE, read_ahead=3, num_kept_layers=1), 0),
+            (("host", "host"), {"frozen": "device"}, replace(LITTLE, num_kept_layers=3), 2),
         ]
     ):
-        stack = open_training(folders[shape], tmp_path / str(number), recipe, placement, room, **places)
+        stack = open_training(folders[shape], tmp_path / str(number), recipe, placement, budget, **places)
         # of an embedding that is elsewhere there are rows only: what came is compared
         assert_identical(expected, train(stack, recipe, late=late))
 
@@ -175,17 +175,17 @@ def test_placement_kept_activations_and_late_updates_never_change_a_bit(
 @pytest.mark.parametrize("read_ahead", [0, 1, 2])
 def test_the_bytes_read_of_what_is_not_trained_are_those_forecast(folders, tmp_path: Path, read_ahead: int) -> None:
     recipe = lora()
-    stack = open_training(folders["narrow"], tmp_path, recipe, room=Room(read_ahead), frozen="disk")
+    stack = open_training(folders["narrow"], tmp_path, recipe, budget=BufferBudget(read_ahead), frozen="disk")
     optimizer, reads = AdamW(stack, recipe), []
     batches = micro_batches(documents(101), PROMPTS, 40)
     for _ in range(3):
         before = stack.bytes_read
-        optimizer.begin(1e-3)
+        optimizer.begin_step(1e-3)
         train_step(stack, optimizer, batches)
-        optimizer.end()
+        optimizer.finish_step()
         reads.append((stack.bytes_read - before) // 4)
     rows = 48 * len(torch.cat([batch.tokens_T for batch in batches]).unique())
-    load = Load(stack.layouts, 48, torch.float32, 40, 74, 74.0, 50.0, 3, frozen=stack.frozen)
+    load = Workload(stack.layouts, 48, torch.float32, 40, 74, 74.0, 50.0, 3, frozen=stack.frozen)
     assert reads[2] - rows == sum(load.frozen_reads(read_ahead + 1))
     stack.close()
 
@@ -194,9 +194,9 @@ def test_updates_that_are_caught_up_with_read_nothing_that_is_not_trained(folder
     recipe = lora()
     stack = open_training(folders["narrow"], tmp_path, recipe, frozen="disk")
     optimizer = AdamW(stack, recipe)
-    optimizer.begin(1e-3)
+    optimizer.begin_step(1e-3)
     train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
-    optimizer.end()
+    optimizer.finish_step()
     before = stack.bytes_read
     optimizer.flush()
     assert stack.bytes_read == before
@@ -211,7 +211,7 @@ def test_nothing_is_dropped_where_a_loss_is_measured_between_steps(folders, tmp_
     batches = micro_batches(documents(101), PROMPTS, 40)
     before = [loss.total for loss in evaluate_losses(stack, batches)]
     optimizer = AdamW(stack, recipe)
-    optimizer.begin(0.0)
+    optimizer.begin_step(0.0)
     train_step(stack, optimizer, with_dropout_seeds(batches))
     assert [loss.total for loss in evaluate_losses(stack, batches)] == before
     stack.close()
@@ -225,15 +225,15 @@ def test_dropout_drops_in_training_only_and_differs_by_its_seed(folders, tmp_pat
         stack = open_training(folders["narrow"], tmp_path / name, recipe)
         for layer in stack.trained:  # B is zero at first, and then nothing is seen of A
             stack.stores["weight"].read("weight", layer, None).result().fill_(0.1)
-        batches = [replace(batch, noise=noise) for batch in micro_batches(docs, PROMPTS, 40)]
+        batches = [replace(batch, dropout_seed=noise) for batch in micro_batches(docs, PROMPTS, 40)]
         before = torch.random.get_rng_state()
         optimizer = AdamW(stack, recipe)
-        optimizer.begin(1e-3)
+        optimizer.begin_step(1e-3)
         losses[name] = train_step(stack, optimizer, batches).mean
         assert torch.equal(torch.random.get_rng_state(), before)
         if noise is None:
             assert evaluate_losses(stack, batches)[0].mean == pytest.approx(
-                evaluate_losses(stack, [replace(batch, noise=None) for batch in batches])[0].mean
+                evaluate_losses(stack, [replace(batch, dropout_seed=None) for batch in batches])[0].mean
             )
         stack.close()
     assert losses["without"] == losses["off"]
@@ -258,7 +258,7 @@ def test_each_layer_and_micro_batch_drops_other_inputs_and_recomputing_drops_the
     docs = [documents(101)[1]] * 2  # two micro-batches of one shape
     batches = with_dropout_seeds(micro_batches(docs, [0, 0], len(docs[0])))
     optimizer = AdamW(stack, recipe)
-    optimizer.begin(1e-3)
+    optimizer.begin_step(1e-3)
     train_step(stack, optimizer, batches)
     stack.close()
     blocks, forward = 3, masks[: 3 * len(batches)]
@@ -329,7 +329,7 @@ def test_a_power_cut_at_any_disk_operation_loses_nothing_but_the_step_in_flight(
 
 
 def logits_of(folder: Path, docs) -> torch.Tensor:
-    with reading_stack(folder, CPU, torch.float32) as (_, stack):
+    with open_for_inference(folder, CPU, torch.float32) as (_, stack):
         return next_token_logits(stack, pack(docs))
 
 

@@ -22,21 +22,21 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.errors import GptjFtError
 from gptj_ft.generation.hf_model import ForwardPasses
-from gptj_ft.models.layers import NO_TARGET, PackedBatch, pack
-from gptj_ft.models.layout import LENDER, Layout
+from gptj_ft.models.batch import NO_TARGET, PackedBatch, pack
+from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
 from gptj_ft.models.registry import read_architecture
-from gptj_ft.planning.workload import Load, training_passes
+from gptj_ft.planning.workload import Workload, training_passes
 from gptj_ft.streaming import activations
-from gptj_ft.streaming.activations import NUM_BUFFERS, Here, boundary_layout
+from gptj_ft.streaming.activations import NUM_BUFFERS, DeviceActivations, boundary_layout
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.buffers import Buffer, Buffers
-from gptj_ft.streaming.layer_load import Passage, Visit
-from gptj_ft.streaming.model import Room
-from gptj_ft.streaming.open import load_weights, reading_stack, training_stack
+from gptj_ft.streaming.buffers import Buffer, BufferPool
+from gptj_ft.streaming.layer_load import LayerLoad, LayerTask
+from gptj_ft.streaming.model import BufferBudget
+from gptj_ft.streaming.open import load_weights, open_for_inference, open_for_training
 from gptj_ft.streaming.step import evaluate_losses, stream, train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.streaming.stores.state_file import StateFile
-from gptj_ft.streaming.update_check import Movement
+from gptj_ft.streaming.update_check import UnchangedParameters
 from gptj_ft.system.memory import allocate
 
 CPU = torch.device("cpu")
@@ -55,12 +55,12 @@ def documents(vocab_size: int) -> list[list[int]]:
 
 def open_training(
     folder: Path, tmp: Path, placement=("device", "device"), recipe=Recipe(), dtypes=training_dtypes(torch.float32),
-    room=Room(part_numel=2048, parts=3),
+    budget=BufferBudget(chunk_numel=2048, num_chunks=3),
 ):  # fmt: skip
     """Open a training stack; parts are small, so that a layer has several and the pool is shorter than a layer."""
     architecture = read_architecture(folder)
-    stack = training_stack(
-        architecture, Placement(*placement), dtypes, CPU, tmp / "-".join(placement), room,
+    stack = open_for_training(
+        architecture, Placement(*placement), dtypes, CPU, tmp / "-".join(placement), budget,
         keep_gradients=recipe.clip_norm is not None,
         boundary=boundary_layout(sum(LENGTHS), architecture.config.n_embd, len(LENGTHS)),
     )  # fmt: skip
@@ -78,13 +78,13 @@ def train(stack, recipe: Recipe, budget: int = 40, steps: int = STEPS, late: int
     optimizer, curve = AdamW(stack, recipe, late=late), []
     docs = documents(stack.layers[0].wte.num_embeddings)
     for step in range(steps):
-        optimizer.begin(lr_of(step))
+        optimizer.begin_step(lr_of(step))
         loss = train_step(stack, optimizer, micro_batches(docs, PROMPTS, budget))
-        curve.append((loss.mean, optimizer.end()))
+        curve.append((loss.mean, optimizer.finish_step()))
     optimizer.flush()
     weights = [
         {name: view.clone() for name, view in loaded.parameters().items()}
-        for loaded in stream(stack, [Visit(layer) for layer in range(len(stack.layers))])
+        for loaded in stream(stack, [LayerTask(layer) for layer in range(len(stack.layers))])
     ]
     stack.close()
     return curve, weights
@@ -113,7 +113,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def test_logits_match_transformers(oracle, model_folder: Path) -> None:
     docs = documents(oracle.config.vocab_size)
-    with reading_stack(model_folder, CPU, torch.float32) as (_, stack), torch.no_grad():
+    with open_for_inference(model_folder, CPU, torch.float32) as (_, stack), torch.no_grad():
         ours = next_token_logits(stack, pack(docs))
         theirs = torch.stack([oracle(torch.tensor([ids])).logits[0, -1] for ids in docs])
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -149,7 +149,7 @@ def assert_same_gradients(stack, folder: Path, oracle) -> None:
     theirs = dict(oracle.named_parameters())
     compared = 0
     for layer in range(total):
-        flat = torch.cat([part.clone() for _, part in stack.read_parts("grad", layer)])
+        flat = torch.cat([part.clone() for _, part in stack.read_chunks("grad", layer)])
         for name, gradient in stack.layouts[layer].views(flat).items():
             assert relative(gradient, theirs[family.name_of(layer, name, total)].grad) < 1e-5, name
             compared += 1
@@ -247,11 +247,11 @@ def assert_identical(run, expected) -> None:
 
 
 ROOMS = {
-    "no read-ahead": Room(0, gradients=1, parts=1, part_numel=2048),
-    "little": Room(1, gradients=1, parts=2, part_numel=2048),
-    "much": Room(3, gradients=2, parts=100, part_numel=4096),
-    "whole layers": Room(1),
-    "all layers": Room(6, gradients=2, parts=100, part_numel=4096),
+    "no read-ahead": BufferBudget(0, num_gradients=1, num_chunks=1, chunk_numel=2048),
+    "little": BufferBudget(1, num_gradients=1, num_chunks=2, chunk_numel=2048),
+    "much": BufferBudget(3, num_gradients=2, num_chunks=100, chunk_numel=4096),
+    "whole layers": BufferBudget(1),
+    "all layers": BufferBudget(6, num_gradients=2, num_chunks=100, chunk_numel=4096),
 }
 
 
@@ -270,30 +270,30 @@ ROOMS = {
 def test_placement_and_room_never_change_a_bit(
     weights: str, state: str, name: str, narrow_folder: Path, resident_run, tmp_path: Path
 ) -> None:
-    stack = open_training(narrow_folder, tmp_path, (weights, state), room=ROOMS[name])
+    stack = open_training(narrow_folder, tmp_path, (weights, state), budget=ROOMS[name])
     assert_identical(train(stack, Recipe()), resident_run)
 
 
-@pytest.mark.parametrize("room", [ROOMS["little"], ROOMS["much"]], ids=["little", "much"])
+@pytest.mark.parametrize("budget", [ROOMS["little"], ROOMS["much"]], ids=["little", "much"])
 @pytest.mark.parametrize(
     ("family", "placement"), [("gptj", ("host", "host")), ("gptj", ("disk", "disk")), ("gpt2", ("disk", "disk"))]
 )
 @pytest.mark.parametrize("late", [1, 2])
 def test_an_update_kept_in_backward_equals_one_kept_in_forward(
-    late: int, placement, room: Room, narrow_folder: Path, resident_run, tmp_path: Path
+    late: int, placement, budget: BufferBudget, narrow_folder: Path, resident_run, tmp_path: Path
 ) -> None:
     assert_identical(
-        train(open_training(narrow_folder, tmp_path, placement, room=room), Recipe(), late=late), resident_run
+        train(open_training(narrow_folder, tmp_path, placement, budget=budget), Recipe(), late=late), resident_run
     )
 
 
 def test_no_update_is_applied_twice_unless_asked_for(narrow_folder: Path, tmp_path: Path) -> None:
     stack = open_training(narrow_folder, tmp_path, ("host", "host"))
     optimizer, layers = AdamW(stack, Recipe()), range(len(stack.layers))
-    optimizer.begin(1e-3)
+    optimizer.begin_step(1e-3)
     train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
-    optimizer.end()
-    assert all(visit.updates and visit.keeps for visit in map(optimizer.visit_up, layers))
+    optimizer.finish_step()
+    assert all(visit.updates and visit.keeps for visit in map(optimizer.forward_task, layers))
     stack.close()
 
 
@@ -305,8 +305,8 @@ def test_no_update_is_applied_twice_unless_asked_for(narrow_folder: Path, tmp_pa
 def test_kept_activations_change_no_bit_and_save_the_recomputation(
     placement, kept: int, late: int, narrow_folder: Path, resident_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = Room(1, parts=3, part_numel=2048, kept=kept)
-    stack = open_training(narrow_folder, tmp_path, placement, room=room)
+    budget = BufferBudget(1, num_chunks=3, chunk_numel=2048, num_kept_layers=kept)
+    stack = open_training(narrow_folder, tmp_path, placement, budget=budget)
     runs, block = [], type(stack.layers[1])
     original = block.forward
     monkeypatch.setattr(block, "forward", lambda self, x, batch: (runs.append(1), original(self, x, batch))[1])
@@ -321,7 +321,12 @@ def test_layer_inputs_kept_elsewhere_change_no_bit(
     placement, kept: int, budget: int, narrow_folder: Path, tmp_path: Path
 ) -> None:
     expected = train(open_training(narrow_folder, tmp_path / "a"), Recipe(), budget)
-    stack = open_training(narrow_folder, tmp_path / "b", placement, room=Room(parts=3, part_numel=2048, kept=kept))
+    stack = open_training(
+        narrow_folder,
+        tmp_path / "b",
+        placement,
+        budget=BufferBudget(num_chunks=3, chunk_numel=2048, num_kept_layers=kept),
+    )
     assert_identical(train(stack, Recipe(), budget), expected)
     assert stack.bytes_written > 0
 
@@ -329,7 +334,7 @@ def test_layer_inputs_kept_elsewhere_change_no_bit(
 def test_layer_inputs_kept_elsewhere_take_three_buffers_however_deep_the_model(tmp_path: Path) -> None:
     made = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(activations, "Buffers", lambda count, *rest: (made.append(count), Buffers(count, *rest))[1])
+        patch.setattr(activations, "BufferPool", lambda count, *rest: (made.append(count), BufferPool(count, *rest))[1])
         for depth in (2, 6):
             folder = tmp_path / str(depth)
             random_gptj(**{**SHAPES["narrow"], "n_layer": depth}).save_pretrained(folder)
@@ -348,9 +353,9 @@ def test_a_step_that_was_cut_short_leaves_nothing_of_its_layer_inputs(narrow_fol
     assert_identical(train(stack, Recipe(), steps=2), expected)
 
 
-@pytest.mark.parametrize("forget", [Here.begin, Here.close])
+@pytest.mark.parametrize("forget", [DeviceActivations.begin, DeviceActivations.close])
 def test_layer_inputs_that_nobody_took_are_forgotten(forget) -> None:
-    here = Here()
+    here = DeviceActivations()
     here.put(1, [torch.ones(4)])
     forget(here)
     with pytest.raises(KeyError):
@@ -372,7 +377,7 @@ def test_nothing_is_put_into_a_buffer_before_the_device_has_passed_its_last_use(
     alive: list[Buffer] = []
     lock = threading.Lock()
 
-    class FakeMark:
+    class FakeEvent:
         def __init__(self, buffer: Buffer) -> None:
             alive.append(buffer)  # or its address might become another's
             self._address, self._is_passed = buffer.tensor.untyped_storage().data_ptr(), False
@@ -394,7 +399,7 @@ def test_nothing_is_put_into_a_buffer_before_the_device_has_passed_its_last_use(
 
     def marked_release(buffer: Buffer) -> None:
         release(buffer)
-        buffer.transfers.append(FakeMark(buffer))
+        buffer.transfers.append(FakeEvent(buffer))
 
     def checked_copy(source: torch.Tensor, target: torch.Tensor) -> None:
         if in_use.get(target.untyped_storage().data_ptr()):
@@ -404,7 +409,10 @@ def test_nothing_is_put_into_a_buffer_before_the_device_has_passed_its_last_use(
     monkeypatch.setattr(Buffer, "release", marked_release)
     monkeypatch.setattr("gptj_ft.streaming.stores.host.copy", checked_copy)
     stack = open_training(
-        narrow_folder, tmp_path, ("host", "host", "host"), room=Room(parts=3, part_numel=2048, kept=kept)
+        narrow_folder,
+        tmp_path,
+        ("host", "host", "host"),
+        budget=BufferBudget(num_chunks=3, chunk_numel=2048, num_kept_layers=kept),
     )
     assert_identical(train(stack, Recipe(), late=late), resident_run)
     assert in_use, "no buffer was marked"
@@ -417,8 +425,8 @@ def test_bf16_moments_and_gradients_agree_in_every_placement_and_stay_near_fp32(
 ) -> None:
     dtypes = training_dtypes(torch.float32, moments=torch.bfloat16, gradients=torch.bfloat16)
     expected = train(open_training(narrow_folder, tmp_path / "a", ("host", "host"), dtypes=dtypes), Recipe())
-    for late, room in enumerate((ROOMS["no read-ahead"], ROOMS["much"])):
-        stack = open_training(narrow_folder, tmp_path / str(late), placement, dtypes=dtypes, room=room)
+    for late, budget in enumerate((ROOMS["no read-ahead"], ROOMS["much"])):
+        stack = open_training(narrow_folder, tmp_path / str(late), placement, dtypes=dtypes, budget=budget)
         assert_identical(train(stack, Recipe(), late=late), expected)
     assert expected[0] != resident_run[0]
     assert expected[0][-1][0] == pytest.approx(resident_run[0][-1][0], rel=1e-2)
@@ -447,7 +455,7 @@ def test_bf16_placements_agree_to_the_bit_and_keep_a_master(placement, narrow_fo
 
 
 def test_packed_documents_equal_separate_documents(model_folder: Path) -> None:
-    with reading_stack(model_folder, CPU, torch.float32) as (architecture, stack):
+    with open_for_inference(model_folder, CPU, torch.float32) as (architecture, stack):
         docs = documents(architecture.config.vocab_size)
         packed = evaluate_losses(stack, [pack(docs, PROMPTS)])[0]
         alone = evaluate_losses(stack, [pack([ids], [n]) for ids, n in zip(docs, PROMPTS, strict=True)])
@@ -472,7 +480,7 @@ def test_micro_batch_budget_changes_loss_and_gradients_by_rounding_only(narrow_f
 
 
 def test_no_logits_are_computed_where_there_is_no_target(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with reading_stack(model_folder, CPU, torch.float32) as (architecture, stack):
+    with open_for_inference(model_folder, CPU, torch.float32) as (architecture, stack):
         batch = pack(documents(architecture.config.vocab_size), PROMPTS)
         seen = []
         head = stack.layers[-1]
@@ -485,8 +493,8 @@ def test_no_logits_are_computed_where_there_is_no_target(model_folder: Path, mon
 
 
 def test_evaluation_keeps_no_layer_inputs(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Here, "put", lambda *_: pytest.fail("kept"))
-    with reading_stack(model_folder, CPU, torch.float32) as (architecture, stack):
+    monkeypatch.setattr(DeviceActivations, "put", lambda *_: pytest.fail("kept"))
+    with open_for_inference(model_folder, CPU, torch.float32) as (architecture, stack):
         evaluate_losses(stack, [pack(documents(architecture.config.vocab_size), PROMPTS)])
 
 
@@ -500,20 +508,20 @@ def test_tensors_that_the_first_step_has_not_moved_are_named(
     mlp = stack.layers[2].mlp
     mlp.forward = lambda x: F.linear(F.gelu(x, approximate="tanh"), mlp.fc_out.weight)
     optimizer = AdamW(stack, recipe)
-    optimizer.begin(1e-3)
+    optimizer.begin_step(1e-3)
     train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
-    optimizer.end()
+    optimizer.finish_step()
     if clip is not None:
-        assert optimizer.first_movement() is None, "the update has not reached any layer"
+        assert optimizer.take_unchanged() is None, "the update has not reached any layer"
     optimizer.flush()
-    movement = optimizer.first_movement()
+    movement = optimizer.take_unchanged()
     family = read_architecture(narrow_folder).family
     assert movement is not None
     warning = movement.warning(family, 1e-3)
     assert warning == (
         "the first step has left 1 tensors as they were: no gradient reaches transformer.h.1.mlp.fc_out.bias"
     )
-    assert optimizer.first_movement() is None, "it is said once"
+    assert optimizer.take_unchanged() is None, "it is said once"
     stack.close()
 
 
@@ -522,11 +530,11 @@ def test_a_change_that_rounding_swallows_is_told_from_a_gradient_that_is_missing
 ) -> None:
     stack = open_training(narrow_folder, tmp_path)
     optimizer = AdamW(stack, Recipe(weight_decay=0.0))
-    optimizer.begin(1e-12)
+    optimizer.begin_step(1e-12)
     train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
-    optimizer.end()
+    optimizer.finish_step()
     optimizer.flush()
-    movement = optimizer.first_movement()
+    movement = optimizer.take_unchanged()
     assert movement is not None
     warning = str(movement.warning(read_architecture(narrow_folder).family, 1e-12))
     assert "ln_1.weight" in warning
@@ -541,7 +549,7 @@ def test_a_change_that_rounding_swallows_is_told_from_a_gradient_that_is_missing
 def test_of_tensors_that_have_not_moved_three_are_named(num_left: int, end: str, narrow_folder: Path) -> None:
     architecture = read_architecture(narrow_folder)
     names = ("ln_1.weight", "ln_1.bias", "mlp.fc_in.bias", "mlp.fc_out.bias")[:num_left]
-    warning = Movement([Layout.of(layer, names) for layer in architecture.layers()], [1]).warning(
+    warning = UnchangedParameters([Layout.of(layer, names) for layer in architecture.layers()], [1]).warning(
         architecture.family, 1e-3
     )
     assert warning is not None
@@ -550,11 +558,11 @@ def test_of_tensors_that_have_not_moved_three_are_named(num_left: int, end: str,
 
 def test_a_tensor_has_not_moved_because_one_behind_it_in_the_same_part_has() -> None:
     layout = Layout({"still": torch.Size([64]), "moving": torch.Size([64])}, {"still": 2048, "moving": 2112}, 0, 4096)
-    movement = Movement([layout], [0])
+    movement = UnchangedParameters([layout], [0])
     before, gradient = torch.zeros(2048), torch.ones(2048)
     after = before.clone()
     after[64:128] = 1.0
-    movement.note(0, slice(2048, 4096), before, after, gradient)
+    movement.observe(0, slice(2048, 4096), before, after, gradient)
     assert movement._left == {(0, "still"): False}
 
 
@@ -563,20 +571,20 @@ def test_nothing_is_said_where_every_tensor_has_moved(narrow_folder: Path, tmp_p
     stack = open_training(narrow_folder, tmp_path)
     optimizer = AdamW(stack, Recipe())
     for lr in (1e-3, 1e-3):
-        optimizer.begin(lr)
+        optimizer.begin_step(lr)
         train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
-        optimizer.end()
-    movement = optimizer.first_movement()
+        optimizer.finish_step()
+    movement = optimizer.take_unchanged()
     assert movement is not None
     assert movement.warning(read_architecture(narrow_folder).family, 1e-3) is None
 
 
 def test_a_gradient_that_is_not_finite_stops_before_it_touches_a_weight(narrow_folder: Path, tmp_path: Path) -> None:
     stack = open_training(narrow_folder, tmp_path)
-    (loaded,) = stream(stack, [Visit(2)])
+    (loaded,) = stream(stack, [LayerTask(2)])
     loaded.parameters()["mlp.fc_out.bias"][0] = torch.inf
     optimizer = AdamW(stack, Recipe())
-    optimizer.begin(1e-3)
+    optimizer.begin_step(1e-3)
     before = stack.stores["weight"].read("weight", 1, None).result().clone()
     with pytest.raises(GptjFtError, match="not finite"):
         train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
@@ -602,20 +610,20 @@ def test_parameters_start_on_cache_lines_and_matrices_come_first(model_folder: P
 )
 @pytest.mark.parametrize("dtypes", [training_dtypes(torch.float32), training_dtypes(torch.bfloat16)])
 def test_the_bytes_of_a_step_are_those_forecast(tmp_path: Path, family: str, parts: int, late: int, dtypes) -> None:
-    folder, room = tmp_path / "model", Room(parts=parts, part_numel=512)
+    folder, budget = tmp_path / "model", BufferBudget(num_chunks=parts, chunk_numel=512)
     make, more = {"gptj": (random_gptj, {"rotary_dim": 4}), "gpt2": (random_gpt2, {"n_positions": 64})}[family]
     make(vocab_size=90, n_embd=32, n_layer=5, n_head=2, **more).save_pretrained(folder)
-    stack = open_training(folder, tmp_path, ("disk", "disk"), dtypes=dtypes, room=room)
+    stack = open_training(folder, tmp_path, ("disk", "disk"), dtypes=dtypes, budget=budget)
     optimizer, docs = AdamW(stack, Recipe(), late=late), documents(90)
     for step in range(3):
         before = stack.bytes_read, stack.bytes_written
-        optimizer.begin(lr_of(step))
+        optimizer.begin_step(lr_of(step))
         train_step(stack, optimizer, micro_batches(docs, PROMPTS, 40))
-        optimizer.end()
+        optimizer.finish_step()
     moved = stack.bytes_read - before[0], stack.bytes_written - before[1]
     stack.close()
-    load = Load(stack.layouts, 32, dtypes["weight"], 40, 74, 74.0, 50.0, 3)
-    passes = training_passes(Placement("disk", "disk"), load, dtypes, room, is_late=late > 0)
+    load = Workload(stack.layouts, 32, dtypes["weight"], 40, 74, 74.0, 50.0, 3)
+    passes = training_passes(Placement("disk", "disk"), load, dtypes, budget, is_late=late > 0)
     assert moved == (sum(each.read["disk"] for each in passes), sum(each.written["disk"] for each in passes))
 
 
@@ -682,19 +690,19 @@ def test_slots_are_taken_in_advance_for_weights_that_are_streamed_and_for_no_oth
     place: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
-    with reading_stack(model_folder, CPU, torch.float32, place) as (_, stack):
+    with open_for_inference(model_folder, CPU, torch.float32, place) as (_, stack):
         stack._slots = stack._frozen_slots = None
-        monkeypatch.setattr("gptj_ft.streaming.model.Buffers", lambda *shape: made.append(shape))
+        monkeypatch.setattr("gptj_ft.streaming.model.BufferPool", lambda *shape: made.append(shape))
         stack.take_slots()
     assert bool(made) == (place != "device")
 
 
 def test_a_layer_that_lacks_room_lets_no_later_layer_take_it(narrow_folder: Path, tmp_path: Path) -> None:
     stack, asked = open_training(narrow_folder, tmp_path), []
-    stack.coming = [
+    stack.loading = [
         SimpleNamespace(advance=lambda number=number: asked.append(number) or number == 0) for number in range(3)
     ]
-    stack.pump()
+    stack.poll()
     assert asked == [0, 1]
 
 
@@ -714,12 +722,14 @@ def test_borrowed_weights_still_on_their_way_when_a_pass_is_broken_off_hold_thei
     stack = open_training(narrow_folder, tmp_path, ("host", "host"))
     store, lent = stack.stores["weight"], Future[torch.Tensor]()
     read = store.read
-    monkeypatch.setattr(store, "read", lambda kind, layer, *rest: lent if layer == LENDER else read(kind, layer, *rest))
+    monkeypatch.setattr(
+        store, "read", lambda kind, layer, *rest: lent if layer == TIED_SOURCE_LAYER else read(kind, layer, *rest)
+    )
     borrower = len(stack.layers) - 1
-    assert stack.layouts[borrower].borrowed
-    Passage(stack, Visit(borrower), None)
-    stack.abandon()
-    slots = [stack.slots.take(None)[0] for _ in range(stack.room.read_ahead + 1)]
+    assert stack.layouts[borrower].tied
+    LayerLoad(stack, LayerTask(borrower), None)
+    stack.cancel()
+    slots = [stack.slots.acquire(None)[0] for _ in range(stack.budget.read_ahead + 1)]
     assert any(lent in slot.transfers for slot in slots), "another layer could be read into it at once"
     lent.set_result(torch.empty(0))
     stack.close()
@@ -734,15 +744,15 @@ def test_a_stack_that_is_closed_leaves_no_thread_and_no_buffer(
     monkeypatch.setattr(Buffer, "__init__", lambda self, *rest: (created(self, *rest), alive.add(self))[0])
     stack = open_training(narrow_folder, tmp_path, (place, place, place))
     optimizer = AdamW(stack, Recipe())
-    optimizer.begin(1e-3)
+    optimizer.begin_step(1e-3)
     train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
-    optimizer.end()
+    optimizer.finish_step()
     optimizer.flush()
     assert alive
     assert set(threading.enumerate()) > threads
     stack.close()
     assert set(threading.enumerate()) == threads
-    stack.boundaries = Here()  # its buffers go with it
+    stack.boundaries = DeviceActivations()  # its buffers go with it
     gc.collect()
     assert not alive
 
@@ -763,10 +773,10 @@ def test_whoever_drains_waits_for_what_was_written(
 
 
 def test_reading_a_layer_in_parts_takes_one_buffer(narrow_folder: Path, tmp_path: Path) -> None:
-    room = Room(parts=1, part_numel=2048)
-    stack = open_training(narrow_folder, tmp_path, ("host", "host"), room=room)
-    assert stack.layouts[1].numel > room.part_numel
-    whole = torch.cat([part.clone() for _, part in stack.read_parts("weight", 1)])
+    budget = BufferBudget(num_chunks=1, chunk_numel=2048)
+    stack = open_training(narrow_folder, tmp_path, ("host", "host"), budget=budget)
+    assert stack.layouts[1].numel > budget.chunk_numel
+    whole = torch.cat([part.clone() for _, part in stack.read_chunks("weight", 1)])
     slot = torch.empty(stack.layouts[1].numel)
     assert torch.equal(whole, stack.fetch("weight", 1, slot, 0).result())
     stack.close()

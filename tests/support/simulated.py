@@ -37,13 +37,13 @@ from gptj_ft.config.options import Generation, Recipe
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.generation.decoding import generate_tokens
 from gptj_ft.generation.hf_model import StreamedModel
-from gptj_ft.models import layers
+from gptj_ft.models import attention
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.models.trainable import select
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import Room
-from gptj_ft.streaming.open import load_weights, open_frozen, reading_stack, training_stack
+from gptj_ft.streaming.model import BufferBudget
+from gptj_ft.streaming.open import load_weights, open_for_inference, open_for_training, open_frozen
 from gptj_ft.streaming.step import evaluate_losses, train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system.machine import choose_device
@@ -68,21 +68,24 @@ def train(folder: Path, device: torch.device, placement: Placement, recipe: Reci
     architecture = read_architecture(folder)
     selection = select(architecture, recipe)
     with tempfile.TemporaryDirectory() as tmp, open_checkpoint(folder) as checkpoint:
-        stack = training_stack(
+        stack = open_for_training(
             architecture, placement, training_dtypes(torch.float32), device, Path(tmp) / "state",
-            Room(parts=3, part_numel=2048, kept=kept), recipe.clip_norm is not None or placement.is_durable,
+            BufferBudget(num_chunks=3, chunk_numel=2048, num_kept_layers=kept),
+            recipe.clip_norm is not None or placement.is_durable,
             boundary_layout(200, architecture.config.n_embd, 6), selection,
         )  # fmt: skip
         open_frozen(stack, architecture, checkpoint, placement.of("frozen"))
         load_weights(stack, architecture, checkpoint, recipe.seed)
         optimizer, curve = AdamW(stack, recipe, late=late), []
         for step in range(STEPS):
-            optimizer.begin(1e-2 * (step + 1) / 10)
+            optimizer.begin_step(1e-2 * (step + 1) / 10)
             batches = [batch.to(device) for batch in micro_batches(documents(), PROMPTS, 40)]
-            curve.append((train_step(stack, optimizer, batches).mean, optimizer.end()))
+            curve.append((train_step(stack, optimizer, batches).mean, optimizer.finish_step()))
         optimizer.flush()
         weights = [
-            part.cpu().double().sum().item() for layer in stack.trained for _, part in stack.read_parts("weight", layer)
+            part.cpu().double().sum().item()
+            for layer in stack.trained
+            for _, part in stack.read_chunks("weight", layer)
         ]
         stack.close()
     return curve, weights
@@ -129,7 +132,7 @@ def score(folder: Path) -> Iterator[Case]:
 
             def run(weights: str = weights) -> Any:
                 device = torch.device(gpusim.NAME, 0)
-                with reading_stack(folder, device, torch.float32, weights) as (_, stack):
+                with open_for_inference(folder, device, torch.float32, weights) as (_, stack):
                     batches = [batch.to(device) for batch in micro_batches(documents(), PROMPTS, 40)]
                     return [loss.total for loss in evaluate_losses(stack, batches)]
 
@@ -147,13 +150,13 @@ def write(folder: Path) -> Iterator[Case]:
         for policy in POLICIES:
 
             def run(weights: str = weights) -> Any:
-                layers.takes_ragged.cache_clear()
+                attention.takes_ragged.cache_clear()
                 device = torch.device(gpusim.NAME, 0)
-                with reading_stack(folder, device, torch.bfloat16, weights) as (architecture, stack):
+                with open_for_inference(folder, device, torch.bfloat16, weights) as (architecture, stack):
                     model = StreamedModel(architecture, stack, 64)
                     rows = generate_tokens(model, Tokenizer(), prompts, Generation(max_new_tokens=6))
-                assert layers.takes_ragged(device, torch.bfloat16, 16), "the kernel for ragged batches was given up"
-                assert layers.takes_ragged.cache_info().misses == 1, "nothing asked for the kernel while writing"
+                assert attention.takes_ragged(device, torch.bfloat16, 16), "the kernel for ragged batches was given up"
+                assert attention.takes_ragged.cache_info().misses == 1, "nothing asked for the kernel while writing"
                 return rows
 
             yield f"weights on {weights}", policy, run

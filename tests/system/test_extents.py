@@ -10,8 +10,8 @@ import torch
 from conftest import random_gptj
 
 from gptj_ft.errors import DataError
-from gptj_ft.models.layers import pack
-from gptj_ft.streaming.open import reading_stack
+from gptj_ft.models.batch import pack
+from gptj_ft.streaming.open import open_for_inference
 from gptj_ft.streaming.step import evaluate_losses
 from gptj_ft.system.block_reader import MARGIN, BlockReader, Extent, in_blocks
 
@@ -77,7 +77,7 @@ def test_of_an_embedding_only_the_rows_in_use_are_read(tmp_path: Path, place: st
     random_gptj(vocab_size=90, n_embd=64, n_layer=2, n_head=2, rotary_dim=4).save_pretrained(tmp_path)
     batches, losses = [pack([[7, 80, 7, 3], [3, 89]], [0, 0]), pack([[0, 7]], [0])], []
     for where in ("device", place):
-        with reading_stack(tmp_path, CPU, torch.float32, where) as (_, stack):
+        with open_for_inference(tmp_path, CPU, torch.float32, where) as (_, stack):
             losses.append([each.total for each in evaluate_losses(stack, batches)])
             if where == place:
                 rest = sum(layout.numel for layout in stack.frozen[1:])

@@ -466,19 +466,19 @@ def test_a_run_whose_loss_is_no_number_stops_before_it_touches_a_weight_and_says
 def test_a_gradient_that_is_no_number_is_named_with_its_tensors(shell, rows_file: Path, monkeypatch) -> None:
     from gptj_ft.streaming.adamw import AdamW
 
-    original = AdamW.after_backward
+    original = AdamW.add_gradient
 
     def poisoned(self, loaded):
         if loaded.index == 2 and self.step == 1:
             loaded.layout.views(loaded.tensors["grad"])["mlp.fc_in.bias"][3] = float("inf")
         original(self, loaded)
 
-    monkeypatch.setattr(AdamW, "after_backward", poisoned)
+    monkeypatch.setattr(AdamW, "add_gradient", poisoned)
     done = shell(f"{TINY} --max-steps 3 --output out --weights disk --optimizer-state disk")
     assert done.code == 1
     assert "the gradient of step 2 is not finite, first in layer 2" in done.err
     assert "in transformer.h.1.mlp.fc_in.bias" in done.err
-    monkeypatch.setattr(AdamW, "after_backward", original)
+    monkeypatch.setattr(AdamW, "add_gradient", original)
     assert shell("finetune --resume out --json").code == 0
     straight = shell(f"{TINY} --max-steps 3 --output straight --weights disk --optimizer-state disk")
     assert straight.code == 0
@@ -530,7 +530,7 @@ def test_the_other_recipes_train_and_evaluate_on_the_examples(recipe: str, shell
 
 def test_a_validation_holds_a_pass_of_rows_at_a_time_and_its_loss_is_the_same(tmp_path: Path, monkeypatch) -> None:
     from gptj_ft.data.batches import Rows
-    from gptj_ft.streaming.open import reading_stack
+    from gptj_ft.streaming.open import open_for_inference
     from gptj_ft.training import loop
 
     class Read(list):
@@ -553,12 +553,12 @@ def test_a_validation_holds_a_pass_of_rows_at_a_time_and_its_loss_is_the_same(tm
         return measured(stack, batches)
 
     monkeypatch.setattr(loop, "evaluate_losses", watch)
-    with reading_stack(tmp_path, session.device, torch.float32, "disk") as (_, stack):
+    with open_for_inference(tmp_path, session.device, torch.float32, "disk") as (_, stack):
         losses = []
         for pass_tokens in (30, 90, 10**6):
             most.clear()
             Read.tokens, computed = 0, 0
-            stack.room = replace(stack.room, pass_tokens=pass_tokens)
+            stack.budget = replace(stack.budget, pass_tokens=pass_tokens)
             monkeypatch.setattr(loop, "PASS_TOKENS", 100)
             losses.append(loop.validate(stack, rows, 20))
             for read, tokens in most:

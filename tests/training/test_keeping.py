@@ -15,7 +15,7 @@ from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.models.layout import Layout
-from gptj_ft.streaming.open import reading_stack
+from gptj_ft.streaming.open import open_for_inference
 from gptj_ft.training import loop, retention
 from gptj_ft.training.checkpoint import turn_into_checkpoint
 from gptj_ft.training.retention import find_checkpoint, go_back, kept_steps
@@ -275,7 +275,7 @@ def test_the_best_state_is_exported_if_asked_for(session: TrainSetup, tmp_path: 
     assert result.best is not None
     assert result.best["checkpoint"] is None, "the model is that state"
     loss = {line["step"]: line["validation_loss"] for line in run.metrics() if "validation_loss" in line}
-    with reading_stack(run.model, session.device, session.dtype) as (_, stack):
+    with open_for_inference(run.model, session.device, session.dtype) as (_, stack):
         assert loop.validate(stack, session.validation, 2048).mean == pytest.approx(loss[4], abs=1e-6)
     assert abs(loss[8] - loss[4]) > 1e-3
 

@@ -12,12 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe
-from gptj_ft.models.layers import pack
+from gptj_ft.models.batch import pack
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.planning.flops import Flops, count_flops
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import Room
-from gptj_ft.streaming.open import load_weights, training_stack
+from gptj_ft.streaming.model import BufferBudget
+from gptj_ft.streaming.open import load_weights, open_for_training
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system import machine
@@ -29,15 +29,15 @@ def test_flops_with_recomputation_are_those_that_torch_counts_in_a_step(
     kept: int, model_folder: Path, tmp_path: Path
 ) -> None:
     architecture = read_architecture(model_folder)
-    stack = training_stack(
+    stack = open_for_training(
         architecture, Placement("device", "device"), training_dtypes(torch.float32), torch.device("cpu"), tmp_path,
-        Room(kept=kept),
+        BufferBudget(num_kept_layers=kept),
     )  # fmt: skip
     with open_checkpoint(model_folder) as checkpoint:
         load_weights(stack, architecture, checkpoint)
     batch = pack([list(range(40)), list(range(30))], [25, 10])
     optimizer = AdamW(stack, Recipe())
-    optimizer.begin(1e-3)
+    optimizer.begin_step(1e-3)
     with FlopCounterMode(display=False) as counter:
         train_step(stack, optimizer, [batch])
     products = sum(

@@ -185,7 +185,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
                 found = log_likelihoods(self.model.stack, contexts[asked], answers[asked], self._together.computed)
                 flat = [_checked(each) for group in found for each in group]
                 journal.add(
-                    "score", {n: [each.total, int(each.is_likeliest)] for n, each in zip(numbers, flat, strict=True)}
+                    "score", {n: [each.total, int(each.is_argmax)] for n, each in zip(numbers, flat, strict=True)}
                 )
             self._findings.show(len(known), len(pairs))
         return [(float(known[n][0]), int(known[n][1])) for n in range(len(pairs))]

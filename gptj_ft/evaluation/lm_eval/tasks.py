@@ -34,7 +34,7 @@ from gptj_ft.models.registry import read_architecture
 from gptj_ft.planning.inference_plan import InferencePlan, InferenceWorkload, plan_inference
 from gptj_ft.planning.machine_profile import choose_dtype
 from gptj_ft.planning.resources import free_resources
-from gptj_ft.streaming.open import reading_stack
+from gptj_ft.streaming.open import open_for_inference
 from gptj_ft.system import machine
 from gptj_ft.system.hub import open_network
 from gptj_ft.system.paths import home
@@ -209,7 +209,7 @@ def ask(
     facts = {**facts_of(planned.folder, recipe), "dtype": planned.plan.precision, "lm_eval": __version__,
              "device": planned.device.type, "together": plan.together.written}  # fmt: skip
     findings = KeptResults(facts, progress)
-    opened = reading_stack(planned.folder, planned.device, planned.dtype, plan.weights, recipe.read_ahead)
+    opened = open_for_inference(planned.folder, planned.device, planned.dtype, plan.weights, recipe.read_ahead)
     with opened as (architecture, stack), _quiet():
         model = StreamedModel(architecture, stack, plan.together.computed)
         tokenizer = load_tokenizer(tokenizer_folder(planned.folder))

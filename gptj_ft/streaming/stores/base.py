@@ -17,7 +17,7 @@ from gptj_ft.system.cuda import Transfer
 
 T = TypeVar("T")
 
-PART_NUMEL = 1 << 22  # elements moved, checked and updated at once: 16 MiB in fp32
+CHUNK_NUMEL = 1 << 22  # elements moved, checked and updated at once: 16 MiB in fp32
 
 
 class LayerStore(Protocol):
@@ -71,9 +71,9 @@ class LayerStore(Protocol):
         """End every transfer and give the memory back."""
 
 
-def parts(numel: int, part_numel: int) -> list[slice]:
+def chunks(numel: int, chunk_numel: int) -> list[slice]:
     """Cut a flat tensor into parts, the last of which may be smaller."""
-    return [slice(start, min(start + part_numel, numel)) for start in range(0, numel, part_numel)]
+    return [slice(start, min(start + chunk_numel, numel)) for start in range(0, numel, chunk_numel)]
 
 
 def finished(value: T) -> Future[T]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gptj_ft.errors import DataError
 from gptj_ft.models.layout import Kind, Layout
-from gptj_ft.streaming.stores.base import parts
+from gptj_ft.streaming.stores.base import chunks
 from gptj_ft.streaming.stores.queue import TransferQueue
 from gptj_ft.streaming.stores.state_file import Digests, StateFile, layer_path
 from gptj_ft.system.cuda import Transfer, copy, pin
@@ -45,15 +45,15 @@ class DiskStore:
         kinds: Mapping[Kind, torch.dtype],
         queue: TransferQueue,
         durable: bool,
-        part_numel: int,
+        chunk_numel: int,
     ) -> None:
         self._queue, self._durable = queue, durable
-        self._files = [StateFile(layout, kinds, part_numel) for layout in layouts]
+        self._files = [StateFile(layout, kinds, chunk_numel) for layout in layouts]
         self._paths = [layer_path(prefix, layer) for layer in range(len(layouts))]
         self._new: dict[int, tuple[int, Digests]] = {}  # layer -> descriptor and digests of the file being written
         self._spare = sorted(prefix.parent.glob(f"{prefix.name}-*{SPARE}"))  # files that were replaced
         self._lock = Lock()
-        self._part_numel, self._staging = part_numel, local()
+        self._part_numel, self._staging = chunk_numel, local()
         self._unpin: list[Callable[[], None]] = []
         self._unchecked: dict[int, Digests | None] = dict.fromkeys(range(len(layouts)))  # found, not written here
         keep_folder(prefix.parent)
@@ -150,7 +150,7 @@ class DiskStore:
             self._staging.memory = allocate(self._part_numel, torch.float32, torch.device("cpu"))
             if unpin := pin(self._staging.memory):
                 self._unpin.append(unpin)
-        for span in parts(len(values), self._part_numel):
+        for span in chunks(len(values), self._part_numel):
             host = self._staging.memory.view(values.dtype)[: span.stop - span.start]
             yield start + span.start, values[span], host
 

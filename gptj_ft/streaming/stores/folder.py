@@ -11,7 +11,7 @@ from torch import Tensor
 from gptj_ft.models.layout import Kind, Layout
 from gptj_ft.streaming.stores.queue import TransferQueue
 from gptj_ft.system.block_reader import BlockReader, Extent
-from gptj_ft.system.cuda import Transfer, copy, marks
+from gptj_ft.system.cuda import Transfer, copy, record_event
 
 ROWS_BLOCK_BYTES = 64 * 2**10  # around rows that are wanted: takes a disk hardly longer than one of them
 ROW_READERS = 4
@@ -48,7 +48,7 @@ class FolderStore:
             found = [(self._find(layer, name), view) for name, view in views.items()]
             pieces = (source.to(view) for source, view in found if isinstance(source, Extent))
             # This thread's stream has waited for what uses ``out``; the block readers' streams wait for this one.
-            self._blocks.read(pieces, marks(self._device))
+            self._blocks.read(pieces, record_event(self._device))
             for source, view in found:
                 if not isinstance(source, Extent):
                     copy(source(), view)
@@ -61,7 +61,7 @@ class FolderStore:
         source, width = self._find(layer, name), out.shape[1]
         if isinstance(source, Extent):
             pieces = (source.to(to, row * width) for row, to in zip(rows, out, strict=True))
-            self._row_blocks.read(pieces, marks(self._device))  # ``out`` is fresh memory of the caller's stream
+            self._row_blocks.read(pieces, record_event(self._device))  # ``out`` is fresh memory of the caller's stream
         else:
             copy(source()[torch.tensor(rows)], out)
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from gptj_ft.models.layout import Kind, Layout
-from gptj_ft.streaming.stores.base import PART_NUMEL, LayerStore
+from gptj_ft.streaming.stores.base import CHUNK_NUMEL, LayerStore
 from gptj_ft.streaming.stores.device import DeviceStore
 from gptj_ft.streaming.stores.disk import DiskStore
 from gptj_ft.streaming.stores.host import HostStore
@@ -70,7 +70,7 @@ def open_stores(
     dtypes: Mapping[Kind, torch.dtype],
     device: torch.device,
     folder: Path,
-    part_numel: int = PART_NUMEL,
+    chunk_numel: int = CHUNK_NUMEL,
 ) -> dict[Kind, LayerStore]:
     """Open a store for every kind. Kinds in one place share a store; gradients, written at other times, have their own.
 
@@ -96,7 +96,7 @@ def open_stores(
             store = HostStore(layouts, kinds, device)
         else:
             prefix = folder / ("gradient" if is_gradient else "layer")
-            store = DiskStore(prefix, layouts, kinds, queue, placement.is_durable, part_numel)
+            store = DiskStore(prefix, layouts, kinds, queue, placement.is_durable, chunk_numel)
         stores.update(dict.fromkeys(kinds, store))
     return stores
 
@@ -108,7 +108,7 @@ def open_boundaries(
     dtype: torch.dtype,
     device: torch.device,
     folder: Path,
-    part_numel: int = PART_NUMEL,
+    chunk_numel: int = CHUNK_NUMEL,
 ) -> LayerStore:
     """Open a store for the inputs of layers off the device; they outlive no step, so that nothing of them is durable.
 
@@ -125,4 +125,4 @@ def open_boundaries(
     if placement.boundaries == "host":
         return HostStore([layout] * num_layers, kinds, device)
     queue = TransferQueue("boundary", TRANSFERS, device)
-    return DiskStore(folder / "boundary", [layout] * num_layers, kinds, queue, False, part_numel)
+    return DiskStore(folder / "boundary", [layout] * num_layers, kinds, queue, False, chunk_numel)

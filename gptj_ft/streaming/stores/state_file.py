@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gptj_ft.errors import DataError
 from gptj_ft.models.layout import Kind, Layout
-from gptj_ft.streaming.stores.base import parts
+from gptj_ft.streaming.stores.base import chunks
 from gptj_ft.system.direct_io import PAGE, open_direct, read_bytes, write_bytes
 from gptj_ft.system.memory import allocate
 
@@ -37,7 +37,7 @@ class StateFile:
 
     layout: Layout
     kinds: Mapping[Kind, torch.dtype]
-    part_numel: int
+    chunk_numel: int
 
     @cached_property
     def offsets(self) -> dict[Kind, int]:
@@ -58,7 +58,7 @@ class StateFile:
 
     def no_digests(self) -> Digests:
         """Return the digests of a file that nothing has been written to."""
-        return {kind: [NO_DIGEST] * len(parts(self.layout.numel, self.part_numel)) for kind in self.kinds}
+        return {kind: [NO_DIGEST] * len(chunks(self.layout.numel, self.chunk_numel)) for kind in self.kinds}
 
     def write_header(self, descriptor: int, step: int, digests: Digests) -> None:
         """Write the header, stamped with the step."""
@@ -133,9 +133,9 @@ class StateFile:
         descriptor = open_direct(path, os.O_RDONLY)
         try:
             for kind, dtype in self.kinds.items():
-                buffer = allocate(min(self.part_numel, self.layout.numel), dtype, torch.device("cpu"))
+                buffer = allocate(min(self.chunk_numel, self.layout.numel), dtype, torch.device("cpu"))
                 damaged = set()
-                for index, span in enumerate(parts(self.layout.numel, self.part_numel)):
+                for index, span in enumerate(chunks(self.layout.numel, self.chunk_numel)):
                     try:
                         self.read(descriptor, kind, buffer[: span.stop - span.start], span.start, digests)
                     except DataError:
@@ -146,14 +146,14 @@ class StateFile:
         return lines
 
     def _parts_of(self, start: int, values: Tensor) -> Iterator[tuple[int, Tensor]]:
-        assert start % self.part_numel == 0, "transfers begin with a part"
-        assert len(values) % self.part_numel == 0 or start + len(values) == self.layout.numel, "and end with one"
-        for span in parts(len(values), self.part_numel):
-            yield (start + span.start) // self.part_numel, values[span]
+        assert start % self.chunk_numel == 0, "transfers begin with a part"
+        assert len(values) % self.chunk_numel == 0 or start + len(values) == self.layout.numel, "and end with one"
+        for span in chunks(len(values), self.chunk_numel):
+            yield (start + span.start) // self.chunk_numel, values[span]
 
     def _name_part(self, index: int) -> str:
         """Name the parameters that a part holds elements of."""
-        start, stop = index * self.part_numel, (index + 1) * self.part_numel
+        start, stop = index * self.chunk_numel, (index + 1) * self.chunk_numel
         ends = {name: offset + self.layout.shapes[name].numel() for name, offset in self.layout.offsets.items()}
         return ", ".join(name for name, at in self.layout.offsets.items() if at < stop and ends[name] > start)
 
@@ -169,7 +169,7 @@ class StateFile:
             "format": "gptj-ft state 2",
             "step": str(step),
             "offset and shape": json.dumps(places),
-            "part": str(self.part_numel),
+            "part": str(self.chunk_numel),
             "xxh3_64": json.dumps({kind: " ".join(of) for kind, of in digests.items()}),
         }
         return json.dumps({"__metadata__": metadata, **tensors}).encode()
