@@ -31,7 +31,7 @@ lint: install
 # The site, in .site; strict: a broken link fails.
 docs: .venv/docs
 	$(BIN)/python docs/generate.py --check
-	$(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # Half an hour: what the tests of the core would not notice.
 mutants: install

@@ -18,7 +18,7 @@ from gptj_ft.models.trainable import select
 from gptj_ft.planning.machine_profile import BF16_GAIN, PRECISIONS
 from gptj_ft.planning.plan import Free, Plan, choose
 from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
-from gptj_ft.planning.workload import Load
+from gptj_ft.planning.workload import Workload
 
 ROWS, ROW_TOKENS, ROW_TARGETS, BATCH = 10_000, 260, 36, 32
 GB, TERA = 10**9, 10**12
@@ -100,7 +100,7 @@ def plan_for(machine: Machine, method: str) -> Plan:
     assert published is not None
     selection = select(published.architecture, recipe)
     num_steps = recipe.num_steps(ROWS)
-    load = Load(
+    load = Workload(
         layouts=selection.trained,
         frozen=selection.frozen,
         width=4096,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -51,3 +52,15 @@ def test_readme_is_short() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 150
     assert all(len(line) <= 160 for line in lines if not line.startswith("|"))
+
+
+def test_messages_in_troubleshooting_are_those_of_the_program() -> None:
+    constants = []
+    for path in (ROOT / "gptj_ft").rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        constants += [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    rows = re.findall(r"^\| (`.*`) \| ", (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8"), re.M)
+    parts = [part.strip("`,; ") for row in rows for part in re.split(r"\.\.\.|`, `", row)]
+    unknown = [part for part in parts if part and not any(part in constant for constant in constants)]
+    assert len(parts) > 40
+    assert not unknown
