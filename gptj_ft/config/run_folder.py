@@ -17,9 +17,10 @@ from gptj_ft import __version__
 from gptj_ft.config.options import FREE_ON_RESUME, Recipe
 from gptj_ft.config.presets import load_options
 from gptj_ft.config.resolve import build
-from gptj_ft.errors import DataError, GptjFtError, ResourceError, UsageError
-from gptj_ft.system.digests import digest_of, read_json, read_sealed, sealed, unsealed, write_sealed
-from gptj_ft.system.files import append_text, appending, discard, read_bytes, replace_text, require_plain
+from gptj_ft.errors import DataError, GptjFtError, UsageError
+from gptj_ft.system.digests import digest_of, read_json, read_sealed, write_sealed
+from gptj_ft.system.files import appending, discard, disk_errors, replace_text, require_plain
+from gptj_ft.system.jsonl import JsonLines
 from gptj_ft.system.paths import RUNS, is_tuned
 from gptj_ft.system.plain_text import command_line, one_line, without_secrets
 
@@ -187,13 +188,10 @@ class Run:
         Raises:
             ResourceError: the disk is full, or fails.
         """
-        try:
-            append_text(self.metrics_file, json.dumps(sealed(values)) + "\n")
-        except OSError as error:
-            raise ResourceError(f"cannot write {self.metrics_file}: {error.strerror}") from error
+        JsonLines(self.metrics_file, is_sealed=True).append(values)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of ``metrics.jsonl``, but for those that `metrics_problems` tells of."""
+        """Return the lines of ``metrics.jsonl``, except those that `metrics_problems` reports."""
         return [line for _, line in self._metrics_lines() if line is not None]
 
     def metrics_problems(self, step: int = 0) -> list[str]:
@@ -214,35 +212,22 @@ class Run:
             problems.append(f"{self.metrics_file}: no line for step {', '.join(map(str, missing[:9]))}")
         return problems
 
-    def _metrics_lines(self) -> Iterator[tuple[str, dict[str, Any] | None]]:
-        """Yield each line and what it says, ``None`` if it is damaged; one cut short by a crash is left out."""
-        try:
-            lines = read_bytes(self.metrics_file).split(b"\n")[:-1] if self.metrics_file.is_file() else []
-        except OSError as error:
-            raise DataError(f"{self.metrics_file} cannot be read: {error.strerror}") from error
-        has_digests = self.record_file.is_file()  # not where an earlier version began the run
-        for line in lines:
-            text = line.decode("utf-8", "backslashreplace")
-            try:
-                values = json.loads(text)
-                values = unsealed(values, self.metrics_file) if has_digests else dict(values)
-                yield text, values if type(values["step"]) is int else None
-            except (ValueError, TypeError, KeyError, RecursionError):
-                yield text, None
+    def _metrics_lines(self) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+        """Yield each line and its values, ``None`` if it is damaged."""
+        is_sealed = self.record_file.is_file()  # not where an earlier version began the run
+        for line, values in JsonLines(self.metrics_file, is_sealed).read():
+            yield line, values if values and type(values.get("step")) is int else None
 
     def forget_metrics_after(self, step: int) -> None:
-        """Drop the lines of what a run resumed after a step will do again."""
+        """Drop the lines that a run resumed after a step will write again."""
         kept = [
-            text
-            for text, line in self._metrics_lines()
+            line
+            for line, values in self._metrics_lines()
             # A validation comes before the step that follows it, so the one at the last step is done again too.
             # Damaged lines stay; somebody may still read something in them.
-            if (step > 0 if line is None else line["step"] < step + ("loss" in line))
+            if (step > 0 if values is None else values["step"] < step + ("loss" in values))
         ]
-        try:
-            replace_text(self.metrics_file, "".join(f"{line}\n" for line in kept))
-        except OSError as error:
-            raise ResourceError(f"cannot write {self.metrics_file}: {error.strerror}") from error
+        JsonLines(self.metrics_file).replace(kept)
 
 
 def steps_done(run: Run) -> int:
@@ -355,8 +340,10 @@ def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str,
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Replace a JSON file atomically and durably."""
-    try:
+    """Replace a JSON file atomically and durably.
+
+    Raises:
+        ResourceError: the disk is full, or fails.
+    """
+    with disk_errors(path):
         replace_text(path, json.dumps(values, indent=2) + "\n")
-    except OSError as error:
-        raise ResourceError(f"cannot write {path}: {error.strerror}") from error

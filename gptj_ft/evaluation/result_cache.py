@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from gptj_ft.errors import ResourceError
-from gptj_ft.system.digests import digest_of
-from gptj_ft.system.files import append_text, keep_folder, read_bytes
+from gptj_ft.system.files import disk_errors, keep_folder
+from gptj_ft.system.jsonl import JsonLines
 from gptj_ft.system.paths import make_home, part_of_home
 
 
@@ -26,8 +25,10 @@ class ResultCache:
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         self.path = part_of_home("evaluations") / f"{digest[:32]}.jsonl"
         self._found: dict[str, dict[int, Any]] = {}
-        for kind, findings in self._lines() if self.path.is_file() else ():
-            self._found.setdefault(kind, {}).update({int(row): value for row, value in findings.items()})
+        for _, line in JsonLines(self.path, is_sealed=True).read():
+            if line is not None:  # what a damaged one held is found out again
+                found = {int(row): value for row, value in line["findings"].items()}
+                self._found.setdefault(line["kind"], {}).update(found)
 
     def of(self, kind: str) -> dict[int, Any]:
         """Return the findings of a kind, by row."""
@@ -40,28 +41,11 @@ class ResultCache:
             ResourceError: they cannot be written.
         """
         self.of(kind).update(findings)
-        entry = [kind, {str(row): value for row, value in findings.items()}]
-        line = json.dumps([digest_of(entry), *entry])
-        try:
+        with disk_errors(self.path):
             make_home()
             keep_folder(self.path.parent)
-            append_text(self.path, f"\n{line}\n")  # on a line of its own, whatever a crash has left before it
-        except OSError as error:
-            raise ResourceError(f"cannot write {self.path}: {error.strerror}") from error
-
-    def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield kind and findings of each line that is as it was written; what others held is found out again."""
-        try:
-            lines = read_bytes(self.path).split(b"\n")
-        except OSError as error:
-            raise ResourceError(f"cannot read {self.path}: {error.strerror}") from error
-        for line in lines:
-            try:
-                digest, *entry = json.loads(line)
-            except (ValueError, TypeError, RecursionError):  # cut short by a crash, or damaged
-                continue
-            if digest == digest_of(entry):
-                yield entry[0], entry[1]
+        by_row = {str(row): value for row, value in findings.items()}
+        JsonLines(self.path, is_sealed=True).append({"kind": kind, "findings": by_row})
 
     def close(self) -> None:
         """Remove the file: all is known."""

@@ -9,17 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from gptj_ft.errors import DataError, ResourceError, UsageError
-from gptj_ft.system.files import (
-    SHARED_FILE,
-    create_file,
-    hidden_name,
-    open_file,
-    read_bytes,
-    read_text,
-    sync_path,
-    write_file,
-)
+from gptj_ft.errors import DataError, UsageError
+from gptj_ft.system.files import SHARED_FILE, disk_errors, open_file, read_text, write_file
+from gptj_ft.system.jsonl import JsonLines
 from gptj_ft.system.lock import take
 
 ROW = "row"  # of the input, from 0
@@ -41,18 +33,16 @@ class AnswersFile:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        self.path, self.done = path, set[int]()
+        self.path, self._lines = path, JsonLines(path, mode=SHARED_FILE)
         self._settings_path = _settings_path(path)
         self._text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
         self._check_settings()
-        try:
-            self._descriptor = open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, SHARED_FILE)
-        except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+        with disk_errors(path, other=UsageError):
+            self._descriptor = open_file(path, os.O_RDWR | os.O_CREAT, SHARED_FILE)
         if not take(self._descriptor):
             os.close(self._descriptor)
             raise UsageError(f"{path} is being written by another process; wait until it ends")
-        self._read()
+        self.done = {row for row, _ in self._rows()}
 
     @staticmethod
     def setting_of(path: Path, name: str) -> Any:
@@ -75,30 +65,14 @@ class AnswersFile:
             ResourceError: the disk is full.
         """
         new = {row: line for row, line in lines if row not in self.done}
-        text = "".join(json.dumps({ROW: row, **line}, ensure_ascii=False) + "\n" for row, line in new.items()).encode()
-        try:
-            while text:
-                text = text[os.write(self._descriptor, text) :]
-            os.fsync(self._descriptor)
-        except OSError as error:
-            raise ResourceError(
-                f"cannot write {self.path}: {error.strerror or error}; make room, and the same command goes on"
-            ) from error
+        self._lines.append(*({ROW: row, **line} for row, line in new.items()))
         self.done |= new.keys()
 
     def finish(self) -> None:
         """Put the lines into the order of the rows."""
-        lines = self._lines()
-        ordered = sorted(lines, key=lambda line: int(line[ROW]))
-        if lines == ordered:
-            return
-        whole = hidden_name(self.path, "sorted")
-        with os.fdopen(create_file(whole, SHARED_FILE), "w", encoding="utf-8", newline="\n") as file:
-            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in ordered)
-            file.flush()
-            os.fsync(file.fileno())
-        whole.replace(self.path)
-        sync_path(self.path.parent)
+        lines = self._rows()
+        if (ordered := sorted(lines)) != lines:
+            self._lines.replace(line for _, line in ordered)
 
     def _check_settings(self) -> None:
         if self._settings_path.is_file():
@@ -111,28 +85,18 @@ class AnswersFile:
                 return
         elif self.path.exists():
             raise UsageError(f"{self.path} is there already, and not of this command; name a new --output")
-        try:
+        with disk_errors(self._settings_path, other=UsageError):
             write_file(self._settings_path, self._text, SHARED_FILE)
-        except OSError as error:
-            raise UsageError(f"cannot write {self._settings_path}: {error.strerror or error}") from error
 
-    def _read(self) -> None:
-        """Find the rows that are done; cut off a line that a kill has left unfinished."""
-        content = read_bytes(self.path)
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            os.ftruncate(self._descriptor, whole)
-        self.done = {int(line[ROW]) for line in self._lines()}
-
-    def _lines(self) -> list[dict[str, Any]]:
-        lines = []
-        for number, text in enumerate(read_bytes(self.path).splitlines(), 1):
+    def _rows(self) -> list[tuple[int, bytes]]:
+        """Return the row of each line and the line, but for one that a kill has left unfinished."""
+        rows = []
+        for number, (line, values) in enumerate(self._lines.read(), 1):
             try:
-                line = json.loads(text)
-                lines.append({**line, ROW: int(line[ROW])})
+                rows.append((int((values or {})[ROW]), line))
             except (ValueError, TypeError, KeyError) as error:
                 raise DataError(f"{self.path}:{number}: not a line of this command; name a new --output") from error
-        return lines
+        return rows
 
 
 def _settings_path(path: Path) -> Path:

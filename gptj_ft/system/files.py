@@ -285,14 +285,6 @@ def appending(path: Path) -> TextIO:
     return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
 
 
-def append_text(path: Path, text: str) -> None:
-    """Add to a small file, and wait until the disk has it."""
-    with appending(path) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def link_or_copy(source: Path, target: Path) -> bool:
     """Give a file that nobody changes a second name; copy it, onto the disk, where that cannot be done.
 

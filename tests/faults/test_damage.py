@@ -243,7 +243,7 @@ def test_a_damaged_line_of_an_evaluation_is_found_out_again(own_home: Path) -> N
     journal.add("loss", {0: 1.25, 1: 2.5})
     journal.add("loss", {2: 3.75})
     whole = journal.path.read_bytes()
-    for old, new in ((b"2.5", b"2.6"), (b"2.5", b"\xff"), (b'["', b"[["), (b"loss", b"losz"), (b"{", b"[" * 100_000)):
+    for old, new in ((b"2.5", b"2.6"), (b"2.5", b"\xff"), (b'{"', b"[["), (b"loss", b"losz"), (b"{", b"[" * 100_000)):
         journal.path.write_bytes(whole.replace(old, new, 1))
         assert ResultCache({"a": 1}).of("loss") == {2: 3.75}
         assert not ResultCache({"a": 1}).of("losz")

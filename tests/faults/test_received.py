@@ -20,8 +20,9 @@ from cli_runner import Shell
 
 from gptj_ft.cli import app
 from gptj_ft.config.run_folder import Run, record_environment
-from gptj_ft.errors import DataError, UsageError
+from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.system import atomic, files
+from gptj_ft.system.jsonl import JsonLines
 from gptj_ft.training import loop
 from gptj_ft.training.finetune import resumed
 
@@ -285,8 +286,8 @@ def test_what_is_no_file_is_not_opened_and_a_temporary_name_is_taken_from_whoeve
     (tmp_path / "secret").write_text(SECRET)
     for name in ("metrics.jsonl", "run.lock"):
         put(folder / name)
-        with pytest.raises((DataError, IsADirectoryError)):
-            files.append_text(folder / name, "more")
+        with pytest.raises((DataError, ResourceError)):
+            JsonLines(folder / name).append({"more": 1})
         with pytest.raises((DataError, FileNotFoundError)):
             files.read_text(folder / name)
         files.remove(folder / name)

@@ -1,0 +1,78 @@
+"""Append to files of JSON lines, durably, and resume them: no crash costs more than the line that it cuts short."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gptj_ft.errors import DataError
+from gptj_ft.system.digests import sealed, unsealed
+from gptj_ft.system.files import PRIVATE_FILE, disk_errors, hidden_name, open_file, read_bytes, sync_path, write_file
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """A file of JSON objects, one a line.
+
+    Attributes:
+        path: the file; it need not exist.
+        is_sealed: whether each object carries its own digest, so that a damaged one is noticed; default false.
+        mode: permissions of a new file, before the umask; default: for its owner alone.
+    """
+
+    path: Path
+    is_sealed: bool = False
+    mode: int = PRIVATE_FILE
+
+    def append(self, *values: Mapping[str, Any]) -> None:
+        """Add objects, in place of a last line that a crash has cut short; they are on the disk when this returns.
+
+        Raises:
+            ResourceError: the disk is full, or fails.
+        """
+        lines = (json.dumps(sealed(each) if self.is_sealed else each, ensure_ascii=False) for each in values)
+        text = memoryview("".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass"))
+        with disk_errors(self.path, "make room, and the same command goes on"):
+            descriptor = open_file(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, self.mode)
+            try:
+                size = os.fstat(descriptor).st_size
+                if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                    os.ftruncate(descriptor, read_bytes(self.path).rfind(b"\n") + 1)
+                while text:
+                    text = text[os.write(descriptor, text) :]
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def read(self) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+        """Yield each whole line and its object without the digest; ``None`` if it is damaged.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        try:
+            lines = read_bytes(self.path).split(b"\n")[:-1] if self.path.is_file() else []
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read: {error.strerror}") from error
+        for line in lines:
+            try:
+                values = dict(json.loads(line))
+                yield line, unsealed(values, self.path) if self.is_sealed else values
+            except (ValueError, TypeError, RecursionError):
+                yield line, None
+
+    def replace(self, lines: Iterable[bytes]) -> None:
+        """Replace all lines, atomically.
+
+        Raises:
+            ResourceError: the disk is full, or fails.
+        """
+        new = hidden_name(self.path, "sorted")
+        with disk_errors(self.path):
+            write_file(new, b"".join(line + b"\n" for line in lines), self.mode)
+            new.replace(self.path)
+            sync_path(self.path.parent)
