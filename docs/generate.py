@@ -3,13 +3,14 @@
     python docs/generate.py            # write them
     python docs/generate.py --check    # exit with 1 and name the files that are out of date
 
-Whole pages: docs/cli.md, docs/options.md, docs/api.md. In other pages the text between `<!-- generated: NAME -->` and
-`<!-- end -->` is replaced.
+In a page the text between `<!-- generated: NAME -->` and `<!-- end -->` is replaced; docs/layers.svg is written whole.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import typer
 from hours import details, table
+from layers_figure import draw
 from typer.core import TyperGroup
 
 from gptj_ft.cli.app import app
@@ -55,8 +57,9 @@ def main() -> None:
 def files() -> dict[Path, str]:
     """Return every file that is generated, whole or in part, with the text it should have."""
     parts = {"hours": table, "hours-details": details, "recipes": recipes, "packages": packages, "commands": commands}
-    parts |= {"options": options}
-    found = {}
+    parts |= {"options": options, "api": api}
+    figure = draw([name for name in layers() if (ROOT / "gptj_ft" / name).is_dir()])
+    found = {ROOT / "docs/layers.svg": figure}
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = path.read_text(encoding="utf-8")
         new = re.sub(
@@ -161,16 +164,77 @@ def recipes() -> str:
     return "\n".join(lines)
 
 
+def layers() -> list[str]:
+    """Return the packages, highest layer first, as import-linter checks them."""
+    contract = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("layers = [")[2].partition("]")[0]
+    return re.findall(r'"(\w+)"', contract)
+
+
 def packages() -> str:
     """Return a line for each package, highest layer first: the first line of its docstring."""
-    contract = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("layers = [")[2].partition("]")[0]
     lines = ["| package | purpose |", "|---|---|"]
-    for name in re.findall(r'"(\w+)"', contract):
+    for name in layers():
         folder = ROOT / "gptj_ft" / name
         file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
         purpose = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").splitlines()[0]
         lines.append(f"| `{name}` | {purpose} |")
     return "\n".join(lines)
+
+
+def api() -> str:
+    """Return the functions and classes of the Python API with their docstrings."""
+    if importlib.util.find_spec("gptj_ft.api") is None:
+        return "This version has none yet: use the [command line](cli.md) with `--json`."
+    module = importlib.import_module("gptj_ft.api")
+    names = sorted(module.__all__, key=lambda name: (isinstance(getattr(module, name), type), name))
+    entries = (entry(f"gptj_ft.{name}", getattr(module, name), "##") for name in names)
+    return "\n\n".join([markdown(inspect.getdoc(module) or ""), *entries])
+
+
+def entry(name: str, thing: Any, heading: str) -> str:
+    """Return a function or a class, with the methods that it documents itself."""
+    text = [f"{heading} `{name}`"]
+    if inspect.isfunction(thing):
+        text.append(f"```python\n{short_signature(name, thing)}\n```")
+    text.append(markdown(inspect.getdoc(thing) or ""))
+    if (
+        isinstance(thing, type)
+        and thing.__module__.startswith("gptj_ft")
+        and not issubclass(thing, Exception | Options)
+    ):
+        for method, value in vars(thing).items():
+            if inspect.isfunction(value) and value.__doc__ and not method.startswith("_"):
+                text.append(entry(f"{name.rpartition('.')[2]}.{method}", value, "###"))
+    return "\n\n".join(text)
+
+
+def short_signature(name: str, function: Any) -> str:
+    """Return a call with parameters and defaults, without types: those are in the docstring."""
+    parameters = inspect.signature(function).parameters.values()
+    shown = [str(each.replace(annotation=inspect.Parameter.empty)) for each in parameters if each.name != "self"]
+    first = next((n for n, each in enumerate(parameters) if each.kind is each.KEYWORD_ONLY), None)
+    if first is not None:
+        shown.insert(first, "*")
+    call = f"{name}({', '.join(shown)})"
+    return call if len(call) <= 100 else f"{name}(\n    " + ",\n    ".join(shown) + ",\n)"
+
+
+def markdown(docstring: str) -> str:
+    """Turn a docstring into Markdown: examples into code, `Args` and the like into lists."""
+    lines: list[str] = []
+    for line in docstring.replace("``", "`").splitlines():
+        section = re.fullmatch(r"(Args|Attributes|Raises|Returns|Yields):", line)
+        named = re.fullmatch(r"    (\S[^:]*): (.*)", line)
+        if section:
+            lines += [f"**{section[1]}**", ""]
+        elif line.lstrip().startswith((">>>", "... ")):
+            lines += [f"\0{line.lstrip()}"]
+        elif named and "**" in "".join(lines):
+            lines.append(f"* `{named[1]}`: {named[2]}")
+        else:
+            lines.append(("  " if line.startswith("        ") else "") + line.strip())
+    text = "\n".join(lines)
+    return re.sub(r"(\0.*\n?)+", lambda match: "```python\n" + match[0].replace("\0", "").rstrip() + "\n```\n", text)
 
 
 if __name__ == "__main__":
