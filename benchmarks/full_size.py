@@ -44,6 +44,7 @@ from gptj_ft.streaming.open import fill_layer, open_for_training
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.training import checkpoint
+from gptj_ft.training.run_state import RunState
 from gptj_ft.training.throughput import Stopwatch, Throughput
 from gptj_ft.training.verify import Checker
 
@@ -118,7 +119,7 @@ def train(arguments: argparse.Namespace) -> None:
         stack.drain()
         stack.release_chunk_pools()
         optimizer = AdamW(stack, work.recipe, late=late)
-        checkpoint.commit(run, 0, None, {})
+        checkpoint.commit(run, RunState(0, None), None)
         say("filled", seconds=time.perf_counter() - start)
     while optimizer.step < 2:
         stopwatch = Stopwatch(stack)
@@ -139,7 +140,7 @@ def take_step(run: Run, stack: OffloadedModel, optimizer: AdamW, batches: list[P
     optimizer.begin_step(1e-5)
     loss = train_step(stack, optimizer, batches).mean
     optimizer.finish_step()
-    stack.stores["grad"].then(partial(checkpoint.commit, run, optimizer.step, optimizer.pending, {}))
+    stack.stores["grad"].then(partial(checkpoint.commit, run, RunState(optimizer.step, None), optimizer.pending))
     return loss
 
 

@@ -15,18 +15,17 @@ step without its commit are of no interest.
 ``checkpoints/step-000120/`` has the same file for each layer and, written last, ``manifest.json``. It is made under a
 temporary name and renamed when everything in it is on the disk: a folder of that name is whole. A run on disk makes it
 of hard links, for a layer's file is never changed, only replaced: that takes no time, and space only as the run moves
-on. Which checkpoints are made and kept is decided in `keeping`.
+on. Which checkpoints are made and kept is decided in `retention`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,21 +50,21 @@ from gptj_ft.system.files import (
     sync_path,
 )
 from gptj_ft.system.memory import allocate
+from gptj_ft.training.run_state import RunState
 
 
-def commit(run: Run, step: int, update: Update | None, facts: Mapping[str, Any]) -> None:
+def commit(run: Run, state: RunState, update: Update | None) -> None:
     """Make a step of a run on disk permanent, once everything it wrote is there (see `LayerStore.then`).
 
     Args:
-        run: whose state folder.
-        step: optimizer steps done.
-        update: what the step's gradients still have to do; ``None`` at the start.
-        facts: what else resuming needs.
+        run: run whose state folder is committed.
+        state: step, losses, digests.
+        update: pending update of the step's gradients; ``None`` at the start.
 
     Raises:
         ResourceError: the disk is full or fails; the commit before this one stands.
     """
-    write_sealed(run.state / COMMIT, {"step": step, "update": asdict(update) if update else None, "facts": dict(facts)})
+    write_sealed(run.state / COMMIT, {**state.to_dict(), "update": asdict(update) if update else None})
 
 
 def layers_behind(run: Run, stack: OffloadedModel, step: int) -> set[int]:
@@ -93,31 +92,30 @@ def state_kinds(stack: OffloadedModel) -> tuple[Kind, ...]:
     return tuple(kind for kind in stack.dtypes if kind != "grad")
 
 
-def save(run: Run, stack: OffloadedModel, step: int, facts: Mapping[str, Any]) -> None:
+def save(run: Run, stack: OffloadedModel, state: RunState) -> None:
     """Write a checkpoint. Pending updates must have been flushed.
 
     Args:
-        run: whose checkpoint.
-        stack: whose state, after ``step``.
-        step: optimizer steps done.
-        facts: what else resuming needs.
+        run: run that gets the checkpoint.
+        stack: model with its optimizer state.
+        state: step, losses, digests.
 
     Raises:
         ResourceError: no space, or the disk fails; earlier checkpoints are still there.
     """
-    if not _is_there(run, step, facts):
-        with _new_checkpoint(run, step, facts) as folder:
-            _write_layers(folder, stack, step)
-    run.note_saved(run.checkpoint(step) / MANIFEST)
+    if not _is_there(run, state):
+        with _new_checkpoint(run, state) as folder:
+            _write_layers(folder, stack, state.step)
+    run.note_saved(run.checkpoint(state.step) / MANIFEST)
 
 
-def link(run: Run, stack: OffloadedModel, step: int, facts: Mapping[str, Any]) -> None:
+def link(run: Run, stack: OffloadedModel, state: RunState) -> None:
     """Make a checkpoint of a run on disk, of links to its state. Pending updates must have been flushed.
 
     Args and errors: as `save`.
     """
-    if not _is_there(run, step, facts):
-        with _new_checkpoint(run, step, facts) as folder:
+    if not _is_there(run, state):
+        with _new_checkpoint(run, state) as folder:
             are_links = _link_layers(run.state, folder, stack)
         if not are_links:
             run.log(f"{run.folder} is on a file system without hard links: its checkpoints are copies")
@@ -130,29 +128,29 @@ def adopt(run: Run, stack: OffloadedModel, step: int) -> None:
         ResourceError, DataError: as `save` and `Run.manifest`.
     """
     folder = run.checkpoint(step)
-    facts = run.manifest(step)["facts"]
+    state = RunState.of(run.manifest(step))
     try:
         _link_layers(folder, run.state, stack)
         sync_path(run.state)
     except OSError as error:
         raise disk_error(error, run.state, RESUME) from error
-    commit(run, step, None, facts)
+    commit(run, state, None)
 
 
-def turn_into_checkpoint(run: Run, step: int, facts: Mapping[str, Any]) -> None:
+def turn_into_checkpoint(run: Run, state: RunState) -> None:
     """Make the state folder of a run on disk a checkpoint, for a session that keeps the state elsewhere.
 
     Every layer must have been updated.
     """
     for path in {*run.state.glob("gradient-*"), *run.state.glob("*.new")}:
         path.unlink()
-    final = run.checkpoint(step)
+    final = run.checkpoint(state.step)
     run.note_saved(final / MANIFEST)  # before the commit goes
     if (final / MANIFEST).is_file():  # of the same files, by links
         remove_folder(run.state)
         return
     keep_folder(run.checkpoints)
-    _publish(run.state, final, step, facts)
+    _publish(run.state, final, state)
 
 
 def restore(folder: Path, stack: OffloadedModel, step: int) -> None:
@@ -233,33 +231,33 @@ def _link_layers(source: Path, target: Path, stack: OffloadedModel) -> bool:
     return all(are_links)
 
 
-def _is_there(run: Run, step: int, facts: Mapping[str, Any]) -> bool:
-    """Tell whether a step has its checkpoint already; then only its facts change (it has turned out to be the best)."""
-    manifest = run.checkpoint(step) / MANIFEST
+def _is_there(run: Run, state: RunState) -> bool:
+    """Tell whether a step has its checkpoint already; then only its manifest changes: it has become the best."""
+    manifest = run.checkpoint(state.step) / MANIFEST
     if manifest.is_file():
-        write_sealed(manifest, {"step": step, "facts": dict(facts)})
+        write_sealed(manifest, state.to_dict())
         return True
     return False
 
 
 @contextmanager
-def _new_checkpoint(run: Run, step: int, facts: Mapping[str, Any]) -> Iterator[Path]:
+def _new_checkpoint(run: Run, state: RunState) -> Iterator[Path]:
     """Yield a folder to fill; it then becomes the checkpoint."""
-    final = run.checkpoint(step)
+    final = run.checkpoint(state.step)
     temporary = doomed_name(final)
     try:
         keep_folder(final.parent)
         create_folder(temporary)
         yield temporary
-        _publish(temporary, final, step, facts)
+        _publish(temporary, final, state)
     except (OSError, ResourceError) as error:
         discard(temporary)
         raise (disk_error(error, f"checkpoint {final}", RESUME) if isinstance(error, OSError) else error) from error
 
 
-def _publish(temporary: Path, final: Path, step: int, facts: Mapping[str, Any]) -> None:
+def _publish(temporary: Path, final: Path, state: RunState) -> None:
     """Complete a checkpoint's folder and give it its name."""
-    write_sealed(temporary / MANIFEST, {"step": step, "facts": dict(facts)})
+    write_sealed(temporary / MANIFEST, state.to_dict())
     temporary.rename(final)
     for folder in (final.parent, final.parent.parent):
         sync_path(folder)

@@ -1,8 +1,9 @@
-"""What a run ends with: the tuned model, or the adapter and, if asked for, the model with it merged in."""
+"""Export a run: the tuned model, or the adapter and, if asked for, the model with it merged in."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,55 @@ from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.lora import is_transposed, linear_layers, name_of
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.models.trainable import Selection, select
-from gptj_ft.streaming.open import whole_layers
+from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.open import trained_parameters, whole_layers
 from gptj_ft.system.files import discard, hidden_name
 from gptj_ft.system.paths import is_model
 from gptj_ft.training.checkpoint import parameters
 from gptj_ft.training.retention import find_checkpoint
+from gptj_ft.training.run_state import RunState
+from gptj_ft.training.setup import TrainSetup
 from gptj_ft.training.verify import Checker
+
+
+@dataclass(frozen=True)
+class ExportedState:
+    """The state of a run that its tuned model has.
+
+    Attributes:
+        step: optimizer steps behind it.
+        validation_loss: nats per target token; ``None`` without validation rows.
+    """
+
+    step: int
+    validation_loss: float | None
+
+
+def export_model(setup: TrainSetup, run: Run, stack: OffloadedModel, state: RunState, exported: ExportedState) -> None:
+    """Write the tuned model of a run.
+
+    Args:
+        setup: recipe, base model and rows.
+        run: run folder; has the checkpoint of the exported state if that is not the last.
+        stack: model in its last state, with nothing pending.
+        state: last state of the run.
+        exported: state to write.
+
+    Raises:
+        GptjFtError: it could not be written.
+    """
+    data = {"sha256": setup.data_sha256, "rows": len(setup.train), "validation_rows": len(setup.validation)}
+    metrics = {
+        "validation_loss": exported.validation_loss,
+        "baseline_validation_loss": state.loss_before,
+        "steps": exported.step,
+        "best": state.best.to_dict() if state.best else None,
+        "updates_before": state.updates_before,
+    }
+    trained = TunedModel(setup.recipe, setup.model, setup.architecture, data, metrics)
+    is_last = exported.step == state.step
+    layers = trained_parameters(stack) if is_last else parameters(run.checkpoint(exported.step), stack.layouts)
+    write_outcome(run.model, trained, setup.selection, layers)
 
 
 def write_outcome(target: Path, trained: TunedModel, selection: Selection, layers: Iterator[dict[str, Tensor]]) -> None:
@@ -89,7 +133,7 @@ def export_checkpoint(run: Run, name: str, target: Path) -> int:
 
     Args:
         run: of which.
-        name: of the checkpoint, see `keeping.find_checkpoint`.
+        name: of the checkpoint, see `retention.find_checkpoint`.
         target: the model folder; it must not exist.
 
     Raises:

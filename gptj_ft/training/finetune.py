@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from gptj_ft.checkpoints.base_model import choose_model, find_model
 from gptj_ft.checkpoints.fingerprint import check_unchanged, fingerprint
-from gptj_ft.cli.terminal.bars import Doing
 from gptj_ft.config import yaml
 from gptj_ft.config.options import FREE_ON_RESUME, Recipe
 from gptj_ft.config.resolve import Resolved, build, dump, resolve
@@ -40,7 +38,8 @@ from gptj_ft.system.paths import is_model, is_tuned
 from gptj_ft.system.signals import StopRequest, stop_says
 from gptj_ft.system.units import clock
 from gptj_ft.training.inputs import gather
-from gptj_ft.training.loop import TrainResult, train, warn_of
+from gptj_ft.training.loop import TrainResult, train, warn
+from gptj_ft.training.reporter import Reporter
 from gptj_ft.training.retention import check_keep, find_checkpoint, go_back
 from gptj_ft.training.runs import tidy
 from gptj_ft.training.setup import TrainSetup, make_setup
@@ -59,7 +58,7 @@ class PreparedRun:
     """A run that is ready to start: nothing has been written for it yet, or it is resumed.
 
     Attributes:
-        setup: what `trainer.train` needs.
+        setup: what `loop.train` needs.
         report: on the rows, those that are held out among them.
         resolved: the recipe with origins, to be saved in a new run folder.
         rows: training and validation rows, to be saved there.
@@ -75,31 +74,27 @@ class PreparedRun:
     start: int | None = None
 
 
-def nothing(_: str) -> None:
-    """Show nothing."""
-
-
 def planning(device: torch.device, folder: Path) -> str:
     """Say what takes the time when a run in a folder is planned."""
     return "planning" if are_known(device, folder) else "measuring this machine, once, up to 10 s"
 
 
-def fresh(resolved: Resolved, doing: Doing = nothing) -> PreparedRun:
+def fresh(resolved: Resolved, reporter: Reporter | None = None) -> PreparedRun:
     """Read everything that a new run needs, and plan it; writes nothing but a tiny model.
 
     Args:
-        resolved: its options.
-        doing: is told what is done.
+        resolved: options with their origins.
+        reporter: receiver of activities.
 
     Raises:
         GptjFtError: whatever stands in its way.
     """
-    recipe = resolved.recipe
+    recipe, reporter = resolved.recipe, reporter or Reporter()
     check_tracker(recipe.report_to)
     folder = choose_folder(recipe)
-    doing("reading the rows")
+    reporter.on_activity("reading the rows")
     inputs = gather(recipe)
-    doing(planning(choose_device(recipe.device), folder))
+    reporter.on_activity(planning(choose_device(recipe.device), folder))
     final = recipe.model_copy(update={"model": str(inputs.model.resolve()), "output": str(folder)})
     setup = _setup(final, inputs.model, (inputs.train, inputs.validation), folder)
     origins = dict(resolved.origins)
@@ -122,7 +117,7 @@ def resumed(
         flags: options given on the command line.
         config: a YAML file of options.
         assignments: ``key=value``.
-        start: name of the checkpoint to go back to, see `keeping.find_checkpoint`.
+        start: name of the checkpoint to go back to, see `retention.find_checkpoint`.
 
     Raises:
         Finished: all of the run is done; what it had left if it was cut off in its last moments has been removed.
@@ -172,19 +167,18 @@ def resumed(
     return PreparedRun(_setup(recipe, model, rows, run.folder), rows[0].report, Resolved(recipe, {}), rows, run, step)
 
 
-def execute(prepared: PreparedRun, console: Console, verbose: bool, began: float) -> TrainResult:
+def execute(prepared: PreparedRun, reporter: Reporter, started: float) -> TrainResult:
     """Make the run folder if there is none, and train.
 
     Args:
         prepared: run to train.
-        console: for progress; a quiet one shows none.
-        verbose: whether to show what the engine does, too.
-        began: `time.monotonic` when the command began.
+        reporter: receiver of events.
+        started: beginning of the session by `time.monotonic`.
 
     Raises:
         UsageError: another process is training it.
         DataError: the checkpoint to go back to is damaged.
-        GptjFtError: as `trainer.train`.
+        GptjFtError: as `loop.train`.
     """
     run = prepared.run or Run(Path(prepared.setup.recipe.output or ""))
     with going_on(run), begin(prepared) if prepared.run is None else locked(prepared.run.folder, "training"):
@@ -193,14 +187,14 @@ def execute(prepared: PreparedRun, console: Console, verbose: bool, began: float
             if damage := list(checker.checkpoint(prepared.start)) if prepared.start else []:
                 raise DataError("\n".join([*damage, "nothing was changed; name another checkpoint with --from"]))
             go_back(run, prepared.start)
-            console.print(f"back to step {prepared.start}; what came after it is done again", highlight=False)
+            reporter.on_message(f"back to step {prepared.start}; what came after it is done again")
         if prepared.run is not None:
             move_model(run, prepared.setup.model)
             for problem in run.metrics_problems(steps_done(run)):
-                warn_of(run, console, problem)
+                warn(run, reporter, problem)
         if (start := prepared.setup.plan.costs.start.seconds) > LONG_START:
-            console.print(f"putting weights and state in their places, about {clock(start)}", highlight=False)
-        return train(prepared.setup, run, console, verbose, began)
+            reporter.on_message(f"putting weights and state in their places, about {clock(start)}")
+        return train(prepared.setup, run, reporter, started)
 
 
 def move_model(run: Run, model: Path) -> None:
@@ -287,7 +281,7 @@ class Forecast:
         return {**self.plan.to_dict(), "notes": list(self.notes), "published": published, **problem}
 
 
-def forecast(resolved: Resolved, measure_again: bool = False, doing: Doing = nothing) -> Forecast:
+def forecast(resolved: Resolved, measure_again: bool = False, reporter: Reporter | None = None) -> Forecast:
     """Plan a run, from its rows if they are named, else for rows of the greatest length.
 
     Without rows, a published model need not be there: see `published`. Where none is named or downloaded, it is GPT-J.
@@ -295,19 +289,19 @@ def forecast(resolved: Resolved, measure_again: bool = False, doing: Doing = not
     Args:
         resolved: its options.
         measure_again: measure what the machine does in a second, though it is known.
-        doing: is told what is done.
+        reporter: receiver of activities.
 
     Raises:
         GptjFtError: there are no such rows, or no such model.
     """
-    recipe = resolved.recipe
+    recipe, reporter = resolved.recipe, reporter or Reporter()
     device = choose_device(recipe.device)
     if measure_again:
-        doing("measuring this machine, up to 10 s")
+        reporter.on_activity("measuring this machine, up to 10 s")
         rates(device, choose_folder(recipe), again=True)
     if recipe.data is not None:
         try:
-            setup = fresh(resolved, doing).setup
+            setup = fresh(resolved, reporter).setup
         except DoesNotFit as problem:
             return Forecast(problem.nearest, problem)
         return Forecast(setup.plan, notes=setup.architecture.notes)
@@ -333,7 +327,7 @@ def forecast(resolved: Resolved, measure_again: bool = False, doing: Doing = not
         longest_row=length,
     )
     folder = choose_folder(recipe)
-    doing(planning(device, folder))
+    reporter.on_activity(planning(device, folder))
     try:
         plan = choose(recipe, load_, free_resources(device, folder), rates(device, folder))
     except DoesNotFit as problem:

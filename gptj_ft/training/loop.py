@@ -1,63 +1,58 @@
-"""Training, top to bottom: `train` is the loop."""
+"""Train a run, top to bottom: `train` is the loop, `Training` has its verbs."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
 
-from gptj_ft.checkpoints.metadata import TunedModel
-from gptj_ft.cli.terminal.progress import StepProgress, StepReport
-from gptj_ft.cli.terminal.screen import panel
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run, record_environment, resume_command, what_is_saved
-from gptj_ft.data.batches import Rows, rows_of_step
-from gptj_ft.errors import GptjFtError, Interrupted, NotFinite, OutOfTime
-from gptj_ft.evaluation.likelihood import passes
+from gptj_ft.data.batches import rows_of_step
+from gptj_ft.errors import DataError, GptjFtError, Interrupted, NotFinite, OutOfTime
 from gptj_ft.models.batch import PackedBatch
 from gptj_ft.models.lora import seed_of
 from gptj_ft.planning.flops import count_flops
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import PASS_TOKENS, OffloadedModel
-from gptj_ft.streaming.open import trained_parameters
+from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.step import StepLoss, evaluate_losses, train_step
 from gptj_ft.system.paths import remember_run
 from gptj_ft.system.signals import StopRequest
 from gptj_ft.system.units import clock
 from gptj_ft.training import checkpoint
 from gptj_ft.training.deadline import Deadline, forecast_seconds, next_activities
-from gptj_ft.training.export import write_outcome
+from gptj_ft.training.export import ExportedState, export_model
 from gptj_ft.training.nonfinite import LossWatch, explain_gradient, explain_loss
+from gptj_ft.training.reporter import RecentSteps, Reporter, StepReport, log_line, reporting
 from gptj_ft.training.restore import open_state
 from gptj_ft.training.retention import CheckpointRetention
+from gptj_ft.training.run_state import LOSS, BestState, RunState
 from gptj_ft.training.schedule import is_multiple
 from gptj_ft.training.setup import TrainSetup
 from gptj_ft.training.throughput import StepCounts, Stopwatch, Throughput, summarize
 from gptj_ft.training.trackers import tracking
-from gptj_ft.training.validation_samples import ValidationSample, ValidationSamples
-
-SAMPLE_CHARACTERS = 300
+from gptj_ft.training.validation import ValidationSamples, validate
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a finished run amounts to.
+    """A finished run.
 
     Attributes:
-        run: its folder.
-        model: the tuned model's folder.
+        run: run folder.
+        model: folder of the tuned model.
         steps: optimizer steps done.
-        exported_step: of them, those that the tuned model has behind it.
-        loss_before: validation loss per target token before training; ``None`` without validation rows.
+        exported_step: optimizer steps behind the tuned model.
+        loss_before: validation loss before training, nats per target token; ``None`` without validation rows.
         loss_after: the same of the tuned model.
-        best: ``step`` with the lowest ``validation_loss``, and its ``checkpoint`` if the tuned model is another state
-            and this one is kept; ``None`` without validation rows.
+        best: best validated state; ``None`` without validation rows.
+        best_checkpoint: its checkpoint, if that is kept and is not what was exported.
         seconds: wall time of this session's training.
         counts: all steps of the run together.
         throughput: their mean rates.
@@ -69,28 +64,27 @@ class TrainResult:
     exported_step: int
     loss_before: float | None
     loss_after: float | None
-    best: dict[str, Any] | None
+    best: BestState | None
+    best_checkpoint: str | None
     seconds: float
     counts: StepCounts
     throughput: Throughput
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields under the names that ``--json`` has for them."""
-        names = {"counts": "tally", "throughput": "meters"}
-        return {names.get(name, name): value for name, value in asdict(self).items()}
+        """Return the object of ``--json``."""
+        best = {**self.best.to_dict(), "checkpoint": self.best_checkpoint} if self.best else None
+        own = {**vars(self), "best": best, "tally": asdict(self.counts), "meters": asdict(self.throughput)}
+        return {key: value for key, value in own.items() if key not in ("best_checkpoint", "counts", "throughput")}
 
 
-def train(
-    setup: TrainSetup, run: Run, console: Console, verbose: bool = False, began: float | None = None
-) -> TrainResult:
+def train(setup: TrainSetup, run: Run, reporter: Reporter | None = None, started: float | None = None) -> TrainResult:
     """Train a run, from its newest checkpoint if it has one, and export the model.
 
     Args:
-        setup: what to train.
-        run: its folder.
-        console: for progress.
-        verbose: whether to show what the engine does, too.
-        began: when the session did, by `time.monotonic`; ``max_time`` counts from there. Default: now.
+        setup: recipe, model, rows and plan.
+        run: run folder.
+        reporter: receiver of events; default: none.
+        started: beginning of the session by `time.monotonic`, from which ``max_time`` counts; default: now.
 
     Raises:
         Interrupted, OutOfTime: asked to stop; the state is saved and the message says how to go on.
@@ -98,113 +92,258 @@ def train(
         NotFinite: a loss or a gradient; the last commit or checkpoint is intact.
         DataError: a weight of the model.
     """
-    recipe, started = setup.recipe, time.monotonic()
+    began = time.monotonic()
+    deadline = Deadline(setup.recipe.max_time, began if started is None else started, forecast_seconds(setup))
+    with opened(setup, run, reporter or Reporter(), deadline) as training:
+        while True:
+            training.validate_if_due()
+            training.stop_if_asked()
+            if training.is_done:
+                break
+            training.take_step()
+            training.save_if_due()
+            training.stop_if_late()
+        training.export()
+    return training.finish(began)
+
+
+@contextmanager
+def opened(setup: TrainSetup, run: Run, reporter: Reporter, deadline: Deadline) -> Iterator[Training]:
+    """Open the stores of a run, restore its state, and take signals while it trains."""
     chosen = {"placement": str(setup.plan.placement), "precision": setup.plan.precision}
     record_environment(run, str(setup.device), torch.get_num_threads(), chosen)
-    stack, optimizer, facts = open_state(setup, run)
-    loss_after: float | None = None
-    deadline = Deadline(recipe.max_time, started if began is None else began, forecast_seconds(setup))
+    stack, optimizer, state = open_state(setup, run)
     try:
-        retention = CheckpointRetention(setup, run, stack, optimizer, facts)
-        samples = ValidationSamples(setup, run) if recipe.sample_rows else None
-        warn, expected = partial(warn_of, run, console), setup.plan.costs.seconds_per_step
+        recent = RecentSteps(setup.num_steps, state.step, setup.plan.costs.seconds_per_step)
+        retention = CheckpointRetention(setup, run, stack, optimizer)
+        samples = ValidationSamples(setup, run) if setup.recipe.sample_rows else None
         with (
-            StepProgress(console, setup.num_steps, optimizer.step, expected, verbose) as progress,
-            tracking(run, recipe, warn) as record,
-            StopRequest(progress.stopping, partial(what_is_saved, run)) as request,
-            retention.rescuing(),
+            reporting(reporter, recent.progress),
+            tracking(run, setup.recipe, partial(warn, run, reporter)) as record,
+            StopRequest(reporter.on_stop_request, partial(what_is_saved, run)) as stop,
         ):
-            earlier = [line["loss"] for line in run.metrics() if "loss" in line]
-            watch = LossWatch(setup.architecture.config.vocab_size, earlier)
-            stopper = Stopper(setup, run, request, deadline, retention, optimizer)
-            retention.begin()
-            while True:
-                is_end = optimizer.step == setup.num_steps
-                is_due = is_end or optimizer.step == 0 or is_multiple(optimizer.step, recipe.validate_every)
-                if len(setup.validation) and is_due:
-                    progress.doing(f"validating on {len(setup.validation):,} rows")
-                    flush(optimizer, deadline)
-                    with deadline.measure("validation"):
-                        loss_after, sample = measure(setup, stack, optimizer.step, samples, stopper.stop_if_asked)
-                    if optimizer.step == 0:
-                        facts["loss_before"] = loss_after
-                    scores = sample.scores if sample else {}
-                    line = {"step": optimizer.step, "validation_loss": loss_after}
-                    record({**line, "scores": scores} if scores else line)
-                    show_validation(console, optimizer.step, loss_after, sample)
-                    warn(watch.after_validation(loss_after, facts["loss_before"]))
-                    retention.after_validation(loss_after, scores)
-                    if not is_end and retention.is_out_of_patience():
-                        end = f"ended after step {optimizer.step}: no better state in {recipe.patience} validations"
-                        run.log(end)
-                        console.print(end, highlight=False)
-                        is_end = True
-                stopper.stop_if_asked()
-                if is_end:
-                    break
-
-                progress.doing(f"computing step {optimizer.step + 1}")
-                report = compute_step(setup, stack, optimizer)
-                warn_unmoved(setup, optimizer, warn)
-                warn(watch.after_step(report.loss))
-                # Before the commit: a line too many is dropped on resume, a line too few would be missing for good.
-                record(report.to_dict())
-                run.log(progress.show(report))
-                if setup.plan.placement.is_durable:
-                    # The next step may begin meanwhile: whatever it writes comes after this.
-                    commit = partial(checkpoint.commit, run, optimizer.step, optimizer.pending, dict(facts))
-                    stack.stores["grad"].then(commit)
-                deadline.record("step", report.counts.seconds)
-                progress.doing(f"saving after step {optimizer.step}")
-                before = time.monotonic()
-                if retention.after_step():
-                    deadline.record("save", time.monotonic() - before)
-                stopper.stop_if_late()
-
-            console.print(f"all steps are done; writing {run.model}", highlight=False)
-            progress.doing("writing the tuned model")
-            flush(optimizer, deadline)
-            warn_unmoved(setup, optimizer, warn)
-            best: dict[str, Any] | None = facts["best"]
-            last: dict[str, Any] = {"step": optimizer.step, "validation_loss": loss_after}
-            exported = best if best and recipe.export == "best" else last
-            export(setup, run, stack, optimizer.step, {**facts, "exported": exported})
+            watch = LossWatch(setup.architecture.config.vocab_size, [line["loss"] for line in step_lines(run)])
+            training = Training(
+                setup, run, reporter, stack, optimizer, state, retention, samples, deadline, stop, record, watch, recent
+            )
+            with training.rescuing():
+                training.state = retention.begin(state)
+                yield training
     finally:
         stack.close()
-    run.discard_state()
-    kept = retention.prune(is_finished=True)
-    remember_run(run.folder)
-    if request.requested:  # while the model was being written, which is sooner done than a checkpoint
-        raise Interrupted(f"stopped; {what_is_saved(run)}")
-    counts, throughput = summarize([line for line in run.metrics() if "loss" in line])
-    if best:
-        is_apart = best["step"] in kept and best["step"] != exported["step"]
-        best = {**best, "checkpoint": str(kept[best["step"]]) if is_apart else None}
-    return TrainResult(
-        str(run.folder), str(run.model), optimizer.step, exported["step"], facts["loss_before"],
-        exported["validation_loss"], best, time.monotonic() - started,
-        counts, throughput,
-    )  # fmt: skip
 
 
-def measure(
-    setup: TrainSetup,
-    stack: OffloadedModel,
-    step: int,
-    samples: ValidationSamples | None,
-    before_pass: Callable[[], None],
-) -> tuple[float, ValidationSample | None]:
-    """Return the validation loss after a step, and sampled answers if the recipe asks for some.
+@dataclass
+class Training:
+    """A run in progress, and what is done between its steps.
 
-    Raises:
-        NotFinite: the loss; says where it appeared.
-        DataError: a weight of the model that training starts from.
+    Attributes:
+        setup: recipe, model, rows and plan.
+        run: run folder.
+        reporter: receiver of events.
+        stack: model with its optimizer state.
+        optimizer: optimizer with its pending update.
+        state: step, losses and best, as the next commit or checkpoint will hold them.
+        retention: checkpoints made and kept.
+        samples: validation rows that are answered; ``None`` if the recipe asks for none.
+        deadline: time of the session.
+        stop: whether a signal has asked to stop.
+        record: writer of a line of ``metrics.jsonl``.
+        watch: detector of exploding losses.
+        recent: means over the latest steps.
+        validation_loss: of the latest validation; ``None`` before the first.
+        is_done: whether no step is to follow.
     """
-    rows, budget = setup.validation, setup.recipe.micro_batch_tokens
-    loss = validate(stack, rows, budget, before_pass).mean
-    if not math.isfinite(loss):
-        raise explain_loss("validation loss", step, setup, stack, partial(validate, stack, rows, budget))
-    return loss, samples.take(stack, step) if samples else None
+
+    setup: TrainSetup
+    run: Run
+    reporter: Reporter
+    stack: OffloadedModel
+    optimizer: AdamW
+    state: RunState
+    retention: CheckpointRetention
+    samples: ValidationSamples | None
+    deadline: Deadline
+    stop: StopRequest
+    record: Callable[[Mapping[str, Any]], None]
+    watch: LossWatch
+    recent: RecentSteps
+    validation_loss: float | None = None
+    is_done: bool = False
+
+    def validate_if_due(self) -> None:
+        """Validate before the first step, after the last, and as often as the recipe says; end a run out of patience.
+
+        Raises:
+            NotFinite: the loss; says where it appeared.
+            DataError: a weight of the model that training starts from.
+        """
+        step, rows, recipe = self.state.step, self.setup.validation, self.setup.recipe
+        self.is_done = step == self.setup.num_steps
+        if not len(rows) or not (self.is_done or step == 0 or is_multiple(step, recipe.validate_every)):
+            return
+        self.reporter.on_activity(f"validating on {len(rows):,} rows")
+        self.flush()
+        with self.deadline.measure("validation"):
+            measure = partial(validate, self.stack, rows, recipe.micro_batch_tokens)
+            loss = measure(self.stop_if_asked).mean
+            if not math.isfinite(loss):
+                raise explain_loss("validation loss", step, self.setup, self.stack, measure)
+            sample = self.samples.take(self.stack, step) if self.samples else None
+        self.validation_loss = loss
+        if step == 0:
+            self.state = replace(self.state, loss_before=loss)
+        scores = sample.scores if sample else {}
+        self.record({"step": step, LOSS: loss, **({"scores": scores} if scores else {})})
+        self.reporter.on_validation(step, loss, sample)
+        self.warn(self.watch.after_validation(loss, self.state.loss_before))
+        self.state = self.retention.after_validation(self.state, loss, scores)
+        if not self.is_done and self.retention.is_out_of_patience(self.state):
+            end = f"ended after step {step}: no better state in {recipe.patience} validations"
+            self.run.log(end)
+            self.reporter.on_message(end)
+            self.is_done = True
+
+    def take_step(self) -> None:
+        """Compute an optimizer step and record it; of a run on disk, commit it when its gradients are there.
+
+        Raises:
+            NotFinite, DataError: as `guarded_step`.
+        """
+        self.reporter.on_activity(f"computing step {self.state.step + 1}")
+        report = compute_step(self.setup, self.stack, self.optimizer)
+        self.state = replace(self.state, step=report.step)
+        self.warn_unmoved()
+        self.warn(self.watch.after_step(report.loss))
+        # Before the commit: a line too many is dropped on resume, a line too few would be missing for good.
+        self.record(report.to_dict())
+        progress = self.recent.add(report)
+        self.run.log(log_line(report, progress))
+        self.reporter.on_step(report, progress)
+        if self.setup.plan.placement.is_durable:
+            # The next step may begin meanwhile: whatever it writes comes after this.
+            self.stack.stores["grad"].then(partial(checkpoint.commit, self.run, self.state, self.optimizer.pending))
+        self.deadline.record("step", report.counts.seconds)
+
+    def save_if_due(self) -> None:
+        """Make a checkpoint if one is due."""
+        self.reporter.on_activity(f"saving after step {self.state.step}")
+        before = time.monotonic()
+        if self.retention.save_if_due(self.state):
+            self.deadline.record("save", time.monotonic() - before)
+
+    def export(self) -> None:
+        """Write the tuned model: the last state, or the best.
+
+        Raises:
+            GptjFtError: it could not be written.
+        """
+        self.reporter.on_message(f"all steps are done; writing {self.run.model}")
+        self.reporter.on_activity("writing the tuned model")
+        self.flush()
+        self.warn_unmoved()
+        export_model(self.setup, self.run, self.stack, self.state, self.exported)
+
+    @property
+    def exported(self) -> ExportedState:
+        """The state that the tuned model has."""
+        best = self.state.best
+        if best and self.setup.recipe.export == "best":
+            return ExportedState(best.step, best.validation_loss)
+        return ExportedState(self.state.step, self.validation_loss)
+
+    def finish(self, began: float) -> TrainResult:
+        """Remove what only an unfinished run needs, and sum up what was done since `time.monotonic` was ``began``.
+
+        Raises:
+            Interrupted: a signal came while the model was being written, which is sooner done than a checkpoint.
+        """
+        run, state, exported = self.run, self.state, self.exported
+        run.discard_state()
+        kept = self.retention.prune(state, is_finished=True)
+        remember_run(run.folder)
+        if self.stop.requested:
+            raise Interrupted(f"stopped; {what_is_saved(run)}")
+        counts, throughput = summarize(step_lines(run))
+        is_apart = state.best is not None and state.best.step in kept and state.best.step != exported.step
+        return TrainResult(
+            run=str(run.folder),
+            model=str(run.model),
+            steps=state.step,
+            exported_step=exported.step,
+            loss_before=state.loss_before,
+            loss_after=exported.validation_loss,
+            best=state.best,
+            best_checkpoint=str(kept[state.best.step]) if state.best and is_apart else None,
+            seconds=time.monotonic() - began,
+            counts=counts,
+            throughput=throughput,
+        )
+
+    def stop_if_asked(self) -> None:
+        """Stop if a signal has asked; called where the state is that after a step, between passes over the weights.
+
+        Raises:
+            Interrupted: it has.
+        """
+        if self.stop.requested:
+            self._stop(Interrupted, "")
+
+    def stop_if_late(self) -> None:
+        """Stop if what comes next might not end in time, unless that is only the end of the run.
+
+        Raises:
+            OutOfTime, Interrupted: it might not; or a signal has asked, too.
+        """
+        step, limit = self.state.step, self.setup.recipe.max_time
+        if step < self.setup.num_steps and not self.deadline.allows(*next_activities(self.setup, step)):
+            reason = f": another might not end within {clock(limit or 0.0)}"
+            self._stop(Interrupted if self.stop.requested else OutOfTime, reason)
+
+    def _stop(self, kind: type[Interrupted], reason: str) -> None:
+        step = self.state.step
+        self.retention.save_now(self.state)
+        end = (
+            f"stopped after step {step} of {self.setup.num_steps}{reason}" if step else "stopped before the first step"
+        )
+        self.run.log(end)
+        saved = "everything is saved" if step else "nothing was trained yet"
+        raise kind(f"{end}; {saved}, go on with\n{resume_command(self.run)}")
+
+    @contextmanager
+    def rescuing(self) -> Iterator[None]:
+        """Save before an error ends the run, where that can be done: what is in memory would be lost."""
+        try:
+            yield
+        except (Interrupted, NotFinite, DataError):  # saved; or resumed, the run would get here again
+            raise
+        except BaseException:
+            with suppress(BaseException):  # what ended the run is what is to be told
+                is_durable = self.setup.plan.placement.is_durable
+                if not is_durable and self.optimizer.is_whole and self._is_recorded():
+                    self.retention.save_now(replace(self.state, step=self.optimizer.step))
+            raise
+
+    def _is_recorded(self) -> bool:
+        """Tell whether the last step has its line in the metrics: resumed after it, the run would never write that."""
+        return any(line["step"] == self.optimizer.step for line in step_lines(self.run))
+
+    def flush(self) -> None:
+        """Apply the pending update to every layer."""
+        if self.optimizer.pending is None:  # it takes no time, and the next one would be expected to take none either
+            self.optimizer.flush()
+            return
+        with self.deadline.measure("flush"):
+            self.optimizer.flush()
+
+    def warn_unmoved(self) -> None:
+        """Warn of tensors that the first step has left as they were, once its update has reached every layer."""
+        movement, lr = self.optimizer.take_unchanged(), self.setup.schedule.lr(1)
+        self.warn(movement.warning(self.setup.architecture.family, lr) if movement and lr > 0 else None)
+
+    def warn(self, warning: str | None) -> None:
+        """Log and report a warning, if there is one."""
+        warn(self.run, self.reporter, warning)
 
 
 def compute_step(setup: TrainSetup, stack: OffloadedModel, optimizer: AdamW) -> StepReport:
@@ -257,124 +396,13 @@ def guarded_step(
         raise explain_gradient(error, setup, stack) from error
 
 
-def show_validation(console: Console, step: int, loss: float, sample: ValidationSample | None) -> None:
-    """Show loss and scores, and on a terminal one answer: a log gets no text of the user's."""
-    console.print(f"validation loss after {step} steps: {loss:.4f}", highlight=False)
-    if sample is not None:
-        rows = [("scores", "  ".join(f"{name} {value:.2f}" for name, value in sample.scores.items()))]
-        if console.is_terminal:
-            texts = {"expected": sample.expected, "answer": sample.answer}
-            rows += [(name, text[:SAMPLE_CHARACTERS]) for name, text in texts.items()]
-        panel(console, "", rows)
+def step_lines(run: Run) -> list[dict[str, Any]]:
+    """Return the lines of ``metrics.jsonl`` that are optimizer steps, not validations."""
+    return [line for line in run.metrics() if "loss" in line]
 
 
-def warn_of(run: Run, console: Console, warning: str | None) -> None:
-    """Say on the terminal and in the log what a user should know, if there is anything."""
+def warn(run: Run, reporter: Reporter, warning: str | None) -> None:
+    """Log and report a warning, if there is one."""
     if warning:
         run.log(warning)
-        console.print(f"warning: {warning}", highlight=False, markup=False)
-
-
-def warn_unmoved(setup: TrainSetup, optimizer: AdamW, warn: Callable[[str | None], None]) -> None:
-    """Say which tensors the first step has left as they were, as soon as its update has reached every layer."""
-    movement, lr = optimizer.take_unchanged(), setup.schedule.lr(1)
-    warning = movement.warning(setup.architecture.family, lr) if movement and lr > 0 else None
-    warn(warning)
-
-
-def validate(
-    stack: OffloadedModel, rows: Rows, budget_tokens: int, before_pass: Callable[[], None] = lambda: None
-) -> StepLoss:
-    """Return the loss over rows; nothing is trained.
-
-    Rows are read and put on the device as they are needed. Which of them share a micro-batch depends on the rows alone;
-    how many micro-batches share a pass over the weights depends on `BufferBudget.pass_tokens`, and changes no number.
-    ``before_pass`` is called before each pass.
-    """
-    losses: list[StepLoss] = []
-    for span in passes(rows.lengths, PASS_TOKENS):
-        batches = rows.batches(span, budget_tokens)
-        for some in passes([len(batch.tokens_T) for batch in batches], stack.budget.pass_tokens):
-            before_pass()
-            losses += evaluate_losses(stack, [batches[number].to(stack.device) for number in some])
-    return StepLoss(sum(loss.total for loss in losses), sum(loss.num_targets for loss in losses))
-
-
-def export(setup: TrainSetup, run: Run, stack: OffloadedModel, step: int, facts: dict[str, Any]) -> None:
-    """Write the tuned model.
-
-    Args:
-        setup: of the run.
-        run: where the model goes, and where the checkpoint is whose state it has if that is not the last.
-        stack: the last state.
-        step: of the last state.
-        facts: ``exported`` in them says which state the model has.
-
-    Raises:
-        GptjFtError: it could not be written.
-    """
-    exported = facts["exported"]
-    data = {"sha256": setup.data_sha256, "rows": len(setup.train), "validation_rows": len(setup.validation)}
-    metrics = {
-        "validation_loss": exported["validation_loss"], "baseline_validation_loss": facts["loss_before"],
-        "steps": exported["step"], "best": facts["best"], "updates_before": facts.get("updates_before", 0),
-    }  # fmt: skip
-    trained = TunedModel(setup.recipe, setup.model, setup.architecture, data, metrics)
-
-    chosen = (
-        trained_parameters(stack)
-        if exported["step"] == step
-        else checkpoint.parameters(run.checkpoint(exported["step"]), stack.layouts)
-    )
-    write_outcome(run.model, trained, setup.selection, chosen)
-
-
-def flush(optimizer: AdamW, deadline: Deadline) -> None:
-    """Apply what is pending to every layer."""
-    if optimizer.pending is None:  # then it takes no time, and the next one would be thought to take none either
-        optimizer.flush()
-        return
-    with deadline.measure("flush"):
-        optimizer.flush()
-
-
-@dataclass(frozen=True)
-class Stopper:
-    """Ends a run early, with everything saved: because a signal asks for it, or because its time is over."""
-
-    setup: TrainSetup
-    run: Run
-    request: StopRequest
-    deadline: Deadline
-    retention: CheckpointRetention
-    optimizer: AdamW
-
-    def stop_if_asked(self) -> None:
-        """Stop if a signal has asked; called where the state is that after a step, between passes over the weights.
-
-        Raises:
-            Interrupted: it has.
-        """
-        if self.request.requested:
-            self._stop(Interrupted, "")
-
-    def stop_if_late(self) -> None:
-        """Stop if what comes next might not end in time, unless that is only the end of the run.
-
-        Raises:
-            OutOfTime, Interrupted: it might not; or a signal has asked, too.
-        """
-        step, recipe = self.optimizer.step, self.setup.recipe
-        if step < self.setup.num_steps and not self.deadline.allows(*next_activities(self.setup, step)):
-            limit = clock(recipe.max_time or 0.0)
-            self._stop(Interrupted if self.request.requested else OutOfTime, f": another might not end within {limit}")
-
-    def _stop(self, kind: type[Interrupted], reason: str) -> None:
-        self.retention.save_now()
-        step = self.optimizer.step
-        end = (
-            f"stopped after step {step} of {self.setup.num_steps}{reason}" if step else "stopped before the first step"
-        )
-        self.run.log(end)
-        saved = "everything is saved" if step else "nothing was trained yet"
-        raise kind(f"{end}; {saved}, go on with\n{resume_command(self.run)}")
+        reporter.on_warning(warning)

@@ -1,4 +1,4 @@
-"""Where the state of a run comes from: the model it starts from, a checkpoint, or the last commit of a run on disk."""
+"""Restore the state of a run: from the model it starts from, a checkpoint, or the last commit of a run on disk."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system.direct_io import takes_direct
 from gptj_ft.system.files import discard
 from gptj_ft.training import checkpoint
+from gptj_ft.training.run_state import RunState
 from gptj_ft.training.setup import TrainSetup
 
 
-def open_state(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, dict[str, Any]]:
+def open_state(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, RunState]:
     """Open the stores of a run and fill them: from where it stopped, else from the model it starts from.
 
-    Returns: the stack, the optimizer at the run's step, and the facts that go into every commit and checkpoint.
+    Returns: the model, the optimizer at the run's step, and the state that goes into every commit and checkpoint.
 
     Raises:
         DataError: what it goes on from is missing or damaged, or is that of another run; nothing was removed.
@@ -36,7 +37,6 @@ def open_state(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, dict
         commit = None
     if not commit:
         discard(run.state)  # what is saved is elsewhere: scratch, or half of a beginning
-    facts: dict[str, Any] = {"loss_before": None, "updates_before": 0, "recipe": recipe_digest(setup.recipe)}
     stack = open_stack(setup, run, setup.plan.placement)
     if run.state.is_dir() and not takes_direct(run.state):
         run.log(f"{run.state} is on a file system without direct I/O: transfers go through the page cache")
@@ -46,17 +46,17 @@ def open_state(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, dict
             checkpoint.adopt(run, stack, saved)
             commit = run.last_commit()
         if commit:
-            facts |= facts_of(setup, run, commit)
+            state = checked_state(setup, run, commit)
             optimizer = resume_optimizer(setup, run, stack, commit)
         elif saved is not None:
-            facts |= facts_of(setup, run, run.manifest(saved))
+            state = checked_state(setup, run, run.manifest(saved))
             checkpoint.restore(run.checkpoint(saved), stack, saved)
-            optimizer = AdamW(stack, setup.recipe, saved, late_blocks(setup), facts["updates_before"])
+            optimizer = AdamW(stack, setup.recipe, saved, late_blocks(setup), state.updates_before)
         else:
-            facts["updates_before"] = begin(setup, stack)
-            optimizer = AdamW(stack, setup.recipe, 0, late_blocks(setup), facts["updates_before"])
+            state = RunState(0, recipe_digest(setup.recipe), updates_before=begin(setup, stack))
+            optimizer = AdamW(stack, setup.recipe, 0, late_blocks(setup), state.updates_before)
             if is_durable:
-                checkpoint.commit(run, optimizer.step, None, facts)
+                checkpoint.commit(run, state, None)
         if is_durable:
             run.note_saved(run.state / COMMIT)
         # This has the name of the state folder on the disk, too.
@@ -64,22 +64,22 @@ def open_state(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, dict
     except BaseException:
         stack.close()
         raise
-    return stack, optimizer, facts
+    return stack, optimizer, state
 
 
-def facts_of(setup: TrainSetup, run: Run, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of a commit or a checkpoint.
+def checked_state(setup: TrainSetup, run: Run, saved: dict[str, Any]) -> RunState:
+    """Return the state of a commit or a checkpoint.
 
     Raises:
         DataError: it was made with other options than the session's.
     """
-    facts: dict[str, Any] = saved["facts"]
-    if facts.get("recipe") != recipe_digest(setup.recipe):
+    state = RunState.of(saved)
+    if state.recipe_sha256 != recipe_digest(setup.recipe):
         raise DataError(
-            f"step {saved['step']} of {run.folder} was trained with other options than those in {run.recipe_file}: put "
+            f"step {state.step} of {run.folder} was trained with other options than those in {run.recipe_file}: put "
             "back the file that the run began with"
         )
-    return facts
+    return state
 
 
 def begin(setup: TrainSetup, stack: OffloadedModel) -> int:
@@ -120,9 +120,9 @@ def late_blocks(setup: TrainSetup) -> int:
 
 def resume_optimizer(setup: TrainSetup, run: Run, stack: OffloadedModel, commit: dict[str, Any]) -> AdamW:
     """Return the optimizer of a run on disk as of its last commit."""
-    before = commit["facts"]["updates_before"]
-    optimizer = AdamW(stack, setup.recipe, commit["step"], late_blocks(setup), before)
-    behind = checkpoint.layers_behind(run, stack, commit["step"])
+    state = RunState.of(commit)
+    optimizer = AdamW(stack, setup.recipe, state.step, late_blocks(setup), state.updates_before)
+    behind = checkpoint.layers_behind(run, stack, state.step)
     optimizer.resume(Update(**commit["update"]) if commit["update"] else None, behind)
     return optimizer
 
@@ -131,8 +131,8 @@ def settle(setup: TrainSetup, run: Run, commit: dict[str, Any]) -> None:
     """Bring every layer of a run on disk to its last commit, and make the folder a checkpoint."""
     stack = open_stack(setup, run, Placement("disk", "disk", frozen="disk"))
     try:
-        facts_of(setup, run, commit)
+        state = checked_state(setup, run, commit)
         resume_optimizer(setup, run, stack, commit).flush()
     finally:
         stack.close()
-    checkpoint.turn_into_checkpoint(run, commit["step"], commit["facts"])
+    checkpoint.turn_into_checkpoint(run, state)

@@ -1,83 +1,81 @@
-"""Which checkpoints of a run are made, and which of them stay."""
+"""Make the checkpoints of a run when they are due, and remove those that are not kept."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import COMMIT, MANIFEST, STEP, Run
-from gptj_ft.errors import DataError, Interrupted, NotFinite, UsageError, did_you_mean
+from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.evaluation.metrics import score_names
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.system.files import discard, remove_folder, sync_path
 from gptj_ft.training import checkpoint
+from gptj_ft.training.run_state import LOSS, BestState, RunState
 from gptj_ft.training.schedule import is_multiple
 from gptj_ft.training.setup import TrainSetup
 
-LOSS = "validation_loss"
-
 
 class CheckpointRetention:
-    """Makes checkpoints when they are due, and removes those that the recipe does not keep.
+    """Make checkpoints when they are due, and remove those that the recipe does not keep.
 
     The newest is always kept while the run goes on; a run on disk has it in its state folder. When the run has ended,
     the tuned model is the last state.
 
     Args:
-        setup: its recipe and its steps.
-        run: whose checkpoints.
-        stack: whose state they hold.
-        optimizer: whose step and pending update.
-        facts: what goes into every commit and checkpoint; ``best`` in it is kept up here: step and validation loss.
+        setup: recipe and number of steps.
+        run: run that the checkpoints are of.
+        stack: model with its optimizer state.
+        optimizer: optimizer with its pending update.
     """
 
-    def __init__(
-        self, setup: TrainSetup, run: Run, stack: OffloadedModel, optimizer: AdamW, facts: dict[str, Any]
-    ) -> None:
+    def __init__(self, setup: TrainSetup, run: Run, stack: OffloadedModel, optimizer: AdamW) -> None:
         self._recipe, self._num_steps = setup.recipe, setup.num_steps
         self._is_durable = setup.plan.placement.is_durable
-        self._run, self._stack, self._optimizer, self._facts = run, stack, optimizer, facts
+        self._run, self._stack, self._optimizer = run, stack, optimizer
         self._saved_at = time.monotonic()
-        facts.setdefault("best", None)
 
-    def begin(self) -> None:
-        """Keep what is to be kept from now on: the recipe may have changed, and a crash may have come between."""
-        best = self._facts["best"]
-        if best and self._recipe.keeps_best and best["step"] not in self._run.whole_checkpoints():
-            self._facts["best"] = None  # it was not kept then, or the run has gone back behind it
-        if self._is_durable and self._optimizer.step:
-            self.after_step()  # the step was committed, but perhaps its checkpoint not made any more
-        self.prune()
+    def begin(self, state: RunState) -> RunState:
+        """Apply the recipe to the checkpoints that are there; return the state without a best that was not kept.
 
-    def after_validation(self, loss: float, scores: Mapping[str, float]) -> None:
-        """Take note of a validation; if it is the best so far, by what the recipe goes by, keep this state."""
-        name, step = self._recipe.best_by, self._optimizer.step
+        The recipe may have changed since, and a crash may have come between a step and its checkpoint.
+        """
+        if state.best and self._recipe.keeps_best and state.best.step not in self._run.whole_checkpoints():
+            state = replace(state, best=None)  # it was not kept then, or the run has gone back behind it
+        if self._is_durable and state.step:
+            self.save_if_due(state)
+        self.prune(state)
+        return state
+
+    def after_validation(self, state: RunState, loss: float, scores: Mapping[str, float]) -> RunState:
+        """Return the state after a validation; if it is the best so far, by the recipe's score, keep a checkpoint."""
+        name, best = self._recipe.best_by, state.best
         value = loss if name == LOSS else scores[name]
-        best = self._facts["best"]
-        if step == 0 or not math.isfinite(value) or (best and not is_better(name, value, best.get(name, math.nan))):
-            return
-        self._facts["best"] = {"step": step, LOSS: loss, name: value}
-        if self._recipe.keeps_best and step < self._num_steps:
-            self._save()
+        is_best = math.isfinite(value) and (best is None or is_better(name, value, best.score(name)))
+        if state.step == 0 or not is_best:
+            return state
+        state = replace(state, best=BestState(state.step, loss, name, value))
+        if self._recipe.keeps_best and state.step < self._num_steps:
+            self._save(state)
+        return state
 
-    def is_out_of_patience(self) -> bool:
-        """Tell whether so many validations as the recipe has patience for have passed since the best."""
-        patience, best = self._recipe.patience, self._facts["best"]
+    def is_out_of_patience(self, state: RunState) -> bool:
+        """Tell whether as many validations as the recipe's ``patience`` have passed since the best."""
+        patience, best = self._recipe.patience, state.best
         if patience is None or best is None:
             return False
         # Counted in the file, so that a run that was resumed counts as one that was not.
-        since = [line for line in self._run.metrics() if LOSS in line and line["step"] > best["step"]]
+        since = [line for line in self._run.metrics() if LOSS in line and line["step"] > best.step]
         return len(since) >= patience
 
-    def after_step(self) -> bool:
+    def save_if_due(self, state: RunState) -> bool:
         """Make a checkpoint if one is due, by steps or by time; tell whether it was."""
-        recipe, step = self._recipe, self._optimizer.step
+        recipe, step = self._recipe, state.step
         is_regular = is_multiple(step, recipe.save_every)
         is_late = time.monotonic() - self._saved_at > recipe.save_minutes * 60
         if step == self._num_steps:
@@ -85,37 +83,20 @@ class CheckpointRetention:
         is_kept = is_regular and recipe.num_newest_kept != 0
         is_due = is_kept if self._is_durable else is_regular or is_late
         if is_due:
-            self._save()
+            self._save(state)
         return is_due
 
-    def save_now(self) -> None:
+    def save_now(self, state: RunState) -> None:
         """Have the state after the last step on the disk, if anything was trained yet."""
         if self._is_durable:
             self._stack.drain()
-        elif self._optimizer.step:
-            self._save()
+        elif state.step:
+            self._save(state)
 
-    @contextmanager
-    def rescuing(self) -> Iterator[None]:
-        """Save before an error ends the run, where that can be done: what is in memory would be lost."""
-        try:
-            yield
-        except (Interrupted, NotFinite, DataError):  # saved; or resumed, the run would get here again
-            raise
-        except BaseException:
-            with suppress(BaseException):  # what ended the run is what is to be told
-                if not self._is_durable and self._optimizer.is_whole and self._is_recorded():
-                    self.save_now()
-            raise
-
-    def _is_recorded(self) -> bool:
-        """Tell whether the last step has its line in the metrics: resumed after it, the run would never write that."""
-        return any("loss" in line and line["step"] == self._optimizer.step for line in self._run.metrics())
-
-    def prune(self, is_finished: bool = False) -> dict[int, Path]:
+    def prune(self, state: RunState, is_finished: bool = False) -> dict[int, Path]:
         """Remove the checkpoints that are not kept; return those that are."""
-        found, best = self._run.whole_checkpoints(), self._facts["best"]
-        kept = kept_steps(self._recipe, found, best["step"] if best else None)
+        found = self._run.whole_checkpoints()
+        kept = kept_steps(self._recipe, found, state.best.step if state.best else None)
         if found and not self._is_durable and not is_finished:
             kept.add(max(found))
         for step, folder in found.items():
@@ -125,17 +106,16 @@ class CheckpointRetention:
             discard(self._run.checkpoints)
         return {step: folder for step, folder in found.items() if step in kept}
 
-    def _save(self) -> None:
-        run, step = self._run, self._optimizer.step
+    def _save(self, state: RunState) -> None:
         self._optimizer.flush()
         if self._is_durable:
-            checkpoint.link(run, self._stack, step, self._facts)
-            # From now on the facts speak of this checkpoint; no other may be removed before that is known.
-            checkpoint.commit(run, step, self._optimizer.pending, self._facts)
+            checkpoint.link(self._run, self._stack, state)
+            # From now on the state names this checkpoint; no other may be removed before that is known.
+            checkpoint.commit(self._run, state, self._optimizer.pending)
         else:
-            checkpoint.save(run, self._stack, step, self._facts)
+            checkpoint.save(self._run, self._stack, state)
         self._saved_at = time.monotonic()
-        self.prune()
+        self.prune(state)
 
 
 def kept_steps(recipe: Recipe, steps: Iterable[int], best: int | None) -> set[int]:
@@ -219,5 +199,5 @@ def go_back(run: Run, step: int) -> None:
 def _best_of(run: Run, found: dict[int, Path]) -> int | None:
     """Return the step that the run knows as its best, if there is a checkpoint of it."""
     newest = run.last_commit() or (run.manifest(max(found)) if found else None)
-    best = newest["facts"].get("best") if newest else None
-    return best["step"] if best and best["step"] in found else None
+    best = RunState.of(newest).best if newest else None
+    return best.step if best and best.step in found else None

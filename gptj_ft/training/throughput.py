@@ -1,4 +1,4 @@
-"""What steps amount to: FLOPs, counted here and nowhere else, and the rates that a run reports."""
+"""Measure optimizer steps: tokens, seconds, bytes, and the rates that follow from them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import torch
 from gptj_ft.planning.flops import Flops
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.system import machine
+from gptj_ft.system.units import gigabytes
+
+WAITING_NOTICED = 0.05  # share of the time
 
 
 @dataclass(frozen=True)
@@ -126,3 +129,29 @@ class Stopwatch:
 
 def _counters(stack: OffloadedModel) -> tuple[float, int, int]:
     return stack.waited_seconds, stack.bytes_read, stack.bytes_written
+
+
+def describe_throughput(counts: StepCounts, throughput: Throughput, verbose: bool = False) -> list[str]:
+    """Return the rates of a step as people read them; what does not apply is left out.
+
+    Args:
+        counts: of one step or of a whole run.
+        throughput: rates of the same.
+        verbose: with what the engine does: FLOPs, and bytes moved.
+    """
+    memory = f"{gigabytes(counts.memory_bytes)} of memory"
+    if counts.device_memory_bytes:
+        memory = f"{gigabytes(counts.device_memory_bytes)} on the device, {memory}"
+    all_tokens, trained = _rate(throughput.tokens_per_second), _rate(throughput.target_tokens_per_second)
+    texts = [f"{all_tokens} tokens/s ({trained} trained on), {memory}"]
+    if verbose:
+        texts.append(f"{throughput.hardware_gflops:,.1f} GFLOP/s, {throughput.hfu:.0%} of matmul")
+    if throughput.stall >= (0.005 if verbose else WAITING_NOTICED):
+        texts.append(f"waiting for the stores {throughput.stall:.0%}")
+    if verbose and (counts.bytes_read or counts.bytes_written):
+        texts.append(f"read {gigabytes(counts.bytes_read)}, wrote {gigabytes(counts.bytes_written)}")
+    return texts
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.2g}"

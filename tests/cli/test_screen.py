@@ -11,13 +11,14 @@ from conftest import write_rows
 from rich.console import Console
 from rich.text import Text
 
-from gptj_ft.cli.terminal import bars
+from gptj_ft.cli.terminal import bars, progress
 from gptj_ft.cli.terminal.bars import Pace, activity, bar
 from gptj_ft.cli.terminal.data_tables import in_few_lines
-from gptj_ft.cli.terminal.progress import StepProgress, StepReport
+from gptj_ft.cli.terminal.progress import TerminalReporter
 from gptj_ft.cli.terminal.screen import panel, table, whole
 from gptj_ft.cli.terminal.tables import show_training
 from gptj_ft.training.loop import TrainResult
+from gptj_ft.training.reporter import RecentSteps, StepReport
 from gptj_ft.training.throughput import StepCounts, Throughput
 
 PATH = "/home/somebody/a/folder/with/a/name/that/is/longer/than/most/lines.jsonl"
@@ -117,7 +118,7 @@ def test_the_time_left_is_that_of_what_was_done_here(monkeypatch: pytest.MonkeyP
 def test_the_closing_summary_tells_what_the_engine_did_to_those_who_ask(verbose: bool) -> None:
     console, counts = console_of(80), StepCounts(2048, 600, 649.0, 3.0, 10**11, 10**11, 6 * 10**9, 0)
     throughput = Throughput(0.9, 3.2, 20.0, 30.0, 0.5, 0.6, 0.005)
-    result = TrainResult("-run", "-run/model", 9, 9, 2.5, 2.25, None, 700.0, counts, throughput)
+    result = TrainResult("-run", "-run/model", 9, 9, 2.5, 2.25, None, None, 700.0, counts, throughput)
     show_training(console, result, 20, verbose)
     text = " ".join(printed(console).split())
     assert "validation loss 2.5000 before, 2.2500 after; lower is better time 11 min of steps, 3.2 tokens/s" in text
@@ -127,22 +128,36 @@ def test_the_closing_summary_tells_what_the_engine_did_to_those_who_ask(verbose:
     assert "evaluate ./-run --data FILE" in printed(none)
 
 
+class StillLive:
+    """A live display that draws nothing by itself."""
+
+    def __init__(self, **_: object) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+
 @pytest.mark.parametrize("verbose", [False, True])
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_the_live_figures_of_a_run_fit_and_say_how_far_how_long_and_what_now(width: int, verbose: bool) -> None:
+def test_the_live_figures_of_a_run_fit_and_say_how_far_how_long_and_what_now(
+    width: int, verbose: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     console = console_of(width)
-    progress = StepProgress(console, 12000, 0, 90.0, verbose)
+    reporter, recent = TerminalReporter(console, verbose), RecentSteps(12000, 0, 90.0)
+    monkeypatch.setattr(progress, "Live", StillLive)
+    reporter.on_start(recent.progress)
     counts = StepCounts(2048, 600, 649.0, 3.0, 10**11, 10**11, 6 * 10**9, 10**9)
     report = StepReport(
         11999, 12.3456, 0.01, 1e-5, 123.4, counts, Throughput(123456.7, 234567.8, 1e4, 1e4, 0.5, 0.6, 0.1)
     )
-    progress.doing("validating on 1,000 rows")
-    progress._since -= 60.0
-    console.print(progress._drawn())
+    reporter.on_activity("validating on 1,000 rows")
+    reporter._since -= 60.0
+    console.print(reporter._drawn())
     assert "100 h" not in printed(console)
     assert "12 d 12 h left" in printed(console), "as forecast"
-    progress.show(report)
-    console.print(progress._drawn())
+    reporter.on_step(report, recent.add(report))
+    console.print(reporter._drawn())
     assert max(map(len, printed(console).splitlines())) <= min(width, 100)
     for phrase in (
         "step 11999/12000",

@@ -151,7 +151,7 @@ def lose_power(session: TrainSetup, run: Run, last: int, seed: int | None) -> No
 
             def noting(*arguments, original=original, position=position):
                 original(*arguments)
-                said.append(arguments[position])
+                said.append(arguments[position].step)
 
             patch.setattr(checkpoint, name, noting)
         with suppress(PowerCut):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import random_gptj
-from rich.console import Console
 from safetensors.torch import load_file
 
 from gptj_ft.config.resolve import build
@@ -51,7 +49,7 @@ def new_run(folder: Path) -> Run:
 def train(session: TrainSetup, run: Run) -> TrainResult:
     if not run.record_file.is_file():
         run.start_record(session.recipe)
-    return train_run(session, run, Console(file=io.StringIO()))
+    return train_run(session, run)
 
 
 def weights_of(model: Path) -> dict[str, torch.Tensor]:

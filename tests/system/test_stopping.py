@@ -22,13 +22,14 @@ import torch
 from small_run import assert_same_weights, new_run, small_session, train, weights_of
 
 from gptj_ft.cli.commands import finetune
+from gptj_ft.cli.terminal.progress import TerminalReporter
 from gptj_ft.config.resolve import dump
 from gptj_ft.config.run_folder import Run, steps_done, what_is_saved
 from gptj_ft.errors import Interrupted, ResourceError
 from gptj_ft.system import signals
 from gptj_ft.system.signals import SIGNALS, StopRequest
 from gptj_ft.system.streams import LastingStream, open_missing
-from gptj_ft.training import loop, restore, retention
+from gptj_ft.training import export, loop, restore, retention, validation
 from gptj_ft.training.finetune import going_on
 from gptj_ft.training.nonfinite import LossWatch
 from gptj_ft.training.setup import TrainSetup
@@ -40,13 +41,13 @@ DONE = "stopped; all steps are done, and the tuned model is in"
 # Where in a run the signal comes: the function that is called there, which time, and what is said then.
 POINTS = {
     "placing weights": (restore, "load_weights", 1, BEFORE),
-    "first validation": (loop, "evaluate_losses", 1, "stopped before the first step; nothing was trained yet"),
-    "a validation": (loop, "evaluate_losses", 2, "stopped after step 1 of 3; everything is saved, go on with"),
+    "first validation": (validation, "evaluate_losses", 1, "stopped before the first step; nothing was trained yet"),
+    "a validation": (validation, "evaluate_losses", 2, "stopped after step 1 of 3; everything is saved, go on with"),
     "a step": (loop, "train_step", 2, "stopped after step 2 of 3; everything is saved"),
     "the last step": (loop, "train_step", 3, "stopped after step 3 of 3; everything is saved"),
-    "saving": (retention.CheckpointRetention, "after_step", 1, "stopped after step 1 of 3; everything is saved"),
-    "the last validation": (loop, "evaluate_losses", 4, "stopped after step 3 of 3; everything is saved"),
-    "export": (loop, "write_outcome", 1, DONE),
+    "saving": (retention.CheckpointRetention, "save_if_due", 1, "stopped after step 1 of 3; everything is saved"),
+    "the last validation": (validation, "evaluate_losses", 4, "stopped after step 3 of 3; everything is saved"),
+    "export": (export, "write_outcome", 1, DONE),
     "after export": (loop, "remember_run", 1, DONE),
 }
 FAST = [
@@ -253,9 +254,7 @@ def test_a_second_signal_ends_at_once_and_says_what_is_saved(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "train_step", insisting)
-        patch.setattr(
-            retention.CheckpointRetention, "_is_recorded", lambda self: False
-        )  # of this no process would be left
+        patch.setattr(loop.Training, "_is_recorded", lambda self: False)  # of this no process would be left
         with pytest.raises(Ended, match="130"):
             train(session, run)
     saved = "nothing was saved yet" if (place, save_every) == ("host", 0) else "the run is saved at step 1"
@@ -355,7 +354,7 @@ def test_a_terminal_that_is_gone_fails_no_run(model: Path, straight: dict[str, t
     step = loop.train_step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "train_step", close)
-        loop.train(session_of(model, "host"), run, Console(file=stream, force_terminal=True))
+        loop.train(session_of(model, "host"), run, TerminalReporter(Console(file=stream, force_terminal=True)))
     assert_same_weights(weights_of(run.model), straight)
 
 
@@ -428,7 +427,7 @@ def test_a_tuned_model_that_cannot_be_written_leaves_a_checkpoint(
         raise ResourceError("no space left")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "write_outcome", full)
+        patch.setattr(export, "write_outcome", full)
         with pytest.raises(ResourceError), going_on(run):
             train(session, run)
     assert steps_done(run) == STEPS
@@ -498,6 +497,6 @@ def test_an_exploding_run_says_so_on_the_terminal_and_in_its_log(model: Path, tm
 
     session = small_session(model, 6, lr=30.0, clip_norm=None, warmup=0.0, schedule="constant", weights="device")
     run, screen = begun_run(session, tmp_path), io.StringIO()
-    loop.train(session, run, Console(file=screen, width=500))
+    loop.train(session, run, TerminalReporter(Console(file=screen, width=500)))
     assert screen.getvalue().count("warning: the ") == 1
     assert "start a new one with a lower --lr" in (run.folder / "log.txt").read_text(encoding="utf-8")

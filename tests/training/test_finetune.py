@@ -26,6 +26,7 @@ from gptj_ft.config.resolve import resolve
 from gptj_ft.config.run_folder import Run
 from gptj_ft.evaluation.metrics.language_model import NAMES
 from gptj_ft.training.finetune import fresh
+from gptj_ft.training.reporter import Reporter
 
 TINY = "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 8 --set holdout=0.1"
 
@@ -164,12 +165,20 @@ def test_a_run_is_told_in_a_users_terms_and_ends_with_what_to_type(shell, rows_f
     assert (measured.code, "an other/data/validation" in measured.said) == (0, True), measured.err
 
 
+class Activities(Reporter):
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def on_activity(self, text: str) -> None:
+        self.told.append(text)
+
+
 def test_a_run_that_begins_tells_that_rows_are_read_and_the_machine_is_measured_once(rows_file: Path) -> None:
     options = {"recipe": "summarization", "data": "rows.jsonl", "model": "tiny"}
     for planning in ("measuring this machine, once, up to 10 s", "planning"):
-        said: list[str] = []
-        fresh(resolve(options, environment={}), said.append)
-        assert said == ["reading the rows", planning]
+        reporter = Activities()
+        fresh(resolve(options, environment={}), reporter)
+        assert reporter.told == ["reading the rows", planning]
 
 
 def test_only_few_rows_and_too_large_batches_are_warned_of() -> None:
@@ -269,7 +278,7 @@ class FakeClock:
         monkeypatch.setattr(loop, "forecast_seconds", lambda session: takes)
         for owner, name, seconds in (
             (loop, "train_step", 100), (loop, "validate", 30), (checkpoint, "save", 30),
-            (loop, "export", 30), (adamw.AdamW, "flush", 30),
+            (loop, "export_model", 30), (adamw.AdamW, "flush", 30),
         ):  # fmt: skip
             monkeypatch.setattr(owner, name, self._slow(getattr(owner, name), seconds))
 
@@ -390,18 +399,18 @@ def test_resume_refuses_what_would_change_the_numbers(shell, rows_file: Path) ->
 
 def test_a_model_that_cannot_be_exported_is_not_lost(shell, rows_file: Path, monkeypatch) -> None:
     from gptj_ft.errors import ResourceError
-    from gptj_ft.training import loop
+    from gptj_ft.training import export
 
-    original = loop.write_outcome
+    original = export.write_outcome
 
     def full(*arguments, **settings):
         raise ResourceError("disk full")
 
-    monkeypatch.setattr(loop, "write_outcome", full)
+    monkeypatch.setattr(export, "write_outcome", full)
     done = shell(f"{TINY} --max-steps 2 --output out")
     assert done.code == 4
     assert "finetune --resume out" in done.err
-    monkeypatch.setattr(loop, "write_outcome", original)
+    monkeypatch.setattr(export, "write_outcome", original)
     done = shell("finetune --resume out --json")
     assert done.code == 0, done.err
     assert shell(f"{TINY} --max-steps 2 --output straight --json").json["loss_after"] == done.json["loss_after"]
@@ -531,7 +540,7 @@ def test_the_other_recipes_train_and_evaluate_on_the_examples(recipe: str, shell
 def test_a_validation_holds_a_pass_of_rows_at_a_time_and_its_loss_is_the_same(tmp_path: Path, monkeypatch) -> None:
     from gptj_ft.data.batches import Rows
     from gptj_ft.streaming.open import open_for_inference
-    from gptj_ft.training import loop
+    from gptj_ft.training import validation
 
     class Read(list):
         """Rows that know how many of their tokens were read."""
@@ -546,21 +555,21 @@ def test_a_validation_holds_a_pass_of_rows_at_a_time_and_its_loss_is_the_same(tm
     generator = torch.Generator().manual_seed(2)
     documents = Read(torch.randint(1, 40, (5 + n % 9,), generator=generator).tolist() for n in range(60))
     rows = Rows(documents, [2] * 60, known_lengths=[5 + n % 9 for n in range(60)])
-    most, measured = [], loop.evaluate_losses
+    most, measured = [], validation.evaluate_losses
 
     def watch(stack, batches):
         most.append((Read.tokens, sum(len(batch.tokens_T) for batch in batches)))
         return measured(stack, batches)
 
-    monkeypatch.setattr(loop, "evaluate_losses", watch)
+    monkeypatch.setattr(validation, "evaluate_losses", watch)
     with open_for_inference(tmp_path, session.device, torch.float32, "disk") as (_, stack):
         losses = []
         for pass_tokens in (30, 90, 10**6):
             most.clear()
             Read.tokens, computed = 0, 0
             stack.budget = replace(stack.budget, pass_tokens=pass_tokens)
-            monkeypatch.setattr(loop, "PASS_TOKENS", 100)
-            losses.append(loop.validate(stack, rows, 20))
+            monkeypatch.setattr(validation, "PASS_TOKENS", 100)
+            losses.append(validation.validate(stack, rows, 20))
             for read, tokens in most:
                 assert tokens <= max(pass_tokens, 20)
                 assert read <= computed + 100, "more rows were read than the next pass needs"

@@ -16,9 +16,10 @@ from gptj_ft.config.run_folder import Run
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.models.layout import Layout
 from gptj_ft.streaming.open import open_for_inference
-from gptj_ft.training import loop, retention
+from gptj_ft.training import loop, retention, validation
 from gptj_ft.training.checkpoint import turn_into_checkpoint
 from gptj_ft.training.retention import find_checkpoint, go_back, kept_steps
+from gptj_ft.training.run_state import BestState, RunState
 from gptj_ft.training.setup import TrainSetup
 
 PLACES = {"weights": "device", "optimizer_state": "device"}, {"weights": "disk", "optimizer_state": "disk"}
@@ -61,7 +62,7 @@ def stop_run(session: TrainSetup, run: Run, step: int) -> None:
     """End a run as a kill does: nothing is saved on the way out."""
     with pytest.MonkeyPatch.context() as patch:
         stop_before(patch, step)
-        patch.setattr(retention.CheckpointRetention, "rescuing", lambda self: nullcontext())
+        patch.setattr(loop.Training, "rescuing", lambda self: nullcontext())
         with pytest.raises(Stopped):
             train(session, run)
 
@@ -72,7 +73,7 @@ def script_losses(patch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
     patch.setattr(
         retention.CheckpointRetention,
         "after_validation",
-        lambda self, loss, scores: original(self, losses.get(self._optimizer.step, loss), scores),
+        lambda self, state, loss, scores: original(self, state, losses.get(state.step, loss), scores),
     )
 
 
@@ -129,7 +130,8 @@ def test_a_run_leaves_the_checkpoints_it_keeps_and_no_state(session: TrainSetup,
     assert list(run.whole_checkpoints()) == [3, 4, 6]
     assert {path.name for path in run.checkpoints.iterdir()} == {"step-000003", "step-000004", "step-000006"}
     assert not run.state.exists()
-    assert result.best == {"step": 4, "validation_loss": 1.0, "checkpoint": str(run.checkpoint(4))}
+    assert result.best == BestState(4, 1.0, "validation_loss", 1.0)
+    assert result.best_checkpoint == str(run.checkpoint(4))
     assert result.exported_step == 8
     assert_same_weights(weights_of(run.model), weights_of(straight.model))
 
@@ -141,7 +143,7 @@ def test_a_run_that_keeps_nothing_more_leaves_no_checkpoints(
     result = train(with_options(session, save_every=1), run)
     assert not run.checkpoints.exists()
     assert result.best is not None
-    assert result.best["checkpoint"] is None
+    assert result.best_checkpoint is None
     assert_same_weights(weights_of(run.model), weights_of(straight.model))
 
 
@@ -202,6 +204,16 @@ def test_a_full_disk_while_a_checkpoint_is_made_stops_with_exit_4_and_resumes(
     assert_same_weights(weights_of(run.model), weights_of(straight.model))
 
 
+def test_a_state_that_has_its_checkpoint_is_gone_when_the_run_goes_on_in_memory(model: Path, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    stop_run(small_session(model, STEPS, save_every=2, keep="all", **PLACES[1]), run, 5)
+    commit = run.last_commit()
+    assert commit is not None
+    assert max(run.whole_checkpoints()) == commit["step"]
+    turn_into_checkpoint(run, RunState.of(commit))
+    assert not run.state.exists()
+
+
 @pytest.mark.parametrize("step", [2, 4, 6])
 def test_going_back_to_a_checkpoint_ends_in_the_same_run(
     step: int, session: TrainSetup, straight: Run, tmp_path: Path
@@ -217,7 +229,7 @@ def test_going_back_to_a_checkpoint_ends_in_the_same_run(
     losses = [(line["step"], line.get("loss"), line.get("validation_loss")) for line in run.metrics()]
     assert losses == [(line["step"], line.get("loss"), line.get("validation_loss")) for line in straight.metrics()]
     assert result.best is not None
-    assert result.best["validation_loss"] == min(loss for step, _, loss in losses if step and loss)
+    assert result.best.validation_loss == min(loss for step, _, loss in losses if step and loss)
 
 
 @pytest.mark.parametrize(("first", "then"), [(0, 1), (1, 0)], ids=["memory to disk", "disk to memory"])
@@ -248,16 +260,6 @@ def test_a_run_that_goes_on_on_disk_is_saved_there_before_its_first_step(
     assert_same_weights(weights_of(run.model), weights_of(straight.model))
 
 
-def test_a_state_that_has_its_checkpoint_is_gone_when_the_run_goes_on_in_memory(model: Path, tmp_path: Path) -> None:
-    run = new_run(tmp_path)
-    stop_run(small_session(model, STEPS, save_every=2, keep="all", **PLACES[1]), run, 5)
-    commit = run.last_commit()
-    assert commit is not None
-    assert max(run.whole_checkpoints()) == commit["step"]
-    turn_into_checkpoint(run, commit["step"], commit["facts"])
-    assert not run.state.exists()
-
-
 def test_a_checkpoint_that_a_run_in_memory_goes_on_from_is_missed_if_it_is_lost(model: Path, tmp_path: Path) -> None:
     session, run = small_session(model, STEPS, save_every=2, keep="all", **PLACES[0]), new_run(tmp_path)
     stop_run(session, run, 5)
@@ -273,10 +275,10 @@ def test_the_best_state_is_exported_if_asked_for(session: TrainSetup, tmp_path: 
         result = train(with_options(session, export="best"), run)
     assert (result.steps, result.exported_step, result.loss_after) == (8, 4, 1.0)
     assert result.best is not None
-    assert result.best["checkpoint"] is None, "the model is that state"
+    assert result.best_checkpoint is None, "the model is that state"
     loss = {line["step"]: line["validation_loss"] for line in run.metrics() if "validation_loss" in line}
     with open_for_inference(run.model, session.device, session.dtype) as (_, stack):
-        assert loop.validate(stack, session.validation, 2048).mean == pytest.approx(loss[4], abs=1e-6)
+        assert validation.validate(stack, session.validation, 2048).mean == pytest.approx(loss[4], abs=1e-6)
     assert abs(loss[8] - loss[4]) > 1e-3
 
 
@@ -304,4 +306,4 @@ def test_a_best_that_turns_up_again_after_going_back_is_kept_again(session: Trai
         result = train(session, run)
     assert list(run.whole_checkpoints()) == [4, 6]
     assert result.best is not None
-    assert result.best["step"] == 6
+    assert result.best.step == 6

@@ -316,7 +316,9 @@ def test_a_lower_loss_before_the_end_is_told(runs: Path, shell: Shell, monkeypat
 
     original = CheckpointRetention.after_validation
     monkeypatch.setattr(
-        CheckpointRetention, "after_validation", lambda self, loss, scores: original(self, loss + 9, scores)
+        CheckpointRetention,
+        "after_validation",
+        lambda self, state, loss, scores: original(self, state, loss + 9, scores),
     )
     done = shell("finetune --resume runs/stopped")
     assert "the validation loss was lowest after 6 steps" in done.said

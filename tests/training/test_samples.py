@@ -64,7 +64,7 @@ def test_training_ends_when_patience_does_and_the_best_state_is_chosen_by_a_scor
     shell, rows_file: Path, monkeypatch
 ) -> None:
     from gptj_ft.training import loop
-    from gptj_ft.training.validation_samples import ValidationSample
+    from gptj_ft.training.validation import ValidationSample
 
     scores = {
         0: 9.0,

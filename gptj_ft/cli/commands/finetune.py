@@ -128,9 +128,11 @@ def finetune(
     with stop_says(lambda: stopped(run)):
         out = Output(as_json, quiet)
         with out.activity():
+            from gptj_ft.cli.terminal.progress import TerminalReporter
             from gptj_ft.cli.terminal.tables import show_plan, show_prepared_run, show_training
             from gptj_ft.training import finetune as command
 
+        reporter = TerminalReporter(out.notes, verbose)
         if start is not None and resume is None:
             raise UsageError("--from names a checkpoint of a run: add --resume RUN")
         if resume is not None:
@@ -145,8 +147,8 @@ def finetune(
             resolved = fetched(resolve(flags, config, as_tuple(assignments)), offline, out)
 
             def read(its: Resolved) -> PreparedRun:
-                with out.activity("reading the rows") as doing:
-                    return command.fresh(its, doing)
+                with reporter:
+                    return command.fresh(its, reporter)
 
             prepared = asking(resolved, out, read)
             _show_rows(out.notes, prepared, show)
@@ -155,7 +157,7 @@ def finetune(
             out.finish(plan.to_dict(), "", lambda console: show_plan(console, plan, notes))
             return
         show_prepared_run(out.notes, prepared, verbose)
-        result = command.execute(prepared, out.notes, verbose, began)
+        result = command.execute(prepared, reporter, began)
         run = Run(Path(result.run))
         write_page(result.run, out.notes)
         measured_on = len(prepared.setup.validation)

@@ -74,12 +74,13 @@ def plan(
     flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
     out = Output(as_json, quiet)
     with out.activity():
+        from gptj_ft.cli.terminal.progress import TerminalReporter
         from gptj_ft.cli.terminal.tables import show_outlook, show_plan
         from gptj_ft.training import finetune as command
 
     resolved = fetched(resolve(flags, config, as_tuple(assignments)), offline, out)
-    with out.activity("planning") as doing:
-        forecast = command.forecast(resolved, measure, doing)
+    with TerminalReporter(out.notes) as reporter:
+        forecast = command.forecast(resolved, measure, reporter)
 
     def show(console: Console) -> None:
         show_plan(console, forecast.plan, forecast.notes)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from gptj_ft.cli.terminal.progress import describe_throughput
 from gptj_ft.cli.terminal.screen import next_steps, panel, say, time_after, whole
 from gptj_ft.planning.costs import WARRANTED_BYTES, Costs
 from gptj_ft.planning.inference_plan import InferencePlan
@@ -17,6 +16,8 @@ from gptj_ft.planning.plan import Plan
 from gptj_ft.planning.scaling_law import CONFIRMED_FLOPS, FITTED_FLOPS, TOKENS_PER_PARAMETER, ScalingForecast
 from gptj_ft.system.plain_text import command_line
 from gptj_ft.system.units import clock, gigabytes
+from gptj_ft.training.run_state import LOSS, BestState
+from gptj_ft.training.throughput import describe_throughput
 
 if TYPE_CHECKING:
     from gptj_ft.models.published import Published
@@ -165,8 +166,8 @@ def show_training(console: Console, result: TrainResult, num_validation: int, ve
         little = f" ({num_validation} rows say little)" if num_validation < FEW_VALIDATION_ROWS else ""
         exported = f" (exported: step {result.exported_step})" if result.exported_step != result.steps else ""
         rows.append(("validation loss", losses + little + exported))
-    if result.best and result.best["step"] != result.exported_step:
-        rows.append(("best", describe_best(result.run, result.best)))
+    if result.best and result.best.step != result.exported_step:
+        rows.append(("best", describe_best(result.run, result.best, result.best_checkpoint)))
     rows.append(("time", f"{clock(counts.seconds)} of steps, {describe_throughput(counts, throughput)[0]}"))
     page = Path(result.run) / "report.html"
     rows += [("tuned model", whole(result.model)), *([("report", whole(str(page)))] if page.is_file() else [])]
@@ -230,15 +231,15 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.2g} s" if seconds < 10 else clock(seconds)
 
 
-def describe_best(run: str, best: Mapping[str, Any]) -> str:
+def describe_best(run: str, best: BestState, checkpoint: str | None) -> str:
     """Say that the best state came before the end, and how to have it."""
     export = command_line("runs", "export", Path(run), "FOLDER", "--from", "best")
     where = (
         f"it is kept: {whole(f'`{export}`')}"
-        if best["checkpoint"]
+        if checkpoint
         else "--keep best,last keeps that state, --export best exports it"
     )
-    by = [name for name in best if name not in ("step", "validation_loss", "checkpoint")]
-    value = f"{by[0]} {best[by[0]]:.2f}" if by else f"{best['validation_loss']:.4f}"
-    what = f"the best state by {by[0]} is that" if by else "the validation loss was lowest"
-    return f"{what} after {best['step']} steps, {value}; {where}"
+    is_loss = best.by == LOSS
+    value = f"{best.value:.4f}" if is_loss else f"{best.by} {best.value:.2f}"
+    what = "the validation loss was lowest" if is_loss else f"the best state by {best.by} is that"
+    return f"{what} after {best.step} steps, {value}; {where}"

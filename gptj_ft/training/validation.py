@@ -1,8 +1,9 @@
-"""The same few validation rows, answered at each validation: their scores, and the answers in ``samples/``."""
+"""Validate a model while it is trained: its loss on all held-out rows, and its answers to a few of them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gptj_ft.config.run_folder import Run
@@ -11,21 +12,23 @@ from gptj_ft.data.dataset import load
 from gptj_ft.data.split import select
 from gptj_ft.data.tokenizer import load_tokenizer
 from gptj_ft.errors import ResourceError
+from gptj_ft.evaluation.likelihood import passes
 from gptj_ft.evaluation.metrics.statistic import values
 from gptj_ft.planning.inference_plan import InferenceWorkload, token_budget_within
-from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.model import PASS_TOKENS, OffloadedModel
+from gptj_ft.streaming.step import StepLoss, evaluate_losses
 from gptj_ft.system.files import keep_folder, replace_text
 from gptj_ft.training.setup import TrainSetup
 
 
 @dataclass(frozen=True)
 class ValidationSample:
-    """What a state of the model answers.
+    """Answers of the model to the sampled rows.
 
     Attributes:
-        scores: of all the rows, by name.
-        expected: in the first row.
-        answer: to the first row.
+        scores: metrics over all sampled rows, by name.
+        expected: references of the first row.
+        answer: generated answer to the first row.
     """
 
     scores: dict[str, float]
@@ -33,12 +36,35 @@ class ValidationSample:
     answer: str
 
 
-class ValidationSamples:
-    """Answers the first of the validation rows.
+def validate(
+    stack: OffloadedModel, rows: Rows, budget_tokens: int, before_pass: Callable[[], None] = lambda: None
+) -> StepLoss:
+    """Compute the loss over rows; nothing is trained.
+
+    Rows are read and put on the device as they are needed. Which of them share a micro-batch depends on the rows alone;
+    how many micro-batches share a pass over the weights depends on `BufferBudget.pass_tokens`, and changes no number.
 
     Args:
-        setup: its recipe says how many rows, and how they are scored.
-        run: has the rows, and gets the answers.
+        stack: model.
+        rows: rows to compute the loss of.
+        budget_tokens: most tokens of a micro-batch.
+        before_pass: called before each pass over the weights; may raise to stop.
+    """
+    losses: list[StepLoss] = []
+    for span in passes(rows.lengths, PASS_TOKENS):
+        batches = rows.batches(span, budget_tokens)
+        for some in passes([len(batch.tokens_T) for batch in batches], stack.budget.pass_tokens):
+            before_pass()
+            losses += evaluate_losses(stack, [batches[number].to(stack.device) for number in some])
+    return StepLoss(sum(loss.total for loss in losses), sum(loss.num_targets for loss in losses))
+
+
+class ValidationSamples:
+    """Generate answers to the first of the validation rows; each validation writes them to ``samples/``.
+
+    Args:
+        setup: number of rows, and metrics, in its recipe.
+        run: run that has the rows and gets the answers.
     """
 
     def __init__(self, setup: TrainSetup, run: Run) -> None:

@@ -1,0 +1,148 @@
+"""Report the progress of a run as events: a terminal, a notebook or a program may show them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from gptj_ft.system.units import clock
+from gptj_ft.training.throughput import StepCounts, Throughput, describe_throughput
+
+if TYPE_CHECKING:
+    from gptj_ft.training.validation import ValidationSample
+
+GAP = "  "
+RECENT_STEPS = 20
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step, as written to ``metrics.jsonl``.
+
+    Attributes:
+        step: number, from 1.
+        loss: cross-entropy in nats, mean over the step's target tokens, before the update.
+        z_loss: weighted z-loss, which is added to it.
+        lr: learning rate.
+        grad_norm: global gradient norm before clipping.
+        counts: tokens, seconds, bytes and memory.
+        throughput: rates.
+    """
+
+    step: int
+    loss: float
+    z_loss: float
+    lr: float
+    grad_norm: float
+    counts: StepCounts
+    throughput: Throughput
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the line of ``metrics.jsonl``: all figures side by side."""
+        own = {key: value for key, value in vars(self).items() if key not in ("counts", "throughput")}
+        return {**own, **asdict(self.counts), **asdict(self.throughput)}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Position in a run.
+
+    Attributes:
+        step: optimizer steps done.
+        num_steps: optimizer steps of the whole run.
+        seconds_left: estimated seconds to the last step.
+        throughput: mean rates of the latest steps; ``None`` before the first of this session.
+    """
+
+    step: int
+    num_steps: int
+    seconds_left: float
+    throughput: Throughput | None = None
+
+
+class RecentSteps:
+    """Means over the latest steps.
+
+    Args:
+        num_steps: optimizer steps of the run.
+        step: optimizer steps done before this session.
+        seconds_per_step: forecast, used until a step has been measured.
+    """
+
+    def __init__(self, num_steps: int, step: int, seconds_per_step: float) -> None:
+        self._num_steps, self._recent = num_steps, deque[StepReport](maxlen=RECENT_STEPS)
+        self.progress = Progress(step, num_steps, (num_steps - step) * seconds_per_step)
+
+    def add(self, report: StepReport) -> Progress:
+        """Take a step into the means."""
+        self._recent.append(report)
+        seconds = [each.counts.seconds for each in self._recent]
+        left = (self._num_steps - report.step) * sum(seconds) / len(seconds)
+        mean = Throughput.mean([each.throughput for each in self._recent], seconds)
+        self.progress = Progress(report.step, self._num_steps, left, mean)
+        return self.progress
+
+
+class Reporter:
+    """Receiver of a run's events. Every method does nothing: override those of interest.
+
+    All are called in the thread that trains, so the next step waits for them; only `on_stop_request` may interrupt
+    another one.
+    """
+
+    def on_activity(self, text: str) -> None:
+        """Report the beginning of something that takes time, in a few words."""
+
+    def on_message(self, message: str) -> None:
+        """Report a fact in a sentence."""
+
+    def on_warning(self, warning: str) -> None:
+        """Report something that needs attention."""
+
+    def on_start(self, progress: Progress) -> None:
+        """Report that training begins, or goes on."""
+
+    def on_step(self, step: StepReport, progress: Progress) -> None:
+        """Report an optimizer step."""
+
+    def on_validation(self, step: int, loss: float, sample: ValidationSample | None) -> None:
+        """Report a validation.
+
+        Args:
+            step: optimizer steps done.
+            loss: nats per target token.
+            sample: scores and an answer; ``None`` unless the recipe has ``sample_rows``.
+        """
+
+    def on_stop_request(self) -> None:
+        """Report a signal that asks to stop: the run ends when its state is saved. Called by the signal's handler."""
+
+    def on_end(self) -> None:
+        """Report that training has ended, whether all steps are done or not."""
+
+
+@contextmanager
+def reporting(reporter: Reporter, progress: Progress) -> Iterator[None]:
+    """Report the beginning and the end of training."""
+    reporter.on_start(progress)
+    try:
+        yield
+    finally:
+        reporter.on_end()
+
+
+def describe_losses(report: StepReport) -> str:
+    """Return loss, learning rate and gradient norm of a step as text."""
+    z_loss = f"{GAP}z-loss {report.z_loss:.2g}" if report.z_loss else ""
+    return f"loss {report.loss:.4f}{GAP}lr {report.lr:.2e}{GAP}norm {report.grad_norm:.2f}{z_loss}"
+
+
+def log_line(report: StepReport, progress: Progress) -> str:
+    """Return the line of ``log.txt`` for a step."""
+    assert progress.throughput is not None
+    step, left = f"step {report.step}/{progress.num_steps}", f"{clock(progress.seconds_left)} left"
+    rates = describe_throughput(report.counts, progress.throughput, verbose=True)
+    return GAP.join([step, describe_losses(report), left, *rates])
