@@ -186,7 +186,8 @@ def api() -> str:
     if importlib.util.find_spec("gptj_ft.api") is None:
         return "This version has none yet: use the [command line](cli.md) with `--json`."
     module = importlib.import_module("gptj_ft.api")
-    names = sorted(module.__all__, key=lambda name: (isinstance(getattr(module, name), type), name))
+    own = list(vars(module))  # in the order of the file
+    names = sorted(module.__all__, key=lambda name: (isinstance(getattr(module, name), type), own.index(name)))
     entries = (entry(f"gptj_ft.{name}", getattr(module, name), "##") for name in names)
     return "\n\n".join([markdown(inspect.getdoc(module) or ""), *entries])
 
