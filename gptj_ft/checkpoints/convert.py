@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import glob
-import hashlib
 import json
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
@@ -37,9 +34,10 @@ from gptj_ft.checkpoints.optimizer_state import Moments
 from gptj_ft.checkpoints.transfer import TensorTransfer
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.models.layout import Kind
-from gptj_ft.system.atomic import atomic_folder, resumable_draft
+from gptj_ft.system.atomic import atomic_folder
 from gptj_ft.system.digests import read_json
-from gptj_ft.system.files import discard, hidden_name, require_plain
+from gptj_ft.system.files import files_in, remove
+from gptj_ft.system.machine import free_disk
 
 DtypeChoice = Literal["keep", "fp32", "bf16", "fp16"]
 Target = Literal["folder", "huggingface", "mesh"]
@@ -49,6 +47,7 @@ DTYPES: dict[DtypeChoice, torch.dtype | None] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+UNPACKED = "unpacked"  # in the draft: an archive's content
 COMPANION_BYTES = 16 << 20  # tokenizer, configs, headers: more than GPT-J's take
 
 
@@ -135,10 +134,9 @@ def convert(
         ResourceError: not enough space on the disk.
     """
     start = time.monotonic()
-    plan = _plan(source, conversion)
     with (
-        _scratch(target, plan) as scratch,
-        open_source(source, conversion.form, conversion.config, scratch) as opened,
+        atomic_folder(target, resume=_plan(source, conversion)) as draft,
+        open_source(source, conversion.form, conversion.config, draft / UNPACKED) as opened,
         _moments_of(opened, conversion) as moments,
     ):
         dropped = check_tensors(opened.architecture, opened.checkpoint)
@@ -147,11 +145,11 @@ def convert(
             check_base(conversion.merge, opened.architecture, opened.checkpoint)
             opened = replace(opened, checkpoint=MergedCheckpoint(opened.checkpoint, adapter))
         work = _Work(opened, moments, target, conversion, progress)
-        work.check_space()
-        with atomic_folder(target, resume=plan) as draft:
-            work.write(draft)
-            if conversion.verify:
-                work.verify(draft)
+        work.check_space(draft)
+        work.write(draft)
+        if conversion.verify:
+            work.verify(draft)
+        remove(draft / UNPACKED)
         types = work.weights.types
         return ConvertReport(
             tensors=len(work.weights.entries),
@@ -190,15 +188,13 @@ class _Work:
         self._done, self._total = 0, self.bytes * (2 if conversion.verify else 1)
         self._progress = progress
 
-    def check_space(self) -> None:
+    def check_space(self, draft: Path) -> None:
         """Check that the result fits on the disk, with what is there of it already."""
-        there = next(folder for folder in (self.target, *self.target.absolute().parents) if folder.is_dir())
-        draft = resumable_draft(self.target)
-        written = sum(path.stat().st_size for path in draft.rglob("*") if path.is_file())
-        free, needed = shutil.disk_usage(there).free, self.bytes + COMPANION_BYTES - written
+        written = sum(path.stat().st_size for path in files_in(draft) if UNPACKED not in path.parts)
+        free, needed = free_disk(draft), self.bytes + COMPANION_BYTES - written
         if free < needed:
             raise ResourceError(
-                f"{self.target} needs {needed / 1e9:.1f} GB, but {there} has {free / 1e9:.1f} GB free; "
+                f"{self.target} needs {needed / 1e9:.1f} GB, but {self.target.parent} has {free / 1e9:.1f} GB free; "
                 "name a target on another disk, or convert to bf16"
             )
 
@@ -277,30 +273,6 @@ def _moments_of(source: Source, conversion: Conversion) -> Iterator[Moments | No
         )
     with source.open_moments() as moments:
         yield moments
-
-
-@contextmanager
-def _scratch(target: Path, plan: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield the hidden name of a folder for what has to be unpacked; after a kill it stays, for the same conversion."""
-    digest = hashlib.sha256(json.dumps(plan["source"]).encode()).hexdigest()[:12]
-    scratch = hidden_name(target, f"unpacked-{digest}")
-    for old in target.parent.glob(f".{glob.escape(target.name)}.unpacked-*") if target.parent.is_dir() else ():
-        if old != scratch or not _is_plain(scratch):
-            discard(old)
-    try:
-        yield scratch
-    except Exception:
-        discard(scratch)
-        raise
-    discard(scratch)
-
-
-def _is_plain(folder: Path) -> bool:
-    try:
-        require_plain(folder)
-    except DataError:
-        return False
-    return not folder.is_symlink()
 
 
 def _plan(source: Path, conversion: Conversion) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +17,7 @@ from gptj_ft.system import paths
 from gptj_ft.system.files import SHARED_FILE, read_text, replace_text
 from gptj_ft.system.hub import is_offline
 from gptj_ft.system.hub_download import HubFile, Repository, fetch_files, is_there, look_up, writing
+from gptj_ft.system.machine import free_disk
 from gptj_ft.system.paths import home, make_home, part_of_home
 
 Variant = Literal["fp32", "fp16"]
@@ -238,8 +238,7 @@ def download(
 
 
 def _report(folder: Path, origin: Origin, fetched: int = 0, free_bytes: int | None = None) -> DownloadReport:
-    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
-    free_bytes = shutil.disk_usage(there).free if free_bytes is None else free_bytes
+    free_bytes = free_disk(folder) if free_bytes is None else free_bytes
     total = sum(file.bytes for file in origin.files)
     return DownloadReport(
         folder, origin.repository, origin.commit, origin.license, origin.files, total, fetched, free_bytes

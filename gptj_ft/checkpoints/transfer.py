@@ -1,4 +1,4 @@
-"""Transfer the tensors of a checkpoint into other files: a few megabytes at a time, resumed after a kill, verified."""
+"""Transfer the tensors of a checkpoint into other files: a few megabytes at a time, verified by checksums."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ from gptj_ft.checkpoints.formats.tensor_info import TensorInfo
 from gptj_ft.checkpoints.model_folder import Checkpoint, Rows, write_index
 from gptj_ft.errors import DataError
 from gptj_ft.models.registry import Architecture
-from gptj_ft.system.files import read_text, replace_text
 from gptj_ft.system.memory import bytes_of
 from gptj_ft.system.prefetch import Task, prefetch
 from gptj_ft.system.write_behind import WriteBehind
-
-SYNC_BYTES = 256 << 20  # after so many, the disk has to have them, and a later process goes on from there
 
 
 class TensorTransfer:
@@ -73,7 +70,7 @@ class TensorTransfer:
     def write(self, folder: Path, shard_bytes: int | None = None) -> None:
         """Write safetensors files, and their index where there are several.
 
-        Files that another process has completed are kept, and of one that it has begun what the disk has for sure.
+        Files that another process has completed are kept.
 
         Args:
             folder: the target; it is made if it is not there.
@@ -163,62 +160,22 @@ class TensorTransfer:
 
     def _write_files(self, files: Mapping[Path, list[str]]) -> None:
         """Write safetensors files: threads read what follows and write what came before, this one changes the type."""
-        source = self.checkpoint
-        unfinished = [
-            _PartialFile(path, {name: self.entries[name] for name in names})
-            for path, names in files.items()
-            if not path.is_file()
-        ]
-        left = (name for file in unfinished for name in file.left)
+        source, unfinished = self.checkpoint, {path: names for path, names in files.items() if not path.is_file()}
+        left = (name for names in unfinished.values() for name in names)
         tasks = (source.read_task(name, rows) for name in left for rows in source.row_ranges(name))
         with WriteBehind() as behind, closing(prefetch(tasks)) as pieces:
-            for file in unfinished:
-                writer = behind.open(file.part, file.begin)
-                if not file.begin:
-                    writer.write(file.header)
-                for name in file.left:
+            for path, names in unfinished.items():
+                part = path.with_name(path.name + ".part")
+                writer = behind.open(part)
+                writer.write(header_of({name: self.entries[name] for name in names}))
+                for name in names:
                     for rows in source.row_ranges(name):
                         piece, checksum = next(pieces), xxhash.xxh3_128()
                         self.inspect(name, piece)
                         writer.put(piece, self.entries[name].dtype, checksum)
                         del piece
                         self.written(name, rows, checksum.hexdigest())
-                    if writer.unsynced >= SYNC_BYTES:
-                        writer.sync(file.mark)
-                assert writer.size == file.size, "a tensor had other bytes than its header says"
-                writer.finish(file.finish)
-
-
-class _PartialFile:
-    """A safetensors file that is not whole yet; another process may have begun it.
-
-    Attributes:
-        part: the name that it has until then.
-        header: first bytes of the file.
-        left: names of the tensors that are not in it yet.
-        begin: size of what is there of it.
-        size: size of the whole.
-    """
-
-    def __init__(self, path: Path, entries: Mapping[str, TensorInfo]) -> None:
-        self._path, self.part = path, path.with_name(path.name + ".part")
-        self._mark = path.with_name(path.name + ".mark")
-        self.header, names = header_of(entries), list(entries)
-        num_done = int(read_text(self._mark)) if self._mark.is_file() and self.part.is_file() else 0
-        self.left = names[num_done:]
-        self._ends = [len(self.header)]  # of the header, of the header and the first tensor, ...
-        for name in names:
-            self._ends.append(self._ends[-1] + entries[name].num_bytes)
-        self.begin, self.size = self._ends[num_done] if num_done else 0, self._ends[-1]
-
-    def mark(self, num_bytes: int) -> None:
-        """Note for a later process that the disk has so many bytes."""
-        replace_text(self._mark, str(max(0, sum(end <= num_bytes for end in self._ends) - 1)))
-
-    def finish(self) -> None:
-        """Give the whole file its name."""
-        self.part.replace(self._path)
-        self._mark.unlink(missing_ok=True)
+                writer.finish(partial(part.replace, path))
 
 
 def checksum_of(tensor: Tensor) -> str:

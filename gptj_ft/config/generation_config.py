@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gptj_ft.config.options import Generation
-
-if TYPE_CHECKING:
-    pass
 
 
 def search_options(settings: Generation) -> dict[str, Any]:

@@ -426,25 +426,9 @@ class Recipe(Options):
 
 
 # What a run was told about its surroundings may change on resume without changing a number of it.
-FREE_ON_RESUME = frozenset(
-    {
-        "device",
-        "weights",
-        "optimizer_state",
-        "device_memory",
-        "host_memory",
-        "disk_space",
-        "activations",
-        "boundaries",
-        "read_ahead",
-        "save_every",
-        "save_minutes",
-        "max_time",
-        "keep",
-        "export",
-        "report_to",
-        "output",
-    }
-)
+FREE_ON_RESUME = frozenset((
+    "device", "weights", "optimizer_state", "device_memory", "host_memory", "disk_space", "activations", "boundaries",
+    "read_ahead", "save_every", "save_minutes", "max_time", "keep", "export", "report_to", "output",
+))  # fmt: skip
 GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "lora": LoRA, "schedule": Piece}
 STRETCHING = ("warmup", "final_lr")  # what a schedule of pieces has no use for

@@ -9,7 +9,6 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,45 +30,27 @@ STEP = re.compile(r"step-([0-9]{1,18})")  # a checkpoint's folder
 START = "start"  # the name of no checkpoint: where a run began
 
 
-@dataclass(frozen=True)
 class Run:
-    """``runs/<name>/`` and the names in it."""
+    """``runs/<name>/`` and the names in it.
 
-    folder: Path
+    Attributes:
+        folder: the run folder.
+        recipe_file: the resolved recipe.
+        record_file: the options that it was started with, and where it was last saved.
+        base_file: digests of the model that it started from.
+        metrics_file: one line for each step and validation.
+        data: folder of the prepared rows.
+        state: folder of what only an unfinished run needs.
+        checkpoints: folder of the checkpoints.
+        model: folder of the tuned model.
+    """
 
-    @property
-    def recipe_file(self) -> Path:
-        return self.folder / "recipe.yaml"
-
-    @property
-    def record_file(self) -> Path:
-        """The options that it was started with, and where it was last saved."""
-        return self.folder / "run.json"
-
-    @property
-    def base_file(self) -> Path:
-        """The digests of the model that it started from."""
-        return self.folder / "base.json"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.folder / "metrics.jsonl"
-
-    @property
-    def data(self) -> Path:
-        return self.folder / "data"
-
-    @property
-    def state(self) -> Path:
-        return self.folder / "state"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        return self.folder / "model"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.recipe_file, self.record_file = folder / "recipe.yaml", folder / "run.json"
+        self.base_file, self.metrics_file = folder / "base.json", folder / "metrics.jsonl"
+        self.data, self.state = folder / "data", folder / "state"
+        self.checkpoints, self.model = folder / "checkpoints", folder / "model"
 
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the checkpoint at a step."""

@@ -96,7 +96,7 @@ def atomic_folder(folder: Path, resume: Mapping[str, Any] | None = None) -> Iter
     with ExitStack() as stack:
         stack.enter_context(disk_errors(folder, other=UsageError))
         folder.parent.mkdir(parents=True, exist_ok=True)
-        draft = draft_of(folder) if resume is None else resumable_draft(folder)
+        draft = draft_of(folder) if resume is None else hidden_name(folder, "converting")
         keep_folder(draft, SHARED_FOLDER)
         if resume is not None:
             stack.enter_context(locked(draft, "converting into"))
@@ -112,11 +112,6 @@ def atomic_folder(folder: Path, resume: Mapping[str, Any] | None = None) -> Iter
             if resume is None or isinstance(error, Exception):
                 discard(draft)
             raise
-
-
-def resumable_draft(folder: Path) -> Path:
-    """Return the hidden name under which a folder is made that can be resumed."""
-    return hidden_name(folder, "converting")
 
 
 def _clear_unless(draft: Path, resume: Mapping[str, Any] | None) -> None:

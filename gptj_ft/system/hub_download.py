@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from gptj_ft.errors import NetworkError, ResourceError, UsageError
 from gptj_ft.system.files import SHARED_FILE, create_file, disk_errors, open_file, require_plain
 from gptj_ft.system.hub import hub_api, hub_errors
+from gptj_ft.system.machine import free_disk
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -149,8 +149,7 @@ def _partial_bytes(folder: Path, file: HubFile) -> int:
 
 
 def _check_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
+    if (free := free_disk(folder)) < needed:
         raise ResourceError(
             f"the download needs {needed / 1e9:.1f} GB, but {folder} has {free / 1e9:.1f} GB free; "
             "make room, or set GPTJ_FT_HOME to a folder on another disk"

@@ -19,7 +19,6 @@ from gptj_ft.system.direct_io import (
     REQUESTS_IN_FLIGHT,
     let_go,
     open_direct,
-    read_range,
     write_range,
 )
 from gptj_ft.system.files import SHARED_FILE
@@ -55,15 +54,15 @@ class WriteBehind:
         self._open: set[int] = set()
         self._error: BaseException | None = None
 
-    def open(self, path: Path, begin: int = 0) -> PageWriter:
-        """Open a file to be written from a place on; what it has before that stays.
+    def open(self, path: Path) -> PageWriter:
+        """Open a file to be written; what it held is lost.
 
         Raises:
             OSError: the disk's own.
         """
         descriptor = open_direct(path, os.O_RDWR | os.O_CREAT, SHARED_FILE)
         self._open.add(descriptor)
-        return PageWriter(self, descriptor, begin)
+        return PageWriter(self, descriptor)
 
     def take(self) -> Tensor:
         """Wait for a buffer that is free.
@@ -125,19 +124,14 @@ class PageWriter:
     """A file under way, from `WriteBehind.open`.
 
     Attributes:
-        size: bytes that it has so far.
-        unsynced: of them, since the last `sync`.
+        size: bytes written so far.
     """
 
-    def __init__(self, behind: WriteBehind, descriptor: int, begin: int) -> None:
+    def __init__(self, behind: WriteBehind, descriptor: int) -> None:
         self._behind, self._descriptor = behind, descriptor
-        self.size, self.unsynced = begin, 0
+        self.size = self._filled = 0
         self._writes: list[Future[None]] = []
         self._buffer: Tensor | None = None
-        self._filled = begin % PAGE
-        if self._filled:
-            self._buffer = behind.take()
-            read_range(descriptor, self._buffer[:PAGE].numpy().data, begin - self._filled)
 
     def put(self, values: Tensor, dtype: torch.dtype, digest: Digest) -> None:
         """Add numbers in a type, and their bytes to a digest."""
@@ -171,17 +165,6 @@ class PageWriter:
     def flush(self) -> None:
         """Do nothing, as whoever writes to a file may ask for it."""
 
-    def sync(self, then: Callable[[int], None]) -> None:
-        """Have on the disk what has left the buffer; tell how many bytes that is as soon as it is so."""
-        descriptor, num_bytes = self._descriptor, self.size - self._filled
-
-        def sync() -> None:
-            os.fsync(descriptor)
-            then(num_bytes)
-
-        self._behind.then(self._writes, sync)
-        self._writes, self.unsynced = [], 0
-
     def finish(self, then: Callable[[], object]) -> None:
         """Have all of it on the disk, and nothing behind it; call what is to be done as soon as it is so."""
         descriptor, size = self._descriptor, self.size
@@ -204,7 +187,7 @@ class PageWriter:
         return self._buffer[self._filled :]
 
     def _add(self, count: int) -> None:
-        self._filled, self.size, self.unsynced = self._filled + count, self.size + count, self.unsynced + count
+        self._filled, self.size = self._filled + count, self.size + count
         if self._filled == BUFFER_BYTES:
             self._send()
 

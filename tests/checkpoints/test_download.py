@@ -20,7 +20,7 @@ from huggingface_hub import constants
 from gptj_ft.checkpoints.base_model import default_download
 from gptj_ft.checkpoints.download import Wanted, download
 from gptj_ft.errors import NetworkError, ResourceError, UsageError
-from gptj_ft.system import hub_download, paths
+from gptj_ft.system import paths
 
 SMALL = ("config.json", "generation_config.json", "tokenizer.json", "vocab.json", "merges.txt")
 UNWANTED = ("flax_model.msgpack", "tf_model.h5", "rust_model.ot", "model.onnx", "README.md", ".gitattributes")
@@ -220,7 +220,7 @@ def test_offline_takes_what_was_fetched_before_and_asks_nobody(hub: Hub, monkeyp
 
 def test_too_little_disk_is_found_before_anything_is_fetched(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(hub_download.shutil, "disk_usage", lambda path: usage(0, 0, 1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 1000))
     with pytest.raises(ResourceError, match=r"needs 0\.0 GB, but"):
         download()
     assert hub.fetched() == ["config.json"]
