@@ -97,7 +97,7 @@ def theirs(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate with a loop over padded batches."""
     from rouge_score.rouge_scorer import RougeScorer
 
-    from gptj_ft.data.tokenizer import load_tokenizer
+    from gptj_ft.data.tokenization import load_tokenizer
     from gptj_ft.evaluation.eval_set import make_eval_set
 
     folder = arguments.work / "model"

@@ -200,7 +200,9 @@ def write_texts(arguments: argparse.Namespace) -> None:
 
     tokenizer, characters = Tokenizer.from_file(str(arguments.work / "model/tokenizer.json")), 0
     with (arguments.work / "texts.jsonl").open("w", encoding="utf-8") as file:
-        for rows in datasets.load_from_disk(str(arguments.work / "prepared")).iter(ROWS_AT_ONCE):
+        for rows in datasets.Dataset.from_file(str(next((arguments.work / "prepared").glob("*.arrow")))).iter(
+            ROWS_AT_ONCE
+        ):
             pairs = list(zip(rows["input_ids"], rows["prompt_length"], strict=True))
             prompts = tokenizer.decode_batch([ids[:prompt] for ids, prompt in pairs])
             completions = tokenizer.decode_batch([ids[prompt:-1] for ids, prompt in pairs])

@@ -71,7 +71,7 @@ class Work:
     def of(cls, run: Run) -> Work:
         """Read it from the folder of a run that was given ``max_steps``."""
         from gptj_ft.data.batches import Rows, rows_of_step
-        from gptj_ft.data.prepare import load
+        from gptj_ft.data.dataset import load
         from gptj_ft.training.schedule import Schedule
 
         recipe = run.recipe()

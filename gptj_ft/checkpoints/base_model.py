@@ -26,6 +26,7 @@ from gptj_ft.system.plain_text import command_line
 
 if TYPE_CHECKING:
     from gptj_ft.config.options import Recipe
+    from gptj_ft.data.readers.source import Source
 
 
 def find_model(name: str) -> Path:
@@ -110,7 +111,7 @@ def default_model(command: str) -> Path:
     return found
 
 
-def choose_model(recipe: Recipe, source: Path) -> Path:
+def choose_model(recipe: Recipe, source: Path | Source) -> Path:
     """Return the folder of the model to start from: the one named, else the downloaded one; a tiny one is made here.
 
     Raises:
@@ -132,25 +133,27 @@ def choose_model(recipe: Recipe, source: Path) -> Path:
     return found
 
 
-def tiny_model(recipe: Recipe, source: Path) -> Path:
+def tiny_model(recipe: Recipe, source: Path | Source) -> Path:
     """Return the tiny random model that belongs to some rows; make it, with a tokenizer of theirs, if it is new.
 
     Raises:
         UsageError: the rows are prepared and the model they were prepared for is gone.
     """
-    from gptj_ft.data.prepare import is_prepared, load
-    from gptj_ft.data.readers.records import FileOptions, Findings, read_rows, sha256_of
+    from gptj_ft.data.dataset import load
+    from gptj_ft.data.readers.records import read_rows
+    from gptj_ft.data.readers.rows import Findings
+    from gptj_ft.data.readers.source import FileOptions, identify
 
-    name, prepared = recipe.model or "tiny", is_prepared(source)
-    digest = load(source).report.data_sha256 if prepared else sha256_of(source)
+    name, source = recipe.model or "tiny", identify(source, FileOptions.of(recipe))
+    digest = load(source.path).report.data_sha256 if source.is_prepared else source.sha256
     folder = models() / f"{name}-{digest[:12]}-{recipe.seed}"
     if not is_model(folder):
-        if prepared:
+        if source.is_prepared:
             raise UsageError(
-                f"{source} was prepared for another model than {folder}: prepare it again with --model {name}"
+                f"{source.path} was prepared for another model than {folder}: prepare it again with --model {name}"
             )
         findings = Findings(recipe.max_bad_rows)
-        rows = read_rows(source, findings, FileOptions.of(recipe))
+        rows = read_rows(source, findings)
         values = (value for row in rows for value in row.values.values())
         texts = (value for value in values if isinstance(value, str))
         from gptj_ft.checkpoints.tiny import make_tiny

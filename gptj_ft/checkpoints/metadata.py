@@ -17,8 +17,8 @@ from gptj_ft.checkpoints.model_card import Card, write_card
 from gptj_ft.checkpoints.model_folder import GENERATION_CONFIG, METADATA_FILE, Checkpoint, open_checkpoint
 from gptj_ft.config.generation_config import search_options
 from gptj_ft.config.options import Generation, Recipe
-from gptj_ft.data.chat_template import chat_template
-from gptj_ft.data.tokenizer import load_tokenizer
+from gptj_ft.data.chat import chat_template
+from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.registry import Architecture
 from gptj_ft.system.digests import check_file, read_json

@@ -13,7 +13,7 @@ from gptj_ft import __version__
 from gptj_ft.checkpoints.download import Origin
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.chat import is_chat
-from gptj_ft.data.jinja_template import fields_of
+from gptj_ft.data.template import fields_of
 
 # The options that made the weights what they are; none of them can hold a name of the user's.
 HYPER_PARAMETERS = (

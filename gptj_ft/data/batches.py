@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gptj_ft.data.loss_mask import lengths_of, num_inputs, num_targets
+from gptj_ft.data.loss_mask import num_inputs, num_targets
+from gptj_ft.data.table import TokenTable
 
 if TYPE_CHECKING:
-    from gptj_ft.data.token_table import TokenTable
     from gptj_ft.models.batch import PackedBatch
 
 Packing = Literal["off", "apart", "joined"]
@@ -76,7 +76,7 @@ class Rows:
             return cls([], [])
         prompts = list(rows["prompt_length"])
         untrained = list(rows["untrained"])
-        lengths = lengths_of(rows).tolist()
+        lengths = rows.lengths().tolist()
         plain = cls(rows["input_ids"], prompts, untrained if any(untrained) else [], None, lengths, False, length)
         if packing == "off" or any(prompts) or any(untrained):
             return plain

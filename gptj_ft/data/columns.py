@@ -6,12 +6,11 @@ import fnmatch
 import math
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.chat import ASSISTANT, MESSAGES, REPLY, SYSTEM, is_chat, read_conversation, up_to_the_last_answer
-from gptj_ft.data.jinja_template import fields_of, parse_template, render
+from gptj_ft.data.template import fields_of, render, stripped_fields
 from gptj_ft.errors import DataError, RowSkipped, did_you_mean
 from gptj_ft.system.plain_text import quoted, shortened
 
@@ -49,24 +48,6 @@ def recipe_fields(recipe: Recipe) -> tuple[str, ...]:
     """Return the fields of both templates that the data has to fill, in order."""
     names = dict.fromkeys(fields_of(recipe.prompt) + fields_of(recipe.completion))
     return tuple(name for name in names if name != REPLY or not is_chat(recipe))
-
-
-@lru_cache
-def stripped_fields(prompt: str, completion: str) -> frozenset[str]:
-    """Return the fields whose texts lose white space at both ends: the templates put their own around them.
-
-    A template that is one field and nothing else takes it as it is: plain text, and rows whose prompts and answers are
-    written out with the blanks between them.
-    """
-    templates = [parse_template(source) for source in (prompt, completion)]
-    whole = {name for each in templates for name in each.fields if each.pieces == ((name, True),)}
-    return frozenset(name for each in templates for name in each.fields) - whole
-
-
-def stripped(recipe: Recipe, values: Mapping[str, str]) -> dict[str, str]:
-    """Return the texts of fields as a recipe's templates take them."""
-    fields = stripped_fields(recipe.prompt, recipe.completion)
-    return {name: text.strip() if name in fields else text for name, text in values.items()}
 
 
 class UnknownColumn(DataError):

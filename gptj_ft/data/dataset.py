@@ -5,32 +5,32 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import pyarrow
 import xxhash
+from numpy.typing import NDArray
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.columns import is_column_for
-from gptj_ft.data.jinja_template import fields_of
-from gptj_ft.data.table_folder import open_table, write_table
-from gptj_ft.data.token_table import TokenTable
-from gptj_ft.data.tokenizer import tokenizer_digest
+from gptj_ft.data.readers.source import MANIFEST, is_prepared
+from gptj_ft.data.table import TokenTable, bounds_of, numbers_of
+from gptj_ft.data.template import fields_of
+from gptj_ft.data.tokenization import RowTokenizer, tokenizer_digest
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.system.atomic import draft_of
 from gptj_ft.system.digests import digest_of_file, read_json, sealed, unsealed
-from gptj_ft.system.files import discard, require_plain, write_file
+from gptj_ft.system.files import create_folder, discard, require_plain, write_file
 from gptj_ft.system.plain_text import shortened
 
-if TYPE_CHECKING:
-    from gptj_ft.data.tokenizer import RowTokenizer
-
-MANIFEST = "manifest.json"
+ROWS = "rows.arrow"
 # Raised whenever the same rows and recipe would give other tokens or columns, or the folder gets another form.
 VERSION = 7
-ROWS_DIGESTS = "rows_xxh3_128"  # in the manifest: of each file of rows
+ROWS_DIGESTS = "rows_xxh3_128"  # in the manifest: file of rows -> digest
 # Those that say how a file is read, and nothing of rows that were read before.
 FILE_SETTINGS = ("delimiter", "encoding", "sheet")
 # The options that decide what is a row and how it becomes tokens.
@@ -154,11 +154,6 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
     return {name: value for name, value in recipe.to_dict().items() if name in SETTINGS}
 
 
-def is_prepared(folder: Path) -> bool:
-    """Tell whether a folder holds prepared data."""
-    return (folder / MANIFEST).is_file()
-
-
 def save(prepared: Prepared, folder: Path) -> None:
     """Write a new folder: all of it or nothing. Of several processes that write the same one, the first wins.
 
@@ -172,8 +167,9 @@ def save(prepared: Prepared, folder: Path) -> None:
     temporary = draft_of(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        write_table(prepared.rows, temporary)
-        content = sealed({**prepared.report.to_dict(), ROWS_DIGESTS: _row_digests(temporary)})
+        create_folder(temporary)
+        prepared.rows.save(temporary / ROWS)
+        content = sealed({**prepared.report.to_dict(), ROWS_DIGESTS: {ROWS: digest_of_file(temporary / ROWS)}})
         write_file(temporary / MANIFEST, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         temporary.rename(folder)
     except OSError as error:
@@ -202,26 +198,18 @@ def load(folder: Path) -> Prepared:
         if manifest.get("version") != VERSION:
             raise DataError(f"{folder}: prepared by version {manifest.get('version')}, this is {VERSION}; {again}")
         report = Report.from_dict(unsealed(manifest, folder / MANIFEST))
-        if _row_digests(folder) != manifest[ROWS_DIGESTS]:
+        ((name, digest),) = manifest[ROWS_DIGESTS].items()
+        # Before it is opened: Arrow believes what a file says of itself.
+        if Path(name).name != name or not (folder / name).is_file() or digest_of_file(folder / name) != digest:
             raise DataError(f"{folder}: damaged prepared data: the rows are not those that were written; {again}")
-        rows = open_table(folder)
+        rows = TokenTable.open(folder / name).validate()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{folder}: damaged prepared data ({type(error).__name__}: {error}); {again}") from error
-    if [file.name for file in rows.files] != list(manifest[ROWS_DIGESTS]):
-        raise DataError(f"{folder}: damaged prepared data: it names other files of rows; {again}")
     if len(rows) != report.windows:
         raise DataError(f"{folder}: {len(rows)} documents, {MANIFEST} says {report.windows}; {again}")
     return Prepared(rows, report)
-
-
-def _row_digests(folder: Path) -> dict[str, str]:
-    """Return the digests of the files of a table, which are read once for it: four bytes a token and a little more.
-
-    That is before they are opened: Arrow believes what a file says of itself.
-    """
-    return {path.name: digest_of_file(path) for path in sorted(folder.glob("*.arrow"))}
 
 
 def check_compatible(prepared: Prepared, recipe: Recipe, tokenizer: RowTokenizer) -> None:
@@ -260,3 +248,71 @@ def group_of(recipe: Recipe, values: Mapping[str, Any]) -> int:
 def number_of(content: bytes) -> int:
     """Return a number for some content, the same for the same."""
     return xxhash.xxh3_64_intdigest(content) - 2**63
+
+
+CHECKED = ("input_ids", "prompt_length", "untrained")
+
+
+def check_tokens(prepared: Prepared, where: Path, vocab_size: int, max_length: int) -> None:
+    """Check that every row is one that preparing could have made for a model.
+
+    Args:
+        prepared: the rows.
+        where: their folder.
+        vocab_size: token ids that the model has.
+        max_length: inputs of a row; its last target may be one token beyond.
+
+    Raises:
+        DataError: the first bad row, what is wrong with it, and how many more there are.
+    """
+    bad, targetless, first, start = 0, 0, "", 0
+    for batch in prepared.rows.batches(*CHECKED):
+        problems = dict(_problems(batch, vocab_size, max_length))
+        if problems and not first:
+            row = min(problems)
+            first = f"{where}:{start + row + 1}: {problems[row]}"
+        bad += len(problems)
+        targetless += sum(what == NO_TARGET for what in problems.values())
+        start += batch.num_rows
+    if start and targetless == start:
+        raise DataError(f"{where}: no row has a token to train on")
+    if bad:
+        more = f"; {bad - 1:,} more bad row{'s' if bad > 2 else ''}" if bad > 1 else ""
+        raise DataError(f"{first}{more}\nthese rows were not made for this model, or are damaged: prepare them again")
+
+
+NO_TARGET = "no token that is trained on"
+
+
+def _problems(batch: pyarrow.RecordBatch, vocab_size: int, max_length: int) -> Iterator[tuple[int, str]]:
+    """Yield (row, what is wrong with it); of several problems of a row the first to be looked for comes last."""
+    tokens, prompts, untrained = (batch.column(name) for name in CHECKED)
+    starts, gap_starts = bounds_of(tokens), bounds_of(untrained)
+    ids = numbers_of(tokens.flatten())
+    borders = numbers_of(untrained.flatten()).astype(np.int64)
+    lengths, counts = np.diff(starts), np.diff(gap_starts)
+    first_target = np.maximum(numbers_of(prompts), 1)
+
+    of = np.repeat(np.arange(len(counts)), counts)  # the row that each border is of
+    later = of[1:] == of[:-1]
+    steps = np.diff(borders)
+    is_odd = counts % 2 == 1
+    is_wrong = is_odd.copy()
+    is_wrong[of[1:][later & (steps < 0)]] = True
+    is_wrong[of[(borders < first_target[of]) | (borders > lengths[of])]] = True
+    signs = np.where(np.arange(len(borders)) - (gap_starts[:-1] - gap_starts[0])[of] & 1, 1, -1)
+    left_out = np.bincount(of, borders * signs, len(counts))
+    yield from _each(lengths - first_target - left_out < 1, NO_TARGET)
+    yield from _each(is_wrong, "its untrained tokens are no (start, end) pairs in order, after the prompt")
+    yield from _each(numbers_of(prompts) < 0, "a prompt of fewer than no tokens")
+    yield from _each(lengths > max_length + 1, f"longer than max_length ({max_length})")
+    yield from _each(lengths < 1, "no tokens")
+    wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    rows = np.searchsorted(starts - starts[0], wrong, side="right") - 1
+    for row, id_ in dict(zip(rows[::-1].tolist(), ids[wrong[::-1]].tolist(), strict=True)).items():
+        yield row, f"token id {id_}, but the model's ids are 0 to {vocab_size - 1}"
+
+
+def _each(is_bad: NDArray[Any], what: str) -> Iterator[tuple[int, str]]:
+    for row in np.flatnonzero(is_bad).tolist():
+        yield row, what

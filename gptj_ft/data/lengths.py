@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gptj_ft.data.batches import Packing, Rows, rows_of_step, steps_per_epoch
 from gptj_ft.data.dataset import Prepared
-from gptj_ft.data.loss_mask import column_of, lengths_of
-
-if TYPE_CHECKING:
-    pass
 
 Numbers = NDArray[np.integer]
 BINS = 8
@@ -42,7 +37,7 @@ class Lengths:
     def of(cls, prepared: Prepared, packing: Packing = "off") -> Lengths:
         """Count the tokens of prepared rows."""
         window = int(prepared.report.settings["max_length"])
-        prompts, rows = column_of(prepared.rows, "prompt_length", np.int32), lengths_of(prepared.rows)
+        prompts, rows = prepared.rows.numbers("prompt_length"), prepared.rows.lengths()
         steps = (
             rows - (rows > window) if packing == "off" else np.array(Rows.of(prepared.rows, packing, window).lengths)
         )

@@ -2,15 +2,109 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.cache import prepare_once
+from gptj_ft.data.dataset import VERSION, Prepared, check_compatible, check_tokens, load, save, settings_of
 from gptj_ft.data.hub_dataset import is_reference, local_folder
-from gptj_ft.data.prepare import Prepared, check_compatible, is_prepared, load
-from gptj_ft.data.token_checks import check_tokens
-from gptj_ft.data.tokenizer import RowTokenizer
-from gptj_ft.errors import UsageError
+from gptj_ft.data.prepare import prepare
+from gptj_ft.data.readers.source import MANIFEST, FileOptions, Source, identify, is_prepared
+from gptj_ft.data.tokenization import RowTokenizer, tokenizer_digest
+from gptj_ft.errors import DataError, ResourceError, UsageError
+from gptj_ft.system.digests import read_json
+from gptj_ft.system.files import discard, disk_bytes, files_in, keep_folder
+from gptj_ft.system.paths import make_home, part_of_home
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Data that is kept: its folder, bytes on the disk, the files it came from, and rows."""
+
+    folder: Path
+    bytes: int
+    files: tuple[str, ...]
+    rows: int
+
+
+def prepare_once(
+    recipe: Recipe,
+    tokenizer: RowTokenizer,
+    source: Path | Source,
+    vocab_size: int,
+    progress: Callable[[int], None] | None = None,
+) -> Prepared:
+    """Return rows as tokens: those that are kept from before, else made now, as `prepare` does, and kept.
+
+    What cannot be kept (no space, no permission) is made all the same. Where another process has made the same
+    meanwhile, that is taken.
+    """
+    source = identify(source, FileOptions.of(recipe))
+    if not recipe.cache:
+        return prepare(recipe, tokenizer, source, vocab_size, progress)
+    folder = cache() / _key(recipe, tokenizer, source, vocab_size)
+    if is_prepared(folder):
+        try:
+            if not folder.is_symlink():
+                return load(folder)
+        except DataError:  # damaged
+            pass
+        discard(folder)
+    prepared = prepare(recipe, tokenizer, source, vocab_size, progress)
+    with suppress(ResourceError, UsageError, OSError):
+        make_home()
+        keep_folder(cache())
+        save(prepared, folder)
+    try:
+        return load(folder)
+    except (DataError, UsageError):
+        return prepared
+
+
+def kept() -> list[Kept]:
+    """Return what is kept, the largest first."""
+    found = []
+    for folder in cache().glob("*"):
+        if is_prepared(folder):
+            try:
+                manifest = read_json(folder / MANIFEST)
+                files, rows = tuple(map(str, manifest["files"])), int(manifest["rows_kept"])
+            except (ValueError, KeyError, TypeError):
+                files, rows = (), 0
+            found.append(Kept(folder, disk_bytes(files_in(folder)), files, rows))
+    return sorted(found, key=lambda each: -each.bytes)
+
+
+def clear() -> int:
+    """Remove everything that is kept; return the bytes that are free now."""
+    size = disk_bytes(files_in(cache()))
+    discard(cache())
+    return size
+
+
+def cache() -> Path:
+    """Return the folder in which prepared data is kept."""
+    return part_of_home("data")
+
+
+def _key(recipe: Recipe, tokenizer: RowTokenizer, source: Source, vocab_size: int) -> str:
+    """Return the name of what would come out: a digest of all that it depends on."""
+    parts = {
+        "version": VERSION,
+        "source": str(source.path.resolve()),  # the report names it, row by row
+        "data": source.sha256,
+        "tokenizer": tokenizer_digest(tokenizer),
+        "settings": settings_of(recipe),
+        "fields": {name: list(columns) for name, columns in recipe.fields.items()},
+        "map": dict(recipe.map),
+        "max_bad_rows": recipe.max_bad_rows,
+        "vocab_size": vocab_size,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def data_path(data: str | None) -> Path:
@@ -27,11 +121,12 @@ def data_path(data: str | None) -> Path:
     return local_folder(data) if is_reference(data) else Path(data).expanduser()
 
 
-def read_or_prepare(recipe: Recipe, tokenizer: RowTokenizer, vocab_size: int, source: Path) -> Prepared:
+def read_or_prepare(recipe: Recipe, tokenizer: RowTokenizer, vocab_size: int, source: Path | Source) -> Prepared:
     """Load prepared rows, and check that they fit this recipe and tokenizer; else prepare them from a file."""
-    if is_prepared(source):
-        prepared = load(source)
+    source = identify(source, FileOptions.of(recipe))
+    if source.is_prepared:
+        prepared = load(source.path)
         check_compatible(prepared, recipe, tokenizer)
-        check_tokens(prepared, source, vocab_size, recipe.max_length)
+        check_tokens(prepared, source.path, vocab_size, recipe.max_length)
         return prepared
     return prepare_once(recipe, tokenizer, source, vocab_size)

@@ -5,48 +5,7 @@ are inputs: all, but for the last of a document that is one token longer than th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from gptj_ft.data.token_table import TokenTable
-
-
-def lengths_of(rows: TokenTable) -> NDArray[np.int32]:
-    """Return the tokens of each document; the tokens themselves are not looked at."""
-    from gptj_ft.data.arrow_columns import bounds_of
-
-    counts = [np.diff(bounds_of(batch.column(0))) for batch in rows.batches("input_ids")]
-    return np.concatenate([np.empty(0, np.int32), *counts])
-
-
-def column_of(rows: TokenTable, name: str, dtype: type[np.generic]) -> NDArray[Any]:
-    """Return a column of numbers."""
-    from gptj_ft.data.arrow_columns import numbers_of
-
-    return np.concatenate([np.empty(0, dtype), *(numbers_of(batch.column(0)) for batch in rows.batches(name))])
-
-
-def places_of(texts: Sequence[str]) -> NDArray[np.int32]:
-    """Return a number for each text of a column: its place among the texts that there are, in their order."""
-    seen: dict[str, int] = {}
-    numbers = np.fromiter((seen.setdefault(text, len(seen)) for text in texts), np.int32, len(texts))
-    place = {text: number for number, text in enumerate(sorted(seen))}
-    return np.array([place[text] for text in seen], np.int32)[numbers]
-
-
-def count_targets(rows: TokenTable) -> int:
-    """Return how many tokens are targets."""
-    from gptj_ft.data.arrow_columns import bounds_of, numbers_of
-
-    total = int(lengths_of(rows).sum()) - int(np.maximum(column_of(rows, "prompt_length", np.int32), 1).sum())
-    for batch in rows.batches("untrained"):
-        bounds = bounds_of(batch.column(0))
-        borders = numbers_of(batch.column(0).values)[bounds[0] : bounds[-1]]  # of each row pairs, so all of them are
-        total -= int(borders[1::2].sum()) - int(borders[::2].sum())
-    return total
+from typing import Any
 
 
 def stretches(row: Mapping[str, Any]) -> list[int]:

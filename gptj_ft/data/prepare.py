@@ -4,41 +4,166 @@ from __future__ import annotations
 
 import gc
 import glob
-from collections.abc import Callable, Collection, Iterator
+from array import array
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
+
+import pyarrow
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.assembly import TOKENS, TRAINED, assembled, texts_of
-from gptj_ft.data.columns import FieldReader, UnknownColumn, choose_columns, recipe_fields
-from gptj_ft.data.dataset import Prepared, Report, Skips, check_compatible, is_prepared, load, save, settings_of
-from gptj_ft.data.readers.files import find_files
-from gptj_ft.data.readers.records import FileOptions, Findings, Row, read_rows, sha256_of
+from gptj_ft.data.columns import LABEL, FieldReader, FieldTexts, UnknownColumn, choose_columns, recipe_fields
+from gptj_ft.data.dataset import Prepared, Report, Skips, group_of, number_of, settings_of
+from gptj_ft.data.encode import Encoded, Part, assemble, check_templates, eos_of, from_tokens, parts
+from gptj_ft.data.loss_mask import num_targets
+from gptj_ft.data.readers.records import read_rows
+from gptj_ft.data.readers.rows import Findings, Row
+from gptj_ft.data.readers.source import FileOptions, Source, identify
 from gptj_ft.data.readers.tables import check_headers
-from gptj_ft.data.row_counts import Tally
-from gptj_ft.data.row_file import RowFile
-from gptj_ft.data.template import check_templates, eos_of
-from gptj_ft.data.tokenization import tokenize_by
-from gptj_ft.data.tokenizer import load_tokenizer, tokenizer_digest
-from gptj_ft.data.validation import Checks
-from gptj_ft.errors import DataError
+from gptj_ft.data.table import SCHEMA, TableWriter, to_arrow
+from gptj_ft.data.tokenization import RowTokenizer, Tokens, tokenize_by, tokenizer_digest
+from gptj_ft.data.validation import Checks, Found
+from gptj_ft.errors import DataError, RowSkipped
 from gptj_ft.system.plain_text import shortened
 
-if TYPE_CHECKING:
-    from gptj_ft.data.tokenizer import RowTokenizer
+UNKNOWN_IDS = "token ids that the model has and its tokenizer lacks, as other systems use for separators"
 
-__all__ = [
-    "Prepared",
-    "Report",
-    "check_compatible",
-    "is_prepared",
-    "load",
-    "load_tokenizer",
-    "prepare",
-    "save",
-]
+
+@dataclass
+class Counts:
+    """The numbers of a `Report`, while they grow."""
+
+    rows_read: int = 0
+    rows_kept: int = 0
+    rows_cut: int = 0
+    tokens_cut: int = 0
+    windows: int = 0
+    tokens: int = 0
+    target_tokens: int = 0
+    longest: int = 0
+
+
+class Tally:
+    """What becomes of the rows.
+
+    Args:
+        vocab_size: token ids that the model has; ``None``: no row can have another.
+        checks: of rows that are kept.
+        known_ids: where the tokenizer's token ids end; ``None``: no row can have others.
+    """
+
+    def __init__(self, vocab_size: int | None, checks: Checks, known_ids: int | None = None) -> None:
+        self.vocab_size, self.checks, self.known_ids = vocab_size, checks, known_ids
+        self.counts = Counts()
+        self._skipped: dict[str, Found] = {}
+
+    def skip(self, where: str, reason: str) -> None:
+        """Count a row that is left out."""
+        self.counts.rows_read += 1
+        self._skipped.setdefault(reason, Found()).add(where)
+
+    def keep(self, row: Row, encoded: Encoded) -> None:
+        """Count a row's documents; a DataError if the model lacks one of the tokens."""
+        counts = self.counts
+        counts.rows_read += 1
+        counts.rows_kept += 1
+        counts.rows_cut += encoded.tokens_cut > 0
+        counts.tokens_cut += encoded.tokens_cut
+        for ids in encoded.documents:
+            if self.vocab_size is not None and max(ids) >= self.vocab_size:
+                raise DataError(
+                    f"{row.where}: token id {max(ids)}, but the model's ids end at {self.vocab_size - 1}; "
+                    "the tokenizer is not this model's"
+                )
+            if self.known_ids is not None and max(ids) >= self.known_ids and ids is encoded.documents[0]:
+                self.checks.add(UNKNOWN_IDS, row.where)
+            counts.windows += 1
+            counts.tokens += len(ids)
+            counts.target_tokens += num_targets(len(ids), encoded.prompt_length, encoded.untrained)
+            counts.longest = max(counts.longest, len(ids))
+
+    def skips(self) -> dict[str, Skips]:
+        """Return the rows that were left out, by reason."""
+        return {reason: Skips(each.count, tuple(each.first)) for reason, each in self._skipped.items()}
+
+
+TOKENS, TRAINED = "input_ids", "trained"  # columns of rows that come as tokens
+
+
+class Texts(NamedTuple):
+    """A row that can be tokenised."""
+
+    row: Row
+    found: FieldTexts
+    parts: list[Part]  # empty if it came as tokens
+
+
+def texts_of(tally: Tally, chunk: list[Row], recipe: Recipe, reader: FieldReader | None) -> list[Texts]:
+    """Put rows into the templates; count those that cannot be. Rows that come as tokens have no texts."""
+    good = []
+    for row in chunk:
+        if reader is None:
+            good.append(Texts(row, FieldTexts({}, []), []))
+            continue
+        try:
+            found = reader.read(row.values)
+            texts = parts(recipe, found.values)
+        except RowSkipped as reason:
+            tally.skip(row.where, str(reason))
+        else:
+            prompt = texts[0][0] if len(texts) == 2 else "".join(text for text, _ in texts[:-1])
+            tally.checks.look(row, found, prompt, texts[-1][0])
+            good.append(Texts(row, found, texts))
+    return good
+
+
+def assembled(
+    tally: Tally, recipe: Recipe, tokenizer: RowTokenizer, good: Sequence[Texts], tokens: Sequence[Tokens]
+) -> pyarrow.RecordBatch:
+    """Return the documents of rows, given the tokens of all their texts; count those that are left out."""
+    eos, at = eos_of(tokenizer) if tokens else 0, 0
+    documents: list[tuple[Any, ...]] = []
+    for row, found, texts in good:
+        first, at = at, at + len(texts)
+        try:
+            if texts:
+                encoded = assemble(recipe, tokenizer, eos, found.values, texts, tokens[first:at], found.answer_at)
+                group = group_of(recipe, found.values)
+            else:
+                given = _tokens_of(row)
+                encoded = from_tokens(recipe, given, row.values.get(TRAINED))
+                group = number_of(array("q", given).tobytes())
+        except RowSkipped as reason:
+            tally.skip(row.where, str(reason))
+            continue
+        except DataError as error:
+            raise DataError(f"{row.where}: {error}") from error
+        tally.keep(row, encoded)
+        rest = (encoded.prompt_length, encoded.untrained, found.references, row.source, row.line, group)
+        label = found.values.get(LABEL, "")
+        for document in encoded.documents:
+            documents.append((document, *rest, label, document is not encoded.documents[0]))
+    columns = list(zip(*documents, strict=True)) or [()] * len(SCHEMA)
+    arrays = [to_arrow(field.type, values) for field, values in zip(SCHEMA, columns, strict=True)]
+    return pyarrow.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+
+
+def _tokens_of(row: Row) -> list[int]:
+    """Return the tokens of a row that comes as tokens.
+
+    Raises:
+        RowSkipped: they are none.
+    """
+    tokens = row.values.get(TOKENS)
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
+        raise RowSkipped("input_ids is no list of token ids")
+    if not tokens:
+        raise RowSkipped("no tokens")
+    return tokens
+
 
 # Rows that are texts and tokens at once; texts that words are not looked up of are spread over the cores.
 CHUNK_ROWS = 500
@@ -50,7 +175,7 @@ SURVEY_ROWS = 1000
 def prepare(
     recipe: Recipe,
     tokenizer: RowTokenizer,
-    source: Path,
+    source: Path | Source,
     vocab_size: int,
     progress: Callable[[int], None] | None = None,
 ) -> Prepared:
@@ -61,7 +186,7 @@ def prepare(
     Args:
         recipe: templates, fields, length policy.
         tokenizer: the model's.
-        source: a file, a folder or a pattern (see `files.find_files`).
+        source: path of a file or folder, a pattern, or the identified files.
         vocab_size: rows of the model's embedding; no token id may reach it.
         progress: called with the number of rows done.
 
@@ -70,30 +195,31 @@ def prepare(
         DataError: unreadable rows, a missing column, a token the model does not have, or no row left.
     """
     check_templates(recipe)
+    source = identify(source, FileOptions.of(recipe))
     columns = find_columns(source, recipe)
     reader = None if TOKENS in columns else FieldReader(columns, recipe)
     if reader is not None:
         eos_of(tokenizer)  # that there is none is said before all is read
-    digest = sha256_of(source)
+    digest = source.sha256  # before the rows are read
     # What the tokenizer makes needs no check if all of its tokens are the model's.
     known = max(tokenizer.get_vocab().values(), default=vocab_size) + 1
     needs_check = reader is None or known > vocab_size
     tally = Tally(vocab_size if needs_check else None, Checks(recipe), None if reader else known)
     tokenize = tokenize_by(tokenizer) if reader else lambda texts: []
     findings = Findings(recipe.max_bad_rows)
-    rows = read_rows(source, findings, FileOptions.of(recipe))
-    with _no_cycles_sought(), RowFile() as file:
+    rows = read_rows(source, findings)
+    with _no_cycles_sought(), TableWriter() as writer:
         for chunk in _chunks(rows):
             good = texts_of(tally, chunk, recipe, reader)
             tokens = tokenize([text for each in good for text, _ in each.parts])
-            file.write(assembled(tally, recipe, tokenizer, good, tokens))
+            writer.write(assembled(tally, recipe, tokenizer, good, tokens))
             if progress:
                 progress(tally.counts.rows_read)
         tally.checks.close()
         for where, problem in findings.bad:
             tally.skip(where, f"cannot be read: {problem}")
         report = Report(
-            files=tuple(str(found.path) for found in find_files(source)),
+            files=tuple(str(file.path) for file in source.files),
             notes=tuple(findings.notes),
             rows_skipped=tally.skips(),
             warnings={what: Skips(each.count, tuple(each.first)) for what, each in tally.checks.found.items()},
@@ -103,8 +229,8 @@ def prepare(
             settings=settings_of(recipe),
             **vars(tally.counts),
         )
-        _require_rows(source, report)
-        return Prepared(file.table(), report)
+        _require_rows(source.path, report)
+        return Prepared(writer.table(), report)
 
 
 def _require_rows(source: Path, report: Report) -> None:
@@ -125,7 +251,7 @@ def _no_cycles_sought() -> Iterator[None]:
             gc.enable()
 
 
-def find_columns(source: Path, recipe: Recipe) -> dict[str, str]:
+def find_columns(source: Source, recipe: Recipe) -> dict[str, str]:
     """Choose columns by the first rows, and by all only if those lack one.
 
     Raises:
@@ -143,7 +269,7 @@ def find_columns(source: Path, recipe: Recipe) -> dict[str, str]:
         found.update((column, None) for column, value in row.values.items() if value is not None)
 
     findings = Findings(recipe.max_bad_rows)
-    rows = read_rows(source, findings, FileOptions.of(recipe))
+    rows = read_rows(source, findings)
     has_pattern = any(glob.has_magic(column) for column in recipe.map.values())  # which a later row may add to
     for row in islice(rows, None if has_pattern else SURVEY_ROWS):
         look_at(row)
@@ -159,11 +285,11 @@ def find_columns(source: Path, recipe: Recipe) -> dict[str, str]:
     except DataError as error:
         if empty := _empty_column(found, seen, recipe):
             rows_seen = f"all {number:,} rows" if number > 1 else "its only row"
-            raise DataError(f"{source}: column '{shortened(empty)}' is empty in {rows_seen}") from error
+            raise DataError(f"{source.path}: column '{shortened(empty)}' is empty in {rows_seen}") from error
         if not isinstance(error, UnknownColumn):
-            raise DataError(f"{source}: {error}") from error
+            raise DataError(f"{source.path}: {error}") from error
         check_headers(findings, recipe_fields(recipe))
-        raise UnknownColumn(f"{source}: {error}", error.field, error.choices) from error
+        raise UnknownColumn(f"{source.path}: {error}", error.field, error.choices) from error
 
 
 def _empty_column(found: Collection[str], seen: Collection[str], recipe: Recipe) -> str:

@@ -9,13 +9,31 @@ Wrongly decoded letters are mended here and not by `ftfy`: that takes a blank fo
 
 from __future__ import annotations
 
+import base64
+import difflib
+import glob
+import hashlib
 import html
+import json
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
 
-from gptj_ft.data.validation import CONTROL, ENTITY, MOJIBAKE, NEXT, TAG, has_html, is_mojibake, is_treebank
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.columns import alternatives_of, columns_of, read_fields
+from gptj_ft.data.encode import check_templates, parts
+from gptj_ft.data.prepare import TOKENS, find_columns
+from gptj_ft.data.readers.records import read_rows
+from gptj_ft.data.readers.rows import Findings, Row
+from gptj_ft.data.readers.source import PACKED, SUFFIXES, FileOptions, identify
+from gptj_ft.data.validation import CONTROL, ENTITY, MOJIBAKE, NEXT, TAG, Found, has_html, is_mojibake, is_treebank
+from gptj_ft.errors import DataError, RowSkipped, UsageError
+from gptj_ft.system.atomic import atomic_files, require_new
 
 # Characters of UTF-8, each of its bytes read as one of Windows-1252.
 ENCODED = re.compile(f"(?:[Â-ß][{NEXT}]|[à-ï][{NEXT}]{{2}}|[ð-ô][{NEXT}]{{3}})+")
@@ -142,3 +160,265 @@ FIXES: Mapping[str, tuple[Callable[[str], bool], Callable[[str], str]]] = {
     "HTML": (has_html, remove_html),
     "Treebank tokens": (is_treebank, join_tokens),
 }
+
+
+ASIDE = 40  # characters shown on both sides of a change
+
+
+def difference(before: str, after: str) -> Iterator[str]:
+    """Yield the lines that differ, each with its ending: first as they were (``-``), then as they are (``+``)."""
+    old, new = before.split("\n"), after.split("\n")
+    for what, i1, i2, j1, j2 in difflib.SequenceMatcher(None, old, new).get_opcodes():
+        if what == "equal":
+            continue
+        removed, added = old[i1:i2], new[j1:j2]
+        if len(removed) == len(added):
+            pairs = [_near_the_change(*pair) for pair in zip(removed, added, strict=True)]
+            removed, added = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        for sign, lines in (("-", removed), ("+", added)):
+            yield from (f"{sign}{visible(line)}\n" for line in lines)
+
+
+def _near_the_change(before: str, after: str) -> tuple[str, str]:
+    """Cut off what two lines have in common at both ends, but for some characters."""
+    start = _common(before, after)
+    end = _common(before[start:][::-1], after[start:][::-1])
+    skip, keep = max(start - ASIDE, 0), max(end - ASIDE, 0)
+
+    def near(text: str) -> str:
+        return ("…" if skip else "") + text[skip : len(text) - keep] + ("…" if keep else "")
+
+    return near(before), near(after)
+
+
+def visible(line: str) -> str:
+    """Return a line with control characters, line breaks and the like spelled out."""
+    return "".join(letter if letter.isprintable() or letter == "\t" else ascii(letter)[1:-1] for letter in line)
+
+
+def _common(before: str, after: str) -> int:
+    """Return how many characters two texts begin with that are the same."""
+    low, high = 0, min(len(before), len(after))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if before.startswith(after[low:middle], low) else (low, middle - 1)
+    return low
+
+
+REPEATED, EMPTY, UNREADABLE = "the same row again", "a field is empty", "cannot be read"
+
+
+@dataclass
+class FixReport:
+    """What became of the rows of a file.
+
+    Attributes:
+        file: the new file.
+        diff: the file that says what was changed.
+        rows_read: ``rows_written`` plus all that were dropped.
+        rows_changed: rows written that differ from the source.
+        rows_dropped: by reason.
+        cells: fix -> how many cells it changed, of the rows written.
+    """
+
+    file: str
+    diff: str
+    rows_read: int = 0
+    rows_written: int = 0
+    rows_changed: int = 0
+    rows_dropped: dict[str, Found] = field(default_factory=dict)
+    cells: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FIXES, 0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold."""
+        return asdict(self)
+
+
+def choose_target(source: Path, named: Path | None) -> Path:
+    """Return the new file for the rows of a source: the one named, else ``NAME.fixed.jsonl`` beside it.
+
+    Raises:
+        UsageError: it, or the one with the changes, exists; it is not of JSON lines; or there is no name to go by.
+    """
+    if named is None and glob.has_magic(str(source)) and not source.exists():
+        raise UsageError(f"{source} stands for several files: name the new one with --fixed FILE.jsonl")
+    if named is not None and SUFFIXES.get(named.suffix.lower()) != "jsonl":
+        raise UsageError(f"--fixed {named}: JSON lines are written, so end the name with .jsonl")
+    if named is not None and source.is_dir() and named.resolve().is_relative_to(source.resolve()):
+        raise UsageError(f"--fixed {named} is in {source}, which would then have its rows twice; name another place")
+    target = named or source.with_name(f"{_stem(source)}.fixed.jsonl")
+    if target.exists():
+        raise UsageError(f"{target} exists already: prepare it with --data {target}, or name another with --fixed")
+    require_new(diff_of(target))
+    return target
+
+
+def diff_of(target: Path) -> Path:
+    """Return the file that says what was changed."""
+    return target.with_suffix(".diff")
+
+
+def fix_rows(recipe: Recipe, source: Path, target: Path, progress: Callable[[int], None] | None = None) -> FixReport:
+    """Write the rows of a source to a new file, mended in the columns that the recipe uses.
+
+    Left out are records that cannot be read, rows that cannot be used because a field of theirs is empty, and all but
+    the first of those that are trained on alike. The source is read twice; in memory are a row, and digests of all.
+
+    Args:
+        recipe: its fields say which columns are mended.
+        source: a file, a folder or a pattern.
+        target: the new file; see `choose_target`.
+        progress: called with the number of rows done.
+
+    Raises:
+        UsageError: no such file, or the new one exists or cannot be written.
+        DataError: a file of which nothing can be read, a missing column, or no row left.
+        ResourceError: the disk is full; nothing is left behind.
+    """
+    check_templates(recipe)
+    found = identify(source, FileOptions.of(recipe))
+    columns = find_columns(found, recipe.model_copy(update={"max_bad_rows": sys.maxsize}))
+    if TOKENS in columns:
+        raise UsageError(f"{source}: its rows come as tokens, in which there is nothing to mend: leave out --fix")
+    report = FixReport(str(target), str(diff_of(target)))
+    with atomic_files(diff_of(target), target) as (diff, out):
+        diff.write(visible(f"--- {source}") + "\n" + visible(f"+++ {target}") + "\n")
+        fixer = _Fixer(recipe, columns, report, diff)
+        findings = Findings(sys.maxsize)
+        for row in read_rows(found, findings):
+            fixer.drop_unreadable(findings)
+            if (values := fixer.fix(row)) is not None:
+                out.write(_json_line(values))
+            if progress:
+                progress(report.rows_read)
+        fixer.drop_unreadable(findings)
+        if not report.rows_written:
+            reasons = ", ".join(f"{reason} ({found.count})" for reason, found in report.rows_dropped.items())
+            raise DataError(f"{source}: none of the {report.rows_read} rows is left: {reasons}")
+    dropped = sum(found.count for found in report.rows_dropped.values())
+    assert report.rows_read == report.rows_written + dropped
+    return report
+
+
+class _Fixer:
+    """Mends row after row, counts, and writes down what was done."""
+
+    def __init__(self, recipe: Recipe, columns: Mapping[str, str], report: FixReport, diff: TextIO) -> None:
+        self._recipe, self._columns, self._report, self._diff = recipe, columns, report, diff
+        self._seen: dict[bytes, str] = {}  # digest of what is trained on, and where it was first
+
+    def drop_unreadable(self, findings: Findings) -> None:
+        """Count the records that could not be read since the last call."""
+        for where, problem in findings.bad:
+            self._drop(where, UNREADABLE, problem)
+        findings.bad.clear()
+
+    def fix(self, row: Row) -> dict[str, Any] | None:
+        """Return the values of a row as they are to be written; ``None`` if it is dropped."""
+        columns = [each for column in self._columns.values() for each in columns_of(column, row.values)]
+        names = [column for column in columns if column in row.values]
+        before = {column: list(_texts_in(row.values[column])) for column in names}
+        fixed = iter(fix_texts([text for of_column in before.values() for text in of_column]))
+        after = {column: [next(fixed) for _ in of_column] for column, of_column in before.items()}
+        put = {column: _with_texts(row.values[column], iter([each.text for each in after[column]])) for column in names}
+        values = {**row.values, **put}
+        try:
+            found = read_fields(values, self._columns, self._recipe)
+            trained_on = (*(text for text, _ in parts(self._recipe, found.values)), *found.references)
+        except RowSkipped:
+            empty = [column for column in columns if _is_empty(values.get(column))]
+            if empty:
+                self._drop(row.where, EMPTY, ", ".join(f"column '{column}'" for column in empty))
+                return None
+        else:
+            digest = hashlib.blake2b(
+                json.dumps([text.strip() for text in trained_on]).encode(), digest_size=16
+            ).digest()
+            if digest in self._seen:
+                self._drop(row.where, REPEATED, f"as {self._seen[digest]}")
+                return None
+            self._seen[digest] = row.where
+        self._report.rows_read += 1
+        self._report.rows_written += 1
+        self._report.rows_changed += values != row.values
+        for column in names:
+            self._write_changes(
+                row,
+                column,
+                [(old, each.text) for old, each in zip(before[column], after[column], strict=True)],
+                list(dict.fromkeys(fix for each in after[column] for fix in each.fixes)),
+            )
+        return values
+
+    def _drop(self, where: str, reason: str, detail: str) -> None:
+        self._report.rows_read += 1
+        self._report.rows_dropped.setdefault(reason, Found()).add(where)
+        self._diff.write(visible(f"@@ {where} dropped: {reason}: {detail} @@") + "\n")
+
+    def _write_changes(self, row: Row, column: str, changes: list[tuple[str, str]], fixes: list[str]) -> None:
+        if not fixes:
+            return
+        for fix in fixes:
+            self._report.cells[fix] += 1
+        place = f"{row.where}, now line {self._report.rows_written}, column '{column}'"
+        self._diff.write(visible(f"@@ {place}: {', '.join(fixes)} @@") + "\n")
+        self._diff.writelines(line for old, new in changes if old != new for line in difference(old, new))
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts of a cell, however they are nested."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(item)
+
+
+def _with_texts(value: Any, replacements: Iterator[str]) -> Any:
+    """Return a cell with other texts, in the order of `_texts_in`."""
+    if isinstance(value, str):
+        return next(replacements)
+    if isinstance(value, dict):
+        return {name: _with_texts(item, replacements) for name, item in value.items()}
+    return [_with_texts(item, replacements) for item in value] if isinstance(value, list) else value
+
+
+def _is_empty(value: Any) -> bool:
+    """Tell whether a cell says nothing."""
+    try:
+        return not any(text.strip() for text in alternatives_of(value))
+    except RowSkipped:
+        return False
+
+
+def _json_line(values: Mapping[str, Any]) -> str:
+    """Return a row as a line of JSON: any cell that can be read, also of columns that nobody needs here."""
+    try:
+        line = json.dumps(values, ensure_ascii=False, allow_nan=False, default=_plain)
+    except ValueError:  # JSON has no word for what is no number
+        line = json.dumps(_finite(values), ensure_ascii=False, default=_plain)
+    try:
+        line.encode()
+    except UnicodeEncodeError:  # half a surrogate pair
+        line = json.dumps(json.loads(line))
+    return line + "\n"
+
+
+def _plain(value: Any) -> str:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _stem(source: Path) -> str:
+    """Return the name of a file without the suffixes that say what it is."""
+    path = Path(source.name)
+    if path.suffix.lower() in PACKED:
+        path = Path(path.stem)
+    return path.stem if path.suffix.lower() in SUFFIXES else path.name

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gptj_ft.data.dataset import Prepared
-from gptj_ft.data.loss_mask import column_of, count_targets, lengths_of, places_of
 
 Numbers = NDArray[np.integer]
 
@@ -23,12 +22,12 @@ def select(prepared: Prepared, indices: Iterable[int]) -> Prepared:
         indices: positions in its ``rows``.
     """
     rows = prepared.rows.select(indices)
-    lengths, targets = lengths_of(rows), count_targets(rows)
+    lengths = rows.lengths()
     report = replace(
         prepared.report,
         windows=len(rows),
         tokens=int(lengths.sum()),
-        target_tokens=targets,
+        target_tokens=rows.num_targets(),
         longest=int(lengths.max(initial=0)),
     )
     return Prepared(rows, report)
@@ -48,14 +47,14 @@ def split(prepared: Prepared, holdout: float, seed: int) -> tuple[Prepared, Prep
     Returns:
         (train, held); held is ``None`` when nothing is held out or there are fewer than two documents.
     """
-    groups = column_of(prepared.rows, "group", np.int64)
+    groups = prepared.rows.numbers("group")
     members, inverse = np.unique(groups, return_inverse=True)
     if len(members) == 1:  # windows of one document, or one row
         members = inverse = np.arange(len(groups))
         labels = np.zeros(len(groups), np.int32)
     else:
         labels = np.empty(len(members), np.int32)
-        labels[inverse] = places_of(prepared.rows["label"])  # of rows that share a document, the last one's
+        labels[inverse] = _places_of(prepared.rows["label"])  # of rows that share a document, the last one's
     if holdout == 0 or len(members) < 2:
         return prepared, None
     count = min(max(round(holdout * len(members)), 1), len(members) - 1)
@@ -85,3 +84,11 @@ def _mixed(groups: Numbers, seed: int) -> NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+def _places_of(texts: Sequence[str]) -> NDArray[np.int32]:
+    """Return a number for each text of a column: its place among the texts that there are, in their order."""
+    seen: dict[str, int] = {}
+    numbers = np.fromiter((seen.setdefault(text, len(seen)) for text in texts), np.int32, len(texts))
+    place = {text: number for number, text in enumerate(sorted(seen))}
+    return np.array([place[text] for text in seen], np.int32)[numbers]

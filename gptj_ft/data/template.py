@@ -1,293 +1,107 @@
-"""A row's texts -> token ids, by the recipe's templates. Training and inference both come through here.
-
-    prompt tokens | completion tokens | EOS          loss on completion and EOS
-
-A row above the limit loses part of its `shorten` field and nothing else: instruction, delimiters, the other fields
-and the answer stay whole. A conversation loses its oldest messages.
-"""
+"""Templates of prompts and completions. Strict about the template, indifferent to what the values hold."""
 
 from __future__ import annotations
 
-from array import array
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import nodes
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.chat import MESSAGES, REPLY, is_chat, parts_of, shorter
-from gptj_ft.data.jinja_template import fields_of, render
-from gptj_ft.data.loss_mask import num_inputs
-from gptj_ft.data.tokenization import tokenize
-from gptj_ft.data.tokenizer import NoTokenizer, no_tokenizer
-from gptj_ft.data.truncation import shorten
-from gptj_ft.errors import DataError, RowSkipped, UsageError, did_you_mean
+from gptj_ft.data.sandbox import Compiled, bounded_environment, compiled, shown
+from gptj_ft.errors import UsageError
 
-if TYPE_CHECKING:
-    from gptj_ft.data.tokenizer import RowTokenizer
-
-__all__ = [
-    "Encoded",
-    "Part",
-    "Prompt",
-    "assemble",
-    "check_templates",
-    "encode",
-    "encode_prompt",
-    "eos_of",
-    "fields_of",
-    "from_tokens",
-    "parts",
-]
-
-Part = tuple[str, bool]  # a text of a row, and whether it is trained on
-
-
-class Encoded(NamedTuple):
-    """A row as tokens.
-
-    Attributes:
-        documents: token ids, EOS at the end; more than one when plain text is split into windows.
-        prompt_length: tokens at the start that are not trained on.
-        untrained: what else is not, as (start, end) pairs in one flat list; of conversations, their questions.
-        tokens_cut: how many tokens a row that was too long has lost.
-    """
-
-    documents: tuple[Sequence[int], ...]
-    prompt_length: int
-    untrained: tuple[int, ...] = ()
-    tokens_cut: int = 0
+ENVIRONMENT = bounded_environment(keep_trailing_newline=True)
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """What the model continues; ``cut`` tells whether the document lost a part."""
+class Template:
+    """A template that has been parsed.
 
-    ids: list[int]
-    cut: bool
+    Attributes:
+        fields: each once, in order of their first use.
+        uses: how often each is named.
+        literals: the texts between them.
+        pieces: texts and fields in turn, (text, is a field), if there is nothing else in it.
+        compiled: what renders it.
+    """
+
+    fields: tuple[str, ...]
+    uses: Mapping[str, int]
+    literals: tuple[str, ...]
+    pieces: tuple[tuple[str, bool], ...] | None
+    compiled: Compiled
 
 
-def check_templates(recipe: Recipe) -> None:
-    """Check what the templates and the length policy say of each other.
+@lru_cache
+def parse_template(source: str) -> Template:
+    """Parse a template: ``{{ field }}`` stands for a value.
 
     Raises:
-        UsageError: `shorten` names no field of the prompt, the completion has no field, or `split` is asked for with
-            a prompt.
+        UsageError: it is no Jinja, or has single braces where fields are meant.
     """
-    cuttable = fields_of(recipe.prompt or recipe.completion)
-    if not fields_of(recipe.completion):
-        raise UsageError(f"completion: there is no field in {recipe.completion!r}, so nothing to train on")
-    if is_chat(recipe) and REPLY not in fields_of(recipe.completion):
-        raise UsageError(f"completion: of a conversation it must have {{{{ {REPLY} }}}}, the assistant's message")
-    if recipe.shorten and recipe.shorten not in cuttable:
-        hint = did_you_mean(recipe.shorten, cuttable)
-        raise UsageError(f"shorten: '{recipe.shorten}' is no field of the prompt{hint}; it has: {', '.join(cuttable)}")
-    if recipe.on_long == "split" and recipe.prompt:
-        raise UsageError("on_long: 'split' is for plain text (an empty prompt); use shorten, skip or error")
+    template = compiled(ENVIRONMENT, source)
+    tree, names = template.tree, template.fields
+    if not names and (lone := re.search(r"\{(\w+)\}", source)):
+        raise UsageError(f"template {shown(source)}: write {{{{ {lone[1]} }}}} for a field, not {lone[0]}")
+    return Template(
+        fields=tuple(dict.fromkeys(names)),
+        uses={name: names.count(name) for name in names},
+        literals=tuple(node.data for node in tree.find_all(nodes.TemplateData)),
+        pieces=_pieces_of(tree, names),
+        compiled=template,
+    )
 
 
-def parts(recipe: Recipe, values: Mapping[str, Any]) -> list[Part]:
-    """Return the texts of a row: prompt and completion; of a conversation, as many of both as there are answers.
+def _pieces_of(tree: nodes.Template, fields: Sequence[str]) -> tuple[tuple[str, bool], ...] | None:
+    """Return texts and fields of a template that has nothing else, which can be joined faster than rendered."""
+    pieces = []
+    for statement in tree.body:
+        if not isinstance(statement, nodes.Output):
+            return None
+        for node in statement.nodes:
+            if isinstance(node, nodes.TemplateData):
+                pieces.append((node.data, False))
+            elif isinstance(node, nodes.Name) and node.name in fields:
+                pieces.append((node.name, True))
+            else:
+                return None
+    return tuple(pieces)
 
-    Args:
-        recipe: its templates.
-        values: field -> text, or `Conversation`.
+
+def fields_of(source: str) -> tuple[str, ...]:
+    """Return the fields of a template, each once, in order."""
+    return parse_template(source).fields
+
+
+def render(source: str, values: Mapping[str, Any]) -> str:
+    """Put values in the place of fields; what a value holds, braces too, stays as it is.
 
     Raises:
-        RowSkipped: a field of the prompt, or the whole completion, is blank.
+        UsageError: the template asks for what a value does not have.
     """
-    _require_content(recipe.prompt, values)
-    if is_chat(recipe):
-        return parts_of(recipe, values[MESSAGES])
-    completion = render(recipe.completion, values)
-    if not completion.strip():
-        raise RowSkipped("the completion is empty")
-    return [(render(recipe.prompt, values) if recipe.prompt else "", False), (completion, True)]
+    template = parse_template(source)
+    if template.pieces is not None and all(map(values.__contains__, template.fields)):
+        return "".join([str(values[text]) if is_field else text for text, is_field in template.pieces])
+    return template.compiled.render(values)
 
 
-def eos_of(tokenizer: RowTokenizer) -> int:
-    """Return the id that ends every document.
+@lru_cache
+def stripped_fields(prompt: str, completion: str) -> frozenset[str]:
+    """Return the fields whose texts lose white space at both ends: the templates put their own around them.
 
-    Raises:
-        UsageError: the tokenizer has none, or there is no tokenizer.
+    A template that is one field and nothing else takes it as it is: plain text, and rows whose prompts and answers are
+    written out with the blanks between them.
     """
-    if isinstance(tokenizer, NoTokenizer):
-        raise no_tokenizer(Path(tokenizer.name_or_path))
-    if tokenizer.eos_token_id is None:
-        raise UsageError(
-            f"the tokenizer {tokenizer.name_or_path} has no EOS token, and a model tuned without one never stops\n"
-            'name one in its tokenizer_config.json, e.g. "eos_token": "<|endoftext|>"'
-        )
-    return int(tokenizer.eos_token_id)
+    templates = [parse_template(source) for source in (prompt, completion)]
+    whole = {name for each in templates for name in each.fields if each.pieces == ((name, True),)}
+    return frozenset(name for each in templates for name in each.fields) - whole
 
 
-def encode(recipe: Recipe, tokenizer: RowTokenizer, values: Mapping[str, Any], answer_at: int | None = None) -> Encoded:
-    """Return a row as tokens: prompt, completion, EOS; at most `max_length` of them.
-
-    Args:
-        recipe: its templates and length policy.
-        tokenizer: a fast tokenizer with an EOS token.
-        values: field -> text.
-        answer_at: where in the `shorten` field the answer is, in characters, if that is known.
-
-    Raises:
-        RowSkipped: blank, or too long and not to be shortened.
-        DataError: too long, and the policy is `error`.
-        UsageError: no EOS token.
-    """
-    texts = parts(recipe, values)
-    ids = tokenize(tokenizer, [text for text, _ in texts])
-    encoded = assemble(recipe, tokenizer, eos_of(tokenizer), values, texts, ids, answer_at)
-    return encoded._replace(documents=tuple(map(list, encoded.documents)))
-
-
-def assemble(
-    recipe: Recipe,
-    tokenizer: RowTokenizer,
-    eos: int,
-    values: Mapping[str, Any],
-    texts: Sequence[Part],
-    ids: Sequence[Sequence[int]],
-    answer_at: int | None = None,
-) -> Encoded:
-    """Join a row's tokens, and apply the length policy; the second half of `encode`, for tokens made in batches."""
-    limit = recipe.max_length
-    num_tokens = sum(map(len, ids)) + 1
-    if num_tokens <= limit:
-        return _joined(texts, ids, eos)
-    _refuse_if_not_to_be_shortened(recipe, num_tokens)
-    if recipe.on_long == "split":
-        return Encoded(_windows(_joined(texts, ids, eos).documents[0], limit), 0)
-    if is_chat(recipe):
-        for fewer in shorter(values[MESSAGES]):
-            texts = parts_of(recipe, fewer)
-            ids = tokenize(tokenizer, [text for text, _ in texts])
-            if (rest := sum(map(len, ids)) + 1) <= limit:
-                return _joined(texts, ids, eos, num_tokens - rest)
-        raise RowSkipped("too long: no room for the last question and its answer")
-    part = 0 if recipe.prompt else 1
-    room = limit - 1 - sum(len(each) for index, each in enumerate(ids) if index != part)
-    cut = shorten(recipe, tokenizer, values, room, answer_at, ids[part])
-    whole: list[Sequence[int]] = [cut if index == part else each for index, each in enumerate(ids)]
-    return _joined(texts, whole, eos, num_tokens - sum(map(len, whole)) - 1)
-
-
-def from_tokens(recipe: Recipe, ids: list[int], trained: Any) -> Encoded:
-    """Return a row that came as tokens, as it is; one that is too long is split if all of it is trained on.
-
-    `max_length` bounds its inputs: the last target may be the token after them, as in windows that other systems have
-    made of so many inputs and so many targets.
-
-    Args:
-        recipe: its length policy.
-        ids: the tokens.
-        trained: (start, end) pairs of the tokens that are targets, or their numbers in one flat list; ``None``: all
-            but the first.
-
-    Raises:
-        RowSkipped: no token is trained on, or too long.
-        DataError: too long, and the policy is `error`; or pairs that are none.
-    """
-    spans = [1, len(ids)] if trained is None else _flat(trained)
-    borders = [0, *spans]
-    if len(spans) % 2 or any(one > other for one, other in pairwise(borders)) or borders[-1] > len(ids):
-        raise DataError(
-            f"'trained' is no list of (start, end) pairs that rise inside the row's {len(ids):,} tokens, such as "
-            "[[2, 5], [7, 9]]"
-        )
-    pairs = [(max(start, 1), end) for start, end in zip(spans[::2], spans[1::2], strict=True) if end > max(start, 1)]
-    if not pairs:
-        raise RowSkipped("no token that is trained on")
-    last = pairs[-1][1]  # what follows the last target is of no use
-    ids = ids[:last]
-    if num_inputs(len(ids), recipe.max_length) > recipe.max_length:
-        if recipe.on_long == "split" and len(pairs) == 1 and pairs[0][0] == 1:
-            return Encoded(_windows(ids, recipe.max_length + 1), 0)
-        _refuse_if_not_to_be_shortened(recipe, len(ids))
-        raise RowSkipped("longer than max_length, and tokens cannot be shortened")
-    gaps = tuple(border for (_, end), (start, _) in pairwise(pairs) for border in (end, start))
-    return Encoded((ids,), pairs[0][0] if pairs[0][0] > 1 else 0, gaps)
-
-
-def _flat(trained: Any) -> list[int]:
-    """Return pairs, or numbers, as one list of numbers; of anything else one that no row has.
-
-    >>> _flat([[2, 5], [7, 9]]), _flat([2, 5, 7, 9]), _flat("2-5")
-    ([2, 5, 7, 9], [2, 5, 7, 9], [-1])
-    """
-    items: list[Any] = list(trained) if isinstance(trained, list | tuple) else [None]
-    if all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in items):
-        items = [bound for pair in items for bound in pair]
-    return items if all(type(bound) is int for bound in items) else [-1]
-
-
-def encode_prompt(recipe: Recipe, tokenizer: RowTokenizer, values: Mapping[str, Any], room: int) -> Prompt:
-    """Return the prompt of one row, shortened as in training.
-
-    Without a prompt template (plain text) the text itself is continued, and of a long one its end is kept.
-
-    Args:
-        recipe: the one the model was tuned with.
-        tokenizer: the model's.
-        values: field -> text; the completion's fields are not needed.
-        room: most tokens the prompt may take.
-
-    Raises:
-        DataError: a field is blank, or the prompt is too long and not to be shortened.
-        UsageError: no room at all.
-    """
-    if room < 1:
-        raise UsageError("no room is left for the prompt; lower generation.max_new_tokens")
-    template = recipe.prompt or recipe.completion
-    _require_content(template, values)
-    ids = tokenize(tokenizer, [render(template, values)])[0]
-    if (most := recipe.generation.max_prompt_tokens) and len(ids) > (most := min(most, room)):
-        return Prompt(ids[:most], cut=True)
-    if len(ids) <= room:
-        return Prompt(ids, cut=False)
-    if not recipe.prompt:
-        return Prompt(ids[-room:], cut=True)
-    if recipe.on_long in ("skip", "error"):
-        raise DataError(f"the prompt takes {len(ids)} tokens, there is room for {room} (on_long: {recipe.on_long})")
-    if is_chat(recipe):
-        for fewer in shorter(values[MESSAGES]):
-            ids = tokenize(tokenizer, [render(template, {**values, MESSAGES: fewer})])[0]
-            if len(ids) <= room:
-                return Prompt(ids, cut=True)
-        raise DataError(f"the last message alone takes {len(ids)} tokens, there is room for {room}")
-    return Prompt(shorten(recipe, tokenizer, values, room, ids=ids), cut=True)
-
-
-def _joined(texts: Sequence[Part], ids: Sequence[Sequence[int]], eos: int, tokens_cut: int = 0) -> Encoded:
-    whole = array("i")  # of tokens that are in one already it takes them as they are
-    for each in ids:
-        whole.extend(each)
-    whole.append(eos)
-    if len(texts) == 2:  # a prompt and its completion
-        return Encoded((whole,), len(ids[0]), (), tokens_cut)
-    borders = list(accumulate(map(len, ids), initial=0))
-    spans = zip(texts, pairwise(borders), strict=True)
-    untrained = [span for (_, is_trained), span in spans if not is_trained]
-    return Encoded((whole,), untrained[0][1], tuple(border for span in untrained[1:] for border in span), tokens_cut)
-
-
-def _require_content(template: str, values: Mapping[str, Any]) -> None:
-    for name in fields_of(template):
-        if not str(values.get(name, "")).strip():
-            raise RowSkipped(f"the field '{name}' is empty")
-
-
-def _refuse_if_not_to_be_shortened(recipe: Recipe, num_tokens: int) -> None:
-    if recipe.on_long == "error":
-        raise DataError(
-            f"{num_tokens} tokens with EOS, max_length is {recipe.max_length}; raise it, or set on_long "
-            "to shorten or skip"
-        )
-    if recipe.on_long == "skip":
-        raise RowSkipped("longer than max_length")
-
-
-def _windows(ids: Sequence[int], length: int) -> tuple[Sequence[int], ...]:
-    """Cut plain text; a window starts with the token the last one ended with, so that each is a target once."""
-    return tuple(ids[start : start + length] for start in range(0, len(ids) - 1, length - 1))
+def stripped(recipe: Recipe, values: Mapping[str, str]) -> dict[str, str]:
+    """Return the texts of fields as a recipe's templates take them."""
+    fields = stripped_fields(recipe.prompt, recipe.completion)
+    return {name: text.strip() if name in fields else text for name, text in values.items()}

@@ -5,15 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.jinja_template import parse_template, render
-from gptj_ft.data.tokenization import Span, is_before_blank, places_of, splits_before_blanks, tokenize
+from gptj_ft.data.template import parse_template, render
+from gptj_ft.data.tokenization import RowTokenizer, Span, is_before_blank, places_of, splits_before_blanks, tokenize
 from gptj_ft.errors import RowSkipped
-
-if TYPE_CHECKING:
-    from gptj_ft.data.tokenizer import RowTokenizer
 
 # How many tokens a cut may move back to fall between two words.
 WORD_TOKENS = 5

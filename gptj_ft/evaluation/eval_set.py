@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 from gptj_ft.checkpoints.formats.peft import base_folder
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import Document, Rows
+from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.load import read_or_prepare
-from gptj_ft.data.prepare import Prepared, is_prepared
+from gptj_ft.data.readers.source import is_prepared
 from gptj_ft.data.split import select
-from gptj_ft.data.tokenizer import vocab_size_of
+from gptj_ft.data.tokenization import vocab_size_of
 from gptj_ft.system.paths import is_adapter
 
 if TYPE_CHECKING:
-    from gptj_ft.data.tokenizer import RowTokenizer
+    from gptj_ft.data.tokenization import RowTokenizer
 
 UNLIMITED = 2**31 - 1  # tokens of a row
 

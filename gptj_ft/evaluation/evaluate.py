@@ -16,8 +16,8 @@ from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Document
-from gptj_ft.data.prepare import is_prepared, load_tokenizer
-from gptj_ft.data.tokenizer import NoTokenizer, has_tokenizer
+from gptj_ft.data.readers.source import is_prepared
+from gptj_ft.data.tokenization import NoTokenizer, has_tokenizer, load_tokenizer
 from gptj_ft.errors import NotFinite, UsageError
 from gptj_ft.evaluation.eval_set import EvalSet, make_eval_set, with_short_answers
 from gptj_ft.evaluation.likelihood import candidates, losses, passes

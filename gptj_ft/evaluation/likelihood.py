@@ -12,9 +12,9 @@ import torch
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import Document, first_fit
-from gptj_ft.data.jinja_template import fields_of, render
+from gptj_ft.data.encode import eos_of
 from gptj_ft.data.loss_mask import stretches
-from gptj_ft.data.template import eos_of
+from gptj_ft.data.template import fields_of, render
 from gptj_ft.data.tokenization import tokenize
 from gptj_ft.evaluation.metrics.language_model import RowLoss
 from gptj_ft.models.batch import PackedBatch, pack

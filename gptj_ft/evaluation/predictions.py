@@ -11,8 +11,11 @@ from typing import Any
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.columns import FieldReader
-from gptj_ft.data.prepare import find_columns, is_prepared, load
-from gptj_ft.data.readers.records import FileOptions, Findings, read_rows
+from gptj_ft.data.dataset import load
+from gptj_ft.data.prepare import find_columns
+from gptj_ft.data.readers.records import read_rows
+from gptj_ft.data.readers.rows import Findings
+from gptj_ft.data.readers.source import FileOptions, identify, is_prepared
 from gptj_ft.errors import DataError, RowSkipped
 from gptj_ft.evaluation.evaluate import Evaluation, with_warnings
 from gptj_ft.evaluation.metrics import METRICS
@@ -159,8 +162,9 @@ def _rows(recipe: Recipe, data: Path) -> tuple[list[PredictionRow], tuple[str, .
             PredictionRow(f"{file}:{line}", None, "", list(of)) for file, line, of in zip(*columns, strict=True)
         ], ()
     findings, rows, left_out = Findings(recipe.max_bad_rows), list[PredictionRow](), dict[str, int]()
-    reader = FieldReader(find_columns(data, recipe), recipe)
-    for row in read_rows(data, findings, FileOptions.of(recipe)):
+    source = identify(data, FileOptions.of(recipe))
+    reader = FieldReader(find_columns(source, recipe), recipe)
+    for row in read_rows(source, findings):
         try:
             references: list[str] | None = reader.read(row.values).references
         except RowSkipped as reason:

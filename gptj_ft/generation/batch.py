@@ -21,9 +21,11 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.data.chat import ASSISTANT, MESSAGES, Conversation, is_chat, read_conversation
 from gptj_ft.data.columns import FieldReader, choose_columns
 from gptj_ft.data.columns import text_of as cell_text
-from gptj_ft.data.jinja_template import fields_of
-from gptj_ft.data.readers.records import FileOptions, Findings, read_rows
+from gptj_ft.data.readers.records import read_rows
+from gptj_ft.data.readers.rows import Findings
+from gptj_ft.data.readers.source import FileOptions
 from gptj_ft.data.readers.tables import check_headers
+from gptj_ft.data.template import fields_of
 from gptj_ft.errors import DataError, Interrupted, RowSkipped
 from gptj_ft.generation.answers_file import AnswersFile
 from gptj_ft.generation.decoding import generate_tokens, text_of

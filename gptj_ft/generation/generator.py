@@ -13,9 +13,9 @@ import torch
 from gptj_ft.checkpoints.formats.peft import base_folder, tokenizer_folder
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.chat import MESSAGES, asked
-from gptj_ft.data.columns import stripped
-from gptj_ft.data.prepare import load_tokenizer
-from gptj_ft.data.template import Prompt, encode_prompt, fields_of
+from gptj_ft.data.encode import Prompt, encode_prompt
+from gptj_ft.data.template import fields_of, stripped
+from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.generation.decoding import StreamedModel, generate_tokens, text_of
 from gptj_ft.models.registry import Architecture, read_architecture

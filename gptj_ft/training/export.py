@@ -13,7 +13,7 @@ from gptj_ft.checkpoints.formats.peft import MergedCheckpoint, open_adapter, wri
 from gptj_ft.checkpoints.metadata import TunedModel, metadata_files
 from gptj_ft.checkpoints.model_folder import layer_tensors, open_checkpoint, write_model
 from gptj_ft.config.run_folder import MERGED, Run
-from gptj_ft.data.prepare import load
+from gptj_ft.data.dataset import load
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.lora import is_transposed, linear_layers, name_of
 from gptj_ft.models.registry import read_architecture

@@ -18,9 +18,8 @@ from gptj_ft.config.options import FREE_ON_RESUME, Recipe
 from gptj_ft.config.resolve import Resolved, build, dump, resolve
 from gptj_ft.config.run_folder import START, Run, choose_folder, steps_done, stopped, what_is_saved
 from gptj_ft.data.batches import Rows
-from gptj_ft.data.prepare import Prepared, Report, load, save
-from gptj_ft.data.token_checks import check_tokens
-from gptj_ft.data.tokenizer import vocab_size_of
+from gptj_ft.data.dataset import Prepared, Report, check_tokens, load, save
+from gptj_ft.data.tokenization import vocab_size_of
 from gptj_ft.errors import DataError, Interrupted, NotFinite, UsageError
 from gptj_ft.models.published import Published, find_published
 from gptj_ft.models.registry import Architecture, read_architecture

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from gptj_ft.checkpoints.base_model import choose_model
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.dataset import Skips
+from gptj_ft.data.dataset import Prepared, Report, Skips
 from gptj_ft.data.load import data_path, read_or_prepare
-from gptj_ft.data.prepare import Prepared, Report
+from gptj_ft.data.readers.source import FileOptions, identify
 from gptj_ft.data.split import split
-from gptj_ft.data.tokenizer import load_row_tokenizer, vocab_size_of
+from gptj_ft.data.tokenization import load_row_tokenizer, vocab_size_of
 from gptj_ft.data.validation import PLACES_SHOWN
 
 
@@ -41,7 +41,7 @@ def gather(recipe: Recipe) -> Inputs:
     Raises:
         UsageError, DataError: as their parts.
     """
-    source = data_path(recipe.data)
+    source = identify(data_path(recipe.data), FileOptions.of(recipe))
     model = choose_model(recipe, source)
     tokenizer = load_row_tokenizer(model)
     vocab_size = vocab_size_of(model)

@@ -11,12 +11,12 @@ from typing import Any
 
 from gptj_ft.checkpoints.base_model import choose_model
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.cache import prepare_once
+from gptj_ft.data.dataset import Prepared, save
 from gptj_ft.data.hub_dataset import PREFIX, is_reference
-from gptj_ft.data.load import data_path
-from gptj_ft.data.prepare import Prepared, is_prepared, save
-from gptj_ft.data.repaired_file import FixReport, choose_target, fix_rows
-from gptj_ft.data.tokenizer import RowTokenizer, load_row_tokenizer, vocab_size_of
+from gptj_ft.data.load import data_path, prepare_once
+from gptj_ft.data.readers.source import FileOptions, identify, is_prepared
+from gptj_ft.data.repair import FixReport, choose_target, fix_rows
+from gptj_ft.data.tokenization import RowTokenizer, load_row_tokenizer, vocab_size_of
 from gptj_ft.errors import UsageError
 from gptj_ft.models.supported import TINY_MODELS
 from gptj_ft.system.plain_text import command_line
@@ -137,7 +137,8 @@ def prepare_rows(recipe: Recipe, targets: Targets, bar: Bar) -> Preparation:
             fixes = fix_rows(recipe, source, targets.fixed, lambda rows: advance(rows, None))
         source = targets.fixed
     with bar() as advance:
-        model = choose_model(recipe, source)
+        rows = identify(source, FileOptions.of(recipe))
+        model = choose_model(recipe, rows)
         tokenizer = load_row_tokenizer(model)
-        prepared = prepare_once(recipe, tokenizer, source, vocab_size_of(model), lambda rows: advance(rows, None))
+        prepared = prepare_once(recipe, tokenizer, rows, vocab_size_of(model), lambda count: advance(count, None))
     return Preparation(recipe, targets, model, tokenizer, prepared, fixes)

@@ -10,7 +10,7 @@ from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Rows
 from gptj_ft.data.dataset import load
 from gptj_ft.data.split import select
-from gptj_ft.data.tokenizer import load_tokenizer
+from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import ResourceError
 from gptj_ft.evaluation.likelihood import passes
 from gptj_ft.evaluation.metrics.statistic import values

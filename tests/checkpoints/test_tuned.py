@@ -21,12 +21,10 @@ from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.presets import load_preset, preset_names
 from gptj_ft.config.resolve import build, resolve
-from gptj_ft.data.chat import read_conversation
-from gptj_ft.data.chat_template import chat_template
-from gptj_ft.data.columns import stripped
-from gptj_ft.data.jinja_template import fields_of
-from gptj_ft.data.template import encode_prompt
-from gptj_ft.data.tokenizer import load_tokenizer
+from gptj_ft.data.chat import chat_template, read_conversation
+from gptj_ft.data.encode import encode_prompt
+from gptj_ft.data.template import fields_of, stripped
+from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.evaluation.evaluate import choose_baseline
 from gptj_ft.models.registry import read_architecture
 
@@ -97,7 +95,7 @@ def test_white_space_of_a_template_is_kept_where_blocks_are_trimmed(prompt: str,
 def test_a_template_that_comes_out_otherwise_there_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = preset("summarization")
     assert chat_template(recipe) is not None
-    monkeypatch.setattr("gptj_ft.data.chat_template._portable", lambda source: source + " ")
+    monkeypatch.setattr("gptj_ft.data.chat._portable", lambda source: source + " ")
     assert chat_template(recipe) is None
 
 

@@ -12,7 +12,7 @@ from test_data_tokenizer import make_tokenizer
 from gptj_ft.config.presets import preset_names
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.columns import choose_columns, read_fields
-from gptj_ft.data.template import check_templates, encode, parts
+from gptj_ft.data.encode import check_templates, encode, parts
 from gptj_ft.errors import RowSkipped
 
 ROWS = {

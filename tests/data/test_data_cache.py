@@ -14,9 +14,9 @@ from test_data_tokenizer import make_tokenizer
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
-from gptj_ft.data import cache
-from gptj_ft.data.cache import prepare_once
-from gptj_ft.data.dataset import MANIFEST
+from gptj_ft.data import load as cache
+from gptj_ft.data.load import prepare_once
+from gptj_ft.data.readers.source import MANIFEST
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     original = cache.prepare
 
     def watched(recipe, tokenizer, source, *rest):
-        calls.append(source)
+        calls.append(source.path)
         return original(recipe, tokenizer, source, *rest)
 
     monkeypatch.setattr(cache, "prepare", watched)
@@ -112,23 +112,23 @@ import sys, time
 from pathlib import Path
 from test_data_cache import recipe
 from test_data_tokenizer import make_tokenizer
-from gptj_ft.data import prepared
-from gptj_ft.data.cache import prepare_once
+from gptj_ft.data.table import TokenTable
+from gptj_ft.data.load import prepare_once
 
 me, other = (Path(f"written-{name}") for name in sys.argv[1:3])
-write = prepared.write_table
+write = TokenTable.save
 
-def write_and_wait(rows, folder):
-    write(rows, folder)
+def write_and_wait(rows, path):
+    write(rows, path)
     me.touch()
     deadline = time.monotonic() + 60
     while not other.exists():
         assert time.monotonic() < deadline, "the other process has not written"
         time.sleep(0.01)
 
-prepared.write_table = write_and_wait
+TokenTable.save = write_and_wait
 made = prepare_once(recipe(), make_tokenizer(), Path("rows.jsonl"), 50400)
-print(len(made.rows), sum(map(sum, made.rows["input_ids"])), made.rows.files[0])
+print(len(made.rows), sum(map(sum, made.rows["input_ids"])), made.rows.path)
 """
 
 

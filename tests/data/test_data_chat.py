@@ -13,7 +13,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.chat import read_conversation
 from gptj_ft.data.columns import FieldTexts, choose_columns, read_fields
-from gptj_ft.data.template import encode, encode_prompt
+from gptj_ft.data.encode import encode, encode_prompt
 from gptj_ft.errors import RowSkipped, UsageError
 from gptj_ft.generation.generator import fill_fields
 

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.readers.records import read_rows
-from gptj_ft.data.repair import FIXES, fix_texts
-from gptj_ft.data.repaired_file import FixReport, choose_target, fix_rows
+from gptj_ft.data.repair import FIXES, FixReport, choose_target, fix_rows, fix_texts
 from gptj_ft.data.validation import CONTROL, TAG
 from gptj_ft.errors import DataError, UsageError
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from gptj_ft.data.readers import hdf5
-from gptj_ft.data.readers.records import Findings, Row, read_rows
+from gptj_ft.data.readers.records import read_rows
+from gptj_ft.data.readers.rows import Findings, Row
 from gptj_ft.errors import DataError, UsageError
 
 h5py = pytest.importorskip("h5py")

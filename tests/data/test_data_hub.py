@@ -15,8 +15,7 @@ from huggingface_hub import constants
 from pyarrow import parquet
 
 from gptj_ft.config.presets import load_options
-from gptj_ft.data.hub_dataset import datasets, fetch, local_folder, parse
-from gptj_ft.data.hub_layout import layout_of
+from gptj_ft.data.hub_dataset import datasets, fetch, layout_of, local_folder, parse
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.errors import NetworkError, Unreachable, UsageError
 from gptj_ft.system import hub as hub_module

@@ -13,8 +13,9 @@ from pyarrow import parquet
 from test_data_tokenizer import make_tokenizer
 
 from gptj_ft.config.resolve import resolve
-from gptj_ft.data.dataset import Prepared, Report
-from gptj_ft.data.prepare import check_compatible, is_prepared, load, prepare, save
+from gptj_ft.data.dataset import Prepared, Report, check_compatible, load, save
+from gptj_ft.data.prepare import prepare
+from gptj_ft.data.readers.source import is_prepared
 from gptj_ft.data.split import select, split
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.system.paths import home
@@ -446,7 +447,7 @@ def test_selected_documents_have_their_own_counts(prepared):
     ],
 )
 def test_real_files_are_prepared_with_the_presets(name, recipe_name, kept):
-    from gptj_ft.data.tokenizer import load_tokenizer
+    from gptj_ft.data.tokenization import load_tokenizer
 
     folder = Path(os.environ.get("GPTJ_FT_TEST_DATA") or Path(__file__).parents[3] / "shared" / "data")
     if not (folder / name).exists():

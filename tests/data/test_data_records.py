@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from gptj_ft.data.readers.records import Findings, read_rows, sha256_of
-from gptj_ft.data.readers.rows import in_words
+from gptj_ft.data.readers.records import read_rows
+from gptj_ft.data.readers.rows import Findings, in_words
+from gptj_ft.data.readers.source import identify
 from gptj_ft.errors import DataError, UsageError
 
 
@@ -272,9 +273,9 @@ def test_a_header_that_names_a_column_twice_is_refused(write):
 
 
 def test_a_digest_is_of_the_bytes_and_of_files_only(write, tmp_path):
-    assert sha256_of(write("a.txt", "abc")) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert identify(write("a.txt", "abc")).sha256 == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     with pytest.raises(UsageError, match=r"no such file: .*b\.txt \(did you mean 'a\.txt'\?\)"):
-        sha256_of(tmp_path / "b.txt")
+        _ = identify(tmp_path / "b.txt").sha256
 
 
 # Real files

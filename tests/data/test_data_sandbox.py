@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gptj_ft.data import sandbox
-from gptj_ft.data.jinja_template import fields_of, render
 from gptj_ft.data.sandbox import bounded_environment, compiled
+from gptj_ft.data.template import fields_of, render
 from gptj_ft.errors import UsageError
 
 MESSAGES = ({"role": "user", "content": " Hello "}, {"role": "assistant", "content": "Hi"})

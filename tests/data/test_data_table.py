@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gptj_ft.data.arrow_columns import SCHEMA, array_of, values_of
-from gptj_ft.data.loss_mask import column_of, count_targets, lengths_of, num_targets
-from gptj_ft.data.table_folder import INFO, STATE, open_table, write_table
-from gptj_ft.data.token_table import TokenTable
+from gptj_ft.data import table as table_module
+from gptj_ft.data.loss_mask import num_targets
+from gptj_ft.data.table import SCHEMA, TableWriter, TokenTable, to_arrow, to_python
 
 COLUMNS: dict[str, list[Any]] = {
     "input_ids": [[1, 2, 3], [], [4], [5, 6, 7, 8], [9, 10]],
@@ -34,7 +32,7 @@ def table_of(**columns: list[Any]) -> TokenTable:
     """Rows in memory; columns that are not given are empty, zero or false."""
     empty = {name: type(values[0])() for name, values in COLUMNS.items()}
     count = len(next(iter(columns.values())))
-    arrays = [array_of(field.type, columns.get(field.name, [empty[field.name]] * count)) for field in SCHEMA]
+    arrays = [to_arrow(field.type, columns.get(field.name, [empty[field.name]] * count)) for field in SCHEMA]
     return TokenTable([pyarrow.RecordBatch.from_arrays(arrays, schema=SCHEMA)])
 
 
@@ -57,16 +55,16 @@ VALUES = {
 @given(data=st.data(), kind=st.sampled_from(list(VALUES)))
 def test_values_are_in_arrow_as_arrow_itself_would_have_them(data: st.DataObject, kind: pyarrow.DataType) -> None:
     values = data.draw(st.lists(VALUES[kind], max_size=20))
-    array = array_of(kind, values)
+    array = to_arrow(kind, values)
     array.validate(full=True)
     assert array.equals(pyarrow.array(values, kind))
     start, count = data.draw(st.integers(0, len(values))), data.draw(st.integers(0, 20))
-    assert values_of(array.slice(start, count)) == values[start : start + count]
+    assert to_python(array.slice(start, count)) == values[start : start + count]
 
 
-def test_what_is_written_is_what_datasets_writes_and_opens(tmp_path: Path) -> None:
-    write_table(table_of(**COLUMNS), tmp_path / "ours")
-    loaded = datasets.load_from_disk(str(tmp_path / "ours"))
+def test_datasets_opens_the_file(tmp_path: Path) -> None:
+    table_of(**COLUMNS).save(tmp_path / "rows.arrow")
+    loaded = datasets.Dataset.from_file(str(tmp_path / "rows.arrow"))
     assert loaded.to_list() == ROWS
     assert {name: str(feature) for name, feature in loaded.features.items()} == {
         "input_ids": "List(Value('int32'))",
@@ -81,36 +79,28 @@ def test_what_is_written_is_what_datasets_writes_and_opens(tmp_path: Path) -> No
     }
     datasets.disable_progress_bars()
     assert len(loaded.filter(lambda row: row["line"] > 2, keep_in_memory=True)) == 3
-    loaded.save_to_disk(str(tmp_path / "theirs"), num_shards=2)
-    theirs = open_table(tmp_path / "theirs")
-    assert list(theirs) == ROWS
-    assert not theirs.is_whole  # of several files
-    facts = [json.loads((tmp_path / name / INFO).read_text()) for name in ("ours", "theirs")]
-    assert facts[0] == facts[1]
-    states = [json.loads((tmp_path / name / STATE).read_text()) for name in ("ours", "theirs")]
-    assert states[0].keys() == states[1].keys()
 
 
-@pytest.mark.parametrize("names", [("a",), ("a", "b", "a")])
-def test_some_rows_are_these_rows_in_this_order(names: tuple[str, ...], tmp_path: Path) -> None:
-    files = []
-    for name in dict.fromkeys(names):
-        write_table(table_of(**COLUMNS), tmp_path / name)
-    files = [tmp_path / name / "data-00000-of-00001.arrow" for name in names]
-    table, rows = TokenTable.open(files), ROWS * len(names)
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_some_rows_are_these_rows_in_this_order(repeats: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "BATCH_BYTES", 1)
+    with TableWriter(tmp_path / "rows.arrow") as writer:
+        for _ in range(repeats):
+            writer.write(next(table_of(**COLUMNS).batches()))
+    table, rows = TokenTable.open(tmp_path / "rows.arrow").validate(), ROWS * repeats
     places = [3, 4, *range(len(rows)), 0, 3, 3, *reversed(range(len(rows)))]
     chosen, wanted = table.select(places), [rows[place] for place in places]
     assert list(chosen) == wanted
     assert list(chosen.select(range(2, 6))) == wanted[2:6]
     for name in COLUMNS:
         assert list(chosen[name]) == [chosen[name][n] for n in range(len(chosen))] == [row[name] for row in wanted]
-    assert lengths_of(chosen).tolist() == [len(row["input_ids"]) for row in wanted]
-    assert column_of(chosen, "line", int).tolist() == [row["line"] for row in wanted]
+    assert chosen.lengths().tolist() == [len(row["input_ids"]) for row in wanted]
+    assert chosen.numbers("line").tolist() == [row["line"] for row in wanted]
     some = table.select(row for row in range(len(rows)) if rows[row]["input_ids"])
     targets = [num_targets(len(row["input_ids"]), row["prompt_length"], row["untrained"]) for row in some]
-    assert count_targets(some) == sum(targets)
-    write_table(chosen, tmp_path / "chosen")
-    assert list(open_table(tmp_path / "chosen")) == wanted
+    assert some.num_targets() == sum(targets)
+    chosen.save(tmp_path / "chosen.arrow")
+    assert list(TokenTable.open(tmp_path / "chosen.arrow").validate()) == wanted
     assert list(table.select([])) == []
     for outside in (-1, len(rows)):
         with pytest.raises(IndexError):

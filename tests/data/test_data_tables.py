@@ -24,11 +24,13 @@ from test_data_tokenizer import make_tokenizer
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
-from gptj_ft.data.cache import prepare_once
 from gptj_ft.data.dataset import check_compatible
+from gptj_ft.data.load import prepare_once
 from gptj_ft.data.prepare import find_columns
 from gptj_ft.data.readers.encodings import encoding_by_head, guess_encoding
-from gptj_ft.data.readers.records import FileOptions, Findings, read_rows
+from gptj_ft.data.readers.records import read_rows
+from gptj_ft.data.readers.rows import Findings
+from gptj_ft.data.readers.source import FileOptions, identify
 from gptj_ft.errors import DataError, UsageError
 
 Table = list[dict[str, str]]
@@ -71,7 +73,8 @@ def recipe_of(**flags: Any) -> Recipe:
 
 
 def columns(path: Path, **flags: Any) -> dict[str, str]:
-    return find_columns(path, recipe_of(**flags))
+    recipe = recipe_of(**flags)
+    return find_columns(identify(path, FileOptions.of(recipe)), recipe)
 
 
 # Separators, encodings, line endings, quotes

@@ -4,8 +4,8 @@ from test_data_tokenizer import make_tokenizer
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.columns import UnknownColumn, alternatives_of, choose_columns, is_column_for, read_fields, text_of
-from gptj_ft.data.jinja_template import fields_of, render
-from gptj_ft.data.template import Encoded, check_templates, encode, encode_prompt, from_tokens, parts
+from gptj_ft.data.encode import Encoded, check_templates, encode, encode_prompt, from_tokens, parts
+from gptj_ft.data.template import fields_of, render
 from gptj_ft.errors import DataError, RowSkipped, UsageError
 from gptj_ft.generation.generator import fill_fields
 

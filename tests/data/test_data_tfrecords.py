@@ -9,9 +9,11 @@ import zlib
 from pathlib import Path
 
 import pytest
+from google_crc32c import value as crc32c
 
-from gptj_ft.data.readers.framing import crc32c, record_length
-from gptj_ft.data.readers.records import Findings, Row, read_rows, sha256_of
+from gptj_ft.data.readers.records import read_rows
+from gptj_ft.data.readers.rows import Findings, Row
+from gptj_ft.data.readers.source import identify, record_length
 from gptj_ft.errors import DataError, UsageError
 
 WINDOWS = [[15496, 995, 50256], [0, 1, 127, 128, 16383, 16384, 50399], list(range(2049))]
@@ -85,37 +87,6 @@ def ids(source: Path, findings: Findings | None = None) -> list[list[int]]:
     return [row.values["input_ids"] for row in read_rows(source, findings)]
 
 
-# Checksums
-
-
-@pytest.mark.parametrize(
-    ("data", "crc"),
-    [
-        (b"123456789", 0xE3069283),  # the check value of CRC-32C/iSCSI
-        # RFC 3720, appendix B.4; the bytes of each stand there in the order of a file
-        (bytes(32), 0x8A9136AA),
-        (b"\xff" * 32, 0x62A8AB43),
-        (bytes(range(32)), 0x46DD794E),
-        (bytes(range(31, -1, -1)), 0x113FDB5C),
-        (
-            bytes.fromhex(
-                "01c00000000000000000000000000000" "14000000000004000000001400000018" "28000000000000000200000000000000"
-            ),
-            0xD9963A56,
-        ),
-        (b"", 0),
-    ],
-)  # fmt: skip
-def test_crc32c_has_the_published_values(data: bytes, crc: int) -> None:
-    assert crc32c(data) == crc
-
-
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 2047, 2048, 2049, 2051, 2052, 4096, 5001])
-def test_crc32c_is_the_definition_for_every_length(length: int) -> None:
-    data = random.Random(length).randbytes(length)
-    assert crc32c(data) == slow_crc32c(data)
-
-
 # What is read
 
 
@@ -187,9 +158,9 @@ def test_an_index_names_files_relative_to_its_folder(tmp_path: Path) -> None:
     index = tmp_path / "train.index"
     index.write_text(f"records/a.tfrecords\r\n\n{second}\n")
     assert [row.source for row in read_rows(index)] == [str(first), str(second)]
-    before = sha256_of(index)
+    before = identify(index).sha256
     written(first, text_record([5, 6]))
-    assert sha256_of(index) != before, "what is cached by the index would be stale"
+    assert identify(index).sha256 != before, "what is cached by the index would be stale"
 
 
 @pytest.mark.parametrize(

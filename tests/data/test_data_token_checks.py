@@ -14,11 +14,9 @@ from cli_runner import Shell
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gptj_ft.data.arrow_columns import SCHEMA, array_of
-from gptj_ft.data.dataset import Prepared
+from gptj_ft.data.dataset import Prepared, check_tokens
 from gptj_ft.data.loss_mask import num_targets
-from gptj_ft.data.token_checks import check_tokens
-from gptj_ft.data.token_table import TokenTable
+from gptj_ft.data.table import SCHEMA, TokenTable, to_arrow
 from gptj_ft.errors import DataError
 
 VOCABULARY, LENGTH = 100, 12
@@ -41,7 +39,7 @@ def batch_of(rows: list[Row]) -> pyarrow.RecordBatch:
         **{name: list(range(len(rows))) for name in ("line", "group")},
         "continues": [False] * len(rows),
     }
-    arrays = [array_of(field.type, columns[field.name]) for field in SCHEMA]
+    arrays = [to_arrow(field.type, columns[field.name]) for field in SCHEMA]
     return pyarrow.RecordBatch.from_arrays(arrays, schema=SCHEMA)
 
 

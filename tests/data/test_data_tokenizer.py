@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from gptj_ft.data.plain_tokenizer import read_plain
-from gptj_ft.data.tokenization import tokenize
-from gptj_ft.data.tokenizer import GENERIC, load_row_tokenizer, load_tokenizer, tokenizer_digest
+from gptj_ft.data.tokenization import load_tokenizer, tokenize, tokenizer_digest
 from gptj_ft.errors import UsageError
 
 TEXT = (
@@ -78,85 +76,6 @@ def test_a_tokenizer_is_read_as_transformers_reads_it(tmp_path):
     assert tokenize(ours, [text]) == [theirs(text, split_special_tokens=True)["input_ids"]]
     assert ours.get_vocab() == theirs.get_vocab()
     assert (ours.eos_token_id, len(ours)) == (theirs.eos_token_id, len(theirs))
-
-
-def gptj_folder(folder):
-    """A tokenizer's files as GPT-J's repository has them: tokens added, in three files and old forms."""
-    tokenizer = make_tokenizer()
-    tokenizer.add_tokens([f"<|extratoken_{n}|>" for n in range(1, 4)])
-    tokenizer.save_pretrained(folder)
-    flags = {"lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
-    end = {"content": "<|endoftext|>", **flags}
-    config = {f"{name}_token": {**end, "__type": "AddedToken"} for name in ("bos", "eos", "unk")}
-    config |= {"errors": "replace", "add_prefix_space": False, "special_tokens_map_file": None, "from_slow": True}
-    config |= {"model_max_length": 1024, "name_or_path": "gpt2", "tokenizer_class": "GPT2Tokenizer"}
-    added = {f"<|extratoken_{n}|>": tokenizer.convert_tokens_to_ids(f"<|extratoken_{n}|>") for n in range(1, 4)}
-    write(folder, "tokenizer_config.json", config)
-    write(folder, "special_tokens_map.json", {f"{name}_token": end for name in ("bos", "eos", "unk")})
-    write(folder, "added_tokens.json", added)
-    return folder
-
-
-def write(folder, name, values):
-    (folder / name).write_text(json.dumps(values), encoding="utf-8")
-
-
-def changed(folder, name, **values):
-    path = folder / name
-    write(folder, name, {**(json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}), **values})
-
-
-EXTRA = {"content": "<|extratoken_1|>", "lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
-# What other files than tokenizer.json may say; whether that takes `transformers`.
-SAID = {
-    "nothing more": (lambda _: None, False),
-    "another end": (lambda at: changed(at, "special_tokens_map.json", eos_token="<|extratoken_2|>"), True),
-    "a new end": (lambda at: changed(at, "special_tokens_map.json", eos_token="<end>"), True),
-    "no end": (lambda at: changed(at, "special_tokens_map.json", eos_token=None), False),
-    "a new special token": (lambda at: changed(at, "tokenizer_config.json", pad_token="<pad>"), True),
-    "several": (lambda at: changed(at, "tokenizer_config.json", additional_special_tokens=["<a>", "b c"]), True),
-    "an added token": (lambda at: changed(at, "added_tokens.json", stops=70000), True),
-    "all that was added": (
-        lambda at: changed(at, "tokenizer_config.json", added_tokens_decoder={"557": {**EXTRA, "special": False}}),
-        None,
-    ),
-    "one that takes blanks": (
-        lambda at: changed(at, "tokenizer_config.json", added_tokens_decoder={"557": {**EXTRA, "lstrip": True}}), True,
-    ),
-    "a blank before": (lambda at: changed(at, "tokenizer_config.json", add_prefix_space=True), True),
-    "lower case": (lambda at: changed(at, "tokenizer_config.json", do_lower_case=True), True),
-    "blanks tidied": (lambda at: changed(at, "tokenizer_config.json", clean_up_tokenization_spaces=True), True),
-    "another class": (lambda at: changed(at, "tokenizer_config.json", tokenizer_class="CodeGenTokenizer"), True),
-    "any class": (lambda at: changed(at, "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast"), False),
-    "not JSON": (lambda at: (at / "added_tokens.json").write_text("["), True),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", SAID)
-def test_rows_have_the_same_tokens_without_transformers_or_it_is_asked(what, tmp_path):
-    change, takes_transformers = SAID[what]
-    change(gptj_folder(tmp_path))
-    plain = read_plain(tmp_path, GENERIC)
-    if takes_transformers is not None:
-        assert (plain is None) == takes_transformers
-    if what == "not JSON":
-        return
-    ours, theirs = load_row_tokenizer(tmp_path), load_tokenizer(tmp_path)
-    assert tokenizer_digest(ours) == tokenizer_digest(theirs)
-    assert (ours.eos_token_id, ours.split_special_tokens) == (theirs.eos_token_id, True)
-    assert ours.get_vocab() == theirs.get_vocab()
-    texts = [*AWKWARD.values(), "a <|extratoken_1|> b <|extratoken_2|><end> <pad> <a>b cstops ."]
-    ids = tokenize(ours, texts)
-    assert ids == tokenize(theirs, texts)
-    assert [ours.decode(each) for each in ids] == [theirs.decode(each) for each in ids]
-
-
-def test_a_tokenizer_that_is_all_in_its_file_is_read_as_transformers_reads_it(tmp_path):
-    theirs = AutoTokenizer.from_pretrained(gptj_folder(tmp_path))
-    ours = read_plain(tmp_path, GENERIC)
-    texts = list(AWKWARD.values())
-    assert tokenize(ours, texts) == [theirs(text, split_special_tokens=True)["input_ids"] for text in texts]
-    assert (ours.get_vocab(), ours.eos_token_id) == (theirs.get_vocab(), theirs.eos_token_id)
 
 
 def test_bare_gpt2_vocabulary_and_merges_are_enough(tmp_path):

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data import tokenization as words_module
+from gptj_ft.data.encode import encode
 from gptj_ft.data.prepare import prepare
-from gptj_ft.data.template import encode
 from gptj_ft.data.tokenization import Words, _token_bytes, is_before_blank, places_of, splits_before_blanks, tokenize
 from gptj_ft.errors import RowSkipped
 

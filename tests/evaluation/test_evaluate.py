@@ -19,7 +19,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import build
 from gptj_ft.data.batches import Document
-from gptj_ft.data.tokenizer import load_tokenizer
+from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.evaluation import likelihood, predict
 from gptj_ft.evaluation.eval_set import make_eval_set
 from gptj_ft.evaluation.likelihood import candidates, documents_of, log_likelihoods, losses, passes

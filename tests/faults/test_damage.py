@@ -126,7 +126,7 @@ DAMAGE = {
         "recipe.yaml: lr is 0.02, the run began with 0.01",
     ),
     "a token": (
-        "host", lambda run: flip(run / "data/train/data-00000-of-00001.arrow", 2000), "data/train: damaged prepared",
+        "host", lambda run: flip(run / "data/train/rows.arrow", 2000), "data/train: damaged prepared",
     ),
     "counts of rows": (
         "host", lambda run: change_digit(run / "data/train/manifest.json", "windows", 35), "train/manifest.json is d",
@@ -230,11 +230,11 @@ def test_a_damaged_cache_is_made_again(here: Path, shell: Shell, made: Path, mon
     monkeypatch.setenv("GPTJ_FT_HOME", str(here / "home"))
     line = "prepare-data --recipe summarization --data rows.jsonl --model tiny --max-length 64 --output"
     assert shell(f"{line} whole").code == 0
-    for name in ("data-00000-of-00001.arrow", "manifest.json", "state.json"):
+    for name in ("rows.arrow", "manifest.json"):
         for file in (here / "home" / "data").glob(f"*/{name}"):
             flip(file, file.stat().st_size // 2)
         assert shell(f"{line} {name}").code == 0
-        rows = [(here / folder / "data-00000-of-00001.arrow").read_bytes() for folder in ("whole", name)]
+        rows = [(here / folder / "rows.arrow").read_bytes() for folder in ("whole", name)]
         assert rows[0] == rows[1]
 
 

@@ -8,7 +8,6 @@ import io
 import json
 import lzma
 import random
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -35,16 +34,6 @@ def as_csv(delimiter: str) -> bytes:
     return out.getvalue().encode()
 
 
-def as_tar() -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as archive:
-        for name in ("a.jsonl", "b.jsonl"):
-            member = tarfile.TarInfo(name)
-            member.size = len(LINES)
-            archive.addfile(member, io.BytesIO(LINES))
-    return out.getvalue()
-
-
 def as_parquet() -> bytes:
     import pyarrow
     from pyarrow import parquet
@@ -64,7 +53,6 @@ FORMS = {
     "a.txt": ("autocomplete", b"\n\n".join(row["document"].encode() for row in ROWS)),
     "a.jsonl.gz": ("summarization", gzip.compress(LINES, mtime=0)),
     "a.jsonl.xz": ("summarization", lzma.compress(LINES)),
-    "a.tar": ("summarization", as_tar()),
     "a.parquet": ("summarization", as_parquet()),
 }
 

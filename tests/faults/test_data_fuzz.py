@@ -31,9 +31,10 @@ from pyarrow import parquet
 from test_data_tokenizer import make_tokenizer
 
 from gptj_ft.config.resolve import resolve
-from gptj_ft.data.prepare import Report, prepare
-from gptj_ft.data.readers.files import FileOptions, identify, opened_file
+from gptj_ft.data.dataset import Report
+from gptj_ft.data.prepare import prepare
 from gptj_ft.data.readers.records import read_rows
+from gptj_ft.data.readers.source import FileOptions, identify_file, opened_file
 from gptj_ft.data.readers.tables import SAMPLE_LINES, separation_of
 from gptj_ft.errors import DataError, UsageError
 
@@ -290,7 +291,7 @@ def prepared(path: Path, preset: str, options: dict[str, Any]) -> Report | None:
 
 def count_rows(path: Path, options: dict[str, Any]) -> int | None:
     """Count the rows of a file; None where they are no more than what the reader can make of it."""
-    file = identify(path, FileOptions(quotes=options.get("quotes", "auto")))
+    file = identify_file(path, FileOptions(quotes=options.get("quotes", "auto")))
     with opened_file(file) as opened:
         content = opened.read()
     if file.encoding or (file.format != "parquet" and not is_utf8(content)):

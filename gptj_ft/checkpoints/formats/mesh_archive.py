@@ -9,7 +9,7 @@ import zlib
 from lzma import LZMAError
 from pathlib import Path
 
-from gptj_ft.data.readers.compression import SNIFFED_BYTES, packing_of, unpacked
+from gptj_ft.data.readers.source import SNIFFED_BYTES, packing_of, unpacked
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.system.files import create_file, disk_errors
 from gptj_ft.system.machine import free_disk

@@ -24,7 +24,7 @@ cache_app = typer.Typer(cls=Commands, no_args_is_help=True, help="Rows that are 
 def list_cache(as_json: Json = False) -> None:
     """List the prepared data that is kept, the largest first."""
     from gptj_ft.cli.terminal.screen import console_for, say, table
-    from gptj_ft.data.cache import cache, kept
+    from gptj_ft.data.load import cache, kept
     from gptj_ft.system.units import gigabytes
 
     found = kept()
@@ -42,7 +42,7 @@ def list_cache(as_json: Json = False) -> None:
 @cache_app.command("clear")
 def clear_cache(quiet: Quiet = False, as_json: Json = False) -> None:
     """Remove all of it; runs have their own copies."""
-    from gptj_ft.data.cache import clear
+    from gptj_ft.data.load import clear
     from gptj_ft.system.units import gigabytes
 
     freed = clear()

@@ -173,7 +173,7 @@ def _show_rows(console: Console, prepared: PreparedRun, count: int | None) -> No
         count: rows that were asked for; ``None``: one is shown, and the middle of it left out if it is long.
     """
     from gptj_ft.cli.terminal.data_tables import show_data, show_examples
-    from gptj_ft.data.tokenizer import load_row_tokenizer
+    from gptj_ft.data.tokenization import load_row_tokenizer
 
     show_data(console, prepared.report)
     if console.is_terminal and not console.quiet:

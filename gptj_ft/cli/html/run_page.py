@@ -31,9 +31,9 @@ from gptj_ft.cli.html.names import file_names, last_part, model_name, portable
 from gptj_ft.config import yaml
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run
-from gptj_ft.data.dataset import Prepared, is_prepared, load
+from gptj_ft.data.dataset import Prepared, load
 from gptj_ft.data.lengths import bins_of
-from gptj_ft.data.loss_mask import lengths_of
+from gptj_ft.data.readers.source import is_prepared
 from gptj_ft.errors import DataError, GptjFtError, ResourceError, UsageError
 from gptj_ft.system.atomic import atomic_files
 from gptj_ft.system.digests import read_json
@@ -156,7 +156,7 @@ def _facts_of(run: Run, show_text: bool) -> dict[str, Any]:
             for name, part in parts.items()
         ],
         "digests": [*_digests(parts), *([f"not shown: {problem}"] if problem else [])],
-        "lengths": bins_of(lengths_of(train.rows)) if train else [],
+        "lengths": bins_of(train.rows.lengths()) if train else [],
         "rows_cut": train.report.rows_cut if train else 0,
         "max_length": recipe.max_length,
         "charts": _charts(lines),

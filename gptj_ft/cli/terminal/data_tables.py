@@ -19,7 +19,7 @@ from gptj_ft.system.plain_text import shortened
 if TYPE_CHECKING:
     from gptj_ft.config.options import Recipe
     from gptj_ft.data.dataset import Prepared, Report
-    from gptj_ft.data.repaired_file import FixReport
+    from gptj_ft.data.repair import FixReport
 
 FILES_SHOWN = 3
 LINES_SHOWN = 6  # of a row, its heading aside

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gptj_ft.data.readers.files import File
 from gptj_ft.data.readers.rows import Findings, Row, token_row
+from gptj_ft.data.readers.source import File
 from gptj_ft.errors import DataError, UsageError
 
 if TYPE_CHECKING:

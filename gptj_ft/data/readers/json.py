@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gptj_ft.data.readers.files import File
 from gptj_ft.data.readers.rows import Findings, Row, numbered_lines, text_chunks, too_long
+from gptj_ft.data.readers.source import File
 from gptj_ft.errors import DataError
 from gptj_ft.system.plain_text import shortened
 

@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gptj_ft.data.readers.archives import read_archive
-from gptj_ft.data.readers.files import File, FileOptions, find_files, opened_file
 from gptj_ft.data.readers.hdf5 import read_samples
 from gptj_ft.data.readers.json import read_json, read_json_lines
 from gptj_ft.data.readers.rows import Findings, Row, numbered_lines, too_long
+from gptj_ft.data.readers.source import File, FileOptions, Source, identify
 from gptj_ft.data.readers.spreadsheets import read_workbook
 from gptj_ft.data.readers.tables import read_parquet, read_saved_dataset, read_table
 from gptj_ft.data.readers.tfrecord import read_tfrecords
-from gptj_ft.errors import DataError
-
-__all__ = ["FileOptions", "Findings", "Row", "read_rows", "sha256_of"]
+from gptj_ft.errors import DataError, UsageError
 
 Reader = Callable[[File, Findings], Iterator[Row]]
 
 
-def read_rows(source: Path, findings: Findings | None = None, options: FileOptions = FileOptions()) -> Iterator[Row]:
+def read_rows(
+    source: Path | Source, findings: Findings | None = None, options: FileOptions = FileOptions()
+) -> Iterator[Row]:
     """Yield the rows of a file, of the files in a folder, or of those that match a pattern.
 
     Args:
-        source: what the user named.
-        findings: collects what is odd, and as many unreadable records as it allows; by default none.
-        options: how the files are to be read.
+        source: path as the user named it, or the identified files.
+        findings: collects warnings, and unreadable records up to its limit; default: none is allowed.
+        options: options of the readers; of a `Source` its own hold.
 
     Raises:
         UsageError: there is no such file (with the nearest name), or it cannot be read.
         DataError: empty, not of the encoding it should be, not what it should be; with file:line.
     """
     findings = findings or Findings()
-    for file in find_files(source, options):
+    for file in identify(source, options).files:
         for note in file.notes:
             findings.note(note)
         empty = True
@@ -44,28 +42,6 @@ def read_rows(source: Path, findings: Findings | None = None, options: FileOptio
         findings.check()
         if empty:
             raise DataError(f"{file.path}: there are no rows in it")
-
-
-def sha256_of(source: Path) -> str:
-    """Return the digest of a file's bytes; of several files, that of their names and digests.
-
-    Raises:
-        UsageError: as `read_rows`.
-    """
-    files = find_files(source)
-    if len(files) == 1 and files[0].path.is_file():
-        return _digest(files[0].path)
-    whole = hashlib.sha256()
-    for file in files:
-        for path in [file.path] if file.path.is_file() else sorted(file.path.rglob("*")):
-            if path.is_file():
-                whole.update(f"{path.name}\0{_digest(path)}\n".encode())
-    return whole.hexdigest()
-
-
-def _digest(path: Path) -> str:
-    with opened_file(File(path, "")) as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def read_text(file: File, findings: Findings) -> Iterator[Row]:
@@ -110,6 +86,11 @@ def read_document(file: File, findings: Findings) -> Iterator[Row]:
         yield Row(str(file.path), 1, {"text": text.rstrip("\n")})
 
 
+def refuse_prepared(file: File, findings: Findings) -> Iterator[Row]:
+    """Refuse prepared data where texts are needed."""
+    raise UsageError(f"{file.path} is prepared data, whose rows are tokens: name the rows that it was prepared from")
+
+
 READERS: dict[str, Reader] = {
     "jsonl": read_json_lines,
     "json": read_json,
@@ -117,9 +98,9 @@ READERS: dict[str, Reader] = {
     "tsv": read_table,
     "parquet": read_parquet,
     "xlsx": read_workbook,
+    "prepared": refuse_prepared,
     "dataset": read_saved_dataset,
     "txt": read_text,
     "tfrecords": read_tfrecords,
     "hdf5": read_samples,
-    "tar": lambda file, findings: read_archive(file, findings, READERS),
 }

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, BinaryIO, NamedTuple
 
-from gptj_ft.data.readers.encodings import HOW_TO_SAY, OTHERS, PIECE_BYTES, UTF8, WINDOWS, as_utf8, guess_encoding
-from gptj_ft.data.readers.files import File, opened_file
+from gptj_ft.data.readers.encodings import HOW_TO_SAY, OTHERS, PIECE_BYTES, WINDOWS, as_utf8, guess_encoding
+from gptj_ft.data.readers.source import File, opened_file
 from gptj_ft.errors import DataError
 
 CHUNK_BYTES = 2**20
@@ -114,7 +114,7 @@ def opened_text(file: File, findings: Findings) -> Iterator[BinaryIO]:
     Raises:
         UsageError, DataError: as `opened_file`.
     """
-    encoding = file.encoding or (UTF8 if file.content is not None else guess_encoding(lambda: _pieces(file)))
+    encoding = file.encoding or guess_encoding(lambda: _pieces(file))
     if encoding != file.encoding and encoding == WINDOWS:
         findings.note(
             f"{file.path} is not UTF-8; it is read as Windows-1252 (Western Europe), which is assumed: if letters look "

@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any, BinaryIO
 
-from gptj_ft.data.readers.compression import names_in_zip
-from gptj_ft.data.readers.files import File, opened_file
 from gptj_ft.data.readers.rows import Findings, Row
+from gptj_ft.data.readers.source import File, names_in_zip, opened_file
 from gptj_ft.data.readers.tables import SAMPLE_LINES, Header, check_header
 from gptj_ft.errors import DataError, GptjFtError, UsageError, did_you_mean
 from gptj_ft.system.plain_text import shortened

@@ -10,8 +10,8 @@ from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
 
 from gptj_ft.data.readers.encodings import AUTO
-from gptj_ft.data.readers.files import DATASET_FILES, File, opened_file
 from gptj_ft.data.readers.rows import Findings, Row, numbered_lines, too_long
+from gptj_ft.data.readers.source import DATASET_FILES, File, opened_file
 from gptj_ft.errors import DataError
 from gptj_ft.system.plain_text import shortened
 

@@ -8,12 +8,12 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from gptj_ft.data.readers.files import File, opened_file
-from gptj_ft.data.readers.framing import FOOTER_BYTES, HEADER_BYTES, is_checksum, record_length
 from gptj_ft.data.readers.rows import Findings, Row, token_row
+from gptj_ft.data.readers.source import HEADER_BYTES, File, has_checksum, opened_file, record_length
 from gptj_ft.errors import DataError
 
 FEATURE = "text"
+FOOTER_BYTES = 4  # the checksum of a payload
 MOST_BYTES = 2**28  # of a record; one of 2049 tokens has 6 KB
 LARGEST_ID = 2**31 - 1
 # Wire types of protobuf (https://protobuf.dev/programming-guides/encoding).
@@ -68,7 +68,7 @@ def _payload(file: File, number: int, header: bytes, opened: BinaryIO) -> bytes 
     if len(record) < length + FOOTER_BYTES:
         return "the file ends within this record: it was cut short"
     payload = record[:length]
-    return payload if is_checksum(payload, record[length:]) else "damaged: the record disagrees with its checksum"
+    return payload if has_checksum(payload, record[length:]) else "damaged: the record disagrees with its checksum"
 
 
 def _tokens(file: File, number: int, payload: bytes) -> list[int] | str:

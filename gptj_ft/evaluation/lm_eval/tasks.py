@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from gptj_ft.checkpoints.formats.peft import base_folder, tokenizer_folder, weight_bytes
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.prepare import load_tokenizer
+from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import DataError, NetworkError, UsageError, did_you_mean
 from gptj_ft.evaluation.comparison import ModelComparison, same_rows
 from gptj_ft.evaluation.evaluate import Evaluation, facts_of

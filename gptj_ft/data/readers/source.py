@@ -1,0 +1,468 @@
+"""Find the files that a path stands for, detect their format and compression, and open them decompressed."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import os
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePath
+from typing import BinaryIO, cast
+
+import google_crc32c
+
+from gptj_ft.config.options import MOST_RECORD_BYTES, Recipe
+from gptj_ft.data.readers.encodings import AUTO, NAMES, encoding_by_head
+from gptj_ft.errors import DataError, UsageError, did_you_mean
+from gptj_ft.system.plain_text import shortened
+
+SNIFFED_BYTES = 4096
+HEADER_BYTES = 12  # of a TFRecord
+# At the end of a zip archive is the list of what is in it, and at the end of that a record with its size.
+END_BYTES, MOST_LIST_BYTES = 2**16 + 22, 2**22
+# Suffix -> compression, as in rows.jsonl.gz.
+PACKED = {".gz": "gzip", ".xz": "xz", ".zst": "zstandard"}
+COMPRESSION_MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstandard"}
+
+
+def packing_of(head: bytes) -> str:
+    """Return how something that begins with ``head`` is packed; empty if it is not.
+
+    zlib is left out: its two bytes may begin a text.
+    """
+    return next((packing for magic, packing in COMPRESSION_MAGIC.items() if head.startswith(magic)), "")
+
+
+def record_length(header: bytes) -> int | None:
+    """Return the payload length in a TFRecord header; ``None`` if the bytes are no such header.
+
+    A record is a uint64 length, the masked CRC-32C of these eight bytes, the payload, and its masked CRC-32C; numbers
+    are little-endian (https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details).
+    """
+    header = header[:HEADER_BYTES]
+    if len(header) < HEADER_BYTES or not has_checksum(header[:8], header[8:]):
+        return None
+    return int.from_bytes(header[:8], "little")
+
+
+def has_checksum(data: bytes, stored: bytes) -> bool:
+    """Tell whether four stored bytes are the masked CRC-32C of ``data``: rotated by 15 bits, plus a constant."""
+    crc = int(google_crc32c.value(data))
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == int.from_bytes(stored, "little")
+
+
+def _begins_zlib(head: bytes) -> bool:
+    """Tell whether bytes are a header of zlib (RFC 1950), with a window of 32 KiB as everybody writes it."""
+    return len(head) >= 2 and head[0] == 0x78 and int.from_bytes(head[:2], "big") % 31 == 0
+
+
+def suffixes_of(path: PurePath) -> tuple[str, str]:
+    """Return the packing that a name promises, or nothing, and the suffix of what is packed."""
+    suffix = path.suffix.lower()
+    if suffix in PACKED:
+        return PACKED[suffix], PurePath(path.stem).suffix.lower()
+    return "", suffix
+
+
+def names_in_zip(raw: BinaryIO) -> frozenset[str]:
+    """Return the names in a zip archive; none if it is damaged, or lists more than any document has."""
+    raw.seek(0, io.SEEK_END)
+    raw.seek(max(0, raw.tell() - END_BYTES))
+    end = raw.read()
+    at = end.rfind(b"PK\5\6")
+    if at < 0 or b"PK\6\7" in end or int.from_bytes(end[at + 12 : at + 16], "little") > MOST_LIST_BYTES:
+        return frozenset()
+    try:
+        with zipfile.ZipFile(raw) as archive:
+            return frozenset(archive.namelist())
+    except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, struct.error):
+        return frozenset()
+
+
+def unpacked(raw: BinaryIO, packing: str) -> BinaryIO:
+    """Return a stream of what is packed in ``raw``, or ``raw`` itself.
+
+    Reading raises EOFError, zlib.error, lzma.LZMAError, or an OSError without a number, where it is damaged.
+    """
+    if packing == "gzip":
+        return cast(BinaryIO, gzip.open(raw))
+    if packing == "xz":
+        return cast(BinaryIO, lzma.open(raw))
+    if packing in ("zstandard", "zlib"):
+        import pyarrow
+
+        # What inflates gzip there takes the header of zlib too.
+        stream = pyarrow.CompressedInputStream(raw, "zstd" if packing == "zstandard" else "gzip")
+        return cast(BinaryIO, io.BufferedReader(stream))
+    return raw
+
+
+# Suffix -> format. Those of one format are read by the same reader.
+SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".xlsx": "xlsx",
+    ".xlsm": "xlsx",
+    ".parquet": "parquet",
+    ".txt": "txt",
+    ".tfrecords": "tfrecords",
+    ".tfrecord": "tfrecords",
+    ".index": "tfindex",
+    ".h5": "hdf5",
+    ".hdf5": "hdf5",
+}
+TOKEN_FORMATS = ("tfrecords", "tfindex", "hdf5")  # whose rows are tokens already
+# What a file may begin with, and what it is then.
+FORMAT_MAGIC = {b"PAR1": "parquet", b"\x89HDF\r\n\x1a\n": "hdf5"}
+ZIP_MAGIC, OLE_MAGIC = b"PK\x03\x04", b"\xd0\xcf\x11\xe0"
+# Suffix -> what such a file is, and how to make rows of it.
+ADVICE = {
+    ".docx": "a Word document: save it as plain text (.txt)",
+    ".doc": "an old Word document: save it as plain text (.txt)",
+    ".odt": "an OpenDocument text: save it as plain text (.txt)",
+    ".rtf": "a document in rich text: save it as plain text (.txt)",
+    ".pptx": "a presentation: save its outline as plain text (.txt)",
+    ".pdf": "a PDF: convert it to plain text first, e.g. with `pdftotext`",
+    ".epub": "an e-book: convert it to plain text (.txt) first",
+    ".xls": "an old Excel workbook: save it as .xlsx, or the sheet as CSV UTF-8",
+    ".xlsb": "a binary Excel workbook: save it as .xlsx, or the sheet as CSV UTF-8",
+    ".ods": "an OpenDocument spreadsheet: save it as .xlsx, or the sheet as CSV UTF-8",
+    ".numbers": "a spreadsheet of Numbers: export it as .xlsx or CSV",
+    ".xlsx with a password": "a workbook with a password, or an old one: save it as .xlsx without a password",
+    ".zip": "a zip archive: unpack it, and name the folder",
+    ".tar": "a tar archive: unpack it, and name the folder",
+}
+FOREIGN = {b"%PDF": ".pdf", b"{\\rtf": ".rtf"}
+TAR_MAGIC, TAR_MAGIC_AT = b"ustar", 257
+# What the parts of an archive say that it is; the first bytes of one of OpenDocument say it in words.
+PARTS = {"xl/workbook.xml": ".xlsx", "xl/workbook.bin": ".xlsb", "word/document.xml": ".docx",
+         "ppt/presentation.xml": ".pptx", "META-INF/container.xml": ".epub"}  # fmt: skip
+OPEN_DOCUMENT = {b"opendocument.spreadsheet": ".ods", b"opendocument.text": ".odt"}
+
+
+DATASET_FILES = ("dataset_dict.json", "dataset_info.json")  # of a folder that `datasets` has saved
+MANIFEST = "manifest.json"  # of a folder of prepared data
+# Files beside rows that are none: an index repeats their names, the other says how they were made.
+BESIDE_ROWS = (".index", "data_params.json")
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """How to read files: the recipe's options of the same names."""
+
+    documents: str = "paragraph"
+    quotes: str = AUTO
+    delimiter: str = AUTO
+    encoding: str = AUTO
+    sheet: str = ""
+    max_record: int = MOST_RECORD_BYTES
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> FileOptions:
+        return cls(**{name: getattr(recipe, name) for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of rows.
+
+    Attributes:
+        path: path as the user named it; of a folder that `datasets` has saved, the folder.
+        format: format, which selects the reader.
+        packing: compression: gzip, xz, zstandard or zlib; empty if there is none.
+        notes: warnings about the file, in sentences.
+        encoding: encoding of a text; empty if the first bytes do not tell.
+        options: options of the reader.
+    """
+
+    path: Path
+    format: str
+    packing: str = ""
+    notes: tuple[str, ...] = ()
+    encoding: str = ""
+    options: FileOptions = FileOptions()
+
+
+@dataclass(frozen=True)
+class Source:
+    """The rows that a user names, identified once: path, files with their formats, and digest.
+
+    Attributes:
+        path: path, folder or pattern.
+        files: files in the order of their names.
+    """
+
+    path: Path
+    files: tuple[File, ...]
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether this is a folder of prepared data."""
+        return self.files[0].format == "prepared"
+
+    @cached_property
+    def sha256(self) -> str:
+        """Digest of a file's bytes; of several files, of their names and digests. The files are read once for it."""
+        if len(self.files) == 1 and self.files[0].path.is_file():
+            return _sha256_of(self.files[0].path)
+        whole = hashlib.sha256()
+        for file in self.files:
+            for path in [file.path] if file.path.is_file() else sorted(file.path.rglob("*")):
+                if path.is_file():
+                    whole.update(f"{path.name}\0{_sha256_of(path)}\n".encode())
+        return whole.hexdigest()
+
+
+def _sha256_of(path: Path) -> str:
+    with opened_file(File(path, "")) as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
+def is_prepared(folder: Path) -> bool:
+    """Tell whether a folder holds prepared data."""
+    return (folder / MANIFEST).is_file()
+
+
+def identify(source: Path | Source, options: FileOptions = FileOptions()) -> Source:
+    """Find the files that a path, a folder or a pattern stands for, and detect their formats.
+
+    Args:
+        source: the path; a source is returned as it is.
+        options: options of the readers.
+
+    Raises:
+        UsageError: no such file (names the nearest), or no rows in the folder.
+        DataError: a file whose format is not read.
+    """
+    if isinstance(source, Source):
+        return source
+    if source.is_dir():
+        if is_prepared(source):
+            return Source(source, (File(source, "prepared"),))
+        if any((source / name).is_file() for name in DATASET_FILES):
+            return Source(source, (File(source, "dataset"),))
+        files = [identify_file(path, options) for path in _files_in(source)]
+    elif not source.exists() and glob.has_magic(str(source)):
+        paths = [Path(name) for name in sorted(glob.glob(str(source), recursive=True)) if Path(name).is_file()]
+        if not paths:
+            raise UsageError(f"no file matches {source}")
+        files = [file for path in paths for file in _with_index(path, options)]
+    else:
+        _require_file(source)
+        files = _with_index(source, options)
+    # Tokens together with texts: the first may well be made from the second.
+    tokens = next((file.path for file in files if file.format in TOKEN_FORMATS), None)
+    texts = next((file.path for file in files if file.format not in TOKEN_FORMATS), None)
+    if tokens and texts:
+        raise UsageError(
+            f"{source} is tokens ({tokens.name}) and texts ({texts.name}), perhaps the same ones\n"
+            f"name those to train on, e.g. '{tokens.parent}/*{tokens.suffix}'"
+        )
+    return Source(source, tuple(files))
+
+
+def identify_file(path: Path, options: FileOptions = FileOptions()) -> File:
+    """Detect format and compression of a file: what its name says, unless its content says otherwise.
+
+    Raises:
+        UsageError: not readable.
+        DataError: neither name nor content is of a format that is read.
+    """
+    with opened_file(File(path, "")) as raw:
+        head = raw.read(SNIFFED_BYTES)
+        parts = names_in_zip(raw) if head.startswith(ZIP_MAGIC) else frozenset()
+    packing = _packing_by_content(path, head)
+    if packing:
+        with opened_file(File(path, "", packing)) as opened:
+            head = opened.read(SNIFFED_BYTES)
+    notes = []
+    named, suffix = suffixes_of(path)
+    if packing and packing != named:
+        notes.append(f"{path} is packed by {packing}, which its name does not say")
+    if named and not packing and head:
+        notes.append(f"{path} is not packed by {named} as its name says")
+    by_content = _format_by_content(head)
+    if not by_content and (meant := _foreign(suffix, head, parts)):
+        by_content = SUFFIXES.get(meant, "")
+        if not by_content:
+            raise DataError(f"{path} is {ADVICE[meant]}")
+    by_name, told, encoding = SUFFIXES.get(suffix, ""), encoding_by_head(head), options.encoding
+    encoding = told if encoding == AUTO or (told and encoding in ("utf-16", "utf-32")) else encoding
+    format_ = by_content or _format_of(_recoded(head, encoding), by_name)
+    if not format_ and suffix in ADVICE:
+        raise DataError(f"{path} is by its name {ADVICE[suffix]}")
+    if not format_:
+        raise DataError(
+            f"{path}: unknown suffix '{suffix}'; rows are read from {', '.join(SUFFIXES)}, also packed as "
+            f"{', '.join(PACKED)}"
+        )
+    if by_name and format_ != by_name:
+        notes.append(f"{path} is read as {format_}, which it is, not as the {by_name} of its name")
+    if told and told == encoding and not by_content:
+        notes.append(f"{path} is in {NAMES[told]}")
+    return File(path, format_, packing, tuple(notes), encoding, options)
+
+
+def _with_index(path: Path, options: FileOptions) -> list[File]:
+    """Return a file with its format, or the files that it is an index of."""
+    file = identify_file(path, options)
+    return _files_of_index(file) if file.format == "tfindex" else [file]
+
+
+@contextmanager
+def opened_file(file: File) -> Iterator[BinaryIO]:
+    """Open a file for reading, unpacked.
+
+    Raises:
+        UsageError: it cannot be read.
+        DataError: what it is packed by is damaged, or it is cut short.
+    """
+    try:
+        with file.path.open("rb") as raw, unpacked(raw, file.packing) as opened:
+            yield opened
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise DataError(f"{file.path}: damaged or cut short: {error}") from error
+    except OSError as error:
+        if error.errno is None:  # pyarrow's way to say the same
+            raise DataError(f"{file.path}: damaged or cut short: {error}") from error
+        raise UsageError(f"cannot read {file.path}: {error.strerror or error}") from error
+
+
+def _require_file(path: Path) -> None:
+    """Check that a path exists.
+
+    Raises:
+        UsageError: it does not; names the nearest, or the data set on the Hub that may be meant.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UsageError(
+            f"{path} is a pipe, a device or a socket, and rows are read more than once: save them to a file first"
+        )
+    if not path.exists():
+        siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, siblings)
+        if (
+            not hint
+            and path.suffix.lower() not in (*SUFFIXES, *PACKED)
+            and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path))
+        ):
+            hint = f"; if that is a data set on the Hub, write hub:{path}"
+        raise UsageError(f"no such file: {path}{hint}")
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return the files of rows in a folder and below; without hidden ones and those of unknown suffixes."""
+    found: list[Path] = []
+    for path in sorted(folder.rglob("*")):
+        suffix = suffixes_of(path)[1]
+        is_rows = suffix in SUFFIXES and suffix not in BESIDE_ROWS and path.name not in BESIDE_ROWS
+        # "~$": Excel's lock file of an open workbook
+        is_hidden = any(part.startswith((".", "~$")) for part in path.relative_to(folder).parts)
+        if is_rows and path.is_file() and not is_hidden:
+            found.append(path)
+    if not found:
+        raise UsageError(
+            f"{folder} is a folder, and not prepared data (no manifest.json in it), nor are there files of rows in it "
+            f"({', '.join(SUFFIXES)})"
+        )
+    return found
+
+
+def _files_of_index(index: File) -> list[File]:
+    """Return the TFRecords files that an index names, one a line, relative to its folder.
+
+    Raises:
+        DataError: one is not there; with file:line.
+    """
+    files = []
+    with opened_file(index) as opened:
+        for number, line in enumerate(opened, 1):
+            name = line.decode("utf-8", "replace").strip()
+            if not name:
+                continue
+            path = index.path.parent / name
+            if not os.path.isfile(path):  # asks without minding what may not be in a path
+                hint = "copy it here first" if "://" in name else "paths are relative to the folder of the index"
+                raise DataError(f"{index.path}:{number}: no such file: '{shortened(name, 100)}'; {hint}")
+            file = identify_file(path)
+            if file.format != "tfrecords":
+                raise DataError(f"{index.path}:{number}: {path} is {file.format}, and an index is of TFRecords")
+            files.append(file)
+    if not files:
+        raise DataError(f"{index.path}: the index names no files")
+    return files
+
+
+def _packing_by_content(path: Path, head: bytes) -> str:
+    """Return the compression of a file by its first bytes."""
+    if record_length(head):
+        return ""  # the length of a record may look like anything
+    if SUFFIXES.get(suffixes_of(path)[1]) == "tfrecords" and _begins_zlib(head):
+        return "zlib"  # as mesh-transformer-jax compresses them, where their name holds "zstd"
+    return packing_of(head)
+
+
+def _foreign(suffix: str, head: bytes, parts: Collection[str]) -> str:
+    """Return the suffix that an office's file should have, by its content; empty if it is none."""
+    if head.startswith(ZIP_MAGIC):
+        by_parts = [kind for name, kind in PARTS.items() if name in parts]
+        by_head = [kind for words, kind in OPEN_DOCUMENT.items() if words in head[:128]]
+        return next(iter(by_parts + by_head), suffix if suffix in ADVICE or SUFFIXES.get(suffix) == "xlsx" else ".zip")
+    if head.startswith(TAR_MAGIC, TAR_MAGIC_AT):
+        return ".tar"
+    if head.startswith(OLE_MAGIC):
+        return ".doc" if suffix == ".doc" else ".xlsx with a password" if suffix in (".xlsx", ".xlsm") else ".xls"
+    return next((kind for magic, kind in FOREIGN.items() if head.startswith(magic)), "")
+
+
+def _recoded(head: bytes, encoding: str) -> bytes:
+    """Return the first bytes of a text as they would be in UTF-8."""
+    try:
+        return (
+            codecs.getincrementaldecoder(encoding)("replace").decode(head).encode(errors="replace")
+            if encoding
+            else head
+        )
+    except UnicodeError:  # some take no other way with errors than to raise them
+        return head
+
+
+def _format_by_content(head: bytes) -> str:
+    """Return the format that bytes are in beyond doubt, or nothing."""
+    if record_length(head):
+        return "tfrecords"
+    return next((kind for magic, kind in FORMAT_MAGIC.items() if head.startswith(magic)), "")
+
+
+def _format_of(head: bytes, by_name: str) -> str:
+    """Return the format of a text by its beginning, where that leaves no doubt; else what its name says."""
+    start = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    line = head.partition(b"\n")[0]
+    if by_name == "jsonl" and start == b"[" and _begins_a_list_of_objects(line):
+        return "json"
+    if not by_name:
+        return {b"[": "json", b"{": "jsonl"}.get(start, "")
+    return by_name
+
+
+def _begins_a_list_of_objects(line: bytes) -> bool:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return True  # it goes on in the next lines, or the reader will say what is wrong with it
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
