@@ -63,7 +63,7 @@ def test_rows_are_prepared_without_torch_and_datasets(tmp_path: Path) -> None:
 
 
 # The name of a package where that of its module is another.
-MODULES = {"pyyaml": "yaml"}
+MODULES = {"protobuf": "google", "pyyaml": "yaml"}
 # Declared, and imported by another package that looks whether it is there.
 INDIRECT = {"defusedxml": "openpyxl"}
 

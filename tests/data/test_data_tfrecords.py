@@ -212,14 +212,14 @@ def test_an_empty_file_is_explained(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        (record(b"\x0a\xff"), "not an Example: a number is cut short"),
-        (record(b"\xff" * 11), "not an Example: a number has too many bytes"),
-        (record(b"\x0b"), "not an Example: a field of unknown type 3"),
-        (record(b"\x0a\x05"), "not an Example: a field is longer than the message around it"),
-        (record(example({"text": field(3, field(1, b"\x01\x80"))})), "not an Example: a number is cut short"),
+        (record(b"\x0a\xff"), "not an Example: not a message of protobuf"),
+        (record(b"\xff" * 11), "not an Example: not a message of protobuf"),
+        (record(b"\x0b"), "not an Example: not a message of protobuf"),
+        (record(b"\x0a\x05"), "not an Example: not a message of protobuf"),
+        (record(example({"text": field(3, field(1, b"\x01\x80"))})), "not an Example: not a message of protobuf"),
         (
             record(example({"text": field(3, field(1, b"\x80" * 10 + b"\x01"))})),
-            "not an Example: a number has too many bytes",
+            "not an Example: not a message of protobuf",
         ),
         (text_record([]), "there are no tokens in the record"),
         (text_record([3, -1]), "-1 is no token id"),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import BinaryIO
+from functools import cache
+from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gptj_ft.data.readers.rows import Findings, Row, token_row
 from gptj_ft.data.readers.source import HEADER_BYTES, File, has_checksum, opened_file, record_length
@@ -16,9 +16,6 @@ FEATURE = "text"
 FOOTER_BYTES = 4  # the checksum of a payload
 MOST_BYTES = 2**28  # of a record; one of 2049 tokens has 6 KB
 LARGEST_ID = 2**31 - 1
-# Wire types of protobuf (https://protobuf.dev/programming-guides/encoding).
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
-VARINT_BYTES = 10  # at most, with seven bits each
 
 
 def read_tfrecords(file: File, findings: Findings) -> Iterator[Row]:
@@ -72,112 +69,57 @@ def _payload(file: File, number: int, header: bytes, opened: BinaryIO) -> bytes 
 
 
 def _tokens(file: File, number: int, payload: bytes) -> list[int] | str:
-    """Return the tokens in a record, or what is wrong with it.
-
-    The payload is an `Example`: field 1 `Features`, of which field 1 is a map: entries of 1 name, 2 `Feature`. Of a
-    `Feature` field 3 is a list of int64, whose field 1 has the numbers, packed or one by one
-    (https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/feature.proto).
+    """Return the tokens in a record, or why it has none.
 
     Raises:
-        DataError: it is another kind of record.
+        DataError: a record of other features.
     """
-    names, tokens = [], None
+    from google.protobuf.message import DecodeError
+
     try:
-        for features in _children(memoryview(payload), 1):
-            for entry in _children(features, 1):
-                name = b"".join(_children(entry, 1)).decode(errors="replace")
-                names.append(name)
-                lists = [items for feature in _children(entry, 2) for items in _children(feature, 3)]
-                if name == FEATURE and lists:
-                    tokens = _int64s(lists)
-    except _Malformed as error:
-        return f"not an Example: {error}"
-    if tokens is None:
+        features = _example_class().FromString(payload).features.feature
+    except DecodeError:
+        return "not an Example: not a message of protobuf"
+    lists = [each.value.int64_list for each in features if each.key == FEATURE and each.value.HasField("int64_list")]
+    if not lists:
+        names = ", ".join(sorted(each.key for each in features)[:10])
         raise DataError(
             f"{file.path}:{number}: the record has no feature '{FEATURE}' of tokens, as create_finetune_tfrecords.py "
-            f"writes it; it has {', '.join(sorted(names)[:10]) or 'none'}"
+            f"writes it; it has {names or 'none'}"
         )
+    tokens = np.array(lists[-1].value, np.int64)
     if not len(tokens):
         return "there are no tokens in the record"
     wrong = tokens[(tokens < 0) | (tokens > LARGEST_ID)]
     return f"{wrong[0]} is no token id" if len(wrong) else tokens.tolist()
 
 
-class _Malformed(Exception):
-    """Bytes that are no protobuf message."""
+@cache
+def _example_class() -> Any:
+    """Return the message class of `Example`, as far as it holds tokens.
 
+    See https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/feature.proto; `feature` is a map
+    there, which has the same bytes.
+    """
+    from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
 
-def _int64s(lists: list[memoryview]) -> NDArray[np.int64]:
-    parts = [np.empty(0, np.int64)]
-    for items in lists:
-        alone: list[int] = []
-        for number, value in _fields(items):
-            if number != 1:
-                continue
-            if isinstance(value, int):
-                alone.append(value)
-            else:
-                parts += [_signed(alone), _unpacked(value)]
-                alone = []
-        parts.append(_signed(alone))
-    return np.concatenate(parts)
-
-
-def _signed(values: list[int]) -> NDArray[np.int64]:
-    return np.array(values, np.uint64).view(np.int64)
-
-
-def _unpacked(packed: memoryview) -> NDArray[np.int64]:
-    """Decode varints that follow each other: seven bits a byte, the lowest first, the eighth says that more follow."""
-    data = np.frombuffer(packed, np.uint8)
-    if not len(data):
-        return np.empty(0, np.int64)
-    last = np.flatnonzero(data < 0x80)
-    if not len(last) or last[-1] != len(data) - 1:
-        raise _Malformed("a number is cut short")
-    first = np.concatenate([[0], last[:-1] + 1])
-    lengths = last - first + 1
-    if lengths.max() > VARINT_BYTES:
-        raise _Malformed("a number has too many bytes")
-    shifts = 7 * (np.arange(len(data)) - np.repeat(first, lengths))
-    return np.add.reduceat((data & 0x7F).astype(np.uint64) << shifts.astype(np.uint64), first).view(np.int64)
-
-
-def _children(message: memoryview, number: int) -> Iterator[memoryview]:
-    """Yield the values of a field that are bytes: texts, messages, packed numbers."""
-    return (value for found, value in _fields(message) if found == number and not isinstance(value, int))
-
-
-def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield (field number, value) of a message: an int, or bytes."""
-    position = 0
-    while position < len(message):
-        tag, position = _varint(message, position)
-        number, wire_type = tag >> 3, tag & 7
-        if wire_type == VARINT:
-            value, position = _varint(message, position)
-            yield number, value
-            continue
-        if wire_type == BYTES:
-            length, position = _varint(message, position)
-        elif wire_type in (FIXED64, FIXED32):
-            length = 8 if wire_type == FIXED64 else 4
-        else:
-            raise _Malformed(f"a field of unknown type {wire_type}")
-        if position + length > len(message):
-            raise _Malformed("a field is longer than the message around it")
-        yield number, message[position : position + length]
-        position += length
-
-
-def _varint(message: memoryview, position: int) -> tuple[int, int]:
-    """Return an unsigned number of 64 bits, and where it ends."""
-    value = 0
-    for index in range(VARINT_BYTES):
-        if position + index >= len(message):
-            raise _Malformed("a number is cut short")
-        byte = message[position + index]
-        value |= (byte & 0x7F) << 7 * index
-        if byte < 0x80:
-            return value & 0xFFFFFFFFFFFFFFFF, position + index + 1
-    raise _Malformed("a number has too many bytes")
+    fields = {
+        "Int64List": {"value": (1, "TYPE_INT64")},
+        "Feature": {"int64_list": (3, "Int64List")},
+        "Entry": {"key": (1, "TYPE_STRING"), "value": (2, "Feature")},
+        "Features": {"feature": (1, "Entry")},
+        "Example": {"features": (1, "Features")},
+    }
+    repeated = {("Int64List", "value"), ("Features", "feature")}
+    messages = []
+    for message, of in fields.items():
+        described = []
+        for name, (number, kind) in of.items():
+            label = "LABEL_REPEATED" if (message, name) in repeated else "LABEL_OPTIONAL"
+            type_ = {"type": kind} if kind.startswith("TYPE_") else {"type": "TYPE_MESSAGE", "typeName": kind}
+            described.append({"name": name, "number": number, "label": label, **type_})
+        messages.append({"name": message, "field": described})
+    content = {"name": "example.proto", "syntax": "proto3", "messageType": messages}
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(json_format.ParseDict(content, descriptor_pb2.FileDescriptorProto()))
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("Example"))
