@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.columns import is_column_for
+from gptj_ft.data.readers.rows import Occurrences
 from gptj_ft.data.readers.source import MANIFEST, is_prepared
 from gptj_ft.data.table import TokenTable, bounds_of, numbers_of
 from gptj_ft.data.template import fields_of
@@ -51,14 +52,6 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Skips:
-    """Rows left out, or warned of, for one reason: how many, and where the first of them are (``file:line``)."""
-
-    count: int
-    first: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Report:
     """What became of the rows.
 
@@ -88,8 +81,8 @@ class Report:
     files: tuple[str, ...]
     rows_read: int
     rows_kept: int
-    rows_skipped: Mapping[str, Skips]
-    warnings: Mapping[str, Skips]
+    rows_skipped: Mapping[str, Occurrences]
+    warnings: Mapping[str, Occurrences]
     rows_cut: int
     tokens_cut: int
     windows: int
@@ -119,19 +112,10 @@ class Report:
     def from_dict(cls, values: Mapping[str, Any]) -> Report:
         """Read what `to_dict` returned."""
         known = {name: values[name] for name in cls.__dataclass_fields__}
-        skips, warnings = (
-            {reason: Skips(s["count"], tuple(s["first"])) for reason, s in known[name].items()}
-            for name in ("rows_skipped", "warnings")
-        )
-        return cls(
-            **{
-                **known,
-                "files": tuple(known["files"]),
-                "notes": tuple(known["notes"]),
-                "rows_skipped": skips,
-                "warnings": warnings,
-            }
-        )
+        known |= {name: tuple(known[name]) for name in ("files", "notes")}
+        for name in ("rows_skipped", "warnings"):
+            known[name] = {reason: Occurrences(**each) for reason, each in known[name].items()}
+        return cls(**known)
 
 
 @dataclass(frozen=True)

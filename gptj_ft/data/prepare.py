@@ -7,7 +7,6 @@ import glob
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,139 +15,133 @@ import pyarrow
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.columns import LABEL, FieldReader, FieldTexts, UnknownColumn, choose_columns, recipe_fields
-from gptj_ft.data.dataset import Prepared, Report, Skips, group_of, number_of, settings_of
+from gptj_ft.data.dataset import Prepared, Report, group_of, number_of, settings_of
 from gptj_ft.data.encode import Encoded, Part, assemble, check_templates, eos_of, from_tokens, parts
 from gptj_ft.data.loss_mask import num_targets
 from gptj_ft.data.readers.records import read_rows
-from gptj_ft.data.readers.rows import Findings, Row
+from gptj_ft.data.readers.rows import Findings, Occurrences, Row
 from gptj_ft.data.readers.source import FileOptions, Source, identify
 from gptj_ft.data.readers.tables import check_headers
 from gptj_ft.data.table import SCHEMA, TableWriter, to_arrow
 from gptj_ft.data.tokenization import RowTokenizer, Tokens, tokenize_by, tokenizer_digest
-from gptj_ft.data.validation import Checks, Found
+from gptj_ft.data.validation import Checks
 from gptj_ft.errors import DataError, RowSkipped
 from gptj_ft.system.plain_text import shortened
 
 UNKNOWN_IDS = "token ids that the model has and its tokenizer lacks, as other systems use for separators"
-
-
-@dataclass
-class Counts:
-    """The numbers of a `Report`, while they grow."""
-
-    rows_read: int = 0
-    rows_kept: int = 0
-    rows_cut: int = 0
-    tokens_cut: int = 0
-    windows: int = 0
-    tokens: int = 0
-    target_tokens: int = 0
-    longest: int = 0
-
-
-class Tally:
-    """What becomes of the rows.
-
-    Args:
-        vocab_size: token ids that the model has; ``None``: no row can have another.
-        checks: of rows that are kept.
-        known_ids: where the tokenizer's token ids end; ``None``: no row can have others.
-    """
-
-    def __init__(self, vocab_size: int | None, checks: Checks, known_ids: int | None = None) -> None:
-        self.vocab_size, self.checks, self.known_ids = vocab_size, checks, known_ids
-        self.counts = Counts()
-        self._skipped: dict[str, Found] = {}
-
-    def skip(self, where: str, reason: str) -> None:
-        """Count a row that is left out."""
-        self.counts.rows_read += 1
-        self._skipped.setdefault(reason, Found()).add(where)
-
-    def keep(self, row: Row, encoded: Encoded) -> None:
-        """Count a row's documents; a DataError if the model lacks one of the tokens."""
-        counts = self.counts
-        counts.rows_read += 1
-        counts.rows_kept += 1
-        counts.rows_cut += encoded.tokens_cut > 0
-        counts.tokens_cut += encoded.tokens_cut
-        for ids in encoded.documents:
-            if self.vocab_size is not None and max(ids) >= self.vocab_size:
-                raise DataError(
-                    f"{row.where}: token id {max(ids)}, but the model's ids end at {self.vocab_size - 1}; "
-                    "the tokenizer is not this model's"
-                )
-            if self.known_ids is not None and max(ids) >= self.known_ids and ids is encoded.documents[0]:
-                self.checks.add(UNKNOWN_IDS, row.where)
-            counts.windows += 1
-            counts.tokens += len(ids)
-            counts.target_tokens += num_targets(len(ids), encoded.prompt_length, encoded.untrained)
-            counts.longest = max(counts.longest, len(ids))
-
-    def skips(self) -> dict[str, Skips]:
-        """Return the rows that were left out, by reason."""
-        return {reason: Skips(each.count, tuple(each.first)) for reason, each in self._skipped.items()}
-
-
 TOKENS, TRAINED = "input_ids", "trained"  # columns of rows that come as tokens
+# Rows held as texts and tokens at once; texts that the word table does not serve are spread over the cores.
+CHUNK_ROWS = 500
+CHUNK_CHARACTERS = 2_000_000
+# Columns are chosen by the first rows: a name that turns up once in a million rows must not win.
+SURVEY_ROWS = 1000
+COUNTS = ("rows_read", "rows_kept", "rows_cut", "tokens_cut", "windows", "tokens", "target_tokens", "longest")
 
 
 class Texts(NamedTuple):
-    """A row that can be tokenised."""
+    """A row rendered by the templates."""
 
     row: Row
     found: FieldTexts
     parts: list[Part]  # empty if it came as tokens
 
 
-def texts_of(tally: Tally, chunk: list[Row], recipe: Recipe, reader: FieldReader | None) -> list[Texts]:
-    """Put rows into the templates; count those that cannot be. Rows that come as tokens have no texts."""
-    good = []
-    for row in chunk:
-        if reader is None:
-            good.append(Texts(row, FieldTexts({}, []), []))
-            continue
+class RowEncoder:
+    """Turns rows into tokenized documents; counts and checks them.
+
+    Args:
+        recipe: templates and length policy.
+        tokenizer: tokenizer of the model.
+        reader: reader of the fields; ``None`` for rows that come as tokens.
+        vocab_size: rows of the model's embedding; no token id may reach it.
+
+    Attributes:
+        counts: numbers of a `Report`.
+        skipped: skipped rows by reason.
+        checks: warnings.
+    """
+
+    def __init__(self, recipe: Recipe, tokenizer: RowTokenizer, reader: FieldReader | None, vocab_size: int) -> None:
+        self._recipe, self._tokenizer, self._reader, self._vocab_size = recipe, tokenizer, reader, vocab_size
+        self._known_ids = max(tokenizer.get_vocab().values(), default=vocab_size) + 1
+        # The tokenizer's output needs no check if all of its tokens are the model's.
+        self._needs_check = reader is None or self._known_ids > vocab_size
+        self._tokenize = tokenize_by(tokenizer) if reader else lambda texts: []
+        self._eos = eos_of(tokenizer) if reader else 0  # fails before all is read
+        self.checks = Checks(recipe)
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self.skipped: dict[str, Occurrences] = {}
+
+    def encode(self, rows: Sequence[Row]) -> pyarrow.RecordBatch:
+        """Tokenize rows in one call of the tokenizer; return their documents."""
+        rendered = [texts for row in rows if (texts := self._render(row))]
+        tokens = iter(self._tokenize([text for each in rendered for text, _ in each.parts]))
+        documents: list[tuple[Any, ...]] = []
+        for texts in rendered:
+            documents += self._documents(texts, list(islice(tokens, len(texts.parts))))
+        columns = list(zip(*documents, strict=True)) or [()] * len(SCHEMA)
+        arrays = [to_arrow(field.type, values) for field, values in zip(SCHEMA, columns, strict=True)]
+        return pyarrow.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+
+    def skip(self, where: str, reason: str) -> None:
+        """Count a row that is left out."""
+        self.counts["rows_read"] += 1
+        self.skipped.setdefault(reason, Occurrences()).add(where)
+
+    def _render(self, row: Row) -> Texts | None:
+        """Render a row by the templates; ``None`` if it is left out."""
+        if self._reader is None:
+            return Texts(row, FieldTexts({}, []), [])
         try:
-            found = reader.read(row.values)
-            texts = parts(recipe, found.values)
+            found = self._reader.read(row.values)
+            texts = parts(self._recipe, found.values)
         except RowSkipped as reason:
-            tally.skip(row.where, str(reason))
-        else:
-            prompt = texts[0][0] if len(texts) == 2 else "".join(text for text, _ in texts[:-1])
-            tally.checks.look(row, found, prompt, texts[-1][0])
-            good.append(Texts(row, found, texts))
-    return good
+            self.skip(row.where, str(reason))
+            return None
+        prompt = texts[0][0] if len(texts) == 2 else "".join(text for text, _ in texts[:-1])
+        self.checks.look(row, found, prompt, texts[-1][0])
+        return Texts(row, found, texts)
 
-
-def assembled(
-    tally: Tally, recipe: Recipe, tokenizer: RowTokenizer, good: Sequence[Texts], tokens: Sequence[Tokens]
-) -> pyarrow.RecordBatch:
-    """Return the documents of rows, given the tokens of all their texts; count those that are left out."""
-    eos, at = eos_of(tokenizer) if tokens else 0, 0
-    documents: list[tuple[Any, ...]] = []
-    for row, found, texts in good:
-        first, at = at, at + len(texts)
+    def _documents(self, texts: Texts, tokens: list[Tokens]) -> list[tuple[Any, ...]]:
+        """Return the documents of a row, in the columns of `SCHEMA`; none if it is left out."""
+        row, found, recipe = texts.row, texts.found, self._recipe
         try:
-            if texts:
-                encoded = assemble(recipe, tokenizer, eos, found.values, texts, tokens[first:at], found.answer_at)
+            if texts.parts:
+                of = (recipe, self._tokenizer, self._eos, found.values)
+                encoded = assemble(*of, texts.parts, tokens, found.answer_at)
                 group = group_of(recipe, found.values)
             else:
                 given = _tokens_of(row)
                 encoded = from_tokens(recipe, given, row.values.get(TRAINED))
                 group = number_of(array("q", given).tobytes())
         except RowSkipped as reason:
-            tally.skip(row.where, str(reason))
-            continue
+            self.skip(row.where, str(reason))
+            return []
         except DataError as error:
             raise DataError(f"{row.where}: {error}") from error
-        tally.keep(row, encoded)
-        rest = (encoded.prompt_length, encoded.untrained, found.references, row.source, row.line, group)
-        label = found.values.get(LABEL, "")
-        for document in encoded.documents:
-            documents.append((document, *rest, label, document is not encoded.documents[0]))
-    columns = list(zip(*documents, strict=True)) or [()] * len(SCHEMA)
-    arrays = [to_arrow(field.type, values) for field, values in zip(SCHEMA, columns, strict=True)]
-    return pyarrow.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+        self._count(row, encoded)
+        first, label = encoded.documents[0], found.values.get(LABEL, "")
+        rest = (encoded.prompt_length, encoded.untrained, found.references, row.source, row.line, group, label)
+        return [(document, *rest, document is not first) for document in encoded.documents]
+
+    def _count(self, row: Row, encoded: Encoded) -> None:
+        counts = self.counts
+        counts["rows_read"] += 1
+        counts["rows_kept"] += 1
+        counts["rows_cut"] += encoded.tokens_cut > 0
+        counts["tokens_cut"] += encoded.tokens_cut
+        counts["windows"] += len(encoded.documents)
+        for ids in encoded.documents:
+            if self._needs_check and (largest := max(ids)) >= self._vocab_size:
+                raise DataError(
+                    f"{row.where}: token id {largest}, but the model's ids end at {self._vocab_size - 1}; "
+                    "the tokenizer is not this model's"
+                )
+            if self._reader is None and max(ids) >= self._known_ids and ids is encoded.documents[0]:
+                self.checks.add(UNKNOWN_IDS, row.where)
+            counts["tokens"] += len(ids)
+            counts["target_tokens"] += num_targets(len(ids), encoded.prompt_length, encoded.untrained)
+            counts["longest"] = max(counts["longest"], len(ids))
 
 
 def _tokens_of(row: Row) -> list[int]:
@@ -165,13 +158,6 @@ def _tokens_of(row: Row) -> list[int]:
     return tokens
 
 
-# Rows that are texts and tokens at once; texts that words are not looked up of are spread over the cores.
-CHUNK_ROWS = 500
-CHUNK_CHARACTERS = 2_000_000
-# Columns are chosen by the first rows: a name that turns up once in a million rows must not win.
-SURVEY_ROWS = 1000
-
-
 def prepare(
     recipe: Recipe,
     tokenizer: RowTokenizer,
@@ -179,13 +165,13 @@ def prepare(
     vocab_size: int,
     progress: Callable[[int], None] | None = None,
 ) -> Prepared:
-    """Turn a file into token ids.
+    """Tokenize the rows of files; report on every row: kept, cut, or skipped and why.
 
     The first rows are read twice: once to find the columns, before any work is done.
 
     Args:
         recipe: templates, fields, length policy.
-        tokenizer: the model's.
+        tokenizer: tokenizer of the model.
         source: path of a file or folder, a pattern, or the identified files.
         vocab_size: rows of the model's embedding; no token id may reach it.
         progress: called with the number of rows done.
@@ -198,36 +184,27 @@ def prepare(
     source = identify(source, FileOptions.of(recipe))
     columns = find_columns(source, recipe)
     reader = None if TOKENS in columns else FieldReader(columns, recipe)
-    if reader is not None:
-        eos_of(tokenizer)  # that there is none is said before all is read
+    encoder = RowEncoder(recipe, tokenizer, reader, vocab_size)
     digest = source.sha256  # before the rows are read
-    # What the tokenizer makes needs no check if all of its tokens are the model's.
-    known = max(tokenizer.get_vocab().values(), default=vocab_size) + 1
-    needs_check = reader is None or known > vocab_size
-    tally = Tally(vocab_size if needs_check else None, Checks(recipe), None if reader else known)
-    tokenize = tokenize_by(tokenizer) if reader else lambda texts: []
     findings = Findings(recipe.max_bad_rows)
-    rows = read_rows(source, findings)
     with _no_cycles_sought(), TableWriter() as writer:
-        for chunk in _chunks(rows):
-            good = texts_of(tally, chunk, recipe, reader)
-            tokens = tokenize([text for each in good for text, _ in each.parts])
-            writer.write(assembled(tally, recipe, tokenizer, good, tokens))
+        for chunk in _chunks(read_rows(source, findings)):
+            writer.write(encoder.encode(chunk))
             if progress:
-                progress(tally.counts.rows_read)
-        tally.checks.close()
+                progress(encoder.counts["rows_read"])
+        encoder.checks.close()
         for where, problem in findings.bad:
-            tally.skip(where, f"cannot be read: {problem}")
+            encoder.skip(where, f"cannot be read: {problem}")
         report = Report(
             files=tuple(str(file.path) for file in source.files),
             notes=tuple(findings.notes),
-            rows_skipped=tally.skips(),
-            warnings={what: Skips(each.count, tuple(each.first)) for what, each in tally.checks.found.items()},
+            rows_skipped=encoder.skipped,
+            warnings=encoder.checks.found,
             columns=columns,
             data_sha256=digest,
             tokenizer_sha256=tokenizer_digest(tokenizer),
             settings=settings_of(recipe),
-            **vars(tally.counts),
+            **encoder.counts,
         )
         _require_rows(source.path, report)
         return Prepared(writer.table(), report)

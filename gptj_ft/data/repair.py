@@ -29,9 +29,9 @@ from gptj_ft.data.columns import alternatives_of, columns_of, read_fields
 from gptj_ft.data.encode import check_templates, parts
 from gptj_ft.data.prepare import TOKENS, find_columns
 from gptj_ft.data.readers.records import read_rows
-from gptj_ft.data.readers.rows import Findings, Row
+from gptj_ft.data.readers.rows import Findings, Occurrences, Row
 from gptj_ft.data.readers.source import PACKED, SUFFIXES, FileOptions, identify
-from gptj_ft.data.validation import CONTROL, ENTITY, MOJIBAKE, NEXT, TAG, Found, has_html, is_mojibake, is_treebank
+from gptj_ft.data.validation import CONTROL, ENTITY, MOJIBAKE, NEXT, TAG, has_html, is_mojibake, is_treebank
 from gptj_ft.errors import DataError, RowSkipped, UsageError
 from gptj_ft.system.atomic import atomic_files, require_new
 
@@ -191,18 +191,15 @@ def _near_the_change(before: str, after: str) -> tuple[str, str]:
     return near(before), near(after)
 
 
+def _common(before: str, after: str) -> int:
+    """Return the length of the common prefix of two texts."""
+    differ = (at for at, (one, other) in enumerate(zip(before, after, strict=False)) if one != other)
+    return next(differ, min(len(before), len(after)))
+
+
 def visible(line: str) -> str:
     """Return a line with control characters, line breaks and the like spelled out."""
     return "".join(letter if letter.isprintable() or letter == "\t" else ascii(letter)[1:-1] for letter in line)
-
-
-def _common(before: str, after: str) -> int:
-    """Return how many characters two texts begin with that are the same."""
-    low, high = 0, min(len(before), len(after))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if before.startswith(after[low:middle], low) else (low, middle - 1)
-    return low
 
 
 REPEATED, EMPTY, UNREADABLE = "the same row again", "a field is empty", "cannot be read"
@@ -226,7 +223,7 @@ class FixReport:
     rows_read: int = 0
     rows_written: int = 0
     rows_changed: int = 0
-    rows_dropped: dict[str, Found] = field(default_factory=dict)
+    rows_dropped: dict[str, Occurrences] = field(default_factory=dict)
     cells: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FIXES, 0))
 
     def to_dict(self) -> dict[str, Any]:
@@ -352,7 +349,7 @@ class _Fixer:
 
     def _drop(self, where: str, reason: str, detail: str) -> None:
         self._report.rows_read += 1
-        self._report.rows_dropped.setdefault(reason, Found()).add(where)
+        self._report.rows_dropped.setdefault(reason, Occurrences()).add(where)
         self._diff.write(visible(f"@@ {where} dropped: {reason}: {detail} @@") + "\n")
 
     def _write_changes(self, row: Row, column: str, changes: list[tuple[str, str]], fixes: list[str]) -> None:

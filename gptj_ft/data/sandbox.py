@@ -151,7 +151,7 @@ class Compiled:
 def bounded_environment(**options: Any) -> Environment:
     """Return an environment for templates of others; options as those of `jinja2.Environment` for white space."""
     made = Environment(
-        undefined=jinja2.StrictUndefined, autoescape=False, optimized=False, finalize=_written, **options
+        undefined=jinja2.StrictUndefined, autoescape=False, optimized=False, finalize=_weighed, **options
     )
     own = {CONCATENATE: _concatenated, COUNT: _counted, WEIGH: _weighed}
     made.filters = {name: _bounded(name) for name in FILTERS} | own
@@ -249,12 +249,6 @@ def _budget(context: Context) -> Budget:
 
 
 # Filters that take the context are computed when a template is rendered, never before.
-
-
-@pass_context
-def _written(context: Context, value: Any) -> Any:
-    _budget(context).weigh(value)
-    return value
 
 
 @pass_context

@@ -9,7 +9,6 @@ import heapq
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.chat import MESSAGES
 from gptj_ft.data.columns import FieldTexts
-from gptj_ft.data.readers.rows import Row
+from gptj_ft.data.readers.rows import PLACES_SHOWN, Occurrences, Row
 from gptj_ft.data.template import fields_of, parse_template
 from gptj_ft.system.paths import make_home
 
@@ -101,7 +100,6 @@ def _again(records: NDArray[Any], numbers: NDArray[np.int64]) -> Iterator[tuple[
     yield from zip(*(column.tolist() for column in columns), strict=True)
 
 
-PLACES_SHOWN = 5  # for each warning
 FIXES = "`prepare-data --fix` repairs"  # what `fixes` can mend
 
 # UTF-8 read as Windows-1252: the letters that come first, and what the 64 bytes that may follow are. Some of these also
@@ -137,20 +135,6 @@ MANY_TREEBANK = 2  # marks in one text, before it is called tokenized
 LONG_ENOUGH = 60  # letters of a text that may be called all lower case
 
 
-@dataclass
-class Found:
-    """A kind of problem: how many rows have it, and where the first are (``file:line``)."""
-
-    count: int = 0
-    first: list[str] = field(default_factory=list)
-
-    def add(self, where: str) -> None:
-        """Count one more row."""
-        self.count += 1
-        if len(self.first) < PLACES_SHOWN:
-            self.first.append(where)
-
-
 class Checks:
     """Looks at rows as they come by.
 
@@ -159,7 +143,7 @@ class Checks:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.found: dict[str, Found] = {}
+        self.found: dict[str, Occurrences] = {}
         self._rows = Repetitions()
         self._delimiters = delimiters_of(recipe)
         self._lately: dict[str, list[str]] = {}
@@ -193,7 +177,7 @@ class Checks:
         }
         for is_same, (count, first) in self._rows.found(PLACES_SHOWN).items():
             if count:
-                self.found[sentences[is_same]] = Found(count, first)
+                self.found[sentences[is_same]] = Occurrences(count, first)
         self._rows.close()
 
     def _oddities_of(self, text: str) -> list[str]:
@@ -209,7 +193,7 @@ class Checks:
 
     def add(self, what: str, where: str) -> None:
         """Count a row in which something is odd."""
-        self.found.setdefault(what, Found()).add(where)
+        self.found.setdefault(what, Occurrences()).add(where)
 
 
 def delimiters_of(recipe: Recipe) -> tuple[str, ...]:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from gptj_ft.checkpoints.base_model import choose_model
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.dataset import Prepared, Report, Skips
+from gptj_ft.data.dataset import Prepared, Report
 from gptj_ft.data.load import data_path, read_or_prepare
+from gptj_ft.data.readers.rows import PLACES_SHOWN, Occurrences
 from gptj_ft.data.readers.source import FileOptions, identify
 from gptj_ft.data.split import split
 from gptj_ft.data.tokenization import load_row_tokenizer, vocab_size_of
-from gptj_ft.data.validation import PLACES_SHOWN
 
 
 @dataclass(frozen=True)
@@ -62,5 +62,5 @@ def warn_of_shared(train: Prepared, validation: Prepared) -> Prepared:
     if not places:
         return train
     what = "the same document is in the validation rows, which then do not tell how well the model does on others"
-    warnings = {**train.report.warnings, what: Skips(len(places), tuple(places)[:PLACES_SHOWN])}
+    warnings = {**train.report.warnings, what: Occurrences(len(places), list(places)[:PLACES_SHOWN])}
     return replace(train, report=replace(train.report, warnings=warnings))

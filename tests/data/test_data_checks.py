@@ -56,7 +56,7 @@ def test_a_planted_fault_is_said_with_its_place(fault: dict[str, str], says: str
     report = prepared(tmp_path, [note(0), fault, note(2)]).report
     ((what, rows),) = report.warnings.items()
     assert says in what
-    assert (rows.count, rows.first) == (1, (f"{tmp_path / 'rows.jsonl'}:2",))
+    assert (rows.count, rows.first) == (1, [f"{tmp_path / 'rows.jsonl'}:2"])
     assert report.rows_kept == 3, "a warning leaves no row out"
 
 

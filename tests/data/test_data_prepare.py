@@ -83,11 +83,11 @@ def test_counts_add_up_over_good_cut_and_skipped_rows(tokenizer, tmp_path):
     report = done.report
     assert (report.rows_read, report.rows_kept, report.rows_cut, report.windows) == (8, 2, 1, 2)
     assert {reason: (skips.count, skips.first) for reason, skips in report.rows_skipped.items()} == {
-        "no value for column 'note'": (2, (f"{path}:3", f"{path}:4")),
-        "the field 'document' is empty": (1, (f"{path}:5",)),
-        "the completion is empty": (1, (f"{path}:6",)),
-        "too long: no room for any part of 'document'": (1, (f"{path}:7",)),
-        "column 'note': an object where text is expected": (1, (f"{path}:8",)),
+        "no value for column 'note'": (2, [f"{path}:3", f"{path}:4"]),
+        "the field 'document' is empty": (1, [f"{path}:5"]),
+        "the completion is empty": (1, [f"{path}:6"]),
+        "too long: no room for any part of 'document'": (1, [f"{path}:7"]),
+        "column 'note': an object where text is expected": (1, [f"{path}:8"]),
     }
     assert report.tokens == sum(map(len, done.rows["input_ids"]))
     assert report.longest == max(map(len, done.rows["input_ids"])) <= 100
@@ -142,7 +142,7 @@ def test_questions_keep_all_answers_and_unanswerable_ones_are_reported(tokenizer
     done = prepare(recipe("qa"), tokenizer, path, VOCAB)
     assert done.rows["references"][0] == ["the village", "village"]
     assert tokenizer.decode(done.rows["input_ids"][0][done.rows["prompt_length"][0] : -1]) == " the village"
-    assert done.report.rows_skipped["no value for column 'answers'"].first == (f"{path}:2",)
+    assert done.report.rows_skipped["no value for column 'answers'"].first == [f"{path}:2"]
 
 
 def test_a_column_that_turns_up_late_is_found_but_does_not_win(tokenizer, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from gptj_ft.data.readers.source import File, opened_file
 from gptj_ft.errors import DataError
 
 CHUNK_BYTES = 2**20
+PLACES_SHOWN = 5  # of each finding
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -34,6 +35,20 @@ class Row(NamedTuple):
     @property
     def where(self) -> str:
         return f"{self.source}:{self.line}"
+
+
+@dataclass
+class Occurrences:
+    """The rows of one finding: their number, and the places of the first (``file:line``)."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, where: str) -> None:
+        """Count one more row."""
+        self.count += 1
+        if len(self.first) < PLACES_SHOWN:
+            self.first.append(where)
 
 
 def in_words(places: Sequence[str], count: int) -> str:
