@@ -357,8 +357,8 @@ def test_what_a_kill_can_leave_has_a_name_that_cleaning_knows_and_a_finished_run
     whole = re.compile(r"checkpoints/step-\d+(/(layer-\d+\.safetensors|manifest\.json))?")
     passing = [name for name in made.resumed if name not in ends and not whole.fullmatch(name)]
     tops = {name for name in passing if not any(str(parent) in passing for parent in Path(name).parents)}
-    assert {"metrics.new", "report.new", "state/.direct", "state/layer-000.spare.new"} <= tops
-    for form in (r"\.model\.partial-\d+", r"checkpoints/step-\d+\.tmp"):
+    assert {".metrics.jsonl.sorted", "report.new", "state/.direct", "state/layer-000.spare.new"} <= tops
+    for form in (r"\.model\.[^/]+\.\d+\.writing", r"checkpoints/step-\d+\.tmp"):
         assert [name for name in tops if re.fullmatch(form, name)], form
     assert not [name for name in tops if not files.is_leftover(Path(name).name)]
     beside = files.hidden_name(tmp_path / "done", "starting")
