@@ -198,7 +198,7 @@ def test_a_link_anywhere_in_a_received_run_is_refused_before_anything_is_opened(
     made: Made, tmp_path: Path, shell: Shell
 ) -> None:
     outside, run = Outside(tmp_path / "outside"), tmp_path / "run"
-    assert {"log.txt", "metrics.new", "run.lock", "state", "state/.direct", "state/layer-001.spare.new"} <= {
+    assert {"log.txt", ".metrics.jsonl.sorted", "run.lock", "state", "state/.direct", "state/layer-001.spare.new"} <= {
         *made.resumed
     }
     shutil.copytree(made.folder / "stopped", run)
@@ -382,8 +382,8 @@ def test_what_a_kill_can_leave_has_a_name_that_cleaning_knows_and_a_finished_run
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file() and not files.is_leftover(path.name))
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    whole = (path for path in folder.rglob("*") if path.is_file() and not files.is_leftover(path.name))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in whole}
 
 
 def refusing(number: int, *names: str) -> Callable[..., int]:
