@@ -34,7 +34,7 @@ from gptj_ft.models.batch import PackedBatch
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture, families
 from gptj_ft.planning.flops import count_flops
-from gptj_ft.planning.machine_profile import PRECISIONS, rates
+from gptj_ft.planning.machine_profile import rates
 from gptj_ft.planning.plan import Free, Plan, forecast
 from gptj_ft.planning.probe import matmul_rate
 from gptj_ft.planning.workload import Workload
@@ -43,6 +43,7 @@ from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.open import fill_layer, open_for_training
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
+from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.training import checkpoint
 from gptj_ft.training.run_state import RunState
 from gptj_ft.training.throughput import Stopwatch, Throughput

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from gptj_ft.config.resolve import resolve
 from gptj_ft.models.published import find_published
 from gptj_ft.models.trainable import select
-from gptj_ft.planning.machine_profile import BF16_GAIN, PRECISIONS
+from gptj_ft.planning.machine_profile import BF16_GAIN
 from gptj_ft.planning.plan import Free, Plan, choose
 from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
 from gptj_ft.planning.workload import Workload
+from gptj_ft.system.dtypes import PRECISIONS
 
 ROWS, ROW_TOKENS, ROW_TARGETS, BATCH = 10_000, 260, 36, 32
 GB, TERA = 10**9, 10**12

@@ -36,17 +36,12 @@ from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.models.layout import Kind
 from gptj_ft.system.atomic import atomic_folder
 from gptj_ft.system.digests import read_json
+from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.files import files_in, remove
 from gptj_ft.system.machine import free_disk
 
 DtypeChoice = Literal["keep", "fp32", "bf16", "fp16"]
 Target = Literal["folder", "huggingface", "mesh"]
-DTYPES: dict[DtypeChoice, torch.dtype | None] = {
-    "keep": None,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 UNPACKED = "unpacked"  # in the draft: an archive's content
 COMPANION_BYTES = 16 << 20  # tokenizer, configs, headers: more than GPT-J's take
 
@@ -178,7 +173,7 @@ class _Work:
     ) -> None:
         self.source, self.target, self.conversion = source, target, conversion
         architecture = source.architecture
-        self.weights = TensorTransfer(architecture, source.checkpoint, DTYPES[conversion.dtype], self._advance)
+        self.weights = TensorTransfer(architecture, source.checkpoint, PRECISIONS.get(conversion.dtype), self._advance)
         self.updates = moments.updates if moments else 0
         self.moments: dict[Kind, TensorTransfer] = {}
         for kind, checkpoint in moments.checkpoints.items() if moments else ():
@@ -202,7 +197,7 @@ class _Work:
         """Write all files."""
         source, kept, weights = self.source, self.conversion, self.weights
         if kept.to == "mesh":
-            if not weights.types <= set(mesh_writer.DTYPES):
+            if not weights.types <= mesh_writer.STORED:
                 raise UsageError("mesh-transformer-jax stores fp32 or bf16: add --dtype fp32 or --dtype bf16")
             folder = draft / f"step_{source.step}"
             MeshWriter(folder, source.architecture, kept.mesh_shards, weights).write(source.step)

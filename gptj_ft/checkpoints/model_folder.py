@@ -23,8 +23,8 @@ from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.registry import Architecture, Family, full_name
 from gptj_ft.system.atomic import atomic_folder
 from gptj_ft.system.block_reader import Extent
-from gptj_ft.system.digests import FOLDER_DIGESTS, folder_digests
-from gptj_ft.system.files import SHARED_FILE, inside, read_bytes, read_text, write_file
+from gptj_ft.system.digests import FOLDER_DIGESTS, folder_digests, read_json
+from gptj_ft.system.files import SHARED_FILE, inside, read_bytes, write_file
 from gptj_ft.system.paths import TOKENIZER_FILES
 from gptj_ft.system.prefetch import Task
 
@@ -154,10 +154,9 @@ def _single(path: Path) -> dict[str, Shard]:
 
 
 def _indexed(index: Path) -> dict[str, Shard]:
-    try:
-        weight_map = dict(json.loads(read_text(index))["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{index}: not an index of weights ({error!r}); get the file again") from error
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise DataError(f"{index}: not an index of weights; get the file again")
     shards: dict[str, Shard] = {}
     for file_name in sorted({str(value) for value in weight_map.values()}):
         path = index.parent / file_name

@@ -17,7 +17,8 @@ from gptj_ft.checkpoints.formats.peft import base_folder, open_adapter
 from gptj_ft.checkpoints.model_folder import DESCRIPTION, INDEX, METADATA_FILE, check_tensors, open_checkpoint
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.registry import read_architecture
-from gptj_ft.system.files import read_text, require_plain
+from gptj_ft.system.digests import read_json
+from gptj_ft.system.files import require_plain
 from gptj_ft.system.hub import hub_api, hub_errors, open_network
 from gptj_ft.system.paths import ADAPTER_CONFIG, TOKENIZER_FILES, is_adapter
 
@@ -166,10 +167,7 @@ def _parcel(path: Path, base: str) -> Parcel:
     size = path.stat().st_size
     if path.suffix != ".json" or path.name in (INDEX, "tokenizer.json", "vocab.json", "added_tokens.json"):
         return Parcel(path.name, path, size)
-    try:
-        values = dict(json.loads(read_text(path)))
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path}: not JSON: {error}") from error
+    values = read_json(path)
     local = {key: base if key == ADAPTER_BASE else "" for key in PATHS if _is_path(values.get(key))}
     if path.name == METADATA_FILE and "file" in (data := dict(values.get("data") or {})):  # of an older version
         local["data"] = {key: value for key, value in data.items() if key != "file"}  # type: ignore[assignment]

@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
+from gptj_ft.checkpoints.formats.shapes import GPT2, GPTJ_6B
 from gptj_ft.checkpoints.model_folder import write_model
 from gptj_ft.models.registry import Architecture, families
 
@@ -26,18 +27,10 @@ SIZES: Mapping[str, int | float] = {
     "n_positions": 2048,
     "initializer_range": 0.05,
 }
-# What else the config of a family says: as GPT-J's, and as those of Cerebras-GPT.
+# Where the config of a family differs: GPT-J's, and those of Cerebras-GPT.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "gptj": {
-        "rotary_dim": 12,
-        "activation_function": "gelu_new",
-        "tie_word_embeddings": False,
-    },
-    "gpt2": {
-        "activation_function": "gelu",
-        "scale_attn_weights": True,
-        "tie_word_embeddings": True,
-    },
+    "gptj": {**GPTJ_6B, "rotary_dim": 12},
+    "gpt2": {**GPT2, "activation_function": "gelu"},
 }
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_MULTIPLE = 64  # GPT-J, too, has more rows (50400) than tokens (50257)
@@ -69,7 +62,9 @@ def make_tiny(
         ResourceError: the disk is full.
     """
     tokenizer = train_tokenizer(texts, vocab_target)
-    raw = _config(tokenizer, {"model_type": model_type, **FAMILIES[model_type], **SIZES, **sizes})
+    num_tokens, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(END_OF_TEXT)
+    ids = {"bos_token_id": end, "eos_token_id": end, "vocab_size": -(-num_tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE}
+    raw = {**FAMILIES[model_type], **SIZES, **sizes, **ids}
     family = families()[model_type]
     architecture = Architecture(family, family.read_config(raw), raw)
     with tempfile.TemporaryDirectory() as temporary:
@@ -94,23 +89,6 @@ def train_tokenizer(texts: Iterable[str], vocab_target: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
-
-
-def _config(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> dict[str, Any]:
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    num_tokens = tokenizer.get_vocab_size()
-    return {
-        "n_inner": None,
-        **fields,
-        "vocab_size": -(-num_tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
-        "layer_norm_epsilon": 1e-5,
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "bos_token_id": end,
-        "eos_token_id": end,
-        "use_cache": True,
-    }
 
 
 def _save_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> None:

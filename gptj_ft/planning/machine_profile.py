@@ -20,6 +20,7 @@ from gptj_ft.errors import DataError, ResourceError
 from gptj_ft.planning import probe
 from gptj_ft.planning.probe import ASSUMED_DISK, FILE_BYTES, ComputeRates, DiskRates, Rates
 from gptj_ft.system.digests import read_sealed, sealed
+from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.files import write_file
 from gptj_ft.system.machine import existing_folder, free_disk
 from gptj_ft.system.paths import home, make_home
@@ -27,7 +28,6 @@ from gptj_ft.system.paths import home, make_home
 METHOD = 7  # of measuring: figures from another one are not used
 SLOWEST, FASTEST = 1e3, 1e21  # FLOP or bytes a second
 BF16_GAIN = 1.3  # how much faster bf16 must be to be worth its rounding
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 T = TypeVar("T", ComputeRates, DiskRates)
 _unsaved: dict[tuple[str, str], dict[str, float]] = {}  # what could not be written to the file

@@ -12,7 +12,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.errors import ResourceError
 from gptj_ft.models.layout import Kind
 from gptj_ft.planning.costs import Costs, cost, exported_elements
-from gptj_ft.planning.machine_profile import PRECISIONS, reason_for
+from gptj_ft.planning.machine_profile import reason_for
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.scaling_law import ScalingForecast
 from gptj_ft.planning.suggestions import HARMLESS, TRAINING, Candidate, suggest
@@ -22,6 +22,7 @@ from gptj_ft.streaming.model import PASS_TOKENS, BufferBudget, slot_numel, sum_n
 from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
 from gptj_ft.streaming.stores.placement import Place, Placement, training_dtypes
 from gptj_ft.system.block_reader import STAGING_BYTES
+from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.units import gigabytes
 
 PROCESS_BYTES = 500 * 2**20  # the interpreter, torch, transformers, the rows

@@ -8,7 +8,6 @@ from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.checkpoints.optimizer_state import open_moments
 from gptj_ft.config.run_folder import COMMIT, Run, recipe_digest
 from gptj_ft.errors import DataError
-from gptj_ft.planning.machine_profile import PRECISIONS
 from gptj_ft.planning.plan import keeps_gradients
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW, Update
@@ -16,6 +15,7 @@ from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.open import load_weights, open_for_training, open_frozen
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system.direct_io import takes_direct
+from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.files import discard
 from gptj_ft.training import checkpoint
 from gptj_ft.training.run_state import RunState

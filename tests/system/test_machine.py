@@ -23,6 +23,7 @@ from gptj_ft.planning import machine_profile, probe
 from gptj_ft.planning.machine_profile import choose_dtype, compute_rates, disk_rates, reason_for
 from gptj_ft.planning.probe import ASSUMED_DISK, DiskRates, Rates, matmul_rate, measure_disk
 from gptj_ft.system.direct_io import write_bytes
+from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.machine import choose_device
 from gptj_ft.system.paths import home
 
@@ -187,7 +188,7 @@ def test_auto_precision_is_bf16_where_that_is_measured_to_be_worth_it(
 ) -> None:
     compute = replace(fixed_rates.compute, bf16=gain * fixed_rates.compute.fp32)
     monkeypatch.setattr(probe, "measure_compute", lambda device: compute)
-    assert choose_dtype("auto", CPU) == machine_profile.PRECISIONS[expected]
+    assert choose_dtype("auto", CPU) == PRECISIONS[expected]
     assert f"bf16 products are {gain:.2g} times as fast" in reason_for("auto", compute)
 
 
@@ -224,7 +225,7 @@ def test_plan_evaluate_and_generate_compute_in_the_type_that_is_faster(
         raise ResourceError("seen enough")
 
     for module in (evaluate, generator):
-        monkeypatch.setattr(module, "reading_stack", spy)
+        monkeypatch.setattr(module, "open_for_inference", spy)
     assert shell(f"evaluate {folder} {options} --baseline none").code == 4
     assert shell(f"generate text --model {folder}").code == 4
     assert used == [torch.bfloat16, torch.bfloat16]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gptj_ft.checkpoints.formats.tensor_info import PIECE_BYTES, TensorInfo
 from gptj_ft.errors import DataError, UsageError
+from gptj_ft.system.dtypes import FROM_NUMPY
 
 if TYPE_CHECKING:
     import h5py
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 MAGIC = b"\x89HDF\r\n\x1a\n"
 MODEL = "model."  # before the names of weights
 MOST_CHUNK_BYTES = 2**30  # of what HDF5 unpacks at once
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "int64": torch.int64}
 
 
 def is_hdf5(path: Path) -> bool:
@@ -67,7 +67,7 @@ class MdlShard:
     def _entry(self, file: h5py.File, name: str) -> TensorInfo:
         data = data_set(self.path, file, name)
         is_bfloat16 = bool(data.attrs.get("is_bfloat16", False))
-        dtype = torch.bfloat16 if is_bfloat16 else DTYPES.get(data.dtype.name)
+        dtype = torch.bfloat16 if is_bfloat16 else FROM_NUMPY.get(data.dtype.str)
         if dtype is None or (is_bfloat16 and data.dtype.itemsize != 2):
             raise DataError(f"{self.path}: {name} is of type {data.dtype}, which no weights have")
         return TensorInfo(dtype, tuple(data.shape))

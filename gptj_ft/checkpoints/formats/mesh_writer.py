@@ -22,7 +22,7 @@ from gptj_ft.system.memory import borrow_tensor, bytes_of, cast, contiguous
 from gptj_ft.system.prefetch import Task, prefetch
 from gptj_ft.system.write_behind import WriteBehind
 
-DTYPES = (torch.float32, torch.bfloat16)
+STORED = {torch.float32, torch.bfloat16}
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,9 @@ from torch import Tensor
 
 from gptj_ft.checkpoints.formats.tensor_info import TensorInfo, read_rows
 from gptj_ft.errors import DataError
+from gptj_ft.system.dtypes import FROM_NUMPY, NUMPY_CODES
 from gptj_ft.system.write_behind import PageWriter
 
-# numpy has no bfloat16: what jax saves of it comes out as two bytes of nothing in particular.
-DTYPES = {"|V2": torch.bfloat16, "<f2": torch.float16, "<f4": torch.float32, "<f8": torch.float64, "<i4": torch.int32}
-DTYPES |= {"<i8": torch.int64, "<u4": torch.uint32}
-CODES = {dtype: code for code, dtype in DTYPES.items()}
 LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip's member: the lengths of its name and of its extra field
 HEADER_BYTES = 1024  # of an array, at most
 
@@ -99,9 +96,9 @@ def _array(path: Path, file: BinaryIO, members: dict[str, zipfile.ZipInfo], numb
     start = file.tell()
     if dtype.hasobject:
         raise DataError(f"{path}: {name} holds Python objects, and loading them could run code; it was not loaded")
-    if dtype.str not in DTYPES:
+    if dtype.str not in FROM_NUMPY:
         raise DataError(f"{path}: {name} is of type {dtype.str}, which no checkpoint has")
-    entry = TensorInfo(DTYPES[dtype.str], tuple(shape)[::-1] if is_reversed else tuple(shape), start)
+    entry = TensorInfo(FROM_NUMPY[dtype.str], tuple(shape)[::-1] if is_reversed else tuple(shape), start)
     if start - begin + entry.num_bytes != member.file_size:
         raise DataError(
             f"{path}: {name} has {member.file_size} bytes, its header says {start - begin + entry.num_bytes}"
@@ -123,7 +120,7 @@ class NpzWriter:
         member = zipfile.ZipInfo(f"arr_{self._count}.npy")  # of 1980, whatever the day: the same model, the same bytes
         self._count += 1
         with self._archive.open(member, "w", force_zip64=True) as out:
-            header = {"descr": CODES[tensor.dtype], "fortran_order": False, "shape": tuple(tensor.shape)}
+            header = {"descr": NUMPY_CODES[tensor.dtype], "fortran_order": False, "shape": tuple(tensor.shape)}
             np.lib.format.write_array_header_1_0(out, header)
             out.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 

@@ -19,20 +19,8 @@ from torch import Tensor
 from gptj_ft.checkpoints.formats.pytorch_bin import PickleShard
 from gptj_ft.checkpoints.formats.tensor_info import PIECE_BYTES, Shard, TensorInfo, read_rows
 from gptj_ft.errors import DataError
+from gptj_ft.system.dtypes import FROM_SAFETENSORS, SAFETENSORS_CODES
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
 ALIGNMENT = 64  # where the data starts
 
@@ -97,7 +85,11 @@ def header_of(entries: Mapping[str, TensorInfo]) -> bytes:
     end = 0
     for name, entry in entries.items():
         begin, end = end, end + entry.num_bytes
-        header[name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": SAFETENSORS_CODES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
@@ -130,7 +122,7 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
 
 def _entry(value: Mapping[str, Any], start: int) -> TensorInfo:
     begin, end = value["data_offsets"]
-    entry = TensorInfo(DTYPES[value["dtype"]], tuple(value["shape"]), start + begin)
+    entry = TensorInfo(FROM_SAFETENSORS[value["dtype"]], tuple(value["shape"]), start + begin)
     if any(type(length) is not int or length < 0 for length in entry.shape) or entry.num_bytes != end - begin:
         raise ValueError(f"{end - begin} bytes for {value['dtype']} of shape {value['shape']}")
     return entry

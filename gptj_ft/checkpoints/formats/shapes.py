@@ -36,34 +36,24 @@ MESH_FIELDS = {"layers": "n_layer", "d_model": "n_embd", "n_heads": "n_head", "n
 MESH_FIELDS |= {"seq": "n_positions", "pe_rotary_dims": "rotary_dim"}
 MESH_FORCED = {"norm": "layernorm", "pe": "rotary"}
 CEREBRAS_FIELDS = {
-    "vocab_size": "vocab_size",
     "hidden_size": "n_embd",
     "num_heads": "n_head",
     "num_hidden_layers": "n_layer",
     "max_position_embeddings": "n_positions",
     "filter_size": "n_inner",
     "nonlinearity": "activation_function",
-    "rotary_dim": "rotary_dim",
-    "layer_norm_epsilon": "layer_norm_epsilon",
     "share_embedding_weights": "tie_word_embeddings",
-    "initializer_range": "initializer_range",
 }
+CEREBRAS_FIELDS |= {name: name for name in ("vocab_size", "rotary_dim", "layer_norm_epsilon", "initializer_range")}
 CEREBRAS_FORCED = {"position_embedding_type": "rotary", "use_untied_layer_norm": False, "use_bias_in_output": True}
 # Cerebras-GPT's; the scales are those of its muP variants, which compute something else.
 GPT2: Mapping[str, Any] = {
+    **{key: value for key, value in GPTJ_6B.items() if not key.startswith(("n_", "rotary", "vocab", "activation"))},
     "architectures": ["GPT2LMHeadModel"],
     "model_type": "gpt2",
     "n_inner": None,
-    "layer_norm_epsilon": 1e-5,
-    "initializer_range": 0.02,
-    "attn_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "resid_pdrop": 0.0,
     "tie_word_embeddings": True,
     "scale_attn_weights": True,
-    "bos_token_id": 50256,
-    "eos_token_id": 50256,
-    "use_cache": True,
 }
 CEREBRAS_GPT2_FORCED = {
     "position_embedding_type": "learned",

@@ -24,9 +24,9 @@ from gptj_ft.errors import DataError
 from gptj_ft.models.layout import Kind, Layout
 from gptj_ft.streaming.stores.base import chunks
 from gptj_ft.system.direct_io import PAGE, open_direct, read_bytes, write_bytes
+from gptj_ft.system.dtypes import SAFETENSORS_CODES
 from gptj_ft.system.memory import allocate
 
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 NO_DIGEST = "0" * 16
 Digests = dict[Kind, list[str]]
 
@@ -162,7 +162,11 @@ class StateFile:
         start = 0
         for kind, dtype in self.kinds.items():
             end = start + self.layout.numel * dtype.itemsize
-            tensors[kind] = {"dtype": DTYPE_NAMES[dtype], "shape": [self.layout.numel], "data_offsets": [start, end]}
+            tensors[kind] = {
+                "dtype": SAFETENSORS_CODES[dtype],
+                "shape": [self.layout.numel],
+                "data_offsets": [start, end],
+            }
             start = end
         places = {name: [self.layout.offsets[name], *shape] for name, shape in self.layout.shapes.items()}
         metadata: dict[str, Any] = {
