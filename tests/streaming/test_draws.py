@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from gptj_ft.data.batches import rows_of_step
-from gptj_ft.data.split import _choose
+from gptj_ft.data.split import _choose, _mixed
 from gptj_ft.models.batch import pack
 from gptj_ft.models.lora import initialise, seed_of
 from gptj_ft.streaming.adamw import round_stochastically
 from gptj_ft.streaming.step import dropout_rng
 
 ROWS = [[0, 4, 7, 1], [5, 6, 3, 8], [2], [0, 6, 2, 1]]
+MIXED = [6804994740500709941, 1177590300488444974, 17621990229112936777]
 HELD = [1, 8, 9, 13, 20, 29, 31, 36]
 ROUNDED = "748965f7f6253ded"
 SEED = 20264839925883621
@@ -39,6 +40,7 @@ def test_the_order_of_rows_is_that_of_every_version() -> None:
 def test_the_rows_held_out_are_those_of_every_version() -> None:
     groups, labels = np.arange(1000, 1040), np.zeros(40, np.int64)
     assert np.flatnonzero(_choose(groups, labels, 8, seed=5)).tolist() == HELD
+    assert _mixed(groups[:3], seed=5).tolist() == MIXED, "every bit counts where there are millions of rows"
 
 
 def test_stochastic_rounding_is_that_of_every_version() -> None:

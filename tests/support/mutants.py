@@ -59,7 +59,7 @@ SOURCES = (
     "streaming/stores/state_file.py",
     "system/block_reader.py",
     "streaming/stores/placement.py",
-    "data/template.py",
+    "data/encode.py",
     "data/split.py",
     "data/batches.py",
     "evaluation/metrics/__init__.py",
