@@ -1,1 +1,1 @@
-"""Model folders and foreign checkpoint formats: open, convert, compare, download, push."""
+"""Open, convert, compare, download and push model folders and foreign checkpoint formats."""

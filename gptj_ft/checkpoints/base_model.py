@@ -74,7 +74,7 @@ def _check_family(folder: Path) -> None:
     """Check that a model is of a supported family, before anything of it is read that another may have otherwise.
 
     Raises:
-        UsageError: it is of another one. What is no config is left to those who read it.
+        UsageError: another family. A file that is no config is left to its reader.
     """
     path = folder / "config.json"
     try:

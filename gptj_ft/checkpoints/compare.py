@@ -1,4 +1,4 @@
-"""Two checkpoints, tensor by tensor: what is missing, too many, different, or there under another name."""
+"""Compare two checkpoints tensor by tensor: missing, extra, different and renamed ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.checkpoints.model_folder import Checkpoint, check_tensors, is_dropped
-from gptj_ft.checkpoints.open import Source
+from gptj_ft.checkpoints.open import CheckpointSource
 from gptj_ft.errors import DataError
 from gptj_ft.models.registry import Architecture
 from gptj_ft.system.memory import cast
@@ -24,13 +24,13 @@ NOT_COMPUTED = ("initializer_range", "bos_token_id", "eos_token_id", "n_position
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Two checkpoints that are the same model.
+class CheckpointComparison:
+    """Result of a comparison without differences.
 
     Attributes:
-        tensors: how many were compared.
-        parameters: numbers in them.
-        types: of the first and the second: ``float32``, or ``mixed``.
+        tensors: number of tensors compared.
+        parameters: number of parameters in them.
+        types: stored types of the first and the second: ``float32``, or ``mixed``.
     """
 
     tensors: int
@@ -38,18 +38,20 @@ class Comparison:
     types: tuple[str, str]
 
 
-def compare(first: Source, second: Source, progress: Callable[[int, int], None] | None = None) -> Comparison:
+def compare(
+    first: CheckpointSource, second: CheckpointSource, progress: Callable[[int, int], None] | None = None
+) -> CheckpointComparison:
     """Compare all tensors of two checkpoints, and what their configs say of the computation.
 
     A tensor of the second is the same if it has the bits that the first's has after the change to its type.
 
     Args:
-        first: the one that counts.
-        second: the other.
-        progress: called with bytes done and bytes in all, of the first.
+        first: the reference.
+        second: the checkpoint under test.
+        progress: callback of bytes done and total bytes, of the first; default: none.
 
     Raises:
-        DataError: every kind of difference with the tensors' names; or a config that contradicts its tensors.
+        DataError: they differ, with the names of the first tensors; or a config contradicts its tensors.
     """
     a, b = _parameters(first), _parameters(second)
     shared = [name for name in a if name in b]
@@ -73,7 +75,7 @@ def compare(first: Source, second: Source, progress: Callable[[int, int], None] 
         check_tensors(source.architecture, source.checkpoint)
     types = tuple(_type_of(each.checkpoint, shared) for each in (first, second))
     numel = sum(torch.Size(first.checkpoint.shape(name)).numel() for name in shared)
-    return Comparison(len(shared), numel, (types[0], types[1]))
+    return CheckpointComparison(len(shared), numel, (types[0], types[1]))
 
 
 def difference(first: Checkpoint, second: Checkpoint, name: str, other: str | None = None) -> str:
@@ -110,7 +112,7 @@ def _is_same(first: Checkpoint, name: str, second: Checkpoint, other: str) -> bo
     return first.shape(name) == second.shape(other) and not difference(first, second, name, other)
 
 
-def _parameters(source: Source) -> list[str]:
+def _parameters(source: CheckpointSource) -> list[str]:
     """Return the tensors of a checkpoint but for those that are dropped on purpose."""
     family, num_layers = source.architecture.family, len(source.architecture.layers())
     ties = source.architecture.ties()

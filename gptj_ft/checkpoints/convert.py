@@ -1,4 +1,4 @@
-"""Convert a checkpoint to another form, tensor by tensor, and prove that nothing was lost."""
+"""Convert a checkpoint to another form, tensor by tensor, and verify the result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gptj_ft.checkpoints.model_folder import (
     write_companions,
     write_json,
 )
-from gptj_ft.checkpoints.open import Form, Source, open_source
+from gptj_ft.checkpoints.open import CheckpointFormat, CheckpointSource, open_source
 from gptj_ft.checkpoints.optimizer_state import Moments
 from gptj_ft.checkpoints.transfer import TensorTransfer
 from gptj_ft.errors import DataError, ResourceError, UsageError
@@ -48,22 +48,23 @@ COMPANION_BYTES = 16 << 20  # tokenizer, configs, headers: more than GPT-J's tak
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is to become of a checkpoint.
+    """Request of a conversion.
 
     Attributes:
-        form: what the source is; ``None``: whatever it looks like.
-        config: the shape of the model, where the source does not say it.
-        to: a model folder (one shard per layer), Hugging Face's usual files, or mesh-transformer-jax's slim checkpoint.
-        dtype: the type to store; ``keep`` leaves each tensor as it is.
-        shard_bytes: of a file of Hugging Face's; what fits into one is not sharded.
-        mesh_shards: of mesh-transformer-jax.
-        tokenizer: a folder whose tokenizer files are copied; ``None``: the source's.
-        verify: whether every tensor is read back and compared.
-        merge: folder of an adapter that is added; what it remembers of its training is kept.
-        with_optimizer: whether the source's optimizer moments come along, for a run that begins with them.
+        form: format of the source; default ``None``: detected.
+        config: file with the model's shape, where the source does not say it; default: none.
+        to: format of the result: model folder (one shard per layer; default), Hugging Face's usual files, or
+            mesh-transformer-jax's slim checkpoint.
+        dtype: type to store; default ``keep``: each tensor's own.
+        shard_bytes: size limit of Hugging Face's files; a model that fits into one is not sharded; default 5 GB.
+        mesh_shards: number of mesh-transformer-jax's shards; default 8.
+        tokenizer: folder whose tokenizer files are copied; default ``None``: the source's.
+        verify: whether every tensor is read back and compared; default true.
+        merge: folder of an adapter to merge in, whose metadata is kept; default: none.
+        with_optimizer: whether the source's optimizer moments are converted, too, for a run that begins with them.
     """
 
-    form: Form | None = None
+    form: CheckpointFormat | None = None
     config: Path | None = None
     to: Target = "folder"
     dtype: DtypeChoice = "keep"
@@ -77,19 +78,19 @@ class Conversion:
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What `convert` wrote.
+    """Result of a conversion.
 
     Attributes:
-        tensors: how many.
-        parameters: numbers in them.
-        bytes: their size as stored, without moments.
-        dtype: the stored type, or ``mixed``.
+        tensors: number of tensors.
+        parameters: number of parameters in them.
+        bytes: size of the weights as stored, without moments.
+        dtype: stored type, or ``mixed``.
         dropped: names of the source's tensors that a model does not need (masks of old files).
         not_finite: names of tensors that hold NaN or infinity, which were carried over as they are.
-        has_left_moments: whether the source holds an optimizer's moments, which were left out.
-        updates: how many the moments have seen that came along; ``None``: none did.
-        is_verified: whether each was read back and compared.
-        seconds: reading, writing and comparing together.
+        has_left_moments: whether optimizer moments of the source were left out.
+        updates: number of updates that the converted moments have seen; ``None``: no moments were converted.
+        is_verified: whether each tensor was read back and compared.
+        seconds: duration of reading, writing and comparing.
     """
 
     tensors: int
@@ -118,8 +119,8 @@ def convert(
     Args:
         source: a checkpoint of any form that `sources.open_source` reads.
         target: the folder to write; it must not exist.
-        conversion: what to write.
-        progress: called with bytes done and bytes in all: what is written, and what is compared.
+        conversion: the request.
+        progress: callback of bytes done and total bytes, written and compared; default: none.
 
     Raises:
         UsageError: no checkpoint in the source, or not the moments asked for; or the target exists or cannot be
@@ -161,11 +162,11 @@ def convert(
 
 
 class _Work:
-    """A conversion under way."""
+    """Conversion under way."""
 
     def __init__(
         self,
-        source: Source,
+        source: CheckpointSource,
         moments: Moments | None,
         target: Path,
         conversion: Conversion,
@@ -220,7 +221,7 @@ class _Work:
 
     def verify(self, draft: Path) -> None:
         """Compare each tensor that was written with its source."""
-        form: Form = "mesh" if self.conversion.to == "mesh" else "huggingface"
+        form: CheckpointFormat = "mesh" if self.conversion.to == "mesh" else "huggingface"
         with open_source(draft, form, None, draft) as written:
             check_tensors(written.architecture, written.checkpoint)
             self._compare(self.weights, written.checkpoint)
@@ -247,7 +248,7 @@ class _Work:
 
 
 @contextmanager
-def _moments_of(source: Source, conversion: Conversion) -> Iterator[Moments | None]:
+def _moments_of(source: CheckpointSource, conversion: Conversion) -> Iterator[Moments | None]:
     """Open the moments that are to be carried over; yield ``None`` if none are.
 
     Raises:

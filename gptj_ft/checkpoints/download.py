@@ -35,13 +35,13 @@ BRANCHES: dict[Variant, str] = {"fp32": "float32", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What to fetch.
+class DownloadRequest:
+    """Request of a download.
 
     Attributes:
         repository: ``owner/name`` on the Hub.
         revision: branch, tag or commit; the main branch by default.
-        variant: the type of the weights; by default what the revision holds.
+        variant: type of the weights; default: the revision's own.
         endpoint: the Hub's address; ``HF_ENDPOINT``, else https://huggingface.co.
     """
 
@@ -55,7 +55,7 @@ class Wanted:
         return paths.download_folder(self.repository + ("-fp16" if self.variant == "fp16" else ""))
 
 
-def choose_files(wanted: Wanted) -> tuple[Repository, tuple[HubFile, ...]]:
+def choose_files(wanted: DownloadRequest) -> tuple[Repository, tuple[HubFile, ...]]:
     """Return a repository at a commit, and which of its files to fetch, ``config.json`` last.
 
     Raises:
@@ -136,10 +136,10 @@ class Origin:
 
     Attributes:
         repository: ``owner/name`` on the Hub.
-        commit: of the revision that was fetched.
+        commit: commit that was fetched.
         license: the repository's license tag; empty if it has none.
         revision: branch, tag or commit that was asked for; ``None``: the main branch.
-        files: what a download consists of; none in a folder that was made from one.
+        files: files of a download; empty in a folder that was made from one.
     """
 
     repository: str
@@ -172,15 +172,15 @@ def read_origin(folder: Path) -> Origin | None:
 
 @dataclass(frozen=True)
 class DownloadReport:
-    """What `download` put where.
+    """Result of a download.
 
     Attributes:
-        folder: where the files are, or would be.
-        repository: that they are of.
-        commit: its revision.
+        folder: folder of the files, also if nothing was fetched.
+        repository: ``owner/name`` on the Hub.
+        commit: commit of the files.
         license: the repository's license tag; empty if it has none.
-        files: what is needed of it.
-        bytes: of all files together.
+        files: files that are needed of it.
+        bytes: size of all files.
         fetched: bytes that came over the network this time.
         free_bytes: room on the disk, before.
     """
@@ -196,7 +196,7 @@ class DownloadReport:
 
 
 def download(
-    wanted: Wanted = Wanted(),
+    wanted: DownloadRequest = DownloadRequest(),
     target: Path | None = None,
     *,
     offline: bool = False,
@@ -209,11 +209,11 @@ def download(
     ``config.json`` comes last: a folder without it is no model. A token is taken from ``HF_TOKEN`` only.
 
     Args:
-        wanted: which model.
-        target: where to; by default under `home.models`.
-        offline: take what was fetched before, without a request.
-        dry_run: list only; nothing is written.
-        progress: called with bytes done and bytes in all.
+        wanted: the request; default: GPT-J 6B.
+        target: folder to write; default: one under `paths.models`.
+        offline: use what was fetched before, without a request; default false.
+        dry_run: list files only, write nothing; default false.
+        progress: callback of bytes done and total bytes; default: none.
 
     Raises:
         UsageError: offline and not all is there, no supported model in the repository, no such variant, or a folder
@@ -245,7 +245,7 @@ def _report(folder: Path, origin: Origin, fetched: int = 0, free_bytes: int | No
     )
 
 
-def _fetched_before(wanted: Wanted, folder: Path, reason: str) -> Origin:
+def _fetched_before(wanted: DownloadRequest, folder: Path, reason: str) -> Origin:
     """Return what a folder holds.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Whether a model folder is still the one that a run began with, or an adapter was trained for."""
+"""Fingerprint a model folder by samples of its files, or of its tensors, to notice that it is another one."""
 
 from __future__ import annotations
 

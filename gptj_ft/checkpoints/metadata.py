@@ -1,4 +1,4 @@
-"""``gptj_ft.json`` and the other texts of a tuned model folder, so that `generate` and `evaluate` use it as trained.
+"""Read and write ``gptj_ft.json`` and the other texts of a tuned model folder, which say how the model is to be asked.
 
 Other tools and other people read them: they name no files, folders, texts of columns or rows of who trained the model.
 """
@@ -33,15 +33,15 @@ TEMPLATE_KEYS = (
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """The content of ``gptj_ft.json``.
+    """Content of ``gptj_ft.json``.
 
     Attributes:
-        base_model: name in `home.models` of the model that training started from; empty if it lies elsewhere: this file
-            goes wherever the model goes, and names no folder.
+        base_model: name in `paths.models` of the model that training started from; empty if it lies elsewhere: this
+            file goes wherever the model goes, and names no folder.
         template: the recipe's `TEMPLATE_KEYS`.
-        data: what was trained on, and its digest.
-        metrics: validation loss before and after.
-        base_digest: of an adapter, that of the model which it was trained for, see `unchanged.sampled_digest`.
+        data: number of rows trained on and held out, and digest of the data.
+        metrics: validation loss before and after, steps.
+        base_digest: of an adapter, `fingerprint.sampled_digest` of its base model; ``None`` for a model.
     """
 
     base_model: str
@@ -81,7 +81,7 @@ def check_base(adapter: Path, architecture: Architecture, checkpoint: Checkpoint
     """Check that a model is the one that an adapter was trained for; one from elsewhere does not say.
 
     Raises:
-        DataError: it is not.
+        DataError: it is another one.
     """
     tuning = read_metadata(adapter)
     if tuning and tuning.base_digest and sampled_digest(architecture, checkpoint) != tuning.base_digest:
@@ -93,12 +93,12 @@ def check_base(adapter: Path, architecture: Architecture, checkpoint: Checkpoint
 
 @dataclass(frozen=True)
 class TunedModel:
-    """A state of a run that becomes a model.
+    """State of a run that becomes a model.
 
     Attributes:
-        recipe: of the run.
-        base: folder of the model that it started from.
-        architecture: of both.
+        recipe: options of the run.
+        base: folder of the model that the run started from.
+        architecture: architecture of both.
         data: ``rows`` trained on, ``validation_rows`` held out, ``sha256`` of the file.
         metrics: ``validation_loss``, ``baseline_validation_loss``, ``steps``.
     """
@@ -114,8 +114,8 @@ def metadata_files(trained: TunedModel, is_adapter: bool = False) -> dict[str, s
     """Return the text files of the model folder, by name.
 
     Args:
-        trained: what became a model.
-        is_adapter: whether the folder holds an adapter for the base, and no model.
+        trained: the state.
+        is_adapter: whether the folder holds an adapter for the base instead of a model; default false.
 
     Raises:
         DataError: the base's ``source.json`` is damaged.

@@ -39,11 +39,11 @@ Rows = tuple[int, int]  # the first, and the one behind the last
 
 
 class Checkpoint:
-    """The tensors of a model folder, read one at a time; use it in a ``with`` block or close it.
+    """Tensors of a model folder, read one at a time; use it in a ``with`` block or close it.
 
     Attributes:
         folder: the model folder.
-        names: Hugging Face's names of all tensors, those of a whole model, whatever the files have.
+        names: Hugging Face's names of all tensors in a whole model, whatever the files have.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Checkpoint:
         """Open a checkpoint.
 
         Args:
-            folder: what it is called in messages.
-            shards: the file of each tensor, by its name in there.
-            rename: that name -> Hugging Face's in a whole model; ``None`` for what is left out.
+            folder: name in messages.
+            shards: file of each tensor, by its name in there.
+            rename: name in the file -> Hugging Face's in a whole model; ``None``: left out.
 
         Raises:
             DataError: two tensors of the same name.
@@ -181,7 +181,7 @@ def check_tensors(architecture: Architecture, checkpoint: Checkpoint) -> list[st
     Returns: the names of the tensors that are dropped on purpose.
 
     Raises:
-        DataError: how many problems there are, and the first of them with tensor, shapes and file.
+        DataError: they do not fit, with the number of problems, and tensor, shapes and file of the first ones.
     """
     if (num_layers := architecture.config.n_layer) > len(checkpoint.names):  # before so many are made
         raise DataError(
@@ -271,16 +271,16 @@ def write_model(
     source: Path | None = None,
     files: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a model folder; it appears under its name only when it is whole and on the disk.
+    """Write a model folder, atomically.
 
     Args:
-        folder: where to; it must not exist.
-        architecture: the model's; its raw config is stored with the type of the weights set.
-        layers: for each layer in streaming order, its tensors by their names in the layer; taken one at a time.
-        dtype: the type to store; ``None`` keeps each tensor's own.
-        source: a model folder whose tokenizer files, generation settings and origin are copied.
-        files: texts by file name; with them it is another model than the source, so that what that says of itself is
-            not copied, and it gets digests of its own.
+        folder: target, which must not exist.
+        architecture: the model's, whose raw config is stored with the type of the weights.
+        layers: tensors of each layer in streaming order, by their names in the layer; consumed one layer at a time.
+        dtype: type to store; ``None``: each tensor's own.
+        source: model folder whose tokenizer files, generation settings and origin are copied; default: none.
+        files: texts by file name, of a model that is another one than the source: the description of that is not
+            copied, and digests are written; default: none.
 
     Raises:
         UsageError: the folder exists, or cannot be written.

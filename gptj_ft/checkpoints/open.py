@@ -1,4 +1,4 @@
-"""Any checkpoint that can be read, opened by what it is: tensors under Hugging Face's names, and an architecture."""
+"""Open a checkpoint of any format: tensors under Hugging Face's names, and an architecture."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from gptj_ft.checkpoints import optimizer_state
 from gptj_ft.checkpoints.formats.cerebras import has_cerebras_names, open_cerebras
@@ -23,27 +23,26 @@ from gptj_ft.models.registry import Architecture, Family, architecture_of, famil
 from gptj_ft.system.files import require_plain
 
 Opener = Callable[[], AbstractContextManager[Moments]]
-Form = Literal["huggingface", "mesh", "cerebras"]
-FORMS: tuple[Form, ...] = get_args(Form)
+CheckpointFormat = Literal["huggingface", "mesh", "cerebras"]
 CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
-class Source:
-    """An opened checkpoint.
+class CheckpointSource:
+    """Opened checkpoint.
 
     Attributes:
-        path: as the user named it.
-        form: what it is.
-        architecture: of the model.
+        path: path as the user named it.
+        form: its format.
+        architecture: architecture of the model.
         checkpoint: its tensors.
-        folder: where tokenizer files may be.
-        step: the optimizer step that it says it is of.
-        open_moments: opens the optimizer's moments, if it holds them; raises UsageError, DataError.
+        folder: folder that may hold tokenizer files.
+        step: optimizer step; 0 if it does not say.
+        open_moments: function that opens the optimizer's moments (raises UsageError, DataError); ``None``: it has none.
     """
 
     path: Path
-    form: Form
+    form: CheckpointFormat
     architecture: Architecture
     checkpoint: Checkpoint
     folder: Path
@@ -51,11 +50,11 @@ class Source:
     open_moments: Opener | None = None
 
 
-def form_of(path: Path) -> Form:
-    """Tell what a checkpoint is.
+def form_of(path: Path) -> CheckpointFormat:
+    """Detect the format of a checkpoint.
 
     Raises:
-        UsageError: nothing that is known.
+        UsageError: none that is known.
     """
     if path.is_dir() and any((path / name).is_file() for name in WEIGHTS):
         return "cerebras" if has_cerebras_names(path) else "huggingface"
@@ -74,14 +73,16 @@ def form_of(path: Path) -> Form:
 
 
 @contextmanager
-def open_source(path: Path, form: Form | None, config: Path | None, scratch: Path) -> Iterator[Source]:
+def open_source(
+    path: Path, form: CheckpointFormat | None, config: Path | None, scratch: Path
+) -> Iterator[CheckpointSource]:
     """Open a checkpoint.
 
     Args:
-        path: a folder or a file.
-        form: what it is; ``None``: whatever it looks like.
-        config: the shape of the model, in the JSON of any system, where the checkpoint does not say it.
-        scratch: a folder, which may not exist, for what has to be unpacked first.
+        path: folder or file.
+        form: format; ``None``: detected.
+        config: JSON of the model's shape, of any system, where the checkpoint does not say it.
+        scratch: folder for unpacked archives; it need not exist.
 
     Raises:
         UsageError: no such checkpoint, or its shape is not known.
@@ -98,14 +99,14 @@ def open_source(path: Path, form: Form | None, config: Path | None, scratch: Pat
             partial(optimizer_state.open_moments, path) if optimizer_state.has_moments(path) else None
         )
         with open_checkpoint(path) as checkpoint:
-            yield Source(path, form, architecture, checkpoint, path, open_moments=opener)
+            yield CheckpointSource(path, form, architecture, checkpoint, path, open_moments=opener)
     elif form == "cerebras":
         config = config or _config_in([path if path.is_dir() else path.parent])
         family = architecture_of(read_config(config), config).family if config else families()["gptj"]
         with open_cerebras(path, family) as (checkpoint, mdl):
             architecture, step = _architecture(config, checkpoint), mdl.step if mdl else None
             opener = partial(_moments_of, mdl, family) if mdl and optimizer_state.has_cerebras_moments(mdl) else None
-            yield Source(path, form, architecture, checkpoint, path, step or 0, opener)
+            yield CheckpointSource(path, form, architecture, checkpoint, path, step or 0, opener)
     else:
         if is_archive(path):
             unpack(path, scratch)
@@ -120,7 +121,7 @@ def open_source(path: Path, form: Form | None, config: Path | None, scratch: Pat
             checkpoints = (_checkpoint(path, part) for part in mesh.moments)
             loaded = Moments(mesh.updates, dict(zip(MOMENTS, checkpoints, strict=True))) if mesh.moments else None
             opener = (lambda: nullcontext(loaded)) if loaded else None
-            yield Source(path, form, architecture, checkpoint, home, mesh.step, opener)
+            yield CheckpointSource(path, form, architecture, checkpoint, home, mesh.step, opener)
 
 
 def _checkpoint(path: Path, shards: MeshShards) -> Checkpoint:

@@ -34,11 +34,11 @@ LEAST_POWER = 1e-37  # below, fp32 keeps fewer digits
 
 @dataclass(frozen=True)
 class Moments:
-    """Moments that were opened.
+    """Opened moments of an optimizer.
 
     Attributes:
-        updates: how many they have seen.
-        checkpoints: the first and the second, under Hugging Face's names of their parameters.
+        updates: number of updates that they have seen.
+        checkpoints: first and second moment, under Hugging Face's names of their parameters.
     """
 
     updates: int

@@ -1,4 +1,4 @@
-"""A model folder to a repository of the Hub: the model's own files and nothing else, named before anything is sent."""
+"""Push a model folder to a repository of the Hub: its own files and nothing else, listed before anything is sent."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ PATHS = ("_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """A file as it is sent.
+class UploadFile:
+    """File as it is sent.
 
     Attributes:
-        name: in the repository.
-        content: a file, or the bytes themselves where they differ from what the folder has.
-        bytes: how many.
-        left_out: what the folder's file says and this one does not: names of local folders and files.
+        name: name in the repository.
+        content: the file, or the bytes where they differ from the folder's.
+        bytes: size.
+        left_out: keys of JSON whose values were removed: names of local folders and files.
     """
 
     name: str
@@ -45,16 +45,16 @@ class Parcel:
 
 
 @dataclass(frozen=True)
-class Pushed:
-    """What came of it: the address, and whether others can see it."""
+class PushReport:
+    """Result of a push: address, commit, and whether only its owner can see it."""
 
     url: str
     commit: str
     is_private: bool
 
 
-def pack(folder: Path) -> list[Parcel]:
-    """Return what is sent of a model folder; nothing is sent yet.
+def files_to_push(folder: Path) -> list[UploadFile]:
+    """List the files of a model folder that `push` sends.
 
     Raises:
         UsageError: not a model, or adapter, with safetensors weights, or the base of an adapter is not there.
@@ -87,28 +87,29 @@ def _adapter_weights(folder: Path) -> list[str]:
     return [name for name in ADAPTER_WEIGHTS if (folder / name).is_file()][:1]
 
 
-def left_behind(folder: Path, parcels: list[Parcel]) -> list[str]:
+def files_left_out(folder: Path, parcels: list[UploadFile]) -> list[str]:
     """Return the names in a folder that are not sent."""
     sent = {parcel.name for parcel in parcels}
     return sorted(path.name for path in folder.iterdir() if path.name not in sent)
 
 
 def push(
-    parcels: list[Parcel],
+    parcels: list[UploadFile],
     repository: str,
     *,
     is_public: bool = False,
     endpoint: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Pushed:
+) -> PushReport:
     """Send files as one commit; repeated after an interruption, weights that have arrived are not sent again.
 
     Args:
-        parcels: what `pack` returned.
-        repository: ``owner/name``; made if there is none.
-        is_public: whether everybody may see it.
-        endpoint: the Hub's address; ``HF_ENDPOINT``, else https://huggingface.co. The token is taken from ``HF_TOKEN``.
-        progress: called with bytes done and bytes in all.
+        parcels: result of `files_to_push`.
+        repository: ``owner/name``; created if there is none.
+        is_public: whether everybody may see it; default false.
+        endpoint: the Hub's address; default ``HF_ENDPOINT``, else https://huggingface.co. The token is that in
+            ``HF_TOKEN``.
+        progress: callback of bytes done and total bytes; default: none.
 
     Raises:
         UsageError: no token, no network allowed, a wrong name, or a public repository where none was asked for.
@@ -136,12 +137,12 @@ def push(
                 progress(done := done + parcel.bytes, total)
         commit = api.create_commit(repository, operations, commit_message="Model, by gptj-ft")
     progress(total, total)
-    return Pushed(f"{api.endpoint}/{repository}", commit.oid, is_private)
+    return PushReport(f"{api.endpoint}/{repository}", commit.oid, is_private)
 
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """Have huggingface_hub show no bars of its own, and send as git-lfs does, which every server of this kind knows."""
+    """Disable huggingface_hub's progress bars, and send by git-lfs, which every server of this kind knows."""
     from huggingface_hub import constants
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -162,19 +163,19 @@ def _plainly() -> Iterator[None]:
             enable_progress_bars()
 
 
-def _parcel(path: Path, base: str) -> Parcel:
+def _parcel(path: Path, base: str) -> UploadFile:
     """Return a file as it is sent; of JSON, without what names folders of this machine."""
     size = path.stat().st_size
     if path.suffix != ".json" or path.name in (INDEX, "tokenizer.json", "vocab.json", "added_tokens.json"):
-        return Parcel(path.name, path, size)
+        return UploadFile(path.name, path, size)
     values = read_json(path)
     local = {key: base if key == ADAPTER_BASE else "" for key in PATHS if _is_path(values.get(key))}
     if path.name == METADATA_FILE and "file" in (data := dict(values.get("data") or {})):  # of an older version
         local["data"] = {key: value for key, value in data.items() if key != "file"}  # type: ignore[assignment]
     if not local:
-        return Parcel(path.name, path, size)
+        return UploadFile(path.name, path, size)
     content = (json.dumps({**values, **local}, indent=2, ensure_ascii=False) + "\n").encode()
-    return Parcel(path.name, content, len(content), tuple(local))
+    return UploadFile(path.name, content, len(content), tuple(local))
 
 
 def _is_path(value: Any) -> bool:

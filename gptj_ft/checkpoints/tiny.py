@@ -1,4 +1,4 @@
-"""A small random model with a tokenizer of its own, made on the spot: everything but the size is the real thing.
+"""Make a small random model with a tokenizer of its own: everything but the size is the real thing.
 
 For demonstrations and tests: nothing is downloaded, and the same texts and seed give the same bytes.
 """
@@ -48,12 +48,12 @@ def make_tiny(
     """Write a model folder with random fp32 weights and a byte-level BPE tokenizer learned from texts.
 
     Args:
-        folder: where to; it must not exist.
-        texts: what the tokenizer learns from; one short text is enough, for any byte can be written in any case.
-        seed: of the weights.
-        model_type: the family, one of `FAMILIES`.
-        vocab_target: tokens at most; 257 at least, the bytes and ``<|endoftext|>``.
-        sizes: fields of ``config.json`` that shall differ from `SIZES`.
+        folder: target, which must not exist.
+        texts: corpus of the tokenizer; one short text is enough, since any byte can be written.
+        seed: seed of the weights.
+        model_type: family, one of `FAMILIES`; default ``gptj``.
+        vocab_target: most tokens; at least 257, the bytes and ``<|endoftext|>``; default 1536.
+        sizes: fields of ``config.json`` in place of those in `SIZES`.
 
     Returns: the folder.
 

@@ -1,1 +1,1 @@
-"""Options of a run: their types and defaults, presets, precedence, the run folder."""
+"""Declare and resolve the options of a run: types, defaults, presets, precedence; the run folder."""

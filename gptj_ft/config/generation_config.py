@@ -1,4 +1,4 @@
-"""The settings of a recipe's generation as `transformers` names them."""
+"""Translate a recipe's generation settings into those of `transformers`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gptj_ft.config.options import Generation
 
 
 def search_options(settings: Generation) -> dict[str, Any]:
-    """Return what `transformers` calls the settings."""
+    """Return the settings under the names of `transformers`."""
     options = settings.model_dump(exclude={"temperature", "top_p", "top_k", "min_p", "stop", "max_prompt_tokens"})
     if not settings.prompt_lookup_num_tokens:
         del options["prompt_lookup_num_tokens"]

@@ -1,4 +1,4 @@
-"""Every option of a run: its type, default, unit and meaning. This is the only place an option is declared.
+"""Declare every option of a run: type, default, unit and meaning. This is the only place an option is declared.
 
 A preset (``recipes/*.yaml``) holds only what differs from these defaults. Values are taken, in order of precedence,
 from flags, the environment (``GPTJ_FT_LR=1e-5``), a ``--config`` file, the preset, and the defaults below.
@@ -73,7 +73,7 @@ Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 
 
 def _words(value: Any) -> Any:
-    """Take ``best,last``, and a bare number, for the list that they mean."""
+    """Parse ``best,last``, or a bare number, as a list."""
     return str(value).split(",") if isinstance(value, str | int) else value
 
 
@@ -92,7 +92,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_words)]
 
 
 class Options(BaseModel):
-    """Frozen; unknown keys are errors, and so are numbers that are not finite."""
+    """Group of options: frozen; unknown keys and numbers that are not finite are errors."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, coerce_numbers_to_str=True, allow_inf_nan=False
@@ -100,7 +100,7 @@ class Options(BaseModel):
 
 
 class Generation(Options):
-    """How the tuned model writes: the settings that `evaluate` and `generate` use unless told otherwise."""
+    """Settings of generation, which `evaluate` and `generate` use unless told otherwise."""
 
     max_new_tokens: int = Field(128, ge=1, description="most tokens to write")
     temperature: float = Field(0.0, ge=0.0, description="0 is greedy; above, sampling")
@@ -137,7 +137,7 @@ class Generation(Options):
 
 
 class LoRA(Options):
-    """The adapters of ``method: lora``; defaults are PEFT's (https://arxiv.org/abs/2106.09685: alpha is the rank)."""
+    """Adapters of ``method: lora``; defaults are PEFT's (https://arxiv.org/abs/2106.09685: alpha is the rank)."""
 
     rank: int = Field(8, ge=1, description="width between the two matrices of an adapter")
     alpha: float = Field(8.0, gt=0.0, description="an adapter's output is multiplied by alpha / rank")
@@ -150,8 +150,8 @@ class LoRA(Options):
     merge: bool = Field(False, description="write the model with the adapter merged in, too")
 
 
-class Piece(Options):
-    """Part of a schedule that is written out; rates are shares of ``lr``, as ``final_lr`` is."""
+class SchedulePiece(Options):
+    """Piece of an explicit schedule; rates are shares of ``lr``, as ``final_lr`` is."""
 
     shape: Shape = Field(description="how the rate gets from start to end")
     start: Fraction | None = Field(None, description="share at its first step; none: the end before it, or 0")
@@ -159,19 +159,19 @@ class Piece(Options):
     steps: int = Field(ge=1, description="optimizer steps")
 
     @model_validator(mode="after")
-    def _has_one_rate_if_constant(self) -> Piece:
+    def _has_one_rate_if_constant(self) -> SchedulePiece:
         if self.shape == "constant" and self.start not in (None, self.end):
             raise PydanticCustomError("constant", "a constant piece has one rate, its `end`")
         return self
 
 
-def _reaches_the_peak(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+def _reaches_the_peak(pieces: tuple[SchedulePiece, ...]) -> tuple[SchedulePiece, ...]:
     if all(1.0 not in (piece.start, piece.end) for piece in pieces):
         raise PydanticCustomError("pieces", "start and end are shares of lr, so one of them must be 1")
     return pieces
 
 
-Pieces = Annotated[tuple[Piece, ...], AfterValidator(_reaches_the_peak)]
+Pieces = Annotated[tuple[SchedulePiece, ...], AfterValidator(_reaches_the_peak)]
 
 
 def _read_map(value: Any) -> Any:
@@ -216,7 +216,7 @@ ColumnMap = Annotated[dict[str, str], BeforeValidator(_read_map)]
 
 
 class Recipe(Options):
-    """A whole run as one value; saved as ``recipe.yaml`` in the run folder."""
+    """All options of a run; saved as ``recipe.yaml`` in the run folder."""
 
     # What for
     recipe: str = Field("custom", description="preset for a task; `gptj-ft recipes list` shows them")
@@ -425,10 +425,10 @@ class Recipe(Options):
         return None if "all" in self.keep else max((int(word) for word in self.keep if word.isdigit()), default=0)
 
 
-# What a run was told about its surroundings may change on resume without changing a number of it.
+# Options of the environment, which may change on resume without changing a number of the run.
 FREE_ON_RESUME = frozenset((
     "device", "weights", "optimizer_state", "device_memory", "host_memory", "disk_space", "activations", "boundaries",
     "read_ahead", "save_every", "save_minutes", "max_time", "keep", "export", "report_to", "output",
 ))  # fmt: skip
-GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "lora": LoRA, "schedule": Piece}
+GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "lora": LoRA, "schedule": SchedulePiece}
 STRETCHING = ("warmup", "final_lr")  # what a schedule of pieces has no use for

@@ -76,7 +76,7 @@ TEMPLATES = ("prompt", "completion")  # which may be files
 
 @dataclass(frozen=True)
 class Resolved:
-    """A recipe and, for each key that is not a default, where its value came from."""
+    """Recipe, and the origin of each value that is not a default."""
 
     recipe: Recipe
     origins: Mapping[str, str]
@@ -86,7 +86,7 @@ def peers_option(name: str) -> tuple[str, str] | None:
     """Return what an option of another system is called here, and its meaning; ``None`` if none is known by it.
 
     Args:
-        name: of an option, or of a flag without its dashes.
+        name: name of an option, or of a flag without its dashes.
     """
     ours = PEERS_NAMES.get(name.lower().replace("-", "_").replace(".", "_"))
     if ours is None:
@@ -224,10 +224,10 @@ def _template_file(name: str, key: str, config: Path | None) -> str:
 def _drop_what_pieces_replace(
     merged: dict[str, Any], origins: dict[str, str], sources: list[tuple[str, dict[str, Any]]]
 ) -> None:
-    """Leave out what stretches a named schedule, where pieces are given instead.
+    """Drop `STRETCHING` options where the schedule is a list of pieces.
 
     Raises:
-        UsageError: it is named as late as the pieces are: whoever gave it expects it to matter.
+        UsageError: one is given with the same or a higher precedence than the pieces.
     """
     last = next(index for index, (_, values) in enumerate(sources) if "schedule" in values)
     for origin, values in sources[: last + 1]:
@@ -248,8 +248,8 @@ def read_value(key: str, text: str, where: str) -> Any:
 
     Args:
         key: the option.
-        text: the value as typed.
-        where: what an error message names.
+        text: value as typed.
+        where: origin, for error messages.
 
     Raises:
         UsageError: neither.

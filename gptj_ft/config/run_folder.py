@@ -1,4 +1,4 @@
-"""A run folder: what a run was told, what it did, what it left. Never overwritten."""
+"""Read and write the run folder: options, metrics, checkpoints, state, model. It is never overwritten."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Run:
         """Check that what the run goes on from is there. Without this, a lost file would look like a run just begun.
 
         Raises:
-            DataError: it is not; names the file.
+            DataError: a file is missing; names it.
         """
         saved = self.record()["saved"]
         # A commit counts whatever was noted: it is replaced by a checkpoint, or left for one, after that was noted.
@@ -223,11 +223,11 @@ def resume_command(run: Run) -> str:
 
 
 def what_is_saved(run: Run, nothing: str = "nothing was saved yet") -> str:
-    """Say, by what is on the disk, how far a run is, and how to go on with it.
+    """Describe how far a run has got, by what is on the disk, and how to resume it.
 
     Args:
-        run: it; its folder may not be there yet.
-        nothing: said where no step is saved.
+        run: the run; its folder need not exist yet.
+        nothing: text where no step is saved.
     """
     if not run.recipe_file.is_file():
         return nothing
@@ -289,10 +289,10 @@ def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str,
     """Write ``environment.json``: what a bit-identical repetition needs to be the same; log if it is not any more.
 
     Args:
-        run: where to.
-        device: it computes on.
-        threads: of the processor.
-        chosen: what the plan made of options that say ``auto``.
+        run: the run.
+        device: device that computes.
+        threads: number of CPU threads.
+        chosen: values that the plan chose for options that say ``auto``.
     """
     from importlib.metadata import version
 

@@ -1,4 +1,4 @@
-"""YAML as people write options in it."""
+"""Parse and write YAML as people write options in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parse(text: str, where: str) -> Any:
     """Read YAML.
 
     Raises:
-        UsageError: it is none; names ``where`` and the line.
+        UsageError: not YAML; names ``where`` and the line.
     """
     loader: _Loader | None = None
     try:
@@ -73,7 +73,7 @@ def dump(values: dict[str, Any], width: int = 1000, compact: bool = False) -> st
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads ``1e-5`` as a string; people who write learning rates do not."""
+    """Loader that reads ``1e-5`` as a number, which YAML 1.1 does not."""
 
 
 def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:

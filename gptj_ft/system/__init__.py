@@ -1,1 +1,1 @@
-"""What is asked of the operating system, the network and memory."""
+"""Use the operating system: files, memory, devices, network, signals."""

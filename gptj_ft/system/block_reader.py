@@ -1,4 +1,4 @@
-"""Numbers from where files have them to where they are wanted: in blocks, several on their way, past the page cache."""
+"""Read numbers from files into tensors of any type, in blocks, several in flight, past the page cache."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ STAGING_BYTES = READERS * (BLOCK_BYTES + MARGIN)
 
 @dataclass(frozen=True)
 class Extent:
-    """Numbers that lie one after the other in a file.
+    """Contiguous numbers in a file.
 
     Attributes:
         path: the file.
-        offset: of the first byte.
-        dtype: of the numbers.
+        offset: first byte.
+        dtype: number type.
     """
 
     path: Path
     offset: int
     dtype: torch.dtype
 
-    def to(self, out: Tensor, start: int = 0) -> Piece:
-        """Return what brings as many of them as a contiguous tensor holds, of any type, from number ``start`` on."""
-        return Piece(self.path, self.offset + start * self.dtype.itemsize, self.dtype, out.view(-1))
+    def to(self, out: Tensor, start: int = 0) -> ReadRequest:
+        """Return the request that fills a contiguous tensor of any type, from number ``start`` on."""
+        return ReadRequest(self.path, self.offset + start * self.dtype.itemsize, self.dtype, out.view(-1))
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Numbers of a file, and the flat tensor that they go to."""
+class ReadRequest:
+    """Numbers of a file, and the flat tensor to fill."""
 
     path: Path
     offset: int
@@ -53,20 +53,20 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """Where they end in the file."""
+        """First byte behind them in the file."""
         return self.offset + len(self.out) * self.dtype.itemsize
 
 
 class BlockReader:
-    """Threads that read files block by block into memory of their own, which is kept, and copy from there.
+    """Threads that read files block by block into staging buffers, and copy from there.
 
-    Blocks are small, so that this memory stays in the processor's cache: a virtual disk fills it faster than it fills
-    the memory that the numbers go to (measured: 1.2 and 1.0 GB/s), and they may lie anywhere, and be of any type.
+    Blocks are small, so that the staging buffers stay in the processor's cache: a virtual disk fills them faster than
+    the tensors (measured: 1.2 and 1.0 GB/s), and they may lie anywhere, and be of any type.
 
     Args:
-        device: that the numbers go to.
-        block_bytes: what lies within so many bytes of a file, counted from its start, is one request.
-        num_threads: requests on their way.
+        device: device of the tensors.
+        block_bytes: size of a request, counted from the start of the file; default 1 MiB.
+        num_threads: requests in flight; default 8.
     """
 
     def __init__(self, device: torch.device, block_bytes: int = BLOCK_BYTES, num_threads: int = READERS) -> None:
@@ -76,11 +76,11 @@ class BlockReader:
         self._staging = list(memory.view(num_threads, -1))  # as many as can be in use
         self._unpin = pin(memory) if device.type == "cuda" else None
 
-    def read(self, pieces: Iterable[Piece], after: Sequence[Transfer] = ()) -> None:
-        """Bring pieces to their places; they are there when this returns.
+    def read(self, pieces: Iterable[ReadRequest], after: Sequence[Transfer] = ()) -> None:
+        """Fill the tensors of all pieces; they are filled when this returns.
 
         Args:
-            pieces: ranges of files, and the tensors they go to.
+            pieces: ranges of files, and the tensors to fill.
             after: work that may still use these tensors; each thread waits for it on its own stream before it copies.
 
         Raises:
@@ -97,7 +97,7 @@ class BlockReader:
         if self._unpin:
             self._unpin()
 
-    def _bring(self, block: Sequence[Piece], after: Sequence[Transfer]) -> None:
+    def _bring(self, block: Sequence[ReadRequest], after: Sequence[Transfer]) -> None:
         path = block[0].path
         begin, end = min(piece.offset for piece in block) // PAGE * PAGE, max(piece.end for piece in block)
         staging = self._staging.pop()
@@ -122,9 +122,9 @@ class BlockReader:
             self._staging.append(staging)
 
 
-def in_blocks(pieces: Iterable[Piece], block_bytes: int) -> list[list[Piece]]:
-    """Cut pieces where blocks of their files begin; return those of each block, in the order of the files."""
-    blocks: dict[tuple[Path, int], list[Piece]] = {}
+def in_blocks(pieces: Iterable[ReadRequest], block_bytes: int) -> list[list[ReadRequest]]:
+    """Split pieces at block boundaries; return those of each block, in the order of the files."""
+    blocks: dict[tuple[Path, int], list[ReadRequest]] = {}
     for piece in pieces:
         path, size, out = piece.path, piece.dtype.itemsize, piece.out
         start = 0
@@ -133,6 +133,6 @@ def in_blocks(pieces: Iterable[Piece], block_bytes: int) -> list[list[Piece]]:
             block = offset // block_bytes
             # A number that lies across the end belongs to the block that it begins in.
             stop = start + -(-((block + 1) * block_bytes - offset) // size)
-            blocks.setdefault((path, block), []).append(Piece(path, offset, piece.dtype, out[start:stop]))
+            blocks.setdefault((path, block), []).append(ReadRequest(path, offset, piece.dtype, out[start:stop]))
             start = stop
     return [blocks[key] for key in sorted(blocks)]

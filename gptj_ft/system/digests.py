@@ -1,7 +1,7 @@
-"""Digests of what decides a number: JSON files that carry their own, and files of any kind (XXH3-128, https://xxhash.com).
+"""Compute and check digests (XXH3-128, https://xxhash.com): of files, and of JSON objects that carry their own.
 
-They find what a disk, a copy or a careless edit has changed. They are no signature: whoever means to deceive can write
-them anew.
+They detect what a disk, a copy or a careless edit has changed. They are no signature: an attacker can compute them,
+too.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def unsealed(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
     Args:
         values: the object.
-        path: where it was read, for messages.
+        path: its file, for messages.
 
     Raises:
-        DataError: it has none, or it is that of other values.
+        DataError: there is none, or it differs.
     """
     content = dict(values)
     found = content.pop(KEY, None)
@@ -100,8 +100,8 @@ def folder_digests(folder: Path, known: Mapping[str, str]) -> dict[str, Any]:
     """Return what goes into a model folder's ``digests.json``.
 
     Args:
-        folder: which holds everything else.
-        known: digests of files that need not be read for it, by name.
+        folder: the model folder, complete but for this file.
+        known: digests of files that are known already, by name.
     """
     names = sorted(path.name for path in folder.iterdir() if path.name not in FREE)
     return sealed({"files": {name: known.get(name) or _digest_in_folder(folder / name) for name in names}})
@@ -111,7 +111,7 @@ def check_file(path: Path) -> None:
     """Compare a file with its digest, if its folder has digests.
 
     Raises:
-        DataError: it is not what was written.
+        DataError: it differs.
     """
     expected = _digests_in(path.parent).get(path.name)
     if expected is not None and (not path.is_file() or _digest_in_folder(path) != expected):

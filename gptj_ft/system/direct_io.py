@@ -1,4 +1,4 @@
-"""Large reads and writes: aligned, several in flight, past the page cache where the file system allows it.
+"""Read and write large files: aligned, several requests in flight, past the page cache where the file system allows it.
 
 A disk behind a virtual machine or a flash controller reaches its rate only with several requests in flight, and the
 page cache costs a copy and, on gigabytes that are read once a step, gives nothing back.
@@ -31,9 +31,9 @@ def open_direct(path: Path, flags: int, mode: int = PRIVATE_FILE) -> int:
     Transfers must start and end on pages, in the file and in memory.
 
     Args:
-        path: of the file; one that is a link is read where it leads to, see `durable.inside`, and not written.
+        path: the file; a link is read where it leads to, see `files.inside`, and not written.
         flags: as `os.open` takes them.
-        mode: of a file that is made, before the umask.
+        mode: permissions of a new file, before the umask; default: for its owner alone.
 
     Raises:
         DataError: a link that was to be written, a pipe, a device.
@@ -50,7 +50,7 @@ def open_direct(path: Path, flags: int, mode: int = PRIVATE_FILE) -> int:
 
 
 def let_go(descriptor: int) -> None:
-    """Have the page cache keep nothing of a file that had to be opened through it, and is on the disk."""
+    """Drop a file from the page cache if it had to be opened through it."""
     if not hasattr(os, "posix_fadvise"):
         return
     import fcntl  # which systems without the other lack, too
@@ -130,7 +130,7 @@ def write_range(descriptor: int, view: memoryview, offset: int) -> None:
 
 
 def sync(descriptor: int, path: Path) -> None:
-    """Have a file on the disk before anything that follows.
+    """Flush a file to the disk.
 
     Raises:
         ResourceError: the disk is full, or fails.
@@ -140,7 +140,7 @@ def sync(descriptor: int, path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder (what was created, renamed, removed) on the disk before anything that follows."""
+    """Flush the names in a folder (created, renamed, removed) to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         sync(descriptor, folder)
@@ -151,7 +151,7 @@ def sync_folder(folder: Path) -> None:
 def _in_requests(
     pool: ThreadPoolExecutor, transfer: Callable[[memoryview, int], int], view: memoryview, offset: int
 ) -> list[int]:
-    """Cut a transfer into requests, several of which are under way at a time; what one of them raises is raised."""
+    """Split a transfer into requests, several in flight; raise the first error after all have ended."""
     starts = range(0, len(view), REQUEST_BYTES)
     if len(starts) <= 1:
         return [transfer(view, offset)]

@@ -58,9 +58,9 @@ def open_file(path: Path, flags: int, mode: int = PRIVATE_FILE) -> int:
     """Open a regular file; a symbolic link is not followed, and nothing waits for the other end of a pipe.
 
     Args:
-        path: of the file.
+        path: the file.
         flags: as `os.open` takes them.
-        mode: of a file that is made, before the umask.
+        mode: permissions of a new file, before the umask; default: for its owner alone.
 
     Raises:
         DataError: there is something else under this name.
@@ -153,7 +153,7 @@ def read_text(path: Path) -> str:
 
 
 def create_file(path: Path, mode: int = PRIVATE_FILE) -> int:
-    """Create a file and open it; what has this name, if only as a link, is removed first.
+    """Create a file and open it, in place of whatever has this name.
 
     Raises:
         OSError: the system's own.
@@ -163,7 +163,7 @@ def create_file(path: Path, mode: int = PRIVATE_FILE) -> int:
 
 
 def create_folder(folder: Path, mode: int = PRIVATE_FOLDER) -> None:
-    """Create a folder, and those above it that are missing; what has its name is removed first.
+    """Create a folder, and missing ones above it, in place of whatever has its name.
 
     Raises:
         OSError: the system's own.
@@ -174,7 +174,7 @@ def create_folder(folder: Path, mode: int = PRIVATE_FOLDER) -> None:
 
 
 def keep_folder(folder: Path, mode: int = PRIVATE_FOLDER) -> None:
-    """Create a folder, and those above it that are missing, if it is not there; a link that has its name is removed.
+    """Create a folder, and missing ones above it, unless it exists; replace a link of its name.
 
     Raises:
         OSError: the system's own.
@@ -201,7 +201,7 @@ def remove(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove what `remove` does, as far as that can be done: it would only take space."""
+    """Remove a path as far as possible, without errors: it would only take space."""
     try:
         remove(path)
     except OSError:
@@ -209,7 +209,7 @@ def discard(path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes | str, mode: int = PRIVATE_FILE) -> None:
-    """Write a small file, onto the disk; what has its name is removed first."""
+    """Write a small file durably, in place of whatever has its name."""
     with os.fdopen(create_file(path, mode), "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
@@ -217,7 +217,7 @@ def write_file(path: Path, content: bytes | str, mode: int = PRIVATE_FILE) -> No
 
 
 def sync_path(path: Path) -> None:
-    """Have a file's content, or the names in a folder, on the disk before anything that follows."""
+    """Flush a file's content, or the names in a folder, to the disk."""
     if path.is_dir() and os.name != "posix":
         return  # other systems cannot open a folder
     descriptor = os.open(path, os.O_RDONLY)
@@ -228,7 +228,7 @@ def sync_path(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Have a folder on the disk, with all that is in it and its own name."""
+    """Flush a folder to the disk, with all that is in it and its own name."""
     for path in folder.rglob("*"):
         sync_path(path)
     sync_path(folder)
@@ -236,7 +236,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def replace_text(path: Path, text: str, mode: int = PRIVATE_FILE) -> None:
-    """Replace a small file: afterwards it has its old content or the new, whole."""
+    """Replace a small file, atomically and durably."""
     new = new_name(path)
     write_file(new, text, mode)
     os.replace(new, path)
@@ -286,7 +286,7 @@ def appending(path: Path) -> TextIO:
 
 
 def link_or_copy(source: Path, target: Path) -> bool:
-    """Give a file that nobody changes a second name; copy it, onto the disk, where that cannot be done.
+    """Hard-link a file that never changes; copy it durably where the file system has no links.
 
     Returns: whether it is a link, which takes no space.
     """
@@ -302,13 +302,13 @@ def link_or_copy(source: Path, target: Path) -> bool:
 
 
 def copy_file(source: Path, target: Path, mode: int = PRIVATE_FILE) -> None:
-    """Copy the content of a file; what has the copy's name is removed first."""
+    """Copy the content of a file, in place of whatever has the copy's name."""
     os.close(create_file(target, mode))
     shutil.copyfile(source, target)
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder such that no part of it is ever found under its name."""
+    """Remove a folder atomically: no part of it is ever found under its name."""
     doomed = doomed_name(folder)
     discard(doomed)
     try:
@@ -320,7 +320,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def leftovers_in(folder: Path) -> Iterator[Path]:
-    """Yield what a folder has under names that only something unfinished has; of folders not what is in them."""
+    """Yield the unfinished files and folders below a folder."""
     for parent, folders, files in os.walk(folder):
         found = [name for name in (*folders, *files) if is_leftover(name)]
         yield from (Path(parent, name) for name in sorted(found))

@@ -1,4 +1,4 @@
-"""The Hub: as whom it is asked, when at all, and what its answers mean when something is wrong, in words that help."""
+"""Access the Hub: token, offline mode, readable error messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _closed_here = False
 
 
 def close_network() -> None:
-    """Keep every library of Hugging Face from the network, in this process and those that it starts."""
+    """Close the network for every library of Hugging Face, in this process and its children."""
     global _closed_here
     _closed_here = not any(os.environ.get(name, "").lower() in ("1", "on", "yes", "true") for name in OFFLINE)
     os.environ.update(dict.fromkeys(OFFLINE, "1"))
@@ -27,7 +27,7 @@ def close_network() -> None:
 
 @contextmanager
 def open_network() -> Iterator[bool]:
-    """Undo `close_network` meanwhile, for huggingface_hub; yield whether there may be a network.
+    """Undo `close_network` inside the block, for huggingface_hub; yield whether the network may be used.
 
     Not so where the environment has said offline before: that was the user.
     """
@@ -49,7 +49,7 @@ def is_offline() -> bool:
 
 
 def hub_api(endpoint: str | None = None) -> HfApi:
-    """Return the way to the Hub.
+    """Return the Hub's client, without telemetry.
 
     Args:
         endpoint: its address; ``HF_ENDPOINT``, else https://huggingface.co. A token is taken from ``HF_TOKEN`` only.
@@ -72,13 +72,13 @@ def hub_api(endpoint: str | None = None) -> HfApi:
 def hub_errors(
     repository: str, endpoint: str, kind: str = "model", wants: Literal["read", "write"] = "read"
 ) -> Iterator[None]:
-    """Turn what goes wrong between here and the Hub into one line and what to do.
+    """Translate errors of the Hub and the connection into one line and what to do.
 
     Args:
-        repository: what is being fetched.
+        repository: ``owner/name``.
         endpoint: the Hub's address.
-        kind: ``model`` or ``dataset``.
-        wants: what is asked of the Hub.
+        kind: ``model`` or ``dataset``; default ``model``.
+        wants: permission that is needed; default ``read``.
 
     Raises:
         UsageError: a wrong name, or offline by the environment.

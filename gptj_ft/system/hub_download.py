@@ -1,4 +1,4 @@
-"""Files of a Hugging Face Hub repository -> a local folder: only those asked for, resumable, checked by hash.
+"""Download files of a Hub repository: only those asked for, resumable, checked by hash.
 
 huggingface_hub lists and transfers. Its own `snapshot_download` starts a file anew after the program was stopped (its
 partial files have random names), and GPT-J is one file of 24 GB: so partial files are named and kept here.
@@ -29,9 +29,13 @@ Kind = Literal["model", "dataset"]
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository; `digest` is its SHA-256 (large files) or its git blob id, SHA-1.
+    """File of a repository.
 
-    On the Hub it may have another name than here, `remote`.
+    Attributes:
+        name: name in the local folder.
+        bytes: size.
+        digest: SHA-256 (large files) or git blob id, SHA-1.
+        remote: name on the Hub; default: the same.
     """
 
     name: str
@@ -42,16 +46,16 @@ class HubFile:
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository of the Hub at a commit.
+    """Repository of the Hub at a commit.
 
     Attributes:
-        api: the way to it.
-        kind: what it holds.
+        api: the Hub's client.
+        kind: ``model`` or ``dataset``.
         name: ``owner/name``.
-        commit: of the revision that was asked for.
-        files: by name.
-        tags: what the Hub says about it.
-        card: the metadata at the head of its README; of data sets only.
+        commit: commit of the revision that was asked for.
+        files: its files, by name.
+        tags: the Hub's tags.
+        card: metadata at the head of its README; of data sets only.
     """
 
     api: HfApi
@@ -68,7 +72,7 @@ class Repository:
 
 
 def look_up(name: str, revision: str | None = None, kind: Kind = "model", endpoint: str | None = None) -> Repository:
-    """Ask the Hub what a repository holds; see `hub_api` for the rest.
+    """Look up a repository and its files; see `hub_api` for the rest.
 
     Raises:
         UsageError, NetworkError: as `hub_errors`.
@@ -91,10 +95,10 @@ def fetch_files(
     """Fetch files in this order; repeated after an interruption it goes on where it stopped.
 
     Args:
-        repository: where they are.
-        files: some of its files.
-        folder: where to; it holds nothing of another commit.
-        progress: called with bytes done and bytes in all.
+        repository: their repository.
+        files: files to fetch, of that repository.
+        folder: target; it holds nothing of another commit.
+        progress: callback of bytes done and total bytes; default: none.
 
     Returns: bytes that came over the network.
 
@@ -198,7 +202,7 @@ def _digest(path: Path, file: HubFile) -> str:
 
 
 class _Bar:
-    """Stands in for huggingface_hub's progress bars and adds up all files."""
+    """Stand-in for huggingface_hub's progress bars that adds up all files."""
 
     def __init__(self, done: int, total: int, progress: Callable[[int, int], None] | None) -> None:
         self.done, self.total, self.progress = done, total, progress

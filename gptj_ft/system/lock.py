@@ -1,7 +1,7 @@
-"""One process at a time in a run folder.
+"""Lock a run folder: one process at a time.
 
 The lock is the operating system's, on ``run.lock`` in the folder. It ends with the process that holds it, however that
-ends: a process that was killed leaves no stale lock. What the file says is for people only.
+ends: a process that was killed leaves no stale lock. The content of the file is for people only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PATIENCE_SECONDS = 0.5  # for `holder`, which takes the lock for an instant
 
 @dataclass(frozen=True)
 class Holder:
-    """Who is at work in a run folder: process number, host name, and what is done there."""
+    """Process that holds a lock: number, host name, and what it does."""
 
     process: int | None
     host: str
@@ -42,13 +42,13 @@ class Holder:
 
 @contextmanager
 def locked(folder: Path, work: str) -> Iterator[None]:
-    """Keep every other process out of a run folder while this one is at work in it.
+    """Lock a run folder inside the block.
 
-    Where the folder cannot be written, or its file system has no locks, nobody is kept out.
+    Where the folder cannot be written, or its file system has no locks, nothing is locked.
 
     Args:
         folder: the run folder.
-        work: what is done there, as others are told: "training".
+        work: what is done, for others' messages: "training".
 
     Raises:
         UsageError: another process is at work there; says which, and what to do.

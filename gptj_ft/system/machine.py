@@ -1,4 +1,4 @@
-"""What this machine has: its devices, their memory, the room on its disks. What it can do is in `measure`."""
+"""Query this machine: devices, free memory, free disk space. Its speed is measured by `planning.probe`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of others made safe to show: a terminal obeys control characters, and a log line must stay one line."""
+"""Escape text of others for display: a terminal obeys control characters, and a log line must stay one line."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def command_line(*words: str | Path) -> str:
     r"""Return a command of this program as a shell takes it, to be copied.
 
     Args:
-        words: what follows the program's name; a path that begins with a dash would be taken for an option.
+        words: the arguments; a path that begins with a dash would be taken for an option.
     """
     return " ".join(["gptj-ft", *map(quoted, words)])
 

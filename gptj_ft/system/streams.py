@@ -1,4 +1,4 @@
-"""Standard streams that may go away: a closed terminal, or a pipe whose reader has ended, fails no command."""
+"""Survive standard streams that go away: a closed terminal, or a pipe whose reader has ended, fails no command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GONE = {errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO}
 
 
 class LastingStream:
-    """A text stream that lets go of its file once nobody is there to read it; a full disk is still an error.
+    """Text stream that discards its output once nobody reads it; a full disk is still an error.
 
     Args:
         inner: the stream.
@@ -51,7 +51,7 @@ class LastingStream:
 
 @contextmanager
 def lasting_streams() -> Iterator[None]:
-    """Have standard output and error last, whatever becomes of their other ends."""
+    """Wrap standard output and error in `LastingStream` inside the block."""
     open_missing()
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, LastingStream(stream)) for stream in before)

@@ -1,4 +1,4 @@
-"""Files written behind the back of whoever fills them: past the page cache, some requests in flight, in whole pages."""
+"""Write files asynchronously: page-aligned, several requests in flight, past the page cache."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ BUFFER_BYTES = REQUEST_BYTES  # that are filled, and then written as one request
 
 
 class Digest(Protocol):
-    """A hash of bytes, as `hashlib` and `xxhash` have them."""
+    """Hash of bytes, as in `hashlib` and `xxhash`."""
 
     def update(self, data: memoryview, /) -> None:
         """Add bytes."""
 
 
 class WriteBehind:
-    """Buffers and threads that several files share; use it in a ``with`` block, at whose end all is on the disk.
+    """Buffers and threads that several files share; use it in a ``with`` block, at whose end all files are flushed.
 
-    What goes wrong is raised at the next call, or at the end of the block.
+    Errors are raised at the next call, or at the end of the block.
     """
 
     def __init__(self, num_files: int = 1) -> None:
-        """Start.
+        """Start the threads.
 
         Args:
-            num_files: that are open at a time, each of which holds a buffer.
+            num_files: files open at a time, each of which holds a buffer; default 1.
         """
         self._writers = ThreadPoolExecutor(REQUESTS_IN_FLIGHT, "write-behind")
         self._finisher = ThreadPoolExecutor(1, "finish-file")
@@ -90,7 +90,7 @@ class WriteBehind:
         return self._writers.submit(write)
 
     def then(self, writes: Sequence[Future[None]], task: Callable[[], None]) -> None:
-        """Run a task when some writes have ended well, after all earlier tasks."""
+        """Run a task after some writes have succeeded, and after all earlier tasks."""
 
         def run() -> None:
             try:
@@ -121,7 +121,7 @@ class WriteBehind:
 
 
 class PageWriter:
-    """A file under way, from `WriteBehind.open`.
+    """File being written, from `WriteBehind.open`.
 
     Attributes:
         size: bytes written so far.
@@ -134,7 +134,7 @@ class PageWriter:
         self._buffer: Tensor | None = None
 
     def put(self, values: Tensor, dtype: torch.dtype, digest: Digest) -> None:
-        """Add numbers in a type, and their bytes to a digest."""
+        """Add numbers, converted to a type, and their bytes to a digest."""
         flat = values.reshape(-1)
         if self.size % dtype.itemsize:  # behind a tensor of a narrower type
             data = flat.to(dtype).view(torch.uint8).numpy().data
@@ -163,10 +163,10 @@ class PageWriter:
         return num_bytes
 
     def flush(self) -> None:
-        """Do nothing, as whoever writes to a file may ask for it."""
+        """Do nothing: `zipfile` calls it."""
 
     def finish(self, then: Callable[[], object]) -> None:
-        """Have all of it on the disk, and nothing behind it; call what is to be done as soon as it is so."""
+        """Truncate, flush and close the file, then call ``then``, all in a thread."""
         descriptor, size = self._descriptor, self.size
         if self._filled:
             self._send()

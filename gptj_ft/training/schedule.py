@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gptj_ft.config.options import Piece, Recipe, Shape
+from gptj_ft.config.options import Recipe, SchedulePiece, Shape
 from gptj_ft.errors import UsageError
 
 
@@ -64,7 +64,7 @@ class Schedule:
         return self.segments[-1].end
 
 
-def _as_written(pieces: Sequence[Piece], peak: float) -> tuple[Segment, ...]:
+def _as_written(pieces: Sequence[SchedulePiece], peak: float) -> tuple[Segment, ...]:
     segments: list[Segment] = []
     for piece in pieces:
         before = segments[-1].end if segments else 0.0

@@ -18,7 +18,7 @@ from hub_server import COMMIT, REPOSITORY, Hub, Revision, reachable, serve
 from huggingface_hub import constants
 
 from gptj_ft.checkpoints.base_model import default_download
-from gptj_ft.checkpoints.download import Wanted, download
+from gptj_ft.checkpoints.download import DownloadRequest, download
 from gptj_ft.errors import NetworkError, ResourceError, UsageError
 from gptj_ft.system import paths
 
@@ -157,7 +157,7 @@ def test_a_server_that_is_down_is_a_network_error(hub: Hub, tmp_path: Path) -> N
     with serve(tmp_path) as other:
         pass
     with pytest.raises(NetworkError, match=f"no connection to {other.url}.*check the network"):
-        download(Wanted(endpoint=other.url))
+        download(DownloadRequest(endpoint=other.url))
 
 
 @pytest.mark.parametrize(
@@ -184,11 +184,11 @@ def test_each_answer_of_the_server_is_one_line_that_says_what_to_do(
 
 def test_an_unknown_repository_or_revision_or_a_wrong_name_is_said(hub: Hub) -> None:
     with pytest.raises(NetworkError, match="no repository EleutherAI/gpt-k"):
-        download(Wanted("EleutherAI/gpt-k"))
+        download(DownloadRequest("EleutherAI/gpt-k"))
     with pytest.raises(NetworkError, match="has no such revision"):
-        download(Wanted(revision="float17"))
+        download(DownloadRequest(revision="float17"))
     with pytest.raises(UsageError, match="'a/b/c' is not a repository's name"):
-        download(Wanted("a/b/c"))
+        download(DownloadRequest("a/b/c"))
 
 
 @pytest.mark.parametrize("lacking", ["config.json", "weights"])
@@ -205,13 +205,13 @@ def test_offline_takes_what_was_fetched_before_and_asks_nobody(hub: Hub, monkeyp
     assert hub.requests == []
     report = download()
     hub.requests.clear()
-    for wanted in (Wanted(), Wanted(revision=COMMIT[:7])):
+    for wanted in (DownloadRequest(), DownloadRequest(revision=COMMIT[:7])):
         again = download(wanted, offline=True)
         assert (again.folder, again.files, again.commit, again.fetched) == (report.folder, report.files, COMMIT, 0)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert download().commit == COMMIT
     with pytest.raises(UsageError, match=r"revision float16 is not in .*HF_HUB_OFFLINE forbids"):
-        download(Wanted(revision="float16"))
+        download(DownloadRequest(revision="float16"))
     (report.folder / "model.safetensors").unlink()
     with pytest.raises(UsageError, match=r"lacks model\.safetensors, and"):
         download(offline=True)
@@ -279,7 +279,7 @@ def float16(hub: Hub, repository: Path, tmp_path: Path) -> Path:
 def test_fp16_is_the_branch_of_this_name_and_goes_into_a_folder_of_its_own(
     hub: Hub, float16: Path, repository: Path
 ) -> None:
-    half, whole = download(Wanted(variant="fp16")), download(Wanted(variant="fp32"))
+    half, whole = download(DownloadRequest(variant="fp16")), download(DownloadRequest(variant="fp32"))
     assert half.folder == paths.models() / "EleutherAI--gpt-j-6b-fp16"
     assert (half.commit, whole.commit) == ("f" * 40, COMMIT)
     assert (half.folder / "model.safetensors").read_bytes() == (float16 / "model.safetensors").read_bytes()
@@ -291,19 +291,19 @@ def test_fp16_is_the_branch_of_this_name_and_goes_into_a_folder_of_its_own(
 
 def test_fp16_may_be_a_file_which_gets_the_name_that_it_is_read_by(hub: Hub, repository: Path) -> None:
     (repository / "model.fp16.safetensors").write_bytes(b"half" * (LARGE // 8))
-    folder = download(Wanted(variant="fp16")).folder
+    folder = download(DownloadRequest(variant="fp16")).folder
     assert names(folder) == {*SMALL, "model.safetensors", "source.json"}
     assert (folder / "model.safetensors").read_bytes() == (repository / "model.fp16.safetensors").read_bytes()
-    assert download(Wanted(variant="fp16")).fetched == 0
+    assert download(DownloadRequest(variant="fp16")).fetched == 0
 
 
 def test_a_variant_that_is_not_there_is_refused_with_what_to_do(hub: Hub, repository: Path) -> None:
     with pytest.raises(UsageError, match=r"has no fp16 variant: its weights are float32.*convert --dtype fp16"):
-        download(Wanted(variant="fp16"))
+        download(DownloadRequest(variant="fp16"))
     (repository / "config.json").write_text(json.dumps({**CONFIG, "torch_dtype": "float16"}))
-    assert download(Wanted(variant="fp16")).commit == COMMIT
+    assert download(DownloadRequest(variant="fp16")).commit == COMMIT
     with pytest.raises(UsageError, match="has no fp32 variant: its weights are float16"):
-        download(Wanted(variant="fp32"))
+        download(DownloadRequest(variant="fp32"))
 
 
 def test_a_model_that_is_not_supported_is_refused_before_its_weights_are_fetched(hub: Hub, repository: Path) -> None:
@@ -374,7 +374,7 @@ def test_a_proxy_that_refuses_is_said_without_its_password(
     monkeypatch.setenv(f"{scheme.upper()}_PROXY", hub.url.replace("//", "//me:secret@"))
     huggingface_hub.close_session()
     with pytest.raises(NetworkError, match=r"407.*HTTPS_PROXY") as caught:
-        download(Wanted(endpoint=f"{scheme}://hub.invalid"))
+        download(DownloadRequest(endpoint=f"{scheme}://hub.invalid"))
     assert "\n" not in str(caught.value)
     assert "secret" not in str(caught.value)
 
@@ -382,7 +382,7 @@ def test_a_proxy_that_refuses_is_said_without_its_password(
 def test_a_password_in_the_address_of_a_mirror_is_not_shown(hub: Hub) -> None:
     hub.status = 503
     with pytest.raises(NetworkError, match="http://127") as caught:
-        download(Wanted(endpoint=hub.url.replace("//", "//me:secret@")))
+        download(DownloadRequest(endpoint=hub.url.replace("//", "//me:secret@")))
     assert "secret" not in str(caught.value)
 
 

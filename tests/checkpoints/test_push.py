@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from gptj_ft.checkpoints.download import Origin
 from gptj_ft.checkpoints.formats.peft import write_adapter
 from gptj_ft.checkpoints.metadata import ModelMetadata, TunedModel, metadata_files
-from gptj_ft.checkpoints.push import pack, push
+from gptj_ft.checkpoints.push import files_to_push, push
 from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.resolve import resolve
 from gptj_ft.errors import DataError, NetworkError, UsageError
@@ -56,7 +56,7 @@ def sent_to(hub: Hub) -> dict[str, bytes]:
 
 def test_the_repository_gets_the_model_and_nothing_else(hub: Hub, model: Path) -> None:
     steps: list[tuple[int, int]] = []
-    parcels = pack(model)
+    parcels = files_to_push(model)
     pushed = push(parcels, NAME, progress=lambda done, total: steps.append((done, total)))
     assert (pushed.url, pushed.commit, pushed.is_private) == (f"{hub.url}/{NAME}", COMMIT, True)
     sent = sent_to(hub)
@@ -69,7 +69,7 @@ def test_the_repository_gets_the_model_and_nothing_else(hub: Hub, model: Path) -
 
 
 def test_nothing_that_is_sent_names_folders_or_files_of_this_machine(hub: Hub, model: Path) -> None:
-    push(pack(model), NAME)
+    push(files_to_push(model), NAME)
     bodies = b"".join(request.body for request in hub.requests)
     assert not [name for name, content in sent_to(hub).items() if b"Acme" in content]
     assert b"Acme" not in bodies
@@ -88,14 +88,14 @@ def test_the_token_is_sent_to_the_hub_and_shown_nowhere(hub: Hub, model: Path, s
 
 def test_without_a_token_or_a_network_nothing_is_asked(hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="'mine' is not a repository's name; write owner/name"):
-        push(pack(model), "mine")
+        push(files_to_push(model), "mine")
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(UsageError, match="set HF_TOKEN to a token that may write"):
-        push(pack(model), NAME)
+        push(files_to_push(model), NAME)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UsageError, match="HF_HUB_OFFLINE is set"):
-        push(pack(model), NAME)
+        push(files_to_push(model), NAME)
     assert hub.requests == []
 
 
@@ -122,7 +122,7 @@ def test_what_goes_is_said_before_it_goes(hub: Hub, model: Path, shell) -> None:
 def test_public_is_what_was_asked_for_and_never_by_accident(hub: Hub, model: Path, shell) -> None:
     hub.pushed[NAME] = Pushed(private=False)
     with pytest.raises(UsageError, match="me/mine is public, so everybody would see the model: add --public"):
-        push(pack(model), NAME)
+        push(files_to_push(model), NAME)
     assert hub.stored == {}
     assert sent_to(hub) == {}
     assert shell(f"convert {model} --push {NAME} --public").out.startswith(f"{hub.url}/{NAME}, public")
@@ -135,11 +135,11 @@ def test_after_an_interruption_what_has_arrived_is_not_sent_again(hub: Hub, mode
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        push(pack(model), NAME, progress=stop)
+        push(files_to_push(model), NAME, progress=stop)
     assert len(hub.stored) == 1
     assert sent_to(hub) == {}
     hub.requests.clear()
-    push(pack(model), NAME)
+    push(files_to_push(model), NAME)
     assert len([request for request in hub.requests if request.method == "PUT"]) == 3
     assert len(hub.stored) == 4
 
@@ -149,7 +149,7 @@ def test_a_refused_upload_is_one_line(hub: Hub, model: Path) -> None:
     with pytest.raises(
         NetworkError, match=f"answered 403 for {NAME}; .*HF_TOKEN is a token that may write it"
     ) as caught:
-        push(pack(model), NAME)
+        push(files_to_push(model), NAME)
     assert "\n" not in str(caught.value)
     assert "hf_secret" not in str(caught.value)
 
@@ -158,13 +158,13 @@ def test_what_is_no_model_or_leads_elsewhere_is_not_sent(model: Path, tmp_path: 
     (tmp_path / "secret").write_text("{}")
     (model / "source.json").symlink_to(tmp_path / "secret")
     with pytest.raises(DataError, match=r"source\.json is a link to .*secret, out of the folder"):
-        pack(model)
+        files_to_push(model)
     (model / "source.json").unlink()
     (model / "model-00003-of-00004.safetensors").write_bytes(b"cut")
     with pytest.raises(DataError, match=r"model-00003-of-00004\.safetensors"):
-        pack(model)
+        files_to_push(model)
     with pytest.raises(UsageError, match=r"no config\.json"):
-        pack(tmp_path)
+        files_to_push(tmp_path)
 
 
 def test_an_adapter_is_sent_with_the_name_of_its_base_on_the_hub(hub: Hub, model: Path, tmp_path: Path, shell) -> None:

@@ -1,1 +1,1 @@
-"""Checkpoint formats: each module reads or writes one, tensor by tensor."""
+"""Read and write checkpoint formats, tensor by tensor, one module each."""

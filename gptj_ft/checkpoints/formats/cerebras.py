@@ -1,4 +1,4 @@
-"""Checkpoints of the Cerebras model zoo, releases 1.7 to 2.x: ``.mdl``, and ``.bin`` with the same names.
+"""Read checkpoints of the Cerebras model zoo, releases 1.7 to 2.x: ``.mdl``, and ``.bin`` with the same names.
 
 Every tensor is named by its path: ``model.transformer_decoder.layers.0.norm1.weight``.
 """
@@ -61,9 +61,9 @@ def checkpoint_of(path: Path, shards: Mapping[str, Shard], family: Family) -> Ch
     """Return tensors that go by Cerebras' names under Hugging Face's.
 
     Args:
-        path: what they are called in messages.
-        shards: the file of each, by its name in there.
-        family: of the model.
+        path: name in messages.
+        shards: file of each tensor, by its name in there.
+        family: architecture of the model.
 
     Raises:
         DataError: one that is made of several lacks some.
@@ -83,7 +83,7 @@ def pattern_of(own: str) -> tuple[str, str]:
 
 
 class JoinedShard:
-    """A tensor that is made of several, side by side, or of one, with its axes the other way round."""
+    """Tensor joined from several, side by side, or transposed from one."""
 
     def __init__(self, leaf: Leaf, parts: Sequence[tuple[Shard, str]]) -> None:
         self.path, self._leaf, self._parts = parts[0][0].path, leaf, parts

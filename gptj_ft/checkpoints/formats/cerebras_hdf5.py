@@ -1,4 +1,4 @@
-"""Cerebras' ``.mdl``: an HDF5 file whose data sets, all in the root, are named by the tensors' paths.
+"""Read Cerebras' ``.mdl``: an HDF5 file whose data sets, all in the root, are named by the tensors' paths.
 
 The root's ``__spec__`` is a pickle, which nothing here reads.
 """
@@ -35,19 +35,19 @@ def is_hdf5(path: Path) -> bool:
 
 
 class MdlShard:
-    """Some of the data sets in a ``.mdl`` file, as tensors.
+    """Data sets of a ``.mdl`` file, as tensors.
 
     Attributes:
-        path: of the file.
-        entries: by the names that they have here.
+        path: the file.
+        entries: type and shape of each, by the names given to the constructor.
     """
 
     def __init__(self, path: Path, data_sets: Mapping[str, str]) -> None:
         """Open data sets.
 
         Args:
-            path: of the file.
-            data_sets: their names in the file, by those that they have here.
+            path: the file.
+            data_sets: names in the file, by the names to use here.
         """
         self.path, self._data_sets = path, data_sets
         with opened(path) as file:
@@ -77,10 +77,10 @@ class MdlFile:
     """A ``.mdl`` file.
 
     Attributes:
-        path: of the file.
-        names: of all its data sets.
-        parameters: the model's.
-        step: the optimizer step that it is of; ``None`` if it does not say.
+        path: the file.
+        names: names of all data sets.
+        parameters: the model's tensors.
+        step: optimizer step; ``None`` if the file does not say it.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,8 +1,8 @@
-"""mesh-transformer-jax's checkpoints, version 1 (https://github.com/kingoflolz/mesh-transformer-jax), slim and full.
+"""Read checkpoints of mesh-transformer-jax, version 1 (https://github.com/kingoflolz/mesh-transformer-jax).
 
 ``step_N/shard_{0..}/{0..15}.npz``: each shard's tree {opt_state, params, step}, flattened in alphabetical order and cut
-into as many runs of leaves as there are files. A slim checkpoint has no opt_state. Names are nowhere in the files: a
-leaf is known by its place, so that their number gives the number of blocks.
+into as many runs of leaves as there are files. A slim checkpoint has no opt_state, a full one has.
+Names are nowhere in the files: a leaf is known by its place, so that their number gives the number of blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.npz import Array, arrays_of
+from gptj_ft.checkpoints.formats.npz import NpzArray, arrays_of
 from gptj_ft.checkpoints.formats.tensor_info import TensorInfo
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.registry import Family, Leaf
@@ -57,11 +57,11 @@ def find_step(path: Path) -> Path | None:
 
 
 @dataclass(frozen=True)
-class Joined:
-    """A tensor, as it lies in the shards."""
+class JoinedTensor:
+    """Tensor and its parts in the shards."""
 
     leaf: Leaf
-    parts: Sequence[Array]
+    parts: Sequence[NpzArray]
 
     @property
     def is_side_by_side(self) -> bool:
@@ -87,13 +87,13 @@ class Joined:
 
 @dataclass(frozen=True)
 class MeshCheckpoint:
-    """An opened checkpoint.
+    """Opened checkpoint.
 
     Attributes:
-        parameters: under Hugging Face's names.
-        step: the optimizer step that it is of.
-        moments: of a full checkpoint, the optimizer's two, under the names of their parameters; empty of a slim one.
-        updates: how many updates the moments have seen.
+        parameters: tensors under Hugging Face's names.
+        step: optimizer step of the checkpoint.
+        moments: the optimizer's two under the names of their parameters; empty for a slim checkpoint.
+        updates: number of updates that the moments have seen.
     """
 
     parameters: MeshShards
@@ -117,7 +117,7 @@ def open_mesh(path: Path, family: Family) -> MeshCheckpoint:
 
     def tree(begin: int, leaves: Sequence[Leaf]) -> MeshShards:
         found = enumerate(leaves, start=begin)
-        return MeshShards(path, [Joined(leaf, [arrays[index] for arrays in shards]) for index, leaf in found])
+        return MeshShards(path, [JoinedTensor(leaf, [arrays[index] for arrays in shards]) for index, leaf in found])
 
     parameters, step = tree(first, leaves), _count(shards[0][-1])
     if not first:
@@ -130,21 +130,21 @@ def open_mesh(path: Path, family: Family) -> MeshCheckpoint:
     return MeshCheckpoint(parameters, step, moments, _count(shards[0][0]))
 
 
-def _count(array: Array) -> int:
+def _count(array: NpzArray) -> int:
     return int(array.read().reshape(-1)[0])
 
 
 class MeshShards:
-    """A tree of a checkpoint as tensors under Hugging Face's names; each is joined when it is read.
+    """Tree of a checkpoint as tensors under Hugging Face's names, each joined when it is read.
 
     Attributes:
-        path: the folder of the shards.
-        num_shards: how many there are.
+        path: folder of the shards.
+        num_shards: number of shards.
     """
 
-    def __init__(self, path: Path, leaves: Sequence[Joined]) -> None:
+    def __init__(self, path: Path, leaves: Sequence[JoinedTensor]) -> None:
         self.path, self.num_shards = path, len(leaves[0].parts)
-        self._joined: dict[str, Joined] = {}
+        self._joined: dict[str, JoinedTensor] = {}
         self._sums: dict[str, Tensor] = {}
         self._added: dict[str, Tensor] = {}
         entries: dict[str, TensorInfo] = {}
@@ -156,7 +156,7 @@ class MeshShards:
                 entries[leaf.name] = self._opened(joined)
         self.entries: Mapping[str, TensorInfo] = entries
 
-    def _opened(self, joined: Joined) -> TensorInfo:
+    def _opened(self, joined: JoinedTensor) -> TensorInfo:
         """Note where a tensor is; return its shape, and the type that holds what becomes of it."""
         name, parts = joined.leaf.name, joined.parts
         self._joined[name] = joined
@@ -194,7 +194,7 @@ class MeshShards:
     def rows_at_once(self, name: str) -> int:
         return self.entries[name].rows // (self.num_shards if self._joined[name].leaf.join == "rows" else 1)
 
-    def _side_by_side(self, joined: Joined, entry: TensorInfo, start: int, stop: int) -> Tensor:
+    def _side_by_side(self, joined: JoinedTensor, entry: TensorInfo, start: int, stop: int) -> Tensor:
         shape = (stop - start, *entry.shape[1:])
         whole = borrow_tensor(shape, entry.dtype)
         begin = 0
@@ -212,14 +212,14 @@ class MeshShards:
         return (rows.double() + added).to(dtype) if added is not None and added.any() else rows
 
 
-def _read_part(joined: Joined, part: Array) -> Tensor:
+def _read_part(joined: JoinedTensor, part: NpzArray) -> Tensor:
     """Read a shard's part, its axes as Hugging Face has them."""
     tensor = part.read()
     # Turned round whole: PyTorch does that in blocks, but not if the result goes between other columns.
     return contiguous(tensor.t()) if joined.leaf.is_transposed else tensor
 
 
-def _sum(parts: Sequence[Array]) -> Tensor:
+def _sum(parts: Sequence[NpzArray]) -> Tensor:
     return torch.stack([part.read().double() for part in parts]).sum(0)
 
 
@@ -233,7 +233,7 @@ def _shard_folders(path: Path) -> list[Path]:
     return [path / f"shard_{number}" for number in numbers]
 
 
-def _arrays_of_shard(folder: Path) -> list[Array]:
+def _arrays_of_shard(folder: Path) -> list[NpzArray]:
     files = [folder / f"{number}.npz" for number in range(NUM_FILES)]
     for file in files:
         if not file.is_file():

@@ -1,4 +1,4 @@
-"""Writing slim checkpoints of mesh-transformer-jax, version 1: every shard's part of a few tensors at a time."""
+"""Write slim checkpoints of mesh-transformer-jax, version 1: every shard's part of a few tensors at a time."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ STORED = {torch.float32, torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Some rows of a tensor, cut as they go into files.
+class ShardParts:
+    """Rows of a tensor, split among the shards.
 
     Attributes:
-        parts: of one shard, or of every shard.
-        rows: which rows; ``None``: of what no tensor holds.
-        digest: of all their bytes, in the order of the tensor.
+        parts: part of one shard, or of each.
+        rows: the rows; ``None``: not of a tensor.
+        digest: checksum of the rows' bytes, in the order of the tensor.
     """
 
     parts: Sequence[Tensor]
@@ -41,11 +41,11 @@ class Cut:
 
 
 class MeshWriter:
-    """The shards of a slim checkpoint.
+    """Writer of the shards of a slim checkpoint.
 
     Attributes:
-        folder: of the checkpoint, ``step_N``.
-        num_shards: how many.
+        folder: the checkpoint's, ``step_N``.
+        num_shards: number of shards.
     """
 
     def __init__(self, folder: Path, architecture: Architecture, num_shards: int, transfer: TensorTransfer) -> None:
@@ -101,7 +101,7 @@ class MeshWriter:
                 self._write_files(behind, files, leaves, cuts)
 
     def _write_files(
-        self, behind: WriteBehind, files: Sequence[Path], leaves: Sequence[Leaf | None], cuts: Iterator[Cut]
+        self, behind: WriteBehind, files: Sequence[Path], leaves: Sequence[Leaf | None], cuts: Iterator[ShardParts]
     ) -> None:
         pages = []
         with ExitStack() as stack:
@@ -122,10 +122,10 @@ class MeshWriter:
         for file, page in zip(files, pages, strict=True):
             page.finish(partial(file.with_suffix(".part").replace, file))
 
-    def _tasks(self, leaf: Leaf | None, step: int) -> Iterator[Task[Cut]]:
-        """Yield what makes a leaf's parts, shard by shard or all of them."""
+    def _tasks(self, leaf: Leaf | None, step: int) -> Iterator[Task[ShardParts]]:
+        """Yield the tasks that make a leaf's parts, shard by shard or all at once."""
         if leaf is None:
-            yield 0, lambda: Cut([torch.tensor(step, dtype=torch.int32)] * self.num_shards)
+            yield 0, lambda: ShardParts([torch.tensor(step, dtype=torch.int32)] * self.num_shards)
             return
         entry = self._entries[leaf.name]
         if leaf.join == "rows":
@@ -138,13 +138,13 @@ class MeshWriter:
             make = {"columns": self._columns, "added": self._zeros}.get(leaf.join, self._shared)
             yield 2 * entry.num_bytes if leaf.join == "columns" else 0, partial(make, leaf)
 
-    def _rows(self, leaf: Leaf, rows: Rows) -> Cut:
+    def _rows(self, leaf: Leaf, rows: Rows) -> ShardParts:
         piece = self._checkpoint.read(leaf.name, *rows)
         self._transfer.inspect(leaf.name, piece)
         piece = cast(piece, self._entries[leaf.name].dtype)
-        return Cut([contiguous(piece.t()) if leaf.is_transposed else piece], rows, checksum_of(piece))
+        return ShardParts([contiguous(piece.t()) if leaf.is_transposed else piece], rows, checksum_of(piece))
 
-    def _columns(self, leaf: Leaf) -> Cut:
+    def _columns(self, leaf: Leaf) -> ShardParts:
         name, entry, digest = leaf.name, self._entries[leaf.name], xxhash.xxh3_128()
         width = entry.shape[1] // self.num_shards
         parts = [borrow_tensor((entry.rows, width), entry.dtype) for _ in range(self.num_shards)]
@@ -164,16 +164,16 @@ class MeshWriter:
                     else:
                         part[start:stop] = columns
                 start = stop
-        return Cut(parts, (0, entry.rows), digest.hexdigest())
+        return ShardParts(parts, (0, entry.rows), digest.hexdigest())
 
-    def _zeros(self, leaf: Leaf) -> Cut:
+    def _zeros(self, leaf: Leaf) -> ShardParts:
         entry = self._entries[leaf.name]
-        return Cut([torch.zeros(entry.shape[1:], dtype=entry.dtype)] * self.num_shards)
+        return ShardParts([torch.zeros(entry.shape[1:], dtype=entry.dtype)] * self.num_shards)
 
-    def _shared(self, leaf: Leaf) -> Cut:
+    def _shared(self, leaf: Leaf) -> ShardParts:
         entry = self._entries[leaf.name]
         whole = self._checkpoint.read(leaf.name)
         self._transfer.inspect(leaf.name, whole)
         whole = cast(whole, entry.dtype)
         part = whole / self.num_shards if leaf.join == "sum" else whole
-        return Cut([part] * self.num_shards, (0, entry.rows), checksum_of(whole))
+        return ShardParts([part] * self.num_shards, (0, entry.rows), checksum_of(whole))

@@ -1,4 +1,4 @@
-"""numpy's ``.npz`` as `numpy.savez` writes it: a zip of arrays as they are, found by their places in the file."""
+"""Read and write NumPy's ``.npz`` as `numpy.savez` does: a zip of stored arrays, read by their offsets."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ HEADER_BYTES = 1024  # of an array, at most
 
 
 @dataclass(frozen=True)
-class Array:
-    """An array in a file.
+class NpzArray:
+    """Array in a file.
 
     Attributes:
-        path: of the file.
-        name: in the file.
-        entry: its type, its shape as it lies there, and where.
-        is_reversed: whether it lies there in Fortran's order, so that `read` turns it round.
-        head: what stands before its data in the zip's member.
+        path: the file.
+        name: name in the file.
+        entry: type, stored shape and offset.
+        is_reversed: whether it is stored in Fortran order, so that `read` transposes it.
+        head: header bytes before the data in the zip's member.
         crc: CRC-32 of head and data.
     """
 
@@ -50,7 +50,7 @@ class Array:
         """Return the array.
 
         Raises:
-            DataError: it is not what was written.
+            DataError: the checksum differs.
         """
         tensor = read_rows(self.path, self.entry)
         data = tensor.reshape(-1).view(torch.uint8).numpy().data
@@ -59,7 +59,7 @@ class Array:
         return tensor.permute(*reversed(range(tensor.ndim))) if self.is_reversed else tensor
 
 
-def arrays_of(path: Path) -> list[Array]:
+def arrays_of(path: Path) -> list[NpzArray]:
     """Return the arrays of a file in the order in which they were saved, ``arr_0``, ``arr_1``, ...
 
     Raises:
@@ -80,7 +80,7 @@ def arrays_of(path: Path) -> list[Array]:
         raise DataError(f"{path}: truncated or corrupt ({error}); get the file again") from error
 
 
-def _array(path: Path, file: BinaryIO, members: dict[str, zipfile.ZipInfo], number: int) -> Array:
+def _array(path: Path, file: BinaryIO, members: dict[str, zipfile.ZipInfo], number: int) -> NpzArray:
     name = f"arr_{number}"
     member = members.get(f"{name}.npy")
     if member is None:
@@ -104,11 +104,11 @@ def _array(path: Path, file: BinaryIO, members: dict[str, zipfile.ZipInfo], numb
             f"{path}: {name} has {member.file_size} bytes, its header says {start - begin + entry.num_bytes}"
         )
     file.seek(begin)
-    return Array(path, name, entry, is_reversed, file.read(start - begin), member.CRC)
+    return NpzArray(path, name, entry, is_reversed, file.read(start - begin), member.CRC)
 
 
 class NpzWriter:
-    """Writes arrays one after the other, as `numpy.savez` names them; use it in a ``with`` block."""
+    """Writer of arrays, named as by `numpy.savez`; use it in a ``with`` block."""
 
     def __init__(self, file: PageWriter) -> None:
         # As it cannot seek, the checksums come behind the arrays; readers take them from the zip's directory.

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format (https://huggingface.co/docs/peft/developer_guides/checkpoint): read, written, merged."""
+"""Read, write and merge adapters in PEFT's format (https://huggingface.co/docs/peft/developer_guides/checkpoint)."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ UNSUPPORTED = {
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter's folder, opened.
+    """Opened adapter.
 
     Attributes:
-        folder: it.
-        ranks: the linear layers that it is for, by Hugging Face's names.
-        shard: where the matrices are, in PEFT's names.
-        transposed: those of the linear layers whose weight is stored (in, out).
+        folder: the adapter's folder.
+        ranks: rank and scaling of each adapted linear layer, by Hugging Face's names.
+        shard: file of the matrices, under PEFT's names.
+        transposed: linear layers whose weight is stored (in, out).
     """
 
     folder: Path
@@ -63,7 +63,7 @@ class Adapter:
 
 
 class MergedCheckpoint(Checkpoint):
-    """A checkpoint whose weights have an adapter added, in their own types."""
+    """Checkpoint with an adapter merged into its weights, in their own types."""
 
     def __init__(self, base: Checkpoint, adapter: Adapter) -> None:
         super().__init__(base.folder, {})
@@ -166,18 +166,18 @@ def write_adapter(
     layers: Iterable[Mapping[str, Tensor]],
     files: Mapping[str, str],
 ) -> None:
-    """Write an adapter's folder; it appears under its name only when it is whole and on the disk.
+    """Write an adapter's folder, atomically.
 
     Args:
-        folder: where to; it must not exist.
-        base: folder of the model that it is for, whose tokenizer files are copied.
-        settings: what PEFT's configuration says beside what all adapters made here have in common.
-        layers: the matrices by PEFT's names without their prefix, layer by layer.
-        files: texts by file name.
+        folder: target, which must not exist.
+        base: folder of the base model, whose tokenizer files are copied.
+        settings: fields of PEFT's configuration that differ between adapters.
+        layers: matrices by PEFT's names without their prefix, layer by layer.
+        files: other texts of the folder, by file name.
 
     Raises:
-        UsageError: the folder exists.
-        ResourceError: the disk is full, or fails.
+        UsageError: the folder exists, or cannot be written.
+        ResourceError: the disk is full.
     """
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base.resolve()), **settings,

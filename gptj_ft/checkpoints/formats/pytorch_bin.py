@@ -1,4 +1,4 @@
-"""PyTorch's ``.bin``: nothing but tensors is ever unpickled, and data are read from the file a few rows at a time."""
+"""Read PyTorch's ``.bin``, a few rows at a time; nothing but tensors is ever unpickled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gptj_ft.errors import DataError
 
 
 class PickleShard:
-    """A ``torch.save`` file of tensors."""
+    """Weight file written by ``torch.save``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

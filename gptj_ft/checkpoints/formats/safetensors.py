@@ -1,4 +1,4 @@
-"""Safetensors (https://huggingface.co/docs/safetensors): checked when opened, then read some rows at a time.
+"""Read and write safetensors (https://huggingface.co/docs/safetensors): checked when opened, read a few rows at a time.
 
 8 bytes, the header's length, little-endian; a JSON header ``{name: {dtype, shape, data_offsets}}``; then the data.
 """
@@ -38,7 +38,7 @@ def open_shard(path: Path) -> Shard:
 
 
 class SafetensorsShard:
-    """A safetensors file; checked against its size when opened, opened anew for each tensor."""
+    """Safetensors file, checked against its size when opened, and opened anew for each tensor."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""A model's shape as mesh-transformer-jax, Cerebras or Hugging Face write it -> Hugging Face's ``config.json``."""
+"""Translate the config of mesh-transformer-jax or Cerebras into Hugging Face's ``config.json``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What weight files of every format have in common: named tensors, read whole or some rows at a time."""
+"""Describe and read the named tensors of a weight file, whole or a few rows at a time."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PIECE_BYTES = 32 << 20  # of what is read at a time where a file leaves the choi
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file says about one tensor.
+    """Type, shape and place of a tensor in a file.
 
     Attributes:
-        dtype: of its numbers.
-        shape: as the model has it.
-        offset: of its first byte in the file, where the file has it in one piece, row after row; else 0.
+        dtype: number type.
+        shape: shape in the model.
+        offset: first byte in the file, in bytes, if the tensor is contiguous there; else 0.
     """
 
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class TensorInfo:
 
 
 class Shard(Protocol):
-    """A weight file, or several that hold the same tensors in parts, that was opened."""
+    """Opened weight file, or several that hold the same tensors in parts."""
 
     path: Path
     entries: Mapping[str, TensorInfo]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from gptj_ft.checkpoints.convert import Conversion, ConvertReport
-    from gptj_ft.checkpoints.open import Form
+    from gptj_ft.checkpoints.open import CheckpointFormat
 
 
 def convert(
@@ -172,7 +172,9 @@ def _downloaded() -> Path:
     return source
 
 
-def _check(first: Path | None, second: Path | None, form: Form | None, config: Path | None, out: Output) -> None:
+def _check(
+    first: Path | None, second: Path | None, form: CheckpointFormat | None, config: Path | None, out: Output
+) -> None:
     """Compare two checkpoints."""
     from tempfile import TemporaryDirectory
 
@@ -195,7 +197,7 @@ def _check(first: Path | None, second: Path | None, form: Form | None, config: P
     out.finish(asdict(found), "", lambda console: say(console, text))
 
 
-def _form_of(name: str) -> Form | None:
+def _form_of(name: str) -> CheckpointFormat | None:
     named = _one_of("--from", name, ("auto", "huggingface", "mesh", "cerebras"))
     return None if named == "auto" else named  # type: ignore[return-value]
 
@@ -219,12 +221,12 @@ def _bytes_of(size: str) -> int:
 
 def send(folder: Path, repository: str, is_public: bool, dry_run: bool, out: Output) -> None:
     """Send a model folder to the Hub, or with ``dry_run`` only say what would go."""
-    from gptj_ft.checkpoints.push import left_behind, pack, push
+    from gptj_ft.checkpoints.push import files_left_out, files_to_push, push
     from gptj_ft.cli.terminal.screen import console_for, say
     from gptj_ft.system.units import gigabytes
 
-    parcels = pack(folder)
-    kept, total = left_behind(folder, parcels), sum(parcel.bytes for parcel in parcels)
+    parcels = files_to_push(folder)
+    kept, total = files_left_out(folder, parcels), sum(parcel.bytes for parcel in parcels)
     files = [{"name": each.name, "bytes": each.bytes, "left_out": each.left_out} for each in parcels]
     facts = {"dry_run": dry_run, "folder": str(folder), "repository": repository, "public": is_public, "bytes": total}
     facts |= {"files": files, "stays": kept}

@@ -38,13 +38,13 @@ def download(
     """
     from dataclasses import asdict
 
-    from gptj_ft.checkpoints.download import Wanted
+    from gptj_ft.checkpoints.download import DownloadRequest
     from gptj_ft.checkpoints.download import download as fetch
     from gptj_ft.models.supported import DEFAULT_REPOSITORY
 
     if variant not in (None, "fp32", "fp16"):
         raise UsageError(f"--variant {variant}: fp32 or fp16")
-    wanted = Wanted(repository or DEFAULT_REPOSITORY, revision, variant, endpoint)  # type: ignore[arg-type]
+    wanted = DownloadRequest(repository or DEFAULT_REPOSITORY, revision, variant, endpoint)  # type: ignore[arg-type]
     out = Output(as_json, quiet)
     with (
         stop_says(lambda: "stopped; what was fetched is kept, and the same command goes on from there"),
