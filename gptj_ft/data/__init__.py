@@ -1,1 +1,1 @@
-"""From files to batches: records -> fields -> template -> prepare, then batches addressed by step."""
+"""Turn files of rows into tokenized documents, and these into batches addressed by step."""

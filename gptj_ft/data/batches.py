@@ -1,4 +1,4 @@
-"""Which rows a step takes, and how they are packed. A step is addressed by its number alone: nothing is replayed."""
+"""Select the rows of a step and pack them; a step is addressed by its number alone, nothing is replayed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Slice = tuple[int, int, int]  # a document, and which of its tokens: the first, 
 
 
 class Document(NamedTuple):
-    """What attention does not leave.
+    """A document: attention stays inside it.
 
     Attributes:
         ids: its tokens.
@@ -43,7 +43,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """What training needs of prepared rows.
+    """The training set: documents, or windows filled with them.
 
     Attributes:
         documents: token ids of each; of a table, read from its memory-mapped file when asked for.
@@ -120,7 +120,7 @@ class Rows:
         return [Document(piece, window=self.most_inputs) for piece in pieces]
 
     def prompt(self, index: int) -> Sequence[int]:
-        """Return all of a row that comes before its last stretch of targets."""
+        """Return the part of a row before its last span of targets."""
         ids, untrained = self.documents[index], self.untrained[index] if self.untrained else ()
         return ids[: untrained[-1] if untrained else self.prompt_lengths[index]]
 
@@ -132,12 +132,12 @@ class Rows:
 
 
 def steps_per_epoch(num_rows: int, batch_size: int) -> int:
-    """Return the optimizer steps of one pass over the rows; the last may take fewer rows than the others."""
+    """Count the optimizer steps of an epoch; the last may take fewer rows than the others."""
     return -(-num_rows // batch_size)
 
 
 def rows_of_step(step: int, num_rows: int, batch_size: int, seed: int) -> list[int]:
-    """Return the rows of one optimizer step.
+    """Select the rows of one optimizer step.
 
     Each epoch takes every row once, in an order that depends on (seed, epoch) alone; no step straddles two epochs.
 
@@ -170,7 +170,7 @@ def micro_batches(
     untrained: Sequence[Sequence[int]] | None = None,
     window: int | None = None,
 ) -> list[PackedBatch]:
-    """Pack documents into as few micro-batches of at most ``budget_tokens`` tokens as come of first fit; no padding.
+    """Pack documents into micro-batches of at most ``budget_tokens`` tokens by first fit decreasing; no padding.
 
     The longest go first, each into the first micro-batch with room (first fit decreasing, within 11/9 of the fewest:
     Johnson, "Near-optimal bin packing algorithms", 1973). A document above the budget has one to itself. Documents of
@@ -197,7 +197,7 @@ def micro_batches(
 
 
 def first_fit(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
-    """Return which documents, by their lengths, share a micro-batch; see `micro_batches`."""
+    """Group documents into micro-batches by their lengths; see `micro_batches`."""
     groups: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):

@@ -1,4 +1,4 @@
-"""Conversations: what a cell of messages holds, and which parts of it are trained on.
+"""Read conversations, mask their questions, and export a recipe's prompt as a chat template.
 
     prompt of the messages before an answer | answer | what the template puts before the next one | answer | ...
 
@@ -82,7 +82,7 @@ def asked(text: str) -> Conversation:
 
 
 def up_to_the_last_answer(conversation: Conversation) -> Conversation:
-    """Leave out what follows the last answer.
+    """Drop the messages after the last answer.
 
     Raises:
         RowSkipped: there is none, or nothing before it.
@@ -96,7 +96,7 @@ def up_to_the_last_answer(conversation: Conversation) -> Conversation:
 
 
 def parts_of(recipe: Recipe, conversation: Conversation) -> list[tuple[str, bool]]:
-    """Return the texts of a conversation that ends with an answer, each with whether it is trained on.
+    """Render a conversation that ends with an answer: texts, each with whether it is trained on.
 
     Raises:
         UsageError: what the template makes of the first messages changes when others follow.
@@ -118,7 +118,7 @@ def parts_of(recipe: Recipe, conversation: Conversation) -> list[tuple[str, bool
 
 
 def shorter(conversation: Conversation) -> Iterable[Conversation]:
-    """Yield the conversation without its oldest messages, one less each time; what the system says stays.
+    """Yield the conversation without its oldest messages, one less each time; the system message stays.
 
     Each begins with a message of the user, and has all from there on.
     """
@@ -148,7 +148,7 @@ _SAMPLES = (
 
 
 def chat_template(recipe: Recipe) -> str | None:
-    """Return a chat template that makes of messages what the recipe's prompt makes of them, to the last character.
+    """Return a chat template of `transformers` that renders messages as the recipe's prompt does, to the character.
 
     ``None``: the prompt has several fields or none, or comes out otherwise in the environment of `transformers`.
     """

@@ -1,4 +1,4 @@
-"""Which column of the data is which field of the templates, and what a cell says as text."""
+"""Map columns of the data to fields of the templates, and read cells as texts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ JOINED = "+"  # between the columns of a field that has several
 
 
 class FieldTexts(NamedTuple):
-    """A row, ready for the templates.
+    """The fields of a row, ready for the templates.
 
     Attributes:
         values: field -> text, or `Conversation`; of several answers the first.
@@ -51,7 +51,7 @@ def recipe_fields(recipe: Recipe) -> tuple[str, ...]:
 
 
 class UnknownColumn(DataError):
-    """It is not clear which column a field is.
+    """The column of a field is missing or ambiguous.
 
     Attributes:
         field: of the templates.
@@ -64,7 +64,7 @@ class UnknownColumn(DataError):
 
 
 def choose_columns(found: Iterable[str], recipe: Recipe, fields: Sequence[str] | None = None) -> dict[str, str]:
-    """Return field -> column: for each field the one recognised name that is there, whatever its case.
+    """Map each field to the one column of a recognised name, ignoring case.
 
     Of several, the one called as the field is, or as the recipe's first name for it, is taken; else it is not clear.
     A field of the answer may have several columns, each an answer: ``summary1+summary2``, or ``summary*`` in a `map`.
@@ -101,7 +101,7 @@ def choose_columns(found: Iterable[str], recipe: Recipe, fields: Sequence[str] |
 
 
 def _recognised(field: str, free: Sequence[str], names: Sequence[str]) -> str:
-    """Return the column of a field, of those that no other has taken."""
+    """Return the column of a field among those that no other field has."""
     # An exact name before one that differs in case.
     by_name = {column.strip().casefold(): column for column in reversed(free)} | {column: column for column in free}
 
@@ -133,7 +133,7 @@ def _recognised(field: str, free: Sequence[str], names: Sequence[str]) -> str:
 
 
 def _columns_of_turns(columns: Sequence[str], recipe: Recipe) -> dict[str, str]:
-    """Return the columns of a question and its answer, where conversations are wanted and there is no other column."""
+    """Map the columns of question and answer, where the recipe wants conversations and no column holds messages."""
     names = {name.casefold() for name in recipe.fields.get(MESSAGES, (MESSAGES,))}
     if not is_chat(recipe) or MESSAGES in recipe.map or any(column.strip().casefold() in names for column in columns):
         return {}
@@ -143,7 +143,7 @@ def _columns_of_turns(columns: Sequence[str], recipe: Recipe) -> dict[str, str]:
 
 
 def _mapped(field: str, columns: Sequence[str], recipe: Recipe) -> str:
-    """Return the column that the user has named for a field; of several, in their order, with ``+`` between them."""
+    """Return the column that `--map` names for a field; several are joined by ``+``, in natural order."""
     named = recipe.map[field]
     if named in columns:
         return named
@@ -161,12 +161,12 @@ def _mapped(field: str, columns: Sequence[str], recipe: Recipe) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return what puts summary10 behind summary9."""
+    """Return the key of natural order: summary10 after summary9."""
     return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
 def columns_of(column: str, there: Container[str]) -> list[str]:
-    """Return the columns of a field: the one, or those whose names stand in it with ``+`` between them.
+    """Return the columns of a field: the one, or those joined by ``+``.
 
     Args:
         column: as `choose_columns` returns it.
@@ -176,7 +176,7 @@ def columns_of(column: str, there: Container[str]) -> list[str]:
 
 
 def is_column_for(column: str, names: Iterable[str]) -> bool:
-    """Tell whether a column, or all of several, may be what names or patterns of columns stand for."""
+    """Tell whether a column, or all of several, matches one of the names or patterns."""
     wanted = [name.strip().casefold() for name in names]
     if (whole := column.strip().casefold()) in wanted:
         return True
@@ -185,7 +185,7 @@ def is_column_for(column: str, names: Iterable[str]) -> bool:
 
 
 def _how_to_name(field: str, free: Sequence[str]) -> str:
-    """Return what to type where no column is recognised."""
+    """Return the option to type where no column is recognised."""
     separator = next((each for each in NOT_IN_A_NAME if len(free) == 1 and each in free[0]), None)
     if separator is not None:
         name = "tab" if separator == "\t" else quoted(separator)
@@ -194,20 +194,20 @@ def _how_to_name(field: str, free: Sequence[str]) -> str:
 
 
 def _pair(field: str, column: str) -> str:
-    """Return what names a column, as a shell takes it; COLUMN stands for one that cannot be typed there."""
+    """Return ``FIELD=COLUMN`` quoted for a shell; COLUMN stands for a name that cannot be typed."""
     can_be_typed = column.strip() and shortened(column) == column and not any(each in column for each in NOT_IN_A_NAME)
     return quoted(f"{field}={column}") if can_be_typed else f"{field}=COLUMN"
 
 
 def _listed(columns: Sequence[str]) -> str:
-    """Return column names for a message; where the header is missing they are the first row's texts, so not in full."""
+    """List column names for a message, shortened: without a header they are the first row's texts."""
     names = [shortened(name) for name in columns]
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return ", ".join(names[:NAMES_SHOWN]) + more or "none"
 
 
 def text_of(value: Any) -> str | None:
-    """Return a cell as text; lists are joined by blanks; ``None`` if there is nothing.
+    """Convert a cell to text; lists are joined by blanks; ``None`` if it is empty.
 
     Raises:
         RowSkipped: an object.
@@ -279,7 +279,7 @@ class FieldReader:
         return FieldTexts(values, references, _answer_at(row, columns, recipe, values, answers))
 
     def _one_text_each(self, row: Mapping[str, Any]) -> dict[str, str] | None:
-        """Return field -> text, if every cell is a text, as most are; `_alternatives` would say the same."""
+        """Return field -> text if every cell is a text, as most are: the fast path of `_alternatives`."""
         values = {}
         for field, column in self._columns.items():
             cell = row.get(column)
@@ -329,7 +329,7 @@ class FieldReader:
         return [] if text is None else [text]
 
     def _word_for(self, label: str) -> str:
-        """Return the word for a label of the data; whole numbers may be written as 1.0 there."""
+        """Translate a label of the data to its word; whole numbers may be written as 1.0 there."""
         text = label.strip().casefold()
         word = self._words.get(text) or self._words.get(text.removesuffix(".0"))
         if word is None:
@@ -362,7 +362,7 @@ def _read_chat(row: Mapping[str, Any], columns: Mapping[str, str]) -> FieldTexts
 def _answer_at(
     row: Mapping[str, Any], columns: Mapping[str, str], recipe: Recipe, values: Mapping[str, str], answers: set[str]
 ) -> int | None:
-    """Return where the answer is in the document: where the data says, if that is so, else where it is found."""
+    """Return the position of the answer in the document: as the data says, if that is right, else by search."""
     if recipe.cut != "answer" or recipe.shorten not in values:
         return None
     document, whole = values[recipe.shorten], row.get(columns[recipe.shorten])

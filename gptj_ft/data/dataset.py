@@ -1,4 +1,4 @@
-"""Prepared data: a table of tokens with its report; saved, loaded, checked against a recipe."""
+"""Save and load prepared data (a table of tokens with its report); check it against a recipe and a model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Report:
-    """What became of the rows.
+    """Counts, warnings and digests of prepared rows.
 
     ``rows_*`` speak of the files; ``windows``, ``tokens``, ``target_tokens`` and ``longest`` of the documents at hand,
     which are fewer once some are held out.
@@ -105,12 +105,12 @@ class Report:
         return hashlib.sha256(json.dumps(dict(self.settings), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
+        """Convert to JSON values."""
         return {**asdict(self), "settings_sha256": self.settings_sha256}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Report:
-        """Read what `to_dict` returned."""
+        """Restore from the values of `to_dict`."""
         known = {name: values[name] for name in cls.__dataclass_fields__}
         known |= {name: tuple(known[name]) for name in ("files", "notes")}
         for name in ("rows_skipped", "warnings"):
@@ -120,7 +120,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows as tokens, and how they came about.
+    """Tokenized rows with their report.
 
     Attributes:
         rows: ``input_ids`` (int32 list), ``prompt_length``, ``references`` (acceptable completions, for scoring),
@@ -139,7 +139,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def save(prepared: Prepared, folder: Path) -> None:
-    """Write a new folder: all of it or nothing. Of several processes that write the same one, the first wins.
+    """Write a new folder atomically; of several processes that write the same one, the first wins.
 
     Raises:
         UsageError: it exists, perhaps only since this began, or cannot be written.
@@ -167,7 +167,7 @@ def save(prepared: Prepared, folder: Path) -> None:
 
 
 def load(folder: Path) -> Prepared:
-    """Open prepared data, memory-mapped, after one pass over its files to compare their digests.
+    """Open prepared data, memory-mapped, after comparing the digest of its rows.
 
     Raises:
         UsageError: the folder holds none.
@@ -223,14 +223,14 @@ def check_compatible(prepared: Prepared, recipe: Recipe, tokenizer: RowTokenizer
 
 
 def group_of(recipe: Recipe, values: Mapping[str, Any]) -> int:
-    """Return a number for the document of a row: that of its `shorten` field, else of all that the model is given."""
+    """Hash the document of a row: its `shorten` field, else the whole input of the model."""
     inputs = fields_of(recipe.prompt or recipe.completion)
     names = (recipe.shorten,) if recipe.shorten in inputs else inputs
     return number_of("\0".join(str(values[name]).strip() for name in names).encode())
 
 
 def number_of(content: bytes) -> int:
-    """Return a number for some content, the same for the same."""
+    """Hash content to a signed 64-bit integer."""
     return xxhash.xxh3_64_intdigest(content) - 2**63
 
 
@@ -238,7 +238,7 @@ CHECKED = ("input_ids", "prompt_length", "untrained")
 
 
 def check_tokens(prepared: Prepared, where: Path, vocab_size: int, max_length: int) -> None:
-    """Check that every row is one that preparing could have made for a model.
+    """Check token ids, lengths and masks of prepared rows against a model.
 
     Args:
         prepared: the rows.
@@ -269,7 +269,7 @@ NO_TARGET = "no token that is trained on"
 
 
 def _problems(batch: pyarrow.RecordBatch, vocab_size: int, max_length: int) -> Iterator[tuple[int, str]]:
-    """Yield (row, what is wrong with it); of several problems of a row the first to be looked for comes last."""
+    """Yield (row, problem); of several problems of a row the most basic comes last."""
     tokens, prompts, untrained = (batch.column(name) for name in CHECKED)
     starts, gap_starts = bounds_of(tokens), bounds_of(untrained)
     ids = numbers_of(tokens.flatten())

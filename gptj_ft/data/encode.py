@@ -1,4 +1,4 @@
-"""A row's texts -> token ids, by the recipe's templates. Training and inference both come through here.
+"""Encode rows as token ids by the recipe's templates, for training and inference alike.
 
     prompt tokens | completion tokens | EOS          loss on completion and EOS
 
@@ -44,14 +44,14 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model continues; ``cut`` tells whether the document lost a part."""
+    """Token ids of a prompt; ``cut`` tells whether its document was truncated."""
 
     ids: list[int]
     cut: bool
 
 
 def check_templates(recipe: Recipe) -> None:
-    """Check what the templates and the length policy say of each other.
+    """Check templates and length policy against each other.
 
     Raises:
         UsageError: `shorten` names no field of the prompt, the completion has no field, or `split` is asked for with
@@ -70,7 +70,7 @@ def check_templates(recipe: Recipe) -> None:
 
 
 def parts(recipe: Recipe, values: Mapping[str, Any]) -> list[Part]:
-    """Return the texts of a row: prompt and completion; of a conversation, as many of both as there are answers.
+    """Render the texts of a row: prompt and completion; of a conversation, one pair for each answer.
 
     Args:
         recipe: its templates.
@@ -89,7 +89,7 @@ def parts(recipe: Recipe, values: Mapping[str, Any]) -> list[Part]:
 
 
 def eos_of(tokenizer: RowTokenizer) -> int:
-    """Return the id that ends every document.
+    """Return the token id that ends every document.
 
     Raises:
         UsageError: the tokenizer has none, or there is no tokenizer.
@@ -105,7 +105,7 @@ def eos_of(tokenizer: RowTokenizer) -> int:
 
 
 def encode(recipe: Recipe, tokenizer: RowTokenizer, values: Mapping[str, Any], answer_at: int | None = None) -> Encoded:
-    """Return a row as tokens: prompt, completion, EOS; at most `max_length` of them.
+    """Encode a row: prompt, completion, EOS; at most `max_length` tokens.
 
     Args:
         recipe: its templates and length policy.
@@ -156,7 +156,7 @@ def assemble(
 
 
 def from_tokens(recipe: Recipe, ids: list[int], trained: Any) -> Encoded:
-    """Return a row that came as tokens, as it is; one that is too long is split if all of it is trained on.
+    """Encode a row that came as tokens; one that is too long is split if all of it is trained on.
 
     `max_length` bounds its inputs: the last target may be the token after them, as in windows that other systems have
     made of so many inputs and so many targets.
@@ -193,7 +193,7 @@ def from_tokens(recipe: Recipe, ids: list[int], trained: Any) -> Encoded:
 
 
 def _flat(trained: Any) -> list[int]:
-    """Return pairs, or numbers, as one list of numbers; of anything else one that no row has.
+    """Flatten pairs of numbers, or numbers; anything else becomes a list that no row has.
 
     >>> _flat([[2, 5], [7, 9]]), _flat([2, 5, 7, 9]), _flat("2-5")
     ([2, 5, 7, 9], [2, 5, 7, 9], [-1])
@@ -205,7 +205,7 @@ def _flat(trained: Any) -> list[int]:
 
 
 def encode_prompt(recipe: Recipe, tokenizer: RowTokenizer, values: Mapping[str, Any], room: int) -> Prompt:
-    """Return the prompt of one row, shortened as in training.
+    """Encode the prompt of a row, truncated as in training.
 
     Without a prompt template (plain text) the text itself is continued, and of a long one its end is kept.
 
@@ -271,5 +271,5 @@ def _refuse_if_not_to_be_shortened(recipe: Recipe, num_tokens: int) -> None:
 
 
 def _windows(ids: Sequence[int], length: int) -> tuple[Sequence[int], ...]:
-    """Cut plain text; a window starts with the token the last one ended with, so that each is a target once."""
+    """Split plain text into windows that overlap by one token, so that every token but the first is a target once."""
     return tuple(ids[start : start + length] for start in range(0, len(ids) - 1, length - 1))

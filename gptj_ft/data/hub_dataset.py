@@ -1,4 +1,4 @@
-"""Rows from a data set on the Hugging Face Hub: a name -> a folder of files, fetched once, known by its commit.
+"""Fetch data sets of the Hugging Face Hub: a reference becomes a folder of files, pinned to a commit.
 
 ``hub:owner/name/config:split@revision``; what comes behind ``owner/name`` may be left out. The files of one part go to
 ``datasets/owner--name@COMMIT/config/split/`` in `home`; a note beside tells what a name stood for when it was last
@@ -57,7 +57,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the rows of a repository are.
+    """Files of rows in a repository, by configuration and split.
 
     Attributes:
         configs: configuration -> split -> names of files, all of one format.
@@ -86,7 +86,7 @@ class Layout:
         return Part(name or "", split, files) if files else None
 
     def what_is_missing(self, repository: str, config: str, split: str) -> str:
-        """Say why `find` found nothing, and what there is."""
+        """Explain why `find` found nothing, and list what there is."""
         name = config or self.default or ""
         splits = self.configs.get(name)
         if splits:
@@ -112,7 +112,7 @@ class Layout:
 
 
 def layout_of(repository: str, names: Iterable[str], card: Mapping[str, Any]) -> Layout:
-    """Find the rows of a repository.
+    """Find the files of rows of a repository.
 
     Args:
         repository: ``owner/name``.
@@ -133,7 +133,7 @@ def layout_of(repository: str, names: Iterable[str], card: Mapping[str, Any]) ->
 
 
 def format_of(name: str) -> str:
-    """Return the format of rows that a name tells; empty for what is read by nobody, hidden or metadata."""
+    """Return the format by a file's name; empty for unknown suffixes, hidden files and metadata."""
     path = PurePosixPath(name)
     if path.name in NOT_ROWS or any(part.startswith(".") for part in path.parts):
         return ""
@@ -149,7 +149,7 @@ def _default_of(configs: Mapping[str, object]) -> str | None:
 
 
 def _by_card(names: list[str], entry: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the splits of a configuration as the card has it: patterns, by split or for `TRAIN`."""
+    """Return the splits of a configuration by the card's patterns."""
     folder = str(entry.get("data_dir") or "").strip("/")
     inside = [name for name in names if not folder or name.startswith(f"{folder}/")]
     splits: dict[str, list[str]] = {}
@@ -167,7 +167,7 @@ def _by_card(names: list[str], entry: Mapping[str, Any]) -> dict[str, tuple[str,
 
 
 def _by_names(names: list[str], may_be_unnamed: bool) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Return configurations and splits by names of files and folders.
+    """Infer configurations and splits from the names of files and folders.
 
     Folders in which splits are named are configurations. Where no split is named at all, everything is `TRAIN`, if that
     may be; but a lone text file may be a licence.
@@ -184,7 +184,7 @@ def _by_names(names: list[str], may_be_unnamed: bool) -> dict[str, dict[str, tup
 
 
 def _place(name: str) -> tuple[str, str]:
-    """Return configuration and split that a path tells; an empty split if none.
+    """Infer configuration and split from a path; the split is empty if there is none.
 
     ``data/train-00000-of-00002.parquet``, ``en/validation.jsonl.gz``, ``dev/part-1.csv``, and the Hub's conversion:
     ``en/train/0000.parquet``.
@@ -244,7 +244,7 @@ COMMIT = re.compile("[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class Reference:
-    """What a user names: an empty config is the default one, an empty revision the main branch."""
+    """A reference to rows on the Hub; an empty config is the default one, an empty revision the main branch."""
 
     repository: str
     config: str
@@ -258,7 +258,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Note:
-    """What a reference stood for.
+    """A resolved reference.
 
     Attributes:
         pinned: the same with config and commit.
@@ -274,12 +274,12 @@ class Note:
 
 
 def is_reference(data: str) -> bool:
-    """Tell whether rows are named on the Hub."""
+    """Tell whether a name refers to the Hub."""
     return data.startswith(PREFIX)
 
 
 def parse(data: str) -> Reference:
-    """Read a name.
+    """Parse a reference.
 
     Raises:
         UsageError: it is none.
@@ -300,7 +300,7 @@ def datasets() -> Path:
 
 
 def local_folder(data: str) -> Path:
-    """Return the folder of files that a name stands for; uses no network.
+    """Return the local folder of a reference; uses no network.
 
     Raises:
         UsageError: it has not been fetched.
@@ -378,7 +378,7 @@ def _fetch(reference: Reference, say: Callable[[str], None], progress: Callable[
 
 
 def _locate(reference: Reference) -> tuple[Repository, Part]:
-    """Ask the Hub which files are meant: of the repository, else of the Hub's conversion of its main branch.
+    """Resolve a reference on the Hub: files of the repository, else of the Hub's conversion of its main branch.
 
     Raises:
         UsageError: none; says what there is.
@@ -406,7 +406,7 @@ def _conversion(name: str) -> tuple[Repository | None, Layout]:
 
 
 def _note(reference: Reference) -> Note | None:
-    """Return what a reference stood for, if its files are still there."""
+    """Return a resolved reference if its files are still there."""
     try:
         values = json.loads(read_text(_note_file(reference)))
         note = Note(**{**values, "files": tuple(HubFile(**file) for file in values["files"])})
@@ -424,6 +424,6 @@ def _note_file(reference: Reference) -> Path:
 
 
 def _segment(name: str) -> str:
-    """Return a name as one part of a path, of which no other name can be the same; never hidden, nor a way out."""
+    """Quote a name as one part of a path: unambiguous, never hidden, never leading outside."""
     quoted = quote(name, safe="@")
     return f"%2E{quoted[1:]}" if quoted.startswith(".") else quoted

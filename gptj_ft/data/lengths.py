@@ -1,4 +1,4 @@
-"""How long rows are: what decides what a run costs, and what padding would have cost."""
+"""Count the tokens of rows: histogram, share of the window, and the cost that padding would have had."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Bin:
-    """How many rows have ``first`` to ``last`` tokens, both included."""
+    """A bin of a histogram: rows of ``first`` to ``last`` tokens, both included."""
 
     first: int
     last: int

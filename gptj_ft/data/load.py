@@ -1,4 +1,4 @@
-"""Load the rows of a run: prepared ones as they are, others prepared on the spot."""
+"""Load the rows of a run: prepared data as it is; files are prepared on the spot, and kept in a cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gptj_ft.system.paths import make_home, part_of_home
 
 @dataclass(frozen=True)
 class Kept:
-    """Data that is kept: its folder, bytes on the disk, the files it came from, and rows."""
+    """A cache entry: folder, bytes on disk, source files, number of rows."""
 
     folder: Path
     bytes: int
@@ -38,7 +38,7 @@ def prepare_once(
     vocab_size: int,
     progress: Callable[[int], None] | None = None,
 ) -> Prepared:
-    """Return rows as tokens: those that are kept from before, else made now, as `prepare` does, and kept.
+    """Return prepared rows from the cache; else prepare them, and add them to the cache.
 
     What cannot be kept (no space, no permission) is made all the same. Where another process has made the same
     meanwhile, that is taken.
@@ -66,7 +66,7 @@ def prepare_once(
 
 
 def kept() -> list[Kept]:
-    """Return what is kept, the largest first."""
+    """List the cache entries, the largest first."""
     found = []
     for folder in cache().glob("*"):
         if is_prepared(folder):
@@ -80,19 +80,19 @@ def kept() -> list[Kept]:
 
 
 def clear() -> int:
-    """Remove everything that is kept; return the bytes that are free now."""
+    """Empty the cache; return the bytes freed."""
     size = disk_bytes(files_in(cache()))
     discard(cache())
     return size
 
 
 def cache() -> Path:
-    """Return the folder in which prepared data is kept."""
+    """Return the cache folder of prepared data."""
     return part_of_home("data")
 
 
 def _key(recipe: Recipe, tokenizer: RowTokenizer, source: Source, vocab_size: int) -> str:
-    """Return the name of what would come out: a digest of all that it depends on."""
+    """Return the cache key: a digest of everything that the result depends on."""
     parts = {
         "version": VERSION,
         "source": str(source.path.resolve()),  # the report names it, row by row
@@ -108,7 +108,7 @@ def _key(recipe: Recipe, tokenizer: RowTokenizer, source: Source, vocab_size: in
 
 
 def data_path(data: str | None) -> Path:
-    """Return the path of the rows; of those on the Hub, where they have been fetched to.
+    """Return the path of the rows; of those on the Hub, their local folder.
 
     Raises:
         UsageError: none were named, or they have not been fetched.
@@ -122,7 +122,7 @@ def data_path(data: str | None) -> Path:
 
 
 def read_or_prepare(recipe: Recipe, tokenizer: RowTokenizer, vocab_size: int, source: Path | Source) -> Prepared:
-    """Load prepared rows, and check that they fit this recipe and tokenizer; else prepare them from a file."""
+    """Load prepared rows and check that they fit recipe and tokenizer; prepare any others."""
     source = identify(source, FileOptions.of(recipe))
     if source.is_prepared:
         prepared = load(source.path)

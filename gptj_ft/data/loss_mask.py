@@ -9,12 +9,12 @@ from typing import Any
 
 
 def stretches(row: Mapping[str, Any]) -> list[int]:
-    """Return where a prepared row begins, then in turn where it begins and ceases to be trained on; its end is last."""
+    """Return the borders of a row's spans: masked, trained, masked, ...; the row's end is last."""
     return [0, row["prompt_length"], *row["untrained"], len(row["input_ids"])]
 
 
 def num_inputs(length: int, window: int | None) -> int:
-    """Return how many tokens of a document the model reads.
+    """Count the tokens of a document that are inputs.
 
     A window of n positions has n inputs and n targets, the last of which no position reads: it is made of n + 1 tokens.
 
@@ -26,7 +26,7 @@ def num_inputs(length: int, window: int | None) -> int:
 
 
 def num_targets(length: int, prompt_length: int, untrained: Sequence[int] = ()) -> int:
-    """Return how many tokens of a document are targets.
+    """Count the tokens of a document that are targets.
 
     Args:
         length: of the document, in tokens.

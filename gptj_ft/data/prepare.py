@@ -1,4 +1,4 @@
-"""A file of rows -> token ids with a report on every row: kept, cut, or skipped and why."""
+"""Prepare files of rows: tokenize them, with a report on every row: kept, cut, or skipped and why."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def _require_rows(source: Path, report: Report) -> None:
 
 @contextmanager
 def _no_cycles_sought() -> Iterator[None]:
-    """Keep Python from looking for cycles of references among millions of lists, of which none is in one."""
+    """Pause the garbage collector: it would search millions of lists for cycles, and none is in one."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -277,7 +277,7 @@ def _empty_column(found: Collection[str], seen: Collection[str], recipe: Recipe)
 
 
 def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """Yield rows in lists that are short enough to be held several times over, as tokens too."""
+    """Yield rows in chunks small enough to hold as texts and tokens at once."""
     chunk: list[Row] = []
     characters = 0
     for row in rows:

@@ -1,4 +1,4 @@
-"""What can be mended in a text without knowing what it means. Found by `checks`, done by ``prepare-data --fix``.
+"""Repair texts (``prepare-data --fix``) and write the repaired rows to a new file, with a diff beside it.
 
 Each fix makes a text shorter, or takes a control character out of it, so that doing them until nothing changes comes
 to an end, and doing them again changes nothing.
@@ -57,14 +57,14 @@ TREEBANK_FIXES = (  # (?<! ) because looking for `X` behind each blank of a long
 
 @dataclass(frozen=True)
 class Fixed:
-    """A text as it is now, and the names of what was done to it (keys of `FIXES`), in order."""
+    """A repaired text, and the repairs applied (keys of `FIXES`), in order."""
 
     text: str
     fixes: tuple[str, ...]
 
 
 def fix_texts(texts: Sequence[str]) -> list[Fixed]:
-    """Mend the texts of a row.
+    """Repair the texts of a row.
 
     Where one of them is split into Treebank tokens all are joined, or an answer would no longer stand in its passage.
     """
@@ -102,17 +102,17 @@ def remove_controls(text: str) -> str:
 
 
 def unify_line_ends(text: str) -> str:
-    """Have lines end as they do everywhere else."""
+    """Replace the line ends of other systems by plain ones."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def remove_html(text: str) -> str:
-    """Put characters for entities, and line breaks or nothing for tags."""
+    """Replace entities by characters, and tags by line breaks or nothing."""
     return ENTITY.sub(_character, TAGS.sub(_in_place_of_tags, text))
 
 
 def join_tokens(text: str) -> str:
-    """Write a text that is split into Penn Treebank tokens as people write."""
+    """Join Penn Treebank tokens to plain text."""
     for pattern, replacement in TREEBANK_FIXES:
         text = pattern.sub(replacement, text)
     return text
@@ -180,7 +180,7 @@ def difference(before: str, after: str) -> Iterator[str]:
 
 
 def _near_the_change(before: str, after: str) -> tuple[str, str]:
-    """Cut off what two lines have in common at both ends, but for some characters."""
+    """Cut off what two lines have in common at both ends, but for `ASIDE` characters."""
     start = _common(before, after)
     end = _common(before[start:][::-1], after[start:][::-1])
     skip, keep = max(start - ASIDE, 0), max(end - ASIDE, 0)
@@ -198,7 +198,7 @@ def _common(before: str, after: str) -> int:
 
 
 def visible(line: str) -> str:
-    """Return a line with control characters, line breaks and the like spelled out."""
+    """Escape control characters and line breaks."""
     return "".join(letter if letter.isprintable() or letter == "\t" else ascii(letter)[1:-1] for letter in line)
 
 
@@ -207,7 +207,7 @@ REPEATED, EMPTY, UNREADABLE = "the same row again", "a field is empty", "cannot 
 
 @dataclass
 class FixReport:
-    """What became of the rows of a file.
+    """Counts of a repaired file.
 
     Attributes:
         file: the new file.
@@ -227,12 +227,12 @@ class FixReport:
     cells: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FIXES, 0))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
+        """Convert to JSON values."""
         return asdict(self)
 
 
 def choose_target(source: Path, named: Path | None) -> Path:
-    """Return the new file for the rows of a source: the one named, else ``NAME.fixed.jsonl`` beside it.
+    """Choose the file for the repaired rows: the one named, else ``NAME.fixed.jsonl`` beside the source.
 
     Raises:
         UsageError: it, or the one with the changes, exists; it is not of JSON lines; or there is no name to go by.
@@ -251,12 +251,12 @@ def choose_target(source: Path, named: Path | None) -> Path:
 
 
 def diff_of(target: Path) -> Path:
-    """Return the file that says what was changed."""
+    """Return the path of the diff."""
     return target.with_suffix(".diff")
 
 
 def fix_rows(recipe: Recipe, source: Path, target: Path, progress: Callable[[int], None] | None = None) -> FixReport:
-    """Write the rows of a source to a new file, mended in the columns that the recipe uses.
+    """Write the rows of a source to a new file, repaired in the columns that the recipe uses.
 
     Left out are records that cannot be read, rows that cannot be used because a field of theirs is empty, and all but
     the first of those that are trained on alike. The source is read twice; in memory are a row, and digests of all.
@@ -298,7 +298,7 @@ def fix_rows(recipe: Recipe, source: Path, target: Path, progress: Callable[[int
 
 
 class _Fixer:
-    """Mends row after row, counts, and writes down what was done."""
+    """Repairs rows, counts them, and writes the diff."""
 
     def __init__(self, recipe: Recipe, columns: Mapping[str, str], report: FixReport, diff: TextIO) -> None:
         self._recipe, self._columns, self._report, self._diff = recipe, columns, report, diff
@@ -311,7 +311,7 @@ class _Fixer:
         findings.bad.clear()
 
     def fix(self, row: Row) -> dict[str, Any] | None:
-        """Return the values of a row as they are to be written; ``None`` if it is dropped."""
+        """Return the repaired values of a row; ``None`` if it is dropped."""
         columns = [each for column in self._columns.values() for each in columns_of(column, row.values)]
         names = [column for column in columns if column in row.values]
         before = {column: list(_texts_in(row.values[column])) for column in names}
@@ -381,7 +381,7 @@ def _with_texts(value: Any, replacements: Iterator[str]) -> Any:
 
 
 def _is_empty(value: Any) -> bool:
-    """Tell whether a cell says nothing."""
+    """Tell whether a cell has no text."""
     try:
         return not any(text.strip() for text in alternatives_of(value))
     except RowSkipped:
@@ -389,7 +389,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _json_line(values: Mapping[str, Any]) -> str:
-    """Return a row as a line of JSON: any cell that can be read, also of columns that nobody needs here."""
+    """Write a row as a line of JSON, whatever its cells hold."""
     try:
         line = json.dumps(values, ensure_ascii=False, allow_nan=False, default=_plain)
     except ValueError:  # JSON has no word for what is no number

@@ -1,4 +1,4 @@
-"""Jinja that reaches nothing and whose work is bounded: templates come with recipes and models of others.
+"""Render Jinja templates of others in a sandbox with a budget of work.
 
 A template may use what prompts and chat templates use: names, filters, loops, `if`, `set`, `namespace`, macros. It has
 a budget of units: one for each node of its syntax that is evaluated, each element of a list, and each 16 characters.
@@ -58,7 +58,7 @@ CONCATENATE, COUNT, WEIGH = "~", "passes of a loop", "weight"
 
 
 class Budget:
-    """The work that one rendering may still do.
+    """Work left to one rendering, in units.
 
     Args:
         values: what the template is given.
@@ -71,13 +71,13 @@ class Budget:
         self.units = UNITS + UNITS_PER_INPUT * (2**62 - self.units)
 
     def charge(self, units: int) -> None:
-        """Take units away; a TemplateRuntimeError if there are not so many."""
+        """Charge units; a TemplateRuntimeError if too few are left."""
         self.units -= units
         if self.units < 0:
             raise jinja2.TemplateRuntimeError("it repeats or writes far more than a prompt needs, and was stopped")
 
     def weigh(self, *values: Any) -> None:
-        """Charge for values with all that is in them, which to look at takes as long."""
+        """Charge for values and everything nested in them."""
         waiting = list(values)
         while waiting:
             value = waiting.pop()
@@ -93,7 +93,7 @@ class Budget:
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """A sandbox in which what a template calls and computes is charged."""
+    """A Jinja sandbox that charges calls and operators to the budget."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%"))
 
@@ -124,7 +124,7 @@ class Environment(ImmutableSandboxedEnvironment):
 
 @dataclass(frozen=True)
 class Compiled:
-    """A template that is ready to be rendered.
+    """A compiled template.
 
     Attributes:
         source: its text.
@@ -139,7 +139,7 @@ class Compiled:
     _size: int
 
     def render(self, values: Mapping[str, Any]) -> str:
-        """Put values in the place of fields.
+        """Render the template.
 
         Raises:
             UsageError: the template asks for what a value does not have, or for far more work than a prompt needs.
@@ -149,7 +149,7 @@ class Compiled:
 
 
 def bounded_environment(**options: Any) -> Environment:
-    """Return an environment for templates of others; options as those of `jinja2.Environment` for white space."""
+    """Make an environment for templates of others; options as of `jinja2.Environment`."""
     made = Environment(
         undefined=jinja2.StrictUndefined, autoescape=False, optimized=False, finalize=_weighed, **options
     )
@@ -160,7 +160,7 @@ def bounded_environment(**options: Any) -> Environment:
 
 
 def compiled(environment: Environment, source: str) -> Compiled:
-    """Parse a template; nothing of it is computed.
+    """Compile a template; nothing of it is computed.
 
     Raises:
         UsageError: it is no Jinja, or uses what templates of prompts have no use for.
@@ -187,14 +187,14 @@ def _check(tree: nodes.Template) -> None:
 
 
 def _text_of(node: nodes.Node) -> str:
-    """Return the text that a node is, if it is one."""
+    """Return the text of a node; empty if it has none."""
     if isinstance(node, nodes.TemplateData):
         return node.data
     return node.value if isinstance(node, nodes.Const) and isinstance(node.value, str) else ""
 
 
 def _units_of(*parts: nodes.Node) -> int:
-    """Return the units of evaluating parts of a template once."""
+    """Count the units of evaluating parts of a template once."""
     units = 0
     waiting = list(parts)
     while waiting:
@@ -205,7 +205,7 @@ def _units_of(*parts: nodes.Node) -> int:
 
 
 class _Charging(NodeTransformer):
-    """Puts charges into a template, where the environment cannot intercept what it does."""
+    """Inserts charges into a template where the environment cannot intercept an operation."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         units = 1 + _units_of(*node.body, *([node.test] if node.test else []))
@@ -277,7 +277,7 @@ _PLAIN = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
 
 
 def _bounded(name: str) -> Callable[..., Any]:
-    """Return one of Jinja's filters, charged for what it looks at and for what it writes."""
+    """Wrap one of Jinja's filters: charge for its input and its output."""
 
     @pass_context
     def bounded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -311,7 +311,7 @@ def _charge_replacing(budget: Budget, text: str, old: str, new: str) -> None:
 
 @contextmanager
 def _said_of(source: str) -> Iterator[None]:
-    """Say what goes wrong with a template in one line."""
+    """Turn the errors of a template into a one-line message."""
     try:
         yield
     except RecursionError as error:
@@ -326,7 +326,7 @@ def _said_of(source: str) -> Iterator[None]:
 
 
 def shown(source: str) -> str:
-    """Return a template for a message, quoted; of a long one its beginning."""
+    """Quote a template for a message; a long one is cut."""
     return repr(source if len(source) <= SHOWN else f"{source[:SHOWN]}...")
 
 

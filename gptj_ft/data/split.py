@@ -1,4 +1,4 @@
-"""Some of the rows: those that are held out, and the others."""
+"""Split rows into training and validation rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Numbers = NDArray[np.integer]
 
 
 def select(prepared: Prepared, indices: Iterable[int]) -> Prepared:
-    """Return some of the documents, with the report's counts of documents and tokens made theirs.
+    """Select documents; update the report's counts of documents and tokens.
 
     Args:
         prepared: the data.
@@ -34,7 +34,7 @@ def select(prepared: Prepared, indices: Iterable[int]) -> Prepared:
 
 
 def split(prepared: Prepared, holdout: float, seed: int) -> tuple[Prepared, Prepared | None]:
-    """Hold out a share of the rows; the same rows for the same seed, in whatever order they come.
+    """Hold out a share of the rows; deterministic by seed, whatever the order of the rows.
 
     Rows that share a document stay together, and so do the windows of one, unless there is but one document. Where
     rows have labels, each label is held out in its share. Each side gets at least one document.
@@ -63,7 +63,7 @@ def split(prepared: Prepared, holdout: float, seed: int) -> tuple[Prepared, Prep
 
 
 def _choose(groups: Numbers, labels: Numbers, count: int, seed: int) -> NDArray[np.bool_]:
-    """Choose so many groups, of each label in its share; which ones depends on seed and group alone."""
+    """Choose groups stratified by label; deterministic by seed and group."""
     sizes = np.bincount(labels)
     shares = count * sizes / len(groups)
     taken = shares.astype(np.int64)
@@ -78,7 +78,7 @@ def _choose(groups: Numbers, labels: Numbers, count: int, seed: int) -> NDArray[
 
 
 def _mixed(groups: Numbers, seed: int) -> NDArray[np.uint64]:
-    """Return numbers that look drawn at random, the same for the same (SplitMix64, doi:10.1145/2714064.2660195)."""
+    """Hash numbers with a seed (SplitMix64, doi:10.1145/2714064.2660195)."""
     start = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "little")
     z = groups.astype(np.uint64) + np.uint64(start)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -87,7 +87,7 @@ def _mixed(groups: Numbers, seed: int) -> NDArray[np.uint64]:
 
 
 def _places_of(texts: Sequence[str]) -> NDArray[np.int32]:
-    """Return a number for each text of a column: its place among the texts that there are, in their order."""
+    """Return for each text of a column its rank among the distinct texts."""
     seen: dict[str, int] = {}
     numbers = np.fromiter((seen.setdefault(text, len(seen)) for text in texts), np.int32, len(texts))
     place = {text: number for number, text in enumerate(sorted(seen))}

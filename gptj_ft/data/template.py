@@ -1,4 +1,4 @@
-"""Templates of prompts and completions. Strict about the template, indifferent to what the values hold."""
+"""Parse and render templates of prompts and completions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENVIRONMENT = bounded_environment(keep_trailing_newline=True)
 
 @dataclass(frozen=True)
 class Template:
-    """A template that has been parsed.
+    """A parsed template.
 
     Attributes:
         fields: each once, in order of their first use.
@@ -57,7 +57,7 @@ def parse_template(source: str) -> Template:
 
 
 def _pieces_of(tree: nodes.Template, fields: Sequence[str]) -> tuple[tuple[str, bool], ...] | None:
-    """Return texts and fields of a template that has nothing else, which can be joined faster than rendered."""
+    """Return the texts and fields of a template that has nothing else: joining them is faster than Jinja."""
     pieces = []
     for statement in tree.body:
         if not isinstance(statement, nodes.Output):
@@ -78,7 +78,7 @@ def fields_of(source: str) -> tuple[str, ...]:
 
 
 def render(source: str, values: Mapping[str, Any]) -> str:
-    """Put values in the place of fields; what a value holds, braces too, stays as it is.
+    """Render a template; values are inserted as they are, braces included.
 
     Raises:
         UsageError: the template asks for what a value does not have.
@@ -91,7 +91,7 @@ def render(source: str, values: Mapping[str, Any]) -> str:
 
 @lru_cache
 def stripped_fields(prompt: str, completion: str) -> frozenset[str]:
-    """Return the fields whose texts lose white space at both ends: the templates put their own around them.
+    """Return the fields that are stripped: the templates put their own white space around them.
 
     A template that is one field and nothing else takes it as it is: plain text, and rows whose prompts and answers are
     written out with the blanks between them.
@@ -102,6 +102,6 @@ def stripped_fields(prompt: str, completion: str) -> frozenset[str]:
 
 
 def stripped(recipe: Recipe, values: Mapping[str, str]) -> dict[str, str]:
-    """Return the texts of fields as a recipe's templates take them."""
+    """Strip the texts of fields as a recipe's templates need them."""
     fields = stripped_fields(recipe.prompt, recipe.completion)
     return {name: text.strip() if name in fields else text for name, text in values.items()}

@@ -1,4 +1,4 @@
-"""Texts -> token ids, many in one call; where tokens are in a text, and where one may be taken apart."""
+"""Load tokenizers, tokenize texts in batches through a word-to-token cache, and locate tokens in a text."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _class_of(folder: Path) -> str | None:
 
 @lru_cache(maxsize=4)
 def tokenizer_digest(tokenizer: RowTokenizer) -> str:
-    """Return what tells two tokenizers apart: a SHA-256 of vocabulary, merges, text splitting and the EOS id.
+    """Return the SHA-256 of a tokenizer: vocabulary, merges, text splitting and EOS id.
 
     Of none it is empty.
     """
@@ -146,7 +146,7 @@ def tokenizer_digest(tokenizer: RowTokenizer) -> str:
 
 
 def vocab_size_of(folder: Path) -> int:
-    """Return how many token ids a model folder's model has, without what it takes to build one.
+    """Read the vocabulary size from a model folder's config.json.
 
     Raises:
         UsageError, DataError: as `families.read_architecture`.
@@ -169,7 +169,7 @@ Characters = NDArray[np.int64]
 
 
 def tokenize(tokenizer: RowTokenizer, batch: Sequence[str]) -> list[list[int]]:
-    """Return the token ids of each text, without special tokens added."""
+    """Tokenize texts in one call, without adding special tokens."""
     backend = backend_of(tokenizer)
     if len(batch) < 2:  # which is not worth waking other threads for
         return [backend.encode(text, add_special_tokens=False).ids for text in batch]
@@ -178,7 +178,7 @@ def tokenize(tokenizer: RowTokenizer, batch: Sequence[str]) -> list[list[int]]:
 
 
 class Places(Sequence[Span]):
-    """Where each token of a text is: its first character and the one after its last.
+    """Character spans of the tokens of a text.
 
     Args:
         firsts, ends: of each, in the order of the tokens.
@@ -197,7 +197,7 @@ class Places(Sequence[Span]):
 
 
 def places_of(tokenizer: RowTokenizer, text: str, ids: Sequence[int]) -> Places:
-    """Return where the tokens of a text are, in characters; of a character that is several tokens each is all of it.
+    """Locate the tokens of a text, in characters; several tokens of one character each span all of it.
 
     Args:
         tokenizer: a fast one.
@@ -218,7 +218,7 @@ def places_of(tokenizer: RowTokenizer, text: str, ids: Sequence[int]) -> Places:
 
 @lru_cache(maxsize=4)
 def _token_bytes(tokenizer: RowTokenizer) -> Characters:
-    """Return how many bytes of text each token is; nothing if that is not sure, or the tokenizer leaves blanks out."""
+    """Return the byte length of every token; empty if it is uncertain or the tokenizer drops blanks."""
     backend = backend_of(tokenizer)
     places = backend.encode("a b", add_special_tokens=False).offsets
     if not splits_before_blanks(tokenizer) or len(places) < 2 or places[1][0] != 1:
@@ -232,7 +232,7 @@ def _token_bytes(tokenizer: RowTokenizer) -> Characters:
 
 
 def backend_of(tokenizer: RowTokenizer) -> Any:
-    """Return what tokenises, set to do nothing else."""
+    """Return the `tokenizers.Tokenizer`, without truncation, padding and special tokens."""
     backend = tokenizer.backend_tokenizer
     # Changing a tokenizer waits for all that is being encoded by another thread, even where nothing changes.
     if backend.truncation is not None:
@@ -281,26 +281,26 @@ Tokenize: TypeAlias = "Callable[[Sequence[str]], list[Tokens]]"
 
 
 def tokenize_by(tokenizer: RowTokenizer) -> Tokenize:
-    """Return what does as `tokenize` does, and remembers words if the tokenizer lets texts be taken apart."""
+    """Return a function like `tokenize` that caches words where the tokenizer splits texts before blanks."""
     if splits_before_blanks(tokenizer):
         return Words(tokenizer)
     return lambda texts: [array("i", ids) for ids in tokenize(tokenizer, texts)]
 
 
 class Words:
-    """The tokens of words, for a tokenizer of which `splits_before_blanks` is true; not for several threads at once."""
+    """Tokenizes texts through a word-to-token cache; needs `splits_before_blanks`; not thread-safe."""
 
     def __init__(self, tokenizer: RowTokenizer) -> None:
         self._tokenizer, self._table = tokenizer, _Table(tokenizer)
 
     def __call__(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the token ids of each text, without special tokens added."""
+        """Tokenize texts in one call, without adding special tokens."""
         found = list(map(self._look_up, texts))
         rest = iter(tokenize(self._tokenizer, [text for text, ids in zip(texts, found, strict=True) if ids is None]))
         return [array("i", next(rest) if ids is None else ids) for ids in found]
 
     def _look_up(self, text: str) -> bytes | None:
-        """Return the tokens of a text; ``None`` if it cannot be taken apart, or should not be."""
+        """Look up the tokens of a text; ``None`` if it cannot be split, or should not be."""
         if len(text) > MEAN_WORD * (text.count(" ") + 2) or "\0" in text:
             return None
         try:
@@ -310,17 +310,17 @@ class Words:
 
 
 def words_of(text: str) -> list[str]:
-    """Take a text apart before each blank or line end that follows neither; there must be no U+0000 in it."""
+    """Split a text before each blank or line end that follows neither; it must not hold U+0000."""
     marked = text.replace(" ", "\0 ").replace("\n", "\0\n")
     return marked.replace(" \0", " ").replace("\n\0", "\n").split("\0")
 
 
 class EndsInBlank(Exception):
-    """What a text has been taken apart behind is a blank of another kind, so a token may go across that place."""
+    """A split follows a blank of another kind, so a token may cross it."""
 
 
 class _Table(dict[str, bytes]):
-    """Word, with the blanks before it -> the bytes of its tokens, which are made when they are first asked for."""
+    """Word-to-token cache: a word with the blanks before it -> the bytes of its token ids."""
 
     def __init__(self, tokenizer: RowTokenizer) -> None:
         super().__init__()

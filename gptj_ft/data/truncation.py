@@ -1,4 +1,4 @@
-"""A text that is too long loses part of one field: its end, beginning or middle, or what is far from the answer."""
+"""Truncate rows that are too long: cut one field at its end, beginning or middle, or far from the answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shorten(
     answer_at: int | None = None,
     ids: Sequence[int] | None = None,
 ) -> list[int]:
-    """Return the tokens of the prompt with the longest part of the `shorten` field for which they fit in ``room``.
+    """Truncate the `shorten` field so that the prompt fits in ``room`` tokens; return the prompt's tokens.
 
     Args:
         recipe: its templates, `shorten` and `cut`; the prompt is the completion where there is none.
@@ -126,7 +126,7 @@ def _field_tokens(
 
 
 def _keeper(cut: str, offsets: Sequence[Span], answer_at: int | None) -> Keeper:
-    """Return what says which tokens of a text stay."""
+    """Return the function that selects the tokens to keep."""
     count = len(offsets)
     if cut == "start":
         return lambda keep: [(count - keep, count)]
@@ -145,7 +145,7 @@ def _keeper(cut: str, offsets: Sequence[Span], answer_at: int | None) -> Keeper:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A text of which so many tokens stay.
+    """A text of which a number of tokens is kept.
 
     Attributes:
         whole: the text.
@@ -160,7 +160,7 @@ class _Cut:
     keeper: Keeper
 
     def text(self, keep: int) -> str:
-        """Return what ``keep`` tokens cover."""
+        """Return the text of ``keep`` tokens."""
         return GAP.join(self.whole[start:end] for start, end in self._spans(keep) if end > start)
 
     def between_words(self, keep: int) -> int:

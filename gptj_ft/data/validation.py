@@ -1,4 +1,4 @@
-"""What is wrong with rows that can be trained on: seen while they are read, said before anything is trained.
+"""Warn of problems in rows that can be trained on, and of duplicates.
 
 A check looks at one row, or remembers digests of all of them; none keeps a text. Nothing is changed here.
 """
@@ -28,7 +28,7 @@ BUCKET = 2**18  # records looked at together
 
 
 class Repetitions:
-    """Remembers what each row asks and what it answers."""
+    """Finds duplicates by digests of prompts and answers on disk: memory does not grow with the rows."""
 
     def __init__(self, bucket: int = BUCKET) -> None:
         self._bucket = bucket
@@ -38,13 +38,13 @@ class Repetitions:
         self._file = tempfile.TemporaryFile(dir=make_home())  # noqa: SIM115 - closed by `close`
 
     def add(self, asked: int, answered: int, source: str, line: int) -> None:
-        """Remember a row: digests of 64 bits, and where it is."""
+        """Add a row: 64-bit digests and its place."""
         self._held.append((asked, answered, self._sources.setdefault(source, len(self._sources)), line))
         if len(self._held) == HELD:
             self._write()
 
     def found(self, places: int) -> dict[bool, tuple[int, list[str]]]:
-        """Return, of the rows that ask what one before them asks, how many there are and where the first are.
+        """Count the rows whose prompt was seen before, and locate the first of them.
 
         Args:
             places: how many of the first.
@@ -65,7 +65,7 @@ class Repetitions:
         return {same: (count[same], [f"{names[source]}:{line}" for _, source, line in first[same]]) for same in count}
 
     def close(self) -> None:
-        """Forget all of it."""
+        """Remove the file of digests."""
         self._file.close()
 
     def _write(self) -> None:
@@ -87,7 +87,7 @@ class Repetitions:
 
 
 def _again(records: NDArray[Any], numbers: NDArray[np.int64]) -> Iterator[tuple[int, bool, int, int]]:
-    """Yield (number, whether the answer is the same, source, line) of the records that ask what one before asks."""
+    """Yield (number, whether the answer is the same, source, line) of records whose prompt was seen before."""
     order = np.argsort(records["asked"], kind="stable")
     asked, answered = records["asked"][order], records["answered"][order]
     is_first = np.ones(len(asked), bool)
@@ -136,7 +136,7 @@ LONG_ENOUGH = 60  # letters of a text that may be called all lower case
 
 
 class Checks:
-    """Looks at rows as they come by.
+    """Collects warnings about rows.
 
     Attributes:
         found: what was found, by the sentence that says it.
@@ -151,7 +151,7 @@ class Checks:
         self._is_drawn = recipe.shorten in self._inputs and not recipe.labels
 
     def look(self, row: Row, found: FieldTexts, prompt: str, completion: str) -> None:
-        """Look at a row, before it is shortened."""
+        """Check a row before it is truncated."""
         self._rows.add(_digest(prompt or completion), _digest(completion), row.source, row.line)
         values = {name: str(value) for name, value in found.values.items()}
         for oddity in found.oddities:
@@ -170,7 +170,7 @@ class Checks:
             self.add("the answer is longer than what it is drawn from", row.where)
 
     def close(self) -> None:
-        """Say which rows repeat others, and forget them."""
+        """Add the warnings about duplicates; remove the file of digests."""
         sentences = {
             True: "the same row again; `prepare-data --fix` drops it",
             False: "the same question as another row, with another answer",
@@ -181,7 +181,7 @@ class Checks:
         self._rows.close()
 
     def _oddities_of(self, text: str) -> list[str]:
-        """Return what is odd in a text; one passage stands in many rows, one after another."""
+        """Return the warnings about a text, cached: a passage often stands in many rows in a row."""
         known = self._lately.get(text)
         if known is None:
             rest = text.encode(errors="replace").translate(None, PLAIN)
@@ -192,24 +192,24 @@ class Checks:
         return known
 
     def add(self, what: str, where: str) -> None:
-        """Count a row in which something is odd."""
+        """Add a warning about a row."""
         self.found.setdefault(what, Occurrences()).add(where)
 
 
 def delimiters_of(recipe: Recipe) -> tuple[str, ...]:
-    """Return the texts of a prompt that a model takes for borders: what a line of its own begins with, and a colon."""
+    """Return the delimiters of a prompt: lines of its template that end in a colon."""
     texts = [line.strip() for text in parse_template(recipe.prompt).literals for line in text.split("\n")]
     return tuple(dict.fromkeys("\n" + text for text in texts if text.endswith(":") and len(text) > 3))
 
 
 def has_control(text: str) -> bool:
-    """Tell whether there are control characters but line ends and tabs, or characters of nobody's."""
+    """Tell whether a text has control characters (besides line ends and tabs) or private-use characters."""
     # Most texts are told by the first test, which is fast.
     return not text.replace("\n", "").replace("\t", "").isprintable() and bool(CONTROL.search(text))
 
 
 def is_mojibake(text: str) -> bool:
-    """Tell whether a text was decoded by a wrong table: ``Ã©`` for é, ``â€™`` for an apostrophe."""
+    """Tell whether a text was decoded with a wrong encoding: ``Ã©`` for é, ``â€™`` for an apostrophe."""
     return not text.isascii() and bool(MOJIBAKE.search(text))
 
 
@@ -237,7 +237,7 @@ def is_lower_case(text: str) -> bool:
 
 
 def has_personal_data(text: str) -> bool:
-    """Tell whether there is something that looks like an address, a telephone, a social security or a card number."""
+    """Tell whether a text seems to hold an e-mail address, telephone, social security or card number."""
     if "@" in text and EMAIL.search(text):
         return True
     if b"000" not in text.encode(errors="replace").translate(DIGITS) or not NUMBER.search(text):
@@ -248,7 +248,7 @@ def has_personal_data(text: str) -> bool:
 
 
 def _passes_luhn(text: str) -> bool:
-    """Card numbers end with a check digit (https://www.iso.org/standard/70484.html, annex B)."""
+    """Verify the check digit of a card number (https://www.iso.org/standard/70484.html, annex B)."""
     digits = [int(character) for character in text if character.isdigit()]
     doubled = [sum(divmod(2 * digit, 10)) for digit in digits[-2::-2]]
     return len(set(digits)) > 1 and (sum(digits[-1::-2]) + sum(doubled)) % 10 == 0

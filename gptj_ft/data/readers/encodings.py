@@ -1,4 +1,4 @@
-"""Which characters the bytes of a text are: UTF-8, UTF-16, or Windows-1252; all read as UTF-8, piece by piece."""
+"""Detect the encoding of a text (UTF-8, UTF-16, Windows-1252) and recode it to UTF-8 as a stream."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ODD = re.compile(
 
 
 def encoding_by_head(head: bytes) -> str:
-    """Return the encoding that the first bytes of a text leave no doubt of; empty if it may be UTF-8 or any other."""
+    """Detect UTF-16 and UTF-32 by the first bytes of a text; empty for any other encoding."""
     for mark, encoding in MARKS.items():
         if head.startswith(mark):
             return encoding
@@ -57,7 +57,7 @@ def encoding_by_head(head: bytes) -> str:
 
 
 def _is_text(head: bytes, encoding: str) -> bool:
-    """Tell whether bytes are characters that have a meaning, in some encoding; the last one may be cut off."""
+    """Tell whether bytes decode to assigned characters; the last one may be cut off."""
     try:
         text = codecs.getincrementaldecoder(encoding)().decode(head)
     except UnicodeDecodeError:
@@ -66,7 +66,7 @@ def _is_text(head: bytes, encoding: str) -> bool:
 
 
 def guess_encoding(pieces: Callable[[], Iterable[bytes]]) -> str:
-    """Return UTF-8, or Windows-1252 where the bytes are not the former and all look like the latter.
+    """Guess between UTF-8 and Windows-1252: the latter only if the bytes are no UTF-8 and look like it.
 
     A text with more characters of UTF-8 than bytes that are none is a damaged one.
 
@@ -101,7 +101,7 @@ def _is_utf8(pieces: Iterable[bytes]) -> bool:
 
 
 def as_utf8(raw: BinaryIO, encoding: str, path: Path) -> BinaryIO:
-    """Return a stream of a text's characters in UTF-8, whatever they are in ``raw``.
+    """Return a stream that recodes a text to UTF-8.
 
     Reading raises DataError, with the line, where there is no such character.
     """
@@ -113,7 +113,7 @@ def as_utf8(raw: BinaryIO, encoding: str, path: Path) -> BinaryIO:
 
 
 class _Recoded(io.RawIOBase):
-    """A text in another encoding."""
+    """A stream that recodes a text to UTF-8."""
 
     def __init__(self, raw: BinaryIO, encoding: str, path: Path) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""HDF5 samples of the Cerebras model zoo -> rows that are tokens already."""
+"""Read HDF5 samples of the Cerebras model zoo: rows of tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Tokens = tuple[list[int], list[int]]  # input ids and trained spans, as in `toke
 
 
 def read_samples(file: File, findings: Findings) -> Iterator[Row]:
-    """Samples, or a corpus, in the data set `data`; the number of a sample stands for its line.
+    """Read samples, or a corpus, of the data set `data`; a row's line is the number of its sample.
 
     * (N, 3, S): input ids, mask of what the loss is taken on, labels: the ids one position on. A row ends with the last
       token that is trained; nothing depends on what follows, padding most of all. Where the mask is all 0, the row

@@ -1,4 +1,4 @@
-"""JSON and JSON lines -> rows, without holding more of a file than a record."""
+"""Read JSON and JSON lines, holding no more of a file than a record."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CUT_OFF = 16  # characters before the end of what has been read in which an erro
 
 
 def read_json_lines(file: File, findings: Findings) -> Iterator[Row]:
-    """One object a line; blank lines are no rows."""
+    """Read JSON lines: one object a line; blank lines are no rows."""
     return _rows_of_lines(file, findings, numbered_lines(file, findings))
 
 
@@ -64,7 +64,7 @@ def _kind(value: object) -> str:
 
 
 def read_json(file: File, findings: Findings) -> Iterator[Row]:
-    """A list of objects, ``{"data": [...]}`` (flat or SQuAD), one object, or JSON lines after all.
+    """Read a list of objects, ``{"data": [...]}`` (flat or SQuAD), one object, or JSON lines after all.
 
     Where one object is all there is, and in it one list of objects, those are the rows.
     """
@@ -144,7 +144,7 @@ class Decoded:
 
 
 class JsonText:
-    """A JSON text, read and decoded piece by piece.
+    """Incremental JSON decoder that knows the line of each value.
 
     Args:
         file: that it is from.
@@ -174,11 +174,11 @@ class JsonText:
                 return ""
 
     def take(self) -> None:
-        """Pass over the next character."""
+        """Skip the next character."""
         self._advance(self._position + 1)
 
     def expect(self, character: str, complaint: str) -> None:
-        """Pass over a character that must come next.
+        """Skip a character that must come next.
 
         Raises:
             DataError: another one does.
@@ -247,7 +247,7 @@ class JsonText:
 
 
 def _rows_of(file: File, findings: Findings, text: JsonText) -> Iterator[Row]:
-    """Yield the rows of a list, at whose ``[`` the text is: objects, or articles in SQuAD's form."""
+    """Yield the rows of a list, positioned at its ``[``: objects, or articles of SQuAD."""
     text.take()
     number = index = 0
     while text.peek() != "]":
@@ -270,7 +270,7 @@ def _rows_of(file: File, findings: Findings, text: JsonText) -> Iterator[Row]:
 
 
 def _questions(file: File, article: Decoded, index: int, number: int, is_one_line: bool) -> Iterator[Row]:
-    """SQuAD v1.1 and v2.0 (https://rajpurkar.github.io/SQuAD-explorer): one row per question.
+    """Yield the questions of an article of SQuAD v1.1 or v2.0 (https://rajpurkar.github.io/SQuAD-explorer).
 
     A question that cannot be answered (v2.0) has no answers.
     """

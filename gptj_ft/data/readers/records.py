@@ -1,4 +1,4 @@
-"""What a user names -> rows, each with the line it came from."""
+"""Read the rows of a source, each with the line it came from."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def read_rows(
 
 
 def read_text(file: File, findings: Findings) -> Iterator[Row]:
-    """Plain text, in documents as the options say."""
+    """Read plain text, split into documents as the options say."""
     readers = {"file": read_document, "line": read_lines, "paragraph": read_paragraphs}
     return readers[file.options.documents](file, findings)
 
 
 def read_paragraphs(file: File, findings: Findings) -> Iterator[Row]:
-    """Plain text; documents are separated by blank lines."""
+    """Read plain text; documents are separated by blank lines."""
     start, lines, size = 0, list[str](), 0
     for number, line in numbered_lines(file, findings):
         if line.strip():
@@ -67,14 +67,14 @@ def read_paragraphs(file: File, findings: Findings) -> Iterator[Row]:
 
 
 def read_lines(file: File, findings: Findings) -> Iterator[Row]:
-    """Plain text; every line that is not blank is a document."""
+    """Read plain text; every line that is not blank is a document."""
     for number, line in numbered_lines(file, findings):
         if line.strip():
             yield Row(str(file.path), number, {"text": line.removesuffix("\n").removesuffix("\r")})
 
 
 def read_document(file: File, findings: Findings) -> Iterator[Row]:
-    """Plain text; the file is one document."""
+    """Read plain text; the file is one document."""
     lines, size = list[str](), 0
     for _, line in numbered_lines(file, findings):
         lines.append(line.replace("\r\n", "\n"))

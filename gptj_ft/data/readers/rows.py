@@ -1,4 +1,4 @@
-"""A row, and the numbered lines of a file: what every reader is made of."""
+"""Rows, findings and numbered lines: the parts shared by all readers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Occurrences:
 
 
 def in_words(places: Sequence[str], count: int) -> str:
-    """Say where rows are: each file once, by its name, then its lines.
+    """Format the places of rows: each file once, by its name, then its lines.
 
     Args:
         places: the first of them, as `Row.where` has them.
@@ -71,7 +71,7 @@ def in_words(places: Sequence[str], count: int) -> str:
 
 
 def token_row(file: File, line: int, input_ids: list[int], trained: list[int]) -> Row:
-    """Return a row that comes as tokens, not as texts. This is the contract between its readers and what prepares it.
+    """Make a row of tokens: the contract between its readers and `prepare`.
 
     Args:
         file: where it is from.

@@ -1,4 +1,4 @@
-"""Excel workbooks (.xlsx, .xlsm) -> rows: cells as the texts that they show, nothing of them run."""
+"""Read Excel workbooks (.xlsx, .xlsm): cells as the texts that they show; nothing is run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHEETS_SHOWN = 10
 
 
 def read_workbook(file: File, findings: Findings) -> Iterator[Row]:
-    """A sheet of a workbook: the one that is named, else the first that can be seen.
+    """Read a sheet of a workbook: the one that is named, else the first visible one.
 
     The first row that is not empty has the names of the columns, and the line of a row is its number in the sheet.
     Numbers are as they are stored (at most 15 digits; neither percent nor currency), dates and times as ISO 8601 has
@@ -104,7 +104,7 @@ def _records(file: File, sheet: Any, first: int, width: int, findings: Findings)
 
 
 def _text_of(cell: Any) -> str:
-    """Return what a cell says, as text."""
+    """Convert a cell to text."""
     value = cell.value
     if value is None or cell.data_type == "e":
         return ""
@@ -121,7 +121,7 @@ def _text_of(cell: Any) -> str:
 
 
 def _check_size(file: File, opened: BinaryIO) -> None:
-    """Check that a workbook is not larger than can be read, before any of it is.
+    """Check the unpacked size of a workbook before reading it.
 
     Raises:
         DataError: it is.

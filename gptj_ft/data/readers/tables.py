@@ -1,4 +1,4 @@
-"""Tables -> rows: CSV, TSV, Parquet, and the folders that `datasets` saves."""
+"""Read tables: CSV, TSV, Parquet, and folders saved by `datasets`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ SENTENCE = re.compile(r"\n|[。！？]|(?:\S+\s+){3}.*[.!?…]['”’]?$")  # w
 
 
 class Separation(NamedTuple):
-    """What separates the cells of a table, and whether quotes enclose those that hold it."""
+    """The delimiter of a table, and whether quotes enclose cells that hold it."""
 
     delimiter: str
     quotes: bool
 
     def reader(self, lines: Iterable[str]) -> Any:
-        """Return what reads the cells, record by record, and knows how many lines it has taken."""
+        """Return a reader of records that counts the lines it has taken."""
         if self.quotes:
             return csv.reader(lines, delimiter=self.delimiter, strict=True)
         return csv.reader(lines, delimiter=self.delimiter, quoting=csv.QUOTE_NONE)
@@ -53,7 +53,7 @@ class Header(NamedTuple):
 
 
 def read_table(file: File, findings: Findings) -> Iterator[Row]:
-    """Cells separated by commas, tabs, semicolons or pipes.
+    """Read a table of cells separated by commas, tabs, semicolons or pipes.
 
     Quotes enclose cells that hold one of these, quotes or line breaks; in a TSV they are text, as in the published
     benchmarks, unless those around the names of the header say otherwise.
@@ -81,7 +81,7 @@ def read_table(file: File, findings: Findings) -> Iterator[Row]:
 
 
 def separation_of(file: File, beginning: Sequence[str], delimiter: str = AUTO) -> Separation:
-    """Choose what separates the cells of a table.
+    """Choose the delimiter of a table.
 
     The name of the file is right unless another separator splits the header and the records after it more evenly.
 
@@ -137,7 +137,7 @@ def check_header(file: File, header: Header, findings: Findings) -> None:
 
 
 def looks_like_a_row(header: Sequence[str], records: Sequence[Sequence[str]]) -> bool:
-    """Tell whether the first line of a table holds what the others do, and not the names of its columns.
+    """Tell whether the first line of a table is a row rather than a header.
 
     Texts are longer than names, or have several lines, or end as sentences do; numbers name nothing, unless they are
     years or count the columns; and what a column holds again is no name of it.
@@ -154,7 +154,7 @@ def looks_like_a_row(header: Sequence[str], records: Sequence[Sequence[str]]) ->
 
 
 def check_headers(findings: Findings, names: Sequence[str]) -> None:
-    """Check that the tables that were read had names of columns, where none of these is known.
+    """Check that the tables had headers, after no known column was found.
 
     Raises:
         DataError: one begins with a row; says nothing of what is in it.
@@ -171,7 +171,7 @@ def _is_number(text: str) -> bool:
 
 
 def read_parquet(file: File, findings: Findings) -> Iterator[Row]:
-    """Apache Parquet, a batch of rows at a time; the number of a row stands for its line."""
+    """Read Apache Parquet in batches; a row's line is its number."""
     import pyarrow
     from pyarrow import parquet
 
@@ -189,7 +189,7 @@ def read_parquet(file: File, findings: Findings) -> Iterator[Row]:
 
 
 def read_saved_dataset(file: File, findings: Findings) -> Iterator[Row]:
-    """A folder that `datasets` has saved; of several splits the one called train."""
+    """Read a folder saved by `datasets`; of several splits the one called train."""
     import datasets
     import pyarrow
 

@@ -1,4 +1,4 @@
-"""TFRecords of mesh-transformer-jax -> rows that are tokens already. TensorFlow is not needed."""
+"""Read TFRecords of mesh-transformer-jax: rows of tokens. TensorFlow is not needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGEST_ID = 2**31 - 1
 
 
 def read_tfrecords(file: File, findings: Findings) -> Iterator[Row]:
-    """Records whose int64 feature `text` holds a window of tokens; the number of a record stands for its line.
+    """Read records whose int64 feature `text` holds a window of tokens; a row's line is the number of its record.
 
     As in that system, every token is trained on but the first, which has nothing before it.
 
@@ -35,7 +35,7 @@ def read_tfrecords(file: File, findings: Findings) -> Iterator[Row]:
 
 
 def _payloads(file: File, findings: Findings) -> Iterator[tuple[int, bytes]]:
-    """Yield (number from 1, payload) of the records that agree with their checksums."""
+    """Yield (number from 1, payload) of the records whose checksums match."""
     number = 0
     with opened_file(file) as opened:
         while header := opened.read(HEADER_BYTES):
@@ -53,7 +53,7 @@ def _payloads(file: File, findings: Findings) -> Iterator[tuple[int, bytes]]:
 
 
 def _payload(file: File, number: int, header: bytes, opened: BinaryIO) -> bytes | str:
-    """Return what a record holds, or what is wrong with it."""
+    """Return the payload of a record, or what is wrong with it."""
     if len(header) < HEADER_BYTES:
         return "the file ends within this record: it was cut short"
     length = record_length(header)
