@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.sandbox import bounded_environment, compiled
+from gptj_ft.data.sandbox import bounded_environment, compile_template
 from gptj_ft.data.template import ENVIRONMENT, fields_of, render, stripped, stripped_fields
 from gptj_ft.errors import RowSkipped, UsageError
 from gptj_ft.system.plain_text import shortened
@@ -188,7 +188,7 @@ def _is_same(recipe: Recipe, template: str) -> bool:
         except UsageError:  # a template may refuse who sets the scene
             continue
         try:
-            theirs = compiled(_THEIRS, template).render({MESSAGES: sample, "add_generation_prompt": True})
+            theirs = compile_template(_THEIRS, template).render({MESSAGES: sample, "add_generation_prompt": True})
         except UsageError:
             return False
         if ours != theirs:

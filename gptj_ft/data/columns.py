@@ -41,7 +41,7 @@ class FieldTexts(NamedTuple):
     values: dict[str, Any]
     references: list[str]
     answer_at: int | None = None
-    oddities: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def recipe_fields(recipe: Recipe) -> tuple[str, ...]:
@@ -355,8 +355,8 @@ def _read_chat(row: Mapping[str, Any], columns: Mapping[str, str]) -> FieldTexts
     if any(not _is_unicode(message["content"]) for message in used):
         raise RowSkipped("half a surrogate pair, which is no character")
     left_out = len(conversation) - len(used)
-    oddities = ("messages after the assistant's last one, which are left out",) if left_out else ()
-    return FieldTexts({MESSAGES: used}, [used[-1]["content"]], None, oddities)
+    warnings = ("messages after the assistant's last one, which are left out",) if left_out else ()
+    return FieldTexts({MESSAGES: used}, [used[-1]["content"]], None, warnings)
 
 
 def _answer_at(

@@ -23,7 +23,7 @@ from gptj_ft.data.tokenization import NoTokenizer, RowTokenizer, no_tokenizer, t
 from gptj_ft.data.truncation import shorten
 from gptj_ft.errors import DataError, RowSkipped, UsageError, did_you_mean
 
-Part = tuple[str, bool]  # a text of a row, and whether it is trained on
+TextPart = tuple[str, bool]  # a text of a row, and whether it is trained on
 
 
 class Encoded(NamedTuple):
@@ -69,7 +69,7 @@ def check_templates(recipe: Recipe) -> None:
         raise UsageError("on_long: 'split' is for plain text (an empty prompt); use shorten, skip or error")
 
 
-def parts(recipe: Recipe, values: Mapping[str, Any]) -> list[Part]:
+def parts(recipe: Recipe, values: Mapping[str, Any]) -> list[TextPart]:
     """Render the texts of a row: prompt and completion; of a conversation, one pair for each answer.
 
     Args:
@@ -129,7 +129,7 @@ def assemble(
     tokenizer: RowTokenizer,
     eos: int,
     values: Mapping[str, Any],
-    texts: Sequence[Part],
+    texts: Sequence[TextPart],
     ids: Sequence[Sequence[int]],
     answer_at: int | None = None,
 ) -> Encoded:
@@ -241,7 +241,7 @@ def encode_prompt(recipe: Recipe, tokenizer: RowTokenizer, values: Mapping[str, 
     return Prompt(shorten(recipe, tokenizer, values, room, ids=ids), cut=True)
 
 
-def _joined(texts: Sequence[Part], ids: Sequence[Sequence[int]], eos: int, tokens_cut: int = 0) -> Encoded:
+def _joined(texts: Sequence[TextPart], ids: Sequence[Sequence[int]], eos: int, tokens_cut: int = 0) -> Encoded:
     whole = array("i")  # of tokens that are in one already it takes them as they are
     for each in ids:
         whole.extend(each)

@@ -47,7 +47,7 @@ NAMES_SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Part:
+class HubSplit:
     """A split of a configuration, and the names of its files."""
 
     config: str
@@ -56,7 +56,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RepositoryLayout:
     """Files of rows in a repository, by configuration and split.
 
     Attributes:
@@ -69,7 +69,7 @@ class Layout:
     default: str | None
     script: str
 
-    def find(self, repository: str, config: str, split: str) -> Part | None:
+    def find(self, repository: str, config: str, split: str) -> HubSplit | None:
         """Return a part; ``None`` if it is not here.
 
         Raises:
@@ -83,7 +83,7 @@ class Layout:
                 f"hub:{repository}/{first}"
             )
         files = self.configs.get(name or "", {}).get(split, ())
-        return Part(name or "", split, files) if files else None
+        return HubSplit(name or "", split, files) if files else None
 
     def what_is_missing(self, repository: str, config: str, split: str) -> str:
         """Explain why `find` found nothing, and list what there is."""
@@ -111,7 +111,7 @@ class Layout:
         return f"{where} has no files of rows ({', '.join(FORMATS)}); save it as one of these, and name the files"
 
 
-def layout_of(repository: str, names: Iterable[str], card: Mapping[str, Any]) -> Layout:
+def layout_of(repository: str, names: Iterable[str], card: Mapping[str, Any]) -> RepositoryLayout:
     """Find the files of rows of a repository.
 
     Args:
@@ -126,10 +126,10 @@ def layout_of(repository: str, names: Iterable[str], card: Mapping[str, Any]) ->
     entries = [entry for entry in _list_of(card.get("configs")) if isinstance(entry, Mapping)]
     if not entries:
         configs = _by_names(readable, may_be_unnamed=not script)
-        return Layout(configs, _default_of(configs), script)
+        return RepositoryLayout(configs, _default_of(configs), script)
     configs = {str(entry.get("config_name") or DEFAULT): _by_card(readable, entry) for entry in entries}
     chosen = next((str(entry.get("config_name")) for entry in entries if entry.get("default") is True), None)
-    return Layout(configs, chosen or _default_of(configs), script)
+    return RepositoryLayout(configs, chosen or _default_of(configs), script)
 
 
 def format_of(name: str) -> str:
@@ -257,7 +257,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Note:
+class ResolvedReference:
     """A resolved reference.
 
     Attributes:
@@ -278,7 +278,7 @@ def is_reference(data: str) -> bool:
     return data.startswith(PREFIX)
 
 
-def parse(data: str) -> Reference:
+def parse_reference(data: str) -> Reference:
     """Parse a reference.
 
     Raises:
@@ -305,7 +305,7 @@ def local_folder(data: str) -> Path:
     Raises:
         UsageError: it has not been fetched.
     """
-    reference = parse(data)
+    reference = parse_reference(data)
     note = _note(reference)
     if note is None:
         raise UsageError(f"{reference} is not on this machine, and must be fetched once with a network")
@@ -334,7 +334,7 @@ def fetch(
         NetworkError: no access, a fault of the server, a damaged transfer; no connection, and nothing fetched yet.
         ResourceError: the disk is full.
     """
-    reference = parse(data)
+    reference = parse_reference(data)
     note = _note(reference)
     if note is not None and COMMIT.fullmatch(reference.revision):
         return note.pinned
@@ -355,12 +355,16 @@ def fetch(
     return note.pinned
 
 
-def _fetch(reference: Reference, say: Callable[[str], None], progress: Callable[[int, int], None] | None) -> Note:
+def _fetch(
+    reference: Reference, say: Callable[[str], None], progress: Callable[[int, int], None] | None
+) -> ResolvedReference:
     repository, part = _locate(reference)
     files = tuple(repository.files[name] for name in part.files)
     pinned = replace(reference, config=part.config, revision=repository.commit)
     at = f"{reference.repository.replace('/', '--')}@{repository.commit}"
-    note = Note(str(pinned), f"{at}/{_segment(part.config)}/{_segment(part.split)}", files, time.strftime("%Y-%m-%d"))
+    note = ResolvedReference(
+        str(pinned), f"{at}/{_segment(part.config)}/{_segment(part.split)}", files, time.strftime("%Y-%m-%d")
+    )
     folder = datasets() / note.folder
     size = gigabytes(sum(file.bytes for file in files))
     say(f"{reference} is {note.pinned}: {len(files)} file{'s' * (len(files) != 1)}, {size}")
@@ -377,7 +381,7 @@ def _fetch(reference: Reference, say: Callable[[str], None], progress: Callable[
     return note
 
 
-def _locate(reference: Reference) -> tuple[Repository, Part]:
+def _locate(reference: Reference) -> tuple[Repository, HubSplit]:
     """Resolve a reference on the Hub: files of the repository, else of the Hub's conversion of its main branch.
 
     Raises:
@@ -397,7 +401,7 @@ def _locate(reference: Reference) -> tuple[Repository, Part]:
     raise UsageError(layout.what_is_missing(name, config, split))
 
 
-def _conversion(name: str) -> tuple[Repository | None, Layout]:
+def _conversion(name: str) -> tuple[Repository | None, RepositoryLayout]:
     try:
         repository = look_up(name, CONVERTED, "dataset")
     except NoSuchRevision:
@@ -405,17 +409,17 @@ def _conversion(name: str) -> tuple[Repository | None, Layout]:
     return repository, layout_of(name, repository.files, {})
 
 
-def _note(reference: Reference) -> Note | None:
+def _note(reference: Reference) -> ResolvedReference | None:
     """Return a resolved reference if its files are still there."""
     try:
         values = json.loads(read_text(_note_file(reference)))
-        note = Note(**{**values, "files": tuple(HubFile(**file) for file in values["files"])})
+        note = ResolvedReference(**{**values, "files": tuple(HubFile(**file) for file in values["files"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return note if _is_whole(note) else None
 
 
-def _is_whole(note: Note) -> bool:
+def _is_whole(note: ResolvedReference) -> bool:
     return all(is_there(datasets() / note.folder, file) for file in note.files)
 
 

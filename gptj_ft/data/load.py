@@ -22,7 +22,7 @@ from gptj_ft.system.paths import make_home, part_of_home
 
 
 @dataclass(frozen=True)
-class Kept:
+class CacheEntry:
     """A cache entry: folder, bytes on disk, source files, number of rows."""
 
     folder: Path
@@ -46,7 +46,7 @@ def prepare_once(
     source = identify(source, FileOptions.of(recipe))
     if not recipe.cache:
         return prepare(recipe, tokenizer, source, vocab_size, progress)
-    folder = cache() / _key(recipe, tokenizer, source, vocab_size)
+    folder = cache_folder() / _key(recipe, tokenizer, source, vocab_size)
     if is_prepared(folder):
         try:
             if not folder.is_symlink():
@@ -57,7 +57,7 @@ def prepare_once(
     prepared = prepare(recipe, tokenizer, source, vocab_size, progress)
     with suppress(ResourceError, UsageError, OSError):
         make_home()
-        keep_folder(cache())
+        keep_folder(cache_folder())
         save(prepared, folder)
     try:
         return load(folder)
@@ -65,28 +65,28 @@ def prepare_once(
         return prepared
 
 
-def kept() -> list[Kept]:
+def cache_entries() -> list[CacheEntry]:
     """List the cache entries, the largest first."""
     found = []
-    for folder in cache().glob("*"):
+    for folder in cache_folder().glob("*"):
         if is_prepared(folder):
             try:
                 manifest = read_json(folder / MANIFEST)
                 files, rows = tuple(map(str, manifest["files"])), int(manifest["rows_kept"])
             except (ValueError, KeyError, TypeError):
                 files, rows = (), 0
-            found.append(Kept(folder, disk_bytes(files_in(folder)), files, rows))
+            found.append(CacheEntry(folder, disk_bytes(files_in(folder)), files, rows))
     return sorted(found, key=lambda each: -each.bytes)
 
 
-def clear() -> int:
+def empty_cache() -> int:
     """Empty the cache; return the bytes freed."""
-    size = disk_bytes(files_in(cache()))
-    discard(cache())
+    size = disk_bytes(files_in(cache_folder()))
+    discard(cache_folder())
     return size
 
 
-def cache() -> Path:
+def cache_folder() -> Path:
     """Return the cache folder of prepared data."""
     return part_of_home("data")
 

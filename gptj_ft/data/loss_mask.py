@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def stretches(row: Mapping[str, Any]) -> list[int]:
+def span_borders(row: Mapping[str, Any]) -> list[int]:
     """Return the borders of a row's spans: masked, trained, masked, ...; the row's end is last."""
     return [0, row["prompt_length"], *row["untrained"], len(row["input_ids"])]
 

@@ -16,7 +16,7 @@ import pyarrow
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.columns import LABEL, FieldReader, FieldTexts, UnknownColumn, choose_columns, recipe_fields
 from gptj_ft.data.dataset import Prepared, Report, group_of, number_of, settings_of
-from gptj_ft.data.encode import Encoded, Part, assemble, check_templates, eos_of, from_tokens, parts
+from gptj_ft.data.encode import Encoded, TextPart, assemble, check_templates, eos_of, from_tokens, parts
 from gptj_ft.data.loss_mask import num_targets
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings, Occurrences, Row
@@ -43,7 +43,7 @@ class Texts(NamedTuple):
 
     row: Row
     found: FieldTexts
-    parts: list[Part]  # empty if it came as tokens
+    parts: list[TextPart]  # empty if it came as tokens
 
 
 class RowEncoder:
@@ -187,7 +187,7 @@ def prepare(
     encoder = RowEncoder(recipe, tokenizer, reader, vocab_size)
     digest = source.sha256  # before the rows are read
     findings = Findings(recipe.max_bad_rows)
-    with _no_cycles_sought(), TableWriter() as writer:
+    with _paused_garbage_collector(), TableWriter() as writer:
         for chunk in _chunks(read_rows(source, findings)):
             writer.write(encoder.encode(chunk))
             if progress:
@@ -217,7 +217,7 @@ def _require_rows(source: Path, report: Report) -> None:
 
 
 @contextmanager
-def _no_cycles_sought() -> Iterator[None]:
+def _paused_garbage_collector() -> Iterator[None]:
     """Pause the garbage collector: it would search millions of lists for cycles, and none is in one."""
     was_on = gc.isenabled()
     gc.disable()

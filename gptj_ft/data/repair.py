@@ -56,19 +56,19 @@ TREEBANK_FIXES = (  # (?<! ) because looking for `X` behind each blank of a long
 
 
 @dataclass(frozen=True)
-class Fixed:
+class RepairedText:
     """A repaired text, and the repairs applied (keys of `FIXES`), in order."""
 
     text: str
     fixes: tuple[str, ...]
 
 
-def fix_texts(texts: Sequence[str]) -> list[Fixed]:
+def fix_texts(texts: Sequence[str]) -> list[RepairedText]:
     """Repair the texts of a row.
 
     Where one of them is split into Treebank tokens all are joined, or an answer would no longer stand in its passage.
     """
-    fixed = [Fixed(text, ()) for text in texts]
+    fixed = [RepairedText(text, ()) for text in texts]
     while True:
         treebank = any(is_treebank(each.text) for each in fixed)
         again = [_fix(each, treebank) for each in fixed]
@@ -77,14 +77,14 @@ def fix_texts(texts: Sequence[str]) -> list[Fixed]:
         fixed = again
 
 
-def _fix(before: Fixed, treebank: bool) -> Fixed:
+def _fix(before: RepairedText, treebank: bool) -> RepairedText:
     text, done = before.text, dict.fromkeys(before.fixes)
     for name, (shows, fix) in FIXES.items():
         if treebank if shows is is_treebank else shows(text):
             text, was = fix(text), text
             if text != was:
                 done[name] = None
-    return Fixed(text, tuple(done))
+    return RepairedText(text, tuple(done))
 
 
 def decode_again(text: str) -> str:
@@ -206,7 +206,7 @@ REPEATED, EMPTY, UNREADABLE = "the same row again", "a field is empty", "cannot 
 
 
 @dataclass
-class FixReport:
+class RepairReport:
     """Counts of a repaired file.
 
     Attributes:
@@ -255,7 +255,7 @@ def diff_of(target: Path) -> Path:
     return target.with_suffix(".diff")
 
 
-def fix_rows(recipe: Recipe, source: Path, target: Path, progress: Callable[[int], None] | None = None) -> FixReport:
+def fix_rows(recipe: Recipe, source: Path, target: Path, progress: Callable[[int], None] | None = None) -> RepairReport:
     """Write the rows of a source to a new file, repaired in the columns that the recipe uses.
 
     Left out are records that cannot be read, rows that cannot be used because a field of theirs is empty, and all but
@@ -277,10 +277,10 @@ def fix_rows(recipe: Recipe, source: Path, target: Path, progress: Callable[[int
     columns = find_columns(found, recipe.model_copy(update={"max_bad_rows": sys.maxsize}))
     if TOKENS in columns:
         raise UsageError(f"{source}: its rows come as tokens, in which there is nothing to mend: leave out --fix")
-    report = FixReport(str(target), str(diff_of(target)))
+    report = RepairReport(str(target), str(diff_of(target)))
     with atomic_files(diff_of(target), target) as (diff, out):
         diff.write(visible(f"--- {source}") + "\n" + visible(f"+++ {target}") + "\n")
-        fixer = _Fixer(recipe, columns, report, diff)
+        fixer = _Repairer(recipe, columns, report, diff)
         findings = Findings(sys.maxsize)
         for row in read_rows(found, findings):
             fixer.drop_unreadable(findings)
@@ -297,10 +297,10 @@ def fix_rows(recipe: Recipe, source: Path, target: Path, progress: Callable[[int
     return report
 
 
-class _Fixer:
+class _Repairer:
     """Repairs rows, counts them, and writes the diff."""
 
-    def __init__(self, recipe: Recipe, columns: Mapping[str, str], report: FixReport, diff: TextIO) -> None:
+    def __init__(self, recipe: Recipe, columns: Mapping[str, str], report: RepairReport, diff: TextIO) -> None:
         self._recipe, self._columns, self._report, self._diff = recipe, columns, report, diff
         self._seen: dict[bytes, str] = {}  # digest of what is trained on, and where it was first
 

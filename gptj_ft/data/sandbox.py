@@ -144,7 +144,7 @@ class Compiled:
         Raises:
             UsageError: the template asks for what a value does not have, or for far more work than a prompt needs.
         """
-        with _said_of(self.source):
+        with _template_errors(self.source):
             return self._template.render({**values, BUDGET: Budget(values, self._size)})
 
 
@@ -159,7 +159,7 @@ def bounded_environment(**options: Any) -> Environment:
     return made
 
 
-def compiled(environment: Environment, source: str) -> Compiled:
+def compile_template(environment: Environment, source: str) -> Compiled:
     """Compile a template; nothing of it is computed.
 
     Raises:
@@ -167,7 +167,7 @@ def compiled(environment: Environment, source: str) -> Compiled:
     """
     if len(source) > SOURCE_CHARACTERS:
         raise UsageError(f"template {shown(source)}: longer than {SOURCE_CHARACTERS:,} characters")
-    with _said_of(source):
+    with _template_errors(source):
         tree, charged = environment.parse(source), environment.parse(source)
         _check(tree)
         free = meta.find_undeclared_variables(tree)
@@ -310,7 +310,7 @@ def _charge_replacing(budget: Budget, text: str, old: str, new: str) -> None:
 
 
 @contextmanager
-def _said_of(source: str) -> Iterator[None]:
+def _template_errors(source: str) -> Iterator[None]:
     """Turn the errors of a template into a one-line message."""
     try:
         yield

@@ -14,7 +14,7 @@ from gptj_ft.data.dataset import Prepared
 Numbers = NDArray[np.integer]
 
 
-def select(prepared: Prepared, indices: Iterable[int]) -> Prepared:
+def select_rows(prepared: Prepared, indices: Iterable[int]) -> Prepared:
     """Select documents; update the report's counts of documents and tokens.
 
     Args:
@@ -59,7 +59,7 @@ def split(prepared: Prepared, holdout: float, seed: int) -> tuple[Prepared, Prep
         return prepared, None
     count = min(max(round(holdout * len(members)), 1), len(members) - 1)
     is_held = _choose(members, labels, count, seed)[inverse]
-    return select(prepared, np.flatnonzero(~is_held)), select(prepared, np.flatnonzero(is_held))
+    return select_rows(prepared, np.flatnonzero(~is_held)), select_rows(prepared, np.flatnonzero(is_held))
 
 
 def _choose(groups: Numbers, labels: Numbers, count: int, seed: int) -> NDArray[np.bool_]:

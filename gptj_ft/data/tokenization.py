@@ -177,7 +177,7 @@ def tokenize(tokenizer: RowTokenizer, batch: Sequence[str]) -> list[list[int]]:
     return [encoding.ids for encoding in backend.encode_batch_fast(list(batch), add_special_tokens=False)]
 
 
-class Places(Sequence[Span]):
+class TokenSpans(Sequence[Span]):
     """Character spans of the tokens of a text.
 
     Args:
@@ -192,11 +192,11 @@ class Places(Sequence[Span]):
 
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
-            return Places(self.firsts[number], self.ends[number])
+            return TokenSpans(self.firsts[number], self.ends[number])
         return int(self.firsts[number]), int(self.ends[number])
 
 
-def places_of(tokenizer: RowTokenizer, text: str, ids: Sequence[int]) -> Places:
+def token_spans(tokenizer: RowTokenizer, text: str, ids: Sequence[int]) -> TokenSpans:
     """Locate the tokens of a text, in characters; several tokens of one character each span all of it.
 
     Args:
@@ -209,11 +209,11 @@ def places_of(tokenizer: RowTokenizer, text: str, ids: Sequence[int]) -> Places:
         ends, raw = np.cumsum(lengths), np.frombuffer(text.encode(), np.uint8)
         if len(ends) and ends[-1] == len(raw):
             if len(raw) == len(text):  # a byte is a character
-                return Places(ends - lengths, ends)
+                return TokenSpans(ends - lengths, ends)
             character = np.cumsum((raw & 0xC0) != 0x80)  # that a byte is of, counted from 1
-            return Places(character[ends - lengths] - 1, character[ends - 1])
+            return TokenSpans(character[ends - lengths] - 1, character[ends - 1])
     offsets = np.array(backend_of(tokenizer).encode(text, add_special_tokens=False).offsets, np.int64).reshape(-1, 2)
-    return Places(offsets[:, 0], offsets[:, 1])
+    return TokenSpans(offsets[:, 0], offsets[:, 1])
 
 
 @lru_cache(maxsize=4)
@@ -283,15 +283,15 @@ Tokenize: TypeAlias = "Callable[[Sequence[str]], list[Tokens]]"
 def tokenize_by(tokenizer: RowTokenizer) -> Tokenize:
     """Return a function like `tokenize` that caches words where the tokenizer splits texts before blanks."""
     if splits_before_blanks(tokenizer):
-        return Words(tokenizer)
+        return WordCache(tokenizer)
     return lambda texts: [array("i", ids) for ids in tokenize(tokenizer, texts)]
 
 
-class Words:
+class WordCache:
     """Tokenizes texts through a word-to-token cache; needs `splits_before_blanks`; not thread-safe."""
 
     def __init__(self, tokenizer: RowTokenizer) -> None:
-        self._tokenizer, self._table = tokenizer, _Table(tokenizer)
+        self._tokenizer, self._table = tokenizer, _WordTable(tokenizer)
 
     def __call__(self, texts: Sequence[str]) -> list[Tokens]:
         """Tokenize texts in one call, without adding special tokens."""
@@ -319,7 +319,7 @@ class EndsInBlank(Exception):
     """A split follows a blank of another kind, so a token may cross it."""
 
 
-class _Table(dict[str, bytes]):
+class _WordTable(dict[str, bytes]):
     """Word-to-token cache: a word with the blanks before it -> the bytes of its token ids."""
 
     def __init__(self, tokenizer: RowTokenizer) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.template import parse_template, render
-from gptj_ft.data.tokenization import RowTokenizer, Span, is_before_blank, places_of, splits_before_blanks, tokenize
+from gptj_ft.data.tokenization import RowTokenizer, Span, is_before_blank, splits_before_blanks, token_spans, tokenize
 from gptj_ft.errors import RowSkipped
 
 # How many tokens a cut may move back to fall between two words.
@@ -47,7 +47,7 @@ def shorten(
     text, uses = values[recipe.shorten], found.uses[recipe.shorten]
     ids = tokenize(tokenizer, [render(template, values)])[0] if ids is None else ids
     inside = _field_tokens(template, recipe.shorten, values, tokenizer, ids) if uses == 1 else None
-    offsets = inside.offsets if inside else places_of(tokenizer, text, tokenize(tokenizer, [text])[0])
+    offsets = inside.offsets if inside else token_spans(tokenizer, text, tokenize(tokenizer, [text])[0])
     start = inside.start if inside else 0
     cut = _Cut(text, start, offsets, _keeper(recipe.cut, offsets, None if answer_at is None else start + answer_at))
 
@@ -117,7 +117,7 @@ def _field_tokens(
     texts = [str(values[text]) if is_field else text for text, is_field in pieces]
     start = sum(map(len, texts[: next(n for n, piece in enumerate(pieces) if piece == (field, True))]))
     stop, prompt = start + len(values[field]), "".join(texts)
-    places = places_of(tokenizer, prompt, ids)
+    places = token_spans(tokenizer, prompt, ids)
     first = bisect_left(places.firsts, start)
     end = next((number for number in range(len(places), first, -1) if places[number - 1][1] <= stop), first)
     if end == first:

@@ -27,7 +27,7 @@ HELD = 2**14  # records in memory before they are written
 BUCKET = 2**18  # records looked at together
 
 
-class Repetitions:
+class Duplicates:
     """Finds duplicates by digests of prompts and answers on disk: memory does not grow with the rows."""
 
     def __init__(self, bucket: int = BUCKET) -> None:
@@ -144,7 +144,7 @@ class Checks:
 
     def __init__(self, recipe: Recipe) -> None:
         self.found: dict[str, Occurrences] = {}
-        self._rows = Repetitions()
+        self._rows = Duplicates()
         self._delimiters = delimiters_of(recipe)
         self._lately: dict[str, list[str]] = {}
         self._inputs, self._written = fields_of(recipe.prompt), {MESSAGES, *fields_of(recipe.completion)}
@@ -154,10 +154,10 @@ class Checks:
         """Check a row before it is truncated."""
         self._rows.add(_digest(prompt or completion), _digest(completion), row.source, row.line)
         values = {name: str(value) for name, value in found.values.items()}
-        for oddity in found.oddities:
-            self.add(oddity, row.where)
+        for warning in found.warnings:
+            self.add(warning, row.where)
         for name, text in values.items():
-            for what in self._oddities_of(text):
+            for what in self._warnings_of(text):
                 if name in self._written:
                     self.add(what, row.where)
                 elif what != LOWER_CASE:  # what the model reads only may be as it is, if it stays so
@@ -180,12 +180,12 @@ class Checks:
                 self.found[sentences[is_same]] = Occurrences(count, first)
         self._rows.close()
 
-    def _oddities_of(self, text: str) -> list[str]:
+    def _warnings_of(self, text: str) -> list[str]:
         """Return the warnings about a text, cached: a passage often stands in many rows in a row."""
         known = self._lately.get(text)
         if known is None:
             rest = text.encode(errors="replace").translate(None, PLAIN)
-            known = [what for what, (may_show, shows) in ODDITIES.items() if may_show(rest) and shows(text)]
+            known = [what for what, (may_show, shows) in CHECKS.items() if may_show(rest) and shows(text)]
             if len(self._lately) == LATELY:
                 self._lately.clear()
             self._lately[text] = known
@@ -260,7 +260,7 @@ TREEBANK_WRITTEN = (
 )
 TREEBANK_READ = f"text split into Treebank tokens (-lrb-, do n't, <s>), as prompts would then have to be; {FIXES} it"
 # What is odd -> what can only be so if it is true of the few bytes that are not plain, and what tells then.
-ODDITIES: Mapping[str, tuple[Callable[[bytes], bool], Callable[[str], bool]]] = {
+CHECKS: Mapping[str, tuple[Callable[[bytes], bool], Callable[[str], bool]]] = {
     f"wrongly decoded letters (Ã©, â€™): save the file as UTF-8 from its source; {FIXES} what can be": (
         lambda rest: not rest.isascii(), is_mojibake,
     ),

@@ -12,7 +12,7 @@ from gptj_ft.data.batches import Document, Rows
 from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.load import read_or_prepare
 from gptj_ft.data.readers.source import is_prepared
-from gptj_ft.data.split import select
+from gptj_ft.data.split import select_rows
 from gptj_ft.data.tokenization import vocab_size_of
 from gptj_ft.system.paths import is_adapter
 
@@ -70,7 +70,7 @@ def make_eval_set(recipe: Recipe, tokenizer: RowTokenizer, folder: Path, data: P
         )
     notes += [f"{skips.count:,} rows were left out: {reason}" for reason, skips in report.rows_skipped.items()]
     if limit is not None:
-        prepared = select(prepared, range(min(limit, len(prepared.rows))))
+        prepared = select_rows(prepared, range(min(limit, len(prepared.rows))))
     facts = {"data": report.data_sha256, "settings": report.settings_sha256, "tokenizer": report.tokenizer_sha256}
     task = _task(prepared, facts, tuple(notes))
     return _cut_prompts(task, most, max_length) if most else task

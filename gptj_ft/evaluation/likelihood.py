@@ -13,7 +13,7 @@ import torch
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import Document, first_fit
 from gptj_ft.data.encode import eos_of
-from gptj_ft.data.loss_mask import stretches
+from gptj_ft.data.loss_mask import span_borders
 from gptj_ft.data.template import fields_of, render
 from gptj_ft.data.tokenization import tokenize
 from gptj_ft.evaluation.metrics.language_model import RowLoss
@@ -151,12 +151,12 @@ def _likelihood(scores: TokenScores, span: slice) -> Likelihood:
 def _targets(document: Document) -> list[range]:
     """Return the spans of target tokens; never the first token, which nothing predicts."""
     row = {"input_ids": document.ids, "prompt_length": document.prompt_length, "untrained": document.untrained}
-    spans = [range(max(start, 1), end) for start, end in list(pairwise(stretches(row)))[1::2]]
+    spans = [range(max(start, 1), end) for start, end in list(pairwise(span_borders(row)))[1::2]]
     return [span for span in spans if span]
 
 
 def _text_size(
-    tokenizer: PreTrainedTokenizerFast | None, stretches: Sequence[Sequence[int]]
+    tokenizer: PreTrainedTokenizerFast | None, spans: Sequence[Sequence[int]]
 ) -> tuple[int, int] | tuple[None, None]:
     """Count words and bytes of token spans; ``None`` if an id has no token.
 
@@ -166,10 +166,10 @@ def _text_size(
     if tokenizer is None:
         return None, None
     special = set(tokenizer.all_special_ids)
-    names = tokenizer.convert_ids_to_tokens([each for ids in stretches for each in ids if each not in special])
+    names = tokenizer.convert_ids_to_tokens([each for ids in spans for each in ids if each not in special])
     if None in names:
         return None, None
-    texts = [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in stretches]
+    texts = [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in spans]
     return sum(len(text.split()) for text in texts), sum(map(len, names))
 
 

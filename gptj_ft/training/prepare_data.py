@@ -15,7 +15,7 @@ from gptj_ft.data.dataset import Prepared, save
 from gptj_ft.data.hub_dataset import PREFIX, is_reference
 from gptj_ft.data.load import data_path, prepare_once
 from gptj_ft.data.readers.source import FileOptions, identify, is_prepared
-from gptj_ft.data.repair import FixReport, choose_target, fix_rows
+from gptj_ft.data.repair import RepairReport, choose_target, fix_rows
 from gptj_ft.data.tokenization import RowTokenizer, load_row_tokenizer, vocab_size_of
 from gptj_ft.errors import UsageError
 from gptj_ft.models.supported import TINY_MODELS
@@ -98,7 +98,7 @@ class Preparation:
     model: Path
     tokenizer: RowTokenizer
     prepared: Prepared
-    fixes: FixReport | None
+    fixes: RepairReport | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `--json` prints."""

@@ -52,7 +52,7 @@ def test_the_same_rows_are_prepared_once_and_come_out_the_same(rows: Path, made:
     assert made == [rows]
     assert list(again.rows) == list(first.rows)
     assert again.report == first.report
-    assert len(cache.kept()) == 1
+    assert len(cache.cache_entries()) == 1
 
 
 @pytest.mark.parametrize("change", ["data", "tokenizer", "template", "limit", "map", "place"])
@@ -79,12 +79,12 @@ def test_nothing_is_kept_where_that_is_not_wanted(rows: Path, made: list[Path]) 
     for _ in range(2):
         prepare_once(recipe(cache=False), make_tokenizer(), rows, 50400)
     assert len(made) == 2
-    assert not cache.kept()
+    assert not cache.cache_entries()
 
 
 def test_what_is_damaged_is_made_again(rows: Path, made: list[Path]) -> None:
     prepare_once(recipe(), make_tokenizer(), rows, 50400)
-    (kept,) = cache.kept()
+    (kept,) = cache.cache_entries()
     (kept.folder / MANIFEST).write_text("{")
     prepare_once(recipe(), make_tokenizer(), rows, 50400)
     assert len(made) == 2
@@ -145,11 +145,11 @@ def test_two_processes_that_prepare_the_same_new_file_both_succeed_and_one_resul
     ]  # fmt: skip
     ends = [process.communicate() for process in both]
     assert [process.returncode for process in both] == [0, 0], ends
-    (kept,) = cache.kept()
+    (kept,) = cache.cache_entries()
     assert ends[0][0] == ends[1][0], "they have gone on with different rows"
     assert ends[0][0].startswith("30 ")
     assert str(kept.folder) in ends[0][0]
-    assert [path.name for path in cache.cache().iterdir()] == [kept.folder.name]
+    assert [path.name for path in cache.cache_folder().iterdir()] == [kept.folder.name]
     prepare_once(recipe(), make_tokenizer(), rows, 50400)
     assert not made
 
@@ -158,17 +158,19 @@ def test_what_processes_that_were_killed_left_behind_goes_and_what_others_are_wr
     rows: Path, made: list[Path]
 ) -> None:
     prepare_once(recipe(), make_tokenizer(), rows, 50400)
-    (kept,) = cache.kept()
+    (kept,) = cache.cache_entries()
     name = kept.folder.name
-    cache.clear()
+    cache.empty_cache()
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
     here = platform.node()
-    drafts = {at: cache.cache() / f".{name}.{at}.writing" for at in (f"{here}.{ended.pid}", f"{here}.1", "elsewhere.1")}
+    drafts = {
+        at: cache.cache_folder() / f".{name}.{at}.writing" for at in (f"{here}.{ended.pid}", f"{here}.1", "elsewhere.1")
+    }
     for draft in drafts.values():
         draft.mkdir(parents=True)
     prepare_once(recipe(), make_tokenizer(), rows, 50400)
-    left = {path.name for path in cache.cache().iterdir()}
+    left = {path.name for path in cache.cache_folder().iterdir()}
     assert left == {name, drafts[f"{here}.1"].name, drafts["elsewhere.1"].name}
 
 

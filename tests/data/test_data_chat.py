@@ -45,8 +45,8 @@ def trained(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, values: dict[str
     encoded = encode(recipe, tokenizer, values)
     (ids,) = encoded.documents
     borders = [encoded.prompt_length, *encoded.untrained, len(ids)]
-    stretches = [ids[start:end] for start, end in zip(borders[::2], borders[1::2], strict=True)]
-    return tokenizer.decode(ids), [tokenizer.decode(stretch) for stretch in stretches]
+    spans = [ids[start:end] for start, end in zip(borders[::2], borders[1::2], strict=True)]
+    return tokenizer.decode(ids), [tokenizer.decode(span) for span in spans]
 
 
 def test_every_answer_of_the_assistant_is_trained_on_and_nothing_else(tokenizer) -> None:
@@ -117,7 +117,7 @@ def test_what_is_no_conversation_is_left_out_with_its_reason(cell, reason) -> No
 def test_messages_after_the_last_answer_are_left_out_and_that_is_said() -> None:
     found = read({"messages": [*MESSAGES, {"role": "user", "content": "Thanks."}]})
     assert list(found.values["messages"]) == MESSAGES
-    assert found.oddities == ("messages after the assistant's last one, which are left out",)
+    assert found.warnings == ("messages after the assistant's last one, which are left out",)
 
 
 def test_a_conversation_that_is_too_long_loses_its_oldest_messages_and_never_the_system_s(tokenizer) -> None:

@@ -16,7 +16,7 @@ from gptj_ft.data.batches import rows_of_step
 from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.lengths import Lengths, histogram
 from gptj_ft.data.prepare import prepare
-from gptj_ft.data.validation import ODDITIES, PLAIN, delimiters_of
+from gptj_ft.data.validation import CHECKS, PLAIN, delimiters_of
 
 NOTE = "The patient came on foot and was given water, rest and a second visit in the spring of the year after. Part "
 
@@ -151,5 +151,5 @@ ODD = [
 @given(text=st.lists(st.one_of(st.sampled_from(ODD), st.text(max_size=3)), max_size=6).map("".join))
 def test_what_is_odd_shows_in_what_is_not_plain(text: str) -> None:
     rest = text.encode(errors="replace").translate(None, PLAIN)
-    missed = [what for what, (may_show, shows) in ODDITIES.items() if shows(text) and not may_show(rest)]
+    missed = [what for what, (may_show, shows) in CHECKS.items() if shows(text) and not may_show(rest)]
     assert not missed

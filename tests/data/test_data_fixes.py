@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.readers.records import read_rows
-from gptj_ft.data.repair import FIXES, FixReport, choose_target, fix_rows, fix_texts
+from gptj_ft.data.repair import FIXES, RepairReport, choose_target, fix_rows, fix_texts
 from gptj_ft.data.validation import CONTROL, TAG
 from gptj_ft.errors import DataError, UsageError
 
@@ -44,7 +44,7 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
 
 def fix(
     source: Path, target: Path | None = None, recipe: str = "summarization"
-) -> tuple[FixReport, list[dict[str, Any]]]:
+) -> tuple[RepairReport, list[dict[str, Any]]]:
     """Fix a file; return the report and the rows of the new one."""
     target = target or choose_target(source, None)
     report = fix_rows(resolve({"recipe": recipe}, environment={}).recipe, source, target)

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from pyarrow import parquet
 
 from gptj_ft.config.presets import load_options
-from gptj_ft.data.hub_dataset import datasets, fetch, layout_of, local_folder, parse
+from gptj_ft.data.hub_dataset import datasets, fetch, layout_of, local_folder, parse_reference
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.errors import NetworkError, Unreachable, UsageError
 from gptj_ft.system import hub as hub_module
@@ -138,13 +138,13 @@ def test_the_default_configuration_is_the_only_one_or_the_one_marked_or_named_so
     ],
 )
 def test_names_are_read_in_full_and_in_short(data: str, expected: str) -> None:
-    assert str(parse(data)) == expected
+    assert str(parse_reference(data)) == expected
 
 
 @pytest.mark.parametrize("data", ["hub:", "hub:name", "hub:/n", "hub:o/", "hub:o/n:", "hub:o/n@", "hub:o//n"])
 def test_what_names_nothing_is_refused_with_the_form(data: str) -> None:
     with pytest.raises(UsageError, match="write hub:owner/name"):
-        parse(data)
+        parse_reference(data)
 
 
 def write_split(path: Path, count: int, word: str) -> None:

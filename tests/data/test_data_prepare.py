@@ -16,7 +16,7 @@ from gptj_ft.config.resolve import resolve
 from gptj_ft.data.dataset import Prepared, Report, check_compatible, load, save
 from gptj_ft.data.prepare import prepare
 from gptj_ft.data.readers.source import is_prepared
-from gptj_ft.data.split import select, split
+from gptj_ft.data.split import select_rows, split
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.system.paths import home
 
@@ -267,8 +267,8 @@ def test_saving_rows_that_are_a_file_links_it_and_loading_gives_the_same(tokeniz
     save(load(tmp_path / "a"), tmp_path / "b")
     (file,) = (tmp_path / "b").glob("*.arrow")
     assert file.stat().st_ino == (tmp_path / "a" / file.name).stat().st_ino
-    save(select(made, range(len(made.rows))), tmp_path / "c")
-    save(select(made, range(1, 3)), tmp_path / "part")
+    save(select_rows(made, range(len(made.rows))), tmp_path / "c")
+    save(select_rows(made, range(1, 3)), tmp_path / "part")
     assert list(load(tmp_path / "part").rows) == list(made.rows)[1:3]
     for folder in ("a", "b", "c"):
         loaded = load(tmp_path / folder)
@@ -344,8 +344,8 @@ def test_each_side_of_a_split_gets_at_least_one_row_and_none_is_lost(prepared, h
 
 
 def test_two_rows_are_split_and_one_stays_whole(prepared):
-    assert [len(part.rows) for part in split(select(prepared, [0, 1]), 0.5, seed=3)] == [1, 1]
-    assert split(select(prepared, [0]), 0.5, seed=3)[1] is None
+    assert [len(part.rows) for part in split(select_rows(prepared, [0, 1]), 0.5, seed=3)] == [1, 1]
+    assert split(select_rows(prepared, [0]), 0.5, seed=3)[1] is None
 
 
 def test_a_split_depends_on_the_seed_alone(prepared):
@@ -428,11 +428,11 @@ def test_a_held_out_part_has_its_own_counts_and_can_be_saved(prepared, tmp_path)
 
 
 def test_selected_documents_have_their_own_counts(prepared):
-    first = select(prepared, [4, 2])
+    first = select_rows(prepared, [4, 2])
     assert list(first.rows["line"]) == [5, 3]
     assert first.report.longest == max(map(len, first.rows["input_ids"]))
     assert (first.report.windows, first.report.rows_read) == (2, 20)
-    assert select(prepared, range(20)).report == prepared.report
+    assert select_rows(prepared, range(20)).report == prepared.report
 
 
 # Real files

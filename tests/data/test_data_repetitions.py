@@ -7,7 +7,7 @@ import random
 import pytest
 
 from gptj_ft.data import validation
-from gptj_ft.data.validation import Repetitions
+from gptj_ft.data.validation import Duplicates
 
 
 @pytest.mark.parametrize("bucket", [1, 7, 100, 10**6])
@@ -18,7 +18,7 @@ def test_what_repeats_is_what_a_look_at_all_rows_finds(bucket: int, held: int, m
     rows = [(draw.randrange(2**64 - 40, 2**64), draw.randrange(3), f"file{n % 3}", n) for n in range(200)]
     seen: dict[int, int] = {}
     expected: dict[bool, list[str]] = {True: [], False: []}
-    found = Repetitions(bucket)
+    found = Duplicates(bucket)
     for asked, answered, source, line in rows:
         found.add(asked, answered, source, line)
         if asked in seen:
@@ -31,4 +31,4 @@ def test_what_repeats_is_what_a_look_at_all_rows_finds(bucket: int, held: int, m
 
 
 def test_no_rows_repeat_nothing() -> None:
-    assert Repetitions().found(5) == {True: (0, []), False: (0, [])}
+    assert Duplicates().found(5) == {True: (0, []), False: (0, [])}

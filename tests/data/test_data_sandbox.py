@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gptj_ft.data import sandbox
-from gptj_ft.data.sandbox import bounded_environment, compiled
+from gptj_ft.data.sandbox import bounded_environment, compile_template
 from gptj_ft.data.template import fields_of, render
 from gptj_ft.errors import UsageError
 
@@ -164,7 +164,7 @@ BOUNDED = bounded_environment(keep_trailing_newline=True)
 def ends(source: str) -> None:
     """Render a template; it must write a text of bounded length, or be refused in a line."""
     try:
-        text = compiled(BOUNDED, source).render(VALUES)
+        text = compile_template(BOUNDED, source).render(VALUES)
     except UsageError as error:
         message = str(error)
     else:

@@ -17,7 +17,14 @@ from gptj_ft.config.resolve import resolve
 from gptj_ft.data import tokenization as words_module
 from gptj_ft.data.encode import encode
 from gptj_ft.data.prepare import prepare
-from gptj_ft.data.tokenization import Words, _token_bytes, is_before_blank, places_of, splits_before_blanks, tokenize
+from gptj_ft.data.tokenization import (
+    WordCache,
+    _token_bytes,
+    is_before_blank,
+    splits_before_blanks,
+    token_spans,
+    tokenize,
+)
 from gptj_ft.errors import RowSkipped
 
 # Blanks of all kinds (U+001C is one for Python only), what may be one token with them, and what is several.
@@ -46,7 +53,7 @@ def test_where_a_blank_follows_a_text_has_the_tokens_of_its_parts(tokenizer, tex
 @settings(max_examples=300, deadline=None)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4))
 def test_texts_looked_up_word_by_word_have_the_tokens_of_the_tokenizer(tokenizer, texts: list[str]) -> None:
-    words = Words(tokenizer)
+    words = WordCache(tokenizer)
     wanted = tokenize(tokenizer, texts)
     for _ in range(2):  # those of the second time are in the table
         assert list(map(list, words(texts))) == wanted
@@ -55,15 +62,15 @@ def test_texts_looked_up_word_by_word_have_the_tokens_of_the_tokenizer(tokenizer
 def test_texts_of_ordinary_words_are_looked_up_and_others_are_not(tokenizer, monkeypatch) -> None:
     given_back: list[str] = []
     monkeypatch.setattr(words_module, "tokenize", lambda _, texts: [given_back.append(text) or [] for text in texts])
-    Words(tokenizer)(["The lift  stops.\n\nIts door stays open: \u201cnow\u201d. ", "\n \n a\tb", "", "naïve 🙂"])
+    WordCache(tokenizer)(["The lift  stops.\n\nIts door stays open: \u201cnow\u201d. ", "\n \n a\tb", "", "naïve 🙂"])
     assert not given_back
-    Words(tokenizer)(["a\0 b", "a\t b", "\u6587" * 400, "so far"])
+    WordCache(tokenizer)(["a\0 b", "a\t b", "\u6587" * 400, "so far"])
     assert given_back == ["a\0 b", "a\t b", "\u6587" * 400]
 
 
 def test_the_table_of_words_has_a_limit(tokenizer, monkeypatch) -> None:
     monkeypatch.setattr(words_module, "MOST_WORDS", 3)
-    words, texts = Words(tokenizer), ["a b c d e", "d e f " + 99 * "g" + " h"]
+    words, texts = WordCache(tokenizer), ["a b c d e", "d e f " + 99 * "g" + " h"]
     assert list(map(list, words(texts))) == tokenize(tokenizer, texts)
     assert len(words._table) <= 3
 
@@ -74,7 +81,7 @@ def test_places_of_tokens_are_those_that_the_tokenizer_says(tokenizer, text: str
     (ids,) = tokenize(tokenizer, [text])
     assert len(_token_bytes(tokenizer))
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-    assert [*places_of(tokenizer, text, ids)] == encoding.offsets
+    assert [*token_spans(tokenizer, text, ids)] == encoding.offsets
 
 
 def test_a_tokenizer_whose_places_leave_out_blanks_is_asked_for_them(tokenizer) -> None:
@@ -83,7 +90,7 @@ def test_a_tokenizer_whose_places_leave_out_blanks_is_asked_for_them(tokenizer) 
         split_special_tokens = True
 
     Other.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    assert places_of(Other, "The lift", tokenize(Other, ["The lift"])[0])[-1][1] == 8
+    assert token_spans(Other, "The lift", tokenize(Other, ["The lift"])[0])[-1][1] == 8
     assert not len(_token_bytes(Other))
 
 

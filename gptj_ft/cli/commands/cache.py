@@ -24,27 +24,27 @@ cache_app = typer.Typer(cls=Commands, no_args_is_help=True, help="Rows that are 
 def list_cache(as_json: Json = False) -> None:
     """List the prepared data that is kept, the largest first."""
     from gptj_ft.cli.terminal.screen import console_for, say, table
-    from gptj_ft.data.load import cache, kept
+    from gptj_ft.data.load import cache_entries, cache_folder
     from gptj_ft.system.units import gigabytes
 
-    found = kept()
+    found = cache_entries()
     if as_json:
         rows = [{"folder": str(x.folder), "bytes": x.bytes, "files": x.files, "rows": x.rows} for x in found]
-        print_json({"folder": str(cache()), "kept": rows})
+        print_json({"folder": str(cache_folder()), "kept": rows})
         return
     console = console_for(stderr=False)
     if found:
         lines = [(gigabytes(x.bytes), f"{x.rows:,}", ", ".join(x.files[:2]) or "damaged") for x in found]
         table(console, "", [("size", "rows", "of"), *lines], right=(0, 1))
-    say(console, f"{gigabytes(sum(each.bytes for each in found))} in {cache()}")
+    say(console, f"{gigabytes(sum(each.bytes for each in found))} in {cache_folder()}")
 
 
 @cache_app.command("clear")
 def clear_cache(quiet: Quiet = False, as_json: Json = False) -> None:
     """Remove all of it; runs have their own copies."""
-    from gptj_ft.data.load import clear
+    from gptj_ft.data.load import empty_cache
     from gptj_ft.system.units import gigabytes
 
-    freed = clear()
+    freed = empty_cache()
     out = Output(as_json, quiet)
     out.finish({"freed_bytes": freed}, "", lambda console: console.print(f"{gigabytes(freed)} freed"))

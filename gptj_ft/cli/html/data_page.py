@@ -18,7 +18,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import Rows, steps_per_epoch
 from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.lengths import Lengths, bins_of
-from gptj_ft.data.loss_mask import stretches
+from gptj_ft.data.loss_mask import span_borders
 from gptj_ft.data.readers.rows import in_words
 from gptj_ft.data.split import split
 from gptj_ft.errors import UsageError
@@ -97,7 +97,7 @@ def examples_of(prepared: Prepared, decode: Callable[[list[int]], str], count: i
             "place": f"{row['source']}:{row['line']}",
             "parts": [
                 {"text": decode(row["input_ids"][start:end]), "is_trained_on": number % 2 == 1}
-                for number, (start, end) in enumerate(pairwise(stretches(row)))
+                for number, (start, end) in enumerate(pairwise(span_borders(row)))
             ],
         }
         for row in rows

@@ -12,14 +12,14 @@ from rich.text import Text
 from gptj_ft.cli.terminal.screen import panel, whole, width_of
 from gptj_ft.data.batches import steps_per_epoch
 from gptj_ft.data.lengths import Lengths, histogram
-from gptj_ft.data.loss_mask import num_targets, stretches
+from gptj_ft.data.loss_mask import num_targets, span_borders
 from gptj_ft.data.readers.rows import in_words
 from gptj_ft.system.plain_text import shortened
 
 if TYPE_CHECKING:
     from gptj_ft.config.options import Recipe
     from gptj_ft.data.dataset import Prepared, Report
-    from gptj_ft.data.repair import FixReport
+    from gptj_ft.data.repair import RepairReport
 
 FILES_SHOWN = 3
 LINES_SHOWN = 6  # of a row, its heading aside
@@ -61,7 +61,7 @@ def _column(field: str, column: str) -> str:
     return f"{field} = columns '{shortened(column)}' ({trained})"
 
 
-def show_fixes(console: Console, report: FixReport) -> None:
+def show_fixes(console: Console, report: RepairReport) -> None:
     """Show what was mended, what was left out, and where that stands."""
     dropped = report.rows_read - report.rows_written
     counts = f"{report.rows_written:,} of {report.rows_read:,}, {report.rows_changed:,} of them mended"
@@ -131,7 +131,7 @@ def show_examples(
         trained = num_targets(len(ids), prompt, row["untrained"])
         place = f"\n{row['source']}:{row['line']} as the model sees it"
         text = Text.assemble((f"{place}: {len(ids)} tokens, {trained} in «» trained on\n", "bold"))
-        for number, (start, end) in enumerate(pairwise(stretches(row))):
+        for number, (start, end) in enumerate(pairwise(span_borders(row))):
             if number % 2:
                 text.append("«" + decode(ids[start:end]) + "»", style="bold")
             else:

@@ -51,10 +51,10 @@ def read_samples(file: File, findings: Findings) -> Iterator[Row]:
         raise UsageError(
             f"{file.path} is an HDF5 file, and h5py is not installed: pip install 'gptj-ft[hdf5]'"
         ) from error
-    with _damage_is_said(file):
+    with _damage_errors(file):
         opened = h5py.File(file.path, "r", locking=False)  # a lock needs what some file systems lack
     with opened:
-        with _damage_is_said(file):
+        with _damage_errors(file):
             data = _dataset(file, opened)
             stated = opened.attrs.get("n_examples")
         if data.ndim == 1:
@@ -66,7 +66,7 @@ def read_samples(file: File, findings: Findings) -> Iterator[Row]:
 
 
 @contextmanager
-def _damage_is_said(file: File) -> Iterator[None]:
+def _damage_errors(file: File) -> Iterator[None]:
     try:
         yield
     except DataError:
@@ -96,7 +96,7 @@ def _dataset(file: File, opened: h5py.File) -> h5py.Dataset:
 
 def _slices(file: File, data: h5py.Dataset, count: int) -> Iterator[NDArray[Any]]:
     for start in range(0, len(data), count):
-        with _damage_is_said(file):
+        with _damage_errors(file):
             part = data[start : start + count]
         yield part
 

@@ -50,7 +50,7 @@ def read_workbook(file: File, findings: Findings) -> Iterator[Row]:
             "the sheet as CSV UTF-8"
         ) from error
     warnings.filterwarnings("ignore", module="openpyxl")  # of looks that it would not write again
-    with opened_file(file) as opened, _damage_is_said(file):
+    with opened_file(file) as opened, _damage_errors(file):
         _check_size(file, opened)
         book = openpyxl.load_workbook(opened, read_only=True, data_only=True, keep_links=False)
         sheet = _choose_sheet(file, book.worksheets, findings)
@@ -152,7 +152,7 @@ def _longest_piece(archive: zipfile.ZipFile, part: zipfile.ZipInfo) -> int:
 
 
 @contextmanager
-def _damage_is_said(file: File) -> Iterator[None]:
+def _damage_errors(file: File) -> Iterator[None]:
     try:
         yield
     except (GptjFtError, MemoryError):
