@@ -124,7 +124,7 @@ class Prepared:
 
     Attributes:
         rows: ``input_ids`` (int32 list), ``prompt_length``, ``references`` (acceptable completions, for scoring),
-            ``source``, ``line``, ``group`` (see `group_of`), ``label`` (empty where there is none), ``untrained``
+            ``source``, ``line``, ``group`` (see `document_hash`), ``label`` (empty where there is none), ``untrained``
             (see `Encoded`), ``continues`` (whether it begins with the token that the one before ends with).
         report: counts and digests.
     """
@@ -222,14 +222,14 @@ def check_compatible(prepared: Prepared, recipe: Recipe, tokenizer: RowTokenizer
         )
 
 
-def group_of(recipe: Recipe, values: Mapping[str, Any]) -> int:
+def document_hash(recipe: Recipe, values: Mapping[str, Any]) -> int:
     """Hash the document of a row: its `shorten` field, else the whole input of the model."""
     inputs = fields_of(recipe.prompt or recipe.completion)
     names = (recipe.shorten,) if recipe.shorten in inputs else inputs
-    return number_of("\0".join(str(values[name]).strip() for name in names).encode())
+    return content_hash("\0".join(str(values[name]).strip() for name in names).encode())
 
 
-def number_of(content: bytes) -> int:
+def content_hash(content: bytes) -> int:
     """Hash content to a signed 64-bit integer."""
     return xxhash.xxh3_64_intdigest(content) - 2**63
 

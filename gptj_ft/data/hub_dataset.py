@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
-from gptj_ft.data.readers.source import PACKED, SUFFIXES
+from gptj_ft.data.readers.source import COMPRESSIONS, SUFFIXES
 from gptj_ft.errors import NoSuchRevision, Unreachable, UsageError, did_you_mean
 from gptj_ft.system.files import read_text, replace_text, require_plain
 from gptj_ft.system.hub import open_network
@@ -137,7 +137,7 @@ def format_of(name: str) -> str:
     path = PurePosixPath(name)
     if path.name in NOT_ROWS or any(part.startswith(".") for part in path.parts):
         return ""
-    packed = path.suffix.lower() in PACKED
+    packed = path.suffix.lower() in COMPRESSIONS
     format_ = SUFFIXES.get((PurePosixPath(path.stem) if packed else path).suffix.lower(), "")
     return format_ if format_ in FORMATS else ""
 

@@ -15,7 +15,7 @@ import pyarrow
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.columns import LABEL, FieldReader, FieldTexts, UnknownColumn, choose_columns, recipe_fields
-from gptj_ft.data.dataset import Prepared, Report, group_of, number_of, settings_of
+from gptj_ft.data.dataset import Prepared, Report, content_hash, document_hash, settings_of
 from gptj_ft.data.encode import Encoded, TextPart, assemble, check_templates, eos_of, from_tokens, parts
 from gptj_ft.data.loss_mask import num_targets
 from gptj_ft.data.readers.records import read_rows
@@ -109,11 +109,11 @@ class RowEncoder:
             if texts.parts:
                 of = (recipe, self._tokenizer, self._eos, found.values)
                 encoded = assemble(*of, texts.parts, tokens, found.answer_at)
-                group = group_of(recipe, found.values)
+                group = document_hash(recipe, found.values)
             else:
                 given = _tokens_of(row)
                 encoded = from_tokens(recipe, given, row.values.get(TRAINED))
-                group = number_of(array("q", given).tobytes())
+                group = content_hash(array("q", given).tobytes())
         except RowSkipped as reason:
             self.skip(row.where, str(reason))
             return []

@@ -30,7 +30,7 @@ from gptj_ft.data.encode import check_templates, parts
 from gptj_ft.data.prepare import TOKENS, find_columns
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings, Occurrences, Row
-from gptj_ft.data.readers.source import PACKED, SUFFIXES, FileOptions, identify
+from gptj_ft.data.readers.source import COMPRESSIONS, SUFFIXES, FileOptions, identify
 from gptj_ft.data.validation import CONTROL, ENTITY, MOJIBAKE, NEXT, TAG, has_html, is_mojibake, is_treebank
 from gptj_ft.errors import DataError, RowSkipped, UsageError
 from gptj_ft.system.atomic import atomic_files, require_new
@@ -416,6 +416,6 @@ def _finite(value: Any) -> Any:
 def _stem(source: Path) -> str:
     """Return the name of a file without the suffixes that say what it is."""
     path = Path(source.name)
-    if path.suffix.lower() in PACKED:
+    if path.suffix.lower() in COMPRESSIONS:
         path = Path(path.stem)
     return path.stem if path.suffix.lower() in SUFFIXES else path.name

@@ -35,7 +35,7 @@ from gptj_ft.data.dataset import Report
 from gptj_ft.data.prepare import prepare
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.source import FileOptions, identify_file, opened_file
-from gptj_ft.data.readers.tables import SAMPLE_LINES, separation_of
+from gptj_ft.data.readers.tables import SAMPLE_LINES, choose_dialect
 from gptj_ft.errors import DataError, UsageError
 
 TOKENIZER = make_tokenizer()
@@ -309,7 +309,7 @@ def count_rows(path: Path, options: dict[str, Any]) -> int | None:
         return sum(1 for block in blocks if block.strip())
     if file.format in ("csv", "tsv"):
         lines = list(io.StringIO(text, newline="\n"))
-        delimiter, quotes = separation_of(file, lines[:SAMPLE_LINES])
+        delimiter, quotes = choose_dialect(file, lines[:SAMPLE_LINES])
         quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
         return sum(1 for cells in csv.reader(lines, delimiter=delimiter, quoting=quoting) if cells) - 1
     try:

@@ -9,7 +9,7 @@ import zlib
 from lzma import LZMAError
 from pathlib import Path
 
-from gptj_ft.data.readers.source import SNIFFED_BYTES, packing_of, unpacked
+from gptj_ft.data.readers.source import SNIFFED_BYTES, compression_of, decompressed
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.system.files import create_file, disk_errors
 from gptj_ft.system.machine import free_disk
@@ -38,9 +38,9 @@ def unpack(path: Path, folder: Path) -> None:
     steps, count = set(), 0
     try:
         with path.open("rb") as raw:
-            packing = packing_of(raw.read(SNIFFED_BYTES))
+            compression = compression_of(raw.read(SNIFFED_BYTES))
             raw.seek(0)
-            with tarfile.open(fileobj=unpacked(raw, packing), mode="r|") as archive:
+            with tarfile.open(fileobj=decompressed(raw, compression), mode="r|") as archive:
                 for member in archive:
                     archive.members = []  # type: ignore[attr-defined]  # it would remember all
                     found = MEMBER.fullmatch(member.name)

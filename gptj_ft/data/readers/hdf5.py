@@ -43,8 +43,8 @@ def read_samples(file: File, findings: Findings) -> Iterator[Row]:
         UsageError: h5py is not installed.
         DataError: not whole, or of another form; says which is expected.
     """
-    if file.packing:
-        raise DataError(f"{file.path}: HDF5 cannot be read while it is packed by {file.packing}; unpack it first")
+    if file.compression:
+        raise DataError(f"{file.path}: HDF5 cannot be read while it is packed by {file.compression}; unpack it first")
     try:
         import h5py
     except ImportError as error:

@@ -33,16 +33,16 @@ HEADER_BYTES = 12  # of a TFRecord
 # At the end of a zip archive is the list of what is in it, and at the end of that a record with its size.
 END_BYTES, MOST_LIST_BYTES = 2**16 + 22, 2**22
 # Suffix -> compression, as in rows.jsonl.gz.
-PACKED = {".gz": "gzip", ".xz": "xz", ".zst": "zstandard"}
+COMPRESSIONS = {".gz": "gzip", ".xz": "xz", ".zst": "zstandard"}
 COMPRESSION_MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstandard"}
 
 
-def packing_of(head: bytes) -> str:
+def compression_of(head: bytes) -> str:
     """Return how something that begins with ``head`` is packed; empty if it is not.
 
     zlib is left out: its two bytes may begin a text.
     """
-    return next((packing for magic, packing in COMPRESSION_MAGIC.items() if head.startswith(magic)), "")
+    return next((compression for magic, compression in COMPRESSION_MAGIC.items() if head.startswith(magic)), "")
 
 
 def record_length(header: bytes) -> int | None:
@@ -71,8 +71,8 @@ def _begins_zlib(head: bytes) -> bool:
 def suffixes_of(path: PurePath) -> tuple[str, str]:
     """Return the packing that a name promises, or nothing, and the suffix of what is packed."""
     suffix = path.suffix.lower()
-    if suffix in PACKED:
-        return PACKED[suffix], PurePath(path.stem).suffix.lower()
+    if suffix in COMPRESSIONS:
+        return COMPRESSIONS[suffix], PurePath(path.stem).suffix.lower()
     return "", suffix
 
 
@@ -91,20 +91,20 @@ def names_in_zip(raw: BinaryIO) -> frozenset[str]:
         return frozenset()
 
 
-def unpacked(raw: BinaryIO, packing: str) -> BinaryIO:
+def decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
     """Return a stream of what is packed in ``raw``, or ``raw`` itself.
 
     Reading raises EOFError, zlib.error, lzma.LZMAError, or an OSError without a number, where it is damaged.
     """
-    if packing == "gzip":
+    if compression == "gzip":
         return cast(BinaryIO, gzip.open(raw))
-    if packing == "xz":
+    if compression == "xz":
         return cast(BinaryIO, lzma.open(raw))
-    if packing in ("zstandard", "zlib"):
+    if compression in ("zstandard", "zlib"):
         import pyarrow
 
         # What inflates gzip there takes the header of zlib too.
-        stream = pyarrow.CompressedInputStream(raw, "zstd" if packing == "zstandard" else "gzip")
+        stream = pyarrow.CompressedInputStream(raw, "zstd" if compression == "zstandard" else "gzip")
         return cast(BinaryIO, io.BufferedReader(stream))
     return raw
 
@@ -192,7 +192,7 @@ class File:
 
     path: Path
     format: str
-    packing: str = ""
+    compression: str = ""
     notes: tuple[str, ...] = ()
     encoding: str = ""
     options: FileOptions = FileOptions()
@@ -286,15 +286,15 @@ def identify_file(path: Path, options: FileOptions = FileOptions()) -> File:
     with opened_file(File(path, "")) as raw:
         head = raw.read(SNIFFED_BYTES)
         parts = names_in_zip(raw) if head.startswith(ZIP_MAGIC) else frozenset()
-    packing = _packing_by_content(path, head)
-    if packing:
-        with opened_file(File(path, "", packing)) as opened:
+    compression = _compression_by_content(path, head)
+    if compression:
+        with opened_file(File(path, "", compression)) as opened:
             head = opened.read(SNIFFED_BYTES)
     notes = []
     named, suffix = suffixes_of(path)
-    if packing and packing != named:
-        notes.append(f"{path} is packed by {packing}, which its name does not say")
-    if named and not packing and head:
+    if compression and compression != named:
+        notes.append(f"{path} is packed by {compression}, which its name does not say")
+    if named and not compression and head:
         notes.append(f"{path} is not packed by {named} as its name says")
     by_content = _format_by_content(head)
     if not by_content and (meant := _foreign(suffix, head, parts)):
@@ -309,13 +309,13 @@ def identify_file(path: Path, options: FileOptions = FileOptions()) -> File:
     if not format_:
         raise DataError(
             f"{path}: unknown suffix '{suffix}'; rows are read from {', '.join(SUFFIXES)}, also packed as "
-            f"{', '.join(PACKED)}"
+            f"{', '.join(COMPRESSIONS)}"
         )
     if by_name and format_ != by_name:
         notes.append(f"{path} is read as {format_}, which it is, not as the {by_name} of its name")
     if told and told == encoding and not by_content:
         notes.append(f"{path} is in {NAMES[told]}")
-    return File(path, format_, packing, tuple(notes), encoding, options)
+    return File(path, format_, compression, tuple(notes), encoding, options)
 
 
 def _with_index(path: Path, options: FileOptions) -> list[File]:
@@ -326,14 +326,14 @@ def _with_index(path: Path, options: FileOptions) -> list[File]:
 
 @contextmanager
 def opened_file(file: File) -> Iterator[BinaryIO]:
-    """Open a file for reading, unpacked.
+    """Open a file for reading, decompressed.
 
     Raises:
         UsageError: it cannot be read.
         DataError: what it is packed by is damaged, or it is cut short.
     """
     try:
-        with file.path.open("rb") as raw, unpacked(raw, file.packing) as opened:
+        with file.path.open("rb") as raw, decompressed(raw, file.compression) as opened:
             yield opened
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise DataError(f"{file.path}: damaged or cut short: {error}") from error
@@ -358,7 +358,7 @@ def _require_file(path: Path) -> None:
         hint = did_you_mean(path.name, siblings)
         if (
             not hint
-            and path.suffix.lower() not in (*SUFFIXES, *PACKED)
+            and path.suffix.lower() not in (*SUFFIXES, *COMPRESSIONS)
             and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path))
         ):
             hint = f"; if that is a data set on the Hub, write hub:{path}"
@@ -408,13 +408,13 @@ def _files_of_index(index: File) -> list[File]:
     return files
 
 
-def _packing_by_content(path: Path, head: bytes) -> str:
+def _compression_by_content(path: Path, head: bytes) -> str:
     """Return the compression of a file by its first bytes."""
     if record_length(head):
         return ""  # the length of a record may look like anything
     if SUFFIXES.get(suffixes_of(path)[1]) == "tfrecords" and _begins_zlib(head):
         return "zlib"  # as mesh-transformer-jax compresses them, where their name holds "zstd"
-    return packing_of(head)
+    return compression_of(head)
 
 
 def _foreign(suffix: str, head: bytes, parts: Collection[str]) -> str:

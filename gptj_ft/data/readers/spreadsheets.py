@@ -40,8 +40,10 @@ def read_workbook(file: File, findings: Findings) -> Iterator[Row]:
         UsageError: openpyxl is not installed; there is no such sheet.
         DataError: not whole, or larger than `MOST_BYTES` unpacked.
     """
-    if file.packing:
-        raise DataError(f"{file.path}: a workbook cannot be read while it is packed by {file.packing}; unpack it first")
+    if file.compression:
+        raise DataError(
+            f"{file.path}: a workbook cannot be read while it is packed by {file.compression}; unpack it first"
+        )
     try:
         import openpyxl
     except ImportError as error:

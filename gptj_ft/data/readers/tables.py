@@ -30,7 +30,7 @@ NAME_CHARACTERS, NAME_WORDS = 60, 6  # names of columns are not longer
 SENTENCE = re.compile(r"\n|[。！？]|(?:\S+\s+){3}.*[.!?…]['”’]?$")  # what is in no name
 
 
-class Separation(NamedTuple):
+class Dialect(NamedTuple):
     """The delimiter of a table, and whether quotes enclose cells that hold it."""
 
     delimiter: str
@@ -65,13 +65,13 @@ def read_table(file: File, findings: Findings) -> Iterator[Row]:
     if told:
         number, beginning = 2, beginning[1:]
     wanted = file.options.delimiter
-    separation = separation_of(file, beginning, told[1] if told and wanted == AUTO else wanted)
-    if separation.delimiter != SEPARATORS[file.format] and wanted == AUTO:
-        what = SEPARATOR_NAMES.get(separation.delimiter, repr(separation.delimiter))
+    dialect = choose_dialect(file, beginning, told[1] if told and wanted == AUTO else wanted)
+    if dialect.delimiter != SEPARATORS[file.format] and wanted == AUTO:
+        what = SEPARATOR_NAMES.get(dialect.delimiter, repr(dialect.delimiter))
         findings.note(f"{file.path} is separated by {what}")
-    records = _records(file, separation, number, chain(beginning, lines))
+    records = _records(file, dialect, number, chain(beginning, lines))
     number, header = next(records, (number, []))
-    check_header(file, Header(number, header, _cells(separation, beginning)[1:], separation.delimiter), findings)
+    check_header(file, Header(number, header, _cells(dialect, beginning)[1:], dialect.delimiter), findings)
     for line, cells in records:
         if len(cells) != len(header):
             findings.add(file, line, f"{len(cells)} cells, the header has {len(header)}")
@@ -80,7 +80,7 @@ def read_table(file: File, findings: Findings) -> Iterator[Row]:
         yield Row(str(file.path), line, {k: v.replace("\r\n", "\n") for k, v in zip(header, cells, strict=True)})
 
 
-def separation_of(file: File, beginning: Sequence[str], delimiter: str = AUTO) -> Separation:
+def choose_dialect(file: File, beginning: Sequence[str], delimiter: str = AUTO) -> Dialect:
     """Choose the delimiter of a table.
 
     The name of the file is right unless another separator splits the header and the records after it more evenly.
@@ -92,33 +92,33 @@ def separation_of(file: File, beginning: Sequence[str], delimiter: str = AUTO) -
     """
     by_name = SEPARATORS[file.format]
     if delimiter == AUTO:
-        shares = {each: _evenness(_separation(file, beginning, each), beginning) for each in SEPARATOR_NAMES}
+        shares = {each: _evenness(_dialect(file, beginning, each), beginning) for each in SEPARATOR_NAMES}
         best = max(shares, key=lambda each: shares[each])  # of several, the first
         delimiter = best if shares[best] > max(shares[by_name], 1 - MOST_UNLIKE) else by_name
-    return _separation(file, beginning, delimiter)
+    return _dialect(file, beginning, delimiter)
 
 
-def _separation(file: File, beginning: Sequence[str], delimiter: str) -> Separation:
+def _dialect(file: File, beginning: Sequence[str], delimiter: str) -> Dialect:
     quotes = file.options.quotes
     if quotes != AUTO:
-        return Separation(delimiter, quotes == "on")
+        return Dialect(delimiter, quotes == "on")
     is_quoted = bool(beginning) and beginning[0].startswith('"') and beginning[0].rstrip().endswith('"')
-    return Separation(delimiter, file.format == "csv" or delimiter != "\t" or is_quoted)
+    return Dialect(delimiter, file.format == "csv" or delimiter != "\t" or is_quoted)
 
 
-def _evenness(separation: Separation, beginning: Sequence[str]) -> float:
+def _evenness(dialect: Dialect, beginning: Sequence[str]) -> float:
     """Return the share of the first records that have as many cells as the header; 0 if that has one only."""
-    header, *records = _cells(separation, beginning) or [[]]
+    header, *records = _cells(dialect, beginning) or [[]]
     if len(header) < 2:
         return 0.0
     return sum(len(cells) == len(header) for cells in records) / len(records) if records else 1.0
 
 
-def _cells(separation: Separation, beginning: Sequence[str]) -> list[list[str]]:
+def _cells(dialect: Dialect, beginning: Sequence[str]) -> list[list[str]]:
     """Return the first records of a table, up to one that is damaged or cut off."""
     records: list[list[str]] = []
     with suppress(csv.Error):
-        records.extend(cells for cells in separation.reader(beginning) if cells)
+        records.extend(cells for cells in dialect.reader(beginning) if cells)
     return records
 
 
@@ -178,7 +178,7 @@ def read_parquet(file: File, findings: Findings) -> Iterator[Row]:
     try:
         with opened_file(file) as opened:
             # Packed once more by gzip or the like it cannot be read from its end, where Parquet begins.
-            source = pyarrow.BufferReader(_unpacked(file, opened)) if file.packing else opened
+            source = pyarrow.BufferReader(_unpacked(file, opened)) if file.compression else opened
             number = 0
             for batch in parquet.ParquetFile(source).iter_batches(BATCH_ROWS):
                 for values in batch.to_pylist():
@@ -236,7 +236,7 @@ def _beginning(lines: Iterator[str]) -> list[str]:
     return found
 
 
-def _records(file: File, separation: Separation, line: int, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+def _records(file: File, dialect: Dialect, line: int, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
     """Yield (physical line on which the record starts, from ``line``, cells); blank lines are no records."""
     size = 0
 
@@ -248,7 +248,7 @@ def _records(file: File, separation: Separation, line: int, lines: Iterable[str]
                 raise too_long(file, line)
             yield text
 
-    reader, before = separation.reader(bounded()), line - 1
+    reader, before = dialect.reader(bounded()), line - 1
     while True:
         size = 0
         try:
