@@ -45,6 +45,7 @@ from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.training import checkpoint
+from gptj_ft.training.restore import optimizer_config
 from gptj_ft.training.run_state import RunState
 from gptj_ft.training.throughput import Stopwatch, Throughput
 from gptj_ft.training.verify import Checker
@@ -109,7 +110,7 @@ def train(arguments: argparse.Namespace) -> None:
     late = len(work.layouts) - 2 if work.plan.costs.is_late else 0
     start = time.perf_counter()
     if last := run.last_commit():
-        optimizer = AdamW(stack, work.recipe, last["step"], late)
+        optimizer = AdamW(stack, optimizer_config(work.recipe), last["step"], late)
         behind = checkpoint.layers_behind(run, stack, last["step"])
         optimizer.resume(Update(**last["update"]), behind)
         say("resumed", step=last["step"], layers_behind=len(behind), seconds=time.perf_counter() - start)
@@ -119,7 +120,7 @@ def train(arguments: argparse.Namespace) -> None:
             fill_layer(stack, layer, partial(fill, generator))
         stack.drain()
         stack.release_chunk_pools()
-        optimizer = AdamW(stack, work.recipe, late=late)
+        optimizer = AdamW(stack, optimizer_config(work.recipe), num_deferred=late)
         checkpoint.commit(run, RunState(0, None), None)
         say("filled", seconds=time.perf_counter() - start)
     while optimizer.step < 2:

@@ -42,6 +42,7 @@ from gptj_ft.streaming.open import fill_layer, open_for_training
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system.machine import free_memory
+from gptj_ft.training.restore import optimizer_config
 
 # EleutherAI/gpt-j-6b's config.json.
 SHAPE = {"vocab_size": 50400, "n_positions": 2048, "n_embd": 4096, "n_head": 16, "n_layer": 28, "rotary_dim": 64}
@@ -91,7 +92,7 @@ def check_placements(device: torch.device) -> None:
                 model, place, training_dtypes(torch.bfloat16), device, Path(folder) / "-".join(places),
                 BufferBudget(num_chunks=3, chunk_numel=2048, num_kept_layers=1), boundary=boundary,
             )  # fmt: skip
-            optimizer = AdamW(filled(stack), recipe)
+            optimizer = AdamW(filled(stack), optimizer_config(recipe))
             curves[str(place)] = []
             for _ in range(4):
                 optimizer.begin_step(1e-3)
@@ -138,7 +139,7 @@ def run_variant(cap: float | None, arguments: argparse.Namespace, rates: Rates, 
         plan.budget, boundary=boundary_layout(max(tokens_of_steps), SHAPE["n_embd"], max(tokens_of_steps) // ROW),
     )  # fmt: skip
     late = len(layouts) - 2 if plan.costs.is_late else 0
-    optimizer = AdamW(filled(stack), Recipe(moments="bf16", gradients="bf16"), late=late)
+    optimizer = AdamW(filled(stack), optimizer_config(Recipe(moments="bf16", gradients="bf16")), num_deferred=late)
     filling = time.perf_counter() - begin
     for tokens in tokens_of_steps:
         batches = batches_of(tokens, ROW, SHAPE["vocab_size"], arguments.micro_batch, device)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from gptj_ft.models.batch import PackedBatch
     from gptj_ft.streaming.adamw import AdamW
     from gptj_ft.streaming.model import OffloadedModel
+    from gptj_ft.training.restore import optimizer_config
 
 FILES = {
     "dialogsum": "summarization/dialogsum/train.jsonl",
@@ -158,7 +159,7 @@ def open_model(arguments: argparse.Namespace) -> tuple[OffloadedModel, AdamW]:
     for layer in range(len(layers)):
         fill_layer(stack, layer, fill)
     stack.drain()
-    return stack, AdamW(stack, Recipe())
+    return stack, AdamW(stack, optimizer_config(Recipe()))
 
 
 def padded(documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int], budget_tokens: int) -> list[PackedBatch]:

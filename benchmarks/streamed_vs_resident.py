@@ -62,6 +62,7 @@ def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object
     from gptj_ft.streaming.open import fill_layer
     from gptj_ft.streaming.step import train_step
     from gptj_ft.streaming.stores.placement import Placement, open_stores, training_dtypes
+    from gptj_ft.training.restore import optimizer_config
 
     family, device, tokens = families()["gptj"], torch.device("cpu"), arguments.tokens
     layers = family.build_layers(family.read_config({**SHAPE, "n_embd": arguments.width, "n_layer": arguments.layers}))
@@ -83,7 +84,7 @@ def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object
     stack.drain()
     documents = [torch.randint(0, 4096, (ROW,), generator=generator).tolist() for _ in range(tokens // ROW)]
     batches = micro_batches(documents, [1] * len(documents), arguments.micro_batch)
-    optimizer = AdamW(stack, Recipe(), late=arguments.late)
+    optimizer = AdamW(stack, optimizer_config(Recipe()), num_deferred=arguments.late)
     seconds, waited, losses, moved = [], [], [], []
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     for step in range(arguments.steps):

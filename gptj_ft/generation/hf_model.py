@@ -7,9 +7,9 @@ each pass over the weights as a document of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from gptj_ft.errors import DataError, NotFinite
 from gptj_ft.models.batch import PackedBatch, pack
 from gptj_ft.models.kv_cache import KVCache
 from gptj_ft.models.registry import Architecture
-from gptj_ft.streaming.layer_load import LayerLoad, LayerTask
 from gptj_ft.streaming.model import OffloadedModel
-from gptj_ft.streaming.step import TokenQuery, TokenScores, forward, score_hidden, stream
+from gptj_ft.streaming.prefetch import Prefetcher
+from gptj_ft.streaming.schedule import inference_tasks
+from gptj_ft.streaming.step import TokenQuery, TokenScores, forward, score_hidden
 
 COMPUTED_TOKENS = 2048
 
@@ -34,8 +35,7 @@ class ForwardPasses:
 
     def __init__(self, stack: OffloadedModel) -> None:
         self._stack = stack
-        self._layers: Iterator[LayerLoad] = iter(())
-        self._stream: Iterable[object] | None = None  # ours, as long as nobody has begun another on this stack
+        self._layers: Prefetcher | None = None
 
     def read(
         self, batches: Sequence[PackedBatch], positions: Sequence[Tensor], wanted: Sequence[TokenQuery] = ()
@@ -47,19 +47,18 @@ class ForwardPasses:
             positions: positions of each batch whose logits are returned.
             wanted: token queries of each batch; empty for none.
         """
-        stack, top = self._stack, len(self._stack.layers) - 1
-        if stack.loading is not self._stream:
-            stack.take_slots()  # memory that is first taken while writing could not be trained with afterwards
-            self._layers = stream(stack, (LayerTask(layer) for layer in cycle(range(top + 1))))
-        self._stream = None  # a pass that is broken off leaves the next one nothing to go on from
-        hidden = forward(islice(self._layers, top), batches)
-        head = next(self._layers)
+        layers, self._layers = self._layers, None  # a pass that is broken off leaves the next one nothing to go on from
+        if layers is None or not layers.is_active:
+            self._stack.take_slots()  # memory that is first taken while decoding could not be trained with afterwards
+            layers = Prefetcher(self._stack, inference_tasks(cycle(range(len(self._stack.layers)))))
+        hidden = forward(layers, batches)
+        head = next(layers)
         parameters = head.parameters()
         with torch.inference_mode():
             after_SD = torch.cat([x_TD[at] for x_TD, at in zip(hidden, positions, strict=True)])
-            logits = head.run(parameters, after_SD)
-            scores = score_hidden(head, hidden, wanted) if wanted else []
-        self._stream = stack.loading
+            logits = head.run(parameters, after_SD, "decoding")
+            scores = score_hidden(head, hidden, wanted, "decoding") if wanted else []
+        self._layers = layers
         return logits, scores
 
 

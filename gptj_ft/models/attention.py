@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 def rotary_freqs(batch: PackedBatch, rotary_dim: int, base: float = 10000.0) -> Tensor:
     """Return the rotary frequencies of a batch: cos + i sin of the angles, complex64 [T, 1, R/2].
 
-    When a model writes, it is computed once for all layers of a pass: it takes longer than the turning.
+    In decoding it is computed once for all layers of a pass: it takes longer than the rotation.
     """
     key = rotary_dim, base
     if key in batch.rotary_cache:
@@ -39,13 +39,13 @@ def _inv_freq(rotary_dim: int, base: float, device: torch.device) -> Tensor:
         return 1.0 / base**exponent
 
 
-def apply_rotary(x_TNH: Tensor, freqs: Tensor) -> Tensor:
+def apply_rotary(x_TNH: Tensor, freqs: Tensor, in_place: bool) -> Tensor:
     """Rotary position embedding on the first R dims of each head, interleaved pairs (2i, 2i+1); in place if possible.
 
     As in mesh-transformer-jax and GPT-J (https://arxiv.org/abs/2104.09864); in fp32.
     """
     rotary_dim = 2 * freqs.shape[-1]
-    if torch.is_inference_mode_enabled() and x_TNH.dtype == torch.float32 and x_TNH.shape[-1] % 2 == 0:
+    if in_place and x_TNH.dtype == torch.float32 and x_TNH.shape[-1] % 2 == 0:
         pairs = x_TNH[..., :rotary_dim].view(*x_TNH.shape[:-1], -1, 2)
         torch.view_as_complex(pairs).mul_(freqs)
         return x_TNH

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from gptj_ft.models.kv_cache import KVCache
+from gptj_ft.models.linear import Kernel
 
 NO_TARGET = -100
+Poll = Callable[[], None]
+"""Called by a layer between its operations: lets the next layers' weights come nearer; see `prefetch.Prefetcher`."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,11 @@ class PackedBatch:
     dropout_seed: int | None = None
     document_ids: tuple[int, ...] = ()
     rotary_cache: dict[tuple[int, float], Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def kernel(self) -> Kernel:
+        """How products are computed; nothing that is decoded with a cache is ever trained on."""
+        return "training" if self.cache is None else "decoding"
 
     @property
     def num_targets(self) -> int:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from gptj_ft.errors import DataError
 from gptj_ft.models.attention import attend
-from gptj_ft.models.batch import PackedBatch
+from gptj_ft.models.batch import PackedBatch, Poll
 from gptj_ft.models.embedding import Embedding
-from gptj_ft.models.linear import Conv1D, Linear, TiedLinear
+from gptj_ft.models.linear import Conv1D, Kernel, Linear, TiedLinear
 from gptj_ft.models.registry import Family, Leaf, check_numbers
 
 # "gelu" is the exact form, by the error function; OpenAI's models have the other.
@@ -134,7 +134,7 @@ class Embed(nn.Module):
         self.wte = Embedding(config.vocab_size, config.n_embd)
         self.wpe = Embedding(config.n_positions, config.n_embd, "positions_T")
 
-    def forward(self, tokens_T: Tensor, batch: PackedBatch) -> Tensor:
+    def forward(self, tokens_T: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
         out: Tensor = self.wte(tokens_T) + self.wpe(batch.positions_T)
         return out
 
@@ -148,9 +148,12 @@ class Attention(nn.Module):
         self.c_attn = Conv1D(config.n_embd, 3 * config.n_embd)
         self.c_proj = Conv1D(config.n_embd, config.n_embd)
 
-    def forward(self, x_TD: Tensor, batch: PackedBatch) -> Tensor:
-        q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in self.c_attn(x_TD).chunk(3, dim=-1))
-        out: Tensor = self.c_proj(attend(q, k, v, batch, self.index, self.scale).flatten(-2))
+    def forward(self, x_TD: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in self.c_attn(x_TD, batch.kernel).chunk(3, dim=-1))
+        poll()
+        attended_TD = attend(q, k, v, batch, self.index, self.scale).flatten(-2)
+        poll()
+        out: Tensor = self.c_proj(attended_TD, batch.kernel)
         return out
 
 
@@ -163,8 +166,10 @@ class MLP(nn.Module):
         self.c_fc = Conv1D(config.n_embd, config.d_inner)
         self.c_proj = Conv1D(config.d_inner, config.n_embd)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        out: Tensor = self.c_proj(self.activation(self.c_fc(x_TD)))
+    def forward(self, x_TD: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
+        inner_TI = self.activation(self.c_fc(x_TD, batch.kernel))
+        poll()
+        out: Tensor = self.c_proj(inner_TI, batch.kernel)
         return out
 
 
@@ -178,9 +183,10 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
-    def forward(self, x_TD: Tensor, batch: PackedBatch) -> Tensor:
-        x_TD = x_TD + self.attn(self.ln_1(x_TD), batch)
-        out: Tensor = x_TD + self.mlp(self.ln_2(x_TD))
+    def forward(self, x_TD: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
+        x_TD = x_TD + self.attn(self.ln_1(x_TD), batch, poll)
+        poll()
+        out: Tensor = x_TD + self.mlp(self.ln_2(x_TD), batch, poll)
         return out
 
 
@@ -197,8 +203,8 @@ class Head(nn.Module):
             else Linear(width, num_rows, bias=False)
         )
 
-    def forward(self, x_SD: Tensor) -> Tensor:
-        logits_SV: Tensor = self.lm_head(self.ln_f(x_SD)).float()
+    def forward(self, x_SD: Tensor, kernel: Kernel = "training") -> Tensor:
+        logits_SV: Tensor = self.lm_head(self.ln_f(x_SD), kernel).float()
         return logits_SV
 
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from gptj_ft.errors import DataError
 from gptj_ft.models.attention import apply_rotary, attend, rotary_freqs
-from gptj_ft.models.batch import PackedBatch
+from gptj_ft.models.batch import PackedBatch, Poll
 from gptj_ft.models.embedding import Embedding
-from gptj_ft.models.linear import Linear, project_by_all
+from gptj_ft.models.linear import Kernel, Linear, project_by_all
 from gptj_ft.models.registry import Family, Leaf, check_numbers
 
 # https://github.com/kingoflolz/mesh-transformer-jax, version 1 of its checkpoints; each module's name stands behind
@@ -121,7 +121,7 @@ class Embed(nn.Module):
         super().__init__()
         self.wte = Embedding(config.vocab_size, config.n_embd)
 
-    def forward(self, tokens_T: Tensor, batch: PackedBatch) -> Tensor:
+    def forward(self, tokens_T: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
         out: Tensor = self.wte(tokens_T)
         return out
 
@@ -137,11 +137,14 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.n_embd, config.n_embd, bias=False)
         self.out_proj = Linear(config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, projected: Iterator[Tensor], batch: PackedBatch) -> Tensor:
+    def forward(self, projected: Iterator[Tensor], batch: PackedBatch, poll: Poll) -> Tensor:
         q, k, v = (x_TD.view(x_TD.shape[0], self.num_heads, -1) for x_TD in islice(projected, 3))
-        freqs = rotary_freqs(batch, self.rotary_dim)
-        q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
-        out: Tensor = self.out_proj(attend(q, k, v, batch, self.index).flatten(-2))
+        poll()
+        freqs, in_place = rotary_freqs(batch, self.rotary_dim), batch.kernel == "decoding"
+        q, k = apply_rotary(q, freqs, in_place), apply_rotary(k, freqs, in_place)
+        attended = attend(q, k, v, batch, self.index).flatten(-2)
+        poll()
+        out: Tensor = self.out_proj(attended, batch.kernel)
         return out
 
 
@@ -153,8 +156,10 @@ class MLP(nn.Module):
         self.fc_in = Linear(config.n_embd, config.d_inner)
         self.fc_out = Linear(config.d_inner, config.n_embd)
 
-    def forward(self, inner_TI: Tensor) -> Tensor:
-        out: Tensor = self.fc_out(F.gelu(inner_TI, approximate="tanh"))
+    def forward(self, inner_TI: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
+        inner_TI = F.gelu(inner_TI, approximate="tanh")
+        poll()
+        out: Tensor = self.fc_out(inner_TI, batch.kernel)
         return out
 
 
@@ -173,10 +178,12 @@ class Block(nn.Module):
         self.attn = Attention(config, index)
         self.mlp = MLP(config)
 
-    def forward(self, x_TD: Tensor, batch: PackedBatch) -> Tensor:
+    def forward(self, x_TD: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
         attn, mlp = self.attn, self.mlp
-        projected = project_by_all(self.ln_1(x_TD), (attn.q_proj, attn.k_proj, attn.v_proj, mlp.fc_in))
-        out: Tensor = x_TD + attn(projected, batch) + mlp(next(projected))
+        projected = project_by_all(self.ln_1(x_TD), (attn.q_proj, attn.k_proj, attn.v_proj, mlp.fc_in), batch.kernel)
+        attended_TD = attn(projected, batch, poll)
+        poll()
+        out: Tensor = x_TD + attended_TD + mlp(next(projected), batch, poll)
         return out
 
 
@@ -188,8 +195,8 @@ class Head(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.lm_head = Linear(config.n_embd, config.vocab_size)
 
-    def forward(self, x_SD: Tensor) -> Tensor:
-        logits_SV: Tensor = self.lm_head(self.ln_f(x_SD)).float()
+    def forward(self, x_SD: Tensor, kernel: Kernel = "training") -> Tensor:
+        logits_SV: Tensor = self.lm_head(self.ln_f(x_SD), kernel).float()
         return logits_SV
 
 

@@ -1,4 +1,4 @@
-"""Linear layers, and their products: of the tokens of a batch by the BLAS, of a few when a model writes by oneDNN.
+"""Linear layers, and their products: by the BLAS in training, by oneDNN for the few tokens of decoding.
 
 Axis letters: T tokens, D their width.
 """
@@ -6,23 +6,26 @@ Axis letters: T tokens, D their width.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+Kernel = Literal["training", "decoding"]
+"""Which product computes: the BLAS always, or one that is faster for few tokens on a CPU and rounds differently."""
 FEW_TOKENS = 32  # for fewer, weights are better on the left of a product
 MANY_TOKENS = 128  # for more, the BLAS is as fast
 
 
-def project(x_TD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return what `torch.nn.functional.linear` does; when a model writes on a CPU, by oneDNN rather than by the BLAS.
+def project(x_TD: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel) -> Tensor:
+    """Compute `torch.nn.functional.linear`; decoding on a CPU, by oneDNN rather than by the BLAS.
 
     Measured (torch 2.13 with MKL, 2 cores with AVX2): one token reads the weights 1.4 to 1.9 times as fast, as fast as
     they can be read; 2 to 32, with weights on the left, 1.5 to 5 times; up to 128, 0.9 to 1.7 times. It rounds
-    differently, so training, which runs forward twice, does without: it is not in inference mode.
+    differently, so training, which runs forward twice, does without.
     """
-    if not (x_TD.shape[0] <= MANY_TOKENS and takes_few(x_TD)):
+    if kernel == "training" or x_TD.shape[0] > MANY_TOKENS or not takes_few(x_TD):
         return F.linear(x_TD, weight, bias)
     multiply = torch.ops.mkldnn._linear_pointwise.default
     if 1 < x_TD.shape[0] <= FEW_TOKENS and weight.is_contiguous():
@@ -33,25 +36,25 @@ def project(x_TD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def takes_few(x_TD: Tensor) -> bool:
-    """Tell whether there are products of their own for a few tokens: a model writes, in fp32, on a CPU with oneDNN."""
+    """Tell whether there are products for few tokens: in fp32, on a CPU with oneDNN."""
     is_kind = x_TD.device.type == "cpu" and x_TD.dtype == torch.float32
-    return torch.is_inference_mode_enabled() and is_kind and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return is_kind and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 
-def project_by_all(x_TD: Tensor, linears: Sequence[Linear]) -> Iterator[Tensor]:
+def project_by_all(x_TD: Tensor, linears: Sequence[Linear], kernel: Kernel) -> Iterator[Tensor]:
     """Yield what each of some linear layers makes of the same inputs, as it is asked for.
 
-    One product where a model writes a few tokens and the weights lie side by side: they are read faster together.
+    One product where few tokens are decoded and the weights lie side by side: they are read faster together.
     """
-    is_plain = not any(linear._forward_hooks for linear in linears)  # adapters
+    is_plain = all(type(linear) is Linear for linear in linears)  # no adapters
     first, *others = weights = [linear.weight for linear in linears]
     ends = [weight.data_ptr() + weight.nbytes for weight in weights]
-    is_few = x_TD.shape[0] <= MANY_TOKENS and takes_few(x_TD)
+    is_few = kernel == "decoding" and x_TD.shape[0] <= MANY_TOKENS and takes_few(x_TD)
     if not (is_plain and is_few and [weight.data_ptr() for weight in others] == ends[:-1]):
-        yield from (linear(x_TD) for linear in linears)
+        yield from (linear(x_TD, kernel) for linear in linears)
         return
     heights = [weight.shape[0] for weight in weights]
-    whole = project(x_TD, first.as_strided((sum(heights), x_TD.shape[-1]), first.stride()), None)
+    whole = project(x_TD, first.as_strided((sum(heights), x_TD.shape[-1]), first.stride()), None, kernel)
     for part, linear in zip(whole.split_with_sizes(heights, dim=-1), linears, strict=True):
         yield part if linear.bias is None else part + linear.bias
 
@@ -59,8 +62,8 @@ def project_by_all(x_TD: Tensor, linears: Sequence[Linear]) -> Iterator[Tensor]:
 class Linear(nn.Linear):
     """`torch.nn.Linear` by way of `project`."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return project(input, self.weight, self.bias)
+    def forward(self, input: Tensor, kernel: Kernel = "training") -> Tensor:
+        return project(input, self.weight, self.bias, kernel)
 
 
 class Conv1D(nn.Module):
@@ -71,8 +74,8 @@ class Conv1D(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_in, num_out))
         self.bias = nn.Parameter(torch.empty(num_out))
 
-    def forward(self, x_TI: Tensor) -> Tensor:
-        return project(x_TI, self.weight.t(), self.bias)
+    def forward(self, x_TI: Tensor, kernel: Kernel = "training") -> Tensor:
+        return project(x_TI, self.weight.t(), self.bias, kernel)
 
 
 class TiedLinear(nn.Module):
@@ -93,5 +96,5 @@ class TiedLinear(nn.Module):
         self.source = source
         self.register_buffer("weight", torch.empty(shape), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return project(x, self.weight, None)
+    def forward(self, x: Tensor, kernel: Kernel = "training") -> Tensor:
+        return project(x, self.weight, None, kernel)

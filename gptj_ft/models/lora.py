@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptj_ft.models.linear import Conv1D
+from gptj_ft.models.linear import Conv1D, Kernel, project
 from gptj_ft.models.registry import Architecture, Family
 
 A, B = "lora_A", "lora_B"
@@ -25,21 +25,37 @@ class Rank:
     scaling: float
 
 
-def add_adapter(linear: nn.Module, rank: Rank, dropout: float) -> None:
-    """Have a linear layer, of any class, give ``scaling * B(A(dropout(x)))`` in addition.
+class LoRALinear(nn.Module):
+    """Add ``scaling * B(A(dropout(x)))`` to a linear layer.
 
-    It gets two parameters more, on the ``meta`` device; the names of its own stay as they are.
+    The weight and bias keep their names; the two narrow matrices are parameters beside them.
+
+    Args:
+        linear: the linear layer that it is built from, `Linear` or `Conv1D`.
+        rank: width in between, and scaling.
+        dropout: rate of dropout on the inputs of ``lora_A``.
     """
-    width, height = widths(linear)
-    linear.register_parameter(A, nn.Parameter(torch.empty(rank.rank, width, device="meta")))
-    linear.register_parameter(B, nn.Parameter(torch.empty(height, rank.rank, device="meta")))
 
-    def add(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-        # Not get_parameter(): whoever runs the layer hands in plain tensors.
-        narrow = F.linear(F.dropout(inputs[0], dropout, module.training), getattr(module, A))
-        return output + F.linear(narrow, getattr(module, B)) * rank.scaling
+    weight: Tensor
+    bias: Tensor | None
 
-    linear.register_forward_hook(add)
+    def __init__(self, linear: nn.Module, rank: Rank, dropout: float) -> None:
+        super().__init__()
+        width, height = widths(linear)
+        self.scaling, self.dropout, self.is_transposed = rank.scaling, dropout, isinstance(linear, Conv1D)
+        for name, parameter in linear.named_parameters():
+            self.register_parameter(name, parameter)
+        if "bias" not in self._parameters:
+            self.register_parameter("bias", None)
+        self.lora_A = nn.Parameter(torch.empty(rank.rank, width, device="meta"))
+        self.lora_B = nn.Parameter(torch.empty(height, rank.rank, device="meta"))
+
+    def forward(self, x: Tensor, kernel: Kernel = "training") -> Tensor:
+        weight = self.weight.t() if self.is_transposed else self.weight
+        # In this order: autograd sums the gradients of x in the reverse one, and another order rounds otherwise.
+        output = project(x, weight, self.bias, kernel)
+        narrow = F.linear(F.dropout(x, self.dropout, self.training), self.lora_A)
+        return output + F.linear(narrow, self.lora_B) * self.scaling
 
 
 def widths(linear: nn.Module) -> tuple[int, int]:
@@ -80,7 +96,9 @@ def adapted_layers(architecture: Architecture, adapters: Mapping[str, Rank], dro
     layers, places = architecture.layers(), linear_layers(architecture)
     for name, rank in adapters.items():
         index, local = places[name]
-        add_adapter(layers[index].get_submodule(local), rank, dropout)
+        parent, _, own = local.rpartition(".")
+        linear = layers[index].get_submodule(local)
+        setattr(layers[index].get_submodule(parent), own, LoRALinear(linear, rank, dropout))
     return layers
 
 

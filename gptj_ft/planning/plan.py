@@ -132,14 +132,11 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast for `--json`."""
-        own = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in ("costs", "have", "budget")
-        }
-        own |= {"placement": asdict(self.placement), "room": _budget_dict(self.budget), "rates": asdict(self.rates)}
-        own |= {"outlook": self.outlook.to_dict()}
-        return {**own, "needs": [asdict(need) for need in self.needs], **self.costs.to_dict()}
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("costs", "have")}
+        own |= {"placement": asdict(self.placement), "rates": asdict(self.rates), "outlook": self.outlook.to_dict()}
+        own = {("room" if name == "budget" else name): value for name, value in own.items()}
+        own |= {"room": _budget_dict(self.budget), "needs": [asdict(need) for need in self.needs]}
+        return {**own, **self.costs.to_dict()}
 
 
 class DoesNotFit(ResourceError):

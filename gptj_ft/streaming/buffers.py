@@ -1,4 +1,4 @@
-"""Memory on the device that the model passes through: a few buffers of one size, used in turn."""
+"""Pools of buffers on the device, through which the tensors of a model pass."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gptj_ft.system.memory import allocate
 
 @dataclass(eq=False)
 class Buffer:
-    """A piece of memory and the transfers that use it.
+    """Memory on the device and the transfers that use it.
 
     Attributes:
-        tensor: flat.
-        holds: what is in it, or will be when the transfers have ended; ``None``: nothing of use.
-        transfers: those that use it still.
-        users: who relies on its content; without users it may be given to something else.
+        tensor: flat tensor.
+        key: name of its content, now or when the transfers have ended; ``None``: nothing of use.
+        transfers: transfers that use it still.
+        refcount: active users; at 0 the buffer may be reused.
     """
 
     tensor: Tensor
@@ -45,20 +45,25 @@ class BufferPool:
         for buffer in self._line:
             buffer.transfers += record_event(device)  # of the zeros
 
-    def has_free(self, content: Hashable) -> bool:
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.tensor.nbytes for buffer in self._line)
+
+    def has_free(self, key: Hashable) -> bool:
         """Tell whether `acquire` would return a buffer."""
-        return any(not buffer.refcount or (content is not None and buffer.key == content) for buffer in self._line)
+        return any(not buffer.refcount or (key is not None and buffer.key == key) for buffer in self._line)
 
-    def key(self, content: Hashable) -> bool:
+    def holds(self, key: Hashable) -> bool:
         """Tell whether a buffer has a content."""
-        return any(buffer.key == content for buffer in self._line)
+        return any(buffer.key == key for buffer in self._line)
 
-    def acquire(self, content: Hashable) -> tuple[Buffer, bool]:
+    def acquire(self, key: Hashable) -> tuple[Buffer, bool]:
         """Return a buffer for a content, and whether it holds it already; it has one user more until its `release`."""
-        found = [buffer for buffer in self._line if content is not None and buffer.key == content]
+        found = [buffer for buffer in self._line if key is not None and buffer.key == key]
         unused = [buffer for buffer in self._line if not buffer.refcount]
         buffer = (found or [buffer for buffer in unused if buffer.key is None] or unused)[0]
-        buffer.key = content
+        buffer.key = key
         buffer.refcount += 1
         self._line.remove(buffer)
         self._line.append(buffer)
@@ -71,3 +76,39 @@ class BufferPool:
             if buffer.refcount:
                 buffer.refcount = 1
                 buffer.release()
+
+
+@dataclass(eq=False)
+class Lease:
+    """The use of some elements on the device: a store's own memory, or a buffer that is read into and written from.
+
+    Attributes:
+        tensor: the elements, flat.
+        buffer: the buffer that they are in; ``None``: they are the store's own, and nothing has to be moved.
+        is_cached: whether they need not be read: the store's own, or still in the buffer.
+    """
+
+    tensor: Tensor
+    buffer: Buffer | None = None
+    is_cached: bool = True
+
+    @classmethod
+    def of(cls, pool: BufferPool, key: Hashable, numel: int) -> Lease:
+        """Acquire a buffer for a content of so many elements."""
+        buffer, is_cached = pool.acquire(key)
+        return cls(buffer.tensor[:numel], buffer, is_cached)
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """Transfers that use the memory still; add to them what begins to."""
+        return [] if self.buffer is None else self.buffer.transfers
+
+    def label(self, key: Hashable) -> None:
+        """Name the content, now or when the transfers have ended; ``None``: nothing of use."""
+        if self.buffer is not None:
+            self.buffer.key = key
+
+    def release(self) -> None:
+        """End the use."""
+        if self.buffer is not None:
+            self.buffer.release()

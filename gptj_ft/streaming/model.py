@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from gptj_ft.models.embedding import Embedding, EmbeddingRows
 from gptj_ft.models.functional import FunctionalLayer
-from gptj_ft.models.layout import TIED_SOURCE_LAYER, Kind, Layout
+from gptj_ft.models.layout import MOMENTS, TIED_SOURCE_LAYER, Kind, Layout
 from gptj_ft.streaming.activations import Activations, DeviceActivations
-from gptj_ft.streaming.buffers import BufferPool
+from gptj_ft.streaming.buffers import BufferPool, Lease
 from gptj_ft.streaming.stores.base import CHUNK_NUMEL, LayerStore, chunks
 from gptj_ft.system.cuda import StallTimer, Transfer, record_event
 
@@ -44,13 +43,6 @@ class BufferBudget:
     chunk_numel: int = CHUNK_NUMEL
     num_kept_layers: int = 0
     pass_tokens: int = PASS_TOKENS
-
-
-class Advances(Protocol):
-    """A layer on its way to the device."""
-
-    def advance(self) -> bool:
-        """Take a step if that is possible without waiting; tell whether nothing is left to ask the stores for."""
 
 
 @dataclass
@@ -87,7 +79,8 @@ class OffloadedModel:
         self._update_stream = torch.cuda.Stream(self.device) if on_cuda else None  # type: ignore[no-untyped-call]
         self.boundaries: Activations = DeviceActivations()
         """The inputs of the layers, between forward and backward."""
-        self.loading: Iterable[Advances] = ()
+        self.active: object = None
+        """The prefetcher that has the buffers: a new one takes them over."""
         self._slots: BufferPool | None = None
         self._frozen_slots: BufferPool | None = None
         self._gradients: dict[bool, BufferPool] = {}  # by whether they are of the layer that lends
@@ -97,9 +90,6 @@ class OffloadedModel:
         self._tables = [_tables_of(layer) for layer in self.layers]
         for layer in self.layers:
             layer.eval()  # dropout is for those who ask for it
-            # What is only read comes whole: in between there is nothing to do for it.
-            for module in layer.modules() if set(self.dtypes) > {"weight"} else ():
-                module.register_forward_pre_hook(lambda *_: self.poll())
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
@@ -119,6 +109,16 @@ class OffloadedModel:
     def parameter(self) -> Kind:
         """The kind that holds the parameters in fp32: ``master``, or the weights themselves where there is none."""
         return "master" if "master" in self.dtypes else "weight"
+
+    @property
+    def updated_kinds(self) -> tuple[Kind, ...]:
+        """The kinds that an update changes."""
+        return tuple(dict.fromkeys(("weight", self.parameter, *MOMENTS)))
+
+    @property
+    def updates_in_place(self) -> bool:
+        """Whether an update changes a store's own memory."""
+        return any(self.own(kind, layer) is not None for kind in self.updated_kinds for layer in self.trained[:1])
 
     @property
     def waited_seconds(self) -> float:
@@ -144,7 +144,7 @@ class OffloadedModel:
 
     def take_slots(self) -> None:
         """Take the memory of the slots that will be needed now, not at their first use."""
-        streamed = {kind for kind, store in self.stores.items() if not store.resident}
+        streamed = {kind for kind in self.stores if self.own(kind, TIED_SOURCE_LAYER) is None}
         _ = self.slots if "weight" in streamed else None
         _ = self.frozen_slots if "frozen" in streamed else None
 
@@ -157,8 +157,8 @@ class OffloadedModel:
 
     def tables(self, layer: int) -> Mapping[str, str]:
         """Return a layer's parameters, and what of a batch tells the rows of each, if rows are all that has to come."""
-        store = self.stores.get("frozen")
-        return {} if store is None or store.resident or self.layouts[layer].shapes else self._tables[layer]
+        is_read = "frozen" in self.stores and self.own("frozen", layer) is None
+        return self._tables[layer] if is_read and not self.layouts[layer].shapes else {}
 
     def gather_rows(self, layer: int, name: str, indices: Tensor) -> EmbeddingRows:
         """Return the rows of a table that some numbers tell.
@@ -204,51 +204,83 @@ class OffloadedModel:
             self._pools[kind] = BufferPool(self.budget.num_chunks, numel, self.dtypes[kind], self.device)
         return self._pools[kind]
 
+    def own(self, kind: Kind, layer: int) -> Tensor | None:
+        """Return the memory of a store that keeps a kind on the device; ``None``: it has to be read and written."""
+        return self.stores[kind].own(kind, layer)
+
+    def lease_weights(self, layer: int, key: Hashable) -> Lease:
+        """Lease memory for a layer's trained weights, with those of the source of its tied parameters behind them."""
+        own = self.own("weight", layer)
+        return Lease(own) if own is not None else Lease.of(self.slots, key, self.layouts[layer].numel)
+
+    def lease_frozen(self, layer: int) -> Lease:
+        """Lease memory for the weights of a layer that are not trained."""
+        own = self.own("frozen", layer)
+        return Lease(own) if own is not None else Lease.of(self.frozen_slots, layer, self.frozen[layer].numel)
+
+    def lease_gradient(self, layer: int) -> Lease:
+        """Lease memory in which a layer's gradient is summed, fp32."""
+        if "grad" in self.stores and self.dtypes["grad"] == torch.float32:
+            own = self.own("grad", layer)
+            if own is not None:
+                return Lease(own)
+        return Lease.of(self.gradients(layer), None, self.layouts[layer].numel)
+
+    def lease_chunk(self, kind: Kind, layer: int, span: slice, key: Hashable = None) -> Lease:
+        """Lease memory for some elements of a kind that only an update needs."""
+        own = self.own(kind, layer)
+        return Lease(own[span]) if own is not None else Lease.of(self.pool(kind), key, span.stop - span.start)
+
+    def has_free_chunk(self, kind: Kind, layer: int, key: Hashable) -> bool:
+        """Tell whether `lease_chunk` has memory."""
+        return self.own(kind, layer) is not None or self.pool(kind).has_free(key)
+
+    def cached_gradient(self, layer: int, key: Hashable) -> Lease | None:
+        """Lease a layer's gradient, of the store's type, where it is still in the buffer that it was summed in."""
+        if self.own("grad", layer) is not None or not self.gradients(layer).holds(key):
+            return None
+        buffer, _ = self.gradients(layer).acquire(key)
+        return Lease(buffer.tensor.view(self.dtypes["grad"])[: self.layouts[layer].numel], buffer)
+
     def fetch(self, kind: Kind, layer: int, out: Tensor, start: int, after: Sequence[Transfer] = ()) -> Future[Tensor]:
         """Ask a kind's store for elements."""
         self.bytes_read += out.nbytes
         return self.stores[kind].read(kind, layer, out, start, tuple(after))
+
+    def fill(self, lease: Lease, kind: Kind, layer: int, start: int = 0) -> None:
+        """Ask a kind's store for the elements of a lease, unless they are there."""
+        if not lease.is_cached:
+            lease.transfers.append(self.fetch(kind, layer, lease.tensor, start, lease.transfers))
 
     def send(self, kind: Kind, layer: int, values: Tensor, start: int) -> Future[None]:
         """Give elements to a kind's store, as the current stream leaves them."""
         self.bytes_written += values.nbytes
         return self.stores[kind].write(kind, layer, values, start, record_event(self.device))
 
-    def poll(self) -> None:
-        """Let the layers that are on their way come nearer; called between the operations of a layer."""
-        for load in self.loading:
-            if not load.advance():
-                break  # a later layer must not take the room that this one needs
+    def keep(self, lease: Lease, kind: Kind, layer: int, start: int = 0, values: Tensor | None = None) -> None:
+        """Give the elements of a lease, or values in its memory, to a kind's store, unless they are its own."""
+        if lease.buffer is not None:
+            lease.transfers.append(self.send(kind, layer, lease.tensor if values is None else values, start))
 
     def read_chunks(self, kind: Kind, layer: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield a layer's tensor part by part, with the first element's number; valid until the next is asked for."""
-        numel, store = self.layouts[layer].numel, self.stores[kind]
-        whole = store.read(kind, layer, None).result() if store.resident else None
-        for span in chunks(numel, self.budget.chunk_numel):
-            if whole is not None:
-                yield span.start, whole[span]
-                continue
-            buffer, _ = self.pool(kind).acquire(None)
-            values = buffer.tensor[: span.stop - span.start]
-            buffer.transfers.append(self.fetch(kind, layer, values, span.start, buffer.transfers))
-            yield span.start, buffer.transfers[-1].result()
-            buffer.release()
+        """Yield a layer's tensor in chunks, with the first element's number; valid until the next is asked for."""
+        for span in chunks(self.layouts[layer].numel, self.budget.chunk_numel):
+            lease = self.lease_chunk(kind, layer, span)
+            self.fill(lease, kind, layer, span.start)
+            for transfer in lease.transfers:
+                transfer.result()
+            yield span.start, lease.tensor
+            lease.release()
 
     def write_chunks(self, kind: Kind, layer: int, fill: Callable[[int, Tensor], object]) -> None:
-        """Replace a layer's tensor part by part: ``fill(start, part)`` puts in the new values."""
-        numel, store = self.layouts[layer].numel, self.stores[kind]
-        whole = store.read(kind, layer, None).result() if store.resident else None
-        for span in chunks(numel, self.budget.chunk_numel):
-            if whole is not None:
-                fill(span.start, whole[span])
-                continue
-            buffer, _ = self.pool(kind).acquire(None)
-            for transfer in buffer.transfers:
+        """Replace a layer's tensor in chunks: ``fill(start, chunk)`` puts in the new values."""
+        for span in chunks(self.layouts[layer].numel, self.budget.chunk_numel):
+            lease = self.lease_chunk(kind, layer, span)
+            for transfer in lease.transfers:
                 transfer.result()
-            values = buffer.tensor[: span.stop - span.start]
-            fill(span.start, values)
-            buffer.transfers.append(self.send(kind, layer, values, span.start))
-            buffer.release()
+            fill(span.start, lease.tensor)
+            self.keep(lease, kind, layer, span.start)
+            lease.release()
 
     def release_chunk_pools(self) -> None:
         """Give back the buffers for parts, of kinds, perhaps, that no update needs. Nothing may be on its way."""
@@ -287,7 +319,7 @@ class OffloadedModel:
 
     def cancel(self) -> None:
         """Forget the layers on their way: nobody waits for them any more."""
-        self.loading = ()
+        self.active = None
         for buffers in (self._slots, self._frozen_slots, *self._gradients.values(), *self._pools.values()):
             if buffers is not None:
                 buffers.cancel()
@@ -297,7 +329,7 @@ class OffloadedModel:
         for store in self.unique_stores():
             store.close()
         self.boundaries.close()
-        self.loading = ()
+        self.active = None
         self._slots = self._frozen_slots = None
         self._gradients.clear()
         self._pools.clear()

@@ -93,8 +93,8 @@ def _settle_frozen(model: OffloadedModel, place: Place) -> None:
     for layer, layout in enumerate(model.frozen):
         if not layout.numel:
             continue
-        if store.resident:
-            own = store.read(FROZEN, layer, None).result()
+        own = store.own(FROZEN, layer)
+        if own is not None:
             source.read(FROZEN, layer, own, 0, record_event(model.device)).result()  # not before it has been zeroed
             continue
         slot, _ = model.frozen_slots.acquire(None)
@@ -210,7 +210,9 @@ def load_adapter(model: OffloadedModel, architecture: Architecture, adapter: Ada
     store = DeviceStore(model.layouts, {"weight": model.compute_dtype}, model.device)
     for module, (layer, local) in linear_layers(architecture).items():
         if module in adapter.ranks:
-            views = model.layouts[layer].views(store.read("weight", layer, None).result())
+            own = store.own("weight", layer)
+            assert own is not None
+            views = model.layouts[layer].views(own)
             for matrix in (A, B):
                 views[f"{local}.{matrix}"].copy_(adapter.read(module, matrix))
     model.stores = {**model.stores, "weight": store}

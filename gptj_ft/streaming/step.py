@@ -1,19 +1,20 @@
-"""The weights pass through the device, one layer at a time. This is the page the rest of the program stands on.
+"""Stream the weights through the device, one layer at a time. This is the page the rest of the program stands on.
 
-    forward   for each layer, upwards:     apply its pending update; run every micro-batch; keep the boundaries
+    forward   for each layer, upwards:     run every micro-batch; keep the boundaries
     loss      the head, on the positions that carry a target only, in chunks: forward and backward at once
     backward  for each layer, downwards:   run every micro-batch again from its boundary; sum the gradient; send it away
               (the last layers may be kept instead of run again: see `KeptActivations`)
 
 The layer is the outer loop and the micro-batch the inner one: weights cross the link twice per optimizer step however
-many micro-batches there are. While a layer computes, the next one is being read and the last one written.
+many micro-batches there are. What is read, updated and written for each layer is one list, see `schedule`. While a
+layer computes, the next one is read and updated, and the last one written: `Prefetcher.poll` sees to that, called by
+the layers between their operations.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -24,26 +25,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptj_ft.errors import NotFinite
-from gptj_ft.models.batch import NO_TARGET, PackedBatch
+from gptj_ft.models.batch import NO_TARGET, PackedBatch, Poll
 from gptj_ft.models.embedding import EmbeddingRows
+from gptj_ft.models.linear import Kernel
 from gptj_ft.streaming.activations import Activations
-from gptj_ft.streaming.layer_load import LayerLoad, LayerTask, Updater
 from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher, Updater
+from gptj_ft.streaming.schedule import PendingUpdates, inference_tasks, training_tasks
 
 HEAD_CHUNK_BYTES = 128 * 2**20  # of fp32 logits
 
 
-class Trainer(Updater, Protocol):
+class Optimizer(Updater, Protocol):
     """What a training step asks of an optimizer."""
 
-    def forward_task(self, layer: int) -> LayerTask:
-        """What the forward pass does with a layer; the head, which is the turn, is visited upwards only."""
+    updates: PendingUpdates
 
-    def backward_task(self, layer: int) -> LayerTask:
-        """What the backward pass does with a layer."""
-
-    def add_gradient(self, loaded: LayerLoad) -> None:
-        """Take the layer's gradient, ``loaded.tensors["grad"]``."""
+    def add_gradient(self, load: LayerLoad) -> None:
+        """Take the layer's gradient, ``load.tensors["grad"]``, and do with it what the load's task says."""
 
 
 @dataclass(frozen=True)
@@ -63,58 +62,30 @@ class StepLoss:
         return self.z_total / self.num_targets if self.num_targets else math.nan
 
 
-def stream(model: OffloadedModel, visits: Iterable[LayerTask], updater: Updater | None = None) -> Iterator[LayerLoad]:
-    """Yield each visit's layer, on the device and updated, the next ones already on their way.
-
-    A layer's tensors are valid until the next one is asked for. One stream at a time: a new one ends the last.
-    """
-    model.cancel()
-    upcoming, loading, settled = iter(visits), deque[LayerLoad](), dict[int, LayerLoad]()
-    model.loading = loading
-    following = next(upcoming, None)
-    while following or loading:
-        # A layer that is still to be visited may change on that visit: it is not asked for a second time before, nor is
-        # a layer that borrows from it.
-        while (
-            following
-            and sum(load.takes_room for load in loading) <= model.budget.read_ahead
-            and not model.sources(following.layer) & {x.index for x in loading}
-        ):
-            loading.append(settled.get(following.layer) or LayerLoad(model, following, updater))
-            following = next(upcoming, None)
-        model.poll()
-        loaded = loading.popleft()
-        loaded.finish()
-        if loaded.is_settled:
-            settled[loaded.index] = loaded
-        yield loaded
-        loaded.release()
-
-
 def train_step(
-    model: OffloadedModel, updater: Trainer, batches: Sequence[PackedBatch], z_loss: float = 0.0
+    model: OffloadedModel, optimizer: Optimizer, batches: Sequence[PackedBatch], z_loss: float = 0.0
 ) -> StepLoss:
     """Run forward, loss and backward for the micro-batches of one optimizer step.
 
-    The loss is the sum over target tokens divided by the target tokens of the whole step, whatever the micro-batches;
-    ``z_loss`` is the weight of the z-loss, see `head_gradients`.
+    The loss is the sum over target tokens divided by the target tokens of the whole step, whatever the micro-batches.
+
+    Args:
+        model: the offloaded model.
+        optimizer: what takes the gradients, and updates layers on their way in.
+        batches: the micro-batches.
+        z_loss: weight of the z-loss; see `head_gradients`.
     """
     top = len(model.layers) - 1
-    up = [updater.forward_task(layer) for layer in range(top + 1)]
-    down = [updater.backward_task(layer) for layer in reversed(range(model.lowest_trained, top))]
-    layers = stream(model, [*up, *down], updater)
-    graphs = {
-        layer: KeptActivations()
-        for layer in range(max(1, model.lowest_trained, top - model.budget.num_kept_layers), top)
-    }
-    boundaries = model.boundaries
-    boundaries.begin()
-    hidden = forward(islice(layers, top), batches, graphs, boundaries)
+    layers = Prefetcher(model, training_tasks(model, optimizer.updates), optimizer)
+    first_kept = max(1, model.lowest_trained, top - model.budget.num_kept_layers)
+    kept = {layer: KeptActivations() for layer in range(first_kept, top)}
+    model.boundaries.begin()
+    hidden = forward(layers, batches, kept, model.boundaries)
     head = next(layers)
     loss, gradients = head_gradients(head, hidden, batches, z_loss)
-    if head.layout.numel:
-        updater.add_gradient(head)
-    backward(layers, boundaries, gradients, batches, graphs, updater)
+    if head.task.gradient:
+        optimizer.add_gradient(head)
+    backward(layers, optimizer, batches, gradients, kept)
     return loss
 
 
@@ -140,19 +111,22 @@ class KeptActivations:
         self.outputs: list[Tensor] = []
         self._weights: tuple[Tensor, ...] = ()
 
-    def run(self, loaded: LayerLoad, inputs: Sequence[Tensor], batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """Run the layer on every micro-batch; return what it gives, without history."""
+    def run(
+        self, loaded: LayerLoad, inputs: Sequence[Tensor], batches: Sequence[PackedBatch], poll: Poll
+    ) -> list[Tensor]:
+        """Run the layer on every micro-batch; return its outputs, without history."""
         self.load(loaded)
         self.parameters = trainable_leaves(loaded)
         self.inputs = [x.detach().requires_grad_(loaded.is_above_trained) for x in inputs]
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             self.outputs = [
-                run_layer(loaded, self.parameters, x, batch) for x, batch in zip(self.inputs, batches, strict=True)
+                run_layer(loaded, self.parameters, x, batch, poll)
+                for x, batch in zip(self.inputs, batches, strict=True)
             ]
         return [output.detach() for output in self.outputs]
 
     def load(self, loaded: LayerLoad) -> None:
-        """Say where the layer's weights are now."""
+        """Note where the layer's weights are now."""
         self._weights = loaded.frozen, *((loaded.tensors["weight"],) if loaded.layout.numel else ())
 
     def _pack(self, saved: Tensor) -> Tensor | SavedView:
@@ -171,42 +145,45 @@ class KeptActivations:
 
 
 def forward(
-    layers: Iterator[LayerLoad],
+    layers: Prefetcher,
     batches: Sequence[PackedBatch],
-    graphs: Mapping[int, KeptActivations] | None = None,
+    kept: Mapping[int, KeptActivations] | None = None,
     boundaries: Activations | None = None,
 ) -> list[Tensor]:
     """Run the layers below the head on every micro-batch.
 
     Args:
-        layers: as they come.
+        layers: the layers as they come; the head is left for the caller.
         batches: the micro-batches.
-        graphs: for training, the layers whose graphs are kept, and where.
-        boundaries: for training, what keeps the inputs of the others.
+        kept: for training, the layers whose activations are kept, by number; default: none.
+        boundaries: for training, where the inputs of the others go; default: nowhere.
 
     Returns:
-        What the head takes, one per micro-batch.
+        The head's inputs, [T, D] per micro-batch.
     """
     hidden: list[Tensor] = [batch.tokens_T for batch in batches]
-    for loaded in layers:
-        if graphs and loaded.index in graphs:
-            hidden = graphs[loaded.index].run(loaded, hidden, batches)
+    for loaded in islice(layers, len(layers.model.layers) - 1):
+        if kept and loaded.index in kept:
+            hidden = kept[loaded.index].run(loaded, hidden, batches, layers.poll)
             continue
         if boundaries is not None and loaded.is_in_backward:
             boundaries.put(loaded.index, hidden)
         parameters = loaded.parameters_for(batches)
-        # Nothing that writing leaves behind is ever trained on, so that autograd need not hear of it at all.
-        with torch.no_grad() if batches[0].cache is None else torch.inference_mode():
-            hidden = [run_layer(loaded, parameters, x, batch) for x, batch in zip(hidden, batches, strict=True)]
+        # Nothing that decoding leaves behind is ever trained on, so that autograd need not hear of it at all.
+        with torch.no_grad() if batches[0].kernel == "training" else torch.inference_mode():
+            hidden = [
+                run_layer(loaded, parameters, x, batch, layers.poll) for x, batch in zip(hidden, batches, strict=True)
+            ]
     return hidden
 
 
 def run_layer(
-    loaded: LayerLoad, parameters: Mapping[str, Tensor | EmbeddingRows], x: Tensor, batch: PackedBatch
+    loaded: LayerLoad, parameters: Mapping[str, Tensor | EmbeddingRows], x: Tensor, batch: PackedBatch, poll: Poll
 ) -> Tensor:
-    """Return what a layer below the head makes of a micro-batch."""
+    """Run a layer below the head on a micro-batch."""
+    poll()
     with dropout_rng(loaded, batch):
-        return loaded.run(parameters, x, batch)
+        return loaded.run(parameters, x, batch, poll)
 
 
 @contextmanager
@@ -226,19 +203,19 @@ def dropout_rng(loaded: LayerLoad, batch: PackedBatch, chunk: int = 0) -> Iterat
 
 
 def backward(
-    layers: Iterator[LayerLoad],
-    boundaries: Activations,
-    gradients: list[Tensor],
+    layers: Prefetcher,
+    optimizer: Optimizer,
     batches: Sequence[PackedBatch],
-    graphs: dict[int, KeptActivations],
-    updater: Trainer,
+    gradients: list[Tensor],
+    kept: dict[int, KeptActivations],
 ) -> None:
-    """Carry the gradients of the head's inputs down through the layers, recomputing those without a graph.
+    """Carry the gradients of the head's inputs down through the layers, recomputing those that are not kept.
 
-    Boundaries, gradients and graphs are consumed: a layer's memory is free as soon as it has been passed.
+    Boundaries, gradients and kept activations are consumed: a layer's memory is free as soon as it has been passed.
     """
+    boundaries = layers.model.boundaries
     for loaded in layers:
-        graph = graphs.pop(loaded.index, None)
+        graph = kept.pop(loaded.index, None)
         inputs = boundaries.take(loaded.index) if graph is None else graph.inputs
         if graph is not None:
             graph.load(loaded)
@@ -246,19 +223,19 @@ def backward(
         for b in reversed(range(len(batches))):
             if graph is not None:
                 x, output = inputs.pop(), graph.outputs.pop()
+                layers.poll()
             else:
                 x = inputs[b].detach()
                 x.requires_grad_(loaded.is_above_trained)
-                output = run_layer(loaded, parameters, x, batches[b])
-            if (
-                b == len(batches) - 1 and loaded.is_trained
-            ):  # not before: while this was recomputed, the gradient above could leave
+                output = run_layer(loaded, parameters, x, batches[b], layers.poll)
+            # Not before: while the first micro-batch was recomputed, the gradient above could leave.
+            if b == len(batches) - 1 and loaded.is_trained:
                 sum_gradients(loaded, parameters)
             torch.autograd.backward(output, gradients[b])
             if x.grad is not None:
                 gradients[b] = x.grad
-        if loaded.layout.numel:
-            updater.add_gradient(loaded)
+        if loaded.task.gradient:
+            optimizer.add_gradient(loaded)
 
 
 def trainable_leaves(loaded: LayerLoad) -> dict[str, Tensor]:
@@ -388,8 +365,10 @@ def score_tokens(
     return score_hidden(head, hidden, wanted)
 
 
-def score_hidden(head: LayerLoad, hidden: Sequence[Tensor], wanted: Sequence[TokenQuery]) -> list[TokenScores]:
-    """Return the same, given what the head takes."""
+def score_hidden(
+    head: LayerLoad, hidden: Sequence[Tensor], wanted: Sequence[TokenQuery], kernel: Kernel = "training"
+) -> list[TokenScores]:
+    """Return the same, given the head's inputs, with products by a kernel."""
     parameters, size = head.parameters(), _chunk_size(head)
     scores = []
     for x_TD, asked in zip(hidden, wanted, strict=True):
@@ -397,7 +376,7 @@ def score_hidden(head: LayerLoad, hidden: Sequence[Tensor], wanted: Sequence[Tok
         for start in range(0, len(asked.positions_S), size):
             positions_S, tokens_S = asked.positions_S[start : start + size], asked.tokens_S[start : start + size]
             with torch.no_grad():
-                logits_SV = head.run(parameters, x_TD[positions_S])
+                logits_SV = head.run(parameters, x_TD[positions_S], kernel)
                 log_probabilities.append(-F.cross_entropy(logits_SV, tokens_S, reduction="none").cpu())
                 likeliest.append((logits_SV.argmax(-1) == tokens_S).cpu())
         scores.append(TokenScores(torch.cat(log_probabilities), torch.cat(likeliest)))
@@ -406,7 +385,6 @@ def score_hidden(head: LayerLoad, hidden: Sequence[Tensor], wanted: Sequence[Tok
 
 def forward_trunk(model: OffloadedModel, batches: Sequence[PackedBatch]) -> tuple[list[Tensor], LayerLoad]:
     """Run the layers below the head; return the head's inputs, and the head."""
-    top = len(model.layers) - 1
-    layers = stream(model, [LayerTask(layer) for layer in range(top + 1)])
-    hidden = forward(islice(layers, top), batches)
+    layers = Prefetcher(model, inference_tasks(range(len(model.layers))))
+    hidden = forward(layers, batches)
     return hidden, next(layers)

@@ -6,11 +6,12 @@ from typing import Any
 
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.checkpoints.optimizer_state import open_moments
+from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import COMMIT, Run, recipe_digest
 from gptj_ft.errors import DataError
 from gptj_ft.planning.plan import keeps_gradients
 from gptj_ft.streaming.activations import boundary_layout
-from gptj_ft.streaming.adamw import AdamW, Update
+from gptj_ft.streaming.adamw import AdamW, AdamWConfig, Update
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.open import load_weights, open_for_training, open_frozen
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
@@ -51,10 +52,10 @@ def open_state(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, RunS
         elif saved is not None:
             state = checked_state(setup, run, run.manifest(saved))
             checkpoint.restore(run.checkpoint(saved), stack, saved)
-            optimizer = AdamW(stack, setup.recipe, saved, late_blocks(setup), state.updates_before)
+            optimizer = AdamW(stack, optimizer_config(setup.recipe), saved, late_blocks(setup), state.updates_before)
         else:
             state = RunState(0, recipe_digest(setup.recipe), updates_before=begin(setup, stack))
-            optimizer = AdamW(stack, setup.recipe, 0, late_blocks(setup), state.updates_before)
+            optimizer = AdamW(stack, optimizer_config(setup.recipe), 0, late_blocks(setup), state.updates_before)
             if is_durable:
                 checkpoint.commit(run, state, None)
         if is_durable:
@@ -118,10 +119,15 @@ def late_blocks(setup: TrainSetup) -> int:
     return len(setup.architecture.layers()) - 2 if setup.plan.costs.is_late else 0
 
 
+def optimizer_config(recipe: Recipe) -> AdamWConfig:
+    """Return the hyperparameters of a recipe's optimizer."""
+    return AdamWConfig(recipe.betas, recipe.eps, recipe.weight_decay, recipe.clip_norm, recipe.seed)
+
+
 def resume_optimizer(setup: TrainSetup, run: Run, stack: OffloadedModel, commit: dict[str, Any]) -> AdamW:
     """Return the optimizer of a run on disk as of its last commit."""
     state = RunState.of(commit)
-    optimizer = AdamW(stack, setup.recipe, state.step, late_blocks(setup), state.updates_before)
+    optimizer = AdamW(stack, optimizer_config(setup.recipe), state.step, late_blocks(setup), state.updates_before)
     behind = checkpoint.layers_behind(run, stack, state.step)
     optimizer.resume(Update(**commit["update"]) if commit["update"] else None, behind)
     return optimizer

@@ -26,9 +26,9 @@ from gptj_ft.evaluation.likelihood import candidates, documents_of, log_likeliho
 from gptj_ft.generation import hf_model
 from gptj_ft.planning import inference_plan
 from gptj_ft.streaming import step
-from gptj_ft.streaming.layer_load import LayerLoad
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.open import open_for_inference
+from gptj_ft.streaming.prefetch import LayerLoad
 from gptj_ft.system.paths import home
 
 SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8, "n_positions": 1024}

@@ -17,6 +17,7 @@ from gptj_ft.generation.hf_model import RaggedCache
 from gptj_ft.models import linear as products_of
 from gptj_ft.models.functional import FunctionalLayer
 from gptj_ft.models.linear import Conv1D, Linear, project_by_all
+from gptj_ft.models.lora import LoRALinear, Rank
 from gptj_ft.planning.inference_plan import batches_by_length
 from gptj_ft.streaming.open import open_for_inference
 from gptj_ft.streaming.stores.device import DeviceStore
@@ -254,9 +255,11 @@ def test_weights_that_take_the_same_inputs_are_one_product_and_what_stays_is_fet
     resident, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     products, asked = [], []
-    project, read = products_of.project, DeviceStore.read
-    monkeypatch.setattr(products_of, "project", lambda x, w, b: products.append(tuple(w.shape)) or project(x, w, b))
-    monkeypatch.setattr(DeviceStore, "read", lambda store, *rest: asked.append(rest[1]) or read(store, *rest))
+    project, own = products_of.project, DeviceStore.own
+    monkeypatch.setattr(
+        products_of, "project", lambda x, w, *rest: products.append(tuple(w.shape)) or project(x, w, *rest)
+    )
+    monkeypatch.setattr(DeviceStore, "own", lambda store, *rest: asked.append(rest[1]) or own(store, *rest))
     cache = resident(torch.tensor([[1, 2, 3]])).past_key_values
     asked.clear(), products.clear()
     for _ in range(3):
@@ -314,11 +317,15 @@ def test_products_of_few_tokens_are_what_torch_makes_of_them(count: int) -> None
         expected = [F.linear(x, weight) for weight in flat]
         with_bias = F.linear(x, biased.weight, biased.bias)
     with torch.inference_mode():
-        torch.testing.assert_close(list(project_by_all(x, linears)), expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(transposed(x), expected[1] + 0.5, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(biased(x), with_bias, rtol=1e-5, atol=1e-5)
-        linears[2].register_forward_hook(lambda module, inputs, output: 2 * output)
-        torch.testing.assert_close(list(project_by_all(x, linears))[2], 2 * expected[2], rtol=1e-5, atol=1e-5)
+        together = list(project_by_all(x, linears, "decoding"))
+        torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(transposed(x, "decoding"), expected[1] + 0.5, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(biased(x, "decoding"), with_bias, rtol=1e-5, atol=1e-5)
+        adapted = LoRALinear(linears[2], Rank(1, 2.0), 0.0)
+        adapted.lora_A, adapted.lora_B = (torch.nn.Parameter(torch.ones(shape)) for shape in ((1, 48), (48, 1)))
+        with_adapter = expected[2] + 2 * x.sum(1, keepdim=True)
+        apart = list(project_by_all(x, [*linears[:2], adapted], "decoding"))
+        torch.testing.assert_close(apart[2], with_adapter, rtol=1e-5, atol=1e-4)
 
 
 def test_a_layer_that_was_run_with_tensors_keeps_none_of_them() -> None:

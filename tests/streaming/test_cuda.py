@@ -21,6 +21,7 @@ from gptj_ft.streaming.model import BufferBudget
 from gptj_ft.streaming.open import load_weights, open_for_training
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
+from gptj_ft.training.restore import optimizer_config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +47,7 @@ def train(folder: Path, tmp: Path, device: torch.device, places=("device",) * 3,
     )  # fmt: skip
     with open_checkpoint(folder) as checkpoint:
         load_weights(stack, architecture, checkpoint)
-    optimizer, curve = AdamW(stack, Recipe(), late=late), []
+    optimizer, curve = AdamW(stack, optimizer_config(Recipe()), num_deferred=late), []
     docs = documents(stack.layouts[0].shapes["wte.weight"][0])
     for step in range(STEPS):
         optimizer.begin_step(lr_of(step))

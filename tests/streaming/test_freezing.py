@@ -35,6 +35,7 @@ from gptj_ft.streaming.model import BufferBudget
 from gptj_ft.streaming.open import load_weights, open_for_training, open_frozen
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
+from gptj_ft.training.restore import optimizer_config
 
 # Of three blocks: one alone with the head; some tensors of some layers; the embedding alone; the head alone.
 PATTERNS = {
@@ -150,9 +151,9 @@ def test_what_is_not_trained_has_no_gradient_no_state_and_no_writes(
     monkeypatch.setattr(
         block,
         "forward",
-        lambda self, x, batch: (runs.append((self.attn.index, x.requires_grad)), original(self, x, batch))[1],
+        lambda self, x, *rest: (runs.append((self.attn.index, x.requires_grad)), original(self, x, *rest))[1],
     )
-    optimizer, batches = AdamW(stack, Recipe()), micro_batches(documents(101), PROMPTS, 1000)
+    optimizer, batches = AdamW(stack, optimizer_config(Recipe())), micro_batches(documents(101), PROMPTS, 1000)
     before = stack.bytes_written
     optimizer.begin_step(1e-3)
     train_step(stack, optimizer, batches)

@@ -48,6 +48,7 @@ from gptj_ft.streaming.model import BufferBudget
 from gptj_ft.streaming.open import load_weights, open_for_inference, open_for_training, open_frozen
 from gptj_ft.streaming.step import evaluate_losses, train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
+from gptj_ft.training.restore import optimizer_config
 
 TARGETS = {"narrow": ("q_proj", "v_proj", "mlp.fc_out"), "gpt2": ("c_attn", "mlp.c_proj")}
 
@@ -109,7 +110,7 @@ def test_losses_gradients_and_five_steps_match_peft(shape: str, folders, tmp_pat
     stack = open_training(folders[shape], tmp_path, recipe)
     model, trained = as_peft(shape, adapters_of(stack))
     theirs = torch.optim.AdamW(trained.values(), eps=recipe.eps, betas=recipe.betas, weight_decay=recipe.weight_decay)
-    ours, norms = AdamW(stack, recipe), []
+    ours, norms = AdamW(stack, optimizer_config(recipe)), []
     for step in range(5):
         theirs.param_groups[0]["lr"] = lr_of(step)
         theirs.zero_grad()
@@ -176,7 +177,7 @@ def test_placement_kept_activations_and_late_updates_never_change_a_bit(
 def test_the_bytes_read_of_what_is_not_trained_are_those_forecast(folders, tmp_path: Path, read_ahead: int) -> None:
     recipe = lora()
     stack = open_training(folders["narrow"], tmp_path, recipe, budget=BufferBudget(read_ahead), frozen="disk")
-    optimizer, reads = AdamW(stack, recipe), []
+    optimizer, reads = AdamW(stack, optimizer_config(recipe)), []
     batches = micro_batches(documents(101), PROMPTS, 40)
     for _ in range(3):
         before = stack.bytes_read
@@ -193,7 +194,7 @@ def test_the_bytes_read_of_what_is_not_trained_are_those_forecast(folders, tmp_p
 def test_updates_that_are_caught_up_with_read_nothing_that_is_not_trained(folders, tmp_path: Path) -> None:
     recipe = lora()
     stack = open_training(folders["narrow"], tmp_path, recipe, frozen="disk")
-    optimizer = AdamW(stack, recipe)
+    optimizer = AdamW(stack, optimizer_config(recipe))
     optimizer.begin_step(1e-3)
     train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
     optimizer.finish_step()
@@ -207,10 +208,10 @@ def test_nothing_is_dropped_where_a_loss_is_measured_between_steps(folders, tmp_
     recipe = lora(dropout=0.5)
     stack = open_training(folders["narrow"], tmp_path, recipe)
     for layer in stack.trained:  # B is zero at first, and then nothing is seen of A
-        stack.stores["weight"].read("weight", layer, None).result().fill_(0.1)
+        stack.stores["weight"].own("weight", layer).fill_(0.1)
     batches = micro_batches(documents(101), PROMPTS, 40)
     before = [loss.total for loss in evaluate_losses(stack, batches)]
-    optimizer = AdamW(stack, recipe)
+    optimizer = AdamW(stack, optimizer_config(recipe))
     optimizer.begin_step(0.0)
     train_step(stack, optimizer, with_dropout_seeds(batches))
     assert [loss.total for loss in evaluate_losses(stack, batches)] == before
@@ -224,10 +225,10 @@ def test_dropout_drops_in_training_only_and_differs_by_its_seed(folders, tmp_pat
         recipe = lora(dropout=dropout)
         stack = open_training(folders["narrow"], tmp_path / name, recipe)
         for layer in stack.trained:  # B is zero at first, and then nothing is seen of A
-            stack.stores["weight"].read("weight", layer, None).result().fill_(0.1)
+            stack.stores["weight"].own("weight", layer).fill_(0.1)
         batches = [replace(batch, dropout_seed=noise) for batch in micro_batches(docs, PROMPTS, 40)]
         before = torch.random.get_rng_state()
-        optimizer = AdamW(stack, recipe)
+        optimizer = AdamW(stack, optimizer_config(recipe))
         optimizer.begin_step(1e-3)
         losses[name] = train_step(stack, optimizer, batches).mean
         assert torch.equal(torch.random.get_rng_state(), before)
@@ -257,7 +258,7 @@ def test_each_layer_and_micro_batch_drops_other_inputs_and_recomputing_drops_the
     stack = open_training(folders["narrow"], tmp_path, recipe)
     docs = [documents(101)[1]] * 2  # two micro-batches of one shape
     batches = with_dropout_seeds(micro_batches(docs, [0, 0], len(docs[0])))
-    optimizer = AdamW(stack, recipe)
+    optimizer = AdamW(stack, optimizer_config(recipe))
     optimizer.begin_step(1e-3)
     train_step(stack, optimizer, batches)
     stack.close()

@@ -30,14 +30,16 @@ from gptj_ft.streaming import activations
 from gptj_ft.streaming.activations import NUM_BUFFERS, DeviceActivations, boundary_layout
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.buffers import Buffer, BufferPool
-from gptj_ft.streaming.layer_load import LayerLoad, LayerTask
 from gptj_ft.streaming.model import BufferBudget
 from gptj_ft.streaming.open import load_weights, open_for_inference, open_for_training
-from gptj_ft.streaming.step import evaluate_losses, stream, train_step
+from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher
+from gptj_ft.streaming.schedule import LayerTask, inference_tasks, training_tasks
+from gptj_ft.streaming.step import evaluate_losses, train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.streaming.stores.state_file import StateFile
 from gptj_ft.streaming.update_check import UnchangedParameters
 from gptj_ft.system.memory import allocate
+from gptj_ft.training.restore import optimizer_config
 
 CPU = torch.device("cpu")
 PLACES = ("device", "host", "disk")
@@ -75,7 +77,7 @@ def lr_of(step: int) -> float:
 
 def train(stack, recipe: Recipe, budget: int = 40, steps: int = STEPS, late: int = 0):
     """Train; return (loss, norm) of each step and every layer's flat weights."""
-    optimizer, curve = AdamW(stack, recipe, late=late), []
+    optimizer, curve = AdamW(stack, optimizer_config(recipe), num_deferred=late), []
     docs = documents(stack.layers[0].wte.num_embeddings)
     for step in range(steps):
         optimizer.begin_step(lr_of(step))
@@ -84,7 +86,7 @@ def train(stack, recipe: Recipe, budget: int = 40, steps: int = STEPS, late: int
     optimizer.flush()
     weights = [
         {name: view.clone() for name, view in loaded.parameters().items()}
-        for loaded in stream(stack, [LayerTask(layer) for layer in range(len(stack.layers))])
+        for loaded in Prefetcher(stack, inference_tasks(range(len(stack.layers))))
     ]
     stack.close()
     return curve, weights
@@ -124,7 +126,7 @@ def test_loss_and_gradients_match_transformers(oracle, model_folder: Path, tmp_p
     expected = oracle_loss(oracle, docs)
     expected.backward()
     stack = open_training(model_folder, tmp_path)
-    optimizer = AdamW(stack, Recipe())
+    optimizer = AdamW(stack, optimizer_config(Recipe()))
     loss = train_step(stack, optimizer, micro_batches(docs, PROMPTS, 40))
     assert loss.mean == pytest.approx(expected.item(), rel=1e-6)
     assert_same_gradients(stack, model_folder, oracle)
@@ -139,7 +141,11 @@ def test_a_window_with_a_target_behind_each_of_its_positions_has_the_loss_of_tra
     expected = F.cross_entropy(oracle(docs[:, :-1]).logits.flatten(0, 1), docs[:, 1:].flatten())
     expected.backward()
     stack = open_training(model_folder, tmp_path)
-    loss = train_step(stack, AdamW(stack, Recipe()), micro_batches(docs.tolist(), [0] * 3, 2 * window, window=window))
+    loss = train_step(
+        stack,
+        AdamW(stack, optimizer_config(Recipe())),
+        micro_batches(docs.tolist(), [0] * 3, 2 * window, window=window),
+    )
     assert loss.mean == pytest.approx(expected.item(), rel=1e-6)
     assert_same_gradients(stack, model_folder, oracle)
 
@@ -164,7 +170,7 @@ def test_z_loss_and_its_gradients_match_autograd_and_leave_the_loss_as_it_is(
     expected = oracle_loss(oracle, docs, z_loss)
     expected.backward()
     stack = open_training(model_folder, tmp_path)
-    loss = train_step(stack, AdamW(stack, Recipe()), micro_batches(docs, PROMPTS, 40), z_loss)
+    loss = train_step(stack, AdamW(stack, optimizer_config(Recipe())), micro_batches(docs, PROMPTS, 40), z_loss)
     assert loss.mean == pytest.approx(plain, rel=1e-6)
     assert loss.z_mean == pytest.approx(expected.item() - plain, rel=1e-5)
     assert loss.z_mean > 0.1 * plain, "too small for this test to see"
@@ -174,7 +180,10 @@ def test_z_loss_and_its_gradients_match_autograd_and_leave_the_loss_as_it_is(
 def test_no_z_loss_is_computed_unless_asked_for(narrow_folder: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(torch.Tensor, "logsumexp", None)
     stack = open_training(narrow_folder, tmp_path)
-    assert train_step(stack, AdamW(stack, Recipe()), micro_batches(documents(101), PROMPTS, 40)).z_mean == 0.0
+    assert (
+        train_step(stack, AdamW(stack, optimizer_config(Recipe())), micro_batches(documents(101), PROMPTS, 40)).z_mean
+        == 0.0
+    )
 
 
 def test_ten_adamw_steps_with_clipping_match_torch(oracle, model_folder: Path, tmp_path: Path) -> None:
@@ -283,17 +292,18 @@ def test_an_update_kept_in_backward_equals_one_kept_in_forward(
     late: int, placement, budget: BufferBudget, narrow_folder: Path, resident_run, tmp_path: Path
 ) -> None:
     assert_identical(
-        train(open_training(narrow_folder, tmp_path, placement, budget=budget), Recipe(), late=late), resident_run
+        train(open_training(narrow_folder, tmp_path, placement, budget=budget), Recipe(), late=late),
+        resident_run,
     )
 
 
 def test_no_update_is_applied_twice_unless_asked_for(narrow_folder: Path, tmp_path: Path) -> None:
     stack = open_training(narrow_folder, tmp_path, ("host", "host"))
-    optimizer, layers = AdamW(stack, Recipe()), range(len(stack.layers))
+    optimizer = AdamW(stack, optimizer_config(Recipe()))
     optimizer.begin_step(1e-3)
     train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
     optimizer.finish_step()
-    assert all(visit.updates and visit.keeps for visit in map(optimizer.forward_task, layers))
+    assert all(task.updates and task.writes for task in training_tasks(stack, optimizer.updates)[: len(stack.layers)])
     stack.close()
 
 
@@ -309,7 +319,7 @@ def test_kept_activations_change_no_bit_and_save_the_recomputation(
     stack = open_training(narrow_folder, tmp_path, placement, budget=budget)
     runs, block = [], type(stack.layers[1])
     original = block.forward
-    monkeypatch.setattr(block, "forward", lambda self, x, batch: (runs.append(1), original(self, x, batch))[1])
+    monkeypatch.setattr(block, "forward", lambda self, *rest: (runs.append(1), original(self, *rest))[1])
     assert_identical(train(stack, Recipe(), late=late), resident_run)
     num_blocks, num_batches = 3, len(micro_batches(documents(101), PROMPTS, 40))
     assert len(runs) == STEPS * num_batches * (2 * num_blocks - kept)
@@ -349,7 +359,7 @@ def test_a_step_that_was_cut_short_leaves_nothing_of_its_layer_inputs(narrow_fol
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gptj_ft.streaming.step.head_gradients", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            train_step(stack, AdamW(stack, Recipe()), batches)
+            train_step(stack, AdamW(stack, optimizer_config(Recipe())), batches)
     assert_identical(train(stack, Recipe(), steps=2), expected)
 
 
@@ -485,7 +495,9 @@ def test_no_logits_are_computed_where_there_is_no_target(model_folder: Path, mon
         seen = []
         head = stack.layers[-1]
         original = type(head).forward
-        monkeypatch.setattr(type(head), "forward", lambda self, x: (seen.append(len(x)), original(self, x))[1])
+        monkeypatch.setattr(
+            type(head), "forward", lambda self, x, *rest: (seen.append(len(x)), original(self, x, *rest))[1]
+        )
         monkeypatch.setattr("gptj_ft.streaming.step.HEAD_CHUNK_BYTES", 4 * 7 * architecture.config.vocab_size)
         (loss,) = evaluate_losses(stack, [batch])
     assert sum(seen) == loss.num_targets == int((batch.targets_T != NO_TARGET).sum()) < len(batch.tokens_T)
@@ -506,8 +518,8 @@ def test_tensors_that_the_first_step_has_not_moved_are_named(
     recipe = Recipe(clip_norm=clip, weight_decay=0.0)
     stack = open_training(narrow_folder, tmp_path, (place, place), recipe)
     mlp = stack.layers[2].mlp
-    mlp.forward = lambda x: F.linear(F.gelu(x, approximate="tanh"), mlp.fc_out.weight)
-    optimizer = AdamW(stack, recipe)
+    mlp.forward = lambda x, *_: F.linear(F.gelu(x, approximate="tanh"), mlp.fc_out.weight)
+    optimizer = AdamW(stack, optimizer_config(recipe))
     optimizer.begin_step(1e-3)
     train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
     optimizer.finish_step()
@@ -529,7 +541,7 @@ def test_a_change_that_rounding_swallows_is_told_from_a_gradient_that_is_missing
     narrow_folder: Path, tmp_path: Path
 ) -> None:
     stack = open_training(narrow_folder, tmp_path)
-    optimizer = AdamW(stack, Recipe(weight_decay=0.0))
+    optimizer = AdamW(stack, optimizer_config(Recipe(weight_decay=0.0)))
     optimizer.begin_step(1e-12)
     train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
     optimizer.finish_step()
@@ -569,7 +581,7 @@ def test_a_tensor_has_not_moved_because_one_behind_it_in_the_same_part_has() -> 
 @both_families
 def test_nothing_is_said_where_every_tensor_has_moved(narrow_folder: Path, tmp_path: Path) -> None:
     stack = open_training(narrow_folder, tmp_path)
-    optimizer = AdamW(stack, Recipe())
+    optimizer = AdamW(stack, optimizer_config(Recipe()))
     for lr in (1e-3, 1e-3):
         optimizer.begin_step(lr)
         train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
@@ -581,15 +593,15 @@ def test_nothing_is_said_where_every_tensor_has_moved(narrow_folder: Path, tmp_p
 
 def test_a_gradient_that_is_not_finite_stops_before_it_touches_a_weight(narrow_folder: Path, tmp_path: Path) -> None:
     stack = open_training(narrow_folder, tmp_path)
-    (loaded,) = stream(stack, [LayerTask(2)])
+    (loaded,) = Prefetcher(stack, inference_tasks([2]))
     loaded.parameters()["mlp.fc_out.bias"][0] = torch.inf
-    optimizer = AdamW(stack, Recipe())
+    optimizer = AdamW(stack, optimizer_config(Recipe()))
     optimizer.begin_step(1e-3)
-    before = stack.stores["weight"].read("weight", 1, None).result().clone()
+    before = stack.stores["weight"].own("weight", 1).clone()
     with pytest.raises(GptjFtError, match="not finite"):
         train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
     optimizer.flush()
-    assert torch.equal(before, stack.stores["weight"].read("weight", 1, None).result())
+    assert torch.equal(before, stack.stores["weight"].own("weight", 1))
 
 
 def test_parameters_start_on_cache_lines_and_matrices_come_first(model_folder: Path) -> None:
@@ -614,7 +626,7 @@ def test_the_bytes_of_a_step_are_those_forecast(tmp_path: Path, family: str, par
     make, more = {"gptj": (random_gptj, {"rotary_dim": 4}), "gpt2": (random_gpt2, {"n_positions": 64})}[family]
     make(vocab_size=90, n_embd=32, n_layer=5, n_head=2, **more).save_pretrained(folder)
     stack = open_training(folder, tmp_path, ("disk", "disk"), dtypes=dtypes, budget=budget)
-    optimizer, docs = AdamW(stack, Recipe(), late=late), documents(90)
+    optimizer, docs = AdamW(stack, optimizer_config(Recipe()), num_deferred=late), documents(90)
     for step in range(3):
         before = stack.bytes_read, stack.bytes_written
         optimizer.begin_step(lr_of(step))
@@ -698,11 +710,11 @@ def test_slots_are_taken_in_advance_for_weights_that_are_streamed_and_for_no_oth
 
 
 def test_a_layer_that_lacks_room_lets_no_later_layer_take_it(narrow_folder: Path, tmp_path: Path) -> None:
-    stack, asked = open_training(narrow_folder, tmp_path), []
-    stack.loading = [
+    layers, asked = Prefetcher(open_training(narrow_folder, tmp_path), []), []
+    layers._loading.extend(
         SimpleNamespace(advance=lambda number=number: asked.append(number) or number == 0) for number in range(3)
-    ]
-    stack.poll()
+    )
+    layers.poll()
     assert asked == [0, 1]
 
 
@@ -727,7 +739,7 @@ def test_borrowed_weights_still_on_their_way_when_a_pass_is_broken_off_hold_thei
     )
     borrower = len(stack.layers) - 1
     assert stack.layouts[borrower].tied
-    LayerLoad(stack, LayerTask(borrower), None)
+    LayerLoad(stack, LayerTask(borrower), None).start()
     stack.cancel()
     slots = [stack.slots.acquire(None)[0] for _ in range(stack.budget.read_ahead + 1)]
     assert any(lent in slot.transfers for slot in slots), "another layer could be read into it at once"
@@ -743,7 +755,7 @@ def test_a_stack_that_is_closed_leaves_no_thread_and_no_buffer(
     created, threads = Buffer.__init__, set(threading.enumerate())
     monkeypatch.setattr(Buffer, "__init__", lambda self, *rest: (created(self, *rest), alive.add(self))[0])
     stack = open_training(narrow_folder, tmp_path, (place, place, place))
-    optimizer = AdamW(stack, Recipe())
+    optimizer = AdamW(stack, optimizer_config(Recipe()))
     optimizer.begin_step(1e-3)
     train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
     optimizer.finish_step()

@@ -44,7 +44,7 @@ EQUIVALENT = Path(__file__).with_name("equivalent_mutants.json")
 SOURCES = (
     "streaming/step.py",
     "streaming/model.py",
-    "streaming/layer_load.py",
+    "streaming/prefetch.py",
     "streaming/buffers.py",
     "streaming/activations.py",
     "streaming/adamw.py",

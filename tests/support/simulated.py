@@ -47,6 +47,7 @@ from gptj_ft.streaming.open import load_weights, open_for_inference, open_for_tr
 from gptj_ft.streaming.step import evaluate_losses, train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system.machine import choose_device
+from gptj_ft.training.restore import optimizer_config
 
 IS_WHOLE = "--all" in sys.argv
 LENGTHS, PROMPTS, STEPS = (5, 17, 9, 30, 2, 11), (2, 3, 1, 10, 0, 5), 3 if IS_WHOLE else 1
@@ -76,7 +77,7 @@ def train(folder: Path, device: torch.device, placement: Placement, recipe: Reci
         )  # fmt: skip
         open_frozen(stack, architecture, checkpoint, placement.of("frozen"))
         load_weights(stack, architecture, checkpoint, recipe.seed)
-        optimizer, curve = AdamW(stack, recipe, late=late), []
+        optimizer, curve = AdamW(stack, optimizer_config(recipe), num_deferred=late), []
         for step in range(STEPS):
             optimizer.begin_step(1e-2 * (step + 1) / 10)
             batches = [batch.to(device) for batch in micro_batches(documents(), PROMPTS, 40)]

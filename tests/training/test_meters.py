@@ -21,6 +21,7 @@ from gptj_ft.streaming.open import load_weights, open_for_training
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system import machine
+from gptj_ft.training.restore import optimizer_config
 from gptj_ft.training.throughput import StepCounts, Throughput, summarize
 
 
@@ -36,7 +37,7 @@ def test_flops_with_recomputation_are_those_that_torch_counts_in_a_step(
     with open_checkpoint(model_folder) as checkpoint:
         load_weights(stack, architecture, checkpoint)
     batch = pack([list(range(40)), list(range(30))], [25, 10])
-    optimizer = AdamW(stack, Recipe())
+    optimizer = AdamW(stack, optimizer_config(Recipe()))
     optimizer.begin_step(1e-3)
     with FlopCounterMode(display=False) as counter:
         train_step(stack, optimizer, [batch])

@@ -26,24 +26,24 @@ class LayerStore(Protocol):
     A read sees what was committed before it was asked for; what is written after that commit it may see or not.
     """
 
-    resident: bool
-    """Whether `read` returns the store's own tensor, on the device, to be used and changed in place."""
+    def own(self, kind: Kind, layer: int) -> Tensor | None:
+        """Return the store's own flat tensor on the device, to be used and changed in place; ``None``: it has none."""
 
     def read(
-        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Transfer] = ()
+        self, kind: Kind, layer: int, out: Tensor, start: int = 0, after: Sequence[Transfer] = ()
     ) -> Future[Tensor]:
-        """Fetch a flat tensor, or as many elements of it as ``out`` holds.
+        """Fetch as many elements of a flat tensor as ``out`` holds; not of a store's own tensors.
 
         Args:
             kind: what to read.
             layer: its layer.
-            out: where it goes on the device; resident stores ignore it and return the whole.
+            out: flat; where they go on the device.
             start: the first element.
             after: transfers that still use ``out`` and must end first.
         """
 
     def read_rows(self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor) -> None:
-        """Fetch some rows of a matrix that nobody writes, and wait for them; not where it is resident.
+        """Fetch some rows of a matrix that nobody writes, and wait for them; not of a store's own tensors.
 
         Args:
             kind: what to read.

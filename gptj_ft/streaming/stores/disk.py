@@ -36,8 +36,6 @@ class DiskStore:
     A durable store has each commit on the disk before the next. Stores that share a queue share the order of commits.
     """
 
-    resident = False
-
     def __init__(
         self,
         prefix: Path,
@@ -58,11 +56,12 @@ class DiskStore:
         self._unchecked: dict[int, Digests | None] = dict.fromkeys(range(len(layouts)))  # found, not written here
         keep_folder(prefix.parent)
 
-    def read(
-        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Transfer] = ()
-    ) -> Future[Tensor]:
-        assert out is not None
+    def own(self, kind: Kind, layer: int) -> Tensor | None:
+        return None
 
+    def read(
+        self, kind: Kind, layer: int, out: Tensor, start: int = 0, after: Sequence[Transfer] = ()
+    ) -> Future[Tensor]:
         def load() -> Tensor:
             path, file = self._paths[layer], self._files[layer]
             if layer in self._unchecked and self._unchecked[layer] is None:

@@ -27,8 +27,6 @@ class FolderStore:
         device: where they go.
     """
 
-    resident = False
-
     def __init__(self, layouts: Sequence[Layout], find: Callable[[int, str], Source], device: torch.device) -> None:
         # The next layer's blocks are asked for while this one's last are on their way: the disk is never idle.
         self._queue = TransferQueue("folder", 2, device)
@@ -36,10 +34,12 @@ class FolderStore:
         self._row_blocks = BlockReader(device, ROWS_BLOCK_BYTES, ROW_READERS)  # that need not wait for whole layers
         self._layouts, self._find, self._device = layouts, find, device
 
+    def own(self, kind: Kind, layer: int) -> Tensor | None:
+        return None
+
     def read(
-        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Transfer] = ()
+        self, kind: Kind, layer: int, out: Tensor, start: int = 0, after: Sequence[Transfer] = ()
     ) -> Future[Tensor]:
-        assert out is not None
         assert kind == "frozen"
         assert len(out) == self._layouts[layer].numel, "a model folder is read layer by layer"
 

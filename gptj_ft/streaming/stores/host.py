@@ -20,8 +20,6 @@ log = logging.getLogger(__name__)
 class HostStore:
     """Keeps its kinds in host RAM. On a CPU the copies are real too, so that a test there exercises this path."""
 
-    resident = False
-
     def __init__(self, layouts: Sequence[Layout], kinds: Mapping[Kind, torch.dtype], device: torch.device) -> None:
         self._queue = TransferQueue("host", 2 if device.type == "cuda" else 1, device)
         self._layouts = layouts
@@ -36,10 +34,12 @@ class HostStore:
         if len(self._unpin) < len(pinned):
             log.warning("this system locks no more pages in RAM: some copies to the device will be slower")
 
+    def own(self, kind: Kind, layer: int) -> Tensor | None:
+        return None
+
     def read(
-        self, kind: Kind, layer: int, out: Tensor | None, start: int = 0, after: Sequence[Transfer] = ()
+        self, kind: Kind, layer: int, out: Tensor, start: int = 0, after: Sequence[Transfer] = ()
     ) -> Future[Tensor]:
-        assert out is not None
         own = self._tensors[kind, layer][start : start + len(out)]
 
         def load() -> Tensor:
