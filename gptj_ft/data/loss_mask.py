@@ -1,5 +1,7 @@
-"""How many tokens a document has, which are targets (those after its prompt, but for stretches that are not), and which
-are inputs: all, but for the last of a document that is one token longer than the window, which is a target only.
+"""Count inputs and targets of documents, and locate the spans that are trained on.
+
+Targets are the tokens after the prompt, without masked spans. Inputs are all tokens, but for the last one of a document
+that is one token longer than the window: it is a target only.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Row(NamedTuple):
-    """One record.
+    """A row: one record of a file.
 
     Attributes:
         source: the file, as the user named it.
@@ -87,7 +87,7 @@ def token_row(file: File, line: int, input_ids: list[int], trained: list[int]) -
 
 @dataclass
 class Findings:
-    """What readers notice: records that cannot be read, and what is odd but harmless.
+    """Findings of the readers: unreadable records, and notes.
 
     Attributes:
         most_bad: records that may be unreadable before reading them is given up.
@@ -207,7 +207,7 @@ def text_chunks(file: File, findings: Findings) -> Iterator[str]:
 
 
 def _without_mark(raw: bytes, file: File, findings: Findings) -> bytes:
-    """Leave out a byte-order mark at the beginning of a file; note it, and line endings of another system."""
+    """Remove a byte-order mark at the beginning of a file; note it, and line endings of Windows."""
     if b"\r\n" in raw:
         findings.note(f"{file.path} has the line endings of Windows, which are read as plain ones")
     if raw.startswith(BYTE_ORDER_MARK):

@@ -38,7 +38,7 @@ COMPRESSION_MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\
 
 
 def compression_of(head: bytes) -> str:
-    """Return how something that begins with ``head`` is packed; empty if it is not.
+    """Return the compression of content that begins with ``head``; empty if there is none.
 
     zlib is left out: its two bytes may begin a text.
     """
@@ -69,7 +69,7 @@ def _begins_zlib(head: bytes) -> bool:
 
 
 def suffixes_of(path: PurePath) -> tuple[str, str]:
-    """Return the packing that a name promises, or nothing, and the suffix of what is packed."""
+    """Return the compression by a name, or nothing, and the suffix of the content."""
     suffix = path.suffix.lower()
     if suffix in COMPRESSIONS:
         return COMPRESSIONS[suffix], PurePath(path.stem).suffix.lower()
@@ -92,7 +92,7 @@ def names_in_zip(raw: BinaryIO) -> frozenset[str]:
 
 
 def decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
-    """Return a stream of what is packed in ``raw``, or ``raw`` itself.
+    """Return a stream that decompresses ``raw``; without compression ``raw`` itself.
 
     Reading raises EOFError, zlib.error, lzma.LZMAError, or an OSError without a number, where it is damaged.
     """
@@ -184,7 +184,7 @@ class File:
     Attributes:
         path: path as the user named it; of a folder that `datasets` has saved, the folder.
         format: format, which selects the reader.
-        packing: compression: gzip, xz, zstandard or zlib; empty if there is none.
+        compression: gzip, xz, zstandard or zlib; empty if there is none.
         notes: warnings about the file, in sentences.
         encoding: encoding of a text; empty if the first bytes do not tell.
         options: options of the reader.
@@ -418,7 +418,7 @@ def _compression_by_content(path: Path, head: bytes) -> str:
 
 
 def _foreign(suffix: str, head: bytes, parts: Collection[str]) -> str:
-    """Return the suffix that an office's file should have, by its content; empty if it is none."""
+    """Return the suffix of an office document or archive by its content; empty if it is none."""
     if head.startswith(ZIP_MAGIC):
         by_parts = [kind for name, kind in PARTS.items() if name in parts]
         by_head = [kind for words, kind in OPEN_DOCUMENT.items() if words in head[:128]]
@@ -443,7 +443,7 @@ def _recoded(head: bytes, encoding: str) -> bytes:
 
 
 def _format_by_content(head: bytes) -> str:
-    """Return the format that bytes are in beyond doubt, or nothing."""
+    """Return the format of bytes where it is certain, or nothing."""
     if record_length(head):
         return "tfrecords"
     return next((kind for magic, kind in FORMAT_MAGIC.items() if head.startswith(magic)), "")
