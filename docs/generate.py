@@ -9,7 +9,6 @@ In a page the text between `<!-- generated: NAME -->` and `<!-- end -->` is repl
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import re
 import sys
@@ -26,6 +25,7 @@ from hours import details, table
 from layers_figure import draw
 from typer.core import TyperGroup
 
+import gptj_ft.api
 from gptj_ft.cli.app import app
 from gptj_ft.cli.options import SHOWS_ALL
 from gptj_ft.config.options import FREE_ON_RESUME, GROUPS, Duration, Options, Recipe, Size
@@ -183,13 +183,10 @@ def packages() -> str:
 
 def api() -> str:
     """Return the functions and classes of the Python API with their docstrings."""
-    if importlib.util.find_spec("gptj_ft.api") is None:
-        return "This version has none yet: use the [command line](cli.md) with `--json`."
-    module = importlib.import_module("gptj_ft.api")
-    own = list(vars(module))  # in the order of the file
-    names = sorted(module.__all__, key=lambda name: (isinstance(getattr(module, name), type), own.index(name)))
-    entries = (entry(f"gptj_ft.{name}", getattr(module, name), "##") for name in names)
-    return "\n\n".join([markdown(inspect.getdoc(module) or ""), *entries])
+    functions = [name for name in vars(gptj_ft.api) if name in gptj_ft.__all__ and name[0].islower()]  # as in the file
+    classes = [name for name in gptj_ft.__all__ if name not in functions]
+    entries = (entry(f"gptj_ft.{name}", getattr(gptj_ft, name), "##") for name in functions + classes)
+    return "\n\n".join([markdown(inspect.getdoc(gptj_ft.api) or ""), *entries])
 
 
 def entry(name: str, thing: Any, heading: str) -> str:

@@ -1,3 +1,94 @@
-"""Fine-tune GPT-J 6B on the one machine you have, by weight streaming."""
+"""Fine-tune GPT-J 6B on the one machine you have, by weight streaming.
+
+The functions of `gptj_ft.api`, and the classes of their arguments and results, are imported when they are first used:
+importing the package imports no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gptj_ft.api import (
+        Model,
+        evaluate,
+        evaluate_predictions,
+        evaluate_tasks,
+        finetune,
+        generate_file,
+        load,
+        plan,
+        plan_evaluation,
+        prepare,
+        prepare_run,
+    )
+    from gptj_ft.config.options import Recipe
+    from gptj_ft.errors import GptjFtError
+    from gptj_ft.evaluation.comparison import ModelComparison
+    from gptj_ft.evaluation.run import EvaluateRequest
+    from gptj_ft.generation.batch import BatchResult
+    from gptj_ft.generation.generator import Answer
+    from gptj_ft.training.finetune import Forecast, PreparedRun
+    from gptj_ft.training.loop import TrainResult
+    from gptj_ft.training.prepare_data import Preparation
+    from gptj_ft.training.reporter import Progress, Reporter, StepReport
 
 __version__ = "0.1.0"
+_HOMES = {
+    "gptj_ft.api": (
+        "Model",
+        "evaluate",
+        "evaluate_predictions",
+        "evaluate_tasks",
+        "finetune",
+        "generate_file",
+        "load",
+        "plan",
+        "plan_evaluation",
+        "prepare",
+        "prepare_run",
+    ),
+    "gptj_ft.config.options": ("Recipe",),
+    "gptj_ft.errors": ("GptjFtError",),
+    "gptj_ft.evaluation.comparison": ("ModelComparison",),
+    "gptj_ft.evaluation.run": ("EvaluateRequest",),
+    "gptj_ft.generation.batch": ("BatchResult",),
+    "gptj_ft.generation.generator": ("Answer",),
+    "gptj_ft.training.finetune": ("Forecast", "PreparedRun"),
+    "gptj_ft.training.loop": ("TrainResult",),
+    "gptj_ft.training.prepare_data": ("Preparation",),
+    "gptj_ft.training.reporter": ("Progress", "Reporter", "StepReport"),
+}
+__all__ = [
+    "Answer",
+    "BatchResult",
+    "EvaluateRequest",
+    "Forecast",
+    "GptjFtError",
+    "Model",
+    "ModelComparison",
+    "Preparation",
+    "PreparedRun",
+    "Progress",
+    "Recipe",
+    "Reporter",
+    "StepReport",
+    "TrainResult",
+    "evaluate",
+    "evaluate_predictions",
+    "evaluate_tasks",
+    "finetune",
+    "generate_file",
+    "load",
+    "plan",
+    "plan_evaluation",
+    "prepare",
+    "prepare_run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is asked for."""
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module 'gptj_ft' has no attribute '{name}'")

@@ -1,8 +1,11 @@
-"""The flags that several commands share, made from the recipe's options, and what completes their values."""
+"""Flags made from the options of `Recipe`: declared once, for every command; completion of their values."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
+from inspect import Parameter, Signature, signature
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
@@ -78,37 +81,77 @@ def _show_all_help(context: typer.Context, wanted: bool) -> None:
         raise typer.Exit
 
 
-RecipeName = Annotated[str | None, option_of("recipe")]
-TunedRecipeName = Annotated[str | None, option_of("recipe", "task; default: the one that the model was tuned for")]
-Data = Annotated[str | None, option_of("data")]
-Model = Annotated[str | None, option_of("model")]
-Cache = Annotated[
-    bool | None,
-    typer.Option(
-        "--cache/--no-cache",
-        help=Recipe.model_fields["cache"].description,
-        show_default=False,
-        rich_help_panel=MORE,
-    ),
-]
-Map = Annotated[str | None, option_of("map")]
-MaxBadRows = Annotated[int | None, option_of("max_bad_rows", more=True)]
-BatchSize = Annotated[int | None, option_of("batch_size")]
-OnLong = Annotated[str | None, option_of("on_long", more=True)]
-MaxLength = Annotated[int | None, option_of("max_length")]
-MaxSteps = Annotated[int | None, option_of("max_steps")]
-Epochs = Annotated[float | None, option_of("epochs")]
-MaxTime = Annotated[str | None, option_of("max_time")]
-Seed = Annotated[int | None, option_of("seed", more=True)]
-Device = Annotated[str | None, option_of("device", more=True)]
-Precision = Annotated[str | None, option_of("precision", more=True)]
-Weights = Annotated[str | None, option_of("weights", more=True)]
-OptimizerState = Annotated[str | None, option_of("optimizer_state", more=True)]
-Activations = Annotated[str | None, option_of("activations", more=True)]
-Boundaries = Annotated[str | None, option_of("boundaries", more=True)]
-DeviceMemory = Annotated[str | None, option_of("device_memory")]
-HostMemory = Annotated[str | None, option_of("host_memory")]
-DiskSpace = Annotated[str | None, option_of("disk_space", more=True)]
+# Flags that only `--help-all` shows, wherever they are flags.
+IN_MORE = {
+    "train", "seed", "on_long", "max_bad_rows", "cache", "validate_every", "save_every", "keep", "export", "report_to",
+    "device", "precision", "weights", "optimizer_state", "activations", "boundaries", "disk_space",
+    "generation.top_p", "generation.top_k", "generation.num_beams",
+}  # fmt: skip
+TUNED_RECIPE = "task; default: the one that the model was tuned for"
+# How a model's forward passes run.
+INFERENCE_OPTIONS = ("device", "precision", "weights", "device_memory", "host_memory")
+# What a run is planned for: where it runs, and what may be used there.
+PLACEMENT_OPTIONS = (
+    "device_memory", "host_memory", "device", "precision", "weights", "optimizer_state", "activations", "boundaries",
+    "disk_space",
+)  # fmt: skip
+Options = Mapping[str, Any]  # of a recipe, those that were given as flags
+
+
+def takes_options(
+    *fields: str, meanings: Mapping[str, str] | None = None, shown: Collection[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command a flag for each of some options; those that were given are its parameter ``options``.
+
+    Their flags stand where that parameter does.
+
+    Args:
+        *fields: names of options, with their group if they are of one.
+        meanings: of options that the command uses for something else than training.
+        shown: options of `IN_MORE` that this command shows at once.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        names, hidden = {field.rpartition(".")[2]: field for field in fields}, IN_MORE - set(shown)
+        flags = [
+            Parameter(
+                name,
+                Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=_flag_of(field, (meanings or {}).get(field), field in hidden),
+            )
+            for name, field in names.items()
+        ]
+        parameters: list[Parameter] = []
+        for own in signature(command, eval_str=True).parameters.values():
+            parameters += flags if own.name == "options" else [own.replace(kind=Parameter.KEYWORD_ONLY)]
+
+        def call(**values: Any) -> None:
+            given = {field: values.pop(name) for name, field in names.items()}
+            command(options={field: value for field, value in given.items() if value is not None}, **values)
+
+        call.__name__, call.__doc__ = command.__name__, command.__doc__
+        call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {}
+        return call
+
+    return decorate
+
+
+def _flag_of(field: str, meaning: str | None, more: bool) -> Any:
+    """Return the annotation of a flag: the option's type where that is a number, else the text to be validated."""
+    group, _, name = field.rpartition(".")
+    info = (GROUPS[group] if group else Recipe).model_fields[name]
+    if field == "cache":
+        return Annotated[
+            bool | None,
+            typer.Option("--cache/--no-cache", help=info.description, show_default=False, rich_help_panel=MORE),
+        ]
+    kinds = [kind for kind in (get_args(info.annotation) or (info.annotation,)) if kind is not NoneType]
+    kind = kinds[0] if len(kinds) == 1 and kinds[0] in (int, float) else str
+    return Annotated[kind | None, option_of(field, meaning, more)]
+
+
 Config = Annotated[Path | None, typer.Option("--config", help="YAML file of options")]
 Assignments = Annotated[
     list[str] | None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -51,10 +52,17 @@ class StopRequest:
     Args:
         on_first: called by the first; the default raises `Stopping`. Where it returns, `requested` tells.
         saved: says what is saved and how to go on, for the case that a second one ends the process.
+        owns_process: whether this is a command of its own. Else, in somebody's notebook or program, only SIGINT is
+            taken, in the main thread alone, and a second one raises `Stopping` instead of ending the process.
     """
 
-    def __init__(self, on_first: Callable[[], None] = interrupt, saved: Callable[[], str] = nothing_more) -> None:
-        self._on_first, self._saved = on_first, saved
+    def __init__(
+        self,
+        on_first: Callable[[], None] = interrupt,
+        saved: Callable[[], str] = nothing_more,
+        owns_process: bool = True,
+    ) -> None:
+        self._on_first, self._saved, self._owns_process = on_first, saved, owns_process
         self._first: tuple[int, float] | None = None
         self._previous: dict[int, Any] = {}
 
@@ -64,7 +72,9 @@ class StopRequest:
 
     def take(self) -> None:
         """Take the signals from now on."""
-        for number in SIGNALS:
+        if not self._owns_process and threading.current_thread() is not threading.main_thread():
+            return  # Python lets no other thread take signals
+        for number in SIGNALS if self._owns_process else (signal.SIGINT,):
             if number in FROM_PEOPLE or signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._receive)
 
@@ -82,6 +92,8 @@ class StopRequest:
             self._first = number, now
             self._on_first()
         elif now - self._first[1] >= SAME_WISH_SECONDS and _insists(self._first[0], number):
+            if not self._owns_process:
+                interrupt()
             end_at_once(self._saved())
 
 

@@ -37,7 +37,7 @@ from gptj_ft.system.paths import is_model, is_tuned
 from gptj_ft.system.signals import StopRequest, stop_says
 from gptj_ft.system.units import clock
 from gptj_ft.training.inputs import gather
-from gptj_ft.training.loop import TrainResult, train, warn
+from gptj_ft.training.loop import Session, TrainResult, train, warn
 from gptj_ft.training.reporter import Reporter
 from gptj_ft.training.retention import check_keep, find_checkpoint, go_back
 from gptj_ft.training.runs import tidy
@@ -72,13 +72,17 @@ class PreparedRun:
     run: Run | None
     start: int | None = None
 
+    def train(self, reporter: Reporter | None = None, session: Session | None = None) -> TrainResult:
+        """Train the run, see `train_run`."""
+        return train_run(self, reporter, session)
+
 
 def planning(device: torch.device, folder: Path) -> str:
     """Say what takes the time when a run in a folder is planned."""
     return "planning" if are_known(device, folder) else "measuring this machine, once, up to 10 s"
 
 
-def fresh(resolved: Resolved, reporter: Reporter | None = None) -> PreparedRun:
+def prepare_run(resolved: Resolved, reporter: Reporter | None = None) -> PreparedRun:
     """Read everything that a new run needs, and plan it; writes nothing but a tiny model.
 
     Args:
@@ -102,20 +106,12 @@ def fresh(resolved: Resolved, reporter: Reporter | None = None) -> PreparedRun:
     return PreparedRun(setup, inputs.report, Resolved(setup.recipe, origins), (inputs.train, inputs.validation), None)
 
 
-def resumed(
-    folder: Path,
-    flags: Mapping[str, Any],
-    config: Path | None,
-    assignments: tuple[str, ...],
-    start: str | None = None,
-) -> PreparedRun:
+def resume_run(folder: Path, given: Resolved, start: str | None = None) -> PreparedRun:
     """Read a run folder; options that change no number may be given anew.
 
     Args:
-        folder: of the run.
-        flags: options given on the command line.
-        config: a YAML file of options.
-        assignments: ``key=value``.
+        folder: run folder.
+        given: options given anew, and no others, see `options_on_resume`.
         start: name of the checkpoint to go back to, see `retention.find_checkpoint`.
 
     Raises:
@@ -131,8 +127,7 @@ def resumed(
             tidy(run)
     if is_finished:
         raise Finished(f"{folder} is finished: its model is {run.model}; for more, finetune --model {run.model}")
-    given = resolve(flags, config, assignments, environment={}, base=("run", {})).recipe
-    changes = {key: getattr(given, key) for key in given.model_fields_set}
+    changes = {key: getattr(given.recipe, key) for key in given.recipe.model_fields_set}
     for key, value in changes.items():
         if key not in FREE_ON_RESUME | {"model"} and value != getattr(saved, key):
             was = getattr(saved, key)
@@ -140,8 +135,8 @@ def resumed(
                 f"{key} is {'not set' if was is None else repr(was)} in this run; {value!r} would make another run of "
                 "it: leave it out, or start a new run"
             )
-    if given.model is not None and "model" in changes:
-        changes["model"] = str(find_model(given.model).resolve())
+    if changes.get("model") is not None:
+        changes["model"] = str(find_model(changes["model"]).resolve())
     recipe = build({**saved.model_dump(), **changes, "output": str(run.folder)})
     run.check_recipe(recipe)
     if start is None:
@@ -166,21 +161,30 @@ def resumed(
     return PreparedRun(_setup(recipe, model, rows, run.folder), rows[0].report, Resolved(recipe, {}), rows, run, step)
 
 
-def execute(prepared: PreparedRun, reporter: Reporter, started: float) -> TrainResult:
+def options_on_resume(
+    options: Mapping[str, Any], config: Path | None = None, assignments: tuple[str, ...] = ()
+) -> Resolved:
+    """Resolve the options given to a run that goes on: the run has all others, the environment has none."""
+    return resolve(options, config, assignments, environment={}, base=("run", {}))
+
+
+def train_run(prepared: PreparedRun, reporter: Reporter | None = None, session: Session | None = None) -> TrainResult:
     """Make the run folder if there is none, and train.
 
     Args:
         prepared: run to train.
         reporter: receiver of events.
-        started: beginning of the session by `time.monotonic`.
+        session: process that trains.
 
     Raises:
         UsageError: another process is training it.
         DataError: the checkpoint to go back to is damaged.
         GptjFtError: as `loop.train`.
     """
+    reporter, session = reporter or Reporter(), session or Session()
     run = prepared.run or Run(Path(prepared.setup.recipe.output or ""))
-    with going_on(run), begin(prepared) if prepared.run is None else locked(prepared.run.folder, "training"):
+    folder = begin(prepared) if prepared.run is None else locked(prepared.run.folder, "training")
+    with going_on(run, session.owns_process), folder:
         if prepared.start is not None:
             checker = Checker(run, prepared.setup.selection.trained)
             if damage := list(checker.checkpoint(prepared.start)) if prepared.start else []:
@@ -193,7 +197,7 @@ def execute(prepared: PreparedRun, reporter: Reporter, started: float) -> TrainR
                 warn(run, reporter, problem)
         if (start := prepared.setup.plan.costs.start.seconds) > LONG_START:
             reporter.on_message(f"putting weights and state in their places, about {clock(start)}")
-        return train(prepared.setup, run, reporter, started)
+        return train(prepared.setup, run, reporter, session)
 
 
 def move_model(run: Run, model: Path) -> None:
@@ -205,9 +209,9 @@ def move_model(run: Run, model: Path) -> None:
 
 
 @contextmanager
-def going_on(run: Run) -> Iterator[None]:
+def going_on(run: Run, owns_process: bool = True) -> Iterator[None]:
     """Say what is saved, and how to go on, when a signal or something unforeseen ends what is done with a run."""
-    with stop_says(partial(stopped, run)), StopRequest(saved=partial(what_is_saved, run)):
+    with stop_says(partial(stopped, run)), StopRequest(saved=partial(what_is_saved, run), owns_process=owns_process):
         try:
             yield
         except (Interrupted, UsageError, DataError, NotFinite):  # they say it; or resumed, it would end so again
@@ -300,7 +304,7 @@ def forecast(resolved: Resolved, measure_again: bool = False, reporter: Reporter
         rates(device, choose_folder(recipe), again=True)
     if recipe.data is not None:
         try:
-            setup = fresh(resolved, reporter).setup
+            setup = prepare_run(resolved, reporter).setup
         except DoesNotFit as problem:
             return Forecast(problem.nearest, problem)
         return Forecast(setup.plan, notes=setup.architecture.notes)

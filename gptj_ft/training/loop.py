@@ -41,6 +41,19 @@ from gptj_ft.training.validation import ValidationSamples, validate
 
 
 @dataclass(frozen=True)
+class Session:
+    """The process that trains.
+
+    Attributes:
+        started: beginning by `time.monotonic`, from which ``max_time`` counts; default: when training is called.
+        owns_process: whether signals may end the process; else only a first Ctrl-C is taken, see `StopRequest`.
+    """
+
+    started: float | None = None
+    owns_process: bool = False
+
+
+@dataclass(frozen=True)
 class TrainResult:
     """A finished run.
 
@@ -77,14 +90,14 @@ class TrainResult:
         return {key: value for key, value in own.items() if key not in ("best_checkpoint", "counts", "throughput")}
 
 
-def train(setup: TrainSetup, run: Run, reporter: Reporter | None = None, started: float | None = None) -> TrainResult:
+def train(setup: TrainSetup, run: Run, reporter: Reporter | None = None, session: Session | None = None) -> TrainResult:
     """Train a run, from its newest checkpoint if it has one, and export the model.
 
     Args:
         setup: recipe, model, rows and plan.
         run: run folder.
         reporter: receiver of events; default: none.
-        started: beginning of the session by `time.monotonic`, from which ``max_time`` counts; default: now.
+        session: process that trains; default: one that is not ours, and begins now.
 
     Raises:
         Interrupted, OutOfTime: asked to stop; the state is saved and the message says how to go on.
@@ -92,9 +105,8 @@ def train(setup: TrainSetup, run: Run, reporter: Reporter | None = None, started
         NotFinite: a loss or a gradient; the last commit or checkpoint is intact.
         DataError: a weight of the model.
     """
-    began = time.monotonic()
-    deadline = Deadline(setup.recipe.max_time, began if started is None else started, forecast_seconds(setup))
-    with opened(setup, run, reporter or Reporter(), deadline) as training:
+    began, session = time.monotonic(), session or Session()
+    with opened(setup, run, reporter or Reporter(), session) as training:
         while True:
             training.validate_if_due()
             training.stop_if_asked()
@@ -108,8 +120,10 @@ def train(setup: TrainSetup, run: Run, reporter: Reporter | None = None, started
 
 
 @contextmanager
-def opened(setup: TrainSetup, run: Run, reporter: Reporter, deadline: Deadline) -> Iterator[Training]:
+def opened(setup: TrainSetup, run: Run, reporter: Reporter, session: Session) -> Iterator[Training]:
     """Open the stores of a run, restore its state, and take signals while it trains."""
+    started = time.monotonic() if session.started is None else session.started
+    deadline = Deadline(setup.recipe.max_time, started, forecast_seconds(setup))
     chosen = {"placement": str(setup.plan.placement), "precision": setup.plan.precision}
     record_environment(run, str(setup.device), torch.get_num_threads(), chosen)
     stack, optimizer, state = open_state(setup, run)
@@ -120,7 +134,7 @@ def opened(setup: TrainSetup, run: Run, reporter: Reporter, deadline: Deadline) 
         with (
             reporting(reporter, recent.progress),
             tracking(run, setup.recipe, partial(warn, run, reporter)) as record,
-            StopRequest(reporter.on_stop_request, partial(what_is_saved, run)) as stop,
+            StopRequest(reporter.on_stop_request, partial(what_is_saved, run), session.owns_process) as stop,
         ):
             watch = LossWatch(setup.architecture.config.vocab_size, [line["loss"] for line in step_lines(run)])
             training = Training(

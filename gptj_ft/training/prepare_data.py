@@ -1,10 +1,8 @@
-"""What `prepare-data` does: mends rows if asked to, turns them into tokens, writes them and a report on them."""
+"""Prepare rows as a folder of tokens: repair them if asked to, tokenize them, write them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,7 @@ from gptj_ft.data.tokenization import RowTokenizer, load_row_tokenizer, vocab_si
 from gptj_ft.errors import UsageError
 from gptj_ft.models.supported import TINY_MODELS
 from gptj_ft.system.plain_text import command_line
-
-Bar = Callable[[], AbstractContextManager[Callable[[int, int | None], None]]]
+from gptj_ft.training.reporter import Reporter
 
 
 @dataclass(frozen=True)
@@ -31,19 +28,13 @@ class Targets:
     Attributes:
         folder: the prepared rows.
         fixed: the mended rows, if they are asked for.
-        report: a file of counts and lengths, if it is.
-        examples: rows shown in the report.
     """
 
     folder: Path
     fixed: Path | None
-    report: Path | None
-    examples: int
 
     @classmethod
-    def of(
-        cls, data: str, output: Path | None, fix: bool, fixed: Path | None, report: Path | None, examples: int
-    ) -> Targets:
+    def of(cls, data: str, output: Path | None, fix: bool, fixed: Path | None) -> Targets:
         """Choose them, and check that none of them is there.
 
         Args:
@@ -51,8 +42,6 @@ class Targets:
             output: folder; by default beside the rows.
             fix: whether rows are mended.
             fixed: file for these; by default beside the rows.
-            report: a name that ends with .json or .html.
-            examples: rows shown in the report.
 
         Raises:
             UsageError: one exists, or nothing can be written so.
@@ -68,7 +57,7 @@ class Targets:
         folder = output or beside.with_name(name + ".prepared")
         if folder.exists():
             raise UsageError(f"{folder} exists: name another --output or remove it")
-        return cls(folder, target, report, examples)
+        return cls(folder, target)
 
     def stopped(self) -> str:
         """Say what is there when a signal has stopped the work, and how to go on: what is there is whole."""
@@ -115,13 +104,13 @@ class Preparation:
         save(self.prepared, self.targets.folder)
 
 
-def prepare_rows(recipe: Recipe, targets: Targets, bar: Bar) -> Preparation:
+def prepare_rows(recipe: Recipe, targets: Targets, reporter: Reporter) -> Preparation:
     """Mend rows if that is asked for, and turn them into tokens.
 
     Args:
         recipe: its ``data`` names the rows.
         targets: what is to be written.
-        bar: shows how many rows are done.
+        reporter: receiver of the rows done.
 
     Raises:
         UsageError, DataError: as its parts.
@@ -132,13 +121,15 @@ def prepare_rows(recipe: Recipe, targets: Targets, bar: Bar) -> Preparation:
     if recipe.model not in TINY_MODELS:
         choose_model(recipe, source)  # that there is none is said before anything is written
     fixes = None
+
+    def count(rows: int) -> None:
+        reporter.on_count("rows", rows, None, "rows")
+
     if targets.fixed is not None:
-        with bar() as advance:
-            fixes = fix_rows(recipe, source, targets.fixed, lambda rows: advance(rows, None))
+        fixes = fix_rows(recipe, source, targets.fixed, count)
         source = targets.fixed
-    with bar() as advance:
-        rows = identify(source, FileOptions.of(recipe))
-        model = choose_model(recipe, rows)
-        tokenizer = load_row_tokenizer(model)
-        prepared = prepare_once(recipe, tokenizer, rows, vocab_size_of(model), lambda count: advance(count, None))
+    rows = identify(source, FileOptions.of(recipe))
+    model = choose_model(recipe, rows)
+    tokenizer = load_row_tokenizer(model)
+    prepared = prepare_once(recipe, tokenizer, rows, vocab_size_of(model), count)
     return Preparation(recipe, targets, model, tokenizer, prepared, fixes)

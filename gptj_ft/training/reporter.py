@@ -87,7 +87,7 @@ class RecentSteps:
 
 
 class Reporter:
-    """Receiver of a run's events. Every method does nothing: override those of interest.
+    """Receiver of the events of preparing, training and evaluating. Methods do nothing: override those of interest.
 
     All are called in the thread that trains, so the next step waits for them; only `on_stop_request` may interrupt
     another one.
@@ -95,6 +95,16 @@ class Reporter:
 
     def on_activity(self, text: str) -> None:
         """Report the beginning of something that takes time, in a few words."""
+
+    def on_count(self, what: str, done: int, total: int | None, unit: str) -> None:
+        """Report how much of something is done.
+
+        Args:
+            what: what is counted: ``rows``, ``downloading``, ``model``, ``baseline``.
+            done: so far.
+            total: in all, if that is known.
+            unit: ``bytes``, ``rows``, ``questions``.
+        """
 
     def on_message(self, message: str) -> None:
         """Report a fact in a sentence."""

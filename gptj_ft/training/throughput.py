@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from gptj_ft.planning.flops import Flops
-from gptj_ft.streaming.model import OffloadedModel
-from gptj_ft.system import machine
 from gptj_ft.system.units import gigabytes
+
+if TYPE_CHECKING:
+    from gptj_ft.planning.flops import Flops
+    from gptj_ft.streaming.model import OffloadedModel
 
 WAITING_NOTICED = 0.05  # share of the time
 
@@ -118,6 +117,10 @@ class Stopwatch:
 
     def read(self, tokens: int, target_tokens: int) -> StepCounts:
         """Return what this many tokens took."""
+        import torch  # not above: a terminal shows progress before torch is needed
+
+        from gptj_ft.system import machine
+
         seconds = time.monotonic() - self._start
         waited, read, written = (now - then for now, then in zip(_counters(self._stack), self._before, strict=True))
         device = self._stack.device

@@ -24,7 +24,7 @@ from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.system import atomic, files
 from gptj_ft.system.jsonl import JsonLines
 from gptj_ft.training import loop
-from gptj_ft.training.finetune import resumed
+from gptj_ft.training.finetune import options_on_resume, resume_run
 
 RUN = "--recipe summarization --model tiny --max-length 96 --batch-size 2 --precision fp32 --device cpu"
 DISK = "--weights disk --optimizer-state disk"
@@ -205,7 +205,7 @@ def test_a_link_anywhere_in_a_received_run_is_refused_before_anything_is_opened(
     for number, name in enumerate(made.resumed):
         with linked(run / name, outside, tmp_path / "kept", made_of_dots=number % 2 == 0):
             with pytest.raises(DataError, match=r"is a link to .*outside/(file|inner)"):
-                resumed(run, {}, None, ())
+                resume_run(run, options_on_resume({}))
             for command in ("finetune --resume", "runs verify", "report") if name in ("log.txt", "state") else ():
                 outcome = shell(command, run)
                 assert outcome.code == DataError.exit_code, (name, command, outcome)

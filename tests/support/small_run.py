@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Rows
-from gptj_ft.training.loop import TrainResult
+from gptj_ft.training.loop import Session, TrainResult
 from gptj_ft.training.loop import train as train_run
 from gptj_ft.training.setup import TrainSetup, make_setup
 
@@ -49,7 +49,7 @@ def new_run(folder: Path) -> Run:
 def train(session: TrainSetup, run: Run) -> TrainResult:
     if not run.record_file.is_file():
         run.start_record(session.recipe)
-    return train_run(session, run)
+    return train_run(session, run, session=Session(owns_process=True))
 
 
 def weights_of(model: Path) -> dict[str, torch.Tensor]:

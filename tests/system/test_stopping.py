@@ -21,7 +21,7 @@ import pytest
 import torch
 from small_run import assert_same_weights, new_run, small_session, train, weights_of
 
-from gptj_ft.cli.commands import finetune
+from gptj_ft.cli.html import run_page
 from gptj_ft.cli.terminal.progress import TerminalReporter
 from gptj_ft.config.resolve import dump
 from gptj_ft.config.run_folder import Run, steps_done, what_is_saved
@@ -209,7 +209,7 @@ def test_a_signal_while_the_report_is_written_says_where_the_model_is_and_the_re
         done = shell(command)
     assert (done.code, done.err.splitlines()[-1]) == (130, "gptj-ft finetune --resume 'a run'")
     with monkeypatch.context() as patch:
-        signal_at(patch, finetune, "write_page", 1, signal.SIGTERM)
+        signal_at(patch, run_page, "write_page", 1, signal.SIGTERM)
         done = shell("finetune --resume", "a run")
     assert (done.code, done.said.endswith(f"{DONE} a run/model")) == (130, True)
     assert done.out == ""

@@ -7,53 +7,25 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gptj_ft.cli.options import (
-    Activations,
+    PLACEMENT_OPTIONS,
     Assignments,
-    BatchSize,
-    Boundaries,
     Config,
-    Data,
-    Device,
-    DeviceMemory,
-    DiskSpace,
-    Epochs,
     HelpAll,
-    HostMemory,
     Json,
-    MaxLength,
-    MaxSteps,
-    Model,
     Offline,
-    OptimizerState,
-    Precision,
-    RecipeName,
-    Weights,
+    Options,
+    takes_options,
 )
-from gptj_ft.cli.terminal.output import Output, as_tuple, fetched, print_note
-from gptj_ft.config.options import Recipe
+from gptj_ft.cli.terminal.output import Output, as_tuple, print_note
 from gptj_ft.config.resolve import resolve
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
+@takes_options("recipe", "data", "model", "epochs", "max_steps", "batch_size", "max_length", *PLACEMENT_OPTIONS)
 def plan(
-    recipe: RecipeName = None,
-    data: Data = None,
-    model: Model = None,
-    epochs: Epochs = None,
-    max_steps: MaxSteps = None,
-    batch_size: BatchSize = None,
-    max_length: MaxLength = None,
-    device: Device = None,
-    precision: Precision = None,
-    weights: Weights = None,
-    optimizer_state: OptimizerState = None,
-    activations: Activations = None,
-    boundaries: Boundaries = None,
-    device_memory: DeviceMemory = None,
-    host_memory: HostMemory = None,
-    disk_space: DiskSpace = None,
+    options: Options,
     config: Config = None,
     assignments: Assignments = None,
     scaling_law: Annotated[
@@ -71,16 +43,15 @@ def plan(
     Memory and disk that it needs beside what there is, seconds a step, the time it ends. Without --data, for rows of
     the greatest length.
     """
-    flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
     out = Output(as_json, quiet)
     with out.activity():
+        from gptj_ft import api
         from gptj_ft.cli.terminal.progress import TerminalReporter
         from gptj_ft.cli.terminal.tables import show_outlook, show_plan
-        from gptj_ft.training import finetune as command
 
-    resolved = fetched(resolve(flags, config, as_tuple(assignments)), offline, out)
+    resolved = resolve(options, config, as_tuple(assignments))
     with TerminalReporter(out.notes) as reporter:
-        forecast = command.forecast(resolved, measure, reporter)
+        forecast = api.plan(resolved, measure_again=measure, offline=offline, reporter=reporter)
 
     def show(console: Console) -> None:
         show_plan(console, forecast.plan, forecast.notes)

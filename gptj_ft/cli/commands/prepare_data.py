@@ -1,4 +1,4 @@
-"""The commands about rows: `prepare-data` and `cache`."""
+"""The command `prepare-data`: check rows, and turn them into token ids."""
 
 from __future__ import annotations
 
@@ -9,44 +9,30 @@ import typer
 
 from gptj_ft.cli.options import (
     Assignments,
-    Cache,
     Config,
     HelpAll,
     Json,
-    Map,
-    MaxBadRows,
-    MaxLength,
-    Model,
     Offline,
-    OnLong,
+    Options,
     Quiet,
-    RecipeName,
-    Seed,
     option_of,
+    takes_options,
 )
-from gptj_ft.cli.terminal.output import Output, as_tuple, asking, fetched
-from gptj_ft.config.options import Recipe
-from gptj_ft.config.resolve import resolve
-from gptj_ft.system.plain_text import command_line
+from gptj_ft.cli.terminal.output import Output, as_tuple, asking
+from gptj_ft.config.resolve import Resolved, resolve
+from gptj_ft.errors import UsageError
 from gptj_ft.system.signals import stop_says
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from gptj_ft.training.prepare_data import Preparation
 
 
+@takes_options("recipe", "model", "map", "max_length", "max_bad_rows", "cache", "on_long", "seed")
 def prepare_data(
+    *,
     data: Annotated[str, option_of("data")],
     output: Annotated[Path | None, typer.Option("--output", help="new folder; default DATA.prepared")] = None,
-    recipe: RecipeName = None,
-    model: Model = None,
-    map: Map = None,
-    max_bad_rows: MaxBadRows = None,
-    cache: Cache = None,
-    max_length: MaxLength = None,
-    on_long: OnLong = None,
-    seed: Seed = None,
+    options: Options,
     fix: Annotated[
         bool, typer.Option("--fix", help="mend what can be mended, in a new file beside DATA, and go on with that")
     ] = False,
@@ -75,47 +61,27 @@ def prepare_data(
 
     Each row is kept or reported with its file and line; `finetune --data` takes the folder. --fix mends what can be.
     """
-    flags = {name: value for name, value in locals().items() if name in Recipe.model_fields and value is not None}
-    flags.pop("output", None)  # here that is the folder of the rows
     out = Output(as_json, quiet)
     with out.activity():
-        from gptj_ft.cli.html.data_page import check_report_path
-        from gptj_ft.training.prepare_data import Targets, prepare_rows
+        from gptj_ft import api
+        from gptj_ft.cli.html.data_page import check_report_path, write_preparation
+        from gptj_ft.cli.terminal.data_tables import show_preparation
+        from gptj_ft.cli.terminal.progress import TerminalReporter
 
-    resolved = resolve(flags, config, as_tuple(assignments))
+    resolved = resolve({**options, "data": data}, config, as_tuple(assignments))
     if report is not None:
         check_report_path(report)
-    targets = Targets.of(data, output, fix, fixed, report, show or 0)
-    resolved = fetched(resolved, offline, out)
-    with stop_says(targets.stopped):
-        done = asking(resolved, out, lambda its: prepare_rows(its.recipe, targets, lambda: out.bar("rows", "rows")))
-        done.write()
-        if report is not None:
-            _write_report(done, report)
-    out.finish(done.to_dict(), str(targets.folder), lambda console: _show(console, done, show))
+    if fixed is not None and not fix:
+        raise UsageError("--fixed names the file that --fix writes: add --fix")
+    reporter = TerminalReporter(out.notes)
 
+    def prepared(its: Resolved) -> Preparation:
+        with reporter:
+            return api.prepare(data, output, its, fixed=fixed or fix, offline=offline, reporter=reporter)
 
-def _write_report(done: Preparation, path: Path) -> None:
-    """Write the report on prepared rows, with as many of them as are to be shown."""
-    from gptj_ft.cli.html.data_page import examples_of, facts_of, write_report
-
-    shown = examples_of(done.prepared, done.tokenizer.decode, done.targets.examples)
-    examples = {"examples": shown} if shown else {}
-    write_report(path, {**done.origin, **facts_of(done.prepared, done.recipe), **examples})
-
-
-def _show(console: Console, done: Preparation, num_examples: int | None) -> None:
-    """Show what became of the rows, what the model will see, and what to type next; a log gets no row unasked."""
-    from gptj_ft.cli.terminal.data_tables import show_data, show_examples, show_fixes, show_lengths
-    from gptj_ft.cli.terminal.screen import next_steps, panel, whole
-
-    if done.fixes:
-        show_fixes(console, done.fixes)
-    show_data(console, done.prepared.report)
-    show_lengths(console, done.prepared, done.recipe)
-    num_examples = int(console.is_terminal) if num_examples is None else num_examples
-    show_examples(console, done.prepared, done.tokenizer.decode, num_examples)
-    page = [("report", whole(str(done.targets.report)))] if done.targets.report else []
-    panel(console, "Written", [("tokens", whole(str(done.targets.folder))), *page])
-    model = ("--model", done.recipe.model) if done.recipe.model else ()
-    next_steps(console, command_line("finetune", "--recipe", done.recipe.recipe, "--data", done.targets.folder, *model))
+    done = asking(resolved, out, prepared)
+    if report is not None:
+        with stop_says(done.targets.stopped):
+            write_preparation(report, done, show or 0)
+    folder = str(done.targets.folder)
+    out.finish(done.to_dict(), folder, lambda console: show_preparation(console, done, report, show))

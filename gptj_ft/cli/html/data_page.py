@@ -24,6 +24,7 @@ from gptj_ft.data.split import split
 from gptj_ft.errors import UsageError
 from gptj_ft.system.atomic import atomic_files, require_new
 from gptj_ft.system.plain_text import shortened
+from gptj_ft.training.prepare_data import Preparation
 
 PERSONAL = "personal data"  # in the text of a warning
 # What counts are called on a page; others by their own names.
@@ -50,6 +51,13 @@ def check_report_path(path: Path) -> None:
     if path.suffix.lower() not in WRITERS:
         raise UsageError(f"--report {path}: the name must end with {' or '.join(WRITERS)}")
     require_new(path)
+
+
+def write_preparation(path: Path, done: Preparation, num_examples: int) -> None:
+    """Write the report on prepared rows, with some of them if they are asked for."""
+    shown = examples_of(done.prepared, done.tokenizer.decode, num_examples)
+    examples = {"examples": shown} if shown else {}
+    write_report(path, {**done.origin, **facts_of(done.prepared, done.recipe), **examples})
 
 
 def facts_of(prepared: Prepared, recipe: Recipe) -> dict[str, Any]:

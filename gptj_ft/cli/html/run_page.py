@@ -55,6 +55,14 @@ CURVES: Sequence[tuple[str, str, Callable[[Mapping[str, Any]], float]]] = (
 )
 
 
+def write_page(run: Run, say: Callable[[str], None]) -> None:
+    """Write a run's report; what goes wrong with it takes nothing from a run that is done."""
+    try:
+        write_report(run)
+    except GptjFtError as error:
+        say(f"no report was written: {error}")
+
+
 def write_report(run: Run, show_text: bool = False) -> Path:
     """Write ``report.html`` into a run folder; replaced if it is there.
 

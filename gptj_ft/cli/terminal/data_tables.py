@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from gptj_ft.cli.terminal.screen import panel, whole, width_of
+from gptj_ft.cli.terminal.screen import next_steps, panel, whole, width_of
 from gptj_ft.data.batches import steps_per_epoch
 from gptj_ft.data.lengths import Lengths, histogram
 from gptj_ft.data.loss_mask import num_targets, span_borders
 from gptj_ft.data.readers.rows import in_words
-from gptj_ft.system.plain_text import shortened
+from gptj_ft.system.plain_text import command_line, shortened
 
 if TYPE_CHECKING:
     from gptj_ft.config.options import Recipe
     from gptj_ft.data.dataset import Prepared, Report
     from gptj_ft.data.repair import RepairReport
+    from gptj_ft.training.finetune import PreparedRun
+    from gptj_ft.training.prepare_data import Preparation
 
 FILES_SHOWN = 3
 LINES_SHOWN = 6  # of a row, its heading aside
@@ -114,6 +117,22 @@ def _steps_and_split(recipe: Recipe, rows: int, unit: str, tokens: int) -> Itera
     )
 
 
+def show_rows(console: Console, run: PreparedRun, count: int | None) -> None:
+    """Show the counts of a run's rows; on a terminal some rows, too: a log gets no text of the user's.
+
+    Args:
+        console: terminal or log.
+        run: run that is ready to start.
+        count: rows to show; ``None``: one, with its middle left out if it is long.
+    """
+    from gptj_ft.data.tokenization import load_row_tokenizer
+
+    show_data(console, run.report)
+    if console.is_terminal and not console.quiet:
+        decode = load_row_tokenizer(run.setup.model).decode
+        show_examples(console, run.rows[0], decode, 1 if count is None else count, cut=count is None)
+
+
 def show_examples(
     console: Console, prepared: Prepared, decode: Callable[[list[int]], str], count: int, cut: bool = False
 ) -> None:
@@ -148,3 +167,17 @@ def in_few_lines(text: Text, console: Console) -> Text:
     first, last = lines[: LINES_SHOWN - 1], lines[len(lines) - 2 :]
     left = len(lines) - len(first) - len(last)
     return Text("\n").join([*first, Text(f"  ... {left:,} more lines; --show 1 shows them ..."), *last])
+
+
+def show_preparation(console: Console, done: Preparation, report: Path | None, num_examples: int | None) -> None:
+    """Show what became of the rows, what the model will see, and what to type next; a log gets no row unasked."""
+    if done.fixes:
+        show_fixes(console, done.fixes)
+    show_data(console, done.prepared.report)
+    show_lengths(console, done.prepared, done.recipe)
+    num_examples = int(console.is_terminal) if num_examples is None else num_examples
+    show_examples(console, done.prepared, done.tokenizer.decode, num_examples)
+    page = [("report", whole(str(report)))] if report else []
+    panel(console, "Written", [("tokens", whole(str(done.targets.folder))), *page])
+    model = ("--model", done.recipe.model) if done.recipe.model else ()
+    next_steps(console, command_line("finetune", "--recipe", done.recipe.recipe, "--data", done.targets.folder, *model))

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gptj_ft.config.resolve import Resolved
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from gptj_ft.cli.terminal.bars import Advance, Doing
 
 T = TypeVar("T")
-MEASURED = "stopped; what was measured so far is kept, and the same command goes on from there"
 
 
 @dataclass(frozen=True)
@@ -69,24 +68,6 @@ class Output:
             print_result(result, end="\n" if result else "")
         else:
             show(console_for(stderr=False))
-
-
-def fetched(resolved: Resolved, offline: bool, out: Output) -> Resolved:
-    """Fetch the rows that a recipe names on the Hub, if it does; in the recipe they are known by their commit then."""
-    named = {key: getattr(resolved.recipe, key) for key in ("data", "val_data")}
-    pinned = {key: fetched_rows(data, offline, out) for key, data in named.items() if data is not None}
-    return replace(resolved, recipe=resolved.recipe.model_copy(update=pinned))
-
-
-def fetched_rows(data: str, offline: bool, out: Output) -> str:
-    """Return what names the rows on this machine: what the user wrote, but of what is on the Hub, fetched now."""
-    from gptj_ft.data.hub_dataset import fetch, is_reference
-
-    if not is_reference(data):
-        return data
-    notes = out.notes
-    with out.bar("downloading") as advance:
-        return fetch(data, offline, lambda text: notes.print(text), advance)
 
 
 def asking(resolved: Resolved, out: Output, work: Callable[[Resolved], T]) -> T:

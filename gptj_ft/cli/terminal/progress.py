@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from gptj_ft.cli.terminal.bars import NOTICED_SECONDS, Doing, LogTimes, activity, drawn, log_line
+from gptj_ft.cli.terminal.bars import NOTICED_SECONDS, Advance, Doing, LogTimes, activity, bar, drawn, log_line
 from gptj_ft.cli.terminal.screen import GAP, is_live, panel, time_after, width_of, wrapped
 from gptj_ft.system.units import clock
 from gptj_ft.training.reporter import Progress, Reporter, StepReport, describe_losses
@@ -40,6 +40,8 @@ class TerminalReporter(Reporter):
         self._live: Live | None = None
         self._before_training = ExitStack()
         self._show_activity: Doing | None = None
+        self._show_count: Advance | None = None
+        self._counted = ""
 
     def __enter__(self) -> TerminalReporter:
         return self
@@ -49,15 +51,25 @@ class TerminalReporter(Reporter):
 
     def on_activity(self, text: str) -> None:
         self._activity, self._since = text, time.monotonic()
+        if self._counted:
+            self.end_activity()
         if self._progress is None and self._show_activity is None:
             self._show_activity = self._before_training.enter_context(activity(self._console, text))
         elif self._show_activity is not None:
             self._show_activity(text)
 
+    def on_count(self, what: str, done: int, total: int | None, unit: str) -> None:
+        if self._counted != what:
+            self.end_activity()
+            self._counted = what
+            self._show_count = self._before_training.enter_context(bar(self._console, what, unit))
+        if self._show_count:
+            self._show_count(done, total)
+
     def end_activity(self) -> None:
-        """Take away the line that shows an activity before training, so that others can be printed."""
+        """Take away the line that shows an activity or a count, so that others can be printed."""
         self._before_training.close()
-        self._show_activity = None
+        self._show_activity, self._show_count, self._counted = None, None, ""
 
     def on_message(self, message: str) -> None:
         self.end_activity()

@@ -1,0 +1,505 @@
+"""Python API: prepare rows, fine-tune, evaluate and generate. Everything here is called by the command line, too.
+
+Options are the fields of `Recipe`, given as keywords; ``recipe`` names a preset. Nothing is printed: a `Reporter` gets
+progress and messages, errors are `GptjFtError`, results are frozen dataclasses.
+
+    >>> import gptj_ft
+    >>> result = gptj_ft.finetune("summarization", data="my.jsonl", model="tiny", max_steps=20)
+    >>> comparison = gptj_ft.evaluate(result.run)
+    >>> comparison.comparison.scores["rougeL"].value
+    >>> with gptj_ft.load(result.run) as model:
+    ...     print(model.generate("A long text.").texts[0])
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from gptj_ft.checkpoints.base_model import default_model, find_model
+from gptj_ft.config.resolve import Resolved, resolve
+from gptj_ft.data.hub_dataset import fetch, is_reference
+from gptj_ft.errors import UsageError
+from gptj_ft.system.signals import stop_says
+from gptj_ft.training.prepare_data import Preparation, Targets, prepare_rows
+from gptj_ft.training.reporter import Reporter
+
+# Whatever imports torch is imported where it is used: rows are prepared without it.
+if TYPE_CHECKING:
+    import torch
+
+    from gptj_ft.evaluation.comparison import ModelComparison
+    from gptj_ft.evaluation.run import EvaluateRequest, PairedEvaluation
+    from gptj_ft.generation.batch import BatchJob, BatchResult
+    from gptj_ft.generation.generator import Answer, GenerationSetup, Generator
+    from gptj_ft.training.finetune import Forecast, PreparedRun
+    from gptj_ft.training.loop import TrainResult
+
+
+def prepare(
+    data: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    recipe: str | Resolved | None = None,
+    *,
+    fixed: str | os.PathLike[str] | bool = False,
+    offline: bool = False,
+    reporter: Reporter | None = None,
+    **options: Any,
+) -> Preparation:
+    """Tokenize rows into a folder that `finetune` takes as ``data``, with a report on every row.
+
+        >>> done = gptj_ft.prepare("my.csv", recipe="summarization", model="tiny")
+        >>> done.prepared.report.rows_kept
+
+    Args:
+        data: file, folder or pattern of rows, or ``hub:owner/name``.
+        output: new folder; default: ``DATA.prepared``.
+        recipe: name of a preset, or resolved options.
+        fixed: whether rows are repaired first, in a new file beside ``data``, or that file's name.
+        offline: whether a data set on the Hub is taken as it was fetched before.
+        reporter: receiver of progress.
+        **options: fields of `Recipe`; ``config`` is a YAML file of them.
+
+    Raises:
+        UsageError: an output that exists, or wrong options.
+        DataError: rows that cannot be used.
+    """
+    reporter = reporter or Reporter()
+    resolved = resolved_options(recipe, {**options, "data": data})
+    path = None if isinstance(fixed, bool) else Path(fixed)
+    targets = Targets.of(str(data), _path(output), fixed is not False, path)
+    with stop_says(targets.stopped):
+        done = prepare_rows(fetched(resolved, offline, reporter).recipe, targets, reporter)
+        done.write()
+    return done
+
+
+def prepare_run(
+    recipe: str | Resolved | None = None,
+    *,
+    resume: str | os.PathLike[str] | None = None,
+    start: str | None = None,
+    offline: bool = False,
+    reporter: Reporter | None = None,
+    **options: Any,
+) -> PreparedRun:
+    """Read model and rows of a run, and plan it; nothing is written. Arguments and errors: as `finetune`.
+
+    >>> run = gptj_ft.prepare_run("summarization", data="my.jsonl", model="tiny")
+    >>> run.setup.plan.costs.seconds_per_step
+    """
+    from gptj_ft.training.finetune import options_on_resume, resume_run
+    from gptj_ft.training.finetune import prepare_run as read_run
+
+    reporter = reporter or Reporter()
+    if start is not None and resume is None:
+        raise UsageError("--from names a checkpoint of a run: add --resume RUN")
+    if resume is not None:
+        given = recipe if isinstance(recipe, Resolved) else options_on_resume(*_split(options, recipe))
+        reporter.on_activity("reading the run")
+        return resume_run(Path(resume), given, start)
+    return read_run(fetched(resolved_options(recipe, options), offline, reporter), reporter)
+
+
+def finetune(
+    recipe: str | Resolved | None = None,
+    *,
+    resume: str | os.PathLike[str] | None = None,
+    start: str | None = None,
+    offline: bool = False,
+    reporter: Reporter | None = None,
+    **options: Any,
+) -> TrainResult:
+    """Train a model on rows, and write the tuned model into a run folder.
+
+    In the main thread the first Ctrl-C ends the step, saves and raises `Interrupted`, the second stops at once.
+
+        >>> class Losses(gptj_ft.Reporter):
+        ...     def on_step(self, step, progress):
+        ...         print(step.step, step.loss, f"{progress.seconds_left:.0f} s left")
+        >>> result = gptj_ft.finetune("qa", data="my.jsonl", model="tiny", lr=1e-4, reporter=Losses())
+        >>> result.loss_before, result.loss_after, result.model
+
+    Args:
+        recipe: name of a preset, or resolved options.
+        resume: run folder to go on with; needs nothing else.
+        start: checkpoint to go back to first: ``step-000120``, ``best``, ``last`` or ``start``; with ``resume``.
+        offline: whether a data set on the Hub is taken as it was fetched before.
+        reporter: receiver of progress.
+        **options: fields of `Recipe`; ``config`` is a YAML file of them.
+
+    Raises:
+        UsageError: wrong options, or no such model or run.
+        DataError: rows or files that cannot be used.
+        ResourceError: it does not fit, or memory or disk ran out.
+        Interrupted, OutOfTime: stopped; everything is saved.
+        NotFinite: a loss or a gradient.
+    """
+    run = prepare_run(recipe, resume=resume, start=start, offline=offline, reporter=reporter, **options)
+    return run.train(reporter)
+
+
+def plan(
+    recipe: str | Resolved | None = None,
+    *,
+    measure_again: bool = False,
+    offline: bool = False,
+    reporter: Reporter | None = None,
+    **options: Any,
+) -> Forecast:
+    """Forecast memory, disk and time of a run, with rows or, without ``data``, for rows of the greatest length.
+
+        >>> gptj_ft.plan("summarization", host_memory="16GB").plan.costs.seconds_per_step
+
+    Args:
+        recipe: name of a preset, or resolved options.
+        measure_again: whether device and disk are measured though they are known.
+        offline: whether a data set on the Hub is taken as it was fetched before.
+        reporter: receiver of activities.
+        **options: fields of `Recipe`; ``config`` is a YAML file of them.
+
+    Raises:
+        UsageError, DataError: wrong options, no such model, or rows that cannot be used.
+    """
+    from gptj_ft.training.finetune import forecast
+
+    reporter = reporter or Reporter()
+    resolved = fetched(resolved_options(recipe, options), offline, reporter)
+    return forecast(resolved, measure_again, reporter)
+
+
+def plan_evaluation(request: EvaluateRequest, reporter: Reporter | None = None) -> PairedEvaluation:
+    """Read the rows of an evaluation and plan its passes; `evaluate` plans and runs.
+
+    Raises:
+        GptjFtError: no rows, no such model, or it does not fit.
+    """
+    from gptj_ft.evaluation.run import PairedEvaluation
+
+    reporter = reporter or Reporter()
+    reporter.on_activity("reading the rows")
+    return PairedEvaluation.of(request)
+
+
+def evaluate(
+    model: str | os.PathLike[str] | None = None,
+    data: str | os.PathLike[str] | None = None,
+    *,
+    baseline: str | os.PathLike[str] = "auto",
+    limit: int | None = None,
+    offline: bool = False,
+    reporter: Reporter | None = None,
+    **options: Any,
+) -> ModelComparison:
+    """Evaluate a model on rows, beside the model it was tuned from: loss, perplexity and the scores of the recipe.
+
+        >>> found = gptj_ft.evaluate("runs/summarization-1", limit=100)
+        >>> found.comparison.scores["rougeL"].value, found.comparison.scores["rougeL"].low
+
+    Args:
+        model: model or run; default: the newest run.
+        data: rows; default: those that the run held out.
+        baseline: model to compare with; ``auto``: what it was tuned from; ``none``.
+        limit: most rows, the first ones.
+        offline: whether a data set on the Hub is taken as it was fetched before.
+        reporter: receiver of progress.
+        **options: fields of `Recipe` in place of what the model remembers; ``config`` is a YAML file of them.
+
+    Raises:
+        UsageError: no such model or rows.
+        ResourceError: it does not fit.
+        NotFinite: a loss.
+        Interrupted: a signal; what was measured is kept, and the same call goes on from there.
+    """
+    from gptj_ft.evaluation.run import EvaluateRequest
+
+    folder = model_folder(model, "evaluate")
+    reporter = reporter or Reporter()
+    rows = fetched_rows(str(data), offline, reporter) if data is not None else None
+    recipe = model_options(folder, options).recipe
+    request = EvaluateRequest(folder, recipe, str(baseline), rows, limit)
+    return plan_evaluation(request, reporter).run(reporter.on_count)
+
+
+def evaluate_tasks(
+    tasks: Sequence[str],
+    model: str | os.PathLike[str] | None = None,
+    *,
+    baseline: str | os.PathLike[str] = "auto",
+    include_path: str | os.PathLike[str] | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    offline: bool = False,
+    reporter: Reporter | None = None,
+    **options: Any,
+) -> ModelComparison:
+    """Evaluate a model on tasks of EleutherAI's lm-eval.
+
+        >>> gptj_ft.evaluate_tasks(["arc_easy"], "runs/summarization-1", limit=100)
+
+    Args:
+        tasks: names of tasks, groups or tags.
+        model: model or run; default: the newest run.
+        baseline: as in `evaluate`.
+        include_path: folder of more tasks.
+        num_fewshot: examples before each question; default: the task's.
+        limit: most questions of each task.
+        offline: whether rows of tasks may not be fetched.
+        reporter: receiver of progress.
+        **options: as in `evaluate`.
+
+    Raises:
+        UsageError: lm-eval is not installed, or has no such task.
+    """
+    from gptj_ft.evaluation.lm_eval.tasks import TaskSelection
+    from gptj_ft.evaluation.run import PairedTaskEvaluation, TasksRequest
+
+    folder = model_folder(model, "evaluate")
+    selection = TaskSelection(list(tasks), _path(include_path), num_fewshot, limit)
+    request = TasksRequest(folder, model_options(folder, options).recipe, selection, str(baseline), offline)
+    return PairedTaskEvaluation.of(request).run((reporter or Reporter()).on_count)
+
+
+def evaluate_predictions(
+    predictions: str | os.PathLike[str],
+    data: str | os.PathLike[str] | None = None,
+    recipe: str | Resolved | None = None,
+    *,
+    baseline: str | os.PathLike[str] = "none",
+    limit: int | None = None,
+    allow_empty: bool = False,
+    **options: Any,
+) -> ModelComparison:
+    """Score the outputs of any system in a file, without a model.
+
+        >>> gptj_ft.evaluate_predictions("answers.jsonl", "test.jsonl", "summarization")
+
+    Args:
+        predictions: lines of id and prediction, or ``{id: text}``.
+        data: rows with references; default: the predictions have them.
+        recipe: name of a preset, or resolved options.
+        baseline: file of outputs of another system; ``none``.
+        limit: most rows, the first ones.
+        allow_empty: whether empty predictions are scored as they are.
+        **options: fields of `Recipe`.
+
+    Raises:
+        UsageError: no metrics, or rows that differ.
+        DataError: predictions that cannot be matched with rows.
+    """
+    from gptj_ft.evaluation.run import PredictionsRequest, score_files
+
+    options_ = resolved_options(recipe, options).recipe
+    rows = str(data) if data is not None else None
+    return score_files(PredictionsRequest(Path(predictions), options_, rows, str(baseline), limit, allow_empty))
+
+
+def load(model: str | os.PathLike[str] | None = None, *, raw: bool = False, **options: Any) -> Model:
+    """Open a model for generation, with the template and the settings that it was tuned with.
+
+        >>> with gptj_ft.load("runs/qa-1") as model:
+        ...     answer = model.generate("Who came?", fields={"context": "The vet came on Monday."})
+        ...     answer.texts[0]
+
+    Args:
+        model: model or run; default: the newest run, else the download.
+        raw: whether a prompt is continued as it is, without a template.
+        **options: fields of `Recipe` in place of what the model remembers; ``config`` is a YAML file of them.
+
+    Raises:
+        UsageError: no such model.
+        DataError: a damaged model folder.
+    """
+    from gptj_ft.generation.generator import GenerationSetup
+
+    folder = model_folder(model, "generate")
+    return open_model(GenerationSetup.of(folder, model_options(folder, options, raw).recipe))
+
+
+@dataclass(frozen=True)
+class Model:
+    """An open model; close it, or use it in a ``with`` block.
+
+    Attributes:
+        generator: weights, tokenizer and settings.
+        opened: stores of the weights, until they are closed.
+    """
+
+    generator: Generator
+    opened: ExitStack
+
+    def generate(
+        self,
+        prompt: str,
+        num_return: int = 1,
+        fields: Mapping[str, str] | None = None,
+        on_text: Callable[[str], object] | None = None,
+    ) -> Answer:
+        """Generate answers to a prompt. The same call gives the same answers, with sampling, too.
+
+        Args:
+            prompt: text for the template's field.
+            num_return: number of answers.
+            fields: texts of the template's other fields.
+            on_text: callback for the text of a single answer, piece by piece.
+
+        Raises:
+            UsageError: fields that the template does not have, or more answers than the search gives.
+        """
+        from gptj_ft.generation.generator import check_num_return, fill_fields
+
+        recipe = self.generator.setup.recipe
+        check_num_return(recipe, num_return)
+        with seeded(recipe.seed, self.generator.setup.device):
+            return self.generator.write(fill_fields(recipe, prompt, fields or {}), num_return, on_text)
+
+    def close(self) -> None:
+        """Close the stores of the weights."""
+        self.opened.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def open_model(setup: GenerationSetup, weights: str | None = None) -> Model:
+    """Open the weights of a generation setup; ``weights`` is their place, by default the recipe's."""
+    from gptj_ft.generation.generator import open_generator
+
+    with ExitStack() as opened, seeded(setup.recipe.seed, setup.device):
+        generator = opened.enter_context(open_generator(setup, weights))
+        return Model(generator, opened.pop_all())
+
+
+def plan_file(
+    rows: str | os.PathLike[str], output: str | os.PathLike[str], setup: GenerationSetup, num_return: int = 1
+) -> BatchJob:
+    """Read the rows of `generate_file`, and plan its passes. Arguments and errors: as there."""
+    from gptj_ft.generation.batch import plan_batch
+    from gptj_ft.generation.generator import check_num_return
+
+    check_num_return(setup.recipe, num_return)
+    return plan_batch(setup, Path(rows), Path(output), num_return)
+
+
+def run_file(setup: GenerationSetup, job: BatchJob, reporter: Reporter) -> BatchResult:
+    """Generate the answers of `plan_file`."""
+    from gptj_ft.generation.batch import run_batch
+
+    with open_model(setup, job.plan.weights) as opened, seeded(setup.recipe.seed, setup.device):
+        return run_batch(opened.generator, job, lambda done, total: reporter.on_count("answering", done, total, "rows"))
+
+
+def generate_file(
+    rows: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    model: str | os.PathLike[str] | None = None,
+    *,
+    num_return: int = 1,
+    reporter: Reporter | None = None,
+    **options: Any,
+) -> BatchResult:
+    """Generate an answer to every row of a file, into a file of JSON lines; the same call resumes an interrupted one.
+
+        >>> gptj_ft.generate_file("rows.jsonl", "answers.jsonl", "runs/summarization-1").rows
+
+    Args:
+        rows: rows, of any form that ``data`` takes.
+        output: JSON lines, new or begun before.
+        model: model or run; default: the newest run, else the download.
+        num_return: number of answers per row.
+        reporter: receiver of progress.
+        **options: as in `load`.
+
+    Raises:
+        DataError: too many rows that cannot be used.
+        ResourceError: it does not fit.
+        Interrupted: a signal; what was written is kept.
+    """
+    from gptj_ft.generation.generator import GenerationSetup
+
+    folder = model_folder(model, "generate")
+    setup = GenerationSetup.of(folder, model_options(folder, options).recipe)
+    return run_file(setup, plan_file(rows, output, setup, num_return), reporter or Reporter())
+
+
+def resolved_options(recipe: str | Resolved | None, options: Mapping[str, Any]) -> Resolved:
+    """Resolve keywords: over the environment, a ``config`` file and the preset that ``recipe`` names.
+
+    Raises:
+        UsageError: an unknown option, or a wrong value.
+    """
+    if isinstance(recipe, Resolved):
+        return recipe
+    return resolve(*_split(options, recipe))
+
+
+def model_options(
+    folder: Path, options: Mapping[str, Any], plain: bool = False, assignments: tuple[str, ...] = ()
+) -> Resolved:
+    """Resolve keywords for a model: what it remembers of its training ranks as its recipe, unless ``plain``.
+
+    Raises:
+        UsageError: an unknown option, or a wrong value.
+    """
+    from gptj_ft.checkpoints.metadata import read_metadata
+
+    metadata = None if plain else read_metadata(folder)
+    base = (f"model {folder}", metadata.template) if metadata else None
+    return resolve(*_split(options), assignments, base=base)
+
+
+def model_folder(model: str | os.PathLike[str] | None, command: str) -> Path:
+    """Return the folder of a model or run; without a name, the one that a command takes by default.
+
+    Raises:
+        UsageError: there is none.
+    """
+    return find_model(str(model)) if model else default_model(command)
+
+
+def fetched(resolved: Resolved, offline: bool, reporter: Reporter) -> Resolved:
+    """Fetch the rows that a recipe names on the Hub, if it does; in the recipe they are known by their commit then."""
+    named = {key: getattr(resolved.recipe, key) for key in ("data", "val_data")}
+    pinned = {key: fetched_rows(data, offline, reporter) for key, data in named.items() if data is not None}
+    return replace(resolved, recipe=resolved.recipe.model_copy(update=pinned))
+
+
+def fetched_rows(data: str, offline: bool, reporter: Reporter) -> str:
+    """Return the name of rows on this machine: the user's, but of rows on the Hub, fetched now, that of their commit.
+
+    Raises:
+        UsageError, NetworkError, ResourceError: as `hub_dataset.fetch`.
+    """
+    if not is_reference(data):
+        return data
+    count = lambda done, total: reporter.on_count("downloading", done, total, "bytes")  # noqa: E731
+    return fetch(data, offline, reporter.on_message, count)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's generators inside, and leave them as they were."""
+    import torch
+
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def _split(options: Mapping[str, Any], recipe: str | None = None) -> tuple[dict[str, Any], Path | None]:
+    """Return options as `resolve` takes them, and the file of more."""
+    given = {key: str(value) if isinstance(value, os.PathLike) else value for key, value in options.items()}
+    config = given.pop("config", None)
+    return {**given, **({"recipe": recipe} if recipe else {})}, Path(config) if config else None
+
+
+def _path(name: str | os.PathLike[str] | None) -> Path | None:
+    return None if name is None else Path(name)

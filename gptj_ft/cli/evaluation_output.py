@@ -1,0 +1,94 @@
+"""Show an evaluation, write it down, and check its gates; record it in the report of the model's run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from gptj_ft.cli.html.evaluation_page import facts_of, record, scores_text, show_verdict, write_report
+from gptj_ft.cli.html.run_page import write_page
+from gptj_ft.cli.terminal.output import Output
+from gptj_ft.cli.terminal.screen import whole
+from gptj_ft.config.run_folder import Run
+from gptj_ft.errors import GateError
+from gptj_ft.evaluation.comparison import Gate, ModelComparison, failed_gates
+from gptj_ft.evaluation.predictions import write_outputs
+from gptj_ft.evaluation.run import PairedEvaluation, PairedTaskEvaluation
+from gptj_ft.system.plain_text import command_line
+
+
+@dataclass(frozen=True)
+class EvaluationOutput:
+    """Where an evaluation is shown and written.
+
+    Attributes:
+        out: streams of the command.
+        output: new file for a line of each row; ``None``: none.
+        reports: new files for reports.
+        show: number of answers shown beside what was expected.
+        command: command line, as it was typed.
+    """
+
+    out: Output
+    output: Path | None
+    reports: Sequence[Path]
+    show: int
+    command: str
+
+    def conclude(self, found: ModelComparison, asked: Sequence[Gate], following: Sequence[str] = ()) -> None:
+        """Show a comparison and the commands that may follow, and write it down.
+
+        Raises:
+            GateError: a score is not what was asked for.
+        """
+        not_reached = failed_gates(asked, found)
+        facts = facts_of(found, self.command, self.show)
+        json_facts = {**found.to_dict(self.show > 0), "gates_missed": not_reached}
+        if self.output is not None:
+            write_outputs(self.output, found.model, found.baseline)
+        for path in self.reports:
+            write_report(path, facts, json_facts)
+        written = [path for path in (self.output, *self.reports) if path is not None]
+        self.out.finish(
+            json_facts, scores_text(facts), lambda console: show_verdict(console, facts, written, following)
+        )
+        if not_reached and self.out.as_json:  # said in the one object that is printed
+            raise typer.Exit(GateError.exit_code)
+        if not_reached:
+            raise GateError("not reached: " + "; ".join(not_reached))
+
+    def record(self, model: Path, found: ModelComparison) -> tuple[str, ...]:
+        """Put a comparison into the report of the model's run, if it is of one; return the command that shows it."""
+        run = Run(model.resolve().parent)
+        if not run.recipe_file.is_file() or run.model != model.resolve():
+            return ()
+        record(run.folder, found, self.command)
+        write_page(run, self.out.notes.print)
+        return (command_line("report", model.parent, "--show-text"),)
+
+
+def rows_about(evaluation: PairedEvaluation) -> list[tuple[str, str]]:
+    """Return what is evaluated, as rows of a panel."""
+    request, baseline = evaluation.request, evaluation.baseline
+    missing = "none: what this model was tuned from is not there; --baseline names one"
+    rows = whole(str(evaluation.data)) + (f", the first {request.limit:,}" if request.limit else "")
+    about = [
+        ("model", whole(str(request.model))),
+        ("baseline", whole(str(baseline)) if baseline else missing if request.baseline == "auto" else "none"),
+        ("rows", rows),
+        ("measured", ", ".join(("loss and perplexity", *request.recipe.metrics))),
+    ]
+    return [*about, *([("note", evaluation.note)] if evaluation.note else [])]
+
+
+def task_rows_about(evaluation: PairedTaskEvaluation) -> list[tuple[str, str]]:
+    """Return what is evaluated on tasks, as rows of a panel."""
+    request, baseline = evaluation.request, evaluation.baseline
+    return [
+        ("model", whole(str(request.model))),
+        ("baseline", whole(str(baseline)) if baseline else "none"),
+        ("tasks", ", ".join(request.tasks.names)),
+    ]

@@ -1,0 +1,151 @@
+"""Show generated answers: to a prompt, to the rows of a file, in a conversation."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from gptj_ft import api
+from gptj_ft.checkpoints.metadata import read_metadata
+from gptj_ft.cli.terminal.output import Output, print_note, print_result
+from gptj_ft.cli.terminal.progress import TerminalReporter
+from gptj_ft.cli.terminal.screen import next_steps, panel, whole, width_of, wrapped
+from gptj_ft.cli.terminal.tables import show_reading
+from gptj_ft.config.options import Recipe
+from gptj_ft.errors import UsageError
+from gptj_ft.generation.batch import BatchJob
+from gptj_ft.generation.chat import HELP, check_is_chat, run_chat
+from gptj_ft.generation.generator import GenerationSetup, fill_fields
+from gptj_ft.models.supported import TINY_MODELS
+from gptj_ft.system.plain_text import command_line
+from gptj_ft.system.signals import every_ctrl_c
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How answers are shown: how many, while they are written, where."""
+
+    num_return: int
+    stream: bool
+    out: Output
+
+
+def answer_prompt(folder: Path, recipe: Recipe, text: str, fields: Mapping[str, str], shown: Shown) -> None:
+    """Answer one prompt, and print the answers.
+
+    Args:
+        folder: model folder.
+        recipe: template and generation settings.
+        text: prompt.
+        fields: texts of the template's other fields.
+        shown: how the answers are printed.
+
+    Raises:
+        UsageError: fields that the template does not have, or answers that cannot be streamed.
+    """
+    if shown.stream and (shown.out.as_json or shown.num_return > 1 or recipe.generation.num_beams > 1):
+        raise UsageError("--stream shows one answer as it comes: not with --json, --num-return or beams")
+    fill_fields(recipe, text, fields)  # what is wrong with them is said before the model is loaded
+    with shown.out.activity("loading the model"):
+        model = api.open_model(GenerationSetup.of(folder, recipe))
+    with model, nullcontext() if shown.stream else shown.out.activity("writing"):
+        result = model.generate(text, shown.num_return, fields, _show if shown.stream else None)
+    if result.was_cut:
+        shown.out.notes.print(f"the prompt was shortened to {result.prompt_tokens} tokens, to fit")
+    if shown.stream:
+        print()
+        return
+    facts = {"model": str(folder), "prompt_tokens": result.prompt_tokens, "shortened": result.was_cut,
+             "text": result.texts[0], "texts": result.texts}  # fmt: skip
+    one = shown.num_return == 1
+
+    def numbered(texts: Sequence[str]) -> str:
+        return "\n".join(text if one else f"[{number}] {text}" for number, text in enumerate(texts, 1))
+
+    def show(console: Console) -> None:
+        texts = _cut(result.texts, console) if console.is_terminal and _is_tiny(folder) else result.texts
+        print_result(numbered(texts))
+        if texts != result.texts:
+            shown.out.notes.print("(cut: the tiny model only shows the steps; --quiet shows all that it writes)")
+
+    shown.out.finish(facts, numbered(result.texts), show)
+
+
+def _is_tiny(folder: Path) -> bool:
+    """Tell whether a model is one that `--model tiny` made, or was tuned from one."""
+    tuning = read_metadata(folder)
+    names = (folder.name, tuning.base_model if tuning else "")
+    return any(re.fullmatch(rf"({'|'.join(TINY_MODELS)})-[0-9a-f]{{12}}-\d+", name) for name in names)
+
+
+def _cut(texts: Sequence[str], console: Console) -> list[str]:
+    """Return as much of each text as two lines take."""
+    return ["\n".join(wrapped(text, width_of(console))[:2]) for text in texts]
+
+
+def answer_file(setup: GenerationSetup, job: BatchJob, rows: Path, dry_run: bool, out: Output) -> None:
+    """Answer the rows of a file, and say where the answers are; on a dry run, only show what it takes."""
+    folder, output, plan = setup.folder, job.output, job.plan
+    about = [("model", whole(str(folder))), ("rows", whole(str(rows))), ("answers", f"in {whole(str(output))}")]
+    if dry_run:
+        out.finish(plan.to_dict(), "", lambda console: show_reading(console, "The answers", about, plan))
+        return
+    show_reading(out.notes, "The answers", about, plan)
+    with TerminalReporter(out.notes) as reporter:
+        done = api.run_file(setup, job, reporter)
+    for where, problem in done.bad if not out.is_quiet else ():
+        print_note(f"{where}: {problem}")
+    facts = {"model": str(folder), "output": str(output), "rows": done.rows, "found": done.found,
+             "shortened": done.cut, "bad": len(done.bad)}  # fmt: skip
+    there = f", {done.found:,} of them were there" if done.found else ""
+    notes = [f"{done.cut:,} prompts were shortened"] * bool(done.cut) + [f"{len(done.bad):,} bad rows"] * bool(done.bad)
+
+    def show(console: Console) -> None:
+        shown = [("rows", "; ".join([f"{done.rows:,}{there}", *notes])), ("answers", whole(str(output)))]
+        panel(console, "Answered", shown)
+        recipe = setup.recipe
+        if recipe.metrics:
+            words = ("--predictions", output, "--data", rows, "--recipe", recipe.recipe)
+            next_steps(console, command_line("evaluate", *words))
+
+    out.finish(facts, str(output), show)
+
+
+def hold_chat(folder: Path, recipe: Recipe, system: str | None, out: Output) -> None:
+    """Answer what is typed, message by message.
+
+    Raises:
+        UsageError: a model that was not tuned for conversations.
+    """
+    check_is_chat(recipe)
+    with out.activity("loading the model"):
+        setup = GenerationSetup.of(folder, recipe)
+        model = api.open_model(setup)
+    with model, api.seeded(recipe.seed, setup.device), every_ctrl_c():
+        print_note(HELP)
+        run_chat(model.generator, _typed_lines(), system, _show, print_note)
+
+
+def _typed_lines() -> Iterator[str]:
+    """Yield what is typed, line by line, until it ends; of a pipe, its lines."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401  # arrow keys and what was typed before
+    while True:
+        try:
+            yield input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+
+
+def _show(text: str) -> None:
+    print_result(text, end="")

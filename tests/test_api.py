@@ -1,0 +1,201 @@
+"""The Python API: the numbers of the commands, nothing printed, no torch until it is used, any thread."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from cli_runner import Shell
+from conftest import write_rows
+from small_run import assert_same_weights, weights_of
+
+import gptj_ft
+from gptj_ft import api
+from gptj_ft.config.run_folder import Run
+from gptj_ft.errors import Interrupted
+from gptj_ft.training import loop
+
+TINY = {"recipe": "summarization", "data": "rows.jsonl", "model": "tiny", "max_steps": 3, "batch_size": 4}
+LINE = "--recipe summarization --data rows.jsonl --model tiny --max-steps 3 --batch-size 4"
+
+
+class Notebook(gptj_ft.Reporter):
+    """Keeps the names of events, and the losses."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.losses: list[float] = []
+
+    def on_activity(self, text: str) -> None:
+        self.events.append(text)
+
+    def on_count(self, what: str, done: int, total: int | None, unit: str) -> None:
+        self.events.append(f"{what} in {unit}")
+
+    def on_start(self, progress: gptj_ft.Progress) -> None:
+        self.events.append(f"start at {progress.step} of {progress.num_steps}")
+
+    def on_step(self, step: gptj_ft.StepReport, progress: gptj_ft.Progress) -> None:
+        self.losses.append(step.loss)
+        assert (progress.step, progress.num_steps) == (step.step, 3)
+
+    def on_end(self) -> None:
+        self.events.append("end")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run made by the API, with its home."""
+    folder = tmp_path_factory.mktemp("api")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("GPTJ_FT_HOME", str(folder / "home"))
+        write_rows(folder / "rows.jsonl")
+        gptj_ft.finetune(**TINY, output="run")
+    return folder
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(monkeypatch, capfd)
+
+
+@pytest.fixture
+def in_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(run)
+    monkeypatch.setenv("GPTJ_FT_HOME", str(run / "home"))
+    return run
+
+
+def test_every_name_of_the_package_is_of_the_api_and_is_documented() -> None:
+    for name in gptj_ft.__all__:
+        value = getattr(gptj_ft, name)
+        assert value.__doc__, name
+        if name[0].islower():
+            assert value is getattr(api, name)
+            assert ">>>" in value.__doc__ or "`finetune`" in value.__doc__ or "`evaluate`" in value.__doc__, name
+    with pytest.raises(AttributeError, match="no attribute 'train_everything'"):
+        gptj_ft.train_everything  # noqa: B018
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    code = "import gptj_ft, sys; gptj_ft.finetune, gptj_ft.Reporter; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_run_has_the_numbers_of_the_commands_run_and_prints_nothing(in_run: Path, shell, capfd) -> None:
+    notebook = Notebook()
+    capfd.readouterr()
+    result = gptj_ft.finetune(**TINY, output="watched", reporter=notebook)
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(FrozenInstanceError):
+        result.steps = 4  # type: ignore[misc]
+    typed = shell(f"finetune {LINE} --output typed --json").json
+    assert (result.loss_before, result.loss_after) == (typed["loss_before"], typed["loss_after"])
+    assert result.to_dict().keys() == typed.keys()
+    assert_same_weights(weights_of(Path("watched/model")), weights_of(Path("typed/model")))
+    assert notebook.losses == [line["loss"] for line in Run(Path("typed")).metrics() if "loss" in line]
+    assert [text for text in notebook.events if "start" in text or text in ("end", "reading the rows")] == [
+        "reading the rows", "start at 0 of 3", "end",
+    ]  # fmt: skip
+
+
+def test_a_run_is_stopped_and_resumed_in_a_thread_without_handlers_of_signals(in_run: Path, monkeypatch) -> None:
+    step, calls = loop.train_step, []
+
+    def stopping(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return step(*arguments)
+
+    errors: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            gptj_ft.finetune(**TINY, output="stopped")
+        except BaseException as error:
+            errors.append(error)
+
+    monkeypatch.setattr(loop, "train_step", stopping)
+    thread = Thread(target=train)
+    thread.start()
+    thread.join()
+    (error,) = errors
+    assert isinstance(error, Interrupted)
+    assert "the run is saved at step 1" in str(error)
+    result = gptj_ft.finetune(resume="stopped")
+    assert result.steps == 3
+    assert_same_weights(weights_of(Path("stopped/model")), weights_of(Path("run/model")))
+    with pytest.raises(gptj_ft.GptjFtError, match="stopped is finished"):
+        gptj_ft.finetune(resume="stopped")
+
+
+def test_rows_are_prepared_as_by_the_command(in_run: Path, shell, capfd) -> None:
+    notebook = Notebook()
+    capfd.readouterr()
+    done = gptj_ft.prepare("rows.jsonl", "prepared", "summarization", model="tiny", cache=False, reporter=notebook)
+    assert capfd.readouterr() == ("", "")
+    assert set(notebook.events) == {"rows in rows"}
+    typed = shell("prepare-data --recipe summarization --data rows.jsonl --model tiny --output typed-rows --json").json
+    assert {**json.loads(json.dumps(done.to_dict(), default=str)), "folder": ""} == {**typed, "folder": ""}
+    assert gptj_ft.prepare_run("summarization", data="prepared", model="tiny").report.rows_kept == 40
+    with pytest.raises(gptj_ft.GptjFtError, match="prepared exists"):
+        gptj_ft.prepare("rows.jsonl", "prepared", "summarization", model="tiny")
+
+
+def test_a_plan_is_that_of_the_command(in_run: Path, shell, capfd) -> None:
+    capfd.readouterr()
+    forecast = gptj_ft.plan(**TINY)
+    assert capfd.readouterr() == ("", "")
+    typed = shell(f"plan {LINE} --json").json
+    facts = forecast.to_dict()
+    assert facts.keys() == typed.keys()
+    for name in ("placement", "num_parameters", "tokens_per_step", "num_steps", "device_bytes"):
+        assert facts[name] == typed[name], name
+
+
+def test_an_evaluation_has_the_scores_of_the_command(in_run: Path, shell, capfd) -> None:
+    notebook, settings = Notebook(), {"max_new_tokens": 2}
+    capfd.readouterr()
+    found = gptj_ft.evaluate("run", limit=2, generation=settings, reporter=notebook)
+    assert capfd.readouterr() == ("", "")
+    assert "reading the rows" in notebook.events
+    assert {"baseline in rows", "model in rows"} <= set(notebook.events)
+    typed = shell("evaluate run --limit 2 --set generation.max_new_tokens=2 --json").json
+    assert found.to_dict(texts=False)["model"]["scores"] == typed["model"]["scores"]
+    assert found.baseline is not None
+
+
+def test_predictions_are_scored_as_by_the_command(in_run: Path, shell) -> None:
+    Path("answers.jsonl").write_text('{"prediction": "a b", "references": ["a c"]}\n')
+    found = gptj_ft.evaluate_predictions("answers.jsonl", recipe="summarization")
+    typed = shell("evaluate --predictions answers.jsonl --recipe summarization --json").json
+    assert found.to_dict(texts=False)["model"]["scores"] == typed["model"]["scores"]
+
+
+def test_answers_are_those_of_the_command_and_of_the_same_call_again(in_run: Path, shell, capfd) -> None:
+    settings = {"max_new_tokens": 4, "temperature": 0.9}
+    pieces: list[str] = []
+    capfd.readouterr()
+    with gptj_ft.load("run", generation=settings) as model:
+        answer = model.generate("The lift stops.")
+        assert model.generate("The lift stops.", on_text=pieces.append) == answer
+    assert capfd.readouterr() == ("", "")
+    typed = shell("generate --model run --max-new-tokens 4 --temperature 0.9 --json", "The lift stops.").json
+    assert answer.texts == typed["texts"]
+    assert "".join(pieces) == answer.texts[0]
+    done = gptj_ft.generate_file("rows.jsonl", "out.jsonl", "run", generation={"max_new_tokens": 2})
+    assert done.rows == len(Path("out.jsonl").read_text().splitlines()) == 40
+
+
+def test_wrong_options_are_errors_with_the_nearest_name() -> None:
+    with pytest.raises(gptj_ft.GptjFtError, match="did you mean 'lr'"):
+        gptj_ft.plan(model="tiny", lrr=1.0)
+    with pytest.raises(gptj_ft.GptjFtError, match="add --resume RUN"):
+        gptj_ft.finetune(**TINY, start="best")
