@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from typer.main import get_command
 from gptj_ft.cli import options
 from gptj_ft.cli.app import app
 from gptj_ft.cli.help import SUMMARY_WIDTH
+from gptj_ft.cli.options import Options, takes_options
 from gptj_ft.config.options import GROUPS, Recipe
 from gptj_ft.config.presets import load_preset, preset_names
 from gptj_ft.config.resolve import PEERS_NAMES, resolve
@@ -175,3 +177,18 @@ def test_the_shell_completes_commands_recipes_runs_and_models(shell, monkeypatch
     monkeypatch.delenv("_GPTJ_FT_COMPLETE")
     monkeypatch.setattr("typer.completion._get_shell_name", lambda: "bash")
     assert "_GPTJ_FT_COMPLETE=complete_bash" in shell("--show-completion").out
+
+
+def test_a_command_gets_the_options_that_were_given_and_no_others() -> None:
+    got: list[object] = []
+
+    def command(*, first: int = 1, options: Options, last: bool = False) -> None:
+        """Do nothing."""
+        got.append((first, dict(options), last))
+
+    call = takes_options("lr", "generation.top_k", "cache", "val_data", meanings={"lr": "how fast"})(command)
+    assert list(signature(call).parameters) == ["first", "lr", "top_k", "cache", "val_data", "last"]
+    call(first=2, lr=0.5, top_k=None, cache=False, val_data=None, last=True)
+    assert got == [(2, {"lr": 0.5, "cache": False}, True)]
+    with pytest.raises(KeyError):
+        takes_options("no_such_option")(command)

@@ -23,13 +23,13 @@ from gptj_ft.cli.html.evaluation_page import (
     facts_of,
     marked,
     record,
-    show_verdict,
     table_of,
     to_html,
     to_markdown,
 )
 from gptj_ft.cli.html.names import portable
 from gptj_ft.cli.html.run_page import write_comparison, write_report
+from gptj_ft.cli.terminal.evaluation import show_comparison
 from gptj_ft.config.run_folder import Run, write_json
 from gptj_ft.evaluation.comparison import compare_models
 from gptj_ft.evaluation.evaluate import Evaluation
@@ -345,7 +345,7 @@ def test_the_table_of_a_terminal_fits_80_columns_and_the_verdict_comes_last() ->
         *(dict.fromkeys(names, found["perplexity"]) for found in (WIDE.scores, WIDE.baseline, WIDE.differences))
     )
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
-    show_verdict(console, {**facts_of(verdict_on(["a text"] * 2), "", 0), "table": table_of(wide)})
+    show_comparison(console, {**facts_of(verdict_on(["a text"] * 2), "", 0), "table": table_of(wide)})
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert sum(line.startswith(("loss", "perplexity", "token_accuracy", "rougeL ")) for line in lines) == 5, (

@@ -79,7 +79,7 @@ SUITE = (
     "models/test_gpt2.py",
     "system/test_extents.py",
     "checkpoints/test_moments.py",
-    "training/test_keeping.py",
+    "training/test_retention.py",
     "faults/test_crash.py",
     "data/test_data_template.py",
     "data/test_data_chat.py",

@@ -104,8 +104,8 @@ def evaluate(
     out = Output(as_json, quiet)
     with out.activity():
         from gptj_ft import api
-        from gptj_ft.cli.evaluation_output import EvaluationOutput, rows_about, task_rows_about
         from gptj_ft.cli.html.evaluation_page import check_report_path
+        from gptj_ft.cli.terminal.evaluation import EvaluationOutput, rows_about, task_rows_about
         from gptj_ft.cli.terminal.progress import TerminalReporter
         from gptj_ft.cli.terminal.tables import show_reading
         from gptj_ft.evaluation.comparison import parse_gates

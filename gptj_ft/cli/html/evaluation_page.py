@@ -13,13 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
-from rich.console import Console
-from rich.text import Text
 
 from gptj_ft.cli.html import to_page
 from gptj_ft.cli.html.charts import Change, change_strip
 from gptj_ft.cli.html.names import apart_names, model_name, place_name, portable
-from gptj_ft.cli.terminal.screen import next_steps, panel, say, table
 from gptj_ft.config.run_folder import write_json
 from gptj_ft.errors import UsageError
 from gptj_ft.evaluation.comparison import LOWER_IS_BETTER, ModelComparison
@@ -31,12 +28,10 @@ from gptj_ft.system.digests import read_json
 SAMPLE_CHARACTERS = 1000
 LONG_CHARACTERS, LONG_LINES = 200, 6  # from which on a page folds a text
 WORD = re.compile(r"\w+|[^\w\s]")
-SHOWN_CHARACTERS = 300  # of that, on a terminal
 RECORD = "evaluation.json"  # in a run's folder
 RECORDED = 20  # rows of each kind
 DIGITS = {"loss": 4, "perplexity": 3, "word_perplexity": 3, "byte_perplexity": 3}  # others 2
 POWERS_FROM = 10_000  # what is larger, as perplexities of an untrained model are, has three digits and a power of ten
-ONLY_IN_REPORTS = ("word_perplexity", "byte_perplexity")  # not on a terminal, so that the table fits
 VERDICTS = {"better": "better", "worse": "worse", "unclear": "no clear change"}
 Facts = Mapping[str, Any]
 
@@ -238,7 +233,7 @@ def samples_of(verdict: ModelComparison, rows: Sequence[int]) -> list[dict[str, 
             "place": place_name(model.places[row]),
             "change": by_row.change_of(row) if by_row else "",
             "texts": {
-                name: _cut(text, SAMPLE_CHARACTERS)
+                name: cut_text(text, SAMPLE_CHARACTERS)
                 for name, text in {
                     "expected": " | ".join(model.references[row]),
                     **({"baseline": baseline.answers[row]} if baseline else {}),
@@ -250,53 +245,9 @@ def samples_of(verdict: ModelComparison, rows: Sequence[int]) -> list[dict[str, 
     ]
 
 
-def _cut(text: str, characters: int) -> str:
+def cut_text(text: str, characters: int) -> str:
+    """Return the beginning of a text, with dots if it was longer."""
     return text if len(text) <= characters else text[:characters] + " ..."
-
-
-def show_verdict(console: Console, facts: Facts, written: Sequence[Path] = (), commands: Sequence[str] = ()) -> None:
-    """Show scores, the baseline's beside them if there is one, then rows that were asked for; the verdict last.
-
-    Args:
-        console: where to.
-        facts: of `facts_of`.
-        written: files that have more.
-        commands: what to type next.
-    """
-    _show_table(console, f"{facts['rows']:,} rows, {facts['target_tokens']:,} target tokens", facts["table"], facts)
-    for file, rows in facts["by_file"].items():
-        _show_table(console, f"rows of {file}", rows, facts)
-    for line in facts["lines"]:
-        say(console, line, "  ")
-    for sample in facts["samples"]:
-        panel(
-            console, sample["place"], [(name, _cut(text, SHOWN_CHARACTERS)) for name, text in sample["texts"].items()]
-        )
-    headline = facts["headline"]
-    text = ": ".join(filter(None, (headline["words"], headline["figures"])))
-    console.print(Text(f"\n{text[:1].upper()}{text[1:]}", style="bold"), soft_wrap=True)
-    for path in written:
-        console.print(f"written to {path}")
-    next_steps(console, *commands)
-
-
-def scores_text(facts: Facts) -> str:
-    """Return the model's scores, one a line."""
-    return "\n".join(f"{row['name']} {row['model']['value'].replace(',', '')}" for row in facts["table"])
-
-
-def _show_table(console: Console, title: str, rows: Sequence[Facts], facts: Facts) -> None:
-    compared = facts["baseline"] is not None
-    names = ("baseline", "model", "change") if compared else ("model",)
-    head = ("score", *names, "95 % interval", *(("",) if compared else ()))
-    lines = [
-        (row["name"], *(row[key]["value"] for key in ("baseline", "model", "change")), row["change"]["interval"],
-         row["verdict"])
-        if compared else (row["name"], row["model"]["value"], row["model"]["interval"])
-        for row in rows
-        if row["name"].rpartition(".")[2] not in ONLY_IN_REPORTS or len(rows) <= len(ONLY_IN_REPORTS)
-    ]  # fmt: skip
-    table(console, title, [head, *lines], right=range(1, 5))
 
 
 def check_report_path(path: Path) -> None:

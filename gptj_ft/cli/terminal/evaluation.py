@@ -7,17 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from gptj_ft.cli.html.evaluation_page import facts_of, record, scores_text, show_verdict, write_report
+from gptj_ft.cli.html.evaluation_page import Facts, cut_text, facts_of, record, write_report
 from gptj_ft.cli.html.run_page import write_page
 from gptj_ft.cli.terminal.output import Output
-from gptj_ft.cli.terminal.screen import whole
+from gptj_ft.cli.terminal.screen import next_steps, panel, say, table, whole
 from gptj_ft.config.run_folder import Run
 from gptj_ft.errors import GateError
 from gptj_ft.evaluation.comparison import Gate, ModelComparison, failed_gates
 from gptj_ft.evaluation.predictions import write_outputs
 from gptj_ft.evaluation.run import PairedEvaluation, PairedTaskEvaluation
 from gptj_ft.system.plain_text import command_line
+
+ONLY_IN_REPORTS = ("word_perplexity", "byte_perplexity")  # not on a terminal, so that the table fits
+SHOWN_CHARACTERS = 300  # of that, on a terminal
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class EvaluationOutput:
             write_report(path, facts, json_facts)
         written = [path for path in (self.output, *self.reports) if path is not None]
         self.out.finish(
-            json_facts, scores_text(facts), lambda console: show_verdict(console, facts, written, following)
+            json_facts, scores_text(facts), lambda console: show_comparison(console, facts, written, following)
         )
         if not_reached and self.out.as_json:  # said in the one object that is printed
             raise typer.Exit(GateError.exit_code)
@@ -92,3 +97,47 @@ def task_rows_about(evaluation: PairedTaskEvaluation) -> list[tuple[str, str]]:
         ("baseline", whole(str(baseline)) if baseline else "none"),
         ("tasks", ", ".join(request.tasks.names)),
     ]
+
+
+def show_comparison(console: Console, facts: Facts, written: Sequence[Path] = (), commands: Sequence[str] = ()) -> None:
+    """Show scores, the baseline's beside them if there is one, then sampled rows; what follows from them last.
+
+    Args:
+        console: terminal or log.
+        facts: mapping made by `facts_of`.
+        written: files that were written.
+        commands: commands to suggest.
+    """
+    _show_table(console, f"{facts['rows']:,} rows, {facts['target_tokens']:,} target tokens", facts["table"], facts)
+    for file, rows in facts["by_file"].items():
+        _show_table(console, f"rows of {file}", rows, facts)
+    for line in facts["lines"]:
+        say(console, line, "  ")
+    for sample in facts["samples"]:
+        texts = [(name, cut_text(text, SHOWN_CHARACTERS)) for name, text in sample["texts"].items()]
+        panel(console, sample["place"], texts)
+    headline = facts["headline"]
+    text = ": ".join(filter(None, (headline["words"], headline["figures"])))
+    console.print(Text(f"\n{text[:1].upper()}{text[1:]}", style="bold"), soft_wrap=True)
+    for path in written:
+        console.print(f"written to {path}")
+    next_steps(console, *commands)
+
+
+def scores_text(facts: Facts) -> str:
+    """Return the model's scores as text, one per line."""
+    return "\n".join(f"{row['name']} {row['model']['value'].replace(',', '')}" for row in facts["table"])
+
+
+def _show_table(console: Console, title: str, rows: Sequence[Facts], facts: Facts) -> None:
+    compared = facts["baseline"] is not None
+    names = ("baseline", "model", "change") if compared else ("model",)
+    head = ("score", *names, "95 % interval", *(("",) if compared else ()))
+    lines = [
+        (row["name"], *(row[key]["value"] for key in ("baseline", "model", "change")), row["change"]["interval"],
+         row["verdict"])
+        if compared else (row["name"], row["model"]["value"], row["model"]["interval"])
+        for row in rows
+        if row["name"].rpartition(".")[2] not in ONLY_IN_REPORTS or len(rows) <= len(ONLY_IN_REPORTS)
+    ]  # fmt: skip
+    table(console, title, [head, *lines], right=range(1, 5))
