@@ -25,6 +25,7 @@ from gptj_ft.checkpoints.base_model import default_model, find_model
 from gptj_ft.config.resolve import Resolved, resolve
 from gptj_ft.data.hub_dataset import fetch, is_reference
 from gptj_ft.errors import UsageError
+from gptj_ft.system.machine import bound_kernel_caches
 from gptj_ft.system.signals import stop_says
 from gptj_ft.training.prepare_data import Preparation, Targets, prepare_rows
 from gptj_ft.training.reporter import Reporter
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from gptj_ft.generation.generator import Answer, GenerationSetup, Generator
     from gptj_ft.training.finetune import Forecast, PreparedRun
     from gptj_ft.training.loop import TrainResult
+
+bound_kernel_caches()  # before torch multiplies for the first time, if that has not happened yet
 
 
 def prepare(

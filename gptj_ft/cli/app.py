@@ -32,10 +32,10 @@ from gptj_ft.cli.help import Command, Commands
 from gptj_ft.cli.terminal.output import print_json, print_note
 from gptj_ft.errors import GptjFtError, Interrupted, ResourceError, in_words
 from gptj_ft.system.hub import close_network
+from gptj_ft.system.machine import bound_kernel_caches
 from gptj_ft.system.signals import StopRequest
 from gptj_ft.system.streams import lasting_streams
 
-KERNELS_KEPT = 64
 FIRST_RUN = "gptj-ft finetune --recipe summarization --data my.jsonl --model tiny"
 app = typer.Typer(
     cls=Commands,
@@ -121,17 +121,6 @@ def main() -> None:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         bound_kernel_caches()
         sys.exit(_run(stop))
-
-
-def bound_kernel_caches() -> None:
-    """Bound the memory of compiled kernels; to be called before torch multiplies for the first time.
-
-    In bf16 on a CPU, oneDNN and torch's layer above it each keep the last 1,024 kernels that they compiled, at some 0.7
-    MB. Steps without padding ask for new shapes each time: a run's memory grew by a gigabyte. With 64 it stays below
-    what a plan counts for the process; a small model compiles more often, at GPT-J's width that hardly counts.
-    """
-    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, str(KERNELS_KEPT))
 
 
 def _run(stop: StopRequest) -> int:

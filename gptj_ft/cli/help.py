@@ -1,4 +1,4 @@
-"""How help is laid out: commands in groups, what newcomers need before all the rest, examples at the end."""
+"""Lay out help: commands in groups, the options of newcomers first, examples at the end."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def takes_options(
 
     Args:
         *fields: names of options, with their group if they are of one.
-        meanings: of options that the command uses for something else than training.
+        meanings: help texts of options that the command uses for something else than training.
         shown: options of `IN_MORE` that this command shows at once.
     """
 

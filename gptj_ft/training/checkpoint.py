@@ -1,4 +1,4 @@
-"""Saving the state of a run and bringing it back: without memory for the model, and so that no crash loses a step.
+"""Save and restore the state of a run, without memory for the model, and so that no crash loses a step.
 
 A run whose whole state is on disk needs no checkpoints: its state folder is one, at any instant. Which of the two a
 run goes on from, commit or newest checkpoint, is noted in its ``run.json`` once there is one; so what a kill leaves

@@ -1,4 +1,4 @@
-"""`--max-time`: whether what is coming still fits, judged by how long such things took before."""
+"""Keep a session within ``max_time``: expect of activities what they took before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RECENT = 10  # steps differ in length: the longest of so many is expected
 
 
 class Deadline:
-    """The time of a session, and how long its activities take.
+    """Time limit of a session, and measured durations of its activities.
 
     Args:
         limit: seconds of the session; ``None`` is no limit.

@@ -74,9 +74,9 @@ def write_outcome(target: Path, trained: TunedModel, selection: Selection, layer
 
     Args:
         target: the folder of the model, or of the adapter; it must not exist.
-        trained: what it comes from.
-        selection: what was trained of it.
-        layers: that, fp32, layer by layer.
+        trained: recipe, base model, data and metrics.
+        selection: parameters that were trained.
+        layers: trained parameters by layer, fp32.
 
     Raises:
         UsageError, DataError, ResourceError: as `write_model` and `write_adapter`.
@@ -132,8 +132,8 @@ def export_checkpoint(run: Run, name: str, target: Path) -> int:
     """Write the state of a checkpoint as a model, like the one that a run ends with; return its step.
 
     Args:
-        run: of which.
-        name: of the checkpoint, see `retention.find_checkpoint`.
+        run: run that has the checkpoint.
+        name: name of the checkpoint, see `retention.find_checkpoint`.
         target: the model folder; it must not exist.
 
     Raises:

@@ -1,4 +1,4 @@
-"""From options to a run: gather what it reads, plan it, make its folder, train. Fresh, or resumed from its folder."""
+"""Prepare a run from its options and train it, fresh or resumed from its folder; forecast one."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class PreparedRun:
     """A run that is ready to start: nothing has been written for it yet, or it is resumed.
 
     Attributes:
-        setup: what `loop.train` needs.
-        report: on the rows, those that are held out among them.
+        setup: recipe, model, rows and plan for `loop.train`.
+        report: report on the rows, held-out ones included.
         resolved: the recipe with origins, to be saved in a new run folder.
         rows: training and validation rows, to be saved there.
         run: the folder, when it exists already.
@@ -266,7 +266,7 @@ class Forecast:
     """What a run would cost.
 
     Attributes:
-        plan: of the run; where none fits, the nearest.
+        plan: plan of the run; where none fits, the nearest.
         problem: why it does not fit.
         notes: on how the model is treated.
         published: the model as it was published, if it is one of those that are known by name.
@@ -290,7 +290,7 @@ def forecast(resolved: Resolved, measure_again: bool = False, reporter: Reporter
     Without rows, a published model need not be there: see `published`. Where none is named or downloaded, it is GPT-J.
 
     Args:
-        resolved: its options.
+        resolved: options with their origins.
         measure_again: measure what the machine does in a second, though it is known.
         reporter: receiver of activities.
 

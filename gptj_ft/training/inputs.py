@@ -1,4 +1,4 @@
-"""What a run reads: the model folder, its tokenizer, the rows."""
+"""Gather what a run reads: model folder, tokenizer, rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gather(recipe: Recipe) -> Inputs:
     """Find the model and prepare the rows of a run; without validation rows, hold some out.
 
     Args:
-        recipe: its ``data`` must be set.
+        recipe: options; ``data`` must be set.
 
     Raises:
         UsageError, DataError: as their parts.

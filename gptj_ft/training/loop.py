@@ -65,7 +65,7 @@ class TrainResult:
         loss_before: validation loss before training, nats per target token; ``None`` without validation rows.
         loss_after: the same of the tuned model.
         best: best validated state; ``None`` without validation rows.
-        best_checkpoint: its checkpoint, if that is kept and is not what was exported.
+        best_checkpoint: checkpoint of that state; ``None`` if it is not kept, or was exported.
         seconds: wall time of this session's training.
         counts: all steps of the run together.
         throughput: their mean rates.
@@ -165,7 +165,7 @@ class Training:
         record: writer of a line of ``metrics.jsonl``.
         watch: detector of exploding losses.
         recent: means over the latest steps.
-        validation_loss: of the latest validation; ``None`` before the first.
+        validation_loss: loss of the latest validation; ``None`` before the first.
         is_done: whether no step is to follow.
     """
 

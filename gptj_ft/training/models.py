@@ -1,4 +1,4 @@
-"""The models in the home: what each is, where it is from, and which runs still need it."""
+"""List and remove the models in the home: family, size, origin, and the runs that need them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Entry:
     """A model in the home.
 
     Attributes:
-        name: its folder's, by which commands know it.
-        folder: where it is.
-        family: its architecture; empty if that cannot be read.
-        parameters: numbers in it; ``None`` if that cannot be read.
+        name: name of its folder, by which commands know it.
+        folder: model folder.
+        family: architecture; empty if that cannot be read.
+        parameters: number of parameters; ``None`` if that cannot be read.
         dtype: type in which they are stored, or ``mixed``.
-        bytes: that it takes on the disk.
-        origin: what it was made from.
+        bytes: size on the disk.
+        origin: repository or model that it was made from.
         problem: why it cannot be used; ``None`` if it can.
     """
 

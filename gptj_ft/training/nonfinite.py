@@ -1,4 +1,4 @@
-"""Where numbers stopped being finite, looked for once something has failed; and a finite loss that explodes."""
+"""Locate the first tensor that is not finite after a failure; detect a finite loss that explodes."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ def explain_loss(
     Args:
         what: "loss" or "validation loss".
         step: optimizer steps done before it.
-        setup: of the run.
-        stack: the weights it was computed with.
-        forward: computes it once more.
+        setup: recipe and model of the run.
+        stack: model with the weights it was computed with.
+        forward: callback that computes it once more.
     """
     found = find_in_forward(setup, stack, forward)
     if found and found.is_weight and step == 0:

@@ -75,11 +75,11 @@ class Preparation:
 
     Attributes:
         recipe: with the columns, if they were asked for.
-        targets: what was written.
-        model: whose tokens the rows are.
-        tokenizer: of it.
+        targets: folder and files written.
+        model: model folder whose tokenizer was used.
+        tokenizer: tokenizer of that model.
         prepared: the rows.
-        fixes: what was mended, if that was asked for.
+        fixes: report on repaired rows; ``None`` without ``--fix``.
     """
 
     recipe: Recipe
@@ -108,8 +108,8 @@ def prepare_rows(recipe: Recipe, targets: Targets, reporter: Reporter) -> Prepar
     """Mend rows if that is asked for, and turn them into tokens.
 
     Args:
-        recipe: its ``data`` names the rows.
-        targets: what is to be written.
+        recipe: options; ``data`` names the rows.
+        targets: folder and files to write.
         reporter: receiver of the rows done.
 
     Raises:

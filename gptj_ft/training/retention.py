@@ -122,9 +122,9 @@ def kept_steps(recipe: Recipe, steps: Iterable[int], best: int | None) -> set[in
     """Return the steps of the checkpoints that are kept for good.
 
     Args:
-        recipe: its ``keep`` and ``save_every``.
-        steps: of all checkpoints.
-        best: the step of the best state.
+        recipe: options; ``keep`` and ``save_every`` decide.
+        steps: steps of all checkpoints.
+        best: step of the best state.
     """
     regular = sorted(step for step in steps if is_multiple(step, recipe.save_every))
     count = len(regular) if recipe.num_newest_kept is None else recipe.num_newest_kept

@@ -18,7 +18,7 @@ class BestState:
         step: optimizer steps behind it.
         validation_loss: nats per target token.
         by: name of the score it was chosen by; default: the loss.
-        value: that score.
+        value: value of that score.
     """
 
     step: int

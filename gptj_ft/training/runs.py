@@ -1,4 +1,4 @@
-"""The runs there are: how far each has come, what it takes on the disk, and what of that it does not need."""
+"""List runs: progress, losses, size on the disk; find and remove files that they no longer need."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Summary:
     """A run at a glance.
 
     Attributes:
-        folder: of the run.
-        recipe: that it started from.
+        folder: run folder.
+        recipe: name of its preset.
         status: ``finished``, ``stopped``, or what a process is doing with it now: ``training``.
-        process: that process; ``None`` if there is none.
+        process: process that works on it; ``None`` if there is none.
         step: steps done, or if the run is stopped those that it goes on from.
-        steps: of the whole run; ``None`` if its rows are not there.
+        steps: optimizer steps of the whole run; ``None`` if its rows are not there.
         saved_at: when its state or model was last written, seconds since 1970; ``None`` if never.
         loss_before: validation loss before training.
         loss_after: the newest validation loss after that.
         checkpoints: steps of those there are.
-        bytes: that it takes on the disk.
+        bytes: size on the disk.
         problem: why nothing more is known of it.
     """
 

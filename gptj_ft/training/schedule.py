@@ -1,4 +1,4 @@
-"""Learning rate by step: segments, one after the other."""
+"""Learning-rate schedules: segments, one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All that training needs, gathered and planned: recipe, model, rows, steps, device, placement."""
+"""Set up training: derive steps, schedule, device and precision, and plan the placement."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gptj_ft.training.schedule import Schedule
 
 @dataclass(frozen=True)
 class TrainSetup:
-    """All that `train` needs, resolved; the recipe's ``precision`` is not ``auto`` any more.
+    """Recipe, model, rows, steps and plan of a run; the recipe's ``precision`` is not ``auto`` any more.
 
     No step of the run has more than ``most_step_tokens``, whatever the order of the rows. ``updates_before`` is how
     many updates the moments have seen that it begins with; ``None``: it begins with zeros.

@@ -18,15 +18,15 @@ WAITING_NOTICED = 0.05  # share of the time
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What was done and what it took: one step, or many together.
+    """Tokens, seconds, bytes and memory of one step, or of many together.
 
     Attributes:
-        tokens: all that were computed.
-        target_tokens: those with a loss.
+        tokens: tokens computed.
+        target_tokens: tokens with a loss.
         seconds: wall time.
-        waited_seconds: of them, what the computation stood still for the stores.
-        bytes_read: by the stores.
-        bytes_written: by the stores.
+        waited_seconds: seconds of them that the computation waited for the stores.
+        bytes_read: bytes read by the stores.
+        bytes_written: bytes written by the stores.
         memory_bytes: peak resident memory of the process so far.
         device_memory_bytes: peak allocated on a CUDA device so far; 0 on a CPU.
     """
@@ -110,7 +110,7 @@ def summarize(lines: Sequence[Mapping[str, Any]]) -> tuple[StepCounts, Throughpu
 
 
 class Stopwatch:
-    """Measures what is done from its making on."""
+    """Measure tokens, seconds and bytes since construction."""
 
     def __init__(self, stack: OffloadedModel) -> None:
         self._stack, self._start, self._before = stack, time.monotonic(), _counters(stack)
@@ -138,7 +138,7 @@ def describe_throughput(counts: StepCounts, throughput: Throughput, verbose: boo
     """Return the rates of a step as people read them; what does not apply is left out.
 
     Args:
-        counts: of one step or of a whole run.
+        counts: counts of one step or of a whole run.
         throughput: rates of the same.
         verbose: with what the engine does: FLOPs, and bytes moved.
     """

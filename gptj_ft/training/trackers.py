@@ -1,4 +1,4 @@
-"""A run's figures sent to where a user watches them: TensorBoard, Trackio or Weights & Biases, through accelerate."""
+"""Send the metrics of a run to TensorBoard, Trackio or Weights & Biases, through accelerate."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def tracking(run: Run, recipe: Recipe, warn: Callable[[str], None]) -> Iterator[
     Whatever a tracker does wrong is said once; it gets nothing more, and the run goes on.
 
     Args:
-        run: whose lines they are.
-        recipe: its ``report_to``.
-        warn: is told what went wrong.
+        run: run that the lines are of.
+        recipe: options; ``report_to`` names the tracker.
+        warn: callback for a failure of the tracker.
     """
     tracker = _Guarded(run, recipe, warn) if recipe.report_to != "none" else None
 

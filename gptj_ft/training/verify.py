@@ -1,4 +1,4 @@
-"""Every file of a run, read and compared with what was written."""
+"""Verify a run: read every file and compare it with its recorded checksum."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def verify(run: Run, progress: Progress | None = None) -> Verification:
     """Check every file that a run holds: form, size, step and digests.
 
     Args:
-        run: which nobody is working on.
+        run: run that no process is working on.
         progress: called with (bytes checked, bytes to check).
 
     Raises:

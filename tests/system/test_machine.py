@@ -277,7 +277,7 @@ def test_a_cuda_device_is_known_by_a_number_that_is_there(monkeypatch: pytest.Mo
 
 def test_memory_does_not_grow_with_the_shapes_that_bf16_steps_ask_for() -> None:
     code = """
-from gptj_ft.cli.app import bound_kernel_caches
+from gptj_ft.system.machine import bound_kernel_caches
 bound_kernel_caches()
 import psutil, torch
 torch.set_num_threads(1)

@@ -293,6 +293,19 @@ def test_a_second_signal_ends_at_once_if_a_person_insists(
     assert (asked, request.requested) == ([True], True)
 
 
+def test_in_somebodys_program_only_ctrl_c_is_taken_and_a_second_one_raises(clock: list[float]) -> None:
+    asked: list[bool] = []
+    terminates = signal.getsignal(signal.SIGTERM)
+    with StopRequest(lambda: asked.append(True), owns_process=False) as request:
+        assert signal.getsignal(signal.SIGTERM) is terminates
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (asked, request.requested) == ([True], True)
+        clock[0] += 1.0
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0)
+
+
 def test_the_exit_code_of_a_module_is_its_own_even_where_a_text_is_executed(tmp_path: Path) -> None:
     code = """
 import os, sys

@@ -1,4 +1,4 @@
-"""The command that brings models in: `download`."""
+"""The command `download`: fetch a model from the Hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`models`: what is in the home of models."""
+"""The command `models`: list or remove the models in the home."""
 
 from __future__ import annotations
 

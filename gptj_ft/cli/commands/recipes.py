@@ -1,4 +1,4 @@
-"""`recipes`: the presets."""
+"""The command `recipes`: list, show or copy the presets."""
 
 from __future__ import annotations
 

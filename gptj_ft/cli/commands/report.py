@@ -1,4 +1,4 @@
-"""`report`: runs as pages."""
+"""The command `report`: write runs as pages."""
 
 from __future__ import annotations
 

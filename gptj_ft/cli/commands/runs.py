@@ -1,4 +1,4 @@
-"""`runs`: what was trained here."""
+"""The command `runs`: list, verify, clean or export runs."""
 
 from __future__ import annotations
 

@@ -52,10 +52,10 @@ class Change:
     """Change of a score, for `change_strip`.
 
     Attributes:
-        name: of the score.
+        name: name of the score.
         text: the change as it is written.
         value: new minus old, turned so that more is better.
-        ends: of its 95 % interval, turned as well; ``None``: there is no interval.
+        ends: ends of its 95 % interval, turned as well; ``None``: there is no interval.
         verdict: ``better``, ``worse`` or ``unclear``.
     """
 
@@ -75,9 +75,9 @@ def round_ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Return round numbers, at equal steps of 1, 2 or 5 times a power of ten, that enclose a range.
 
     Args:
-        low: of the range.
-        high: of the range, at least ``low``.
-        most: of them, about.
+        low: lower end of the range.
+        high: upper end of the range, at least ``low``.
+        most: greatest number of ticks, about.
     """
     if high <= low:
         margin = abs(low) * 0.1 or 1.0
@@ -145,7 +145,7 @@ def change_strip(change: Change, reach: float | None = None) -> str:
     """Return the change of a score with its interval around 0, as a strip that is as wide as its place.
 
     Args:
-        change: of the score; an empty text where it is not finite.
+        change: change of the score; empty where it is not finite.
         reach: value at either end of the strip; by default the scale is the strip's own, see `Change.reach`.
     """
     ends = change.ends or (change.value, change.value)

@@ -1,4 +1,4 @@
-"""Prepared data -> a report to keep or to pass on: JSON for programs, one HTML page for people.
+"""Write a report on prepared rows: JSON for programs, one HTML page for people.
 
 Both hold the same facts. No text of a row is among them unless examples are asked for.
 """

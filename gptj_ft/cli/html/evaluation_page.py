@@ -1,4 +1,4 @@
-"""A verdict for people: on the terminal, as Markdown, as a page; and for programs, as JSON."""
+"""Write an evaluation as a page, as Markdown, and for programs as JSON."""
 
 from __future__ import annotations
 

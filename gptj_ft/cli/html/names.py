@@ -40,8 +40,8 @@ def portable(words: Sequence[str], names: Mapping[str, str] | None = None) -> st
     """Return a command of this program that holds of each path its last part only.
 
     Args:
-        words: what follows the program's name.
-        names: what to write for some of them.
+        words: words after the program's name.
+        names: replacements for some of them.
     """
     return command_line(*((names or {}).get(word) or _portable(word) for word in words))
 

@@ -1,4 +1,4 @@
-"""A run as a page: what was trained on what, how it went, what came of it, how to repeat it. And runs side by side."""
+"""Write a run as a page: data, curves, scores, how to repeat it; or several runs side by side."""
 
 from __future__ import annotations
 

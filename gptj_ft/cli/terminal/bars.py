@@ -1,4 +1,4 @@
-"""How far something is: a bar on a terminal; in a log a line now and then, with time and percent."""
+"""Show progress: a bar on a terminal; in a log a line now and then, with time and percent."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def bar(console: Console, what: str, unit: str = "bytes", then: str = "") -> Ite
     """Show how far something is.
 
     Args:
-        console: where to; a quiet one shows nothing.
+        console: terminal or log; a quiet one shows nothing.
         what: is done.
         unit: ``bytes``, or the name of what is counted.
-        then: what is done when counting begins again.
+        then: what is done when counting starts over.
 
-    Yields: what is told (done, total if it is known).
+    Yields: callback for (done, total if that is known).
     """
     amount, times = _Amount(what, unit, then or what), LogTimes()
     if is_live(console) and not console.quiet:
@@ -62,10 +62,10 @@ def activity(console: Console, what: str) -> Iterator[Doing]:
     A log shows nothing of it.
 
     Args:
-        console: where to; a quiet one shows nothing.
+        console: terminal or log; a quiet one shows nothing.
         what: is done first.
 
-    Yields: what is told what is done now.
+    Yields: callback for the next activity.
     """
     since = time.monotonic()
 

@@ -1,4 +1,4 @@
-"""What preparing rows tells on the terminal: what was understood, kept, left out, how long, what the model sees."""
+"""Show prepared rows: counts, columns, reasons of skipped rows, lengths, examples."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def show_examples(
     """Show the first rows as the model will see them: what is trained on between marks, and bold.
 
     Args:
-        console: where to.
+        console: terminal or log.
         prepared: the rows.
         decode: token ids -> text.
         count: rows to show.

@@ -1,4 +1,4 @@
-"""What every command does on the terminal: say where its words go, ask, fetch what is named, print."""
+"""Print the results and the notes of a command; ask for columns that are not clear."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Output:
-    """Where a command's words go: its result to stdout, all else to stderr.
+    """Streams of a command: its result goes to stdout, all else to stderr.
 
     Attributes:
         as_json: one JSON object instead of what people read.
@@ -56,7 +56,7 @@ class Output:
         """Print the result.
 
         Args:
-            facts: of it, for programs.
+            facts: object for ``--json``.
             result: in a line or a few; empty where only the exit code tells.
             show: prints all of it for people.
         """

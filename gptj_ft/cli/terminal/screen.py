@@ -1,4 +1,4 @@
-"""How the commands look: panels, tables, what to type next. Readable at 60 columns, in a log, and read aloud.
+"""Lay out panels, tables and the commands to type next. Readable at 60 columns, in a log, and read aloud.
 
 No meaning is in a colour or in a frame. What is printed is as wide as the terminal, and no wider than people read; what
 is to be copied (a path, a command) is never broken.
@@ -101,9 +101,9 @@ def table(console: Console, title: str, rows: Sequence[Sequence[str]], right: Se
     On a terminal too narrow for it, each row is a panel: nothing is cut off, and no line is broken in the middle.
 
     Args:
-        console: where to.
+        console: terminal or log.
         title: over all of it; may be empty.
-        rows: of equal length.
+        rows: rows of equal length.
         right: columns aligned at their right.
     """
     if title:

@@ -1,4 +1,4 @@
-"""What the commands print for people: tables and lines, from the values that `--json` prints for programs."""
+"""Show runs, plans and results to people: the values that `--json` prints for programs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def plan_rows(plan: Plan, notes: Sequence[str] = (), verbose: bool = True) -> li
     """Say what a run needs beside what it may use, what it moves, how long it takes.
 
     Args:
-        plan: of the run.
+        plan: plan of the run.
         notes: on how the model is treated.
         verbose: with what is moved and computed in a step, and what the machine was measured to do.
     """
@@ -154,8 +154,8 @@ def show_training(console: Console, result: TrainResult, num_validation: int, ve
     """Show what came of a run, where the model is, and what to type next.
 
     Args:
-        console: where to.
-        result: of the run.
+        console: terminal or log.
+        result: result of the run.
         num_validation: rows that it was measured on.
         verbose: with what the engine did.
     """
