@@ -302,8 +302,7 @@ def test_in_somebodys_program_only_ctrl_c_is_taken_and_a_second_one_raises(clock
         assert (asked, request.requested) == ([True], True)
         clock[0] += 1.0
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0)
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_the_exit_code_of_a_module_is_its_own_even_where_a_text_is_executed(tmp_path: Path) -> None:
