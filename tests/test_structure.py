@@ -23,6 +23,13 @@ def test_the_streaming_core_names_no_family() -> None:
         assert not [family for family in families() if family in words], path
 
 
+def test_the_families_named_without_torch_are_those_there_are() -> None:
+    from gptj_ft.models.registry import families
+    from gptj_ft.models.supported import MODEL_TYPES, TINY_MODELS
+
+    assert set(MODEL_TYPES) == set(TINY_MODELS.values()) == set(families())
+
+
 def test_help_and_completion_import_no_torch() -> None:
     code = (
         "import os, sys; sys.argv = ['gptj-ft', 'finetune', '--help']\n"

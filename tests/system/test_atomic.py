@@ -1,0 +1,67 @@
+"""Files and folders appear whole or not at all, and what is left of unfinished ones is known by its name."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from gptj_ft.errors import UsageError
+from gptj_ft.system.atomic import atomic_files, atomic_folder
+from gptj_ft.system.files import doomed_name, hidden_name, is_leftover, leftovers_in, new_name
+
+
+class Killed(BaseException):
+    """Ends a block as a signal does."""
+
+
+@pytest.mark.parametrize("resume", [None, {"plan": 1}])
+def test_a_folder_gets_its_name_when_the_block_ends_and_never_that_of_another(tmp_path: Path, resume) -> None:
+    folder = tmp_path / "out" / "model"
+    with suppress(ZeroDivisionError), atomic_folder(folder, resume) as draft:
+        (draft / "part").write_text("x")
+        raise ZeroDivisionError
+    assert list(folder.parent.iterdir()) == []
+    with atomic_folder(folder, resume) as draft:
+        (draft / "whole").write_text("x")
+        assert is_leftover(draft.name)
+        assert not folder.exists()
+    assert [path.name for path in folder.iterdir()] == ["whole"]
+    with pytest.raises(UsageError, match="exists"), atomic_folder(folder, resume):
+        pass
+
+
+def test_what_an_interrupted_block_has_done_is_there_for_the_same_plan_only(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+
+    def interrupted(plan: dict[str, int]) -> list[str]:
+        with suppress(Killed), atomic_folder(folder, plan) as draft:
+            found = sorted(path.name for path in draft.iterdir() if path.name.startswith("done"))
+            (draft / f"done-{plan['seed']}").write_text("x")
+            raise Killed
+        return found
+
+    assert [interrupted({"seed": seed}) for seed in (1, 1, 2, 1)] == [[], ["done-1"], [], []]
+    assert [path.name for path in leftovers_in(tmp_path)] == [".model.converting"]
+
+
+def test_several_files_appear_together(tmp_path: Path) -> None:
+    paths = tmp_path / "a", tmp_path / "b"
+    with suppress(ZeroDivisionError), atomic_files(*paths) as (first, _):
+        first.write("x")
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+    with atomic_files(*paths) as (first, second):
+        first.write("1")
+        second.write("2")
+        assert len(list(leftovers_in(tmp_path))) == 2
+    assert [path.read_text() for path in paths] == ["1", "2"]
+
+
+def test_every_name_of_something_unfinished_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    states = ("starting", "unmerged", "writing", "converting", "sorted")
+    names = [new_name(path), doomed_name(path), *(hidden_name(path, state) for state in states)]
+    assert all(is_leftover(each.name) for each in names)
+    assert not any(is_leftover(name) for name in ("model", "metrics.jsonl", "model.safetensors", "step-000120"))
