@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ import torch
 from gptj_ft.config.options import Recipe
 from gptj_ft.models.layout import Kind
 from gptj_ft.planning.probe import Rates
-from gptj_ft.planning.workload import Pass, Workload, bytes_moved, passes_of_state, state_kinds, training_passes
+from gptj_ft.planning.traffic import Pass, bytes_moved, state_kinds, training_passes
+from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.model import BufferBudget
 from gptj_ft.streaming.stores.placement import Placement
 
@@ -138,7 +139,8 @@ def cost(
         room: how much of the model is on the device at once.
         is_late: whether updates are applied in forward and again in backward, to be written there.
     """
-    passes = forward, backward = training_passes(placement, load, stored, budget, is_late)
+    forward, backward, flush = training_passes(placement, load, stored, budget, is_late)
+    passes = forward, backward
     state = {kind: stored[kind] for kind in state_kinds(stored)}
     by_place = bytes_moved(placement, state, load.stored_elements)
     state_bytes = load.stored_elements * sum(dtype.itemsize for dtype in state.values())
@@ -152,8 +154,7 @@ def cost(
     writing = Pass(written={"disk": model_bytes})
     per_step = sum(each.seconds(load, rates) for each in passes)
     num_saves = 0 if placement.is_durable else num_checkpoints(recipe, load, per_step)
-    update, _ = passes_of_state(placement, load, stored, budget, is_late)
-    per_validation = seconds_per_validation(placement, load, update, rates, budget.pass_tokens)
+    per_validation = seconds_per_validation(placement, load, flush, rates, budget.pass_tokens)
     return Costs(
         num_steps=load.num_steps,
         is_late=is_late,
@@ -183,16 +184,13 @@ def num_validations(recipe: Recipe, load: Workload) -> int:
     return 2 + between
 
 
-def seconds_per_validation(
-    placement: Placement, load: Workload, forward: Pass, rates: Rates, pass_tokens: int
-) -> float:
+def seconds_per_validation(placement: Placement, load: Workload, flush: Pass, rates: Rates, pass_tokens: int) -> float:
     """Return how long one validation takes: the pending update of every layer, then passes over the weights."""
-    update = replace(forward, flops=0.0, times=0.0) if forward.updated else Pass()
     passes = -(-load.validation_tokens // pass_tokens)
     flops = 2.0 * load.block_parameters * load.validation_tokens + 2.0 * load.head_parameters * load.validation_targets
     weights = bytes_moved(placement, {"weight": load.dtype}, passes * (load.stored_elements + load.lent_elements))
     frozen = bytes_moved(placement, {"frozen": load.dtype}, passes * sum(load.frozen_per_pass))
-    return update.seconds(load, rates) + Pass(flops, read=weights).plus(read=frozen).seconds(load, rates)
+    return flush.seconds(load, rates) + Pass(flops, read=weights).plus(read=frozen).seconds(load, rates)
 
 
 def num_checkpoints(recipe: Recipe, load: Workload, seconds_per_step: float) -> int:

@@ -18,7 +18,7 @@ from gptj_ft.planning.scaling_law import ScalingForecast
 from gptj_ft.planning.suggestions import HARMLESS, TRAINING, Candidate, suggest
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.activations import NUM_BUFFERS
-from gptj_ft.streaming.model import PASS_TOKENS, BufferBudget, slot_numel, sum_numel
+from gptj_ft.streaming.model import PASS_TOKENS, BufferBudget, pool_shapes
 from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
 from gptj_ft.streaming.stores.placement import Place, Placement, training_dtypes
 from gptj_ft.system.block_reader import STAGING_BYTES
@@ -79,8 +79,53 @@ def needs_of(device_bytes: int, host_bytes: int, disk_bytes: int, have: Free) ->
     return [*memory, Need("disk", disk_bytes, have.disk)]
 
 
+class Requirements:
+    """What a run needs of each resource beside what it may use; bytes."""
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    have: Free
+
+    @property
+    def needs(self) -> list[Need]:
+        """What is needed beside what may be used, resource by resource."""
+        return needs_of(self.device_bytes, self.host_bytes, self.disk_bytes, self.have)
+
+    @property
+    def lacking(self) -> list[Need]:
+        """The resources of which there is too little."""
+        return [each for each in self.needs if each.need > each.have]
+
+    @property
+    def lack(self) -> int:
+        """Bytes that are missing, over all resources; 0 if the run fits."""
+        return sum(each.need - each.have for each in self.lacking)
+
+
 @dataclass(frozen=True)
-class Plan:
+class MemoryForecast(Requirements):
+    """What a placement needs, and how much of the model is on the device at once; bytes.
+
+    Attributes:
+        placement: places of the training state.
+        device_bytes: bytes needed on the device.
+        host_bytes: bytes needed in host memory.
+        disk_bytes: bytes needed on the disk at most, with a checkpoint and the tuned model.
+        have: what the run may use.
+        budget: how much of the model is on the device at once.
+    """
+
+    placement: Placement
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    have: Free
+    budget: BufferBudget
+
+
+@dataclass(frozen=True)
+class Plan(Requirements):
     """A forecast; bytes and seconds.
 
     Attributes:
@@ -115,21 +160,6 @@ class Plan:
     rates: Rates
     outlook: ScalingForecast
 
-    @property
-    def needs(self) -> list[Need]:
-        """What is needed beside what may be used, resource by resource."""
-        return needs_of(self.device_bytes, self.host_bytes, self.disk_bytes, self.have)
-
-    @property
-    def lacking(self) -> list[Need]:
-        """The resources of which there is too little."""
-        return [each for each in self.needs if each.need > each.have]
-
-    @property
-    def lack(self) -> int:
-        """Bytes that are missing, over all resources; 0 if the run fits."""
-        return sum(each.need - each.have for each in self.lacking)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast for `--json`."""
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("costs", "have")}
@@ -161,19 +191,20 @@ def choose(recipe: Recipe, load: Workload, free: Free, rates: Rates, has_begun: 
         DoesNotFit: nothing allowed fits; says by how much, and the two knobs that help most.
     """
 
-    def plans(recipe: Recipe, load: Workload) -> Iterator[Plan]:
+    def forecasts(recipe: Recipe, load: Workload) -> Iterator[MemoryForecast]:
         have = free.capped(recipe)
-        return (forecast(placement, load, recipe, rates, have) for placement in candidates(recipe, free))
+        return (forecast_memory(placement, load, recipe, have) for placement in candidates(recipe, free))
 
     def lack(recipe: Recipe, load: Workload) -> int:
-        return min(plan.lack for plan in plans(recipe, load))
+        return min(each.lack for each in forecasts(recipe, load))
 
     tried = []
-    for plan in plans(recipe, load):
-        if not plan.lack:
-            return plan
-        tried.append(plan)
-    nearest = min(tried, key=lambda plan: plan.lack)
+    for each in forecasts(recipe, load):
+        if not each.lack:
+            return forecast(each.placement, load, recipe, rates, each.have)
+        tried.append(each)
+    best = min(tried, key=lambda each: each.lack)
+    nearest = forecast(best.placement, load, recipe, rates, best.have)
     lacks_disk_alone = [plan for plan in tried if [need.resource for need in plan.lacking] == ["disk"]]
     least = min((plan.disk_bytes for plan in lacks_disk_alone), default=0)
     elsewhere = [f"--output on a disk with {gigabytes(least)} free"] if least > free.disk else []
@@ -209,10 +240,9 @@ def candidates(recipe: Recipe, free: Free) -> list[Placement]:
     ]
 
 
-def forecast(placement: Placement, load: Workload, recipe: Recipe, rates: Rates, have: Free) -> Plan:
-    """Compute what a placement needs and costs."""
-    dtypes = training_dtypes(load.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
-    stored = {kind: dtype for kind, dtype in dtypes.items() if kind != "grad" or keeps_gradients(recipe, placement)}
+def forecast_memory(placement: Placement, load: Workload, recipe: Recipe, have: Free) -> MemoryForecast:
+    """Compute what a placement needs."""
+    dtypes, stored = _dtypes(load, recipe), _stored(placement, load, recipe)
     total, largest = load.stored_elements, max(layout.numel for layout in load.layouts)
     by_place: dict[Place, int] = {"device": 0, "host": 0, "disk": 0}
     for kind, dtype in stored.items():
@@ -232,20 +262,13 @@ def forecast(placement: Placement, load: Workload, recipe: Recipe, rates: Rates,
     boundaries = beside * hidden * load.step_tokens
     # Logits of a chunk, their softmax and their gradient.
     head = 3 * min(HEAD_CHUNK_BYTES, 4 * load.vocabulary * load.micro_batch_tokens)
-    fixed = (
-        by_place["device"]
-        + _frozen_slots(recipe, placement, load)
-        + biggest_matrix * 4
-        + activations
-        + boundaries
-        + head
-    )
+    fixed = by_place["device"] + biggest_matrix * 4 + activations + boundaries + head
     free = have.device - fixed - (by_place["host"] + PROCESS_BYTES if have.is_shared else 0)
     # The roomiest that fits, else the leanest.
     budgets = [BufferBudget(recipe.read_ahead, *numbers) for numbers in ((2, 48), (2, 24), (1, 16), (1, 6))]
-    fitting = (each for each in budgets if _buffer_bytes(each, placement, dtypes, stored, load) <= free)
+    fitting = (each for each in budgets if _buffer_bytes(each, placement, stored, load) <= free)
     budget = next(fitting, budgets[-1])
-    buffers = _buffer_bytes(budget, placement, dtypes, stored, load)
+    buffers = _buffer_bytes(budget, placement, stored, load)
     per_block = SAVED_PER_TOKEN * hidden * load.step_tokens
     kept = _kept(recipe, load.num_backward_blocks, free - buffers, per_block)
     device = fixed + buffers + kept * per_block
@@ -257,18 +280,25 @@ def forecast(placement: Placement, load: Workload, recipe: Recipe, rates: Rates,
     pass_tokens = min(PASS_TOKENS, max((of_step + spare) // of_token, load.micro_batch_tokens))
     device += max(0, of_token * min(pass_tokens, load.validation_tokens) - of_step)
     budget = replace(budget, num_kept_layers=kept, pass_tokens=pass_tokens)
-    costs = cost(placement, load, recipe, stored, rates, budget)
-    can_be_late = placement.weights != "device" and placement.optimizer_state != "device"  # see `AdamW`
-    if can_be_late and costs.forward.transfer_seconds(rates) > costs.forward.compute_seconds(load, rates):
-        costs = min(
-            (costs, cost(placement, load, recipe, stored, rates, budget, is_late=True)),
-            key=lambda costs: costs.seconds_per_step,
-        )
     state = total * sum(dtype.itemsize for kind, dtype in dtypes.items() if kind != "grad")
     # A run on disk is its own checkpoint and replaces a layer at a time; others write one before they remove one.
     one = largest * sum(dtype.itemsize for dtype in dtypes.values())
     saved = (2 * one if placement.is_durable else 2 * state) + exported_elements(recipe, load) * 4
     saved += kept_checkpoints(recipe, load.num_steps) * state
+    return MemoryForecast(placement, device, by_place["host"] + PROCESS_BYTES, by_place["disk"] + saved, have, budget)
+
+
+def forecast(placement: Placement, load: Workload, recipe: Recipe, rates: Rates, have: Free) -> Plan:
+    """Compute what a placement needs and costs."""
+    memory = forecast_memory(placement, load, recipe, have)
+    stored, budget = _stored(placement, load, recipe), memory.budget
+    costs = cost(placement, load, recipe, stored, rates, budget)
+    can_be_late = placement.weights != "device" and placement.optimizer_state != "device"  # see `PendingUpdates`
+    if can_be_late and costs.forward.transfer_seconds(rates) > costs.forward.compute_seconds(load, rates):
+        costs = min(
+            (costs, cost(placement, load, recipe, stored, rates, budget, is_late=True)),
+            key=lambda costs: costs.seconds_per_step,
+        )
     return Plan(
         placement=placement,
         precision={dtype: name for name, dtype in PRECISIONS.items()}[load.dtype],
@@ -276,9 +306,9 @@ def forecast(placement: Placement, load: Workload, recipe: Recipe, rates: Rates,
         num_parameters=load.num_parameters,
         num_trained=load.num_trained,
         tokens_per_step=load.mean_step_tokens,
-        device_bytes=device,
-        host_bytes=by_place["host"] + PROCESS_BYTES,
-        disk_bytes=by_place["disk"] + saved,
+        device_bytes=memory.device_bytes,
+        host_bytes=memory.host_bytes,
+        disk_bytes=memory.disk_bytes,
         have=have,
         budget=budget,
         costs=costs,
@@ -305,31 +335,31 @@ def _budget_dict(budget: BufferBudget) -> dict[str, int]:
     return {names.get(name, name): value for name, value in asdict(budget).items()}
 
 
-def _frozen_slots(recipe: Recipe, placement: Placement, load: Workload) -> int:
-    """Bytes of the buffers on the device for weights that are not trained."""
-    if not load.frozen_elements or placement.of("frozen") == "device":
-        return 0
-    return (recipe.read_ahead + 1) * max(layout.numel for layout in load.frozen) * load.dtype.itemsize
+def _dtypes(load: Workload, recipe: Recipe) -> dict[Kind, torch.dtype]:
+    """Return the kinds of a training run and their types."""
+    return training_dtypes(load.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
+
+
+def _stored(placement: Placement, load: Workload, recipe: Recipe) -> dict[Kind, torch.dtype]:
+    """Return the kinds of a training run that have a store, and their types."""
+    keeps = keeps_gradients(recipe, placement)
+    return {kind: dtype for kind, dtype in _dtypes(load, recipe).items() if kind != "grad" or keeps}
 
 
 def _buffer_bytes(
-    budget: BufferBudget,
-    placement: Placement,
-    dtypes: Mapping[Kind, torch.dtype],
-    stored: Mapping[Kind, torch.dtype],
-    load: Workload,
+    budget: BufferBudget, placement: Placement, stored: Mapping[Kind, torch.dtype], load: Workload
 ) -> int:
-    """Bytes of the buffers on the device: slots for weights, sums of gradients, parts of what only updates need."""
-    part, fp32 = min(budget.chunk_numel, max(layout.numel for layout in load.layouts)), torch.float32
+    """Return the bytes of the buffers on the device: of the pools that are needed, and those an update computes in."""
+    fp32, shapes = torch.float32, pool_shapes(budget, load.layouts, load.frozen, stored)
     streamed = [kind for kind in stored if placement.of(kind) != "device"]
-    size = (budget.read_ahead + 1) * slot_numel(load.layouts) * dtypes["weight"].itemsize if "weight" in streamed else 0
+    chunked = [kind for kind in streamed if kind != "weight"]
+    needed: list[str] = ["weights", *chunked] if "weight" in streamed else [*chunked]
     if "grad" in streamed or stored.get("grad") != fp32:
-        size += (budget.num_gradients * sum_numel(load.layouts) + load.lent_elements) * fp32.itemsize
-    pooled = [dtypes[kind] for kind in streamed if kind != "weight"]
-    scratch = [fp32] * (1 + sum(dtype != fp32 for dtype in pooled))
-    return size + part * (
-        budget.num_chunks * sum(dtype.itemsize for dtype in pooled) + sum(x.itemsize for x in scratch)
-    )
+        needed += ["gradients", "tied gradient"]
+    if load.frozen_elements and placement.of("frozen") != "device":
+        needed.append("frozen")
+    scratch = 1 + sum(stored[kind] != fp32 for kind in chunked)
+    return sum(shapes[name].num_bytes for name in needed) + scratch * shapes["exp_avg"].numel * fp32.itemsize
 
 
 def _kept(recipe: Recipe, num_blocks: int, free: int, per_block: int) -> int:

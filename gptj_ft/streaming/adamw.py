@@ -190,10 +190,7 @@ class AdamW:
 
     def add_gradient(self, load: LayerLoad) -> None:
         self._layer_norms[load.index] = torch.linalg.vector_norm(load.tensors["grad"])
-        if load.task.gradient == "write":
-            load.send_gradient(self.step + 1)
-        else:
-            load.update()
+        load.use_gradient(self.step + 1)
 
     def _in_fp32(self, kind: Kind, values: Tensor) -> Tensor:
         if values.dtype == torch.float32:

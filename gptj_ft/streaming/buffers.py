@@ -45,11 +45,6 @@ class BufferPool:
         for buffer in self._line:
             buffer.transfers += record_event(device)  # of the zeros
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(buffer.tensor.nbytes for buffer in self._line)
-
     def has_free(self, key: Hashable) -> bool:
         """Tell whether `acquire` would return a buffer."""
         return any(not buffer.refcount or (key is not None and buffer.key == key) for buffer in self._line)

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -81,10 +82,7 @@ class OffloadedModel:
         """The inputs of the layers, between forward and backward."""
         self.active: object = None
         """The prefetcher that has the buffers: a new one takes them over."""
-        self._slots: BufferPool | None = None
-        self._frozen_slots: BufferPool | None = None
-        self._gradients: dict[bool, BufferPool] = {}  # by whether they are of the layer that lends
-        self._pools: dict[Kind, BufferPool] = {}
+        self._pools: dict[str, BufferPool] = {}  # by the names of `pool_shapes`
         self._views: dict[tuple[int, int], Mapping[str, Tensor]] = {}
         self.functional_layers = [FunctionalLayer(layer) for layer in self.layers]
         self._tables = [_tables_of(layer) for layer in self.layers]
@@ -128,19 +126,12 @@ class OffloadedModel:
     @property
     def slots(self) -> BufferPool:
         """The buffers for the weights of whole layers: one more than are read ahead, each as large as the largest."""
-        if self._slots is None:
-            self._slots = BufferPool(
-                self.budget.read_ahead + 1, slot_numel(self.layouts), self.compute_dtype, self.device
-            )
-        return self._slots
+        return self._pool("weights")
 
     @property
     def frozen_slots(self) -> BufferPool:
         """Likewise for the weights that are not trained."""
-        if self._frozen_slots is None:
-            largest = max(layout.numel for layout in self.frozen)
-            self._frozen_slots = BufferPool(self.budget.read_ahead + 1, largest, self.compute_dtype, self.device)
-        return self._frozen_slots
+        return self._pool("frozen")
 
     def take_slots(self) -> None:
         """Take the memory of the slots that will be needed now, not at their first use."""
@@ -185,24 +176,21 @@ class OffloadedModel:
     def gradients(self, layer: int) -> BufferPool:
         """Return the buffers that a layer's gradient is summed in, fp32: one leaves while the other is filled.
 
-        A layer that lends has one to itself: who borrows from it begins its gradient, long before backward gets there.
+        The source of tied parameters has one to itself: the layer that is tied to it begins its gradient, long before
+        backward gets there.
         """
-        is_tied_source = self.is_tied_source(layer)
-        if is_tied_source not in self._gradients:
-            count, numel = (
-                (1, self.layouts[layer].numel)
-                if is_tied_source
-                else (self.budget.num_gradients, sum_numel(self.layouts))
-            )
-            self._gradients[is_tied_source] = BufferPool(count, numel, torch.float32, self.device)
-        return self._gradients[is_tied_source]
+        return self._pool("tied gradient" if self.is_tied_source(layer) else "gradients")
 
     def pool(self, kind: Kind) -> BufferPool:
-        """Return the buffers for parts of a kind."""
-        if kind not in self._pools:
-            numel = min(self.budget.chunk_numel, self._largest)
-            self._pools[kind] = BufferPool(self.budget.num_chunks, numel, self.dtypes[kind], self.device)
-        return self._pools[kind]
+        """Return the buffers for chunks of a kind."""
+        return self._pool(kind)
+
+    def _pool(self, name: str) -> BufferPool:
+        """Return a pool of buffers, taken at its first use."""
+        if name not in self._pools:
+            shape = pool_shapes(self.budget, self.layouts, self.frozen, self.dtypes)[name]
+            self._pools[name] = BufferPool(*shape, self.device)
+        return self._pools[name]
 
     def own(self, kind: Kind, layer: int) -> Tensor | None:
         """Return the memory of a store that keeps a kind on the device; ``None``: it has to be read and written."""
@@ -283,8 +271,9 @@ class OffloadedModel:
             lease.release()
 
     def release_chunk_pools(self) -> None:
-        """Give back the buffers for parts, of kinds, perhaps, that no update needs. Nothing may be on its way."""
-        self._pools.clear()
+        """Give back the buffers for chunks, of kinds, perhaps, that no update needs. Nothing may be on its way."""
+        for kind in self.dtypes:
+            self._pools.pop(kind, None)
 
     def commit(self, kinds: Sequence[Kind], layer: int, step: int) -> None:
         """Everything of these kinds has been written: it is the layer's state after ``step``."""
@@ -320,9 +309,8 @@ class OffloadedModel:
     def cancel(self) -> None:
         """Forget the layers on their way: nobody waits for them any more."""
         self.active = None
-        for buffers in (self._slots, self._frozen_slots, *self._gradients.values(), *self._pools.values()):
-            if buffers is not None:
-                buffers.cancel()
+        for pool in self._pools.values():
+            pool.cancel()
 
     def close(self) -> None:
         """Stop the stores and give their memory and the buffers back."""
@@ -330,14 +318,8 @@ class OffloadedModel:
             store.close()
         self.boundaries.close()
         self.active = None
-        self._slots = self._frozen_slots = None
-        self._gradients.clear()
         self._pools.clear()
         self._views.clear()
-
-    @property
-    def _largest(self) -> int:
-        return max(layout.numel for layout in self.layouts)
 
 
 def _tables_of(layer: nn.Module) -> dict[str, str]:
@@ -348,14 +330,43 @@ def _tables_of(layer: nn.Module) -> dict[str, str]:
     return tables if tables.keys() == dict(layer.named_parameters()).keys() else {}
 
 
-def slot_numel(layouts: Sequence[Layout]) -> int:
-    """Return the elements of a slot that any layer fits into, with the layer that it borrows from, if it does."""
-    return max(layout.numel + (layouts[TIED_SOURCE_LAYER].numel if layout.tied else 0) for layout in layouts)
+class PoolShape(NamedTuple):
+    """How many buffers a pool has, of how many elements, of which type."""
+
+    num_buffers: int
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return self.num_buffers * self.numel * self.dtype.itemsize
 
 
-def sum_numel(layouts: Sequence[Layout]) -> int:
-    """Return the elements of a buffer in which the gradient of any layer can be summed that does not lend."""
-    is_tied_source = any(layout.tied for layout in layouts)
-    return max(
-        layout.numel for layer, layout in enumerate(layouts) if not (is_tied_source and layer == TIED_SOURCE_LAYER)
-    )
+def pool_shapes(
+    budget: BufferBudget, layouts: Sequence[Layout], frozen: Sequence[Layout], dtypes: Mapping[Kind, torch.dtype]
+) -> dict[str, PoolShape]:
+    """Return the shape of every pool that a model may need; a forecast counts those that it will need.
+
+    Args:
+        budget: limits of the buffers.
+        layouts: layouts of what is trained in each layer.
+        frozen: layouts of the rest.
+        dtypes: types of the kinds.
+
+    Returns:
+        ``weights`` and ``frozen``, for whole layers, with the source of tied parameters where a layer has some;
+        ``gradients``, for any layer but that source, and ``tied gradient`` for it; each kind, for its chunks.
+    """
+    source, has_ties = layouts[TIED_SOURCE_LAYER].numel, any(layout.tied for layout in layouts)
+    whole = max(layout.numel + (source if layout.tied else 0) for layout in layouts)
+    summed = max(layout.numel for i, layout in enumerate(layouts) if not (has_ties and i == TIED_SOURCE_LAYER))
+    chunk = min(budget.chunk_numel, max(layout.numel for layout in layouts))
+    slots, fp32 = budget.read_ahead + 1, torch.float32
+    return {
+        "weights": PoolShape(slots, whole, dtypes["weight"]),
+        "frozen": PoolShape(slots, max((layout.numel for layout in frozen), default=0), dtypes["weight"]),
+        "gradients": PoolShape(budget.num_gradients, summed, fp32),
+        "tied gradient": PoolShape(int(has_ties), source, fp32),
+        **{kind: PoolShape(budget.num_chunks, chunk, dtype) for kind, dtype in dtypes.items()},
+    }

@@ -251,7 +251,14 @@ class LayerLoad:
         self._tied_gradients = [begun]
         return {**own, **self._tied_views(begun.tensor.zero_())}
 
-    def send_gradient(self, step: int) -> None:
+    def use_gradient(self, step: int) -> None:
+        """Store the gradient of a step, or update the layer with it: what the task says."""
+        if self.task.gradient == "write":
+            self._send_gradient(step)
+        else:
+            self._update_now()
+
+    def _send_gradient(self, step: int) -> None:
         """Give the gradient of a step to its store, rounded to the store's type."""
         model, gradient, lease = self._model, self.tensors["grad"], self._leases["grad"]
         own, dtype = model.own("grad", self.index), model.dtypes["grad"]
@@ -263,7 +270,7 @@ class LayerLoad:
         lease.label((self.index, step))
         model.commit(("grad",), self.index, step)
 
-    def update(self) -> None:
+    def _update_now(self) -> None:
         """Update the layer now, with the gradient that is on the device."""
         assert not self.task.updates
         self.task = LayerTask(self.index, updates=True, version=self.task.version)
@@ -296,7 +303,7 @@ class LayerLoad:
         elif self.layout.numel and not lease.is_cached:
             model.fill(lease, "weight", self.index)
             self._transfers.append(lease.transfers[-1])
-        if self.layout.tied:
+        if self.layout.tied and task.runs:
             # Behind the layer's own, where they begin on a page as well. They have changed since they were last here.
             numel = model.layouts[TIED_SOURCE_LAYER].numel
             self._tied_source = lease.buffer.tensor[self.layout.numel :][:numel]

@@ -21,7 +21,8 @@ from gptj_ft.models.published import CEREBRAS_GPT, find_published
 from gptj_ft.planning.plan import FASTEST_FIRST, Free, Plan, candidates, choose, forecast
 from gptj_ft.planning.probe import ASSUMED_DISK, ComputeRates, DiskRates, Rates
 from gptj_ft.planning.scaling_law import ScalingForecast, pile_loss
-from gptj_ft.planning.workload import Pass, Workload
+from gptj_ft.planning.traffic import Pass
+from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
 from gptj_ft.streaming.stores.placement import Placement
 from gptj_ft.system.units import gigabytes
@@ -150,7 +151,7 @@ def test_each_pass_moves_the_bytes_that_the_design_says_but_for_what_is_still_th
 def test_nothing_is_read_of_a_model_so_small_that_its_layers_stay_where_they_are() -> None:
     layouts = [Layout.of(layer) for layer in build_layers(GPTJConfig(n_layer=1))]
     costs = planned(Workload(layouts, 4096, torch.float32, 2048, 2048, 2048, 512, 1), recipe=Recipe(read_ahead=2)).costs
-    assert costs.backward.read == {"disk": 0}
+    assert not sum(costs.backward.read.values())
     assert costs.forward.read == {"disk": 8 * sum(x.numel for x in layouts) + 4 * layouts[-1].numel}
 
 

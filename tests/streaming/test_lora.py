@@ -41,6 +41,7 @@ from gptj_ft.models.batch import pack
 from gptj_ft.models.lora import linear_layers, name_of, seed_of
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.models.trainable import select
+from gptj_ft.planning.traffic import training_passes
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW
@@ -187,7 +188,9 @@ def test_the_bytes_read_of_what_is_not_trained_are_those_forecast(folders, tmp_p
         reads.append((stack.bytes_read - before) // 4)
     rows = 48 * len(torch.cat([batch.tokens_T for batch in batches]).unique())
     load = Workload(stack.layouts, 48, torch.float32, 40, 74, 74.0, 50.0, 3, frozen=stack.frozen)
-    assert reads[2] - rows == sum(load.frozen_reads(read_ahead + 1))
+    where, stored = Placement("device", "device", frozen="disk"), training_dtypes(torch.float32)
+    *passes, _ = training_passes(where, load, stored, BufferBudget(read_ahead), is_late=False)
+    assert reads[2] - rows == sum(each.read.get("disk", 0) for each in passes) // 4
     stack.close()
 
 

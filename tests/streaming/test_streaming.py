@@ -25,7 +25,8 @@ from gptj_ft.generation.hf_model import ForwardPasses
 from gptj_ft.models.batch import NO_TARGET, PackedBatch, pack
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
 from gptj_ft.models.registry import read_architecture
-from gptj_ft.planning.workload import Workload, training_passes
+from gptj_ft.planning.traffic import training_passes
+from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming import activations
 from gptj_ft.streaming.activations import NUM_BUFFERS, DeviceActivations, boundary_layout
 from gptj_ft.streaming.adamw import AdamW
@@ -635,7 +636,7 @@ def test_the_bytes_of_a_step_are_those_forecast(tmp_path: Path, family: str, par
     moved = stack.bytes_read - before[0], stack.bytes_written - before[1]
     stack.close()
     load = Workload(stack.layouts, 32, dtypes["weight"], 40, 74, 74.0, 50.0, 3)
-    passes = training_passes(Placement("disk", "disk"), load, dtypes, budget, is_late=late > 0)
+    *passes, _ = training_passes(Placement("disk", "disk"), load, dtypes, budget, is_late=late > 0)
     assert moved == (sum(each.read["disk"] for each in passes), sum(each.written["disk"] for each in passes))
 
 
@@ -703,7 +704,7 @@ def test_slots_are_taken_in_advance_for_weights_that_are_streamed_and_for_no_oth
 ) -> None:
     made = []
     with open_for_inference(model_folder, CPU, torch.float32, place) as (_, stack):
-        stack._slots = stack._frozen_slots = None
+        stack._pools.clear()
         monkeypatch.setattr("gptj_ft.streaming.model.BufferPool", lambda *shape: made.append(shape))
         stack.take_slots()
     assert bool(made) == (place != "device")
