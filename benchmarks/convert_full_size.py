@@ -33,7 +33,7 @@ from torch import Tensor
 from gptj_ft.checkpoints.formats.mesh_reader import NUM_FILES, leaves_of
 from gptj_ft.checkpoints.formats.shapes import GPTJ_6B
 from gptj_ft.models.registry import Architecture, architecture_of
-from gptj_ft.system.direct_io import PAGE, open_direct, read_bytes, write_bytes
+from gptj_ft.system.direct_io import PAGE, open_direct, read_direct, write_bytes
 from gptj_ft.system.memory import allocate
 
 PIECE_BYTES = 64 * 2**20
@@ -148,7 +148,7 @@ def copy_direct(source: Path, target: Path) -> None:
     reader, writer = open_direct(source, os.O_RDONLY), open_direct(target, os.O_WRONLY | os.O_CREAT)
     while at < size:
         length = min(PIECE_BYTES, -(-(size - at) // PAGE) * PAGE)
-        read_bytes(reader, buffer[:length], at)
+        read_direct(reader, buffer[:length], at)
         write_bytes(writer, buffer[:length], at)
         at += length
     os.fsync(writer)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from gptj_ft.system import direct_io
-from gptj_ft.system.direct_io import open_direct, read_bytes, write_bytes
+from gptj_ft.system.direct_io import open_direct, read_direct, write_bytes
 from gptj_ft.system.memory import allocate
 
 SIZE = 800 * 2**20  # of a file: a block of GPT-J in fp32
@@ -50,7 +50,7 @@ def read(path: Path, data: memoryview) -> None:
     """Read a file past the page cache."""
     descriptor = open_direct(path, os.O_RDONLY)
     try:
-        read_bytes(descriptor, data, 0)
+        read_direct(descriptor, data, 0)
     finally:
         os.close(descriptor)
 

@@ -118,12 +118,12 @@ def compare(recipe: str, arguments: argparse.Namespace) -> float:
 def rows_of(recipe: str, arguments: argparse.Namespace) -> Rows:
     """Prepare a file, as the command does."""
     from gptj_ft.data.batches import Rows
-    from gptj_ft.data.dataset import load
+    from gptj_ft.data.dataset import load_dataset
 
     prepared = arguments.work / recipe
     words = ["--recipe", recipe, "--model", arguments.work / "model", "--data", arguments.data / FILES[recipe]]
     run([*PREPARE, *words, "--output", prepared], arguments.work)
-    return Rows.of(load(prepared).rows)
+    return Rows.of(load_dataset(prepared).rows)
 
 
 def vocabulary_of(arguments: argparse.Namespace) -> int:

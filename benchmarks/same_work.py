@@ -71,11 +71,11 @@ class Work:
     def of(cls, run: Run) -> Work:
         """Read it from the folder of a run that was given ``max_steps``."""
         from gptj_ft.data.batches import Rows, rows_of_step
-        from gptj_ft.data.dataset import load
+        from gptj_ft.data.dataset import load_dataset
         from gptj_ft.training.schedule import Schedule
 
         recipe = run.recipe()
-        rows = Rows.of(load(run.data / "train").rows, recipe.packing, recipe.max_length)
+        rows = Rows.of(load_dataset(run.data / "train").rows, recipe.packing, recipe.max_length)
         assert recipe.max_steps is not None
         schedule, steps = Schedule.of(recipe, recipe.max_steps), []
         for step in range(recipe.max_steps):

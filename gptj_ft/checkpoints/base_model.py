@@ -139,13 +139,13 @@ def tiny_model(recipe: Recipe, source: Path | Source) -> Path:
     Raises:
         UsageError: the rows are prepared and the model they were prepared for is gone.
     """
-    from gptj_ft.data.dataset import load
+    from gptj_ft.data.dataset import load_dataset
     from gptj_ft.data.readers.records import read_rows
     from gptj_ft.data.readers.rows import Findings
     from gptj_ft.data.readers.source import FileOptions, identify
 
     name, source = recipe.model or "tiny", identify(source, FileOptions.of(recipe))
-    digest = load(source.path).report.data_sha256 if source.is_prepared else source.sha256
+    digest = load_dataset(source.path).report.data_sha256 if source.is_prepared else source.sha256
     folder = models() / f"{name}-{digest[:12]}-{recipe.seed}"
     if not is_model(folder):
         if source.is_prepared:

@@ -17,7 +17,7 @@ from gptj_ft.models.registry import Architecture
 from gptj_ft.system.memory import cast
 from gptj_ft.system.prefetch import Task, prefetch
 
-SHOWN = 10  # differences
+_SHOWN = 10  # differences
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of one
 # Fields of a config that change nothing of what a model computes.
 NOT_COMPUTED = ("initializer_range", "bos_token_id", "eos_token_id", "n_positions")
@@ -38,7 +38,7 @@ class CheckpointComparison:
     types: tuple[str, str]
 
 
-def compare(
+def diff_checkpoints(
     first: CheckpointSource, second: CheckpointSource, progress: Callable[[int, int], None] | None = None
 ) -> CheckpointComparison:
     """Compare all tensors of two checkpoints, and what their configs say of the computation.
@@ -69,8 +69,8 @@ def compare(
         if progress is not None:
             progress(done, total)
     if problems:
-        more = f"\n... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        raise DataError(f"{second.path} is not {first.path}:\n" + "\n".join(problems[:SHOWN]) + more)
+        more = f"\n... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise DataError(f"{second.path} is not {first.path}:\n" + "\n".join(problems[:_SHOWN]) + more)
     for source in (first, second):
         check_tensors(source.architecture, source.checkpoint)
     types = tuple(_type_of(each.checkpoint, shared) for each in (first, second))

@@ -21,10 +21,10 @@ from gptj_ft.system.machine import free_disk
 from gptj_ft.system.paths import home, make_home, part_of_home
 
 Variant = Literal["fp32", "fp16"]
-CONFIG = "config.json"
-COMPANIONS = ("generation_config.json", *paths.TOKENIZER_FILES)
+_CONFIG = "config.json"
+_COMPANIONS = ("generation_config.json", *paths.TOKENIZER_FILES)
 # Best first; of a form in shards, the index and what the pattern matches.
-WEIGHTS = (
+_WEIGHTS = (
     ("model.safetensors", r"model\.safetensors"),
     ("model.safetensors.index.json", r"model-\d+-of-\d+\.safetensors"),
     ("pytorch_model.bin", r"pytorch_model\.bin"),
@@ -75,7 +75,7 @@ def choose_files(wanted: DownloadRequest) -> tuple[Repository, tuple[HubFile, ..
         except NoSuchRevision:
             pass
     files = _needed(found)
-    config = read_config(found)
+    config = fetch_config(found)
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
     if stored != branch:
         raise UsageError(
@@ -85,7 +85,7 @@ def choose_files(wanted: DownloadRequest) -> tuple[Repository, tuple[HubFile, ..
     return found, files
 
 
-def read_config(repository: Repository) -> dict[str, Any]:
+def fetch_config(repository: Repository) -> dict[str, Any]:
     """Fetch a repository's ``config.json`` alone, and check that it is of a supported model.
 
     Raises:
@@ -93,7 +93,7 @@ def read_config(repository: Repository) -> dict[str, Any]:
         NetworkError: as `fetch_files`.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        fetch_files(repository, [repository.files[CONFIG]], Path(temporary))
+        fetch_files(repository, [repository.files[_CONFIG]], Path(temporary))
         try:
             return dict(read_architecture(Path(temporary)).raw)
         except (UsageError, DataError) as error:
@@ -102,7 +102,7 @@ def read_config(repository: Repository) -> dict[str, Any]:
 
 def _named_after(repository: Repository, variant: Variant) -> Repository | None:
     """Return a repository with ``model.fp16.safetensors`` for ``model.safetensors``; ``None`` if there is none."""
-    for plain, _ in WEIGHTS:
+    for plain, _ in _WEIGHTS:
         stem, _, suffix = plain.partition(".")
         there = repository.files.get(f"{stem}.{variant}.{suffix}")
         if there is not None and not plain.endswith(".json"):
@@ -112,18 +112,18 @@ def _named_after(repository: Repository, variant: Variant) -> Repository | None:
 
 
 def _is_weights(name: str) -> bool:
-    return any(name == first or re.fullmatch(pattern, name) for first, pattern in WEIGHTS)
+    return any(name == first or re.fullmatch(pattern, name) for first, pattern in _WEIGHTS)
 
 
 def _needed(repository: Repository) -> tuple[HubFile, ...]:
     there = repository.files
-    form = next(((first, pattern) for first, pattern in WEIGHTS if first in there), None)
-    if form is None or CONFIG not in there:
-        lacking = CONFIG if form else "weights in safetensors or PyTorch form"
+    form = next(((first, pattern) for first, pattern in _WEIGHTS if first in there), None)
+    if form is None or _CONFIG not in there:
+        lacking = _CONFIG if form else "weights in safetensors or PyTorch form"
         raise UsageError(f"{repository.name} is not a model that can be used: it has no {lacking}")
     first, pattern = form
     weights = [name for name in sorted(there) if name == first or re.fullmatch(pattern, name)]
-    names = [*(name for name in COMPANIONS if name in there), *weights, CONFIG]
+    names = [*(name for name in _COMPANIONS if name in there), *weights, _CONFIG]
     return tuple(there[name] for name in names)
 
 
@@ -226,7 +226,7 @@ def download(
         return _report(folder, _fetched_before(wanted, folder, "--offline" if offline else "HF_HUB_OFFLINE"))
     found, files = choose_files(wanted)
     if not is_there(folder, files[-1]):
-        read_config(found)
+        fetch_config(found)
     license_tag = next((tag.removeprefix("license:") for tag in found.tags if tag.startswith("license:")), "")
     origin = Origin(wanted.repository, found.commit, license_tag, wanted.revision, files)
     report = _report(folder, origin)

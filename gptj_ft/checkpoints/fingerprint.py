@@ -12,7 +12,7 @@ from gptj_ft.errors import DataError
 from gptj_ft.models.registry import Architecture
 from gptj_ft.system.memory import bytes_of
 
-SAMPLES = 32  # of a file; another training has changed every one
+_SAMPLES = 32  # of a file; another training has changed every one
 SAMPLE_BYTES = 4096
 
 
@@ -63,8 +63,8 @@ def _of_file(path: Path) -> dict[str, Any]:
     size, digest = path.stat().st_size, xxhash.xxh3_64()
     try:
         with path.open("rb") as file:
-            for sample in range(SAMPLES):
-                file.seek(sample * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
+            for sample in range(_SAMPLES):
+                file.seek(sample * max(0, size - SAMPLE_BYTES) // (_SAMPLES - 1))
                 digest.update(file.read(SAMPLE_BYTES))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error

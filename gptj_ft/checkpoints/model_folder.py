@@ -35,7 +35,7 @@ DESCRIPTION = ("README.md", "LICENSE", "chat_template.jinja")
 # Best first: safetensors needs no unpickling and is checked against its own header.
 WEIGHTS = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 PROBLEMS_SHOWN = 3
-Rows = tuple[int, int]  # the first, and the one behind the last
+RowRange = tuple[int, int]  # the first, and the one behind the last
 
 
 class Checkpoint:
@@ -107,13 +107,13 @@ class Checkpoint:
         """Return how many rows of a tensor to read at a time."""
         return self._shards[name].rows_at_once(self._own_names[name])
 
-    def row_ranges(self, name: str, rows: int | None = None) -> Iterator[Rows]:
+    def row_ranges(self, name: str, rows: int | None = None) -> Iterator[RowRange]:
         """Yield a tensor's rows, ``rows`` at a time, or as many as are best for its file; a scalar is one row."""
         num_rows, rows = self.entry(name).rows, rows or self.rows_at_once(name)
         for start in range(0, num_rows, rows):
             yield start, min(start + rows, num_rows)
 
-    def read_task(self, name: str, rows: Rows) -> Task[Tensor]:
+    def read_task(self, name: str, rows: RowRange) -> Task[Tensor]:
         """Return the task, for `prefetch`, that reads some rows."""
         entry = self.entry(name)
         return entry.num_bytes * (rows[1] - rows[0]) // entry.rows, partial(self.read, name, *rows)

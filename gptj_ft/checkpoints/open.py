@@ -14,7 +14,7 @@ from gptj_ft.checkpoints.formats.cerebras import has_cerebras_names, open_cerebr
 from gptj_ft.checkpoints.formats.cerebras_hdf5 import MdlFile, is_hdf5
 from gptj_ft.checkpoints.formats.mesh_archive import is_archive, unpack
 from gptj_ft.checkpoints.formats.mesh_reader import MeshShards, find_step, open_mesh
-from gptj_ft.checkpoints.formats.shapes import GPTJ_6B, read_config
+from gptj_ft.checkpoints.formats.shapes import GPTJ_6B, read_foreign_config
 from gptj_ft.checkpoints.model_folder import WEIGHTS, Checkpoint, check_tensors, open_checkpoint
 from gptj_ft.checkpoints.optimizer_state import Moments
 from gptj_ft.errors import DataError, UsageError
@@ -24,7 +24,7 @@ from gptj_ft.system.files import require_plain
 
 Opener = Callable[[], AbstractContextManager[Moments]]
 CheckpointFormat = Literal["huggingface", "mesh", "cerebras"]
-CONFIG = "config.json"
+_CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def form_of(path: Path) -> CheckpointFormat:
         return "cerebras"
     if is_archive(path) or (path.is_dir() and find_step(path) is not None):
         return "mesh"
-    if path.is_dir() and (path / CONFIG).is_file():
+    if path.is_dir() and (path / _CONFIG).is_file():
         return "huggingface"  # which will say what it lacks
     if not path.exists():
         raise UsageError(f"{path} does not exist")
@@ -93,8 +93,8 @@ def open_source(
     if path.is_dir():
         require_plain(path)
     if form == "huggingface":
-        own = None if config is None or (path / CONFIG).is_file() else config
-        architecture = architecture_of(read_config(own), own) if own else read_architecture(path)
+        own = None if config is None or (path / _CONFIG).is_file() else config
+        architecture = architecture_of(read_foreign_config(own), own) if own else read_architecture(path)
         opener: Opener | None = (
             partial(optimizer_state.open_moments, path) if optimizer_state.has_moments(path) else None
         )
@@ -102,7 +102,7 @@ def open_source(
             yield CheckpointSource(path, form, architecture, checkpoint, path, open_moments=opener)
     elif form == "cerebras":
         config = config or _config_in([path if path.is_dir() else path.parent])
-        family = architecture_of(read_config(config), config).family if config else families()["gptj"]
+        family = architecture_of(read_foreign_config(config), config).family if config else families()["gptj"]
         with open_cerebras(path, family) as (checkpoint, mdl):
             architecture, step = _architecture(config, checkpoint), mdl.step if mdl else None
             opener = partial(_moments_of, mdl, family) if mdl and optimizer_state.has_cerebras_moments(mdl) else None
@@ -134,13 +134,13 @@ def _moments_of(mdl: MdlFile, family: Family) -> Iterator[Moments]:
 
 
 def _config_in(folders: list[Path]) -> Path | None:
-    return next((folder / CONFIG for folder in folders if (folder / CONFIG).is_file()), None)
+    return next((folder / _CONFIG for folder in folders if (folder / _CONFIG).is_file()), None)
 
 
 def _architecture(config: Path | None, checkpoint: Checkpoint) -> Architecture:
     """Return what a config says; without one, GPT-J 6B if every shape is its."""
     if config is not None:
-        return architecture_of(read_config(config), config)
+        return architecture_of(read_foreign_config(config), config)
     architecture = architecture_of(GPTJ_6B, checkpoint.folder)
     try:
         check_tensors(architecture, checkpoint)

@@ -22,7 +22,7 @@ from gptj_ft.system.files import require_plain
 from gptj_ft.system.hub import hub_api, hub_errors, open_network
 from gptj_ft.system.paths import ADAPTER_CONFIG, TOKENIZER_FILES, is_adapter
 
-COMPANIONS = (*TOKENIZER_FILES, *DESCRIPTION, "generation_config.json", METADATA_FILE, SOURCE)
+_COMPANIONS = (*TOKENIZER_FILES, *DESCRIPTION, "generation_config.json", METADATA_FILE, SOURCE)
 ADAPTER_BASE = "base_model_name_or_path"  # of adapters: there it becomes the base's name on the Hub
 PATHS = ("_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file", "base_model", ADAPTER_BASE)
 
@@ -67,7 +67,7 @@ def files_to_push(folder: Path) -> list[UploadFile]:
             f"{folder} has its weights in {weights[0]}: turn it into safetensors first with `gptj-ft convert`"
         )
     index = [] if "model.safetensors" in weights or is_adapter(folder) else [INDEX]
-    names = [*COMPANIONS, ADAPTER_CONFIG if is_adapter(folder) else "config.json", *index, *weights]
+    names = [*_COMPANIONS, ADAPTER_CONFIG if is_adapter(folder) else "config.json", *index, *weights]
     there = [name for name in names if os.path.lexists(folder / name)]
     base = read_origin(base_folder(folder))
     return [_parcel(folder / name, base.repository if base else "") for name in there]

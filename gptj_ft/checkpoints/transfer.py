@@ -14,7 +14,7 @@ from torch import Tensor
 from gptj_ft.checkpoints.compare import difference
 from gptj_ft.checkpoints.formats.safetensors import header_of
 from gptj_ft.checkpoints.formats.tensor_info import TensorInfo
-from gptj_ft.checkpoints.model_folder import Checkpoint, Rows, write_index
+from gptj_ft.checkpoints.model_folder import Checkpoint, RowRange, write_index
 from gptj_ft.errors import DataError
 from gptj_ft.models.registry import Architecture
 from gptj_ft.system.memory import bytes_of
@@ -61,7 +61,7 @@ class TensorTransfer:
         self.entries = {name: entry for layer in self.layers for name, entry in layer.items()}
         self.bytes = sum(entry.num_bytes for entry in self.entries.values())
         self.not_finite: set[str] = set()
-        self._checksums: dict[str, dict[Rows, str]] = {name: {} for name in self.entries}
+        self._checksums: dict[str, dict[RowRange, str]] = {name: {} for name in self.entries}
 
     @property
     def types(self) -> set[torch.dtype]:
@@ -107,7 +107,7 @@ class TensorTransfer:
                 "negative; leave out --with-optimizer"
             )
 
-    def written(self, name: str, rows: Rows, checksum: str) -> None:
+    def written(self, name: str, rows: RowRange, checksum: str) -> None:
         """Note rows that have been handed to the disk, in row order, with the checksum of their stored bytes."""
         self._checksums[name][rows] = checksum
         entry = self.entries[name]
@@ -183,12 +183,12 @@ def checksum_of(tensor: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(bytes_of(tensor))
 
 
-def _checksum_task(checkpoint: Checkpoint, name: str, rows: Rows) -> Task[str]:
+def _checksum_task(checkpoint: Checkpoint, name: str, rows: RowRange) -> Task[str]:
     size, read = checkpoint.read_task(name, rows)
     return size, partial(lambda: checksum_of(read()))
 
 
-def _covers(ranges: Mapping[Rows, str], num_rows: int) -> bool:
+def _covers(ranges: Mapping[RowRange, str], num_rows: int) -> bool:
     """Tell whether ranges of rows make up a whole tensor."""
     end = 0
     for start, stop in sorted(ranges):

@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-Place = Literal["device", "host", "disk", "auto"]
+_Place = Literal["device", "host", "disk", "auto"]
 Shape = Literal["linear", "cosine", "constant"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -355,8 +355,8 @@ class Recipe(Options):
     gradients: Literal["fp32", "bf16"] = Field(
         "fp32", description="type in which gradients wait for their update; they are summed in fp32"
     )
-    weights: Place = Field("auto", description="where the weights live (device: GPU memory, host: RAM)")
-    optimizer_state: Place = Field(
+    weights: _Place = Field("auto", description="where the weights live (device: GPU memory, host: RAM)")
+    optimizer_state: _Place = Field(
         "auto", description="where gradients, moments and master weights live (device: GPU memory, host: RAM)"
     )
     max_time: Duration | None = Field(
@@ -369,7 +369,7 @@ class Recipe(Options):
     activations: Literal["auto", "keep", "recompute"] | Annotated[int, Field(ge=0)] = Field(
         "auto", description="blocks whose activations are kept for backward: what fits, all, none, or so many"
     )
-    boundaries: Place = Field("auto", description="where the inputs of recomputed layers wait for backward")
+    boundaries: _Place = Field("auto", description="where the inputs of recomputed layers wait for backward")
     read_ahead: int = Field(1, ge=0, le=8, description="layers read before they are needed")
 
     # What it leaves behind

@@ -185,7 +185,7 @@ def build(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -
         raise UsageError(f"{where}: {key}: {message}, not {shortened(repr(problem['input']), VALUE_SHOWN)}") from error
 
 
-def dump(recipe: Recipe, origins: Mapping[str, str]) -> str:
+def dump_recipe(recipe: Recipe, origins: Mapping[str, str]) -> str:
     """Return the resolved recipe as YAML, each value that is not a default with its origin as a comment."""
     from gptj_ft.config import yaml
 

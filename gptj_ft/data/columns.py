@@ -23,7 +23,7 @@ TURNS = {
     INPUT: ("input", "context"),
     ASSISTANT: ("output", "response", "completion", "answer", "reply"),
 }
-NAMES_SHOWN = 20  # of columns, in messages
+_NAMES_SHOWN = 20  # of columns, in messages
 NOT_IN_A_NAME = ",;\t|"  # what rather separates two
 JOINED = "+"  # between the columns of a field that has several
 
@@ -202,11 +202,11 @@ def _pair(field: str, column: str) -> str:
 def _listed(columns: Sequence[str]) -> str:
     """List column names for a message, shortened: without a header they are the first row's texts."""
     names = [shortened(name) for name in columns]
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return ", ".join(names[:NAMES_SHOWN]) + more or "none"
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more or "none"
 
 
-def text_of(value: Any) -> str | None:
+def cell_text(value: Any) -> str | None:
     """Convert a cell to text; lists are joined by blanks; ``None`` if it is empty.
 
     Raises:
@@ -221,7 +221,7 @@ def text_of(value: Any) -> str | None:
     if isinstance(value, int | float):
         return str(value)
     if isinstance(value, list):
-        parts = [part for item in value if (part := text_of(item)) is not None]
+        parts = [part for item in value if (part := cell_text(item)) is not None]
         return " ".join(parts) if parts else None
     raise RowSkipped("an object where text is expected")
 
@@ -231,7 +231,7 @@ def alternatives_of(value: Any) -> list[str]:
     if isinstance(value, dict) and "text" in value:
         value = value["text"]
     items = value if isinstance(value, list) else [value]
-    answers = [text for item in items if (text := text_of(item)) is not None]
+    answers = [text for item in items if (text := cell_text(item)) is not None]
     return list(dict.fromkeys(answers))
 
 
@@ -320,10 +320,10 @@ class FieldReader:
     def _texts_in(self, column: str, cell: Any, is_answer: bool) -> list[str]:
         try:
             if isinstance(cell, list) and column in self._of_sentences:
-                cell = "\n".join(part for item in cell if (part := text_of(item)) is not None)
+                cell = "\n".join(part for item in cell if (part := cell_text(item)) is not None)
             if is_answer:
                 return alternatives_of(cell)
-            text = text_of(cell)
+            text = cell_text(cell)
         except RowSkipped as reason:
             raise RowSkipped(f"column '{shortened(column)}': {reason}") from reason
         return [] if text is None else [text]
@@ -346,7 +346,7 @@ def _read_chat(row: Mapping[str, Any], columns: Mapping[str, str]) -> FieldTexts
     if MESSAGES in columns:
         conversation = read_conversation(row.get(columns[MESSAGES]))
     else:
-        cells = {role: text_of(row.get(column)) or "" for role, column in columns.items()}
+        cells = {role: cell_text(row.get(column)) or "" for role, column in columns.items()}
         asked = "\n\n".join(text for text in (cells["user"], cells.get(INPUT, "")) if text.strip())
         contents = {SYSTEM: cells.get(SYSTEM, ""), "user": asked, ASSISTANT: cells[ASSISTANT]}
         turns = [{"role": role, "content": text} for role, text in contents.items() if role != SYSTEM or text.strip()]

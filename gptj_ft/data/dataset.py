@@ -28,7 +28,7 @@ from gptj_ft.system.digests import digest_of_file, read_json, sealed, unsealed
 from gptj_ft.system.files import create_folder, discard, require_plain, write_file
 from gptj_ft.system.plain_text import shortened
 
-ROWS = "rows.arrow"
+_ROWS = "rows.arrow"
 # Raised whenever the same rows and recipe would give other tokens or columns, or the folder gets another form.
 VERSION = 7
 ROWS_DIGESTS = "rows_xxh3_128"  # in the manifest: file of rows -> digest
@@ -138,7 +138,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
     return {name: value for name, value in recipe.to_dict().items() if name in SETTINGS}
 
 
-def save(prepared: Prepared, folder: Path) -> None:
+def save_dataset(prepared: Prepared, folder: Path) -> None:
     """Write a new folder atomically; of several processes that write the same one, the first wins.
 
     Raises:
@@ -152,8 +152,8 @@ def save(prepared: Prepared, folder: Path) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         create_folder(temporary)
-        prepared.rows.save(temporary / ROWS)
-        content = sealed({**prepared.report.to_dict(), ROWS_DIGESTS: {ROWS: digest_of_file(temporary / ROWS)}})
+        prepared.rows.save(temporary / _ROWS)
+        content = sealed({**prepared.report.to_dict(), ROWS_DIGESTS: {_ROWS: digest_of_file(temporary / _ROWS)}})
         write_file(temporary / MANIFEST, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         temporary.rename(folder)
     except OSError as error:
@@ -166,7 +166,7 @@ def save(prepared: Prepared, folder: Path) -> None:
         discard(temporary)
 
 
-def load(folder: Path) -> Prepared:
+def load_dataset(folder: Path) -> Prepared:
     """Open prepared data, memory-mapped, after comparing the digest of its rows.
 
     Raises:
@@ -256,7 +256,7 @@ def check_tokens(prepared: Prepared, where: Path, vocab_size: int, max_length: i
             row = min(problems)
             first = f"{where}:{start + row + 1}: {problems[row]}"
         bad += len(problems)
-        targetless += sum(what == NO_TARGET for what in problems.values())
+        targetless += sum(what == _NO_TARGET for what in problems.values())
         start += batch.num_rows
     if start and targetless == start:
         raise DataError(f"{where}: no row has a token to train on")
@@ -265,7 +265,7 @@ def check_tokens(prepared: Prepared, where: Path, vocab_size: int, max_length: i
         raise DataError(f"{first}{more}\nthese rows were not made for this model, or are damaged: prepare them again")
 
 
-NO_TARGET = "no token that is trained on"
+_NO_TARGET = "no token that is trained on"
 
 
 def _problems(batch: pyarrow.RecordBatch, vocab_size: int, max_length: int) -> Iterator[tuple[int, str]]:
@@ -286,7 +286,7 @@ def _problems(batch: pyarrow.RecordBatch, vocab_size: int, max_length: int) -> I
     is_wrong[of[(borders < first_target[of]) | (borders > lengths[of])]] = True
     signs = np.where(np.arange(len(borders)) - (gap_starts[:-1] - gap_starts[0])[of] & 1, 1, -1)
     left_out = np.bincount(of, borders * signs, len(counts))
-    yield from _each(lengths - first_target - left_out < 1, NO_TARGET)
+    yield from _each(lengths - first_target - left_out < 1, _NO_TARGET)
     yield from _each(is_wrong, "its untrained tokens are no (start, end) pairs in order, after the prompt")
     yield from _each(numbers_of(prompts) < 0, "a prompt of fewer than no tokens")
     yield from _each(lengths > max_length + 1, f"longer than max_length ({max_length})")

@@ -43,7 +43,7 @@ SPLIT_WORDS = {
     "validation": {"validation", "valid", "dev", "val"},
     "test": {"test", "testing", "eval", "evaluation"},
 }
-NAMES_SHOWN = 20
+_NAMES_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -232,14 +232,14 @@ def _list_of(value: Any) -> list[Any]:
 
 def _listed(names: Iterable[str]) -> str:
     every = list(names)
-    more = f" and {len(every) - NAMES_SHOWN} more" if len(every) > NAMES_SHOWN else ""
-    return ", ".join(every[:NAMES_SHOWN]) + more
+    more = f" and {len(every) - _NAMES_SHOWN} more" if len(every) > _NAMES_SHOWN else ""
+    return ", ".join(every[:_NAMES_SHOWN]) + more
 
 
 PREFIX = "hub:"
 # The branch to which the Hub converts data sets by itself, as CONFIG/SPLIT/0000.parquet.
 CONVERTED = "refs/convert/parquet"
-COMMIT = re.compile("[0-9a-f]{40}")
+_COMMIT = re.compile("[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ def fetch(
     """
     reference = parse_reference(data)
     note = _note(reference)
-    if note is not None and COMMIT.fullmatch(reference.revision):
+    if note is not None and _COMMIT.fullmatch(reference.revision):
         return note.pinned
     with open_network() as is_open:
         if offline or not is_open:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from gptj_ft.data.batches import Packing, Rows, rows_of_step, steps_per_epoch
 from gptj_ft.data.dataset import Prepared
 
-Numbers = NDArray[np.integer]
+_Numbers = NDArray[np.integer]
 BINS = 8
 BAR = 32  # characters of the longest bar
 STEPS_LOOKED_AT = 2000
@@ -28,9 +28,9 @@ class Lengths:
         window: most of these.
     """
 
-    prompts: Numbers
-    answers: Numbers
-    steps: Numbers
+    prompts: _Numbers
+    answers: _Numbers
+    steps: _Numbers
     window: int
 
     @classmethod
@@ -66,7 +66,7 @@ class Bin:
     rows: int
 
 
-def bins_of(lengths: Sequence[int] | Numbers) -> list[Bin]:
+def bins_of(lengths: Sequence[int] | _Numbers) -> list[Bin]:
     """Count lengths in a few bins of equal width."""
     numbers = np.asarray(lengths)
     low, high = int(numbers.min()), int(numbers.max())
@@ -76,7 +76,7 @@ def bins_of(lengths: Sequence[int] | Numbers) -> list[Bin]:
     return [Bin(low + number * width, end, rows) for number, (end, rows) in enumerate(zip(ends, counts, strict=True))]
 
 
-def histogram(lengths: Sequence[int] | Numbers) -> list[str]:
+def histogram(lengths: Sequence[int] | _Numbers) -> list[str]:
     """Return lines of a histogram, one for each of a few bins of equal width."""
     bins = bins_of(lengths)
     most = max(each.rows for each in bins)

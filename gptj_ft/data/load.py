@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.dataset import VERSION, Prepared, check_compatible, check_tokens, load, save, settings_of
+from gptj_ft.data.dataset import (
+    VERSION,
+    Prepared,
+    check_compatible,
+    check_tokens,
+    load_dataset,
+    save_dataset,
+    settings_of,
+)
 from gptj_ft.data.hub_dataset import is_reference, local_folder
 from gptj_ft.data.prepare import prepare
 from gptj_ft.data.readers.source import MANIFEST, FileOptions, Source, identify, is_prepared
@@ -50,7 +58,7 @@ def prepare_once(
     if is_prepared(folder):
         try:
             if not folder.is_symlink():
-                return load(folder)
+                return load_dataset(folder)
         except DataError:  # damaged
             pass
         discard(folder)
@@ -58,9 +66,9 @@ def prepare_once(
     with suppress(ResourceError, UsageError, OSError):
         make_home()
         keep_folder(cache_folder())
-        save(prepared, folder)
+        save_dataset(prepared, folder)
     try:
-        return load(folder)
+        return load_dataset(folder)
     except (DataError, UsageError):
         return prepared
 
@@ -125,7 +133,7 @@ def read_or_prepare(recipe: Recipe, tokenizer: RowTokenizer, vocab_size: int, so
     """Load prepared rows and check that they fit recipe and tokenizer; prepare any others."""
     source = identify(source, FileOptions.of(recipe))
     if source.is_prepared:
-        prepared = load(source.path)
+        prepared = load_dataset(source.path)
         check_compatible(prepared, recipe, tokenizer)
         check_tokens(prepared, source.path, vocab_size, recipe.max_length)
         return prepared

@@ -165,7 +165,7 @@ FIXES: Mapping[str, tuple[Callable[[str], bool], Callable[[str], str]]] = {
 ASIDE = 40  # characters shown on both sides of a change
 
 
-def difference(before: str, after: str) -> Iterator[str]:
+def _difference(before: str, after: str) -> Iterator[str]:
     """Yield the lines that differ, each with its ending: first as they were (``-``), then as they are (``+``)."""
     old, new = before.split("\n"), after.split("\n")
     for what, i1, i2, j1, j2 in difflib.SequenceMatcher(None, old, new).get_opcodes():
@@ -359,7 +359,7 @@ class _Repairer:
             self._report.cells[fix] += 1
         place = f"{row.where}, now line {self._report.rows_written}, column '{column}'"
         self._diff.write(visible(f"@@ {place}: {', '.join(fixes)} @@") + "\n")
-        self._diff.writelines(line for old, new in changes if old != new for line in difference(old, new))
+        self._diff.writelines(line for old, new in changes if old != new for line in _difference(old, new))
 
 
 def _texts_in(value: Any) -> Iterator[str]:

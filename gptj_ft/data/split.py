@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gptj_ft.data.dataset import Prepared
 
-Numbers = NDArray[np.integer]
+_Numbers = NDArray[np.integer]
 
 
 def select_rows(prepared: Prepared, indices: Iterable[int]) -> Prepared:
@@ -62,7 +62,7 @@ def split(prepared: Prepared, holdout: float, seed: int) -> tuple[Prepared, Prep
     return select_rows(prepared, np.flatnonzero(~is_held)), select_rows(prepared, np.flatnonzero(is_held))
 
 
-def _choose(groups: Numbers, labels: Numbers, count: int, seed: int) -> NDArray[np.bool_]:
+def _choose(groups: _Numbers, labels: _Numbers, count: int, seed: int) -> NDArray[np.bool_]:
     """Choose groups stratified by label; deterministic by seed and group."""
     sizes = np.bincount(labels)
     shares = count * sizes / len(groups)
@@ -77,7 +77,7 @@ def _choose(groups: Numbers, labels: Numbers, count: int, seed: int) -> NDArray[
     return chosen
 
 
-def _mixed(groups: Numbers, seed: int) -> NDArray[np.uint64]:
+def _mixed(groups: _Numbers, seed: int) -> NDArray[np.uint64]:
     """Hash numbers with a seed (SplitMix64, doi:10.1145/2714064.2660195)."""
     start = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "little")
     z = groups.astype(np.uint64) + np.uint64(start)

@@ -273,7 +273,7 @@ def is_before_blank(text: str, at: int) -> bool:
 
 
 MOST_WORDS = 2**17  # in the table, some 40 MB
-LONGEST_WORD = 64  # characters
+_LONGEST_WORD = 64  # characters
 MEAN_WORD = 16  # characters of a text's words, above which its script is one that does without blanks
 
 Tokens: TypeAlias = "array[int]"  # of 32 bits
@@ -331,7 +331,7 @@ class _WordTable(dict[str, bytes]):
         if word and word[-1].isspace() and word[-1] not in " \n":
             raise EndsInBlank
         ids = array("i", self._backend.encode(word, add_special_tokens=False).ids).tobytes()
-        if len(word) <= LONGEST_WORD:
+        if len(word) <= _LONGEST_WORD:
             if len(self) == MOST_WORDS:
                 self.clear()  # what is common is soon there again
             self[word] = ids

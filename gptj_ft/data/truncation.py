@@ -14,7 +14,7 @@ from gptj_ft.errors import RowSkipped
 
 # How many tokens a cut may move back to fall between two words.
 WORD_TOKENS = 5
-GAP = " ... "  # where the middle of a text is left out
+_GAP = " ... "  # where the middle of a text is left out
 
 Keeper = Callable[[int], list[Span]]  # of so many tokens: which, as (first, end) spans
 
@@ -161,7 +161,7 @@ class _Cut:
 
     def text(self, keep: int) -> str:
         """Return the text of ``keep`` tokens."""
-        return GAP.join(self.whole[start:end] for start, end in self._spans(keep) if end > start)
+        return _GAP.join(self.whole[start:end] for start, end in self._spans(keep) if end > start)
 
     def between_words(self, keep: int) -> int:
         """Return the number of tokens, ``keep`` or a few less, after which every cut falls between words; or 0."""

@@ -22,7 +22,7 @@ from gptj_ft.data.readers.rows import PLACES_SHOWN, Occurrences, Row
 from gptj_ft.data.template import fields_of, parse_template
 from gptj_ft.system.paths import make_home
 
-RECORD = np.dtype([("asked", "<u8"), ("answered", "<u8"), ("source", "<u4"), ("line", "<u8")])
+_RECORD = np.dtype([("asked", "<u8"), ("answered", "<u8"), ("source", "<u4"), ("line", "<u8")])
 HELD = 2**14  # records in memory before they are written
 BUCKET = 2**18  # records looked at together
 
@@ -53,7 +53,7 @@ class Duplicates:
             For rows with the same answer as the first that asks so (``True``), and with another (``False``).
         """
         self._write()
-        total = self._file.tell() // RECORD.itemsize
+        total = self._file.tell() // _RECORD.itemsize
         count = {True: 0, False: 0}
         first: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}  # (number of the row, source, line)
         for bucket in range(buckets := max(1, -(-total // self._bucket))):
@@ -70,20 +70,20 @@ class Duplicates:
 
     def _write(self) -> None:
         self._file.seek(0, 2)
-        self._file.write(np.array(self._held, RECORD).tobytes())
+        self._file.write(np.array(self._held, _RECORD).tobytes())
         self._held.clear()
 
     def _rows_of(self, bucket: int, buckets: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Return the records of a bucket, and the numbers of their rows."""
         self._file.seek(0)
         kept, numbers, start = [], [], 0
-        while read := self._file.read(HELD * RECORD.itemsize):
-            records = np.frombuffer(read, RECORD)
+        while read := self._file.read(HELD * _RECORD.itemsize):
+            records = np.frombuffer(read, _RECORD)
             chosen = np.flatnonzero(records["asked"] % np.uint64(buckets) == bucket)
             kept.append(records[chosen])
             numbers.append(chosen + start)
             start += len(records)
-        return np.concatenate([np.empty(0, RECORD), *kept]), np.concatenate([np.empty(0, np.int64), *numbers])
+        return np.concatenate([np.empty(0, _RECORD), *kept]), np.concatenate([np.empty(0, np.int64), *numbers])
 
 
 def _again(records: NDArray[Any], numbers: NDArray[np.int64]) -> Iterator[tuple[int, bool, int, int]]:
@@ -100,7 +100,7 @@ def _again(records: NDArray[Any], numbers: NDArray[np.int64]) -> Iterator[tuple[
     yield from zip(*(column.tolist() for column in columns), strict=True)
 
 
-FIXES = "`prepare-data --fix` repairs"  # what `fixes` can mend
+_FIXES = "`prepare-data --fix` repairs"  # what `fixes` can mend
 
 # UTF-8 read as Windows-1252: the letters that come first, and what the 64 bytes that may follow are. Some of these also
 # end a sentence or a quotation: after "AMANHÃ" they are right, unless a word goes on.
@@ -113,7 +113,7 @@ MOJIBAKE = re.compile(  # begins with a set, which `re` finds fast
     f"|(?<=[ã-é])[{NEXT}]{{2}}[ã-é][{NEXT}]{{2}}|(?<=ð)[{NEXT}]{{3}})"
 )
 CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ue000-\uf8ff]")
-DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
+_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 TREEBANK = re.compile(r"-(?:l[rsc]b|r[rsc]b)-|</?s>|``|(?: n't| 's) ", re.IGNORECASE)
 # Attributes have values, or `i<a and b>c` would be a link.
 TAG = re.compile(
@@ -129,7 +129,7 @@ NUMBER = re.compile(r"[0-9(][0-9() .-]{10}")  # what is in all three: one look i
 CARD = re.compile(r"(?<!\d)(?:\d[ -]?){12,18}\d(?!\d)")
 # What nearly all of a text is, and no check but that for capitals looks for; and what else is no control character.
 PLAIN = bytes({*b"\n\t", *range(32, 127)} - {*b"0123456789#:'-<>&@`"})
-MARKS = b"0123456789#:'-<>&@`"
+_MARKS = b"0123456789#:'-<>&@`"
 LATELY = 64  # texts whose oddities are remembered
 MANY_TREEBANK = 2  # marks in one text, before it is called tokenized
 LONG_ENOUGH = 60  # letters of a text that may be called all lower case
@@ -240,7 +240,7 @@ def has_personal_data(text: str) -> bool:
     """Tell whether a text seems to hold an e-mail address, telephone, social security or card number."""
     if "@" in text and EMAIL.search(text):
         return True
-    if b"000" not in text.encode(errors="replace").translate(DIGITS) or not NUMBER.search(text):
+    if b"000" not in text.encode(errors="replace").translate(_DIGITS) or not NUMBER.search(text):
         return False  # three digits in a row, said much faster than what comes next
     if PHONE.search(text) or SOCIAL_SECURITY.search(text):
         return True
@@ -256,23 +256,23 @@ def _passes_luhn(text: str) -> bool:
 
 LOWER_CASE = "no capital letter in a long text"
 TREEBANK_WRITTEN = (
-    f"text split into Treebank tokens (-lrb-, do n't, <s>): the model would learn to write so; {FIXES} it"
+    f"text split into Treebank tokens (-lrb-, do n't, <s>): the model would learn to write so; {_FIXES} it"
 )
-TREEBANK_READ = f"text split into Treebank tokens (-lrb-, do n't, <s>), as prompts would then have to be; {FIXES} it"
+TREEBANK_READ = f"text split into Treebank tokens (-lrb-, do n't, <s>), as prompts would then have to be; {_FIXES} it"
 # What is odd -> what can only be so if it is true of the few bytes that are not plain, and what tells then.
 CHECKS: Mapping[str, tuple[Callable[[bytes], bool], Callable[[str], bool]]] = {
-    f"wrongly decoded letters (Ã©, â€™): save the file as UTF-8 from its source; {FIXES} what can be": (
+    f"wrongly decoded letters (Ã©, â€™): save the file as UTF-8 from its source; {_FIXES} what can be": (
         lambda rest: not rest.isascii(), is_mojibake,
     ),
-    f"control characters; {FIXES} them": (lambda rest: bool(rest.strip(MARKS)), has_control),
-    f"carriage returns inside the text; {FIXES} them": (lambda rest: b"\r" in rest, lambda text: "\r" in text),
+    f"control characters; {_FIXES} them": (lambda rest: bool(rest.strip(_MARKS)), has_control),
+    f"carriage returns inside the text; {_FIXES} them": (lambda rest: b"\r" in rest, lambda text: "\r" in text),
     TREEBANK_WRITTEN: (
         lambda rest: b"'" in rest or b"-" in rest or b">" in rest or b"`" in rest, is_treebank,
     ),
     LOWER_CASE: (lambda rest: True, is_lower_case),
-    f"HTML tags or entities; {FIXES} them": (lambda rest: b"<" in rest or b"&" in rest, has_html),
+    f"HTML tags or entities; {_FIXES} them": (lambda rest: b"<" in rest or b"&" in rest, has_html),
     "what looks like personal data (e-mail, telephone, social security or card number)": (
-        lambda rest: b"@" in rest or b"000" in rest.translate(DIGITS), has_personal_data,
+        lambda rest: b"@" in rest or b"000" in rest.translate(_DIGITS), has_personal_data,
     ),
 }  # fmt: skip
 

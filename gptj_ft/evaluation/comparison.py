@@ -14,7 +14,7 @@ import numpy as np
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.evaluation.evaluate import Evaluation
 from gptj_ft.evaluation.metrics import METRICS
-from gptj_ft.evaluation.metrics.bootstrap import PairedEstimates, compare
+from gptj_ft.evaluation.metrics.bootstrap import PairedEstimates, estimate_scores
 
 LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity", "byte_perplexity")
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
@@ -102,13 +102,15 @@ def compare_models(
     files = [place.rpartition(":")[0] for place in model.places]
     names = list(dict.fromkeys(files))
     by_file = {
-        file: compare(model.figures, other, model.rows, seed, np.array([each == file for each in files], np.float64))
+        file: estimate_scores(
+            model.figures, other, model.rows, seed, np.array([each == file for each in files], np.float64)
+        )
         for file in (names if 1 < len(names) <= MOST_FILES else ())
     }
     main = METRICS[metrics[0]].main if metrics else "loss"
     main = main if main in model.figures else "loss"
     by_row = _by_row(main, model, baseline) if baseline else None
-    return ModelComparison(model, baseline, compare(model.figures, other, model.rows, seed), by_file, by_row)
+    return ModelComparison(model, baseline, estimate_scores(model.figures, other, model.rows, seed), by_file, by_row)
 
 
 def same_rows(model: Evaluation, baseline: Evaluation | None) -> None:

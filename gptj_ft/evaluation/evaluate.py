@@ -20,7 +20,7 @@ from gptj_ft.data.readers.source import is_prepared
 from gptj_ft.data.tokenization import NoTokenizer, has_tokenizer, load_tokenizer
 from gptj_ft.errors import NotFinite, UsageError
 from gptj_ft.evaluation.eval_set import EvalSet, make_eval_set, with_short_answers
-from gptj_ft.evaluation.likelihood import candidates, losses, passes
+from gptj_ft.evaluation.likelihood import label_candidates, losses, passes
 from gptj_ft.evaluation.metrics import Statistic
 from gptj_ft.evaluation.metrics import rouge as rouge_metric
 from gptj_ft.evaluation.metrics.language_model import RowLoss, language_model
@@ -45,7 +45,7 @@ NO_TEMPLATE = (
 )
 NO_TEXT = "{rows:,} rows have targets that are no text ({why}): the perplexities of words and bytes are left out"
 NO_REFERENCES = "these rows have no texts to compare answers with: only their loss is measured, not {metrics}"
-Progress = Callable[[int, int], None]  # called with (rows done, rows to do)
+_Progress = Callable[[int, int], None]  # called with (rows done, rows to do)
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,16 @@ def plan_evaluation(folder: Path, recipe: Recipe, data: Path, limit: int | None)
     if recipe.metrics and not any(task.references):  # rows that came as tokens, or plain text
         task = replace(task, notes=(*task.notes, NO_REFERENCES.format(metrics=", ".join(recipe.metrics))))
         recipe = recipe.model_copy(update={"metrics": ()})
-    writes = tokenizer is not None and recipe.metrics and not candidates(recipe, tokenizer)
+    writes = tokenizer is not None and recipe.metrics and not label_candidates(recipe, tokenizer)
     if writes:
         task = with_short_answers(task, recipe.generation.max_new_tokens, int(architecture.config.n_positions))
     if recipe.recipe == "custom" and not recipe.metrics:
         task = replace(task, notes=(*task.notes, NO_TEMPLATE))
     device = machine.choose_device(recipe.device)
     dtype = choose_dtype(recipe.precision, device)
-    journal = ResultCache({**task.facts, **facts_of(folder, recipe), "dtype": str(dtype), "device": device.type})
+    journal = ResultCache(
+        {**task.facts, **evaluation_settings(folder, recipe), "dtype": str(dtype), "device": device.type}
+    )
     prompts = [len(prompt) for prompt in task.prompts]
     reads = InferenceWorkload.of(
         architecture,
@@ -164,7 +166,7 @@ def fitted(recipe: Recipe, folders: Iterable[Path], data: Path) -> Recipe:
     return recipe.model_copy(update={"max_length": min(recipe.max_length, shortest)})
 
 
-def evaluate_model(planned: EvaluationPlan, progress: Progress | None = None) -> Evaluation:
+def evaluate_model(planned: EvaluationPlan, progress: _Progress | None = None) -> Evaluation:
     """Evaluate a model on its rows. Close the result cache once the results are saved.
 
     Args:
@@ -196,7 +198,7 @@ def evaluate_model(planned: EvaluationPlan, progress: Progress | None = None) ->
     return with_warnings(evaluation, recipe)
 
 
-def facts_of(folder: Path, recipe: Recipe) -> dict[str, Any]:
+def evaluation_settings(folder: Path, recipe: Recipe) -> dict[str, Any]:
     """Collect what, besides the rows, determines the results: model, options, version."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     keys = {"metrics", "generation", "completion", "labels", "seed", "micro_batch_tokens"}
@@ -222,7 +224,7 @@ class EvaluationRun:
     planned: EvaluationPlan
     architecture: Architecture
     stack: OffloadedModel
-    progress: Progress | None = None
+    progress: _Progress | None = None
 
     def run(self) -> tuple[list[RowLoss], list[str]]:
         """Compute per-row losses and answers (the most likely label, else generated text).

@@ -24,7 +24,7 @@ from gptj_ft.streaming.step import TokenQuery, TokenScores, score_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-LABEL = "label"  # the field whose words the recipe's `labels` lists
+_LABEL = "label"  # the field whose words the recipe's `labels` lists
 Score = Callable[[Sequence[PackedBatch], Sequence[TokenQuery]], list[TokenScores]]
 Asked = tuple[Sequence[int], Sequence[tuple[int, int]]]  # a document; of it, positions and the tokens asked for after
 
@@ -82,15 +82,15 @@ def losses(
     return found
 
 
-def candidates(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> dict[str, list[int]]:
+def label_candidates(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> dict[str, list[int]]:
     """Return the labels of a recipe with their tokens; empty if answers are free text.
 
     The words alone are compared, as GPT-3's authors did (https://arxiv.org/abs/2005.14165, 2.4). EOS counts only where
     one label's tokens begin another's, which could never be as likely as its own beginning.
     """
-    if "accuracy" not in recipe.metrics or not recipe.labels or fields_of(recipe.completion) != (LABEL,):
+    if "accuracy" not in recipe.metrics or not recipe.labels or fields_of(recipe.completion) != (_LABEL,):
         return {}
-    texts = dict.fromkeys(render(recipe.completion, {LABEL: word}) for word in recipe.labels.values())
+    texts = dict.fromkeys(render(recipe.completion, {_LABEL: word}) for word in recipe.labels.values())
     tokens = tokenize(tokenizer, list(texts))
     if any(one is not other and other[: len(one)] == one for one in tokens for other in tokens):
         tokens = [[*each, eos_of(tokenizer)] for each in tokens]

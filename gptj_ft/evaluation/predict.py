@@ -9,7 +9,7 @@ import torch
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import Document
-from gptj_ft.evaluation.likelihood import candidates, documents_of, log_likelihoods, losses, passes
+from gptj_ft.evaluation.likelihood import documents_of, label_candidates, log_likelihoods, losses, passes
 from gptj_ft.evaluation.metrics import Statistic, score
 from gptj_ft.evaluation.metrics.language_model import RowLoss
 from gptj_ft.evaluation.metrics.squad import unanswered
@@ -45,7 +45,7 @@ class Predictor:
         self._recipe, self._tokenizer, self._architecture, self._stack = recipe, tokenizer, architecture, stack
         self._sizes = together or TokenBudget(recipe.micro_batch_tokens)
         self._window = int(architecture.config.n_positions)
-        self._labels = candidates(recipe, tokenizer)
+        self._labels = label_candidates(recipe, tokenizer)
 
     @property
     def writes(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.columns import FieldReader
-from gptj_ft.data.dataset import load
+from gptj_ft.data.dataset import load_dataset
 from gptj_ft.data.prepare import find_columns
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings
@@ -26,7 +26,7 @@ from gptj_ft.system.atomic import atomic_files
 TEXT_KEYS = ("prediction", "answer", "output", "text")
 REFERENCE_KEYS = ("references", "reference")
 ID = "id"
-SHOWN = 5  # places in a message
+_SHOWN = 5  # places in a message
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _is_texts_by_id(values: Mapping[str, Any]) -> bool:
 def _rows(recipe: Recipe, data: Path) -> tuple[list[PredictionRow], tuple[str, ...]]:
     """Read the rows of a dataset with their references, and notes on skipped rows."""
     if is_prepared(data):
-        table = load(data).rows
+        table = load_dataset(data).rows
         columns = (table[name] for name in ("source", "line", "references"))
         return [
             PredictionRow(f"{file}:{line}", None, "", list(of)) for file, line, of in zip(*columns, strict=True)
@@ -213,5 +213,5 @@ def _id_of(values: Mapping[str, Any]) -> str | None:
 
 def _complain(what: str, places: Sequence[str], hint: str) -> None:
     if places:
-        more = f" and {len(places) - SHOWN:,} more" if len(places) > SHOWN else ""
-        raise DataError(f"{what}: {', '.join(places[:SHOWN])}{more}; {hint}")
+        more = f" and {len(places) - _SHOWN:,} more" if len(places) > _SHOWN else ""
+        raise DataError(f"{what}: {', '.join(places[:_SHOWN])}{more}; {hint}")

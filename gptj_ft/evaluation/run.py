@@ -32,7 +32,7 @@ from gptj_ft.evaluation.predictions import score_predictions
 from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.system.signals import stop_says
 
-STOPPED = "stopped; what was measured so far is kept, and the same command goes on from there"
+_STOPPED = "stopped; what was measured so far is kept, and the same command goes on from there"
 Count = Callable[[str, int, int | None, str], None]  # called with (model or baseline, done, to do, unit)
 
 
@@ -112,7 +112,7 @@ class PairedEvaluation:
         """
         found: dict[str, Evaluation] = {}
         for name, each in self.runs.items():
-            with stop_says(lambda: STOPPED):
+            with stop_says(lambda: _STOPPED):
                 found[name] = evaluate_model(each, lambda done, total, name=name: count(name, done, total, "rows"))  # type: ignore[misc]
         verdict = compare_models(found["model"], found.get("baseline"), self.recipe.metrics, self.recipe.seed)
         for each in self.runs.values():
@@ -169,7 +169,7 @@ class PairedTaskEvaluation:
         """Ask the models, and compare them; as `PairedEvaluation.run`."""
         found, journals = {}, []
         for name, each in self.runs.items():
-            with stop_says(lambda: STOPPED):
+            with stop_says(lambda: _STOPPED):
                 advance = lambda done, total, name=name: count(name, done, total, "questions")  # noqa: E731
                 found[name], own = ask(each, self.loaded, self.request.tasks.limit, advance)
             journals += own

@@ -20,7 +20,7 @@ from gptj_ft.checkpoints.metadata import template_of
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.chat import ASSISTANT, MESSAGES, Conversation, is_chat, read_conversation
 from gptj_ft.data.columns import FieldReader, choose_columns
-from gptj_ft.data.columns import text_of as cell_text
+from gptj_ft.data.columns import cell_text as cell_text
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings
 from gptj_ft.data.readers.source import FileOptions
@@ -33,8 +33,8 @@ from gptj_ft.generation.generator import GenerationSetup, Generator
 from gptj_ft.planning.inference_plan import InferencePlan, InferenceWorkload, batches_by_length, plan_inference
 from gptj_ft.planning.resources import free_resources
 
-SURVEY_ROWS = 1000  # whose columns are looked at
-TOGETHER = "together"  # setting: tokens of prompts and answers that share the passes over the weights
+_SURVEY_ROWS = 1000  # whose columns are looked at
+_TOGETHER = "together"  # setting: tokens of prompts and answers that share the passes over the weights
 SEED_STRIDE = 1_000_003  # between the seeds of batches
 
 
@@ -110,10 +110,10 @@ def plan_batch(setup: GenerationSetup, source: Path, output: Path, num_return: i
         num_return=num_return,
         adapter_bytes=weight_bytes(setup.folder),
     )
-    before = AnswersFile.setting_of(output, TOGETHER)
+    before = AnswersFile.setting_of(output, _TOGETHER)
     plan = plan_inference(recipe, reads, free_resources(setup.device, output.absolute().parent), before)
     settings = {"model": str(setup.folder.resolve()), "num_return": num_return, "seed": recipe.seed,
-                TOGETHER: plan.together.written, "rows": _digest(questions), **template_of(recipe)}  # fmt: skip
+                _TOGETHER: plan.together.written, "rows": _digest(questions), **template_of(recipe)}  # fmt: skip
     return BatchJob(questions, findings, output, settings, num_return, plan)
 
 
@@ -180,7 +180,7 @@ def _columns(source: Path, recipe: Recipe) -> dict[str, str]:
     findings = Findings(recipe.max_bad_rows)
     for number, row in enumerate(read_rows(source, findings, FileOptions.of(recipe))):
         found.update(dict.fromkeys(row.values))
-        if number >= SURVEY_ROWS:
+        if number >= _SURVEY_ROWS:
             break
     fields = fields_of(recipe.prompt or recipe.completion)
     try:

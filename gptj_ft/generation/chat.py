@@ -10,7 +10,7 @@ from gptj_ft.errors import DataError, UsageError
 from gptj_ft.generation.generator import Generator
 
 HELP = "/clear forgets what was said, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
-STOPPED = "(stopped; that question is forgotten)"
+_STOPPED = "(stopped; that question is forgotten)"
 FORGOTTEN = "(the oldest messages no longer fit, and are left out)"
 Say = Callable[[str], object]
 
@@ -65,7 +65,7 @@ def _answer(generator: Generator, messages: list[dict[str, str]], show: Say, not
         answer = generator.write({MESSAGES: Conversation(messages)}, show=show)
     except KeyboardInterrupt:
         show("\n")
-        note(STOPPED)
+        note(_STOPPED)
         return ""
     except DataError as error:
         note(f"({error})")

@@ -69,7 +69,7 @@ def is_transposed(architecture: Architecture, layer: int, local: str) -> bool:
     return isinstance(architecture.layers()[layer].get_submodule(local), Conv1D)
 
 
-def is_adapter(local: str) -> bool:
+def is_adapter_parameter(local: str) -> bool:
     """Tell whether a parameter, by its name in its layer, is one of an adapter's."""
     return local.endswith((f".{A}", f".{B}"))
 
@@ -125,7 +125,7 @@ def seed_of(key: tuple[object, ...]) -> int:
 
 def name_of(family: Family, layer: int, local: str, num_layers: int) -> str:
     """Return Hugging Face's, or for an adapter's matrix PEFT's, name of a layer's parameter."""
-    if not is_adapter(local):
+    if not is_adapter_parameter(local):
         return family.name_of(layer, local, num_layers)
     module, _, matrix = local.rpartition(".")
     return f"{family.name_of(layer, f'{module}.weight', num_layers).removesuffix('.weight')}.{matrix}.weight"

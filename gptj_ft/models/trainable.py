@@ -74,7 +74,7 @@ def select(architecture: Architecture, recipe: Recipe) -> Selection:
 def adapted(architecture: Architecture, adapters: Mapping[str, lora.Rank], dropout: float = 0.0) -> Selection:
     """Return a model with adapters on some of its linear layers, of which only these are trained."""
     build = partial(lora.adapted_layers, architecture, adapters, dropout)
-    return replace(Selection.of(build, lambda _, name: lora.is_adapter(name)), adapters=adapters)
+    return replace(Selection.of(build, lambda _, name: lora.is_adapter_parameter(name)), adapters=adapters)
 
 
 def match(patterns: Sequence[str], names: Iterable[str], option: str, what: str) -> list[str]:

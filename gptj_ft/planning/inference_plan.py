@@ -25,7 +25,7 @@ from gptj_ft.system.block_reader import STAGING_BYTES
 
 BATCH_TOKENS = 16384  # of prompts and answers that share the passes over the weights, at most
 ENOUGH_TOKENS = BATCH_TOKENS // 8  # from which on more of them gain less than weights that need not be read again
-TOKEN_BYTES = 2 * 36  # of a token in Python's lists: of a document, and once more of its prompt
+_TOKEN_BYTES = 2 * 36  # of a token in Python's lists: of a document, and once more of its prompt
 LIVE_TENSORS = 16  # of [tokens computed at once, width] that a block has at once, its MLP's counted by 4
 LIVE_LOGITS = 5  # of [rows, vocabulary], fp32, while the next tokens are chosen
 LEAST_TOKENS = 256  # suggested: of a row, and computed at once
@@ -243,7 +243,7 @@ def _shares(computed: int, written: int | None) -> Iterator[TokenBudget]:
 def _plan(recipe: Recipe, reads: InferenceWorkload, have: Free, place: Place, together: TokenBudget) -> InferencePlan:
     slots = 0 if place == "device" else reads.slot_bytes(recipe.read_ahead)
     own = reads.weight_bytes() if place == "device" else slots
-    texts = TOKEN_BYTES * (sum(reads.documents) or sum(reads.prompts))
+    texts = _TOKEN_BYTES * (sum(reads.documents) or sum(reads.prompts))
     staging = STAGING_BYTES if place == "disk" else 0
     answers = len(reads.prompts) * reads.num_return * reads.settings.max_new_tokens
     return InferencePlan(

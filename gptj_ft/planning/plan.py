@@ -28,7 +28,7 @@ from gptj_ft.system.units import gigabytes
 PROCESS_BYTES = 500 * 2**20  # the interpreter, torch, transformers, the rows
 FREE_SHARE = 0.8  # of the memory that is left goes to kept activations at most
 SAVED_PER_TOKEN = 20  # tensors of [tokens, width] that one block keeps for its backward, the MLP's counted by 4
-TOKEN_BYTES = 3 * 8  # id, position and target of a token
+_TOKEN_BYTES = 3 * 8  # id, position and target of a token
 FASTEST_FIRST: list[tuple[Place, Place]] = [
     ("device", "device"),
     ("device", "host"),
@@ -276,7 +276,7 @@ def forecast_memory(placement: Placement, load: Workload, recipe: Recipe, have: 
     of_step = boundaries - (beside - 3) * hidden * load.step_tokens + kept * per_block
     of_step += load.boundary_bytes() if placement.boundaries == "device" else 0
     spare = max(0, int(FREE_SHARE * (free - buffers)) - kept * per_block)
-    of_token = 2 * hidden + TOKEN_BYTES  # what a layer takes and what it gives
+    of_token = 2 * hidden + _TOKEN_BYTES  # what a layer takes and what it gives
     pass_tokens = min(PASS_TOKENS, max((of_step + spare) // of_token, load.micro_batch_tokens))
     device += max(0, of_token * min(pass_tokens, load.validation_tokens) - of_step)
     budget = replace(budget, num_kept_layers=kept, pass_tokens=pass_tokens)

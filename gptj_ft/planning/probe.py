@@ -18,19 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptj_ft.streaming.stores.state_file import digest
-from gptj_ft.system.direct_io import open_direct, read_bytes, write_bytes
+from gptj_ft.system.direct_io import open_direct, read_direct, write_bytes
 from gptj_ft.system.memory import allocate
 
 WIDTH, INNER = 4096, 16384  # GPT-J's MLP
 NARROW = 512  # its smaller kin's; products of such matrices reach less
-MOST_TOKENS = {"cpu": 1024, "cuda": 8192}  # computed at once; more do not make it faster
+_MOST_TOKENS = {"cpu": 1024, "cuda": 8192}  # computed at once; more do not make it faster
 LONGEST_PRODUCT = 2.0  # seconds
 PRODUCTS_SECONDS, MOST_PRODUCTS = 0.2, 50  # of one size
-COPY_BYTES = 128 * 2**20
+_COPY_BYTES = 128 * 2**20
 HEADS, ATTENDED, HEAD_DIM = 4, 512, 256  # of an attention that is measured
 NEAR_BYTES = 4 * 2**20  # of each of two tensors that the caches hold together
 FILE_BYTES = 512 * 2**20
-CHUNK_BYTES = 128 * 2**20
+_CHUNK_BYTES = 128 * 2**20
 LONGEST_TRANSFER = 1.5  # seconds after which a slow disk has shown what it does
 
 
@@ -78,7 +78,7 @@ class ComputeRates:
 
     def memory_for(self, size: float) -> float:
         """Return bytes/s of operations on tensors of a size, interpolated between the two measured."""
-        share = math.log(min(max(size, NEAR_BYTES), COPY_BYTES) / NEAR_BYTES) / math.log(COPY_BYTES / NEAR_BYTES)
+        share = math.log(min(max(size, NEAR_BYTES), _COPY_BYTES) / NEAR_BYTES) / math.log(_COPY_BYTES / NEAR_BYTES)
         return math.exp((1 - share) * math.log(self.near_memory) + share * math.log(self.memory))
 
 
@@ -135,11 +135,11 @@ class Rates:
 def measure_compute(device: torch.device) -> ComputeRates:
     """Measure a device; about three seconds on two cores."""
     load = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
-    one, other = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    one, other = (torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     copy = to_device = from_device = _copy_rate(one, other)
     near = max(copy, _copy_rate(one[:NEAR_BYTES], other[:NEAR_BYTES]))
     if device.type == "cuda":
-        pinned = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+        pinned = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
         to_device, from_device = _copy_rate(pinned, one), _copy_rate(one, pinned)
     del one, other
     dtypes = (torch.float32, torch.bfloat16)
@@ -166,7 +166,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, width: int = WIDTH, in
 
     The tokens grow while that helps, and while a product does not take too long.
     """
-    most = MOST_TOKENS.get(device.type, MOST_TOKENS["cpu"])
+    most = _MOST_TOKENS.get(device.type, _MOST_TOKENS["cpu"])
     weight = torch.full((inner, width), 0.01, device=device).to(dtype)
     tokens, best = most // 64, 0.0
     while True:
@@ -186,7 +186,7 @@ def _matmul_seconds(x: Tensor, weight: Tensor) -> float:
     return median([seconds, *(_seconds(lambda: F.linear(x, weight), x.device) for _ in range(repeats))])
 
 
-def measure_disk(folder: Path, file_bytes: int = FILE_BYTES, chunk_bytes: int = CHUNK_BYTES) -> DiskRates:
+def measure_disk(folder: Path, file_bytes: int = FILE_BYTES, chunk_bytes: int = _CHUNK_BYTES) -> DiskRates:
     """Measure a folder's file system with the disk store's access pattern; leaves no file.
 
     Args:
@@ -204,7 +204,7 @@ def measure_disk(folder: Path, file_bytes: int = FILE_BYTES, chunk_bytes: int = 
         write = _transfer(lambda offset: _write(old, source, offset), written, chunk_bytes)
         if hasattr(os, "posix_fadvise"):  # where direct I/O is not taken, reads must not come from the page cache
             os.posix_fadvise(old, 0, written, os.POSIX_FADV_DONTNEED)
-        read = _transfer(lambda offset: read_bytes(old, target, offset), written, chunk_bytes)
+        read = _transfer(lambda offset: read_direct(old, target, offset), written, chunk_bytes)
         _transfer(lambda offset: _write(new, source, offset), written, chunk_bytes)
         mixed = _mixed_rate(lambda offset: _write(new, source, offset), old, target, written)
         digested = _transfer(lambda offset: digest(source), written, chunk_bytes)
@@ -233,7 +233,7 @@ def _mixed_rate(write: Callable[[int], None], old: int, target: memoryview, file
     with ThreadPoolExecutor(1) as pool:
         writing = pool.submit(_transfer, write, file_bytes, len(target))
         while not writing.done():
-            num_read += read_bytes(old, part, num_read % file_bytes)
+            num_read += read_direct(old, part, num_read % file_bytes)
     return (writing.result().bytes + num_read) / (time.perf_counter() - start)
 
 

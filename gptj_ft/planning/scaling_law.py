@@ -16,7 +16,7 @@ from gptj_ft.planning.flops import count_flops
 TOKENS_PER_PARAMETER = 20  # near the best use of compute: https://arxiv.org/abs/2203.15556
 FITTED_FLOPS = (2.6e18, 6.3e21)  # 111M to 6.7B
 CONFIRMED_FLOPS = 2.3e22  # 13B came within half a percent of the prediction
-COUNTED = 0.88  # of these numbers, by `pretraining_flops`, at least
+_COUNTED = 0.88  # of these numbers, by `pretraining_flops`, at least
 
 
 def pile_loss(flops: float) -> float:
@@ -81,7 +81,7 @@ class ScalingForecast:
             scratch_tokens=scratch_tokens,
             scratch_flops=scratch_flops,
             scratch_pile_loss=pile_loss(scratch_flops),
-            is_in_range=COUNTED * FITTED_FLOPS[0] <= scratch_flops <= CONFIRMED_FLOPS,
+            is_in_range=_COUNTED * FITTED_FLOPS[0] <= scratch_flops <= CONFIRMED_FLOPS,
         )
 
     def to_dict(self) -> dict[str, Any]:

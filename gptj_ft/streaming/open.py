@@ -15,7 +15,7 @@ from gptj_ft.checkpoints.formats.peft import Adapter, base_folder, open_adapter
 from gptj_ft.checkpoints.metadata import check_base
 from gptj_ft.checkpoints.model_folder import Checkpoint, check_tensors, layer_tensor, open_checkpoint, tensor_source
 from gptj_ft.models.layout import MOMENTS, Kind, Layout
-from gptj_ft.models.lora import A, B, initialise, is_adapter, linear_layers
+from gptj_ft.models.lora import A, B, initialise, is_adapter_parameter, linear_layers
 from gptj_ft.models.registry import Architecture, read_architecture
 from gptj_ft.models.trainable import Selection, adapted
 from gptj_ft.streaming.activations import OffloadedActivations
@@ -125,7 +125,7 @@ def load_weights(
     """
 
     def load(layer: int, name: str, view: Tensor) -> None:
-        if is_adapter(name):
+        if is_adapter_parameter(name):
             initialise(name, view, (seed, layer))
         else:
             view.copy_(layer_tensor(architecture, checkpoint, layer, name))

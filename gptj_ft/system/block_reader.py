@@ -18,9 +18,9 @@ from gptj_ft.system.direct_io import PAGE, let_go, open_direct, read_range
 from gptj_ft.system.memory import allocate
 
 BLOCK_BYTES = 2**20
-READERS = 8
+_READERS = 8
 MARGIN = 2 * PAGE  # beside a block, for the pages that it begins and ends in
-STAGING_BYTES = READERS * (BLOCK_BYTES + MARGIN)
+STAGING_BYTES = _READERS * (BLOCK_BYTES + MARGIN)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class BlockReader:
         num_threads: requests in flight; default 8.
     """
 
-    def __init__(self, device: torch.device, block_bytes: int = BLOCK_BYTES, num_threads: int = READERS) -> None:
+    def __init__(self, device: torch.device, block_bytes: int = BLOCK_BYTES, num_threads: int = _READERS) -> None:
         self._block_bytes = block_bytes
         self._threads = ThreadPoolExecutor(num_threads, "block", partial(use_own_stream, device))
         memory = allocate(num_threads * (block_bytes + MARGIN), torch.uint8, torch.device("cpu"))

@@ -21,7 +21,7 @@ from gptj_ft.system.paths import ADAPTER_CONFIG
 KEY = "xxh3_128"  # of everything else in the object
 FOLDER_DIGESTS = "digests.json"  # of the files beside it
 FREE = {FOLDER_DIGESTS, "README.md", "LICENSE", "source.json"}  # no number comes from them, and people edit them
-READ_BYTES = 1 << 20
+_READ_BYTES = 1 << 20
 LITTLE_BYTES = 4 << 30  # of weights that are compared before each use; of more, `runs verify` tells
 
 
@@ -39,7 +39,7 @@ def digest_of_file(path: Path) -> str:
     digest = xxhash.xxh3_128()
     try:
         with os.fdopen(open_file(inside(path).resolve(), os.O_RDONLY), "rb") as file:
-            while block := file.read(READ_BYTES):
+            while block := file.read(_READ_BYTES):
                 digest.update(block)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error

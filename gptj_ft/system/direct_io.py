@@ -72,7 +72,7 @@ def takes_direct(folder: Path) -> bool:
     return True
 
 
-def read_bytes(descriptor: int, view: memoryview, offset: int) -> int:
+def read_direct(descriptor: int, view: memoryview, offset: int) -> int:
     """Read into a buffer; return how many bytes the file had for it.
 
     Raises:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
 
 LISTING_SECONDS = 30.0
-Kind = Literal["model", "dataset"]
+_Kind = Literal["model", "dataset"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Repository:
     """
 
     api: HfApi
-    kind: Kind
+    kind: _Kind
     name: str
     commit: str
     files: Mapping[str, HubFile]
@@ -71,7 +71,7 @@ class Repository:
         return hub_errors(self.name, self.api.endpoint, self.kind)
 
 
-def look_up(name: str, revision: str | None = None, kind: Kind = "model", endpoint: str | None = None) -> Repository:
+def look_up(name: str, revision: str | None = None, kind: _Kind = "model", endpoint: str | None = None) -> Repository:
     """Look up a repository and its files; see `hub_api` for the rest.
 
     Raises:

@@ -23,7 +23,7 @@ SIGNALS = [
 FROM_PEOPLE = (signal.SIGINT, signal.SIGTERM)
 # `timeout` signals its child and then its group, a launcher hands on the Ctrl-C that the whole group has got: one wish.
 SAME_WISH_SECONDS = 0.5
-STDERR = 2
+_STDERR = 2
 
 
 class Stopping(KeyboardInterrupt):
@@ -111,9 +111,9 @@ def end_at_once(saved: str) -> NoReturn:
 
     Raising an error instead would wait for the stores to end their transfers, or for ever for a disk that hangs.
     """
-    shown = "\x1b[?25h" if os.isatty(STDERR) else ""  # the cursor, which a progress bar hides
+    shown = "\x1b[?25h" if os.isatty(_STDERR) else ""  # the cursor, which a progress bar hides
     with suppress(OSError):
-        os.write(STDERR, f"{shown}\ngptj-ft: stopped at once{'; ' if saved else ''}{saved}\n".encode())
+        os.write(_STDERR, f"{shown}\ngptj-ft: stopped at once{'; ' if saved else ''}{saved}\n".encode())
     os._exit(Interrupted.exit_code)
 
 

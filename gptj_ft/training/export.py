@@ -13,7 +13,7 @@ from gptj_ft.checkpoints.formats.peft import MergedCheckpoint, open_adapter, wri
 from gptj_ft.checkpoints.metadata import TunedModel, metadata_files
 from gptj_ft.checkpoints.model_folder import layer_tensors, open_checkpoint, write_model
 from gptj_ft.config.run_folder import MERGED, Run
-from gptj_ft.data.dataset import load
+from gptj_ft.data.dataset import load_dataset
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.lora import is_transposed, linear_layers, name_of
 from gptj_ft.models.registry import read_architecture
@@ -152,12 +152,12 @@ def export_checkpoint(run: Run, name: str, target: Path) -> int:
     selection = select(architecture, recipe)
     if damage := list(Checker(run, selection.trained).checkpoint(step)):
         raise DataError("\n".join(damage))
-    report = load(run.data / "train").report
+    report = load_dataset(run.data / "train").report
     losses = {line["step"]: line["validation_loss"] for line in run.metrics() if "validation_loss" in line}
     held_out = run.data / "validation"
     data = {
         "sha256": report.data_sha256, "rows": report.windows,
-        "validation_rows": load(held_out).report.windows if held_out.exists() else 0,
+        "validation_rows": load_dataset(held_out).report.windows if held_out.exists() else 0,
     }  # fmt: skip
     metrics = {"validation_loss": losses.get(step), "baseline_validation_loss": losses.get(0), "steps": step}
     trained = TunedModel(recipe, source, architecture, data, metrics)

@@ -15,10 +15,10 @@ from gptj_ft.checkpoints.base_model import choose_model, find_model
 from gptj_ft.checkpoints.fingerprint import check_unchanged, fingerprint
 from gptj_ft.config import yaml
 from gptj_ft.config.options import FREE_ON_RESUME, Recipe
-from gptj_ft.config.resolve import Resolved, build, dump, resolve
+from gptj_ft.config.resolve import Resolved, build, dump_recipe, resolve
 from gptj_ft.config.run_folder import START, Run, choose_folder, steps_done, stopped, what_is_saved
 from gptj_ft.data.batches import Rows
-from gptj_ft.data.dataset import Prepared, Report, check_tokens, load, save
+from gptj_ft.data.dataset import Prepared, Report, check_tokens, load_dataset, save_dataset
 from gptj_ft.data.tokenization import vocab_size_of
 from gptj_ft.errors import DataError, Interrupted, NotFinite, UsageError
 from gptj_ft.models.published import Published, find_published
@@ -153,7 +153,7 @@ def resume_run(folder: Path, given: Resolved, start: str | None = None) -> Prepa
             "\n".join([*problems, "patience counts validations there: put back a copy, or add --from start"])
         )
     train, validation = run.data / "train", run.data / "validation"
-    rows = (load(train), load(validation) if validation.exists() else None)
+    rows = (load_dataset(train), load_dataset(validation) if validation.exists() else None)
     for part, where in zip(rows, (train, validation), strict=True):
         if part is not None:
             check_tokens(part, where, vocab_size_of(model), recipe.max_length)
@@ -239,11 +239,11 @@ def begin(prepared: PreparedRun) -> Iterator[None]:
         for left in draft.folder.iterdir():  # by a process that was killed
             if left.name != LOCK:
                 remove(left)
-        write_file(draft.recipe_file, dump(prepared.resolved.recipe, prepared.resolved.origins))
+        write_file(draft.recipe_file, dump_recipe(prepared.resolved.recipe, prepared.resolved.origins))
         keep_folder(draft.data)
         for name, rows in zip(("train", "validation"), prepared.rows, strict=True):
             if rows is not None:
-                save(rows, draft.data / name)
+                save_dataset(rows, draft.data / name)
         draft.start_record(prepared.resolved.recipe)
         write_sealed(draft.base_file, fingerprint(prepared.setup.model))
         sync_tree(draft.folder)

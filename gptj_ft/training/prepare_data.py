@@ -9,7 +9,7 @@ from typing import Any
 
 from gptj_ft.checkpoints.base_model import choose_model
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.dataset import Prepared, save
+from gptj_ft.data.dataset import Prepared, save_dataset
 from gptj_ft.data.hub_dataset import PREFIX, is_reference
 from gptj_ft.data.load import data_path, prepare_once
 from gptj_ft.data.readers.source import FileOptions, identify, is_prepared
@@ -101,7 +101,7 @@ class Preparation:
 
     def write(self) -> None:
         """Write the rows."""
-        save(self.prepared, self.targets.folder)
+        save_dataset(self.prepared, self.targets.folder)
 
 
 def prepare_rows(recipe: Recipe, targets: Targets, reporter: Reporter) -> Preparation:

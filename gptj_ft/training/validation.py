@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Rows
-from gptj_ft.data.dataset import load
+from gptj_ft.data.dataset import load_dataset
 from gptj_ft.data.split import select_rows
 from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import ResourceError
@@ -69,7 +69,7 @@ class ValidationSamples:
 
     def __init__(self, setup: TrainSetup, run: Run) -> None:
         self._setup, self._run = setup, run
-        prepared = load(run.data / "validation")
+        prepared = load_dataset(run.data / "validation")
         chosen = select_rows(prepared, range(min(setup.recipe.sample_rows, len(prepared.rows))))
         rows = Rows.of(chosen.rows)
         self._prompts = [list(rows.prompt(row)) for row in range(len(rows))]

@@ -13,7 +13,7 @@ from gptj_ft.checkpoints.formats.safetensors import open_shard
 from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
 from gptj_ft.config.run_folder import COMMIT, MERGED, Run, steps_done
-from gptj_ft.data.dataset import load
+from gptj_ft.data.dataset import load_dataset
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import read_architecture
@@ -96,7 +96,7 @@ class Checker:
                 yield from self.model(folder)
         for rows in (run.data / "train", run.data / "validation"):
             if rows.exists() and run.record_file.is_file():
-                yield from _said(lambda rows=rows: load(rows))  # type: ignore[misc]
+                yield from _said(lambda rows=rows: load_dataset(rows))  # type: ignore[misc]
         if (run.folder / "environment.json").is_file():
             yield from _said(lambda: read_json(run.folder / "environment.json"))
         try:

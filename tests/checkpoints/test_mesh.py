@@ -167,7 +167,7 @@ def test_without_a_config_only_the_shape_of_gptj_6b_is_assumed(
     source = reference.write(tmp_path / "mesh", shards)
     with pytest.raises(UsageError, match=r"it is not GPT-J 6B's; name the JSON of its shape with --config \(trans"):
         convert(source, tmp_path / "model")
-    monkeypatch.setattr(open, "GPTJ_6B", shapes.read_config(config))
+    monkeypatch.setattr(open, "GPTJ_6B", shapes.read_foreign_config(config))
     convert(source, tmp_path / "model")
 
 

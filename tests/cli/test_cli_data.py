@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli_runner import Shell
 
-from gptj_ft.data.dataset import load
+from gptj_ft.data.dataset import load_dataset
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_on_a_terminal_the_user_is_asked_for_columns_that_are_not_clear(shell, m
     for line in ("column for 'document' (article, body): 'nothing' is none of these columns; Ctrl-D stops",
                  "column for 'document' (article, body): ", "column for 'summary' (article, tl_dr): "):  # fmt: skip
         assert line in done.err
-    assert load(Path("notes.jsonl.prepared")).report.columns == {"document": "body", "summary": "tl_dr"}
+    assert load_dataset(Path("notes.jsonl.prepared")).report.columns == {"document": "body", "summary": "tl_dr"}
     # A program that reads JSON is not asked.
     assert shell("prepare-data --data notes.jsonl --recipe summarization --model tiny --output other --json").code == 3
 
@@ -71,7 +71,7 @@ def test_documents_of_plain_text_fill_windows_and_a_step_takes_windows(shell, pa
     assert told.code == 0, told.err
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "tokens" in line and "loss" in line]
-    tokens = load(Path("run/data/train")).report.tokens
+    tokens = load_dataset(Path("run/data/train")).report.tokens
     windows = -(-tokens // 64)
     assert len(steps) in (-(-windows // 2), -(-(windows + 1) // 2)), "two windows a step, the last one short"
     assert all(126 <= line["tokens"] <= 128 for line in steps[:-2])
@@ -104,7 +104,7 @@ def test_rows_that_come_as_tokens_are_trained_on_as_they_are(shell) -> None:
     told = shell(f"prepare-data --data tokens.jsonl --recipe summarization --model {model}")
     assert told.code == 0, told.err
     assert "skipped 1: input_ids is no list of token ids (tokens.jsonl:2)" in told.said
-    prepared = load(Path("tokens.jsonl.prepared"))
+    prepared = load_dataset(Path("tokens.jsonl.prepared"))
     assert list(prepared.rows["input_ids"]) == [[5, 6, 7, 8], [9, 10]]
     assert list(prepared.rows["prompt_length"]) == [2, 0]
     assert prepared.report.target_tokens == 3
@@ -124,11 +124,11 @@ def test_prepared_files_of_other_systems_are_trained_on_where_those_train(shell,
     options = f"--recipe continuous-pretraining --model {model} --max-length 8"
     told = shell(f"prepare-data --data windows.tfrecords {options}")
     assert told.code == 0, told.err
-    windows = load(Path("windows.tfrecords.prepared"))
+    windows = load_dataset(Path("windows.tfrecords.prepared"))
     assert windows.report.target_tokens == 4 * 8, "2049 tokens are 2048 targets there, and are so here"
     assert [windows.report.windows, *map(len, windows.rows["input_ids"])] == [4, 9, 9, 9, 9]
     assert shell(f"prepare-data --data samples.h5 {options}").code == 0
-    samples = load(Path("samples.h5.prepared"))
+    samples = load_dataset(Path("samples.h5.prepared"))
     assert list(samples.rows["input_ids"]) == [[5, 6, 7, 8], [9, 10]]
     assert list(samples.rows["prompt_length"]) == [2, 0]
     done = shell(f"finetune --data samples.h5 {options} --max-steps 1 --set schedule=constant --output run --json")

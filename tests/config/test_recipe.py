@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gptj_ft.config.options import GROUPS, Recipe
 from gptj_ft.config.presets import load_preset, preset_names
-from gptj_ft.config.resolve import build, dump, resolve
+from gptj_ft.config.resolve import build, dump_recipe, resolve
 from gptj_ft.config.yaml import parse
 from gptj_ft.data.columns import recipe_fields
 from gptj_ft.data.template import fields_of
@@ -50,7 +50,7 @@ def test_a_preset_restates_no_default(name: str) -> None:
 @pytest.mark.parametrize("name", preset_names())
 def test_a_resolved_recipe_written_and_read_again_is_the_same(name: str) -> None:
     resolved = resolve({"recipe": name, "lr": 3e-5}, environment=NOWHERE)
-    assert build(yaml.safe_load(dump(resolved.recipe, resolved.origins))) == resolved.recipe
+    assert build(yaml.safe_load(dump_recipe(resolved.recipe, resolved.origins))) == resolved.recipe
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_memory_cap_is_read_in_any_unit(text: str, size: int | None) -> None:
     for source in ({"assignments": (f"host_memory={text}",)}, {"environment": {"GPTJ_FT_HOST_MEMORY": text}}):
         resolved = resolve({}, **{"environment": NOWHERE, **source})
         assert resolved.recipe.host_memory == size
-        assert build(yaml.safe_load(dump(resolved.recipe, resolved.origins))).host_memory == size
+        assert build(yaml.safe_load(dump_recipe(resolved.recipe, resolved.origins))).host_memory == size
     if text not in ("null", "8e9"):
         assert resolve({"device_memory": text}, environment=NOWHERE).recipe.device_memory == size
 

@@ -100,7 +100,7 @@ def test_a_folder_that_cannot_be_written_costs_the_work_again_and_nothing_else(
     def refuse(*_: object) -> None:
         raise ResourceError("no space")
 
-    monkeypatch.setattr(cache, "save", refuse)
+    monkeypatch.setattr(cache, "save_dataset", refuse)
     for _ in range(2):
         assert len(prepare_once(recipe(), make_tokenizer(), rows, 50400).rows) == 30
     assert len(made) == 2

@@ -13,7 +13,7 @@ from pyarrow import parquet
 from test_data_tokenizer import make_tokenizer
 
 from gptj_ft.config.resolve import resolve
-from gptj_ft.data.dataset import Prepared, Report, check_compatible, load, save
+from gptj_ft.data.dataset import Prepared, Report, check_compatible, load_dataset, save_dataset
 from gptj_ft.data.prepare import prepare
 from gptj_ft.data.readers.source import is_prepared
 from gptj_ft.data.split import select_rows, split
@@ -216,10 +216,10 @@ def test_a_tokenizer_without_eos_is_refused_before_reading(notes):
 
 def test_saved_data_loads_as_it_was(prepared, tmp_path):
     folder = tmp_path / "new" / "data"
-    save(prepared, folder)
+    save_dataset(prepared, folder)
     assert is_prepared(folder)
     assert not is_prepared(tmp_path)
-    again = load(folder)
+    again = load_dataset(folder)
     assert again.report == prepared.report
     assert list(again.rows) == list(prepared.rows)
     assert [path.name for path in folder.parent.iterdir()] == ["data"]
@@ -230,15 +230,15 @@ def test_saved_data_loads_as_it_was(prepared, tmp_path):
 
 
 def test_prepared_data_is_never_overwritten(prepared, tmp_path):
-    save(prepared, tmp_path / "data")
+    save_dataset(prepared, tmp_path / "data")
     with pytest.raises(UsageError, match="exists already"):
-        save(prepared, tmp_path / "data")
+        save_dataset(prepared, tmp_path / "data")
 
 
 def test_a_place_that_cannot_be_written_is_a_usage_error(prepared, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write"):
-        save(prepared, tmp_path / "file" / "data")
+        save_dataset(prepared, tmp_path / "file" / "data")
 
 
 def test_a_full_disk_is_a_resource_error_and_leaves_nothing(prepared, tmp_path, monkeypatch):
@@ -247,7 +247,7 @@ def test_a_full_disk_is_a_resource_error_and_leaves_nothing(prepared, tmp_path, 
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ResourceError, match="no space left"):
-        save(prepared, tmp_path / "data")
+        save_dataset(prepared, tmp_path / "data")
     assert [path.name for path in tmp_path.iterdir() if path.name != "home"] == ["notes.jsonl"]
 
 
@@ -263,22 +263,22 @@ def test_the_file_of_rows_that_were_not_saved_goes_with_them_or_with_the_next_af
 
 def test_saving_rows_that_are_a_file_links_it_and_loading_gives_the_same(tokenizer, notes, tmp_path):
     made = prepare(recipe(), tokenizer, notes, VOCAB)
-    save(made, tmp_path / "a")
-    save(load(tmp_path / "a"), tmp_path / "b")
+    save_dataset(made, tmp_path / "a")
+    save_dataset(load_dataset(tmp_path / "a"), tmp_path / "b")
     (file,) = (tmp_path / "b").glob("*.arrow")
     assert file.stat().st_ino == (tmp_path / "a" / file.name).stat().st_ino
-    save(select_rows(made, range(len(made.rows))), tmp_path / "c")
-    save(select_rows(made, range(1, 3)), tmp_path / "part")
-    assert list(load(tmp_path / "part").rows) == list(made.rows)[1:3]
+    save_dataset(select_rows(made, range(len(made.rows))), tmp_path / "c")
+    save_dataset(select_rows(made, range(1, 3)), tmp_path / "part")
+    assert list(load_dataset(tmp_path / "part").rows) == list(made.rows)[1:3]
     for folder in ("a", "b", "c"):
-        loaded = load(tmp_path / folder)
+        loaded = load_dataset(tmp_path / folder)
         assert list(loaded.rows) == list(made.rows)
         assert loaded.report == made.report
 
 
 def test_a_folder_that_is_not_prepared_data_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"not prepared data: it has no manifest\.json"):
-        load(tmp_path)
+        load_dataset(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -294,10 +294,10 @@ def test_a_folder_that_is_not_prepared_data_is_refused(tmp_path):
     ],
 )
 def test_damaged_prepared_data_is_a_data_error(prepared, tmp_path, damage, message):
-    save(prepared, tmp_path / "data")
+    save_dataset(prepared, tmp_path / "data")
     damage(tmp_path / "data")
     with pytest.raises(DataError, match=message):
-        load(tmp_path / "data")
+        load_dataset(tmp_path / "data")
 
 
 def _edit(folder, **changes):
@@ -423,8 +423,8 @@ def test_a_held_out_part_has_its_own_counts_and_can_be_saved(prepared, tmp_path)
     parts = split(prepared, 0.3, seed=0)
     for name in ("tokens", "target_tokens", "windows"):
         assert sum(getattr(part.report, name) for part in parts) == getattr(prepared.report, name)
-    save(parts[1], tmp_path / "held")
-    assert list(load(tmp_path / "held").rows) == list(parts[1].rows)
+    save_dataset(parts[1], tmp_path / "held")
+    assert list(load_dataset(tmp_path / "held").rows) == list(parts[1].rows)
 
 
 def test_selected_documents_have_their_own_counts(prepared):

@@ -3,7 +3,7 @@ from test_data_tokenizer import make_tokenizer
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
-from gptj_ft.data.columns import UnknownColumn, alternatives_of, choose_columns, is_column_for, read_fields, text_of
+from gptj_ft.data.columns import UnknownColumn, alternatives_of, cell_text, choose_columns, is_column_for, read_fields
 from gptj_ft.data.encode import Encoded, check_templates, encode, encode_prompt, from_tokens, parts
 from gptj_ft.data.template import fields_of, render
 from gptj_ft.errors import DataError, RowSkipped, UsageError
@@ -211,7 +211,7 @@ def test_only_the_prompts_columns_are_needed_when_asked_for():
     ],
 )
 def test_a_cell_becomes_text(cell, text):
-    assert text_of(cell) == text
+    assert cell_text(cell) == text
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from gptj_ft.data.batches import Document
 from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.evaluation import likelihood, predict
 from gptj_ft.evaluation.eval_set import make_eval_set
-from gptj_ft.evaluation.likelihood import candidates, documents_of, log_likelihoods, losses, passes
+from gptj_ft.evaluation.likelihood import documents_of, label_candidates, log_likelihoods, losses, passes
 from gptj_ft.generation import hf_model
 from gptj_ft.planning import inference_plan
 from gptj_ft.streaming import step
@@ -134,11 +134,11 @@ def test_all_rows_are_in_one_pass_each_in_order() -> None:
 def test_only_a_recipe_of_labels_has_candidates_and_eos_decides_between_a_word_and_its_beginning(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     sst2 = build({**load_preset("sst2"), "recipe": "sst2"})
-    assert list(candidates(sst2, tokenizer)) == ["negative", "positive"]
-    assert tokenizer.decode(candidates(sst2, tokenizer)["negative"]) == " negative"
-    assert not candidates(Recipe(metrics=("rouge",)), tokenizer)
-    assert not candidates(sst2.model_copy(update={"labels": {}}), tokenizer)
-    nested = candidates(sst2.model_copy(update={"labels": {"0": "q", "1": "qx"}}), tokenizer)
+    assert list(label_candidates(sst2, tokenizer)) == ["negative", "positive"]
+    assert tokenizer.decode(label_candidates(sst2, tokenizer)["negative"]) == " negative"
+    assert not label_candidates(Recipe(metrics=("rouge",)), tokenizer)
+    assert not label_candidates(sst2.model_copy(update={"labels": {}}), tokenizer)
+    nested = label_candidates(sst2.model_copy(update={"labels": {"0": "q", "1": "qx"}}), tokenizer)
     assert all(ids[-1] == tokenizer.eos_token_id for ids in nested.values())
 
 

@@ -18,7 +18,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.config.presets import load_preset
 from gptj_ft.errors import DataError
 from gptj_ft.evaluation.metrics import METRICS, Statistic, score, score_names
-from gptj_ft.evaluation.metrics.bootstrap import compare
+from gptj_ft.evaluation.metrics.bootstrap import estimate_scores
 from gptj_ft.evaluation.metrics.language_model import RowLoss, language_model, perplexity
 from gptj_ft.evaluation.metrics.rouge import warning
 from gptj_ft.evaluation.metrics.squad import normalize_answer, unanswered
@@ -373,7 +373,7 @@ def test_intervals_have_the_mean_in_95_of_100_cases() -> None:
     generator, hits = np.random.default_rng(1), 0
     for trial in range(200):
         rows = generator.exponential(size=80)
-        found = compare({"x": mean(rows)}, {}, len(rows), seed=trial).scores["x"]
+        found = estimate_scores({"x": mean(rows)}, {}, len(rows), seed=trial).scores["x"]
         hits += found.low <= 1.0 <= found.high
     assert 0.88 <= hits / 200 <= 0.98
 
@@ -381,19 +381,24 @@ def test_intervals_have_the_mean_in_95_of_100_cases() -> None:
 def test_a_paired_difference_is_surer_than_two_intervals_and_repeats_with_its_seed() -> None:
     hard = np.random.default_rng(2).normal(50, 20, 200)  # rows are easy or hard for both alike
     before, after = {"x": mean(hard)}, {"x": mean(hard + 1 + np.random.default_rng(3).normal(0, 2, 200))}
-    found = compare(after, before, 200, seed=0)
-    assert found == compare(after, before, 200, seed=0)
+    found = estimate_scores(after, before, 200, seed=0)
+    assert found == estimate_scores(after, before, 200, seed=0)
     assert found.baseline["x"].high > found.scores["x"].low, "the intervals overlap"
     assert found.differences["x"].is_clear
     assert found.differences["x"].value == pytest.approx(found.scores["x"].value - found.baseline["x"].value)
-    assert not compare(before, before, 200, seed=0).differences["x"].is_clear
+    assert not estimate_scores(before, before, 200, seed=0).differences["x"].is_clear
 
 
 def test_a_part_of_the_rows_is_scored_as_if_it_stood_alone_and_one_row_has_no_interval() -> None:
     rows, part = np.arange(6.0), np.array([0, 1, 1, 0, 1, 0.0])
-    apart, alone = (compare({"x": mean(r)}, {}, len(r), 0, p) for r, p in ((rows, part), (rows[[1, 2, 4]], None)))
+    apart, alone = (
+        estimate_scores({"x": mean(r)}, {}, len(r), 0, p) for r, p in ((rows, part), (rows[[1, 2, 4]], None))
+    )
     assert apart == alone
-    assert compare({"x": mean([3.0])}, {}, 1, 0).scores["x"] == compare({"x": mean([3.0])}, {}, 1, 1).scores["x"]
-    assert compare({"x": mean([3.0])}, {}, 1, 0).scores["x"].low is None
-    two = compare({"x": mean([1.0, 3.0])}, {}, 2, 0).scores["x"]
+    assert (
+        estimate_scores({"x": mean([3.0])}, {}, 1, 0).scores["x"]
+        == estimate_scores({"x": mean([3.0])}, {}, 1, 1).scores["x"]
+    )
+    assert estimate_scores({"x": mean([3.0])}, {}, 1, 0).scores["x"].low is None
+    two = estimate_scores({"x": mean([1.0, 3.0])}, {}, 2, 0).scores["x"]
     assert (two.low, two.high) == (1.0, 3.0)

@@ -23,7 +23,7 @@ from small_run import assert_same_weights, new_run, small_session, train, weight
 
 from gptj_ft.cli.html import run_page
 from gptj_ft.cli.terminal.progress import TerminalReporter
-from gptj_ft.config.resolve import dump
+from gptj_ft.config.resolve import dump_recipe
 from gptj_ft.config.run_folder import Run, steps_done, what_is_saved
 from gptj_ft.errors import Interrupted, ResourceError
 from gptj_ft.system import signals
@@ -90,7 +90,7 @@ def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 def begun_run(session: TrainSetup, folder: Path) -> Run:
     run = new_run(folder)
-    run.recipe_file.write_text(dump(session.recipe, {}), encoding="utf-8")
+    run.recipe_file.write_text(dump_recipe(session.recipe, {}), encoding="utf-8")
     run.start_record(session.recipe)
     return run
 
@@ -176,7 +176,7 @@ def test_a_command_that_is_stopped_before_its_run_begins_says_that_nothing_was_t
     from gptj_ft.training import finetune, setup
 
     command = "finetune --recipe summarization --data rows.jsonl --model tiny --max-steps 2 --output 'a run'"
-    for owner, name in ((finetune, "gather"), (setup, "rates"), (finetune, "save")):
+    for owner, name in ((finetune, "gather"), (setup, "rates"), (finetune, "save_dataset")):
         with monkeypatch.context() as patch:
             signal_at(patch, owner, name, 1, number)
             done = shell(command)

@@ -13,7 +13,7 @@ from gptj_ft.checkpoints.convert import Conversion, convert
 from gptj_ft.checkpoints.download import Origin
 from gptj_ft.checkpoints.metadata import ModelMetadata
 from gptj_ft.checkpoints.tiny import make_tiny
-from gptj_ft.config.resolve import build, dump
+from gptj_ft.config.resolve import build, dump_recipe
 from gptj_ft.system import paths
 from gptj_ft.system.hub_download import HubFile
 
@@ -39,7 +39,7 @@ def models(own_home: Path) -> Path:
 
 def run_from(model: Path, folder: Path) -> Path:
     folder.mkdir(parents=True)
-    (folder / "recipe.yaml").write_text(dump(build({"model": str(model)}), {}))
+    (folder / "recipe.yaml").write_text(dump_recipe(build({"model": str(model)}), {}))
     return folder
 
 

@@ -8,7 +8,7 @@ from torch.optim import lr_scheduler
 from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.config.resolve import build, dump, resolve
+from gptj_ft.config.resolve import build, dump_recipe, resolve
 from gptj_ft.errors import UsageError
 from gptj_ft.training.schedule import Schedule
 
@@ -148,7 +148,7 @@ def test_what_pieces_replace_is_refused_beside_them_and_left_out_below_them() ->
             resolve({"recipe": "continuous-pretraining", key: 0.5}, environment={})
     below = resolve({"recipe": "summarization"}, assignments=(f"schedule={TRC2}",), environment={})
     assert below.recipe.warmup == Recipe().warmup
-    text = dump(below.recipe, below.origins)
+    text = dump_recipe(below.recipe, below.origins)
     assert not any(f"\n{key}:" in text for key in ("warmup", "final_lr"))
     above = resolve({"recipe": "continuous-pretraining"}, assignments=("schedule=linear", "warmup=7"), environment={})
     assert (above.recipe.schedule, above.recipe.warmup) == ("linear", 7)

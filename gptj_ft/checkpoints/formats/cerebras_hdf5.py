@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 MODEL = "model."  # before the names of weights
-MOST_CHUNK_BYTES = 2**30  # of what HDF5 unpacks at once
+_MOST_CHUNK_BYTES = 2**30  # of what HDF5 unpacks at once
 
 
 def is_hdf5(path: Path) -> bool:
@@ -50,12 +50,12 @@ class MdlShard:
             data_sets: names in the file, by the names to use here.
         """
         self.path, self._data_sets = path, data_sets
-        with opened(path) as file:
+        with _opened(path) as file:
             self.entries: Mapping[str, TensorInfo] = {name: self._entry(file, own) for name, own in data_sets.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         entry, own = self.entries[name], self._data_sets[name]
-        with opened(self.path) as file:
+        with _opened(self.path) as file:
             data = data_set(self.path, file, own)
             array = data[start:stop] if entry.shape else data[()]
         tensor = torch.from_numpy(array) if entry.shape else torch.tensor(array)
@@ -85,7 +85,7 @@ class MdlFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with opened(path) as file:
+        with _opened(path) as file:
             self.names = tuple(file)
         self.parameters = MdlShard(path, {name: name for name in self.names if name.startswith(MODEL)})
         self.step = None if "global_step" not in self.names else int(self.value("global_step"))
@@ -94,12 +94,12 @@ class MdlFile:
 
     def value(self, name: str, index: int = 0) -> float:
         """Return one number of a data set."""
-        with opened(self.path) as file:
+        with _opened(self.path) as file:
             return float(data_set(self.path, file, name)[()].reshape(-1)[index])
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[h5py.File]:
+def _opened(path: Path) -> Iterator[h5py.File]:
     """Open a file of this format to read it.
 
     Raises:
@@ -134,6 +134,6 @@ def data_set(path: Path, file: h5py.File, name: str) -> Any:
     data = file[name]
     if not isinstance(data, h5py.Dataset) or data.is_virtual or data.external:
         raise DataError(f"{path}: {name} is no data set of this file")
-    if data.chunks and math.prod(data.chunks) * data.dtype.itemsize > MOST_CHUNK_BYTES:
-        raise DataError(f"{path}: {name} unpacks to more than {MOST_CHUNK_BYTES >> 30} GiB at once")
+    if data.chunks and math.prod(data.chunks) * data.dtype.itemsize > _MOST_CHUNK_BYTES:
+        raise DataError(f"{path}: {name} unpacks to more than {_MOST_CHUNK_BYTES >> 30} GiB at once")
     return data

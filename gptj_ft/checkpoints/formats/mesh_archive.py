@@ -14,14 +14,14 @@ from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.system.files import create_file, disk_errors
 from gptj_ft.system.machine import free_disk
 
-SUFFIXES = (".tar", ".tar.zst", ".tar.zstd", ".tar.gz", ".tgz", ".tar.xz", ".txz")
+_SUFFIXES = (".tar", ".tar.zst", ".tar.zstd", ".tar.gz", ".tgz", ".tar.xz", ".txz")
 MEMBER = re.compile(r"(?:\./)?(?:[^/]+/)*?(?:(step_\d+)[^/]*/)?(shard_\d{1,3}/\d{1,3}\.npz)")
-COPY_BYTES = 1 << 20
+_COPY_BYTES = 1 << 20
 
 
 def is_archive(path: Path) -> bool:
     """Tell whether a file is an archive by its name."""
-    return path.is_file() and path.name.lower().endswith(SUFFIXES)
+    return path.is_file() and path.name.lower().endswith(_SUFFIXES)
 
 
 def unpack(path: Path, folder: Path) -> None:
@@ -72,7 +72,7 @@ def _save(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path, path:
         target.parent.mkdir(parents=True, exist_ok=True)
         descriptor = create_file(part)
     with os.fdopen(descriptor, "wb") as file:
-        while data := content.read(COPY_BYTES):  # an error here is one of the archive
+        while data := content.read(_COPY_BYTES):  # an error here is one of the archive
             with disk_errors(folder, other=UsageError):
                 file.write(data)
     if part.stat().st_size != member.size:

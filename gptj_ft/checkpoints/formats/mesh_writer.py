@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gptj_ft.checkpoints.formats.mesh_reader import NUM_FILES, PARTS_BYTES, leaves_of
 from gptj_ft.checkpoints.formats.npz import NpzWriter
-from gptj_ft.checkpoints.model_folder import Rows
+from gptj_ft.checkpoints.model_folder import RowRange
 from gptj_ft.checkpoints.transfer import TensorTransfer, checksum_of
 from gptj_ft.errors import UsageError
 from gptj_ft.models.registry import Architecture, Leaf
@@ -36,7 +36,7 @@ class ShardParts:
     """
 
     parts: Sequence[Tensor]
-    rows: Rows | None = None
+    rows: RowRange | None = None
     digest: str = ""
 
 
@@ -138,7 +138,7 @@ class MeshWriter:
             make = {"columns": self._columns, "added": self._zeros}.get(leaf.join, self._shared)
             yield 2 * entry.num_bytes if leaf.join == "columns" else 0, partial(make, leaf)
 
-    def _rows(self, leaf: Leaf, rows: Rows) -> ShardParts:
+    def _rows(self, leaf: Leaf, rows: RowRange) -> ShardParts:
         piece = self._checkpoint.read(leaf.name, *rows)
         self._transfer.inspect(leaf.name, piece)
         piece = cast(piece, self._entries[leaf.name].dtype)

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.tensor_info import TensorInfo, read_rows
+from gptj_ft.checkpoints.formats.tensor_info import TensorInfo, read_tensor_rows
 from gptj_ft.errors import DataError
 from gptj_ft.system.dtypes import FROM_NUMPY, NUMPY_CODES
 from gptj_ft.system.write_behind import PageWriter
 
 LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip's member: the lengths of its name and of its extra field
-HEADER_BYTES = 1024  # of an array, at most
+_HEADER_BYTES = 1024  # of an array, at most
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class NpzArray:
         Raises:
             DataError: the checksum differs.
         """
-        tensor = read_rows(self.path, self.entry)
+        tensor = read_tensor_rows(self.path, self.entry)
         data = tensor.reshape(-1).view(torch.uint8).numpy().data
         if zlib.crc32(data, zlib.crc32(self.head)) != self.crc:
             raise DataError(f"{self.path}: {self.name} is damaged: its checksum differs; get the file again")
@@ -92,7 +92,7 @@ def _array(path: Path, file: BinaryIO, members: dict[str, zipfile.ZipInfo], numb
     begin = file.seek(sum(lengths), 1)
     version = np.lib.format.read_magic(file)
     read_header = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}[version[0]]
-    shape, is_reversed, dtype = read_header(file, HEADER_BYTES)
+    shape, is_reversed, dtype = read_header(file, _HEADER_BYTES)
     start = file.tell()
     if dtype.hasobject:
         raise DataError(f"{path}: {name} holds Python objects, and loading them could run code; it was not loaded")

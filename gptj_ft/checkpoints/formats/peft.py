@@ -25,7 +25,7 @@ from gptj_ft.system.files import SHARED_FILE, require_plain, write_file
 from gptj_ft.system.paths import ADAPTER_CONFIG, TOKENIZER_FILES, is_adapter, is_model
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-PREFIX = "base_model.model."
+_PREFIX = "base_model.model."
 # What would compute something else than LoRA, and what it has to be for it not to.
 UNSUPPORTED = {
     "use_dora": False,
@@ -184,7 +184,7 @@ def write_adapter(
         "bias": "none", "inference_mode": True, "init_lora_weights": True,
     }  # fmt: skip
     with atomic_folder(folder) as draft:
-        tensors = {f"{PREFIX}{name}": matrix.clone() for layer in layers for name, matrix in layer.items()}
+        tensors = {f"{_PREFIX}{name}": matrix.clone() for layer in layers for name, matrix in layer.items()}
         _, digest = write_safetensors(draft / WEIGHTS[0], tensors, torch.float32)
         copy_files(base, draft, TOKENIZER_FILES)
         for name, text in files.items():
@@ -210,4 +210,4 @@ def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
 
 
 def _key(module: str, matrix: str) -> str:
-    return f"{PREFIX}{module}.{matrix}.weight"
+    return f"{_PREFIX}{module}.{matrix}.weight"

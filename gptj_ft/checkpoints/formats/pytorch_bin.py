@@ -10,7 +10,7 @@ from pickle import UnpicklingError
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.tensor_info import PIECE_BYTES, TensorInfo, read_rows
+from gptj_ft.checkpoints.formats.tensor_info import PIECE_BYTES, TensorInfo, read_tensor_rows
 from gptj_ft.errors import DataError
 
 
@@ -37,7 +37,7 @@ class PickleShard:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         if name not in self._strided:
-            return read_rows(self.path, self.entries[name], start, stop)
+            return read_tensor_rows(self.path, self.entries[name], start, stop)
         # Mapped anew for each tensor (milliseconds): a map's touched pages stay in memory until it is closed.
         tensor = _load(self.path, "cpu")[name]
         rows = tensor[start:stop] if tensor.ndim else tensor

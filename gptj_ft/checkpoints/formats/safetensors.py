@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from gptj_ft.checkpoints.formats.pytorch_bin import PickleShard
-from gptj_ft.checkpoints.formats.tensor_info import PIECE_BYTES, Shard, TensorInfo, read_rows
+from gptj_ft.checkpoints.formats.tensor_info import PIECE_BYTES, Shard, TensorInfo, read_tensor_rows
 from gptj_ft.errors import DataError
 from gptj_ft.system.dtypes import FROM_SAFETENSORS, SAFETENSORS_CODES
 
@@ -45,7 +45,7 @@ class SafetensorsShard:
         self.entries: Mapping[str, TensorInfo] = _read_header(path)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        return read_rows(self.path, self.entries[name], start, stop)
+        return read_tensor_rows(self.path, self.entries[name], start, stop)
 
     def rows_at_once(self, name: str) -> int:
         return self.entries[name].rows_in(PIECE_BYTES)

@@ -31,7 +31,7 @@ GPTJ_6B: Mapping[str, Any] = {
     "eos_token_id": 50256,
     "use_cache": True,
 }
-NAMES = {"gptj": "GPT-J", "gpt2": "GPT-2"}
+_NAMES = {"gptj": "GPT-J", "gpt2": "GPT-2"}
 MESH_FIELDS = {"layers": "n_layer", "d_model": "n_embd", "n_heads": "n_head", "n_vocab": "vocab_size"}
 MESH_FIELDS |= {"seq": "n_positions", "pe_rotary_dims": "rotary_dim"}
 MESH_FORCED = {"norm": "layernorm", "pe": "rotary"}
@@ -72,7 +72,7 @@ CEREBRAS_GPT2_FORCED = {
 }
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_foreign_config(path: Path) -> dict[str, Any]:
     """Read the shape of a model from a JSON or YAML file of any of the three systems.
 
     Returns: what Hugging Face would have in ``config.json``.
@@ -120,6 +120,6 @@ def _translated(
             raise DataError(f"{path}: does not say {name}")
     for name, value in forced.items():
         if theirs.get(name, value) != value:
-            raise DataError(f"{path}: {name} is {theirs[name]!r}; {NAMES[unsaid['model_type']]} has {value!r}")
+            raise DataError(f"{path}: {name} is {theirs[name]!r}; {_NAMES[unsaid['model_type']]} has {value!r}")
     said = {ours: theirs[name] for name, ours in names.items() if name in theirs}
     return {**unsaid, **said}

@@ -60,7 +60,7 @@ class Shard(Protocol):
         """Return how many rows to read at a time: few enough for little memory, and none read twice."""
 
 
-def read_rows(path: Path, entry: TensorInfo, start: int = 0, stop: int | None = None) -> Tensor:
+def read_tensor_rows(path: Path, entry: TensorInfo, start: int = 0, stop: int | None = None) -> Tensor:
     """Read rows of a tensor that a file has in one piece.
 
     It is done past the page cache, which nothing of this size is read from twice, and not by a memory map: its touched

@@ -31,7 +31,7 @@ from gptj_ft.cli.html.names import file_names, last_part, model_name, portable
 from gptj_ft.config import yaml
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run
-from gptj_ft.data.dataset import Prepared, load
+from gptj_ft.data.dataset import Prepared, load_dataset
 from gptj_ft.data.lengths import bins_of
 from gptj_ft.data.readers.source import is_prepared
 from gptj_ft.errors import DataError, GptjFtError, ResourceError, UsageError
@@ -180,7 +180,9 @@ def _facts_of(run: Run, show_text: bool) -> dict[str, Any]:
 def _rows_of(run: Run) -> tuple[dict[str, Prepared], str]:
     """Return the rows of a run by part, and why there are none: they may be of an older version, and the run done."""
     try:
-        return {name: load(run.data / name) for name in ("train", "validation") if is_prepared(run.data / name)}, ""
+        return {
+            name: load_dataset(run.data / name) for name in ("train", "validation") if is_prepared(run.data / name)
+        }, ""
     except (UsageError, DataError) as error:
         return {}, str(error).replace(f"{run.folder}/", "")
 

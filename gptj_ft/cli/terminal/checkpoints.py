@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from gptj_ft.checkpoints.base_model import downloaded_model
-from gptj_ft.checkpoints.compare import compare
+from gptj_ft.checkpoints.compare import diff_checkpoints
 from gptj_ft.checkpoints.convert import Conversion, ConvertReport
 from gptj_ft.checkpoints.convert import convert as convert_model
 from gptj_ft.checkpoints.open import CheckpointFormat, open_source
@@ -78,7 +78,7 @@ def compare_checkpoints(
         open_source(second, None, config, Path(scratch) / "b") as b,
         out.bar("comparing") as advance,
     ):
-        found = compare(a, b, advance)
+        found = diff_checkpoints(a, b, advance)
     types = found.types[0] if found.types[0] == found.types[1] else f"{found.types[0]} as {found.types[1]}"
     text = f"{second} is {first}: {found.tensors} tensors, {found.parameters:,} parameters in {types}, bit for bit"
     out.finish(asdict(found), "", lambda console: say(console, text))

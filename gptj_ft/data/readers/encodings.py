@@ -17,7 +17,7 @@ AUTO = "auto"
 UTF8, WINDOWS = "utf-8", "cp1252"
 PIECE_BYTES = 2**16
 # Longest first: that of UTF-32 begins as that of UTF-16.
-MARKS = {
+_MARKS = {
     codecs.BOM_UTF32_LE: "utf-32-le",
     codecs.BOM_UTF32_BE: "utf-32-be",
     codecs.BOM_UTF16_LE: "utf-16-le",
@@ -45,7 +45,7 @@ ODD = re.compile(
 
 def encoding_by_head(head: bytes) -> str:
     """Detect UTF-16 and UTF-32 by the first bytes of a text; empty for any other encoding."""
-    for mark, encoding in MARKS.items():
+    for mark, encoding in _MARKS.items():
         if head.startswith(mark):
             return encoding
     least = LEAST_ZEROS_IN_ASCII if head.isascii() else LEAST_ZEROS

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 DATASET = "data"
 SLICE_BYTES = 2**24
 MOST_CHUNK_BYTES = 2**28  # of a chunk that is read at once so as not to be unpacked again and again
-MOST_TOKENS = 2**24  # of a sample
+_MOST_TOKENS = 2**24  # of a sample
 PIECE_TOKENS = 2**20  # of a corpus, in a row
-LARGEST_ID = 2**31 - 1
+_LARGEST_ID = 2**31 - 1
 IDS, MASK, LABELS, SPANS, POSITIONS = range(5)
-Tokens = tuple[list[int], list[int]]  # input ids and trained spans, as in `token_row`
+_Tokens = tuple[list[int], list[int]]  # input ids and trained spans, as in `token_row`
 
 
 def read_samples(file: File, findings: Findings) -> Iterator[Row]:
@@ -88,7 +88,7 @@ def _dataset(file: File, opened: h5py.File) -> h5py.Dataset:
         more = f" and {len(names) - 10} more" if len(names) > 10 else ""
         raise DataError(f"{file.path}: {expected}; found {', '.join(names[:10]) or 'nothing'}{more}")
     form: tuple[int, ...] = data.shape or ()
-    is_form = len(form) == 1 or (len(form) == 3 and form[1] in (3, 5) and 0 < form[2] <= MOST_TOKENS)
+    is_form = len(form) == 1 or (len(form) == 3 and form[1] in (3, 5) and 0 < form[2] <= _MOST_TOKENS)
     if data.dtype.kind not in "iu" or not is_form:
         raise DataError(f"{file.path}: {expected}; found {data.dtype}, ({', '.join(map(str, form))})")
     return data
@@ -130,7 +130,7 @@ def _samples(file: File, findings: Findings, data: h5py.Dataset) -> Iterator[Row
                     yield token_row(file, number, input_ids, trained)
 
 
-def _of_several(sample: NDArray[Any]) -> list[Tokens] | str:
+def _of_several(sample: NDArray[Any]) -> list[_Tokens] | str:
     """Return the rows in a sample of shape (5, S), or what is wrong with it."""
     positions = sample[POSITIONS].astype(np.int64)
     is_used = (sample[MASK] != 0) | (sample[SPANS] != 0)  # padding has neither
@@ -138,7 +138,7 @@ def _of_several(sample: NDArray[Any]) -> list[Tokens] | str:
     follows = np.concatenate([[False], np.diff(positions) == 1])
     if (is_used & ~starts & ~follows).any():
         return "positions neither go on nor start again at 0"
-    rows: list[Tokens] = []
+    rows: list[_Tokens] = []
     bounds = np.append(np.flatnonzero(starts), len(positions))
     for start, end in pairwise(bounds):
         if is_used[start:end].any():
@@ -149,7 +149,7 @@ def _of_several(sample: NDArray[Any]) -> list[Tokens] | str:
     return rows or _of_one(sample)
 
 
-def _of_one(sample: NDArray[Any]) -> list[Tokens] | str:
+def _of_one(sample: NDArray[Any]) -> list[_Tokens] | str:
     """Return the row in a sample of shape (3 or more, S) as a list of one, or what is wrong with it."""
     ids, mask, labels = sample[IDS], sample[MASK], sample[LABELS]
     if ((mask != 0) & (mask != 1)).any():
@@ -171,5 +171,5 @@ def _spans(indices: NDArray[np.int64]) -> list[int]:
 
 
 def _not_ids(ids: NDArray[Any]) -> str:
-    wrong = ids[(ids < 0) | (ids > LARGEST_ID)]
+    wrong = ids[(ids < 0) | (ids > _LARGEST_ID)]
     return f"{wrong[0]} is no token id" if len(wrong) else ""

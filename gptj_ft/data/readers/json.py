@@ -63,7 +63,7 @@ def _kind(value: object) -> str:
     return names.get(type(value), "a number")
 
 
-def read_json(file: File, findings: Findings) -> Iterator[Row]:
+def read_json_rows(file: File, findings: Findings) -> Iterator[Row]:
     """Read a list of objects, ``{"data": [...]}`` (flat or SQuAD), one object, or JSON lines after all.
 
     Where one object is all there is, and in it one list of objects, those are the rows.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gptj_ft.data.readers.hdf5 import read_samples
-from gptj_ft.data.readers.json import read_json, read_json_lines
+from gptj_ft.data.readers.json import read_json_lines, read_json_rows
 from gptj_ft.data.readers.rows import Findings, Row, numbered_lines, too_long
 from gptj_ft.data.readers.source import File, FileOptions, Source, identify
 from gptj_ft.data.readers.spreadsheets import read_workbook
@@ -36,7 +36,7 @@ def read_rows(
         for note in file.notes:
             findings.note(note)
         empty = True
-        for row in READERS[file.format](file, findings):
+        for row in _READERS[file.format](file, findings):
             empty = False
             yield row
         findings.check()
@@ -44,7 +44,7 @@ def read_rows(
             raise DataError(f"{file.path}: there are no rows in it")
 
 
-def read_text(file: File, findings: Findings) -> Iterator[Row]:
+def _read_text(file: File, findings: Findings) -> Iterator[Row]:
     """Read plain text, split into documents as the options say."""
     readers = {"file": read_document, "line": read_lines, "paragraph": read_paragraphs}
     return readers[file.options.documents](file, findings)
@@ -91,16 +91,16 @@ def refuse_prepared(file: File, findings: Findings) -> Iterator[Row]:
     raise UsageError(f"{file.path} is prepared data, whose rows are tokens: name the rows that it was prepared from")
 
 
-READERS: dict[str, Reader] = {
+_READERS: dict[str, Reader] = {
     "jsonl": read_json_lines,
-    "json": read_json,
+    "json": read_json_rows,
     "csv": read_table,
     "tsv": read_table,
     "parquet": read_parquet,
     "xlsx": read_workbook,
     "prepared": refuse_prepared,
     "dataset": read_saved_dataset,
-    "txt": read_text,
+    "txt": _read_text,
     "tfrecords": read_tfrecords,
     "hdf5": read_samples,
 }

@@ -147,7 +147,7 @@ ADVICE = {
     ".zip": "a zip archive: unpack it, and name the folder",
     ".tar": "a tar archive: unpack it, and name the folder",
 }
-FOREIGN = {b"%PDF": ".pdf", b"{\\rtf": ".rtf"}
+_FOREIGN = {b"%PDF": ".pdf", b"{\\rtf": ".rtf"}
 TAR_MAGIC, TAR_MAGIC_AT = b"ustar", 257
 # What the parts of an archive say that it is; the first bytes of one of OpenDocument say it in words.
 PARTS = {"xl/workbook.xml": ".xlsx", "xl/workbook.bin": ".xlsb", "word/document.xml": ".docx",
@@ -427,7 +427,7 @@ def _foreign(suffix: str, head: bytes, parts: Collection[str]) -> str:
         return ".tar"
     if head.startswith(OLE_MAGIC):
         return ".doc" if suffix == ".doc" else ".xlsx with a password" if suffix in (".xlsx", ".xlsm") else ".xls"
-    return next((kind for magic, kind in FOREIGN.items() if head.startswith(magic)), "")
+    return next((kind for magic, kind in _FOREIGN.items() if head.startswith(magic)), "")
 
 
 def _recoded(head: bytes, encoding: str) -> bytes:

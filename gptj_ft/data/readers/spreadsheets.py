@@ -24,7 +24,7 @@ HEADER_ROWS = 1000  # in which the header must be
 # they look is held as a whole; so is a row or a text, between two of what begins one.
 MOST_BYTES, MOST_OTHER_BYTES, MOST_PIECE_BYTES = 2**30, 2**26, 2**24
 PIECE = re.compile(rb"<(?:\w+:)?(?:row|si)[\s/>]")
-READ_BYTES = 2**20
+_READ_BYTES = 2**20
 SHEETS_SHOWN = 10
 
 
@@ -147,7 +147,7 @@ def _longest_piece(archive: zipfile.ZipFile, part: zipfile.ZipInfo) -> int:
     """Return the bytes of the longest row or text, give or take one read."""
     longest = since = 0
     with archive.open(part) as opened:
-        while piece := opened.read(READ_BYTES):
+        while piece := opened.read(_READ_BYTES):
             since = 0 if PIECE.search(piece) else since + len(piece)
             longest = max(longest, since)
     return longest

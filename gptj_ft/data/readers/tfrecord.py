@@ -15,7 +15,7 @@ from gptj_ft.errors import DataError
 FEATURE = "text"
 FOOTER_BYTES = 4  # the checksum of a payload
 MOST_BYTES = 2**28  # of a record; one of 2049 tokens has 6 KB
-LARGEST_ID = 2**31 - 1
+_LARGEST_ID = 2**31 - 1
 
 
 def read_tfrecords(file: File, findings: Findings) -> Iterator[Row]:
@@ -90,7 +90,7 @@ def _tokens(file: File, number: int, payload: bytes) -> list[int] | str:
     tokens = np.array(lists[-1].value, np.int64)
     if not len(tokens):
         return "there are no tokens in the record"
-    wrong = tokens[(tokens < 0) | (tokens > LARGEST_ID)]
+    wrong = tokens[(tokens < 0) | (tokens > _LARGEST_ID)]
     return f"{wrong[0]} is no token id" if len(wrong) else tokens.tolist()
 
 

@@ -125,7 +125,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
         for number, request in enumerate(requests):
             by_settings.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(number)
         for numbers in by_settings.values():
-            settings, until = settings_of(requests[numbers[0]].args[1], self._eos)
+            settings, until = _settings_of(requests[numbers[0]].args[1], self._eos)
             room = self.max_length - settings.max_new_tokens
             if room < 1:
                 raise UsageError(
@@ -198,7 +198,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
         return [str(self.tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
 
 
-def settings_of(asked: Mapping[str, Any], eos: str) -> tuple[Generation, list[str]]:
+def _settings_of(asked: Mapping[str, Any], eos: str) -> tuple[Generation, list[str]]:
     """Translate a task's ``generation_kwargs`` into generation settings and stop strings.
 
     Raises:

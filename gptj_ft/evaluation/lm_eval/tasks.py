@@ -24,9 +24,9 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import DataError, NetworkError, UsageError, did_you_mean
 from gptj_ft.evaluation.comparison import ModelComparison, same_rows
-from gptj_ft.evaluation.evaluate import Evaluation, facts_of
+from gptj_ft.evaluation.evaluate import Evaluation, evaluation_settings
 from gptj_ft.evaluation.metrics import Statistic
-from gptj_ft.evaluation.metrics.bootstrap import Estimate, PairedEstimates, compare
+from gptj_ft.evaluation.metrics.bootstrap import Estimate, PairedEstimates, estimate_scores
 from gptj_ft.evaluation.metrics.statistic import Ratio, Vector
 from gptj_ft.evaluation.result_cache import ResultCache
 from gptj_ft.generation.hf_model import StreamedModel
@@ -41,7 +41,7 @@ from gptj_ft.system.paths import home
 
 MISSING = "--tasks needs EleutherAI's lm-eval: pip install 'gptj-ft[harness]'"
 SEED = 1234  # lm-eval's own, of the examples before questions
-Progress = Callable[[int, int], None]
+_Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def plan_tasks(folder: Path, recipe: Recipe) -> TasksPlan:
 
 
 def ask(
-    planned: TasksPlan, loaded: LoadedTasks, limit: int | None, progress: Progress | None
+    planned: TasksPlan, loaded: LoadedTasks, limit: int | None, progress: _Progress | None
 ) -> tuple[Evaluation, list[ResultCache]]:
     """Evaluate a model with lm-eval, resuming from cached answers.
 
@@ -206,7 +206,7 @@ def ask(
     from gptj_ft.evaluation.lm_eval.model import KeptResults, StreamedLM
 
     recipe, plan = planned.recipe, planned.plan
-    facts = {**facts_of(planned.folder, recipe), "dtype": planned.plan.precision, "lm_eval": __version__,
+    facts = {**evaluation_settings(planned.folder, recipe), "dtype": planned.plan.precision, "lm_eval": __version__,
              "device": planned.device.type, "together": plan.together.written}  # fmt: skip
     findings = KeptResults(facts, progress)
     opened = open_for_inference(planned.folder, planned.device, planned.dtype, plan.weights, recipe.read_ahead)
@@ -239,7 +239,7 @@ def compare_on_tasks(model: Evaluation, baseline: Evaluation | None, seed: int) 
             {n: f for n, f in figures.items() if n.partition(".")[0] == task} for figures in (model.figures, other)
         )
         part = np.array([each == task for each in tasks], np.float64)
-        found = compare(own, theirs, model.rows, seed, part if part.any() else None)
+        found = estimate_scores(own, theirs, model.rows, seed, part if part.any() else None)
         scores, before = {**scores, **found.scores}, {**before, **found.baseline}
         differences = {**differences, **found.differences}
     return ModelComparison(model, baseline, PairedEstimates(scores, before, differences), {}, None)

@@ -14,8 +14,8 @@ import numpy as np
 
 from gptj_ft.evaluation.metrics.statistic import Statistic, Vector
 
-SAMPLES = 1000
-TOGETHER = 50  # samples, so that their weights take little memory
+_SAMPLES = 1000
+_TOGETHER = 50  # samples, so that their weights take little memory
 PERCENTILES = (2.5, 97.5)
 
 
@@ -42,7 +42,7 @@ class PairedEstimates:
     differences: Mapping[str, Estimate]
 
 
-def compare(
+def estimate_scores(
     figures: Mapping[str, Statistic],
     baseline: Mapping[str, Statistic],
     num_rows: int,
@@ -83,8 +83,8 @@ def _weights(part_N: Vector, seed: int) -> Iterator[Vector]:
     """Draw samples with replacement, as counts of each row."""
     generator = np.random.Generator(np.random.PCG64(seed))
     rows = np.flatnonzero(part_N)
-    for start in range(0, SAMPLES, TOGETHER):
-        count = min(TOGETHER, SAMPLES - start)
+    for start in range(0, _SAMPLES, _TOGETHER):
+        count = min(_TOGETHER, _SAMPLES - start)
         drawn = rows[generator.integers(0, len(rows), (count, len(rows)))] + len(part_N) * np.arange(count)[:, None]
         counts = np.bincount(drawn.ravel(), minlength=count * len(part_N))
         yield counts.reshape(count, len(part_N)).astype(np.float64)

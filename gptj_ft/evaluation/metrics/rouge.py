@@ -13,7 +13,7 @@ from gptj_ft.evaluation.metrics.statistic import Statistic, mean
 OF_PACKAGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 BY_SENTENCES = "rougeLsum_sentences"
 NAMES = (*OF_PACKAGE, BY_SENTENCES)
-FOREIGN = 0.01  # share of letters from which on a text is not English
+_FOREIGN = 0.01  # share of letters from which on a text is not English
 
 
 def rouge(
@@ -53,7 +53,7 @@ def warning(references: Iterable[Sequence[str]]) -> str | None:
             kept = sum(map(str.isalpha, text))
             letters += kept
             lost += kept - len(re.findall("[a-zA-Z]", text))
-    if lost <= FOREIGN * letters:
+    if lost <= _FOREIGN * letters:
         return None
     return (
         f"{lost / letters:.0%} of the letters of the references are not a to z, and ROUGE's tokeniser drops them: "

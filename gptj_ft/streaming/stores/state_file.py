@@ -23,7 +23,7 @@ from torch import Tensor
 from gptj_ft.errors import DataError
 from gptj_ft.models.layout import Kind, Layout
 from gptj_ft.streaming.stores.base import chunks
-from gptj_ft.system.direct_io import PAGE, open_direct, read_bytes, write_bytes
+from gptj_ft.system.direct_io import PAGE, open_direct, read_direct, write_bytes
 from gptj_ft.system.dtypes import SAFETENSORS_CODES
 from gptj_ft.system.memory import allocate
 
@@ -89,7 +89,7 @@ class StateFile:
             DataError: the file ends early, or its content is not what was written.
         """
         view = _bytes_of(out)
-        count = read_bytes(descriptor, view, self.offsets[kind] + start * out.itemsize)
+        count = read_direct(descriptor, view, self.offsets[kind] + start * out.itemsize)
         if count < len(view):
             raise DataError(f"state file is cut short: {kind} lacks {len(view) - count} bytes")
         if digests is None:
