@@ -44,6 +44,7 @@ EQUIVALENT = Path(__file__).with_name("equivalent_mutants.json")
 SOURCES = (
     "streaming/step.py",
     "streaming/model.py",
+    "streaming/schedule.py",
     "streaming/prefetch.py",
     "streaming/buffers.py",
     "streaming/activations.py",
