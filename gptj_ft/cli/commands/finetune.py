@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,6 +26,7 @@ from gptj_ft.cli.terminal.output import Output, as_tuple, asking
 from gptj_ft.config.resolve import Resolved, resolve
 
 if TYPE_CHECKING:
+    from gptj_ft.config.run_folder import Run
     from gptj_ft.training.finetune import PreparedRun
 
 
@@ -78,7 +80,6 @@ def finetune(
         out = Output(as_json, quiet)
         with out.activity():
             from gptj_ft import api
-            from gptj_ft.cli.html.run_page import write_page
             from gptj_ft.cli.terminal.data_tables import show_rows
             from gptj_ft.cli.terminal.progress import TerminalReporter
             from gptj_ft.cli.terminal.tables import show_plan, show_prepared_run, show_training
@@ -96,7 +97,7 @@ def finetune(
                 ready = prepared(options_on_resume(options, config, as_tuple(assignments)))
             except Finished:
                 if not (resume.expanduser() / "report.html").is_file():  # it was cut off in its last moment
-                    write_page(Run(resume.expanduser()), notes.print)
+                    _write_page(Run(resume.expanduser()), notes.print)
                 raise
         else:
             ready = asking(resolve(options, config, as_tuple(assignments)), out, prepared)
@@ -108,6 +109,13 @@ def finetune(
         show_prepared_run(notes, ready, verbose)
         result = ready.train(reporter, Session(began, owns_process=True))
         run = Run(Path(result.run))
-        write_page(run, notes.print)
+        _write_page(run, notes.print)
         measured_on = len(ready.setup.validation)
         out.finish(result.to_dict(), result.model, lambda console: show_training(console, result, measured_on, verbose))
+
+
+def _write_page(run: Run, say: Callable[[str], None]) -> None:
+    """Write the report of a run, with what training does without until then: 100 MB of modules that evaluate models."""
+    from gptj_ft.cli.html.run_page import write_page
+
+    write_page(run, say)
