@@ -43,6 +43,9 @@ class Layout:
     copied: frozenset[str] = frozenset()
     """Those of the shapes that are another layer's, too: what nobody changes may be here a second time."""
 
+    def __hash__(self) -> int:
+        return hash((self.numel, self.num_decayed, tuple(self.shapes)))  # of what is compared, what can be hashed
+
     @classmethod
     def of(cls, layer: nn.Module, names: Container[str] | None = None, copies: bool = False) -> Layout:
         """Lay out a layer's parameters.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +107,13 @@ def training_passes(
         is_late: whether the updates of all blocks but the last are deferred.
     """
     kept = budget.num_kept_layers
-    forward, backward, flush = StepCounter(placement, workload, stored, budget, is_late).passes()
+    # Neither tokens nor kept activations change what moves of the model, so plans that differ in them share a count.
+    model = Workload(
+        tuple(workload.layouts), workload.width, workload.dtype, 0, 0, 0.0, 0.0, None, frozen=tuple(workload.frozen)
+    )
+    buffers = replace(budget, num_kept_layers=0, pass_tokens=0)
+    where = replace(placement, boundaries="device")
+    forward, backward, flush = count_step(where, model, tuple(stored.items()), buffers, is_late)
     flops = 2.0 * workload.block_parameters * workload.mean_step_tokens
     forward = replace(forward, flops=flops, times=1.0)
     backward = replace(
@@ -120,6 +127,18 @@ def training_passes(
     share = workload.mean_step_tokens / workload.step_tokens
     away: dict[Place, int] = {placement.boundaries: round(workload.boundary_bytes(kept) * share)}
     return forward.plus(written=away), backward.plus(read=away), flush
+
+
+@lru_cache(maxsize=64)  # half a second each for a model of 6 billion parameters; advice asks for the same ones again
+def count_step(
+    placement: Placement,
+    workload: Workload,
+    stored: tuple[tuple[Kind, torch.dtype], ...],
+    budget: BufferBudget,
+    is_late: bool,
+) -> tuple[Pass, Pass, Pass]:
+    """Count the bytes of a step in the steady state: see `StepCounter`."""
+    return StepCounter(placement, workload, dict(stored), budget, is_late).passes()
 
 
 @dataclass
