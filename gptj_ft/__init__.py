@@ -33,30 +33,20 @@ if TYPE_CHECKING:
     from gptj_ft.training.reporter import Progress, Reporter, StepReport
 
 __version__ = "0.1.0"
-_HOMES = {
-    "gptj_ft.api": (
-        "Model",
-        "evaluate",
-        "evaluate_predictions",
-        "evaluate_tasks",
-        "finetune",
-        "generate_file",
-        "load",
-        "plan",
-        "plan_evaluation",
-        "prepare",
-        "prepare_run",
-    ),
-    "gptj_ft.config.options": ("Recipe",),
-    "gptj_ft.errors": ("GptjFtError",),
-    "gptj_ft.evaluation.comparison": ("ModelComparison",),
-    "gptj_ft.evaluation.run": ("EvaluateRequest",),
-    "gptj_ft.generation.batch": ("BatchResult",),
-    "gptj_ft.generation.generator": ("Answer",),
-    "gptj_ft.training.finetune": ("Forecast", "PreparedRun"),
-    "gptj_ft.training.loop": ("TrainResult",),
-    "gptj_ft.training.prepare_data": ("Preparation",),
-    "gptj_ft.training.reporter": ("Progress", "Reporter", "StepReport"),
+_HOMES = {  # of what is not in `api`
+    "Recipe": "config.options",
+    "GptjFtError": "errors",
+    "ModelComparison": "evaluation.comparison",
+    "EvaluateRequest": "evaluation.run",
+    "BatchResult": "generation.batch",
+    "Answer": "generation.generator",
+    "Forecast": "training.finetune",
+    "PreparedRun": "training.finetune",
+    "TrainResult": "training.loop",
+    "Preparation": "training.prepare_data",
+    "Progress": "training.reporter",
+    "Reporter": "training.reporter",
+    "StepReport": "training.reporter",
 }
 __all__ = [
     "Answer",
@@ -88,7 +78,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is asked for."""
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(module), name)
-    raise AttributeError(f"module 'gptj_ft' has no attribute '{name}'")
+    if name not in __all__:
+        raise AttributeError(f"module 'gptj_ft' has no attribute '{name}'")
+    return getattr(import_module(f"gptj_ft.{_HOMES.get(name, 'api')}"), name)
