@@ -20,13 +20,13 @@ Poll = Callable[[], None]
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Documents end to end; padding does not exist.
+    """A micro-batch: documents packed end to end, without padding.
 
     Attributes:
         tokens_T: token ids, int64.
         positions_T: position of each token in its own document, int64.
         targets_T: the token to predict at each position, ``NO_TARGET`` where there is no loss, int64.
-        cu_seqlens: where documents begin and end: document ``d`` is ``cu_seqlens[d]:cu_seqlens[d + 1]``.
+        cu_seqlens: cumulative lengths: document ``d`` is ``cu_seqlens[d]:cu_seqlens[d + 1]``.
         cache: when decoding, what keeps the keys and values.
         is_decode_step: whether the documents began in an earlier pass, whose keys and values the cache holds.
         dropout_seed: seed of what training drops of this batch; ``None``: nothing is dropped.
@@ -87,12 +87,12 @@ def pack(
     untrained: Sequence[Sequence[int]] | None = None,
     document_ids: Sequence[int] = (),
 ) -> PackedBatch:
-    """Put documents end to end.
+    """Pack documents end to end.
 
     Args:
         documents: token ids of each.
         prompt_lengths: tokens at each document's start that are not trained on; ``None``: no targets at all.
-        cache: to keep keys and values in.
+        cache: cache that keeps keys and values.
         untrained: tokens after each document's prompt that are not trained on, as (start, end) pairs in one flat list.
         document_ids: see `PackedBatch`.
     """

@@ -27,9 +27,9 @@ class Embedding(nn.Module):
     """Look up a row per token in a matrix, or in just the `EmbeddingRows` that a pass needs.
 
     Args:
-        num_rows: of the matrix.
-        width: of a row.
-        index: what of a batch tells the row.
+        num_rows: rows of the matrix.
+        width: width of a row.
+        index: function from a batch to the rows that it looks up.
     """
 
     weight: Tensor | EmbeddingRows

@@ -28,7 +28,7 @@ class FunctionalLayer:
         }
 
     def run(self, tensors: Mapping[str, Tensor | EmbeddingRows], *inputs: Any) -> Tensor:
-        """Return what the layer makes of its inputs, given tensors, or rows of them, by their names in it."""
+        """Call the layer with tensors, or rows of them, in the place of its parameters, by name."""
         places = [self._places[name] for name in tensors]
         try:
             for (own, name, _), tensor in zip(places, tensors.values(), strict=True):

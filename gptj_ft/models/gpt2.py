@@ -101,7 +101,7 @@ class GPT2Config:
         return self.n_inner or 4 * self.n_embd
 
     def attention_scale(self, index: int) -> float:
-        """Return what the attention scores of a block are multiplied by."""
+        """Return the scale of a block's attention scores."""
         scale = (self.n_embd // self.n_head) ** -0.5 if self.scale_attn_weights else 1.0
         return scale / (index + 1) if self.scale_attn_by_inverse_layer_idx else scale
 

@@ -24,7 +24,7 @@ class KVCache:
     A prompt that is shorter than the longest leaves its first slots unused, so that all trees grow at one slot.
 
     Attributes:
-        num_slots: in use, of each tree.
+        num_slots: slots in use, of each tree.
         lengths: tokens of each row, int64 [G W].
     """
 
@@ -46,7 +46,7 @@ class KVCache:
         Args:
             counts: tokens of each prompt.
             width: rows that will go on from each.
-            device: where the keys will be.
+            device: device of the keys.
         """
         self.num_slots, self._width, self._counts = max(counts), width, tuple(counts)
         self._layers = {}
@@ -63,8 +63,8 @@ class KVCache:
 
         Args:
             layer: number of the layer.
-            k_TNH, v_TNH: of documents that begin with prompts.
-            cu_seqlens: where they begin and end.
+            k_TNH, v_TNH: keys and values of documents that begin with prompts.
+            cu_seqlens: cumulative lengths of the documents.
             trees: which of the prompts announced they are; none: the first ones.
         """
         if layer not in self._layers:
@@ -82,7 +82,7 @@ class KVCache:
 
         Args:
             columns: tokens of each row.
-            dtype: of the attention's scores.
+            dtype: data type of the attention scores.
         """
         if self._width > 1 and (columns > 1 or not self._beams_reordered):
             self._split_groups()
@@ -114,7 +114,7 @@ class KVCache:
         return out.transpose(1, 2).flatten(0, 1)
 
     def select(self, rows: Tensor) -> None:
-        """Renumber: row ``i`` becomes what ``rows[i]`` was; others are forgotten (beams, finished rows)."""
+        """Select rows: row ``i`` becomes the former ``rows[i]``; others are dropped (beams, finished rows)."""
         width = self._width
         groups = torch.arange(len(self.lengths), device=rows.device) // width
         if width > 1 and len(rows) == len(groups) and torch.equal(rows // width, groups):

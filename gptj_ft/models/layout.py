@@ -1,4 +1,4 @@
-"""Where each parameter of a layer lies in flat tensors, and which parameters layers share."""
+"""Lay out the parameters of a layer in flat tensors, and find the parameters that layers share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TiedParameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each parameter of a layer lies in the layer's flat tensors, in elements.
+    """Offsets of a layer's parameters in its flat tensors, in elements.
 
     Matrices come first: weight decay applies to ``flat[:num_decayed]`` and to nothing else (biases, norms, padding).
     What a layer borrows is no part of its tensors: it has its place, its update and its checksum in the layer it is of.
@@ -51,7 +51,7 @@ class Layout:
         """Lay out a layer's parameters.
 
         Args:
-            layer: it.
+            layer: layer.
             names: those that it is about; none: all.
             copies: whether what the layer borrows has a place among its own.
         """
@@ -94,7 +94,7 @@ class Layout:
 
 
 def tied_parameters(layer: nn.Module) -> dict[str, TiedParameter]:
-    """Return what a layer computes with that is a parameter of the first one."""
+    """Find the parameters of a layer that are tied to the first layer's."""
     return {
         f"{path}.weight": TiedParameter(module.source, module.weight.shape)
         for path, module in layer.named_modules()

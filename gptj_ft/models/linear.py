@@ -42,7 +42,7 @@ def takes_few(x_TD: Tensor) -> bool:
 
 
 def project_by_all(x_TD: Tensor, linears: Sequence[Linear], kernel: Kernel) -> Iterator[Tensor]:
-    """Yield what each of some linear layers makes of the same inputs, as it is asked for.
+    """Yield the outputs of several linear layers for the same inputs, in one product where that is faster.
 
     One product where few tokens are decoded and the weights lie side by side: they are read faster together.
     """
@@ -85,8 +85,8 @@ class TiedLinear(nn.Module):
     the layer hands it in; see `stores.Layout.tied`.
 
     Args:
-        shape: of the weight, (output width, input width).
-        source: its name in the first layer.
+        shape: shape of the weight, (output width, input width).
+        source: name of the weight in the first layer.
     """
 
     weight: Tensor

@@ -19,7 +19,7 @@ A, B = "lora_A", "lora_B"
 
 @dataclass(frozen=True)
 class Rank:
-    """How wide the product is in between, and what its output is multiplied by (alpha / rank)."""
+    """Rank of an adapter, and the scale of its output (alpha / rank)."""
 
     rank: int
     scaling: float
@@ -75,7 +75,7 @@ def is_adapter_parameter(local: str) -> bool:
 
 
 def linear_layers(architecture: Architecture) -> dict[str, tuple[int, str]]:
-    """Return what can have an adapter: Hugging Face's name -> (layer, name inside it)."""
+    """Return the modules that can have an adapter: Hugging Face's name -> (layer, name inside it)."""
     layers = architecture.layers()
     return {
         architecture.family.name_of(index, f"{local}.weight", len(layers)).removesuffix(".weight"): (index, local)
@@ -89,9 +89,9 @@ def adapted_layers(architecture: Architecture, adapters: Mapping[str, Rank], dro
     """Return a model's layers with adapters.
 
     Args:
-        architecture: of the model.
+        architecture: architecture of the model.
         adapters: the linear layers that have one, by Hugging Face's names.
-        dropout: of the adapters' inputs.
+        dropout: dropout probability of the adapters' inputs.
     """
     layers, places = architecture.layers(), linear_layers(architecture)
     for name, rank in adapters.items():
@@ -103,12 +103,12 @@ def adapted_layers(architecture: Architecture, adapters: Mapping[str, Rank], dro
 
 
 def initialise(name: str, view: Tensor, key: tuple[object, ...]) -> None:
-    """Give an adapter's matrix its first values, as PEFT does: A like a new linear layer's weight, B zeros.
+    """Initialise a matrix of an adapter as PEFT does: A like a new linear layer's weight, B zeros.
 
     Args:
-        name: of the matrix.
-        view: of its memory.
-        key: what makes these random numbers unlike any other; the same key gives the same.
+        name: name of the matrix.
+        view: view of its memory.
+        key: key of the random numbers; the same key gives the same numbers.
     """
     if name.endswith(B):
         view.zero_()

@@ -21,8 +21,8 @@ class Published:
     Attributes:
         repository: on the Hub.
         config: ``config.json``, as far as it matters.
-        tokens: that it was trained on.
-        flops: that this took, as published.
+        tokens: tokens of its pre-training.
+        flops: FLOPs of its pre-training, as published.
         pile_loss: on the Pile's test set, in nats a token.
     """
 

@@ -49,7 +49,7 @@ class Family:
 
     Attributes:
         model_type: Hugging Face's name for it.
-        class_name: of `transformers`' causal language model, for ``architectures`` in ``config.json``.
+        class_name: name of `transformers`' causal language model, for ``architectures`` in ``config.json``.
         read_config: ``config.json`` as a dictionary -> the family's config; refuses what would compute something else.
         build_layers: config -> the layers, ``Embed``, the blocks, ``Head``, on the ``meta`` device.
         keys: Hugging Face's tensor name -> its home; ``{}`` stands for the block number; ``None`` is dropped on
@@ -113,7 +113,7 @@ class Architecture:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What users should know of how this model is treated here."""
+        """Notes for users on how this model is treated here."""
         rates = {key: value for key, value in self.raw.items() if key.endswith("_pdrop") and value}
         if not rates:
             return ()
@@ -186,8 +186,8 @@ def architecture_of(raw: Mapping[str, Any], path: Path) -> Architecture:
     """Return the architecture that a config describes.
 
     Args:
-        raw: what ``config.json`` holds, or would hold.
-        path: where that was read.
+        raw: content of ``config.json``.
+        path: file that it was read from.
 
     Raises:
         UsageError: an architecture that is not supported.

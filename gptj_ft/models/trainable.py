@@ -46,7 +46,7 @@ class Selection:
 
 
 def select(architecture: Architecture, recipe: Recipe) -> Selection:
-    """Return what a recipe trains of a model.
+    """Select the parameters that a recipe trains.
 
     Raises:
         UsageError: a pattern that matches nothing.
@@ -84,7 +84,7 @@ def match(patterns: Sequence[str], names: Iterable[str], option: str, what: str)
         patterns: shell patterns (``*``, ``?``, ``[0-7]``; ``*`` goes across dots) for whole names, or for what follows
             any dot in them: ``h.2[0-7].*`` matches ``transformer.h.20.ln_1.weight``.
         names: dotted.
-        option: that the patterns were given to.
+        option: name of the option that has the patterns.
         what: is named.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How long a run takes and what it writes: its steps, and what it does beside them."""
+"""Compute the duration and the writes of a run: its steps, and its overhead."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ WARRANTED_BYTES = 600e12  # written to an SSD; see `Costs.ssd_wear`
 
 @dataclass(frozen=True)
 class Overhead:
-    """Something that a run does beside its steps.
+    """Overhead of a run: something that it does beside its steps.
 
     Attributes:
-        number: how often in the whole run.
-        seconds: it takes each time.
-        disk_bytes: it writes to disk each time.
+        number: number of times in the whole run.
+        seconds: seconds each time.
+        disk_bytes: bytes written to disk each time.
     """
 
     number: int
@@ -36,16 +36,16 @@ class Overhead:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a run moves and how long it takes, in bytes and seconds.
+    """Bytes that a run moves, and seconds that it takes.
 
     Attributes:
         num_steps: optimizer steps to do; ``None`` while they are not counted.
         is_late: whether updates are applied in forward and again in backward, to be written there.
-        forward: of an average step.
-        backward: of an average step.
-        compute_seconds: of a step's computation alone.
-        transfer_seconds: of a step's transfers alone.
-        seconds_per_step: of both side by side, pass by pass.
+        forward: forward pass of an average step.
+        backward: backward pass of an average step.
+        compute_seconds: seconds of a step's computation alone.
+        transfer_seconds: seconds of a step's transfers alone.
+        seconds_per_step: seconds of a step, with computation and transfers overlapping in each pass.
         start: filling the stores.
         validations: the loss on rows that are not trained on.
         checkpoints: the state written to a folder of its own; a run on disk needs none.
@@ -95,7 +95,7 @@ class Costs:
 
     @property
     def ssd_wear(self) -> float | None:
-        """What the run writes to disk, as a share of what a typical 1 TB consumer SSD is warranted for.
+        """Bytes written to disk, as a share of the warranted endurance of a typical 1 TB consumer SSD.
 
         600 TB, the endurance rating of the Samsung 990 PRO 1 TB (its data sheet: 600 TBW) and of most of its class;
         a 2 TB model is mostly rated for twice as much, a drive for servers for much more.
@@ -128,14 +128,14 @@ def cost(
     budget: BufferBudget = BufferBudget(),
     is_late: bool = False,
 ) -> Costs:
-    """Compute what a run moves and how long it takes.
+    """Compute the bytes that a run moves and the seconds that it takes.
 
     Args:
-        placement: of the stored kinds.
-        load: what the run asks for.
-        recipe: how often it validates and saves.
+        placement: placement of the stored kinds.
+        load: workload of the run.
+        recipe: recipe, for the intervals of validations and checkpoints.
         stored: the kinds that have a store, and their types; without ``grad`` updates are applied in backward.
-        rates: of the machine.
+        rates: rates of the machine.
         room: how much of the model is on the device at once.
         is_late: whether updates are applied in forward and again in backward, to be written there.
     """

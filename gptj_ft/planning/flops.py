@@ -26,12 +26,12 @@ class Flops:
 
     @property
     def model(self) -> float:
-        """What every way of training this model computes."""
+        """FLOPs that every way of training this model needs."""
         return self.forward + self.backward
 
     @property
     def hardware(self) -> float:
-        """What is computed here."""
+        """FLOPs that are computed here, recomputation included."""
         return self.forward + self.backward + self.recompute
 
 
@@ -41,9 +41,9 @@ def count_flops(
     """Count the FLOPs of training on some tokens; an embedding has none.
 
     Args:
-        layouts: of what is trained in each layer.
-        tokens: that the blocks are run on.
-        target_tokens: that the head is run on.
+        layouts: layout of the trained parameters of each layer.
+        tokens: tokens that the blocks compute.
+        target_tokens: tokens that the head computes.
         kept: blocks, the last ones, that are not recomputed.
         frozen: layouts of the rest: passed by gradients down to the lowest layer that is trained, but without any.
     """

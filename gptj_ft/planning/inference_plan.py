@@ -125,7 +125,7 @@ class InferencePlan:
     """Placement, token budget and memory of inference; bytes.
 
     Attributes:
-        weights: where the model's weights live.
+        weights: place of the model's weights.
         precision: type of the computation.
         together: token budgets.
         device_bytes: needed on the device.

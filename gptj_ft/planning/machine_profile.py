@@ -38,7 +38,7 @@ def rates(device: torch.device, folder: Path, again: bool = False) -> Rates:
 
     Args:
         device: device that computes.
-        folder: where a run will live.
+        folder: folder of the run.
         again: measure, whatever is known.
     """
     return Rates(compute_rates(device, again), disk_rates(folder, again), device.type == "cpu")

@@ -1,4 +1,4 @@
-"""What a run will cost, before it starts: placement, memory, disk, time. Refuses what cannot fit."""
+"""Plan a run before it starts: placement, memory, disk, time. Refuse what cannot fit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PLACES_FASTEST_FIRST: list[Place] = ["device", "host", "disk"]
 
 @dataclass(frozen=True)
 class Free:
-    """What the machine has, in bytes; on a CPU, device and host are the same memory."""
+    """Free resources of the machine, in bytes; on a CPU, device and host are the same memory."""
 
     device: int
     host: int
@@ -55,7 +55,7 @@ class Free:
     is_shared: bool
 
     def capped(self, recipe: Recipe) -> Free:
-        """Return what a run may use of it: the caps of its recipe, of which the smaller rules a shared memory."""
+        """Apply the caps of a recipe; on a shared memory the smaller one holds."""
         device = _least(self.device, device_cap(recipe, self.is_shared))
         host = device if self.is_shared else _least(self.host, recipe.host_memory)
         return Free(device, host, _least(self.disk, recipe.disk_space), self.is_shared)
@@ -63,7 +63,7 @@ class Free:
 
 @dataclass(frozen=True)
 class Need:
-    """What a run needs of one resource, and what it may use of it; bytes."""
+    """Needed and available bytes of one resource."""
 
     resource: str
     need: int
@@ -71,7 +71,7 @@ class Need:
 
 
 def needs_of(device_bytes: int, host_bytes: int, disk_bytes: int, have: Free) -> list[Need]:
-    """Put what is needed beside what may be used, resource by resource."""
+    """Compare needed with available bytes, resource by resource."""
     if have.is_shared:
         memory = [Need("memory", device_bytes + host_bytes, have.device)]
     else:
@@ -80,7 +80,7 @@ def needs_of(device_bytes: int, host_bytes: int, disk_bytes: int, have: Free) ->
 
 
 class Requirements:
-    """What a run needs of each resource beside what it may use; bytes."""
+    """Needed and available bytes of every resource."""
 
     device_bytes: int
     host_bytes: int
@@ -89,7 +89,7 @@ class Requirements:
 
     @property
     def needs(self) -> list[Need]:
-        """What is needed beside what may be used, resource by resource."""
+        """Needed and available bytes, resource by resource."""
         return needs_of(self.device_bytes, self.host_bytes, self.disk_bytes, self.have)
 
     @property
@@ -105,15 +105,15 @@ class Requirements:
 
 @dataclass(frozen=True)
 class MemoryForecast(Requirements):
-    """What a placement needs, and how much of the model is on the device at once; bytes.
+    """Memory forecast of a placement, with its buffer budget; bytes.
 
     Attributes:
         placement: places of the training state.
         device_bytes: bytes needed on the device.
         host_bytes: bytes needed in host memory.
         disk_bytes: bytes needed on the disk at most, with a checkpoint and the tuned model.
-        have: what the run may use.
-        budget: how much of the model is on the device at once.
+        have: available resources.
+        budget: buffer budget.
     """
 
     placement: Placement
@@ -129,20 +129,20 @@ class Plan(Requirements):
     """A forecast; bytes and seconds.
 
     Attributes:
-        placement: of the training state.
-        precision: of the computation.
+        placement: placement of the training state.
+        precision: data type of the computation.
         reason: for that precision.
-        num_parameters: of the model.
-        num_trained: of them, or of what is added to them.
-        tokens_per_step: of an average step.
+        num_parameters: parameters of the model.
+        num_trained: trained parameters, those of adapters included.
+        tokens_per_step: tokens of an average step.
         device_bytes: needed on the device.
         host_bytes: needed in host memory.
         disk_bytes: needed on the disk at most, with a checkpoint and the tuned model.
-        have: what the run may use.
-        budget: how much of the model is on the device at once.
-        costs: what it moves and how long it takes.
-        rates: of the machine, from which that is computed.
-        outlook: what the training amounts to.
+        have: available resources.
+        budget: buffer budget.
+        costs: bytes moved and seconds.
+        rates: rates of the machine that the costs are computed from.
+        outlook: compute beside that of pre-training.
     """
 
     placement: Placement
@@ -170,7 +170,7 @@ class Plan(Requirements):
 
 
 class DoesNotFit(ResourceError):
-    """Of all that is allowed, the nearest plan needs more than there is."""
+    """No allowed plan fits; holds the nearest one."""
 
     def __init__(self, nearest: Plan, message: str) -> None:
         super().__init__(message)
@@ -178,14 +178,14 @@ class DoesNotFit(ResourceError):
 
 
 def choose(recipe: Recipe, load: Workload, free: Free, rates: Rates, has_begun: bool = False) -> Plan:
-    """Return the plan of the fastest placement that fits and that the recipe allows.
+    """Choose the fastest placement that the recipe allows and that fits.
 
     Args:
-        recipe: its ``weights`` and ``optimizer_state`` fix a place or leave it ``auto``; its caps are obeyed.
-        load: what the run asks for.
-        free: what the machine has.
-        rates: what the machine does in a second.
-        has_begun: whether it is resumed, so that no option may change that changes a number.
+        recipe: recipe with places (or ``auto``) and memory caps.
+        load: workload of the run.
+        free: free resources of the machine.
+        rates: rates of the machine.
+        has_begun: whether the run is resumed, so that only options that change no number are suggested.
 
     Raises:
         DoesNotFit: nothing allowed fits; says by how much, and the two knobs that help most.
@@ -241,7 +241,7 @@ def candidates(recipe: Recipe, free: Free) -> list[Placement]:
 
 
 def forecast_memory(placement: Placement, load: Workload, recipe: Recipe, have: Free) -> MemoryForecast:
-    """Compute what a placement needs."""
+    """Forecast the memory of a placement, and choose its buffer budget."""
     dtypes, stored = _dtypes(load, recipe), _stored(placement, load, recipe)
     total, largest = load.stored_elements, max(layout.numel for layout in load.layouts)
     by_place: dict[Place, int] = {"device": 0, "host": 0, "disk": 0}
@@ -289,7 +289,7 @@ def forecast_memory(placement: Placement, load: Workload, recipe: Recipe, have: 
 
 
 def forecast(placement: Placement, load: Workload, recipe: Recipe, rates: Rates, have: Free) -> Plan:
-    """Compute what a placement needs and costs."""
+    """Forecast memory and costs of a placement."""
     memory = forecast_memory(placement, load, recipe, have)
     stored, budget = _stored(placement, load, recipe), memory.budget
     costs = cost(placement, load, recipe, stored, rates, budget)
@@ -389,7 +389,7 @@ def device_cap(recipe: Recipe, is_shared: bool) -> int | None:
 
 
 def shortage(needs: Sequence[Need], free: Free) -> str:
-    """Say what is lacking, resource by resource."""
+    """Describe the missing bytes, resource by resource."""
     there = {"disk": free.disk, "host memory": free.host}
     parts = []
     for each in needs:

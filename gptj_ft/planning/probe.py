@@ -190,7 +190,7 @@ def measure_disk(folder: Path, file_bytes: int = FILE_BYTES, chunk_bytes: int = 
     """Measure a folder's file system with the disk store's access pattern; leaves no file.
 
     Args:
-        folder: where to.
+        folder: folder on the file system to measure.
         file_bytes: written to each of two files, or less if that takes long.
         chunk_bytes: moved by one call.
 

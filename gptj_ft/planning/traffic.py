@@ -29,13 +29,13 @@ STEPS_TO_STEADY = 3  # the first has no update pending, the second finds nothing
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass over the layers: what is computed, and which bytes go from and to each place off the device.
+    """One pass over the layers: its arithmetic, and the bytes read from and written to each place off the device.
 
     Attributes:
-        flops: of matrix products.
+        flops: FLOPs of matrix products.
         updated: bytes that AdamW reads and writes in the device's memory.
         touched: bytes that the operations between products read and write there, in tensors as large as the weights.
-        times: how often that is done which the blocks do between products; backward's counts twice.
+        times: passes of the blocks' operations between products; backward counts as two.
         read: bytes, by place.
         written: bytes, by place.
     """
@@ -100,10 +100,10 @@ def training_passes(
     """Count an average step: its forward pass, its backward pass, and a flush of the updates that it leaves pending.
 
     Args:
-        placement: where the kinds live.
-        workload: what the run asks for.
+        placement: places of the kinds.
+        workload: workload of the run.
         stored: the kinds that have a store, and their types; without ``grad`` backward applies the updates.
-        budget: how much of the model is on the device at once.
+        budget: buffer budget.
         is_late: whether the updates of all blocks but the last are deferred.
     """
     kept = budget.num_kept_layers
@@ -143,13 +143,13 @@ def count_step(
 
 @dataclass
 class StepCounter:
-    """Runs the schedule of training steps and counts the bytes of each pass.
+    """Run the schedule of training steps and count the bytes of each pass.
 
     Args:
-        placement: where the kinds live.
+        placement: places of the kinds.
         workload: the model's layouts.
         stored: the kinds that have a store, and their types; without ``grad`` backward applies updates.
-        budget: how much of the model is on the device at once.
+        budget: buffer budget.
         is_late: whether the updates of all blocks but the last are deferred.
     """
 

@@ -1,4 +1,4 @@
-"""What a run asks of the machine: how many tokens of how large a model, and the FLOPs and bytes of each pass.
+"""Describe the workload of a run: the model's layouts, tokens per step, and the FLOPs of a pass.
 
 Reading, writing and computing go on side by side, so a pass takes as long as the slowest of them.
 """
@@ -26,23 +26,23 @@ INNER = 4  # times as wide as the model is its MLP
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run asks of the machine.
+    """Workload of a training run.
 
     Attributes:
-        layouts: of what is trained in each layer of the model.
-        width: of the hidden states.
-        dtype: of the computation.
-        micro_batch_tokens: most tokens computed at once.
-        step_tokens: most tokens in one optimizer step.
+        layouts: layout of the trained parameters of each layer.
+        width: width of the hidden states.
+        dtype: data type of the computation.
+        micro_batch_tokens: maximal tokens of a micro-batch.
+        step_tokens: maximal tokens of an optimizer step.
         mean_step_tokens: tokens of an average step.
-        mean_step_targets: those of them that carry a target.
+        mean_step_targets: target tokens of an average step.
         num_steps: optimizer steps to do; ``None`` while there are no rows to count.
-        longest_row: tokens of the longest row, which no micro-batch divides.
+        longest_row: tokens of the longest row; a micro-batch never splits one.
         validation_tokens: tokens of the validation rows.
-        validation_targets: those of them that carry a target.
-        context: tokens that the model was made for.
+        validation_targets: target tokens of the validation rows.
+        context: context length of the model, in tokens.
         attended: tokens that a token attends to, on average over the tokens; 0: half of the longest row.
-        frozen: layouts of what is not trained in each layer; none: everything is trained.
+        frozen: layout of the frozen parameters of each layer; empty if everything is trained.
     """
 
     layouts: Sequence[Layout]
@@ -62,7 +62,7 @@ class Workload:
 
     @cached_property
     def whole_layers(self) -> list[list[Layout]]:
-        """The layouts of each layer: of what is trained of it, and of the rest."""
+        """Layouts of each layer: trained parameters, then frozen ones."""
         return (
             [list(both) for both in zip(self.layouts, self.frozen, strict=True)]
             if self.frozen
@@ -71,7 +71,7 @@ class Workload:
 
     @cached_property
     def model_layouts(self) -> list[Layout]:
-        """What each layer holds, trained or not."""
+        """Layout of each layer, trained or not."""
         if not self.frozen:
             return list(self.layouts)
         return [
@@ -153,7 +153,7 @@ class Workload:
         return touched + activated + attended
 
     def times_again(self, kept: int) -> float:
-        """Return how often backward does what forward does between products: twice, and once more if not kept."""
+        """Return how often backward repeats forward's operations between products: twice, and once more unless kept."""
         blocks, passed = len(self.layouts) - 2, self.num_backward_blocks
         return (2.0 * passed + max(0, passed - kept)) / max(1, blocks)
 
