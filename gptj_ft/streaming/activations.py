@@ -1,4 +1,4 @@
-"""Where a layer's inputs wait between forward, which makes them, and backward, which begins with them."""
+"""Keep the inputs of layers from forward, which computes them, to backward, which recomputes from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Activations(Protocol):
     """Keeps the inputs of the layers of one step."""
 
     def begin(self) -> None:
-        """Forget what a step before may have left."""
+        """Drop what an interrupted step may have left."""
 
     def put(self, layer: int, inputs: list[Tensor]) -> None:
         """Keep a layer's inputs, one per micro-batch."""
@@ -86,15 +86,15 @@ class TransferCounter(Protocol):
 
 
 class OffloadedActivations:
-    """Keeps them in a store; on the device are those of `NUM_BUFFERS` layers, and the tokens for the first one.
+    """Keep layer inputs in a store; on the device are those of `NUM_BUFFERS` layers, and the token ids.
 
     Args:
-        store: with the kind ``boundary`` for each layer.
+        store: store with the kind ``boundary`` of each layer.
         numel: elements that the store has for a layer.
         part_numel: elements that are moved at once, or a multiple of it.
-        dtype: of the computation.
-        device: of the computation.
-        meter: of the transfers.
+        dtype: data type of the computation.
+        device: device of the computation.
+        meter: counter of the transfers.
     """
 
     def __init__(

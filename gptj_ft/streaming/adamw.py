@@ -30,7 +30,7 @@ NOISE = (1 << 20) + 7  # places; not a divisor of anything, so that parts and st
 
 @dataclass(frozen=True)
 class Update:
-    """What turns a step's gradients into new weights: known once all of them are."""
+    """Scalars of an update: known once every gradient of the step is."""
 
     step: int
     lr: float
@@ -63,7 +63,7 @@ class AdamW:
 
     Args:
         model: the offloaded model.
-        config: its hyperparameters; the learning rate is given to each step.
+        config: hyperparameters; the learning rate is given to each step.
         step: optimizer steps done.
         num_deferred: leading blocks whose updates are deferred, see `PendingUpdates`. The update is cheap and gives the
             same bits twice.
@@ -107,7 +107,7 @@ class AdamW:
             The global gradient norm, before clipping.
 
         Raises:
-            GptjFtError: it is not finite; nothing of this step has touched the weights (where clipping is on).
+            GptjFtError: a norm that is not finite; with clipping on, the weights have not changed in this step.
         """
         self.updates.step += 1
         self._torn.clear()
@@ -128,7 +128,7 @@ class AdamW:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a `flush` gives the state after ``step``: not while a layer is half updated, or ahead of others."""
+        """Whether `flush` leads to the state after ``step``: not while a layer is partly updated, or ahead of others."""
         return not self._torn
 
     def resume(self, update: Update | None, pending_layers: set[int]) -> None:
@@ -138,7 +138,7 @@ class AdamW:
             self._unchanged = UnchangedParameters(self._model.layouts, pending_layers)
 
     def take_unchanged(self) -> UnchangedParameters | None:
-        """Return, once, what the first update has left unchanged; ``None`` before it has reached every layer."""
+        """Return once the parameters that the first update left unchanged; ``None`` before it has reached all layers."""
         is_through = self.step > 1 or (self.step == 1 and not self.updates.layers)
         if not is_through or self._unchanged is None:
             return None
@@ -146,7 +146,7 @@ class AdamW:
         return unchanged
 
     def flush(self) -> None:
-        """Apply what is pending to every layer, and wait until the stores hold it."""
+        """Apply the pending update to every layer, and wait until the stores hold it."""
         for _ in Prefetcher(self._model, flush_tasks(self.updates), self):
             pass
         self._model.drain()
@@ -212,7 +212,7 @@ def round_stochastically(exact: Tensor, rounded: Tensor, key: tuple[object, ...]
     Args:
         exact: flat, fp32; overwritten.
         rounded: bf16, of the same length.
-        key: what makes this rounding unlike any other; the same key gives the same bits.
+        key: key of the random bits; the same key gives the same bits.
         start: number of the first element, where these are part of a longer tensor.
     """
     noise = _noise(exact.device)

@@ -66,7 +66,7 @@ class BufferPool:
         return buffer, bool(found)
 
     def cancel(self) -> None:
-        """End every use: nobody comes back for what he took."""
+        """Release every buffer: their users were cancelled."""
         for buffer in self._line:
             if buffer.refcount:
                 buffer.refcount = 1
@@ -95,7 +95,7 @@ class Lease:
 
     @property
     def transfers(self) -> list[Transfer]:
-        """Transfers that use the memory still; add to them what begins to."""
+        """Transfers that still use the memory; new ones are appended."""
         return [] if self.buffer is None else self.buffer.transfers
 
     def label(self, key: Hashable) -> None:

@@ -53,11 +53,11 @@ class OffloadedModel:
     Attributes:
         layers: the layers on the ``meta`` device: ``Embed``, the blocks, ``Head``.
         dtypes: the kinds that exist and their types; ``weight`` is of the type of the computation.
-        stores: where each kind lives; a kind without a store exists in buffers only.
-        device: where the computation runs.
-        room: how much of it may be there.
-        layouts: what of each layer is trained, and has state; by default all of it.
-        frozen: what of each layer is not.
+        stores: store of each kind; a kind without a store exists in buffers only.
+        device: device that computes.
+        room: buffer budget.
+        layouts: layout of the trained parameters of each layer, which have state; default: all of them.
+        frozen: layout of the frozen parameters of each layer.
         bytes_read, bytes_written: between the stores and the device, so far.
     """
 
@@ -152,10 +152,10 @@ class OffloadedModel:
         return self._tables[layer] if is_read and not self.layouts[layer].shapes else {}
 
     def gather_rows(self, layer: int, name: str, indices: Tensor) -> EmbeddingRows:
-        """Return the rows of a table that some numbers tell.
+        """Gather rows of an embedding table by their numbers.
 
         Raises:
-            IndexError: it has none such.
+            IndexError: a number outside the table.
         """
         rows, (num_rows, width) = indices.unique(), self.frozen[layer].shapes[name]  # type: ignore[no-untyped-call]
         if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < num_rows:
@@ -170,7 +170,7 @@ class OffloadedModel:
         return layer == TIED_SOURCE_LAYER and any(layout.tied for layout in self.layouts)
 
     def sources(self, layer: int) -> set[int]:
-        """Return the layers whose trained weights a layer computes with: itself, and what it borrows from."""
+        """Return the layers whose trained weights a layer computes with: itself, and the source of tied parameters."""
         return {layer, TIED_SOURCE_LAYER} if self.layouts[layer].tied else {layer}
 
     def gradients(self, layer: int) -> BufferPool:
@@ -285,7 +285,7 @@ class OffloadedModel:
         return list({id(store): store for store in self.stores.values()}.values())
 
     def drain(self) -> None:
-        """Wait until every store holds what was written to it."""
+        """Wait until every store has completed its writes."""
         with self.waiting():
             for store in self.unique_stores():
                 store.drain()
@@ -331,7 +331,7 @@ def _tables_of(layer: nn.Module) -> dict[str, str]:
 
 
 class PoolShape(NamedTuple):
-    """How many buffers a pool has, of how many elements, of which type."""
+    """Shape of a buffer pool: number of buffers, elements of each, data type."""
 
     num_buffers: int
     numel: int

@@ -47,15 +47,15 @@ def open_for_training(
     What is not trained has no store yet: see `open_frozen`.
 
     Args:
-        architecture: of the model.
-        placement: where its tensors live.
-        dtypes: of each kind, see `stores.placement.training_dtypes`.
-        device: where the computation runs.
+        architecture: architecture of the model.
+        placement: places of the tensors.
+        dtypes: data type of each kind, see `training_dtypes`.
+        device: device that computes.
         folder: for what lives on disk.
-        room: how much may be on the device at once.
+        room: buffer budget.
         keep_gradients: whether updates wait for the global norm, so that gradients need a store.
         boundary: layout of a layer's inputs; needed where the placement keeps them off the device.
-        selection: what is trained; by default everything.
+        selection: trained parameters; default: all.
     """
     if selection is None:
         selection = Selection.of(architecture.layers, lambda *_: True)
@@ -71,13 +71,13 @@ def open_for_training(
 
 
 def open_frozen(model: OffloadedModel, architecture: Architecture, checkpoint: Checkpoint, place: Place) -> None:
-    """Give a stack the weights that are not trained, if there are any.
+    """Open the store of the frozen weights, if there are any.
 
     Args:
         stack: the model.
-        architecture: of the model.
-        checkpoint: where they come from.
-        place: where they live; ``disk``: they are read from the checkpoint each time.
+        architecture: architecture of the model.
+        checkpoint: checkpoint that has them.
+        place: place of the weights; ``disk``: read from the checkpoint each time.
     """
     find = partial(tensor_source, architecture, checkpoint)
     if any(layout.numel for layout in model.frozen):
@@ -117,11 +117,11 @@ def load_weights(
     """Fill a training stack layer by layer.
 
     Args:
-        stack: what is trained.
-        architecture: of the model.
-        checkpoint: its weights.
-        seed: what adapters are drawn by.
-        moments: what each begins as, under the names of the parameters; none: zeros.
+        stack: offloaded model.
+        architecture: architecture of the model.
+        checkpoint: checkpoint with the weights.
+        seed: seed of the adapters' first values.
+        moments: first values of each moment, by parameter name; default: zeros.
     """
 
     def load(layer: int, name: str, view: Tensor) -> None:
@@ -173,7 +173,7 @@ def fill_layer(
 
 
 def trained_parameters(model: OffloadedModel) -> Iterator[dict[str, Tensor]]:
-    """Yield what is trained of each layer, fp32, on the CPU; valid until the next is asked for."""
+    """Yield the trained parameters of each layer, fp32, on the CPU; valid until the next layer is asked for."""
     for layer in range(len(model.layers)):
         views = flat_views(model, model.parameter, layer) if layer in model.trained else {}
         yield {name: view.cpu() for name, view in views.items()}
@@ -231,7 +231,7 @@ def open_for_inference(
 
     Args:
         folder: a model folder of any form that `formats.huggingface` reads, or an adapter in PEFT's.
-        device: where it runs.
+        device: device that computes.
         compute: type of the computation.
         weights: ``device`` keeps them there, ``host`` streams them from a copy in RAM, ``disk`` from the folder;
             ``auto`` takes the first of these for which there is room.

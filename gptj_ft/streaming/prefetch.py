@@ -54,11 +54,11 @@ class Prefetcher:
 
     @property
     def is_active(self) -> bool:
-        """Whether it has the buffers still: no other one has been started on the model."""
+        """Whether it still owns the buffers: no later prefetcher has been started on the model."""
         return self.model.active is self
 
     def poll(self) -> None:
-        """Update what has arrived of the next layers, and ask the stores for more, without waiting.
+        """Update the chunks that have arrived of the next layers, and request more, without waiting.
 
         Called between the operations of the layer that computes, so that memory for a few chunks is enough. It draws
         no random numbers and records no graph, whatever the layer is in the middle of.
@@ -112,10 +112,10 @@ class LayerLoad:
     have buffers for them, are used by the update as soon as they are there, and leave at once.
 
     Attributes:
-        task: what is done with the layer.
+        task: task of the schedule.
         layout: layout of its trained parameters.
         tensors: tensors of these on the device, whole, by kind.
-        frozen: its other weights, flat; empty if there are none.
+        frozen: frozen weights, flat; empty if there are none.
     """
 
     def __init__(self, model: OffloadedModel, task: LayerTask, updater: Updater | None) -> None:
@@ -152,13 +152,13 @@ class LayerLoad:
 
     @property
     def is_reusable(self) -> bool:
-        """Whether it is on the device for good and never changes: the model is only read."""
+        """Whether the load can be reused: resident weights that never change, as in inference."""
         is_own = all(lease.buffer is None for lease in self._leases.values())
         return set(self._model.dtypes) == {"weight"} and is_own and not self._tables
 
     @property
     def takes_slot(self) -> bool:
-        """Whether it comes whole; of embedding tables, rows are asked for when they are used."""
+        """Whether the layer takes a slot; of frozen embedding tables, single rows are gathered instead."""
         return not self._tables
 
     @property
@@ -168,7 +168,7 @@ class LayerLoad:
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether backward passes it."""
+        """Whether the backward pass visits it."""
         return self.index >= self._model.lowest_trained
 
     def trained_parameters(self) -> dict[str, Tensor]:
@@ -206,7 +206,7 @@ class LayerLoad:
             self._start_update()
 
     def advance(self, wait: bool = False) -> bool:
-        """Update what has come, or with ``wait`` everything; tell whether nothing is left to ask the stores for."""
+        """Update the chunks that have arrived, or with ``wait`` all; return whether no request is left to make."""
         if wait:
             self._wait(self._transfers)
         while True:
@@ -252,7 +252,7 @@ class LayerLoad:
         return {**own, **self._tied_views(begun.tensor.zero_())}
 
     def use_gradient(self, step: int) -> None:
-        """Store the gradient of a step, or update the layer with it: what the task says."""
+        """Store the gradient, or update the layer with it, as the task says."""
         if self.task.gradient == "write":
             self._send_gradient(step)
         else:
@@ -366,7 +366,7 @@ class LayerLoad:
         self._updated = record_event(model.device)
 
     def _sum_into(self, found: Lease | None, layer: int) -> Lease:
-        """Return memory to sum a layer's gradient in, once what it held has left: a found one, or another."""
+        """Return a buffer to sum a layer's gradient in, once its former content has been written."""
         model = self._model
         if found is not None and found.buffer is not None:
             lease = Lease(found.buffer.tensor[: model.layouts[layer].numel], found.buffer)

@@ -15,7 +15,7 @@ from gptj_ft.streaming.model import OffloadedModel
 
 @dataclass(frozen=True)
 class LayerTask:
-    """What is done with a layer each time it comes to the device.
+    """One task of the schedule: what is read, updated and written of a layer while it is on the device.
 
     Attributes:
         layer: number of the layer.
@@ -23,7 +23,7 @@ class LayerTask:
         updates: whether its pending update is applied while it is loaded: moments, master weights and the stored
             gradient are read for that.
         writes: whether the stores get the result; otherwise a later task repeats the update, to the same bits.
-        gradient: what becomes of the gradient that is summed while the layer is here: ``write`` stores it for a later
+        gradient: use of the gradient that is summed while the layer is here: ``write`` stores it for a later
             update, ``apply`` updates the layer with it at once. ``None``: there is none.
         version: optimizer step of the state in the stores; what a buffer still holds of that step is not read again.
             ``None``: everything is read.

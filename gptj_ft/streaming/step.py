@@ -37,12 +37,12 @@ HEAD_CHUNK_BYTES = 128 * 2**20  # of fp32 logits
 
 
 class Optimizer(Updater, Protocol):
-    """What a training step asks of an optimizer."""
+    """Interface of an optimizer to a training step."""
 
     updates: PendingUpdates
 
     def add_gradient(self, load: LayerLoad) -> None:
-        """Take the layer's gradient, ``load.tensors["grad"]``, and do with it what the load's task says."""
+        """Use the layer's gradient, ``load.tensors["grad"]``, as the load's task says."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def train_step(
 
     Args:
         model: the offloaded model.
-        optimizer: what takes the gradients, and updates layers on their way in.
+        optimizer: optimizer that takes the gradients, and updates layers while they are loaded.
         batches: the micro-batches.
         z_loss: weight of the z-loss; see `head_gradients`.
     """
@@ -90,7 +90,7 @@ def train_step(
 
 
 class SavedView(NamedTuple):
-    """Where something lies in one of a layer's flat tensors."""
+    """Position of a view in one of a layer's flat tensors."""
 
     which: int
     offset: int
@@ -188,7 +188,7 @@ def run_layer(
 
 @contextmanager
 def dropout_rng(loaded: LayerLoad, batch: PackedBatch, chunk: int = 0) -> Iterator[None]:
-    """Have a layer drop what belongs to this batch: the same whenever and wherever it is computed."""
+    """Seed dropout by layer and batch, so that recomputation draws the same mask."""
     if batch.dropout_seed is None:
         yield
         return
@@ -337,7 +337,7 @@ class TokenQuery:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a model makes of tokens: the logarithm of each one's probability, fp32, and whether none is likelier."""
+    """Per-token log-probabilities (fp32), and whether each token is the argmax."""
 
     log_probabilities_S: Tensor
     is_argmax_S: Tensor
@@ -352,12 +352,12 @@ def target_queries(batch: PackedBatch) -> TokenQuery:
 def score_tokens(
     model: OffloadedModel, batches: Sequence[PackedBatch], wanted: Sequence[TokenQuery]
 ) -> list[TokenScores]:
-    """Return how likely each of some tokens is; no more logits exist at once than `HEAD_CHUNK_BYTES`.
+    """Score token queries; at most `HEAD_CHUNK_BYTES` of logits exist at once.
 
     Args:
         stack: the model; nothing of it is trained.
         batches: which share a pass over the weights.
-        wanted: what is asked about each batch.
+        wanted: token queries of each batch.
 
     Returns: the scores of each batch, on the CPU, in the order asked.
     """

@@ -12,11 +12,11 @@ from gptj_ft.models.registry import Family
 
 
 class UnchangedParameters:
-    """Watches the first update; what has not moved is left.
+    """Find the parameters that the first update leaves unchanged.
 
     Args:
-        layouts: of each layer.
-        layers: that the update is still to reach.
+        layouts: layout of each layer.
+        layers: layers that the update has not reached yet.
     """
 
     def __init__(self, layouts: Sequence[Layout], layers: Collection[int]) -> None:
@@ -26,7 +26,7 @@ class UnchangedParameters:
         self._left = {(layer, name): True for layer in layers for name in layouts[layer].shapes if not name.endswith(A)}
 
     def observe(self, layer: int, span: slice, before: Tensor, after: Tensor, gradient: Tensor) -> None:
-        """Compare a span of a layer's parameters with what it was."""
+        """Compare a span of a layer's parameters with its values before the update."""
         layout = self._layouts[layer]
         for name, offset in layout.offsets.items():
             begin = max(offset - span.start, 0)

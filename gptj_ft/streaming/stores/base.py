@@ -1,4 +1,4 @@
-"""Where a layer's tensors live: one contract, three places. A store moves bytes and computes nothing.
+"""Contract of the stores that hold layers' tensors in three places. A store moves bytes and computes nothing.
 
 A layer's tensors of one *kind* (its weights, say, or its first moments) lie in one flat tensor, at the same offsets
 in every place, because a BLAS may round differently by alignment.
@@ -32,25 +32,25 @@ class LayerStore(Protocol):
     def read(
         self, kind: Kind, layer: int, out: Tensor, start: int = 0, after: Sequence[Transfer] = ()
     ) -> Future[Tensor]:
-        """Fetch as many elements of a flat tensor as ``out`` holds; not of a store's own tensors.
+        """Read as many elements of a flat tensor as ``out`` holds; not for a store with resident tensors.
 
         Args:
-            kind: what to read.
-            layer: its layer.
+            kind: kind of the tensor.
+            layer: number of the layer.
             out: flat; where they go on the device.
             start: the first element.
             after: transfers that still use ``out`` and must end first.
         """
 
     def read_rows(self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor) -> None:
-        """Fetch some rows of a matrix that nobody writes, and wait for them; not of a store's own tensors.
+        """Read rows of a frozen matrix, and wait for them; not for a store with resident tensors.
 
         Args:
-            kind: what to read.
-            layer: its layer.
-            name: of the matrix in the layer.
+            kind: kind of the tensor.
+            layer: number of the layer.
+            name: name of the matrix in the layer.
             rows: which.
-            out: where they go on the device, [rows, width].
+            out: target on the device, [rows, width].
         """
 
     def write(
@@ -65,7 +65,7 @@ class LayerStore(Protocol):
         """Run a task after everything written so far, and before anything written later."""
 
     def drain(self) -> None:
-        """Wait for every transfer; raise what any of them raised."""
+        """Wait for every transfer; raise the first error."""
 
     def close(self) -> None:
         """End every transfer and give the memory back."""

@@ -22,9 +22,9 @@ class FolderStore:
     """Read-only weights, of any float type.
 
     Args:
-        layouts: of each layer.
+        layouts: layout of each layer.
         find: (layer, name) -> where the tensor is in one piece; if it is nowhere, what reads it.
-        device: where they go.
+        device: device that computes.
     """
 
     def __init__(self, layouts: Sequence[Layout], find: Callable[[int, str], Source], device: torch.device) -> None:

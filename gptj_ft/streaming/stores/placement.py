@@ -22,7 +22,7 @@ Place = Literal["device", "host", "disk"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where things live.
+    """Places of the tensors of a run.
 
     Attributes:
         weights: those that are trained.
@@ -75,8 +75,8 @@ def open_stores(
     """Open a store for every kind. Kinds in one place share a store; gradients, written at other times, have their own.
 
     Args:
-        placement: what goes where.
-        layouts: of each layer.
+        placement: place of each kind.
+        layouts: layout of each layer.
         dtypes: the kinds to keep.
         device: for what lives there.
         folder: for what lives on disk.
@@ -113,11 +113,11 @@ def open_boundaries(
     """Open a store for the inputs of layers off the device; they outlive no step, so that nothing of them is durable.
 
     Args:
-        placement: where to.
-        layout: of one layer's inputs, see `boundaries.boundary_layout`.
-        num_layers: of the model.
-        dtype: of the computation.
-        device: that computes.
+        placement: place of the boundaries.
+        layout: layout of one layer's inputs, see `boundary_layout`.
+        num_layers: layers of the model.
+        dtype: data type of the computation.
+        device: device that computes.
         folder: for what lives on disk.
         part_numel: elements that are moved at once.
     """

@@ -22,9 +22,9 @@ class TransferQueue:
     would follow it (a layer's state, the gradient that replaces the one an update still needs) relies on it.
 
     Args:
-        name: of the threads.
-        transfers: how many run at a time in each direction. Where the bytes do not come from a disk, one is enough.
-        device: that they go to.
+        name: name of the threads.
+        transfers: number that run at a time in each direction; one is enough where no disk is involved.
+        device: device of the transfers.
     """
 
     def __init__(self, name: str, transfers: int = 1, device: torch.device = CPU) -> None:
@@ -65,7 +65,7 @@ class TransferQueue:
         return self._committer.submit(run)
 
     def drain(self) -> None:
-        """Wait for everything written; raise what a write or a commit raised."""
+        """Wait for every write and commit; raise the first error."""
         self.then(lambda: None).result()
 
     def close(self) -> None:

@@ -79,11 +79,11 @@ class StateFile:
         """Read elements of one kind from ``start`` on.
 
         Args:
-            descriptor: of the open file.
-            kind: what to read.
+            descriptor: descriptor of the open file.
+            kind: kind to read.
             out: flat; where the elements go, and how many.
             start: the first element.
-            digests: what they must have; ``None``: not checked.
+            digests: expected digests; ``None``: not checked.
 
         Raises:
             DataError: the file ends early, or its content is not what was written.
@@ -123,7 +123,7 @@ class StateFile:
         return step, digests
 
     def damage(self, path: Path) -> list[str]:
-        """Read a whole file and return a line for each tensor that is not what was written.
+        """Verify a whole file; return a line for each damaged tensor.
 
         Raises:
             DataError: as `check`.
