@@ -128,7 +128,7 @@ class AdamW:
 
     @property
     def is_whole(self) -> bool:
-        """Whether `flush` leads to the state after ``step``: not while a layer is partly updated, or ahead of others."""
+        """Whether `flush` leads to the state after ``step``: not while a layer is partly updated, or ahead."""
         return not self._torn
 
     def resume(self, update: Update | None, pending_layers: set[int]) -> None:
@@ -138,7 +138,7 @@ class AdamW:
             self._unchanged = UnchangedParameters(self._model.layouts, pending_layers)
 
     def take_unchanged(self) -> UnchangedParameters | None:
-        """Return once the parameters that the first update left unchanged; ``None`` before it has reached all layers."""
+        """Return once the parameters that the first update left unchanged; ``None`` before it has reached all."""
         is_through = self.step > 1 or (self.step == 1 and not self.updates.layers)
         if not is_through or self._unchanged is None:
             return None
