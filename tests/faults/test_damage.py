@@ -15,18 +15,16 @@ from typing import Any
 
 import pytest
 from cli_runner import Shell
-from conftest import write_rows
 from fork_server import ForkServer
 from safetensors.torch import load_file, save_file
 from small_run import assert_same_weights, weights_of
+from stopped_runs import make_runs
 
 from gptj_ft.checkpoints.metadata import read_metadata
-from gptj_ft.cli import app
 from gptj_ft.config.run_folder import Run
 from gptj_ft.evaluation.result_cache import ResultCache
 from gptj_ft.system.digests import read_sealed, sealed
 from gptj_ft.system.paths import newest_run
-from gptj_ft.training import loop
 
 OPTIONS = (
     "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 8 --max-length 64 "
@@ -41,24 +39,7 @@ PLACES = {
 
 def make(folder: Path) -> None:
     """Make runs in each placement that stopped when 3 of 4 steps were done, and the same that ended."""
-    write_rows(folder / "rows.jsonl")
-    original = loop.train_step
-
-    def failing(stack, optimizer, *rest):
-        if optimizer.step == 3:
-            raise OSError(28, "No space left on device")
-        return original(stack, optimizer, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("GPTJ_FT_HOME", str(folder / "home"))
-        for place, options in PLACES.items():
-            for name, step, code in ((f"{place}-done", original, 0), (place, failing, 4)):
-                patch.setattr(loop, "train_step", step)
-                patch.setattr("sys.argv", ["gptj-ft", *OPTIONS.split(), *options.split(), "--json", "--output", name])
-                with pytest.raises(SystemExit) as stop:
-                    app.main()
-                assert int(stop.value.code or 0) == code
+    make_runs(folder, {place: f"{OPTIONS} {options}" for place, options in PLACES.items()}, steps=3)
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 from cli_runner import Shell
-from conftest import write_rows
 from small_run import assert_same_weights, weights_of
+from stopped_runs import make_runs
 
-from gptj_ft.cli import app
 from gptj_ft.config.run_folder import Run
 from gptj_ft.streaming.stores.state_file import StateFile
 from gptj_ft.system.lock import locked
-from gptj_ft.training import loop
 
 OPTIONS = (
     "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 8 --set holdout=0.1 "
@@ -28,23 +26,8 @@ OPTIONS = (
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run that is done, and one that was stopped when 7 of its 8 steps were committed."""
     folder = tmp_path_factory.mktemp("made")
-    write_rows(folder / "rows.jsonl")
-    original = loop.train_step
-
-    def failing(stack, optimizer, *rest):
-        if optimizer.step == 7:
-            raise OSError(28, "No space left on device")
-        return original(stack, optimizer, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("GPTJ_FT_HOME", str(folder / "home"))
-        for name, step, code in (("done", original, 0), ("stopped", failing, 4)):
-            patch.setattr(loop, "train_step", step)
-            patch.setattr("sys.argv", ["gptj-ft", *OPTIONS.split(), "--json", "--output", f"runs/{name}"])
-            with pytest.raises(SystemExit) as stop:
-                app.main()
-            assert int(stop.value.code or 0) == code
+    make_runs(folder, {"runs/stopped": OPTIONS}, steps=7)
+    (folder / "runs/stopped-done").rename(folder / "runs/done")
     return folder
 
 
