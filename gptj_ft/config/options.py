@@ -342,7 +342,7 @@ class Recipe(Options):
     seed: int = Field(0, ge=0, lt=2**63, description="order of the rows, the held-out share, the tiny model")
 
     # Where it runs
-    device: str = Field("auto", description="auto, cpu or cuda")
+    device: str = Field("auto", description="auto, cpu, or an accelerator: cuda, cuda:1, xpu, mps")
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="type of the computation; master weights fp32"
     )

@@ -18,6 +18,7 @@ from gptj_ft.generation.hf_model import Prefill, RaggedCache, StreamedModel
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.inference_plan import TokenBudget, batches_by_length
 from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.system.accelerator import fork_rng
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -95,7 +96,7 @@ class Predictor:
         if settings.max_new_tokens > room:
             fewer = {"max_new_tokens": room, "min_new_tokens": min(settings.min_new_tokens, room)}
             settings = settings.model_copy(update=fewer)
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with fork_rng(device):
             torch.manual_seed((self._recipe.seed * 1_000_003 + seed) % 2**63)
             rows = generate_tokens(model, self._tokenizer, prompts, settings, read=read)
         return [text_of(self._tokenizer, row, settings) for row in rows]

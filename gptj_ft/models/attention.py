@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptj_ft.models.batch import PackedBatch
+from gptj_ft.system.accelerator import is_accelerator
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +60,9 @@ def apply_rotary(x_TNH: Tensor, freqs: Tensor, in_place: bool) -> Tensor:
 def takes_ragged(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
     """Tell whether a device has a kernel that attends inside many documents at once, tried forward and backward.
 
-    It is FlashAttention's, for CUDA and half precision; how wide a head may be depends on the device.
+    It is FlashAttention's, for half precision; which devices have it, and how wide a head may be, is found by trying.
     """
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+    if not is_accelerator(device) or dtype not in (torch.bfloat16, torch.float16):
         return False
     try:
         # Whoever asks first may be writing, and inference mode records nothing that backward could follow.
@@ -69,7 +70,7 @@ def takes_ragged(device: torch.device, dtype: torch.dtype, head_width: int) -> b
             x_TNH = torch.ones(3, 1, head_width, dtype=dtype, device=device, requires_grad=True)
             tokens_T = torch.zeros(3, dtype=torch.int64, device=device)
             attend_ragged(x_TNH, x_TNH, x_TNH, PackedBatch(tokens_T, tokens_T, tokens_T, (0, 1, 3))).sum().backward()  # type: ignore[no-untyped-call]
-    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+    except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         log.warning("attention goes document by document: %s", str(error).partition("\n")[0])
         return False
     return True

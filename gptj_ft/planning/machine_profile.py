@@ -19,6 +19,7 @@ import torch
 from gptj_ft.errors import DataError, ResourceError
 from gptj_ft.planning import probe
 from gptj_ft.planning.probe import ASSUMED_DISK, FILE_BYTES, ComputeRates, DiskRates, Rates
+from gptj_ft.system.accelerator import device_name, is_accelerator
 from gptj_ft.system.digests import read_sealed, sealed
 from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.files import write_file
@@ -59,7 +60,7 @@ def compute_rates(device: torch.device, again: bool = False) -> ComputeRates:
 
 
 def _device_key(device: torch.device) -> str:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    name = device_name(device) if is_accelerator(device) else _cpu_name()
     return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 

@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptj_ft.streaming.stores.state_file import digest
+from gptj_ft.system.accelerator import empty_cache, is_accelerator, shares_memory, synchronize
 from gptj_ft.system.direct_io import open_direct, read_direct, write_bytes
 from gptj_ft.system.memory import allocate
 
 WIDTH, INNER = 4096, 16384  # GPT-J's MLP
 NARROW = 512  # its smaller kin's; products of such matrices reach less
-_MOST_TOKENS = {"cpu": 1024, "cuda": 8192}  # computed at once; more do not make it faster
+_MOST_TOKENS, _MOST_TOKENS_ON_CPU = 8192, 1024  # computed at once; more do not make it faster
 LONGEST_PRODUCT = 2.0  # seconds
 PRODUCTS_SECONDS, MOST_PRODUCTS = 0.2, 50  # of one size
 _COPY_BYTES = 128 * 2**20
@@ -138,15 +139,14 @@ def measure_compute(device: torch.device) -> ComputeRates:
     one, other = (torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     copy = to_device = from_device = _copy_rate(one, other)
     near = max(copy, _copy_rate(one[:NEAR_BYTES], other[:NEAR_BYTES]))
-    if device.type == "cuda":
+    if not shares_memory(device):
         pinned = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
         to_device, from_device = _copy_rate(pinned, one), _copy_rate(one, pinned)
     del one, other
     dtypes = (torch.float32, torch.bfloat16)
     wide = [matmul_rate(device, dtype) for dtype in dtypes]
     narrow = [matmul_rate(device, dtype, NARROW, 2 * NARROW) for dtype in dtypes]
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch keeps for later would count as taken
+    empty_cache(device)  # what torch keeps for later would count as taken
     return ComputeRates(
         wide[0], wide[1], narrow[0], narrow[1], 2 * copy, 2 * near, *_block_rates(device), to_device, from_device, load
     )
@@ -166,7 +166,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, width: int = WIDTH, in
 
     The tokens grow while that helps, and while a product does not take too long.
     """
-    most = _MOST_TOKENS.get(device.type, _MOST_TOKENS["cpu"])
+    most = _MOST_TOKENS if is_accelerator(device) else _MOST_TOKENS_ON_CPU
     weight = torch.full((inner, width), 0.01, device=device).to(dtype)
     tokens, best = most // 64, 0.0
     while True:
@@ -279,10 +279,8 @@ def _copy_rate(source: Tensor, target: Tensor) -> float:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start

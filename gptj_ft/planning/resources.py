@@ -11,6 +11,7 @@ from gptj_ft.errors import UsageError
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.plan import Free
 from gptj_ft.system import machine
+from gptj_ft.system.accelerator import shares_memory
 from gptj_ft.system.files import disk_bytes, files_in
 
 
@@ -18,7 +19,7 @@ def free_resources(device: torch.device, folder: Path) -> Free:
     """Return the resources of a run: free ones, and the disk space that its folder occupies already."""
     taken = disk_bytes(files_in(folder))
     host = machine.free_memory(torch.device("cpu"))
-    is_shared = device.type == "cpu"
+    is_shared = shares_memory(device)
     return Free(host if is_shared else machine.free_memory(device), host, machine.free_disk(folder) + taken, is_shared)
 
 

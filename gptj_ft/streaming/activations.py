@@ -14,7 +14,7 @@ from torch import Tensor
 from gptj_ft.models.layout import FLAT_ALIGNMENT, PARAMETER_ALIGNMENT, Kind, Layout
 from gptj_ft.streaming.buffers import Buffer, BufferPool
 from gptj_ft.streaming.stores.base import LayerStore
-from gptj_ft.system.cuda import record_event
+from gptj_ft.system.accelerator import current_stream, record_event, wait_for
 from gptj_ft.system.memory import allocate
 
 BOUNDARY: Kind = "boundary"
@@ -167,8 +167,7 @@ class OffloadedActivations:
 
     def _wait(self, buffer: Buffer) -> None:
         with self._meter.waiting():
-            for transfer in buffer.transfers:
-                transfer.result()
+            wait_for(buffer.transfers, current_stream(self._device))
 
 
 def _apart(x: Tensor) -> Tensor:

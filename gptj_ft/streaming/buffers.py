@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gptj_ft.system.cuda import Transfer, record_event
-from gptj_ft.system.memory import allocate
+from gptj_ft.system.accelerator import Transfer, fresh, record_event
 
 
 @dataclass(eq=False)
@@ -41,9 +40,9 @@ class BufferPool:
     """
 
     def __init__(self, count: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._line = [Buffer(allocate(numel, dtype, device)) for _ in range(count)]
-        for buffer in self._line:
-            buffer.transfers += record_event(device)  # of the zeros
+        self._line = [
+            Buffer(tensor, None, [*zeroed]) for tensor, zeroed in (fresh(numel, dtype, device) for _ in range(count))
+        ]
 
     def has_free(self, key: Hashable) -> bool:
         """Tell whether `acquire` would return a buffer."""

@@ -19,7 +19,17 @@ from gptj_ft.models.layout import MOMENTS, TIED_SOURCE_LAYER, Kind, Layout
 from gptj_ft.streaming.activations import Activations, DeviceActivations
 from gptj_ft.streaming.buffers import BufferPool, Lease
 from gptj_ft.streaming.stores.base import CHUNK_NUMEL, LayerStore, chunks
-from gptj_ft.system.cuda import StallTimer, Transfer, record_event
+from gptj_ft.system.accelerator import (
+    StallTimer,
+    Transfer,
+    current_stream,
+    fresh,
+    has_streams,
+    new_stream,
+    on_stream,
+    record_event,
+    wait_for,
+)
 
 PASS_TOKENS = 32768  # of hidden states held at once when only a loss is wanted, at most
 
@@ -75,9 +85,9 @@ class OffloadedModel:
         self.layouts = self.layouts or [Layout.of(layer) for layer in self.layers]
         self.frozen = self.frozen or [Layout.of(layer, ()) for layer in self.layers]
         self._waited_seconds = 0.0
-        on_cuda = self.device.type == "cuda"
-        self._stall_timer = StallTimer(self.device) if on_cuda else None
-        self._update_stream = torch.cuda.Stream(self.device) if on_cuda else None  # type: ignore[no-untyped-call]
+        self._stall_timer = StallTimer(self.device) if has_streams(self.device) else None
+        self.compute_stream = current_stream(self.device)
+        self.update_stream = new_stream(self.device)
         self.boundaries: Activations = DeviceActivations()
         """The inputs of the layers, between forward and backward."""
         self.active: object = None
@@ -160,9 +170,10 @@ class OffloadedModel:
         rows, (num_rows, width) = indices.unique(), self.frozen[layer].shapes[name]  # type: ignore[no-untyped-call]
         if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < num_rows:
             raise IndexError(f"{name} has rows 0 to {num_rows - 1}, asked for were {int(rows[0])} to {int(rows[-1])}")
-        values = torch.empty(len(rows), width, dtype=self.compute_dtype, device=self.device)
+        flat, zeroed = fresh(len(rows) * width, self.compute_dtype, self.device)
+        values = flat.view(len(rows), width)
         self.bytes_read += values.nbytes
-        self.stores["frozen"].read_rows("frozen", layer, name, rows.tolist(), values)
+        self.stores["frozen"].read_rows("frozen", layer, name, rows.tolist(), values, zeroed)
         return EmbeddingRows(rows, values)
 
     def is_tied_source(self, layer: int) -> bool:
@@ -255,8 +266,7 @@ class OffloadedModel:
         for span in chunks(self.layouts[layer].numel, self.budget.chunk_numel):
             lease = self.lease_chunk(kind, layer, span)
             self.fill(lease, kind, layer, span.start)
-            for transfer in lease.transfers:
-                transfer.result()
+            wait_for(lease.transfers, self.compute_stream)
             yield span.start, lease.tensor
             lease.release()
 
@@ -264,8 +274,7 @@ class OffloadedModel:
         """Replace a layer's tensor in chunks: ``fill(start, chunk)`` puts in the new values."""
         for span in chunks(self.layouts[layer].numel, self.budget.chunk_numel):
             lease = self.lease_chunk(kind, layer, span)
-            for transfer in lease.transfers:
-                transfer.result()
+            wait_for(lease.transfers, self.compute_stream)
             fill(span.start, lease.tensor)
             self.keep(lease, kind, layer, span.start)
             lease.release()
@@ -303,7 +312,7 @@ class OffloadedModel:
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Run updates beside the computation, where the device can: memory bounds them, products bound the layers."""
-        with torch.cuda.stream(self._update_stream) if self._update_stream else nullcontext():
+        with on_stream(self.update_stream):
             yield
 
     def cancel(self) -> None:

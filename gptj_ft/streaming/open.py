@@ -24,7 +24,6 @@ from gptj_ft.streaming.stores.device import DeviceStore
 from gptj_ft.streaming.stores.folder import FolderStore
 from gptj_ft.streaming.stores.host import HostStore
 from gptj_ft.streaming.stores.placement import Place, Placement, open_boundaries, open_stores
-from gptj_ft.system.cuda import record_event
 from gptj_ft.system.digests import check_weights
 from gptj_ft.system.machine import free_memory
 
@@ -89,13 +88,14 @@ def open_frozen(model: OffloadedModel, architecture: Architecture, checkpoint: C
 def _settle_frozen(model: OffloadedModel, place: Place) -> None:
     """Copy the weights that are not trained from where they are read to a place of their own."""
     source, kinds = model.stores["frozen"], {FROZEN: model.compute_dtype}
-    store = (DeviceStore if place == "device" else HostStore)(model.frozen, kinds, model.device)
+    kind_of_store = DeviceStore if place == "device" else HostStore
+    store = kind_of_store(model.frozen, kinds, model.device)
     for layer, layout in enumerate(model.frozen):
         if not layout.numel:
             continue
         own = store.own(FROZEN, layer)
-        if own is not None:
-            source.read(FROZEN, layer, own, 0, record_event(model.device)).result()  # not before it has been zeroed
+        if isinstance(store, DeviceStore) and own is not None:
+            source.read(FROZEN, layer, own, 0, store.zeroed).result()
             continue
         slot, _ = model.frozen_slots.acquire(None)
         values = slot.tensor[: layout.numel]

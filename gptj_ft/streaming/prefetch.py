@@ -17,7 +17,7 @@ from gptj_ft.streaming.buffers import Lease
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.schedule import LayerTask
 from gptj_ft.streaming.stores.base import chunks
-from gptj_ft.system.cuda import StreamEvent, Transfer, record_event
+from gptj_ft.system.accelerator import Stream, StreamEvent, Transfer, record_event, wait_for
 
 
 class Updater(Protocol):
@@ -208,7 +208,7 @@ class LayerLoad:
     def advance(self, wait: bool = False) -> bool:
         """Update the chunks that have arrived, or with ``wait`` all; return whether no request is left to make."""
         if wait:
-            self._wait(self._transfers)
+            self._wait(self._transfers, self._model.compute_stream)
         while True:
             while self._spans and self._has_free(self._spans[0]):
                 self._chunks.append(self._start_chunk(self._spans.popleft()))
@@ -221,7 +221,7 @@ class LayerLoad:
         """Have the layer on the device, updated."""
         self.advance(wait=True)
         assert not self._spans, "a later layer has taken the chunk buffers"
-        self._wait(self._updated)
+        self._wait(self._updated, self._model.compute_stream)
         version = self.task.version
         if self.task.updates:
             assert self._updater is not None
@@ -352,7 +352,7 @@ class LayerLoad:
     def _update(self, chunk: Chunk) -> None:
         model, task, updater = self._model, self.task, self._updater
         assert updater is not None
-        self._wait(chunk.transfers)
+        self._wait(chunk.transfers, model.update_stream)
         updater.apply(task, chunk.span, chunk.tensors)
         version = None if task.version is None else task.version + 1
         for kind in model.updated_kinds:
@@ -372,7 +372,7 @@ class LayerLoad:
             lease = Lease(found.buffer.tensor[: model.layouts[layer].numel], found.buffer)
         else:
             lease = model.lease_gradient(layer)
-        self._wait(lease.transfers)
+        self._wait(lease.transfers, model.compute_stream)
         lease.label(None)
         return lease
 
@@ -383,11 +383,10 @@ class LayerLoad:
         views = self._model.layouts[TIED_SOURCE_LAYER].views(source)
         return {name: views[tied.source] for name, tied in self.layout.tied.items()}
 
-    def _wait(self, transfers: Sequence[Transfer]) -> None:
+    def _wait(self, transfers: Sequence[Transfer], stream: Stream) -> None:
         if transfers:
             with self._model.waiting():
-                for transfer in transfers:
-                    transfer.result()
+                wait_for(transfers, stream)
 
 
 def round_in_place(gradient: Tensor, dtype: torch.dtype, chunk_numel: int) -> Tensor:

@@ -32,6 +32,7 @@ from gptj_ft.streaming.activations import Activations
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher, Updater
 from gptj_ft.streaming.schedule import PendingUpdates, inference_tasks, training_tasks
+from gptj_ft.system.accelerator import fork_rng
 
 HEAD_CHUNK_BYTES = 128 * 2**20  # of fp32 logits
 
@@ -192,8 +193,7 @@ def dropout_rng(loaded: LayerLoad, batch: PackedBatch, chunk: int = 0) -> Iterat
     if batch.dropout_seed is None:
         yield
         return
-    device = batch.tokens_T.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with fork_rng(batch.tokens_T.device):
         torch.manual_seed(batch.dropout_seed + (chunk << 20) + loaded.index)
         loaded.module.train()
         try:

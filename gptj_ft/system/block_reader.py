@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.errors import DataError
-from gptj_ft.system.cuda import Transfer, copy, pin, use_own_stream
+from gptj_ft.system.accelerator import StreamEvent, copy, has_streams, pin, use_own_stream
 from gptj_ft.system.direct_io import PAGE, let_go, open_direct, read_range
 from gptj_ft.system.memory import allocate
 
@@ -74,14 +74,14 @@ class BlockReader:
         self._threads = ThreadPoolExecutor(num_threads, "block", partial(use_own_stream, device))
         memory = allocate(num_threads * (block_bytes + MARGIN), torch.uint8, torch.device("cpu"))
         self._staging = list(memory.view(num_threads, -1))  # as many as can be in use
-        self._unpin = pin(memory) if device.type == "cuda" else None
+        self._unpin = pin(memory, device) if has_streams(device) else None
 
-    def read(self, pieces: Iterable[ReadRequest], after: Sequence[Transfer] = ()) -> None:
+    def read(self, pieces: Iterable[ReadRequest], after: Sequence[StreamEvent] = ()) -> None:
         """Fill the tensors of all pieces; they are filled when this returns.
 
         Args:
             pieces: ranges of files, and the tensors to fill.
-            after: work that may still use these tensors; each thread waits for it on its own stream before it copies.
+            after: work that may still use these tensors; each thread's copies wait for it, on its own stream.
 
         Raises:
             DataError: a file has become shorter, or cannot be read.
@@ -97,7 +97,7 @@ class BlockReader:
         if self._unpin:
             self._unpin()
 
-    def _bring(self, block: Sequence[ReadRequest], after: Sequence[Transfer]) -> None:
+    def _bring(self, block: Sequence[ReadRequest], after: Sequence[StreamEvent]) -> None:
         path = block[0].path
         begin, end = min(piece.offset for piece in block) // PAGE * PAGE, max(piece.end for piece in block)
         staging = self._staging.pop()
@@ -110,12 +110,10 @@ class BlockReader:
                 os.close(descriptor)
             if count < end - begin:
                 raise DataError(f"{path}: truncated while it was being read")
-            for transfer in after:
-                transfer.result()
             for piece in block:
                 found = staging[piece.offset - begin : piece.end - begin]
                 is_aligned = (piece.offset - begin) % piece.dtype.itemsize == 0
-                copy((found if is_aligned else found.clone()).view(piece.dtype), piece.out)
+                copy((found if is_aligned else found.clone()).view(piece.dtype), piece.out, after)
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
         finally:

@@ -29,39 +29,45 @@ def bound_kernel_caches() -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of a run; a CUDA device with its number, which `torch.cuda.set_device` asks for.
+    """Return the device of a run, an accelerator with its number, and make it torch's current one.
 
     Raises:
         UsageError: unknown, or not on this machine.
     """
     import torch
 
+    from gptj_ft.system.accelerator import available_accelerators, has_streams, module_of
+
+    found = available_accelerators()
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.split(":")[0] not in ("cpu", "cuda"):
-        raise UsageError(f"unknown device '{name}': auto, cpu or cuda")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch sees no CUDA device here; use --device cpu, or install torch for CUDA")
+        name = str(found[0]) if found else "cpu"
     try:
         device = torch.device(name)
+        module = None if device.type == "cpu" else module_of(device)
     except RuntimeError as error:
-        raise UsageError(f"unknown device '{name}': auto, cpu or cuda") from error
-    if device.type == "cpu":
-        return device
-    index, count = torch.cuda.current_device() if device.index is None else device.index, torch.cuda.device_count()
+        raise UsageError(f"unknown device '{name}': auto, cpu, or an accelerator as cuda, cuda:1, xpu, mps") from error
+    if module is None:
+        return torch.device("cpu")
+    if not (hasattr(module, "is_available") and module.is_available()):
+        raise UsageError(f"--device {name}: torch sees no such device here; use --device cpu, or install torch for it")
+    index, count = device.index, int(module.device_count())
+    if index is None:
+        index = module.current_device() if hasattr(module, "current_device") else 0
     if index >= count:
-        there = ", ".join(f"cuda:{number}" for number in range(count))
+        there = ", ".join(f"{device.type}:{number}" for number in range(count))
         raise UsageError(f"--device {name}: there is no such device here; there are {there}")
-    return torch.device("cuda", index)
+    device = torch.device(device.type, index)
+    if has_streams(device):
+        module.set_device(device)  # or what torch does without being told a device would be done on the first one
+    return device
 
 
 def free_memory(device: torch.device) -> int:
     """Return the bytes that can still be allocated on a device; for the CPU, RAM."""
-    if device.type == "cuda":
-        import torch
+    if device.type != "cpu":
+        from gptj_ft.system.accelerator import free_and_total
 
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
+        return free_and_total(device)[0]
     import psutil  # the engine alone does without
 
     available = int(psutil.virtual_memory().available)

@@ -117,14 +117,14 @@ class Stopwatch:
 
     def read(self, tokens: int, target_tokens: int) -> StepCounts:
         """Return what this many tokens took."""
-        import torch  # not above: a terminal shows progress before torch is needed
-
+        # Not above: a terminal shows progress before torch is needed.
         from gptj_ft.system import machine
+        from gptj_ft.system.accelerator import peak_memory
 
         seconds = time.monotonic() - self._start
         waited, read, written = (now - then for now, then in zip(_counters(self._stack), self._before, strict=True))
         device = self._stack.device
-        on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        on_device = peak_memory(device).allocated
         return StepCounts(
             tokens, target_tokens, seconds, waited, int(read), int(written), machine.peak_memory(), on_device
         )  # fmt: skip

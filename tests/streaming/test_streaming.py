@@ -383,62 +383,6 @@ def test_layer_inputs_that_nobody_took_are_forgotten(forget) -> None:
         here.take(1)
 
 
-class UnmarkedBuffer(AssertionError):
-    """Something was put into a buffer that a device might still be reading."""
-
-
-@both_families
-@pytest.mark.parametrize("late", [0, 2])
-@pytest.mark.parametrize("kept", [0, 2])
-def test_nothing_is_put_into_a_buffer_before_the_device_has_passed_its_last_use(
-    late: int, kept: int, narrow_folder: Path, resident_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a CUDA device needs, on a CPU: each release leaves a mark, and whatever comes next must wait for it."""
-    in_use: dict[int, int] = {}
-    alive: list[Buffer] = []
-    lock = threading.Lock()
-
-    class FakeEvent:
-        def __init__(self, buffer: Buffer) -> None:
-            alive.append(buffer)  # or its address might become another's
-            self._address, self._is_passed = buffer.tensor.untyped_storage().data_ptr(), False
-            with lock:
-                in_use[self._address] = in_use.get(self._address, 0) + 1
-
-        def result(self) -> None:
-            with lock:
-                in_use[self._address] -= not self._is_passed
-                self._is_passed = True
-
-        def done(self) -> bool:
-            return self._is_passed
-
-        def exception(self) -> None:
-            return None
-
-    release = Buffer.release
-
-    def marked_release(buffer: Buffer) -> None:
-        release(buffer)
-        buffer.transfers.append(FakeEvent(buffer))
-
-    def checked_copy(source: torch.Tensor, target: torch.Tensor) -> None:
-        if in_use.get(target.untyped_storage().data_ptr()):
-            raise UnmarkedBuffer
-        target.copy_(source)
-
-    monkeypatch.setattr(Buffer, "release", marked_release)
-    monkeypatch.setattr("gptj_ft.streaming.stores.host.copy", checked_copy)
-    stack = open_training(
-        narrow_folder,
-        tmp_path,
-        ("host", "host", "host"),
-        budget=BufferBudget(num_chunks=3, chunk_numel=2048, num_kept_layers=kept),
-    )
-    assert_identical(train(stack, Recipe(), late=late), resident_run)
-    assert in_use, "no buffer was marked"
-
-
 @both_families
 @pytest.mark.parametrize("placement", [("device", "device"), ("disk", "disk")])
 def test_bf16_moments_and_gradients_agree_in_every_placement_and_stay_near_fp32(

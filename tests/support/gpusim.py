@@ -111,6 +111,7 @@ class SimStream:
     def __init__(self, device=None, name=None, priority=0):
         with LOCK:
             self.id, self.queue, self.seq, self.clock = len(W.streams), [], 0, {}
+            self.device = torch.device(NAME, 0)
             self.name = name or f"{threading.current_thread().name}"
             self.last = None
             self.world = W
@@ -727,6 +728,9 @@ class Module:
     def _is_in_bad_fork(self):
         return False
 
+    def manual_seed(self, seed):
+        return None
+
     def manual_seed_all(self, seed):
         return None
 
@@ -773,6 +777,12 @@ class Module:
 
     def empty_cache(self):
         return None
+
+    def get_device_properties(self, device=None):
+        return None
+
+    def is_bf16_supported(self, including_emulation=False):
+        return True
 
     def get_device_name(self, device=None):
         return "simulated"
@@ -891,7 +901,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 def patched(*packages: str) -> None:
     """From now on, import these packages with this device in the place of CUDA."""
     install()
-    sys.meta_path.insert(0, _Finder(packages))
 
 
 def report(limit: int = 30) -> str:

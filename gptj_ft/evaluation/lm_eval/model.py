@@ -27,6 +27,7 @@ from gptj_ft.evaluation.result_cache import ResultCache
 from gptj_ft.generation.decoding import generate_tokens
 from gptj_ft.generation.hf_model import StreamedModel
 from gptj_ft.planning.inference_plan import TokenBudget, batches_by_length
+from gptj_ft.system.accelerator import fork_rng
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -192,7 +193,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
 
     def _write(self, prompts: Sequence[Sequence[int]], settings: Generation, seed: int) -> list[str]:
         device = self.model.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with fork_rng(device):
             torch.manual_seed((self._seed * 1_000_003 + seed) % 2**63)
             rows = generate_tokens(self.model, self.tokenizer, prompts, settings)
         return [str(self.tokenizer.decode(row, skip_special_tokens=True)) for row in rows]

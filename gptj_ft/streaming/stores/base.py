@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from gptj_ft.models.layout import Kind
-from gptj_ft.system.cuda import Transfer
+from gptj_ft.system.accelerator import StreamEvent, Transfer
 
 T = TypeVar("T")
 
@@ -42,7 +42,9 @@ class LayerStore(Protocol):
             after: transfers that still use ``out`` and must end first.
         """
 
-    def read_rows(self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor) -> None:
+    def read_rows(
+        self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor, after: Sequence[StreamEvent] = ()
+    ) -> None:
         """Read rows of a frozen matrix, and wait for them; not for a store with resident tensors.
 
         Args:
@@ -51,6 +53,7 @@ class LayerStore(Protocol):
             name: name of the matrix in the layer.
             rows: which.
             out: target on the device, [rows, width].
+            after: work of streams that still use ``out``.
         """
 
     def write(

@@ -10,20 +10,23 @@ from torch import Tensor
 
 from gptj_ft.models.layout import Kind, Layout
 from gptj_ft.streaming.stores.base import finished
-from gptj_ft.system.cuda import Transfer
-from gptj_ft.system.memory import allocate
+from gptj_ft.system.accelerator import StreamEvent, Transfer, fresh
 
 
 class DeviceStore:
-    """Keeps its kinds on the device for good; a read is a look, a write has already happened in place."""
+    """Keeps its kinds on the device for good; a read is a look, a write has already happened in place.
+
+    Attributes:
+        zeroed: when the device has zeroed all of it, for streams other than the computation's.
+    """
 
     def __init__(self, layouts: Sequence[Layout], kinds: Mapping[Kind, torch.dtype], device: torch.device) -> None:
-        self._tensors = {
-            (kind, layer): allocate(layout.numel, dtype, device)
-            for kind, dtype in kinds.items()
-            for layer, layout in enumerate(layouts)
-            if layout.numel
-        }
+        self._tensors: dict[tuple[Kind, int], Tensor] = {}
+        self.zeroed: list[StreamEvent] = []
+        for kind, dtype in kinds.items():
+            for layer, layout in enumerate(layouts):
+                if layout.numel:
+                    self._tensors[kind, layer], self.zeroed = fresh(layout.numel, dtype, device)
         self._empty = torch.empty(0, device=device)  # of layers that have nothing of it
 
     def own(self, kind: Kind, layer: int) -> Tensor | None:
@@ -34,7 +37,9 @@ class DeviceStore:
     ) -> Future[Tensor]:
         raise AssertionError("it is there")
 
-    def read_rows(self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor) -> None:
+    def read_rows(
+        self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor, after: Sequence[StreamEvent] = ()
+    ) -> None:
         raise AssertionError("the matrix itself is there")
 
     def write(

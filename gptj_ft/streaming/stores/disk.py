@@ -17,7 +17,7 @@ from gptj_ft.models.layout import Kind, Layout
 from gptj_ft.streaming.stores.base import chunks
 from gptj_ft.streaming.stores.queue import TransferQueue
 from gptj_ft.streaming.stores.state_file import Digests, StateFile, layer_path
-from gptj_ft.system.cuda import Transfer, copy, pin
+from gptj_ft.system.accelerator import StreamEvent, Transfer, copy, pin
 from gptj_ft.system.direct_io import RESUME, open_direct, sync, sync_folder
 from gptj_ft.system.files import disk_error, keep_folder, new_name, remove
 from gptj_ft.system.memory import allocate
@@ -62,7 +62,7 @@ class DiskStore:
     def read(
         self, kind: Kind, layer: int, out: Tensor, start: int = 0, after: Sequence[Transfer] = ()
     ) -> Future[Tensor]:
-        def load() -> Tensor:
+        def load(events: Sequence[StreamEvent]) -> Tensor:
             path, file = self._paths[layer], self._files[layer]
             if layer in self._unchecked and self._unchecked[layer] is None:
                 self._unchecked[layer] = file.check(path)[1]
@@ -71,7 +71,7 @@ class DiskStore:
                 for at, part, host in self._through_host(out, start):
                     file.read(descriptor, kind, host, at, self._unchecked.get(layer))
                     if host is not part:
-                        copy(host, part)
+                        copy(host, part, events)
             except DataError as error:
                 raise DataError(f"{path}: {error}; go back to a checkpoint, or to a copy of the run") from error
             finally:
@@ -80,13 +80,15 @@ class DiskStore:
 
         return self._queue.read(layer, after, load)
 
-    def read_rows(self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor) -> None:
+    def read_rows(
+        self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor, after: Sequence[StreamEvent] = ()
+    ) -> None:
         raise AssertionError("what is trained comes whole")
 
     def write(
         self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
     ) -> Future[None]:
-        def save() -> None:
+        def save(events: Sequence[StreamEvent]) -> None:
             file = self._files[layer]
             with self._lock:
                 if layer not in self._new:
@@ -94,7 +96,7 @@ class DiskStore:
             descriptor, digests = self._new[layer]
             for at, part, host in self._through_host(values, start):
                 if host is not part:
-                    copy(part, host)
+                    copy(part, host, events)
                 file.write(descriptor, kind, host, at, digests)
 
         return self._queue.write(layer, after, save)
@@ -147,7 +149,7 @@ class DiskStore:
             return
         if not hasattr(self._staging, "memory"):
             self._staging.memory = allocate(self._part_numel, torch.float32, torch.device("cpu"))
-            if unpin := pin(self._staging.memory):
+            if unpin := pin(self._staging.memory, values.device):
                 self._unpin.append(unpin)
         for span in chunks(len(values), self._part_numel):
             host = self._staging.memory.view(values.dtype)[: span.stop - span.start]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gptj_ft.models.layout import Kind
 from gptj_ft.streaming.stores.base import finished
-from gptj_ft.system.cuda import Transfer
+from gptj_ft.system.accelerator import StreamEvent, Transfer
 
 
 class Request(NamedTuple):
@@ -45,7 +45,9 @@ class CountingStore:
         error = self._note(Request("read", kind, layer, out.nbytes))
         return cast("Future[Tensor]", self._done) if error is None else failed(error)
 
-    def read_rows(self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor) -> None:
+    def read_rows(
+        self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor, after: Sequence[StreamEvent] = ()
+    ) -> None:
         if error := self._note(Request("read", kind, layer, out.nbytes)):
             raise error
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gptj_ft.models.layout import Kind, Layout
 from gptj_ft.streaming.stores.queue import TransferQueue
+from gptj_ft.system.accelerator import StreamEvent, Transfer, copy
 from gptj_ft.system.block_reader import BlockReader, Extent
-from gptj_ft.system.cuda import Transfer, copy, record_event
 
 ROWS_BLOCK_BYTES = 64 * 2**10  # around rows that are wanted: takes a disk hardly longer than one of them
 ROW_READERS = 4
@@ -32,7 +32,7 @@ class FolderStore:
         self._queue = TransferQueue("folder", 2, device)
         self._blocks = BlockReader(device)
         self._row_blocks = BlockReader(device, ROWS_BLOCK_BYTES, ROW_READERS)  # that need not wait for whole layers
-        self._layouts, self._find, self._device = layouts, find, device
+        self._layouts, self._find = layouts, find
 
     def own(self, kind: Kind, layer: int) -> Tensor | None:
         return None
@@ -43,27 +43,28 @@ class FolderStore:
         assert kind == "frozen"
         assert len(out) == self._layouts[layer].numel, "a model folder is read layer by layer"
 
-        def load() -> Tensor:
+        def load(events: Sequence[StreamEvent]) -> Tensor:
             views = self._layouts[layer].views(out)
             found = [(self._find(layer, name), view) for name, view in views.items()]
             pieces = (source.to(view) for source, view in found if isinstance(source, Extent))
-            # This thread's stream has waited for what uses ``out``; the block readers' streams wait for this one.
-            self._blocks.read(pieces, record_event(self._device))
+            self._blocks.read(pieces, events)
             for source, view in found:
                 if not isinstance(source, Extent):
-                    copy(source(), view)
+                    copy(source(), view, events)
             return out
 
         return self._queue.read(layer, after, load)
 
-    def read_rows(self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor) -> None:
+    def read_rows(
+        self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor, after: Sequence[StreamEvent] = ()
+    ) -> None:
         assert kind == "frozen"
         source, width = self._find(layer, name), out.shape[1]
         if isinstance(source, Extent):
             pieces = (source.to(to, row * width) for row, to in zip(rows, out, strict=True))
-            self._row_blocks.read(pieces, record_event(self._device))  # ``out`` is fresh memory of the caller's stream
+            self._row_blocks.read(pieces, after)
         else:
-            copy(source()[torch.tensor(rows)], out)
+            copy(source()[torch.tensor(rows)], out, after)
 
     def write(
         self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()

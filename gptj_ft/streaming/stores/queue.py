@@ -9,9 +9,10 @@ from typing import TypeVar
 
 import torch
 
-from gptj_ft.system.cuda import Transfer, use_own_stream
+from gptj_ft.system.accelerator import StreamEvent, Transfer, ended, use_own_stream
 
 T = TypeVar("T")
+Events = Sequence[StreamEvent]
 CPU = torch.device("cpu")
 
 
@@ -36,12 +37,15 @@ class TransferQueue:
         self._writes: list[Future[None]] = []  # since the last commit
         self._failure: BaseException | None = None
 
-    def read(self, layer: int, after: Sequence[Transfer], task: Callable[[], T]) -> Future[T]:
-        """Run ``task`` once the layer's last commit and the transfers in ``after`` have ended."""
+    def read(self, layer: int, after: Sequence[Transfer], task: Callable[[Events], T]) -> Future[T]:
+        """Run ``task`` once the layer's last commit and the transfers in ``after`` have ended.
+
+        It is given the events in ``after``: its copies wait for them, on the streams that they are made on.
+        """
         return self._reader.submit(_run_after, [*after, *self._last_commit(layer)], task)
 
-    def write(self, layer: int, after: Sequence[Transfer], task: Callable[[], None]) -> Future[None]:
-        """Run ``task`` once the layer's last commit and the transfers in ``after`` have ended."""
+    def write(self, layer: int, after: Sequence[Transfer], task: Callable[[Events], None]) -> Future[None]:
+        """Run ``task`` likewise."""
         self._writes.append(self._writer.submit(_run_after, [*after, *self._last_commit(layer)], task))
         return self._writes[-1]
 
@@ -57,7 +61,8 @@ class TransferQueue:
             if self._failure is not None:
                 raise self._failure
             try:
-                _run_after(writes, task)
+                ended(writes)
+                task()
             except BaseException as error:
                 self._failure = error
                 raise
@@ -77,7 +82,5 @@ class TransferQueue:
         return [self._commits[layer]] if layer in self._commits else []
 
 
-def _run_after(earlier: Sequence[Transfer], task: Callable[[], T]) -> T:
-    for transfer in earlier:
-        transfer.result()
-    return task()
+def _run_after(earlier: Sequence[Transfer], task: Callable[[Events], T]) -> T:
+    return task(ended(earlier))
