@@ -25,7 +25,6 @@ from gptj_ft.checkpoints.base_model import default_model, find_model
 from gptj_ft.config.resolve import Resolved, resolve
 from gptj_ft.data.hub_dataset import fetch, is_reference
 from gptj_ft.errors import UsageError
-from gptj_ft.system.accelerator import fork_rng
 from gptj_ft.system.machine import bound_kernel_caches
 from gptj_ft.system.signals import stop_says
 from gptj_ft.training.prepare_data import Preparation, Targets, prepare_rows
@@ -492,6 +491,8 @@ def fetched_rows(data: str, offline: bool, reporter: Reporter) -> str:
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators inside, and leave them as they were."""
     import torch
+
+    from gptj_ft.system.accelerator import fork_rng
 
     with fork_rng(device):
         torch.manual_seed(seed)

@@ -16,7 +16,7 @@ On a CPU there are no streams and no events, and nothing here does anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
@@ -301,9 +301,7 @@ def fork_rng(device: torch.device) -> AbstractContextManager[None]:
     return torch.random.fork_rng([device.index or 0], device_type=device.type)
 
 
-def available_accelerators() -> Sequence[torch.device]:
-    """Return the accelerators of this machine, those of torch's current one first, each with its number."""
+def default_accelerator() -> str | None:
+    """Return the type of this machine's accelerator, as torch chooses among several; ``None``: there is none."""
     current = torch.accelerator.current_accelerator(check_available=True)
-    if current is None:
-        return []
-    return [torch.device(current.type, index) for index in range(module_of(current).device_count())]
+    return None if current is None else current.type

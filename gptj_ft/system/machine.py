@@ -36,11 +36,10 @@ def choose_device(name: str) -> torch.device:
     """
     import torch
 
-    from gptj_ft.system.accelerator import available_accelerators, has_streams, module_of
+    from gptj_ft.system.accelerator import default_accelerator, has_streams, module_of
 
-    found = available_accelerators()
     if name == "auto":
-        name = str(found[0]) if found else "cpu"
+        name = default_accelerator() or "cpu"
     try:
         device = torch.device(name)
         module = None if device.type == "cpu" else module_of(device)

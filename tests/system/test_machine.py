@@ -266,11 +266,15 @@ def test_plan_measure_measures_again_and_the_plan_follows(
 
 
 def test_a_cuda_device_is_known_by_a_number_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
     for name, value in (("is_available", True), ("current_device", 1), ("device_count", 2)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    assert [choose_device(name) for name in ("auto", "cuda", "cuda:0")] == [
-        torch.device("cuda", number) for number in (1, 1, 0)
-    ]
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert (
+        [choose_device(name) for name in ("cuda", "cuda:0")]
+        == current
+        == [torch.device("cuda", number) for number in (1, 0)]
+    )
     with pytest.raises(UsageError, match="cuda:2: there is no such device here; there are cuda:0, cuda:1"):
         choose_device("cuda:2")
 
