@@ -176,6 +176,6 @@ def write_rows(path: Path) -> Path:
 @pytest.fixture
 def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Types commands: ``shell("recipes list")``."""
-    from cli_runner import Shell
+    from support.cli_runner import Shell
 
     return Shell(monkeypatch, capsys)

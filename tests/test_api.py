@@ -10,9 +10,9 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from cli_runner import Shell
 from conftest import write_rows
-from small_run import assert_same_weights, weights_of
+from support.cli_runner import Shell
+from support.small_run import assert_same_weights, weights_of
 
 import gptj_ft
 from gptj_ft import api

@@ -51,7 +51,7 @@ def test_help_and_completion_import_no_torch() -> None:
 
 
 def test_rows_are_prepared_without_torch_and_datasets(tmp_path: Path) -> None:
-    from test_data_tokenizer import make_tokenizer
+    from support.tiny_tokenizer import make_tokenizer
 
     make_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gptj", "vocab_size": 60000}', encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Read and write ``gptj_ft.json`` and the other texts of a tuned model folder, which say how the model is to be asked.
+"""Read and write ``gptj_ft.json``, the model card and the other texts of a tuned model folder: how it is to be asked.
 
 Other tools and other people read them: they name no files, folders, texts of columns or rows of who trained the model.
 """
@@ -6,18 +6,21 @@ Other tools and other people read them: they name no files, folders, texts of co
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gptj_ft import __version__
 from gptj_ft.checkpoints.download import read_origin
 from gptj_ft.checkpoints.fingerprint import sampled_digest
-from gptj_ft.checkpoints.model_card import Card, write_card
 from gptj_ft.checkpoints.model_folder import GENERATION_CONFIG, METADATA_FILE, Checkpoint, open_checkpoint
 from gptj_ft.config.generation_config import search_options
 from gptj_ft.config.options import Generation, Recipe
-from gptj_ft.data.chat import chat_template
+from gptj_ft.data.chat import chat_template, is_chat
+from gptj_ft.data.template import fields_of
 from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.registry import Architecture
@@ -29,6 +32,14 @@ TEMPLATE_KEYS = (
     "recipe", "prompt", "completion", "fields", "map", "documents", "quotes", "sentences", "labels", "no_answer",
     "shorten", "on_long", "cut", "max_length", "metrics", "stemming", "generation",
 )  # fmt: skip
+
+# The options that made the weights what they are; none of them can hold a name of the user's.
+HYPER_PARAMETERS = (
+    "method", "train", "epochs", "max_steps", "batch_size", "max_length", "on_long", "packing", "lr", "schedule",
+    "warmup", "final_lr", "betas", "eps", "weight_decay", "clip_norm", "z_loss", "seed", "precision", "moments",
+    "gradients",
+)  # fmt: skip
+LOSSES = ("baseline_validation_loss", "validation_loss")
 
 
 @dataclass(frozen=True)
@@ -134,12 +145,10 @@ def metadata_files(trained: TunedModel, is_adapter: bool = False) -> dict[str, s
         with open_checkpoint(trained.base) as checkpoint:
             base_digest = sampled_digest(trained.architecture, checkpoint)
     tuning = ModelMetadata(name_in_home(trained.base), template_of(recipe), trained.data, trained.metrics, base_digest)
-    card = Card(recipe, read_origin(trained.base), trained.architecture.family.model_type, trained.data,
-                trained.metrics, token, bool(template), is_adapter)  # fmt: skip
     files = {
         METADATA_FILE: json.dumps(tuning.to_dict(), indent=2, ensure_ascii=False) + "\n",
         GENERATION_CONFIG: json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
-        "README.md": write_card(card),
+        "README.md": _model_card(trained, token, bool(template), is_adapter),
     }
     return files | ({"chat_template.jinja": template} if template else {})
 
@@ -158,3 +167,68 @@ def _generation_config(settings: Generation, end: int | None) -> dict[str, Any]:
     kept = {"max_new_tokens", "do_sample"}
     options = {key: value for key, value in search_options(settings).items() if key in kept or value != plain.get(key)}
     return options | ({} if end is None else {"eos_token_id": end, "pad_token_id": end})
+
+
+def _model_card(trained: TunedModel, end: str | None, has_chat_template: bool, is_adapter: bool) -> str:
+    """Return ``README.md``, as the Hub shows it, from ``model_card.md.jinja``.
+
+    Args:
+        trained: the state.
+        end: token that ends an answer; ``None``: not known.
+        has_chat_template: whether the folder has a chat template.
+        is_adapter: whether the folder holds an adapter in PEFT's format instead of a model.
+
+    Raises:
+        DataError: the base's ``source.json`` is damaged.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    recipe, origin = trained.recipe, read_origin(trained.base)
+    library = "peft" if is_adapter else "transformers"
+    head: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["gptj-ft"]}
+    if origin is not None:
+        head |= {"base_model": origin.repository, "license": origin.license or None}
+        head["base_model_relation"] = "adapter" if is_adapter else "finetune"
+    before, after = map(trained.metrics.get, LOSSES)
+    losses = [] if before is None or after is None else [float(before), float(after)]
+    written = ModelCard.from_template(
+        ModelCardData(**head),
+        template_path=str(Path(__file__).with_name("model_card.md.jinja")),
+        recipe=recipe,
+        origin=origin,
+        model_type=trained.architecture.family.model_type,
+        end=end,
+        has_chat_template=has_chat_template,
+        is_adapter=is_adapter,
+        version=__version__,
+        is_chat=is_chat(recipe),
+        fields=fields_of(recipe.prompt),
+        prompt=repr(recipe.prompt),
+        stop=", ".join(map(repr, recipe.generation.stop)),
+        block=_block,
+        training=_training(trained),
+        losses=losses,
+        perplexities=[math.exp(min(loss, 700.0)) for loss in losses],
+    )
+    return f"{str(written).rstrip()}\n"
+
+
+def _training(trained: TunedModel) -> dict[str, str]:
+    """Return the rows of the table of the training."""
+    options, updates_before = trained.recipe.to_dict(), trained.metrics.get("updates_before", 0)
+    lora = {f"lora.{key}": value for key, value in options["lora"].items()} if options["method"] == "lora" else {}
+    options = {key: options[key] for key in HYPER_PARAMETERS if options.get(key) not in (None, [])} | lora
+    return {
+        "training rows": f"{trained.data['rows']:,}",
+        "validation rows": f"{trained.data.get('validation_rows') or 0:,}",
+        "SHA-256 of the data": f"`{trained.data['sha256']}`" if trained.data.get("sha256") else "not known",
+        "optimizer steps": f"{trained.metrics['steps']:,}",
+        **({"updates of its moments before": f"{updates_before:,}"} if updates_before else {}),
+        **{f"`{key}`": f"`{value}`" for key, value in options.items()},
+    }
+
+
+def _block(text: str, language: str) -> str:
+    """Return a block of code whose fence is longer than any in the text."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text}\n{fence}"

@@ -104,26 +104,6 @@ def eos_of(tokenizer: RowTokenizer) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def encode(recipe: Recipe, tokenizer: RowTokenizer, values: Mapping[str, Any], answer_at: int | None = None) -> Encoded:
-    """Encode a row: prompt, completion, EOS; at most `max_length` tokens.
-
-    Args:
-        recipe: its templates and length policy.
-        tokenizer: a fast tokenizer with an EOS token.
-        values: field -> text.
-        answer_at: where in the `shorten` field the answer is, in characters, if that is known.
-
-    Raises:
-        RowSkipped: blank, or too long and not to be shortened.
-        DataError: too long, and the policy is `error`.
-        UsageError: no EOS token.
-    """
-    texts = parts(recipe, values)
-    ids = tokenize(tokenizer, [text for text, _ in texts])
-    encoded = assemble(recipe, tokenizer, eos_of(tokenizer), values, texts, ids, answer_at)
-    return encoded._replace(documents=tuple(map(list, encoded.documents)))
-
-
 def assemble(
     recipe: Recipe,
     tokenizer: RowTokenizer,
@@ -133,7 +113,21 @@ def assemble(
     ids: Sequence[Sequence[int]],
     answer_at: int | None = None,
 ) -> Encoded:
-    """Join a row's tokens, and apply the length policy; the second half of `encode`, for tokens made in batches."""
+    """Join a row's tokens, prompt, completion and EOS; apply the length policy: at most `max_length` tokens.
+
+    Args:
+        recipe: templates and length policy.
+        tokenizer: fast tokenizer.
+        eos: token id that ends every document.
+        values: field -> text.
+        texts: the row's texts, see `parts`.
+        ids: tokens of each.
+        answer_at: where in the `shorten` field the answer is, in characters, if that is known.
+
+    Raises:
+        RowSkipped: too long and not to be shortened.
+        DataError: too long, and the policy is `error`.
+    """
     limit = recipe.max_length
     num_tokens = sum(map(len, ids)) + 1
     if num_tokens <= limit:

@@ -1,10 +1,10 @@
-"""Prepare a run from its options and train it, fresh or resumed from its folder; forecast one."""
+"""Gather what a run reads, plan it and train it, fresh or resumed from its folder; forecast one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,11 @@ from gptj_ft.config.resolve import Resolved, build, dump_recipe, resolve
 from gptj_ft.config.run_folder import START, Run, choose_folder, steps_done, stopped, what_is_saved
 from gptj_ft.data.batches import Rows
 from gptj_ft.data.dataset import Prepared, Report, check_tokens, load_dataset, save_dataset
-from gptj_ft.data.tokenization import vocab_size_of
+from gptj_ft.data.load import data_path, read_or_prepare
+from gptj_ft.data.readers.rows import PLACES_SHOWN, Occurrences
+from gptj_ft.data.readers.source import FileOptions, identify
+from gptj_ft.data.split import split
+from gptj_ft.data.tokenization import load_row_tokenizer, vocab_size_of
 from gptj_ft.errors import DataError, Interrupted, NotFinite, UsageError
 from gptj_ft.models.published import Published, find_published
 from gptj_ft.models.registry import Architecture, read_architecture
@@ -36,7 +40,6 @@ from gptj_ft.system.machine import choose_device
 from gptj_ft.system.paths import is_model, is_tuned
 from gptj_ft.system.signals import StopRequest, stop_says
 from gptj_ft.system.units import clock
-from gptj_ft.training.inputs import gather
 from gptj_ft.training.loop import Session, TrainResult, train, warn
 from gptj_ft.training.reporter import Reporter
 from gptj_ft.training.retention import check_keep, find_checkpoint, go_back
@@ -50,6 +53,57 @@ LONG_START = 5.0  # seconds
 
 class Finished(UsageError):
     """A run that is to be resumed has nothing left to do."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The model to start from and the rows, ready to be packed.
+
+    Attributes:
+        model: folder.
+        train: rows to train on.
+        validation: rows to measure on.
+        report: on the rows that ``data`` names, whichever of them are held out.
+    """
+
+    model: Path
+    train: Prepared
+    validation: Prepared | None
+    report: Report
+
+
+def gather(recipe: Recipe) -> Inputs:
+    """Find the model and prepare the rows of a run; without validation rows, hold some out.
+
+    Args:
+        recipe: options; ``data`` must be set.
+
+    Raises:
+        UsageError, DataError: as their parts.
+    """
+    source = identify(data_path(recipe.data), FileOptions.of(recipe))
+    model = choose_model(recipe, source)
+    tokenizer = load_row_tokenizer(model)
+    vocab_size = vocab_size_of(model)
+    rows = read_or_prepare(recipe, tokenizer, vocab_size, source)
+    if recipe.val_data is not None:
+        validation = read_or_prepare(recipe, tokenizer, vocab_size, data_path(recipe.val_data))
+        train = warn_of_shared(rows, validation)
+        return Inputs(model, train, validation, train.report)
+    train, held_out = split(rows, recipe.holdout, recipe.seed)
+    return Inputs(model, train, held_out, rows.report)
+
+
+def warn_of_shared(train: Prepared, validation: Prepared) -> Prepared:
+    """Return the training rows with a warning in their report if the validation rows have documents of theirs."""
+    held = set(validation.rows["group"])
+    columns = (train.rows[name] for name in ("group", "source", "line"))
+    places = dict.fromkeys(f"{source}:{line}" for group, source, line in zip(*columns, strict=True) if group in held)
+    if not places:
+        return train
+    what = "the same document is in the validation rows, which then do not tell how well the model does on others"
+    warnings = {**train.report.warnings, what: Occurrences(len(places), list(places)[:PLACES_SHOWN])}
+    return replace(train, report=replace(train.report, warnings=warnings))
 
 
 @dataclass(frozen=True)
@@ -250,9 +304,7 @@ def begin(prepared: PreparedRun) -> Iterator[None]:
         try:
             draft.folder.rename(final)
         except OSError as error:
-            raise UsageError(
-                f"cannot make the run folder {final}: {error.strerror}; name another with --output"
-            ) from error
+            raise _not_made(final, error) from error
         sync_path(final.parent)
         yield
 

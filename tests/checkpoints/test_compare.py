@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_formats import make_state, write_source
+from support.checkpoint_files import make_state, write_source
 from torch import Tensor
 
 from gptj_ft.checkpoints.convert import Conversion, convert

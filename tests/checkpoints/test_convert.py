@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_formats import FORMS, logits, make_state, write_source
+from support.checkpoint_files import FORMS, logits, make_state, write_source
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

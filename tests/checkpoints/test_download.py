@@ -14,8 +14,8 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from hub_server import COMMIT, REPOSITORY, Hub, Revision, reachable, serve
 from huggingface_hub import constants
+from support.hub_server import COMMIT, REPOSITORY, Hub, Revision, reachable, serve
 
 from gptj_ft.checkpoints.base_model import default_download
 from gptj_ft.checkpoints.download import DownloadRequest, download

@@ -7,13 +7,13 @@ import tarfile
 from collections import namedtuple
 from pathlib import Path
 
-import mesh_reference as reference
 import numpy as np
 import pytest
 import torch
-from mesh_reference import Leaves
 from numpy.testing import assert_allclose
-from test_formats import make_state, write_source
+from support import mesh_reference as reference
+from support.checkpoint_files import make_state, write_source
+from support.mesh_reference import Leaves
 
 from gptj_ft.checkpoints import open
 from gptj_ft.checkpoints.convert import Conversion, convert
@@ -222,7 +222,7 @@ def damage(step: Path, what: str) -> str:
         arrays = [loaded[name] for name in loaded.files]
     if what == "compressed":
         np.savez_compressed(npz, *arrays)
-        return r"shard_2/7\.npz: arr_0 is compressed"
+        return r"shard_2/7\.npz: arr_0.npy in it is compressed"
     if what == "code":
         arrays[1] = np.array([{"code": 1}], dtype=object)
         np.savez(npz, *arrays, allow_pickle=True)

@@ -4,15 +4,15 @@ import json
 from pathlib import Path
 
 import h5py
-import mesh_reference as reference
 import numpy as np
 import pytest
 import torch
 from conftest import random_gptj
 from safetensors.torch import save_file
-from small_run import Power, PowerCut, assert_same_weights, new_run, small_session, train, weights_of
-from test_cerebras import GPT2, PARAMS, gpt2_state, gpt2_theirs, theirs
-from test_formats import make_state, write_source
+from support import mesh_reference as reference
+from support.cerebras_reference import GPT2, PARAMS, gpt2_state, gpt2_theirs, theirs
+from support.checkpoint_files import make_state, write_source
+from support.small_run import Power, PowerCut, assert_same_weights, new_run, small_session, train, weights_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import NOTES
-from hub_server import COMMIT, Hub, Pushed, reachable
 from huggingface_hub import constants
+from support.hub_server import COMMIT, Hub, Pushed, reachable
 
 from gptj_ft.checkpoints.download import Origin
 from gptj_ft.checkpoints.formats.peft import write_adapter

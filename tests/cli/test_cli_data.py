@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_runner import Shell
+from support.cli_runner import Shell
+from support.token_files import sample, text_record, write_hdf5
 
 from gptj_ft.data.dataset import load_dataset
 
@@ -111,16 +112,11 @@ def test_rows_that_come_as_tokens_are_trained_on_as_they_are(shell) -> None:
 
 
 def test_prepared_files_of_other_systems_are_trained_on_where_those_train(shell, tmp_path) -> None:
-    from test_data_hdf5 import sample
-    from test_data_hdf5 import written as hdf5
-    from test_data_tfrecords import text_record
-    from test_data_tfrecords import written as tfrecords
-
     write("texts.jsonl", [{"text": "The patient came with a cough."}] * 3)
     assert shell("prepare-data --data texts.jsonl --recipe continuous-pretraining --model tiny").code == 0
     model = next((Path("home") / "models").iterdir())
-    tfrecords(tmp_path / "windows.tfrecords", *(text_record(list(range(n, n + 9))) for n in range(1, 5)))
-    hdf5(tmp_path / "samples.h5", [sample([5, 6, 7, 8], {2, 3}, 8), sample([9, 10, 11], {1}, 8)])
+    (tmp_path / "windows.tfrecords").write_bytes(b"".join(text_record(list(range(n, n + 9))) for n in range(1, 5)))
+    write_hdf5(tmp_path / "samples.h5", [sample([5, 6, 7, 8], {2, 3}, 8), sample([9, 10, 11], {1}, 8)])
     options = f"--recipe continuous-pretraining --model {model} --max-length 8"
     told = shell(f"prepare-data --data windows.tfrecords {options}")
     assert told.code == 0, told.err

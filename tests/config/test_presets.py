@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
-from test_data_tokenizer import make_tokenizer
+from support.tiny_tokenizer import encode, make_tokenizer
 
 from gptj_ft.config.presets import preset_names
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.columns import choose_columns, read_fields
-from gptj_ft.data.encode import check_templates, encode, parts
+from gptj_ft.data.encode import check_templates, parts
 from gptj_ft.errors import RowSkipped
 
 ROWS = {

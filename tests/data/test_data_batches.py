@@ -2,7 +2,7 @@ import subprocess
 import sys
 
 import pytest
-from test_data_table import table_of
+from support.tables import table_of
 
 from gptj_ft.data.batches import Rows, apart, joined, micro_batches, rows_of_step, steps_per_epoch
 from gptj_ft.data.loss_mask import num_inputs, num_targets

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_data_tokenizer import make_tokenizer
+from support.tiny_tokenizer import make_tokenizer
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
@@ -111,7 +111,7 @@ ONE_OF_TWO = """
 import sys, time
 from pathlib import Path
 from test_data_cache import recipe
-from test_data_tokenizer import make_tokenizer
+from support.tiny_tokenizer import make_tokenizer
 from gptj_ft.data.table import TokenTable
 from gptj_ft.data.load import prepare_once
 

@@ -6,14 +6,14 @@ import json
 from typing import Any
 
 import pytest
-from test_data_tokenizer import make_tokenizer
+from support.tiny_tokenizer import encode, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.chat import read_conversation
 from gptj_ft.data.columns import FieldTexts, choose_columns, read_fields
-from gptj_ft.data.encode import encode, encode_prompt
+from gptj_ft.data.encode import encode_prompt
 from gptj_ft.errors import RowSkipped, UsageError
 from gptj_ft.generation.generator import fill_fields
 

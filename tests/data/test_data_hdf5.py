@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.token_files import EOS, PAD, SEP, sample, write_hdf5
 
 from gptj_ft.data.readers import hdf5
 from gptj_ft.data.readers.records import read_rows
@@ -16,26 +17,6 @@ from gptj_ft.errors import DataError, UsageError
 
 h5py = pytest.importorskip("h5py")
 np = pytest.importorskip("numpy")
-
-PAD, EOS, SEP = 50256, 50256, 50300
-
-
-def sample(tokens: list[int], trained: set[int], length: int, pad: int = PAD) -> list[list[int]]:
-    """Three rows of a document whose tokens with the indices ``trained`` are targets."""
-    padding = length - (len(tokens) - 1)
-    mask = [int(index + 1 in trained) for index in range(len(tokens) - 1)]
-    return [tokens[:-1] + [pad] * padding, mask + [0] * padding, tokens[1:] + [pad] * padding]
-
-
-def written(path: Path, data: object, stated: object = None, dtype: str = "int32", **options: object) -> Path:
-    array = np.array(data, dtype)
-    if array.ndim == 3:
-        options = {"chunks": (1, *array.shape[1:]), "compression": "gzip"} | options
-    with h5py.File(path, "w") as opened:
-        opened.create_dataset("data", data=array, **options)
-        if stated is not None:
-            opened.attrs["n_examples"] = stated
-    return path
 
 
 def read(path: Path, findings: Findings | None = None) -> list[tuple[list[int], list[int]]]:
@@ -46,7 +27,7 @@ def read(path: Path, findings: Findings | None = None) -> list[tuple[list[int], 
 
 
 def test_a_packed_window_is_trained_on_whole_with_its_last_label(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.h5", [sample([7, 8, EOS, 9, 10], {1, 2, 3, 4}, 4)] * 3, stated=3)
+    path = write_hdf5(tmp_path / "a.h5", [sample([7, 8, EOS, 9, 10], {1, 2, 3, 4}, 4)] * 3, stated=3)
     assert list(read_rows(path)) == [
         Row(str(path), number, {"input_ids": [7, 8, EOS, 9, 10], "trained": [1, 5]}) for number in (1, 2, 3)
     ]
@@ -58,18 +39,18 @@ def test_of_a_summary_the_completion_and_its_end_are_trained_and_padding_is_gone
     # Where the input ends in EOS (mask 0) and its label is the first padding, as that system writes it.
     rows = sample([*tokens, PAD], {4, 5, 6}, 12)
     assert rows[1] == [0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0]
-    path = written(tmp_path / "a.hdf5", [rows, sample([6, *tokens], {5, 6, 7}, 12, pad=0)])
+    path = write_hdf5(tmp_path / "a.hdf5", [rows, sample([6, *tokens], {5, 6, 7}, 12, pad=0)])
     assert read(path) == [(tokens, [4, 7]), ([6, *tokens], [5, 8])]
 
 
 def test_several_answers_in_a_dialogue_are_several_intervals(tmp_path: Path) -> None:
     tokens = list(range(100, 112))
-    path = written(tmp_path / "a.h5", [sample(tokens, {3, 4, 5, 8, 10, 11}, 11)])
+    path = write_hdf5(tmp_path / "a.h5", [sample(tokens, {3, 4, 5, 8, 10, 11}, 11)])
     assert read(path) == [(tokens, [3, 6, 8, 9, 10, 12])]
 
 
 def test_a_sample_without_a_target_is_given_as_it_is(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.h5", [sample([1, 2, 3], set(), 4)])
+    path = write_hdf5(tmp_path / "a.h5", [sample([1, 2, 3], set(), 4)])
     assert read(path) == [([1, 2, PAD, PAD], [])]
 
 
@@ -77,7 +58,7 @@ def test_the_number_of_samples_is_compared_with_the_one_stated(tmp_path: Path) -
     one = sample([1, 2, 3], {1, 2}, 4)
     for stated, notes in [(2, 0), (np.int64(2), 0), (3, 1), ("many", 1), ([2, 2], 1), (None, 0)]:
         findings = Findings()
-        path = written(tmp_path / "a.h5", [one] * 2, stated=stated)
+        path = write_hdf5(tmp_path / "a.h5", [one] * 2, stated=stated)
         assert len(read(path, findings)) == 2
         assert len(findings.notes) == notes
         assert all("n_examples" in note and "has 2" in note for note in findings.notes)
@@ -108,7 +89,7 @@ def several(documents: list[tuple[list[int], set[int]]], length: int, joined: bo
 @pytest.mark.parametrize("joined", [False, True])
 def test_samples_behind_each_other_are_documents_of_their_own(joined: bool, tmp_path: Path) -> None:
     documents = [([1, 2, 3, EOS], {2, 3}), ([5, 6, EOS], {1, 2}), ([8, 9, 10, 11, EOS], {4})]
-    path = written(tmp_path / "a.h5", [several(documents, 14, joined), several(documents[:1], 14, joined)])
+    path = write_hdf5(tmp_path / "a.h5", [several(documents, 14, joined), several(documents[:1], 14, joined)])
     rows = list(read_rows(path))
     assert [row.line for row in rows] == [1, 1, 1, 2]
     assert [row.values["input_ids"] for row in rows] == [tokens for tokens, _ in [*documents, documents[0]]]
@@ -116,12 +97,12 @@ def test_samples_behind_each_other_are_documents_of_their_own(joined: bool, tmp_
 
 
 def test_a_sample_among_several_that_has_no_target_is_not_taken_for_padding(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.h5", [several([([1, 2, 3], set()), ([5, 6, EOS], {1, 2})], 9)])
+    path = write_hdf5(tmp_path / "a.h5", [several([([1, 2, 3], set()), ([5, 6, EOS], {1, 2})], 9)])
     assert read(path) == [([1, 2], []), ([5, 6, EOS], [1, 3])]
 
 
 def test_padding_alone_is_a_row_too(tmp_path: Path) -> None:
-    assert read(written(tmp_path / "a.h5", [several([], 3)])) == [([PAD] * 3, [])]
+    assert read(write_hdf5(tmp_path / "a.h5", [several([], 3)])) == [([PAD] * 3, [])]
 
 
 # A corpus
@@ -133,7 +114,7 @@ def test_of_a_corpus_every_token_but_the_first_is_trained_once(
 ) -> None:
     monkeypatch.setattr(hdf5, "PIECE_TOKENS", 10)
     corpus = list(range(1000, 1000 + count))
-    rows = read(written(tmp_path / "a.h5", corpus, dtype="uint16"))
+    rows = read(write_hdf5(tmp_path / "a.h5", corpus, dtype="uint16"))
     targets = [ids[index] for ids, bounds in rows if bounds for index in range(*bounds)]
     assert targets == corpus[1:]
     assert rows[0][0][0] == corpus[0]
@@ -160,7 +141,7 @@ def test_a_bad_sample_is_reported_and_the_others_are_read(
     good = several([([1, 2, 3, EOS], {1, 2, 3}), ([5, 6, EOS], {1, 2})], 9)
     bad = [list(cells) for cells in good]
     bad[row][at] = value
-    path = written(tmp_path / "a.h5", [good, bad, good])
+    path = write_hdf5(tmp_path / "a.h5", [good, bad, good])
     findings = Findings(most_bad=1)
     assert len(read(path, findings)) == 4
     assert findings.bad == [(f"{path}:2", says)]
@@ -201,20 +182,20 @@ def test_a_file_of_other_things_is_refused_with_what_it_has(tmp_path: Path) -> N
 
 def test_a_file_without_samples_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.h5: there are no rows in it"):
-        read(written(tmp_path / "a.h5", np.zeros((0, 3, 4)), chunks=None, compression=None))
+        read(write_hdf5(tmp_path / "a.h5", np.zeros((0, 3, 4)), chunks=None, compression=None))
 
 
 def test_a_packed_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
     import gzip
 
     path = tmp_path / "a.h5.gz"
-    path.write_bytes(gzip.compress(written(tmp_path / "a.h5", [1, 2, 3]).read_bytes()))
+    path.write_bytes(gzip.compress(write_hdf5(tmp_path / "a.h5", [1, 2, 3]).read_bytes()))
     with pytest.raises(DataError, match=r"a\.h5\.gz: HDF5 cannot be read while it is packed by gzip; unpack it first"):
         read(path)
 
 
 def test_without_h5py_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = written(tmp_path / "a.h5", [1, 2, 3])
+    path = write_hdf5(tmp_path / "a.h5", [1, 2, 3])
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(UsageError, match=r"pip install 'gptj-ft\[hdf5\]'"):
         read(path)
@@ -222,19 +203,19 @@ def test_without_h5py_it_is_said_what_to_install(tmp_path: Path, monkeypatch: py
 
 def test_hdf5_is_known_by_its_content_and_by_its_name_alone_damaged(tmp_path: Path) -> None:
     findings = Findings()
-    path = written(tmp_path / "a.jsonl", [1, 2, 3])
+    path = write_hdf5(tmp_path / "a.jsonl", [1, 2, 3])
     assert read(path, findings) == [([1, 2, 3], [1, 3])]
     assert list(findings.notes) == [f"{path} is read as hdf5, which it is, not as the jsonl of its name"]
     named = tmp_path / "b.h5"
     for content in (b"", b"text", path.read_bytes()[:1000], path.read_bytes()[100:]):
         named.write_bytes(content)
-        with pytest.raises(DataError, match=r"b\.h5: not a whole HDF5 file"):
+        with pytest.raises(DataError, match=r"b\.h5: truncated or corrupt HDF5"):
             read(named)
 
 
 def test_a_damaged_file_is_refused_or_read_but_never_breaks(tmp_path: Path) -> None:
     documents = [([1, 2, 3, EOS], {2, 3}), ([5, 6, EOS], {1, 2})]
-    whole = written(tmp_path / "a.h5", [several(documents, 9)] * 20, stated=20).read_bytes()
+    whole = write_hdf5(tmp_path / "a.h5", [several(documents, 9)] * 20, stated=20).read_bytes()
     draw, refused = random.Random(0), 0
     for _ in range(250):
         data = bytearray(whole)
@@ -255,26 +236,17 @@ def test_a_damaged_file_is_refused_or_read_but_never_breaks(tmp_path: Path) -> N
 
 def test_slices_are_bounded_and_no_chunk_is_unpacked_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hdf5, "SLICE_BYTES", 20 * 3 * 4 * 4)
-    sizes: list[int] = []
-    slices = hdf5._slices
-
-    def watched(*arguments):
-        for part in slices(*arguments):
-            sizes.append(len(part))
-            yield part
-
-    monkeypatch.setattr(hdf5, "_slices", watched)
+    monkeypatch.setattr(hdf5, "MOST_CHUNK_BYTES", 100 * 3 * 4 * 4)
     one = sample([1, 2, 3, 4, 5], {1, 2, 3, 4}, 4)
     for chunk, expected in [(1, 20), (7, 14), (50, 50), (1000, 20)]:
-        monkeypatch.setattr(hdf5, "MOST_CHUNK_BYTES", 100 * 3 * 4 * 4)
-        sizes.clear()
-        rows = read(written(tmp_path / "a.h5", [one] * 1000, chunks=(chunk, 3, 4)))
-        assert len(rows) == 1000
-        assert max(sizes) == expected
+        path = write_hdf5(tmp_path / "a.h5", [one] * 1000, chunks=(chunk, 3, 4))
+        with h5py.File(path) as opened:
+            assert hdf5.samples_at_once(opened["data"]) == expected
+        assert len(read(path)) == 1000
 
 
 def test_a_folder_is_its_samples_without_what_tells_how_they_were_made(tmp_path: Path) -> None:
-    written(tmp_path / "b.h5", [4, 5])
-    written(tmp_path / "a.h5", [1, 2])
+    write_hdf5(tmp_path / "b.h5", [4, 5])
+    write_hdf5(tmp_path / "a.h5", [1, 2])
     (tmp_path / "data_params.json").write_text(json.dumps({"n_examples": 2}))
     assert read(tmp_path) == [([1, 2], [1, 2]), ([4, 5], [1, 2])]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pyarrow
 import pytest
-from hub_server import CONVERTED, Hub, Revision, reachable
 from huggingface_hub import constants
 from pyarrow import parquet
+from support.hub_server import CONVERTED, Hub, Revision, reachable
 
 from gptj_ft.config.presets import load_options
 from gptj_ft.data.hub_dataset import datasets, fetch, layout_of, local_folder, parse_reference
@@ -330,7 +330,7 @@ def test_no_access_is_said_as_for_models_whatever_was_fetched_before(
 
 
 def test_names_that_lead_out_of_the_folder_are_not_files(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    import hub_server
+    from support import hub_server
 
     listed = hub_server._siblings
 

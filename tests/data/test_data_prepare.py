@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 from pyarrow import parquet
-from test_data_tokenizer import make_tokenizer
+from support.tiny_tokenizer import make_tokenizer
 
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.dataset import Prepared, Report, check_compatible, load_dataset, save_dataset

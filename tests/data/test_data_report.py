@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_data_tokenizer import make_tokenizer
+from support.tiny_tokenizer import make_tokenizer
 
 from gptj_ft.cli.html.data_page import facts_of, to_html, write_report
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.lengths import bins_of
 from gptj_ft.data.prepare import prepare
 from gptj_ft.errors import ResourceError
-from gptj_ft.training.inputs import gather
+from gptj_ft.training.finetune import gather
 
 TYPED = "prepare-data --recipe summarization --model tiny --data rows.jsonl"
 VOID = {"meta", "link", "br"}

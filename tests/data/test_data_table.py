@@ -10,30 +10,11 @@ import pyarrow
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tables import COLUMNS, table_of
 
 from gptj_ft.data import table as table_module
 from gptj_ft.data.loss_mask import num_targets
-from gptj_ft.data.table import SCHEMA, TableWriter, TokenTable, to_arrow, to_python
-
-COLUMNS: dict[str, list[Any]] = {
-    "input_ids": [[1, 2, 3], [], [4], [5, 6, 7, 8], [9, 10]],
-    "prompt_length": [2, 0, 0, 1, 1],
-    "untrained": [[], [], [], [2, 3], []],
-    "references": [["a", "é 🙂"], [], [""], ["b"], ["c"]],
-    "source": ["rows.jsonl"] * 4 + ["ö.jsonl"],
-    "line": [1, 2, 3, 2**40, 5],
-    "group": [-(2**63), 2**63 - 1, 0, 0, 7],
-    "label": ["", "yes", "", "no", "yes"],
-    "continues": [False, True, False, False, True],
-}
-
-
-def table_of(**columns: list[Any]) -> TokenTable:
-    """Rows in memory; columns that are not given are empty, zero or false."""
-    empty = {name: type(values[0])() for name, values in COLUMNS.items()}
-    count = len(next(iter(columns.values())))
-    arrays = [to_arrow(field.type, columns.get(field.name, [empty[field.name]] * count)) for field in SCHEMA]
-    return TokenTable([pyarrow.RecordBatch.from_arrays(arrays, schema=SCHEMA)])
+from gptj_ft.data.table import TableWriter, TokenTable, to_arrow, to_python
 
 
 def rows_of(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ import openpyxl
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_data_tokenizer import make_tokenizer
+from support.tiny_tokenizer import make_tokenizer
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve

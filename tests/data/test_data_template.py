@@ -1,10 +1,10 @@
 import pytest
-from test_data_tokenizer import make_tokenizer
+from support.tiny_tokenizer import encode, make_tokenizer
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.columns import UnknownColumn, alternatives_of, cell_text, choose_columns, is_column_for, read_fields
-from gptj_ft.data.encode import Encoded, check_templates, encode, encode_prompt, from_tokens, parts
+from gptj_ft.data.encode import Encoded, check_templates, encode_prompt, from_tokens, parts
 from gptj_ft.data.template import fields_of, render
 from gptj_ft.errors import DataError, RowSkipped, UsageError
 from gptj_ft.generation.generator import fill_fields

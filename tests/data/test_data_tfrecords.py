@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from google_crc32c import value as crc32c
+from support.token_files import example, field, masked, packed, record, text_record, varint
 
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings, Row
@@ -21,43 +22,6 @@ WINDOWS = [[15496, 995, 50256], [0, 1, 127, 128, 16383, 16384, 50399], list(rang
 GOLDEN_EXAMPLE = bytes.fromhex("0a11 0a0f 0a04 74657874 1207 1a05 0a03 01ac02")
 
 
-def slow_crc32c(data: bytes) -> int:
-    """The definition: bit by bit."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    return crc ^ 0xFFFFFFFF
-
-
-def masked(data: bytes) -> bytes:
-    crc = slow_crc32c(data)
-    return struct.pack("<I", ((crc >> 15 | crc << 17 & 0xFFFFFFFF) + 0xA282EAD8) % 2**32)
-
-
-def varint(value: int) -> bytes:
-    value %= 2**64  # int64 as protobuf writes it: a negative one takes ten bytes
-    out = b""
-    while value > 0x7F:
-        out += bytes([value & 0x7F | 0x80])
-        value >>= 7
-    return out + bytes([value])
-
-
-def field(number: int, content: bytes) -> bytes:
-    return varint(number << 3 | 2) + varint(len(content)) + content
-
-
-def example(features: dict[str, bytes]) -> bytes:
-    entries = [field(1, field(1, name.encode()) + field(2, feature)) for name, feature in features.items()]
-    return field(1, b"".join(entries))
-
-
-def packed(tokens: list[int]) -> bytes:
-    return field(3, field(1, b"".join(map(varint, tokens))))
-
-
 def one_by_one(tokens: list[int]) -> bytes:
     return field(3, b"".join(varint(1 << 3 | 0) + varint(token) for token in tokens))
 
@@ -67,15 +31,6 @@ def mixed(tokens: list[int]) -> bytes:
     half = len(tokens) // 2
     one = [varint(1 << 3 | 0) + varint(token) for token in tokens]
     return field(3, b"".join(one[:half]) + field(1, b"".join(map(varint, tokens[half:-1]))) + one[-1])
-
-
-def record(payload: bytes) -> bytes:
-    length = struct.pack("<Q", len(payload))
-    return length + masked(length) + payload + masked(payload)
-
-
-def text_record(tokens: list[int]) -> bytes:
-    return record(example({"text": packed(tokens)}))
 
 
 def written(path: Path, *records: bytes) -> Path:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
-from cli_runner import Shell
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.cli_runner import Shell
 
 from gptj_ft.data.dataset import Prepared, check_tokens
 from gptj_ft.data.loss_mask import num_targets

@@ -8,32 +8,11 @@ import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from support.tiny_tokenizer import make_tokenizer
+from transformers import AutoTokenizer
 
 from gptj_ft.data.tokenization import load_tokenizer, tokenize, tokenizer_digest
 from gptj_ft.errors import UsageError
-
-TEXT = (
-    "Summarize the following text. Answer the question from the passage. The patient came with a cough and was given "
-    "water, rest and a second visit. Where did the patient come from? From the village by the river. Summary: Passage: "
-    "\n\n\n\n \n\n\n"
-)
-
-
-def make_tokenizer(vocab_size=400, text=TEXT, eos="<|endoftext|>"):
-    """A byte-level BPE, as GPT-J's is, trained on a few words: merges inside words, none across blanks."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[eos] if eos else [],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([text] * 2, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos)
 
 
 def test_a_saved_tokenizer_loads_with_the_same_digest(tmp_path):

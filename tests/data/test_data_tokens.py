@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_data_tokenizer import TEXT, make_tokenizer
+from support.tiny_tokenizer import TEXT, encode, make_tokenizer
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data import tokenization as words_module
-from gptj_ft.data.encode import encode
 from gptj_ft.data.prepare import prepare
 from gptj_ft.data.tokenization import (
     WordCache,

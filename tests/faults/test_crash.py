@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import random_gpt2
-from lossy_disk import LossyDisk
-from small_run import Power, PowerCut, assert_same_weights, new_run, small_session, train, weights_of
+from support.lossy_disk import LossyDisk
+from support.small_run import Power, PowerCut, assert_same_weights, new_run, small_session, train, weights_of
 
 from gptj_ft.config.run_folder import Run
 from gptj_ft.errors import GptjFtError, ResourceError

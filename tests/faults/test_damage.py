@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runner import Shell
-from fork_server import ForkServer
 from safetensors.torch import load_file, save_file
-from small_run import assert_same_weights, weights_of
-from stopped_runs import make_runs
+from support.cli_runner import Shell
+from support.fork_server import ForkServer
+from support.small_run import assert_same_weights, weights_of
+from support.stopped_runs import make_runs
 
 from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.config.run_folder import Run

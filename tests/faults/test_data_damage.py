@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 
 import pytest
-from test_data_tokenizer import make_tokenizer
+from support.tiny_tokenizer import make_tokenizer
 
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.prepare import prepare

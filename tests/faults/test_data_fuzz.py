@@ -28,7 +28,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
-from test_data_tokenizer import make_tokenizer
+from support.tiny_tokenizer import make_tokenizer
 
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.dataset import Report

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from fork_server import ForkServer
-from small_run import assert_same_weights, weights_of
+from support.fork_server import ForkServer
+from support.small_run import assert_same_weights, weights_of
 
 from gptj_ft.config.run_folder import Run, steps_done
 from gptj_ft.system.signals import SIGNALS

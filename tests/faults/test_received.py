@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cli_runner import Shell
+from support.cli_runner import Shell
 
 from gptj_ft.cli import app
 from gptj_ft.config.run_folder import Run, record_environment

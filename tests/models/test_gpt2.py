@@ -13,8 +13,8 @@ import pytest
 import torch
 from conftest import GPT2_SHAPES, random_gpt2
 from safetensors.torch import save_file
-from small_run import assert_same_weights, weights_of
-from test_streaming import next_token_logits
+from support.small_run import assert_same_weights, weights_of
+from support.small_stack import next_token_logits
 from transformers import AutoModelForCausalLM
 
 from gptj_ft.checkpoints.convert import Conversion, convert

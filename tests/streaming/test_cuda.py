@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_streaming import PLACES, PROMPTS, STEPS, documents, lr_of
+from support.small_stack import PLACES, PROMPTS, STEPS, documents, lr_of
 
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe

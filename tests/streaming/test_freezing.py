@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import random_model
-from small_run import assert_same_weights, new_run, small_session, weights_of
-from small_run import train as train_run
-from test_streaming import (
+from support.small_run import assert_same_weights, new_run, small_session, weights_of
+from support.small_run import train as train_run
+from support.small_stack import (
     CPU,
     LENGTHS,
+    LITTLE,
     PROMPTS,
     STEPS,
     assert_identical,
@@ -31,7 +32,6 @@ from gptj_ft.models.registry import read_architecture
 from gptj_ft.models.trainable import match, select
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import BufferBudget
 from gptj_ft.streaming.open import load_weights, open_for_training, open_frozen
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
@@ -47,7 +47,6 @@ PATTERNS = {
     "blocks under an embedding that is the head, too": ("gpt2", ("mlp.*", "ln_f.*")),
 }
 BOTH = pytest.mark.parametrize(("shape", "patterns"), PATTERNS.values(), ids=PATTERNS)
-LITTLE = BufferBudget(1, num_gradients=1, num_chunks=2, chunk_numel=2048)
 
 
 @pytest.fixture(scope="module")

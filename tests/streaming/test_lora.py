@@ -14,12 +14,12 @@ import torch
 from conftest import random_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from small_run import Power, PowerCut, assert_same_weights, new_run, small_session, weights_of
-from small_run import train as train_run
-from test_freezing import LITTLE
-from test_streaming import (
+from support.small_run import Power, PowerCut, assert_same_weights, new_run, small_session, weights_of
+from support.small_run import train as train_run
+from support.small_stack import (
     CPU,
     LENGTHS,
+    LITTLE,
     PROMPTS,
     assert_identical,
     documents,

@@ -17,13 +17,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import SHAPES, random_gpt2, random_gptj, random_model
+from support.small_stack import (
+    CPU,
+    LENGTHS,
+    PLACES,
+    PROMPTS,
+    STEPS,
+    assert_identical,
+    documents,
+    lr_of,
+    next_token_logits,
+    oracle_loss,
+    relative,
+    train,
+)
 
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.errors import GptjFtError
-from gptj_ft.generation.hf_model import ForwardPasses
-from gptj_ft.models.batch import NO_TARGET, PackedBatch, pack
+from gptj_ft.models.batch import NO_TARGET, pack
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.planning.traffic import training_passes
@@ -43,18 +56,8 @@ from gptj_ft.streaming.update_check import UnchangedParameters
 from gptj_ft.system.memory import allocate
 from gptj_ft.training.restore import optimizer_config
 
-CPU = torch.device("cpu")
-PLACES = ("device", "host", "disk")
 FAMILIES = {"gptj": "narrow", "gpt2": "gpt2"}  # family -> a shape of it, 101 tokens and 3 blocks
 both_families = pytest.mark.parametrize("family", FAMILIES)
-LENGTHS = (5, 17, 9, 30, 2, 11)
-PROMPTS = (2, 3, 1, 10, 0, 5)
-STEPS = 10
-
-
-def documents(vocab_size: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
 def open_training(
@@ -71,48 +74,6 @@ def open_training(
     with open_checkpoint(folder) as checkpoint:
         load_weights(stack, architecture, checkpoint)
     return stack
-
-
-def lr_of(step: int) -> float:
-    return 1e-2 * (step + 1) / STEPS
-
-
-def train(stack, recipe: Recipe, budget: int = 40, steps: int = STEPS, late: int = 0):
-    """Train; return (loss, norm) of each step and every layer's flat weights."""
-    optimizer, curve = AdamW(stack, optimizer_config(recipe), num_deferred=late), []
-    docs = documents(stack.layers[0].wte.num_embeddings)
-    for step in range(steps):
-        optimizer.begin_step(lr_of(step))
-        loss = train_step(stack, optimizer, micro_batches(docs, PROMPTS, budget))
-        curve.append((loss.mean, optimizer.finish_step()))
-    optimizer.flush()
-    weights = [
-        {name: view.clone() for name, view in loaded.parameters().items()}
-        for loaded in Prefetcher(stack, inference_tasks(range(len(stack.layers))))
-    ]
-    stack.close()
-    return curve, weights
-
-
-def oracle_loss(oracle, docs: list[list[int]], z_loss: float = 0.0):
-    """Mean loss over the target tokens of all documents, each run alone."""
-    total, count = torch.zeros(()), 0
-    for ids, prompt in zip(docs, PROMPTS, strict=True):
-        logits, targets = oracle(torch.tensor([ids])).logits[0, :-1], torch.tensor(ids[1:])
-        first = max(prompt, 1) - 1
-        total = total + F.cross_entropy(logits[first:], targets[first:], reduction="sum")
-        total = total + z_loss * logits[first:].exp().sum(-1).log().square().sum()
-        count += len(ids) - 1 - first
-    return total / count
-
-
-def next_token_logits(stack, batch: PackedBatch) -> torch.Tensor:
-    """Return the logits after the last token of each document, [documents, V]."""
-    return ForwardPasses(stack).read([batch], [torch.tensor(batch.cu_seqlens[1:]) - 1])[0]
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.detach() - b.detach()).norm() / b.detach().norm().clamp_min(1e-12))
 
 
 def test_logits_match_transformers(oracle, model_folder: Path) -> None:
@@ -257,13 +218,6 @@ def narrow_folder(family: str, folders: dict[str, Path]) -> Path:
 @pytest.fixture
 def resident_run(family: str, resident_runs):
     return resident_runs[family]
-
-
-def assert_identical(run, expected) -> None:
-    assert run[0] == expected[0]
-    for ours, theirs in zip(run[1], expected[1], strict=True):
-        for name, tensor in theirs.items():
-            assert torch.equal(ours[name], tensor), name
 
 
 ROOMS = {

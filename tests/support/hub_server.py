@@ -1,6 +1,6 @@
 """A Hugging Face Hub on 127.0.0.1: as much of its protocol as downloads and uploads use, and faults on request.
 
-Run it by hand to download from a folder: ``python tests/hub_server.py FOLDER``, then ``HF_ENDPOINT=http://127.0.0.1:8000``.
+Run it by hand to download from a folder: ``python tests/support/hub_server.py FOLDER``, then ``HF_ENDPOINT=http://127.0.0.1:8000``.
 """
 
 from __future__ import annotations

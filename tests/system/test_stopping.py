@@ -19,7 +19,7 @@ from types import FrameType
 
 import pytest
 import torch
-from small_run import assert_same_weights, new_run, small_session, train, weights_of
+from support.small_run import assert_same_weights, new_run, small_session, train, weights_of
 
 from gptj_ft.cli.html import run_page
 from gptj_ft.cli.terminal.progress import TerminalReporter

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import GPT2_SHAPES, random_gpt2
-from hub_server import serve
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from small_run import small_session
+from support.hub_server import serve
+from support.small_run import small_session
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptj_ft.cli.terminal.tables import cautions

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from small_run import assert_same_weights, new_run, small_session, train, weights_of, with_options
+from support.small_run import assert_same_weights, new_run, small_session, train, weights_of, with_options
 
 from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run

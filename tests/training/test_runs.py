@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cli_runner import Shell
-from small_run import assert_same_weights, weights_of
-from stopped_runs import make_runs
+from support.cli_runner import Shell
+from support.small_run import assert_same_weights, weights_of
+from support.stopped_runs import make_runs
 
 from gptj_ft.config.run_folder import Run
 from gptj_ft.streaming.stores.state_file import StateFile

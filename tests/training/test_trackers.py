@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.tracking import GeneralTracker, TrackioTracker, WandBTracker
-from small_run import assert_same_weights, new_run, small_session, train, weights_of
+from support.small_run import assert_same_weights, new_run, small_session, train, weights_of
 
 from gptj_ft.config.resolve import build
 from gptj_ft.training import trackers

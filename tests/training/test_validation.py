@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import assert_same_weights, weights_of
+from support.small_run import assert_same_weights, weights_of
 
 from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run

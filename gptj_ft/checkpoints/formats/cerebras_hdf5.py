@@ -6,8 +6,7 @@ The root's ``__spec__`` is a pickle, which nothing here reads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +14,14 @@ import torch
 from torch import Tensor
 
 from gptj_ft.checkpoints.formats.tensor_info import PIECE_BYTES, TensorInfo
-from gptj_ft.errors import DataError, UsageError
+from gptj_ft.data.readers.hdf5 import open_hdf5
+from gptj_ft.data.readers.source import FORMAT_MAGIC
+from gptj_ft.errors import DataError
 from gptj_ft.system.dtypes import FROM_NUMPY
 
 if TYPE_CHECKING:
     import h5py
 
-MAGIC = b"\x89HDF\r\n\x1a\n"
 MODEL = "model."  # before the names of weights
 _MOST_CHUNK_BYTES = 2**30  # of what HDF5 unpacks at once
 
@@ -31,7 +31,7 @@ def is_hdf5(path: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
+        return FORMAT_MAGIC.get(file.read(8)) == "hdf5"
 
 
 class MdlShard:
@@ -50,12 +50,12 @@ class MdlShard:
             data_sets: names in the file, by the names to use here.
         """
         self.path, self._data_sets = path, data_sets
-        with _opened(path) as file:
+        with open_hdf5(path) as file:
             self.entries: Mapping[str, TensorInfo] = {name: self._entry(file, own) for name, own in data_sets.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         entry, own = self.entries[name], self._data_sets[name]
-        with _opened(self.path) as file:
+        with open_hdf5(self.path) as file:
             data = data_set(self.path, file, own)
             array = data[start:stop] if entry.shape else data[()]
         tensor = torch.from_numpy(array) if entry.shape else torch.tensor(array)
@@ -85,7 +85,7 @@ class MdlFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with _opened(path) as file:
+        with open_hdf5(path) as file:
             self.names = tuple(file)
         self.parameters = MdlShard(path, {name: name for name in self.names if name.startswith(MODEL)})
         self.step = None if "global_step" not in self.names else int(self.value("global_step"))
@@ -94,31 +94,8 @@ class MdlFile:
 
     def value(self, name: str, index: int = 0) -> float:
         """Return one number of a data set."""
-        with _opened(self.path) as file:
+        with open_hdf5(self.path) as file:
             return float(data_set(self.path, file, name)[()].reshape(-1)[index])
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[h5py.File]:
-    """Open a file of this format to read it.
-
-    Raises:
-        UsageError: h5py is not installed.
-        DataError: it is damaged.
-    """
-    try:
-        import h5py
-    except ImportError as error:
-        raise UsageError(f"{path} is an HDF5 file: pip install 'gptj-ft[hdf5]'") from error
-    try:
-        with h5py.File(path, "r", locking=False) as file:  # a lock needs what some file systems lack
-            yield file
-    except DataError:
-        raise
-    # h5py turns each class of HDF5's errors into one of Python's; any may come from a damaged file.
-    except (OSError, RuntimeError, LookupError, ValueError, TypeError, OverflowError, MemoryError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise DataError(f"{path}: truncated or corrupt ({reason}); get the file again") from error
 
 
 def data_set(path: Path, file: h5py.File, name: str) -> Any:

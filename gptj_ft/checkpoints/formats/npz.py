@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.tensor_info import TensorInfo, read_tensor_rows
+from gptj_ft.checkpoints.formats.tensor_info import TensorInfo, read_tensor_rows, stored_members
 from gptj_ft.errors import DataError
 from gptj_ft.system.dtypes import FROM_NUMPY, NUMPY_CODES
 from gptj_ft.system.write_behind import PageWriter
@@ -66,17 +66,14 @@ def arrays_of(path: Path) -> list[NpzArray]:
         DataError: no such file, damaged, compressed, or holding Python objects, which are never unpickled.
     """
     try:
-        size = path.stat().st_size
-        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-            members = {member.filename: member for member in archive.infolist()}
-            if sum(member.compress_size for member in members.values()) > size:
-                raise DataError(f"{path}: its members say that they are larger than the file; get the file again")
+        members = {member.filename: member for member in stored_members(path)}
+        with path.open("rb") as file:
             return [_array(path, file, members, number) for number in range(len(members))]
+    except DataError:
+        raise
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (zipfile.BadZipFile, struct.error, LookupError, ValueError, NotImplementedError, EOFError) as error:
-        if isinstance(error, DataError):
-            raise
+    except (struct.error, LookupError, ValueError, EOFError) as error:
         raise DataError(f"{path}: truncated or corrupt ({error}); get the file again") from error
 
 
@@ -85,8 +82,6 @@ def _array(path: Path, file: BinaryIO, members: dict[str, zipfile.ZipInfo], numb
     member = members.get(f"{name}.npy")
     if member is None:
         raise DataError(f"{path}: {len(members)} arrays, but no {name}; get the file again")
-    if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
-        raise DataError(f"{path}: {name} is compressed, which numpy.savez never does; it was not unpacked")
     file.seek(member.header_offset)
     lengths = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))
     begin = file.seek(sum(lengths), 1)

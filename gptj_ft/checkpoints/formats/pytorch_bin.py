@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -10,7 +9,7 @@ from pickle import UnpicklingError
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.tensor_info import PIECE_BYTES, TensorInfo, read_tensor_rows
+from gptj_ft.checkpoints.formats.tensor_info import PIECE_BYTES, TensorInfo, read_tensor_rows, stored_members
 from gptj_ft.errors import DataError
 
 
@@ -19,8 +18,11 @@ class PickleShard:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        with path.open("rb") as file:
+            if file.read(1) == b"\x80":  # a bare pickle; since PyTorch 1.6 it is in a zip file
+                raise DataError(f"{path}: saved by PyTorch before 1.6, or no weights; load it there and save it again")
+        stored_members(path)
         size = path.stat().st_size
-        _check_zip(path, size)
         entries: dict[str, TensorInfo] = {}
         self._strided: set[str] = set()
         for name, tensor in _load(path, "meta").items():
@@ -45,27 +47,6 @@ class PickleShard:
 
     def rows_at_once(self, name: str) -> int:
         return self.entries[name].rows_in(PIECE_BYTES)
-
-
-def _check_zip(path: Path, size: int) -> None:
-    """Check that a file is the zip of stored members that `torch.save` writes: nothing in it unfolds to more."""
-    with path.open("rb") as file:
-        is_bare_pickle = file.read(1) == b"\x80"  # since PyTorch 1.6 the pickle is in a zip file
-    if is_bare_pickle:
-        raise DataError(f"{path}: saved by PyTorch before 1.6, or no weights; load it there and save it again")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = archive.infolist()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-        raise DataError(f"{path}: truncated or corrupt; get the file again") from error
-    for member in members:
-        if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
-            raise DataError(
-                f"{path}: {member.filename} in it is compressed, which PyTorch's files never are; it was not unpacked. "
-                "Get the file again"
-            )
-    if sum(member.file_size for member in members) > size:
-        raise DataError(f"{path}: its members say that they are larger than the file; get the file again")
 
 
 def _load(path: Path, device: str) -> Mapping[str, Tensor]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import struct
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +60,28 @@ class Shard(Protocol):
 
     def rows_at_once(self, name: str) -> int:
         """Return how many rows to read at a time: few enough for little memory, and none read twice."""
+
+
+def stored_members(path: Path) -> list[zipfile.ZipInfo]:
+    """Return the members of a zip file of weights, stored as they are: nothing in it unfolds to more than the file.
+
+    Raises:
+        DataError: it is damaged, a member is compressed, or members say that they are larger than the file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError, EOFError) as error:
+        raise DataError(f"{path}: truncated or corrupt ({error}); get the file again") from error
+    for member in members:
+        if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
+            raise DataError(
+                f"{path}: {member.filename} in it is compressed, which weights never are; it was not unpacked. Get the "
+                "file again"
+            )
+    if sum(member.file_size for member in members) > path.stat().st_size:
+        raise DataError(f"{path}: its members say that they are larger than the file; get the file again")
+    return members
 
 
 def read_tensor_rows(path: Path, entry: TensorInfo, start: int = 0, stop: int | None = None) -> Tensor:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,18 +46,8 @@ def read_samples(file: File, findings: Findings) -> Iterator[Row]:
     """
     if file.compression:
         raise DataError(f"{file.path}: HDF5 cannot be read while it is packed by {file.compression}; unpack it first")
-    try:
-        import h5py
-    except ImportError as error:
-        raise UsageError(
-            f"{file.path} is an HDF5 file, and h5py is not installed: pip install 'gptj-ft[hdf5]'"
-        ) from error
-    with _damage_errors(file):
-        opened = h5py.File(file.path, "r", locking=False)  # a lock needs what some file systems lack
-    with opened:
-        with _damage_errors(file):
-            data = _dataset(file, opened)
-            stated = opened.attrs.get("n_examples")
+    with open_hdf5(file.path) as opened:
+        data, stated = _dataset(file, opened), opened.attrs.get("n_examples")
         if data.ndim == 1:
             yield from _corpus(file, findings, data)
             return
@@ -66,15 +57,26 @@ def read_samples(file: File, findings: Findings) -> Iterator[Row]:
 
 
 @contextmanager
-def _damage_errors(file: File) -> Iterator[None]:
+def open_hdf5(path: Path) -> Iterator[h5py.File]:
+    """Open an HDF5 file for what is read in the ``with`` block.
+
+    Raises:
+        UsageError: h5py is not installed.
+        DataError: the file is damaged, as reading it shows.
+    """
     try:
-        yield
+        import h5py
+    except ImportError as error:
+        raise UsageError(f"{path} is an HDF5 file, and h5py is not installed: pip install 'gptj-ft[hdf5]'") from error
+    try:
+        with h5py.File(path, "r", locking=False) as file:  # a lock needs what some file systems lack
+            yield file
     except DataError:
         raise
     # h5py turns each class of HDF5's errors into one of Python's; any may come from a damaged file.
     except (OSError, RuntimeError, LookupError, ValueError, TypeError, OverflowError, MemoryError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise DataError(f"{file.path}: not a whole HDF5 file: {reason}") from error
+        raise DataError(f"{path}: truncated or corrupt HDF5 ({reason}); get the file again") from error
 
 
 def _dataset(file: File, opened: h5py.File) -> h5py.Dataset:
@@ -94,17 +96,10 @@ def _dataset(file: File, opened: h5py.File) -> h5py.Dataset:
     return data
 
 
-def _slices(file: File, data: h5py.Dataset, count: int) -> Iterator[NDArray[Any]]:
-    for start in range(0, len(data), count):
-        with _damage_errors(file):
-            part = data[start : start + count]
-        yield part
-
-
 def _corpus(file: File, findings: Findings, data: h5py.Dataset) -> Iterator[Row]:
     before = np.empty(0, data.dtype)
-    for number, part in enumerate(_slices(file, data, PIECE_TOKENS), 1):
-        ids = np.concatenate([before, part])
+    for number, start in enumerate(range(0, len(data), PIECE_TOKENS), 1):
+        ids = np.concatenate([before, data[start : start + PIECE_TOKENS]])
         before = ids[-1:]
         if problem := _not_ids(ids):
             findings.add(file, number, problem)
@@ -112,15 +107,18 @@ def _corpus(file: File, findings: Findings, data: h5py.Dataset) -> Iterator[Row]
             yield token_row(file, number, ids.tolist(), [1, len(ids)] if len(ids) > 1 else [])
 
 
-def _samples(file: File, findings: Findings, data: h5py.Dataset) -> Iterator[Row]:
-    sample_bytes = math.prod(data.shape[1:]) * data.dtype.itemsize
+def samples_at_once(data: h5py.Dataset) -> int:
+    """Return how many samples to read at a time: of bounded size, and no chunk is unpacked twice if that allows it."""
+    sample_bytes = int(math.prod(data.shape[1:]) * data.dtype.itemsize)
     count = max(1, SLICE_BYTES // sample_bytes)
-    chunk = data.chunks[0] if data.chunks else 1
-    if chunk * sample_bytes <= MOST_CHUNK_BYTES:
-        count = max(chunk, count // chunk * chunk)
-    number = 0
-    for part in _slices(file, data, count):
-        for sample in part:
+    chunk = int(data.chunks[0]) if data.chunks else 1
+    return max(chunk, count // chunk * chunk) if chunk * sample_bytes <= MOST_CHUNK_BYTES else count
+
+
+def _samples(file: File, findings: Findings, data: h5py.Dataset) -> Iterator[Row]:
+    count, number = samples_at_once(data), 0
+    for start in range(0, len(data), count):
+        for sample in data[start : start + count]:
             number += 1
             found = _of_one(sample) if len(sample) == 3 else _of_several(sample)
             if isinstance(found, str):

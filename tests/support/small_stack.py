@@ -1,0 +1,78 @@
+"""Train a small streamed model, and compute the same with `transformers`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.batches import micro_batches
+from gptj_ft.generation.hf_model import ForwardPasses
+from gptj_ft.models.batch import PackedBatch
+from gptj_ft.streaming.adamw import AdamW
+from gptj_ft.streaming.model import BufferBudget
+from gptj_ft.streaming.prefetch import Prefetcher
+from gptj_ft.streaming.schedule import inference_tasks
+from gptj_ft.streaming.step import train_step
+from gptj_ft.training.restore import optimizer_config
+
+CPU = torch.device("cpu")
+PLACES = ("device", "host", "disk")
+LENGTHS = (5, 17, 9, 30, 2, 11)
+PROMPTS = (2, 3, 1, 10, 0, 5)
+STEPS = 10
+LITTLE = BufferBudget(1, num_gradients=1, num_chunks=2, chunk_numel=2048)
+
+
+def documents(vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def lr_of(step: int) -> float:
+    return 1e-2 * (step + 1) / STEPS
+
+
+def train(stack, recipe: Recipe, budget: int = 40, steps: int = STEPS, late: int = 0):
+    """Train; return (loss, norm) of each step and every layer's flat weights."""
+    optimizer, curve = AdamW(stack, optimizer_config(recipe), num_deferred=late), []
+    docs = documents(stack.layers[0].wte.num_embeddings)
+    for step in range(steps):
+        optimizer.begin_step(lr_of(step))
+        loss = train_step(stack, optimizer, micro_batches(docs, PROMPTS, budget))
+        curve.append((loss.mean, optimizer.finish_step()))
+    optimizer.flush()
+    weights = [
+        {name: view.clone() for name, view in loaded.parameters().items()}
+        for loaded in Prefetcher(stack, inference_tasks(range(len(stack.layers))))
+    ]
+    stack.close()
+    return curve, weights
+
+
+def oracle_loss(oracle, docs: list[list[int]], z_loss: float = 0.0):
+    """Mean loss over the target tokens of all documents, each run alone."""
+    total, count = torch.zeros(()), 0
+    for ids, prompt in zip(docs, PROMPTS, strict=True):
+        logits, targets = oracle(torch.tensor([ids])).logits[0, :-1], torch.tensor(ids[1:])
+        first = max(prompt, 1) - 1
+        total = total + F.cross_entropy(logits[first:], targets[first:], reduction="sum")
+        total = total + z_loss * logits[first:].exp().sum(-1).log().square().sum()
+        count += len(ids) - 1 - first
+    return total / count
+
+
+def next_token_logits(stack, batch: PackedBatch) -> torch.Tensor:
+    """Return the logits after the last token of each document, [documents, V]."""
+    return ForwardPasses(stack).read([batch], [torch.tensor(batch.cu_seqlens[1:]) - 1])[0]
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.detach() - b.detach()).norm() / b.detach().norm().clamp_min(1e-12))
+
+
+def assert_identical(run, expected) -> None:
+    assert run[0] == expected[0]
+    for ours, theirs in zip(run[1], expected[1], strict=True):
+        for name, tensor in theirs.items():
+            assert torch.equal(ours[name], tensor), name
