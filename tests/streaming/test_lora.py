@@ -158,7 +158,7 @@ def test_placement_kept_activations_and_late_updates_never_change_a_bit(
     shape: str, dropout: float, folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if dropout:
-        monkeypatch.setattr("test_streaming.micro_batches", lambda *rest: with_dropout_seeds(micro_batches(*rest)))
+        monkeypatch.setattr("support.small_stack.micro_batches", lambda *rest: with_dropout_seeds(micro_batches(*rest)))
     recipe = lora(shape, dropout=dropout)
     expected = train(open_training(folders[shape], tmp_path / "resident", recipe), recipe)
     for number, (placement, places, budget, late) in enumerate(
