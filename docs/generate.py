@@ -28,7 +28,7 @@ from typer.core import TyperGroup
 import gptj_ft.api
 from gptj_ft.cli.app import app
 from gptj_ft.cli.options import SHOWS_ALL
-from gptj_ft.config.options import FREE_ON_RESUME, GROUPS, Duration, Options, Recipe, Size
+from gptj_ft.config.options import FREE_ON_RESUME, GROUPS, Duration, Options, Recipe, Size, meaning_of
 from gptj_ft.config.presets import load_preset, preset_names
 
 UNITS = {
@@ -108,7 +108,7 @@ def option_table(model: type[Options], prefix: str, left_out: Any) -> str:
         mark = " ↻" if prefix + name in FREE_ON_RESUME else ""
         default = "" if field.is_required() or field.default_factory else shown(field.default)
         cells = [f"`{prefix}{name}`{mark}", kind(hints[name]), default]
-        cells += [unit(prefix + name, hints[name]), field.description or ""]
+        cells += [unit(prefix + name, hints[name]), meaning_of(prefix + name)]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 

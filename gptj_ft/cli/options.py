@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from gptj_ft.config.options import GROUPS, Recipe
+from gptj_ft.config.options import field_of, meaning_of
 from gptj_ft.config.presets import preset_names
 from gptj_ft.models.supported import TINY_MODELS
 from gptj_ft.system.paths import RUNS, models
@@ -35,8 +35,7 @@ def option_of(field: str, meaning: str | None = None, more: bool = False) -> Any
         meaning: in a command that uses the option for something else than training; no default is then shown.
         more: whether only `--help-all` shows it.
     """
-    group, _, name = field.rpartition(".")
-    info = (GROUPS[group] if group else Recipe).model_fields[name]
+    info, (group, _, name) = field_of(field), field.rpartition(".")
     choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
     default = ",".join(info.default) if isinstance(info.default, tuple) else info.default
     facts = [" | ".join(choices)] if choices else []
@@ -44,7 +43,7 @@ def option_of(field: str, meaning: str | None = None, more: bool = False) -> Any
         facts.append("default: the recipe's")
     elif meaning is None and default:
         facts.append(f"default {default}")
-    text = (meaning or info.description or "") + (f" [{'; '.join(facts)}]" if facts else "")
+    text = (meaning or meaning_of(field)) + (f" [{'; '.join(facts)}]" if facts else "")
     return typer.Option(
         "--" + name.replace("_", "-"),
         help=text,
@@ -140,14 +139,11 @@ def takes_options(
 
 def _flag_of(field: str, meaning: str | None, more: bool) -> Any:
     """Return the annotation of a flag: the option's type where that is a number, else the text to be validated."""
-    group, _, name = field.rpartition(".")
-    info = (GROUPS[group] if group else Recipe).model_fields[name]
     if field == "cache":
-        return Annotated[
-            bool | None,
-            typer.Option("--cache/--no-cache", help=info.description, show_default=False, rich_help_panel=MORE),
-        ]
-    kinds = [kind for kind in (get_args(info.annotation) or (info.annotation,)) if kind is not NoneType]
+        switch = typer.Option("--cache/--no-cache", help=meaning_of(field), show_default=False, rich_help_panel=MORE)
+        return Annotated[bool | None, switch]
+    annotation = field_of(field).annotation
+    kinds = [kind for kind in (get_args(annotation) or (annotation,)) if kind is not NoneType]
     kind = kinds[0] if len(kinds) == 1 and kinds[0] in (int, float) else str
     return Annotated[kind | None, option_of(field, meaning, more)]
 

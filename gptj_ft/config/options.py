@@ -1,5 +1,7 @@
 """Declare every option of a run: type, default, unit and meaning. This is the only place an option is declared.
 
+The docstring of an option is its help text: see `meaning_of`.
+
 A preset (``recipes/*.yaml``) holds only what differs from these defaults. Values are taken, in order of precedence,
 from flags, the environment (``GPTJ_FT_LR=1e-5``), a ``--config`` file, the preset, and the defaults below.
 """
@@ -22,6 +24,7 @@ from pydantic import (
     Tag,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 _Place = Literal["device", "host", "disk", "auto"]
@@ -95,37 +98,50 @@ class Options(BaseModel):
     """Group of options: frozen; unknown keys and numbers that are not finite are errors."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, coerce_numbers_to_str=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        coerce_numbers_to_str=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
 
 class Generation(Options):
     """Settings of generation, which `evaluate` and `generate` use unless told otherwise."""
 
-    max_new_tokens: int = Field(128, ge=1, description="most tokens to write")
-    temperature: float = Field(0.0, ge=0.0, description="0 is greedy; above, sampling")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, description="sample from the smallest set with this probability")
-    top_k: int = Field(0, ge=0, description="sample from the k most likely tokens; 0 is all")
-    min_p: Fraction = Field(0.0, description="sample from tokens with this share of the likeliest's probability")
-    num_beams: int = Field(1, ge=1, description="beams of the search; 1: no search")
-    min_new_tokens: int = Field(0, ge=0, description="fewest tokens to write")
-    length_penalty: float = Field(1.0, description="beams are ranked by log-probability / length ** this")
-    early_stopping: bool | Literal["never"] = Field(
-        False, description="end when there are as many finished answers as beams; false: when none is likely to be "
-        "better; never: when none can be"
-    )  # fmt: skip
-    repetition_penalty: float = Field(1.0, gt=0.0, description="above 1, tokens that are there already get less likely")
-    no_repeat_ngram_size: int = Field(0, ge=0, description="so many tokens in a row come once only; 0: no limit")
-    prompt_lookup_num_tokens: int = Field(
-        0, ge=0, description="guess so many tokens from what is there already and check them in one pass; 0: off"
-    )
-    stop: tuple[str, ...] = Field((), description="strings at which writing ends; they are not part of the answer")
-    max_prompt_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="give only so many tokens of a longer prompt, its end cut off, whatever that is; null: "
-        "the recipe's `on_long` and `cut` decide",
-    )
+    max_new_tokens: int = Field(128, ge=1)
+    """most tokens to write"""
+    temperature: float = Field(0.0, ge=0.0)
+    """0 is greedy; above, sampling"""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """sample from the smallest set with this probability"""
+    top_k: int = Field(0, ge=0)
+    """sample from the k most likely tokens; 0 is all"""
+    min_p: Fraction = 0.0
+    """sample from tokens with this share of the likeliest's probability"""
+    num_beams: int = Field(1, ge=1)
+    """beams of the search; 1: no search"""
+    min_new_tokens: int = Field(0, ge=0)
+    """fewest tokens to write"""
+    length_penalty: float = 1.0
+    """beams are ranked by log-probability / length ** this"""
+    early_stopping: bool | Literal["never"] = False
+    """end when there are as many finished answers as beams; false: when none is likely to be better; never: when none
+    can be
+    """
+    repetition_penalty: float = Field(1.0, gt=0.0)
+    """above 1, tokens that are there already get less likely"""
+    no_repeat_ngram_size: int = Field(0, ge=0)
+    """so many tokens in a row come once only; 0: no limit"""
+    prompt_lookup_num_tokens: int = Field(0, ge=0)
+    """guess so many tokens from what is there already and check them in one pass; 0: off"""
+    stop: tuple[str, ...] = ()
+    """strings at which writing ends; they are not part of the answer"""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """give only so many tokens of a longer prompt, its end cut off, whatever that is; null: the recipe's `on_long` and
+    `cut` decide
+    """
 
     @model_validator(mode="after")
     def _fits_together(self) -> Generation:
@@ -139,24 +155,31 @@ class Generation(Options):
 class LoRA(Options):
     """Adapters of ``method: lora``; defaults are PEFT's (https://arxiv.org/abs/2106.09685: alpha is the rank)."""
 
-    rank: int = Field(8, ge=1, description="width between the two matrices of an adapter")
-    alpha: float = Field(8.0, gt=0.0, description="an adapter's output is multiplied by alpha / rank")
-    dropout: Decay = Field(0.0, description="share of an adapter's inputs that is dropped in training")
-    targets: Names = Field(
-        (),
-        description="linear layers that get adapters: shell patterns, such as q_proj,h.2[0-7].mlp.*; none: attention's "
-        "queries and values",
-    )
-    merge: bool = Field(False, description="write the model with the adapter merged in, too")
+    rank: int = Field(8, ge=1)
+    """width between the two matrices of an adapter"""
+    alpha: float = Field(8.0, gt=0.0)
+    """an adapter's output is multiplied by alpha / rank"""
+    dropout: Decay = 0.0
+    """share of an adapter's inputs that is dropped in training"""
+    targets: Names = ()
+    """linear layers that get adapters: shell patterns, such as q_proj,h.2[0-7].mlp.*; none: attention's queries and
+    values
+    """
+    merge: bool = False
+    """write the model with the adapter merged in, too"""
 
 
 class SchedulePiece(Options):
     """Piece of an explicit schedule; rates are shares of ``lr``, as ``final_lr`` is."""
 
-    shape: Shape = Field(description="how the rate gets from start to end")
-    start: Fraction | None = Field(None, description="share at its first step; none: the end before it, or 0")
-    end: Fraction = Field(description="share at the step after its last; for good, if no piece follows")
-    steps: int = Field(ge=1, description="optimizer steps")
+    shape: Shape
+    """how the rate gets from start to end"""
+    start: Fraction | None = None
+    """share at its first step; none: the end before it, or 0"""
+    end: Fraction
+    """share at the step after its last; for good, if no piece follows"""
+    steps: int = Field(ge=1)
+    """optimizer steps"""
 
     @model_validator(mode="after")
     def _has_one_rate_if_constant(self) -> SchedulePiece:
@@ -219,107 +242,97 @@ class Recipe(Options):
     """All options of a run; saved as ``recipe.yaml`` in the run folder."""
 
     # What for
-    recipe: str = Field("custom", description="preset for a task; `gptj-ft recipes list` shows them")
-    about: str = Field("", description="one line: what the preset is for")
-    source: str = Field("", description="where its hyper-parameters come from")
+    recipe: str = "custom"
+    """preset for a task; `gptj-ft recipes list` shows them"""
+    about: str = ""
+    """one line: what the preset is for"""
+    source: str = ""
+    """where its hyper-parameters come from"""
 
     # What on
-    model: str | None = Field(
-        None,
-        description="folder or name of a model; default: the downloaded one. 'tiny' makes a small random one",
-    )
-    data: str | None = Field(
-        None,
-        description="training rows: file (jsonl, json, csv, tsv, xlsx, parquet, txt), folder or pattern; or prepared; "
-        "or a data set on the Hub, hub:owner/name",
-    )
-    val_data: str | None = Field(None, description="validation rows; none: a share of the data is held out")
-    holdout: Fraction = Field(0.05, description="share of the rows held out when no validation rows are given")
-    output: str | None = Field(None, description="run folder to make; default runs/RECIPE-N")
+    model: str | None = None
+    """folder or name of a model; default: the downloaded one. 'tiny' makes a small random one"""
+    data: str | None = None
+    """training rows: file (jsonl, json, csv, tsv, xlsx, parquet, txt), folder or pattern; or prepared; or a data set on
+    the Hub, hub:owner/name
+    """
+    val_data: str | None = None
+    """validation rows; none: a share of the data is held out"""
+    holdout: Fraction = 0.05
+    """share of the rows held out when no validation rows are given"""
+    output: str | None = None
+    """run folder to make; default runs/RECIPE-N"""
 
-    documents: Literal["paragraph", "line", "file"] = Field(
-        "paragraph", description="what a row of plain text is: up to a blank line, a line, or the file"
-    )
-    quotes: Literal["auto", "on", "off"] = Field(
-        "auto", description='whether " encloses cells of tables; auto: in CSV; in TSV where it encloses the names'
-    )
-    delimiter: Delimiter = Field(
-        "auto", description="what separates the cells of a table: comma, semicolon, tab, pipe or a character"
-    )
-    encoding: Encoding = Field(
-        "auto",
-        description="of texts, e.g. cp1252, utf-16, shift_jis; auto: UTF-8, UTF-16, or Windows-1252, which is said",
-    )
-    sheet: str = Field("", description="sheet of a spreadsheet that is read; empty: the first")
-    max_record: Size = Field(
-        MOST_RECORD_BYTES,
-        description="longest line, cell or record of a file, e.g. 1GiB; what is longer is taken for damage",
-    )
-    max_bad_rows: int = Field(0, ge=0, description="records that may be unreadable before the data is refused")
-    cache: bool = Field(True, description="keep rows as tokens, and take those that are kept, if nothing has changed")
-    map: ColumnMap = Field(
-        {},
-        description="columns by field, e.g. document=body,summary=tl_dr; where several hold right answers, "
-        "summary=s1+s2 or summary=s*; others are recognised",
-    )
+    documents: Literal["paragraph", "line", "file"] = "paragraph"
+    """what a row of plain text is: up to a blank line, a line, or the file"""
+    quotes: Literal["auto", "on", "off"] = "auto"
+    """whether " encloses cells of tables; auto: in CSV; in TSV where it encloses the names"""
+    delimiter: Delimiter = "auto"
+    """what separates the cells of a table: comma, semicolon, tab, pipe or a character"""
+    encoding: Encoding = "auto"
+    """of texts, e.g. cp1252, utf-16, shift_jis; auto: UTF-8, UTF-16, or Windows-1252, which is said"""
+    sheet: str = ""
+    """sheet of a spreadsheet that is read; empty: the first"""
+    max_record: Size = MOST_RECORD_BYTES
+    """longest line, cell or record of a file, e.g. 1GiB; what is longer is taken for damage"""
+    max_bad_rows: int = Field(0, ge=0)
+    """records that may be unreadable before the data is refused"""
+    cache: bool = True
+    """keep rows as tokens, and take those that are kept, if nothing has changed"""
+    map: ColumnMap = {}
+    """columns by field, e.g. document=body,summary=tl_dr; where several hold right answers, summary=s1+s2 or
+    summary=s*; others are recognised
+    """
 
     # How a row becomes tokens
-    prompt: str = Field(
-        "", description="text before the answer, with {{ fields }} (Jinja), or @FILE; empty: train on every token"
-    )
-    completion: str = Field(
-        "{{ text }}", description="the text that is trained on, with {{ fields }} (Jinja), or @FILE; EOS follows"
-    )
-    fields: dict[str, tuple[str, ...]] = Field(
-        {"text": ("text", "content", "body", "article", "document")},
-        description="for each field of the templates, the column names recognised, best first",
-    )
-    labels: dict[str, str] = Field(
-        {}, description="what the field {label} may say, and the word to train on; rows with another label are left out"
-    )
-    no_answer: str = Field(
-        "", description="what to answer where the data has no answer (SQuAD v2.0); empty: such rows are left out"
-    )
-    sentences: tuple[str, ...] = Field(
-        ("highlights",), description="columns in which a list is the sentences of one text, not several answers"
-    )
-    on_long: Literal["shorten", "split", "skip", "error"] = Field(
-        "split", description="rows above max_length: cut the `shorten` field, split plain text, skip, or stop"
-    )
-    shorten: str = Field("", description="the one field that may be cut when a row is too long")
-    cut: Literal["end", "start", "middle", "answer"] = Field(
-        "end", description="what is cut of it: its end, its start, its middle, or what is far from the answer in it"
-    )
-    packing: Literal["off", "apart", "joined"] = Field(
-        "off",
-        description="plain text in windows of max_length, filled with several documents: apart, attention stays inside "
-        "each; joined, it goes across them",
-    )
-    max_length: int = Field(
-        2048, ge=2, description="tokens of prompt, answer and EOS together; of rows that come as tokens, inputs"
-    )
+    prompt: str = ""
+    """text before the answer, with {{ fields }} (Jinja), or @FILE; empty: train on every token"""
+    completion: str = "{{ text }}"
+    """the text that is trained on, with {{ fields }} (Jinja), or @FILE; EOS follows"""
+    fields: dict[str, tuple[str, ...]] = {"text": ("text", "content", "body", "article", "document")}
+    """for each field of the templates, the column names recognised, best first"""
+    labels: dict[str, str] = {}
+    """what the field {label} may say, and the word to train on; rows with another label are left out"""
+    no_answer: str = ""
+    """what to answer where the data has no answer (SQuAD v2.0); empty: such rows are left out"""
+    sentences: tuple[str, ...] = ("highlights",)
+    """columns in which a list is the sentences of one text, not several answers"""
+    on_long: Literal["shorten", "split", "skip", "error"] = "split"
+    """rows above max_length: cut the `shorten` field, split plain text, skip, or stop"""
+    shorten: str = ""
+    """the one field that may be cut when a row is too long"""
+    cut: Literal["end", "start", "middle", "answer"] = "end"
+    """what is cut of it: its end, its start, its middle, or what is far from the answer in it"""
+    packing: Literal["off", "apart", "joined"] = "off"
+    """plain text in windows of max_length, filled with several documents: apart, attention stays inside each; joined,
+    it goes across them
+    """
+    max_length: int = Field(2048, ge=2)
+    """tokens of prompt, answer and EOS together; of rows that come as tokens, inputs"""
 
     # How it is judged
-    metrics: tuple[Literal["rouge", "squad", "accuracy", "relations"], ...] = Field((), description="scores of answers")
-    stemming: bool = Field(True, description="rouge: words of English that have the same stem are the same")
+    metrics: tuple[Literal["rouge", "squad", "accuracy", "relations"], ...] = ()
+    """scores of answers"""
+    stemming: bool = True
+    """rouge: words of English that have the same stem are the same"""
     generation: Generation = Field(default_factory=Generation)  # type: ignore[arg-type]
 
     # How it learns
-    method: Literal["full", "lora"] = Field(
-        "full", description="full: every parameter is trained, or those of `train`; lora: adapters beside the model"
-    )
+    method: Literal["full", "lora"] = "full"
+    """full: every parameter is trained, or those of `train`; lora: adapters beside the model"""
     lora: LoRA = Field(default_factory=LoRA)  # type: ignore[arg-type]
-    train: Names = Field(
-        (),
-        description="what is trained: shell patterns of Hugging Face's names, such as h.2[0-7].*,lm_head.*; none: all",
-    )
-    epochs: float = Field(1.0, gt=0.0, description="passes over the rows; a share of a step is a step")
-    max_steps: int | None = Field(None, ge=1, description="optimizer steps; overrides epochs")
-    batch_size: int = Field(16, ge=1, description="rows per optimizer step")
-    micro_batch_tokens: int = Field(
-        2048, ge=1, description="tokens computed at once; changes memory and rounding, never the batch"
-    )
-    lr: float = Field(1e-5, gt=0.0, description="peak learning rate")
+    train: Names = ()
+    """what is trained: shell patterns of Hugging Face's names, such as h.2[0-7].*,lm_head.*; none: all"""
+    epochs: float = Field(1.0, gt=0.0)
+    """passes over the rows; a share of a step is a step"""
+    max_steps: int | None = Field(None, ge=1)
+    """optimizer steps; overrides epochs"""
+    batch_size: int = Field(16, ge=1)
+    """rows per optimizer step"""
+    micro_batch_tokens: int = Field(2048, ge=1)
+    """tokens computed at once; changes memory and rounding, never the batch"""
+    lr: float = Field(1e-5, gt=0.0)
+    """peak learning rate"""
     schedule: Annotated[
         Annotated[Shape, Tag("(shape)")] | Annotated[Pieces, Tag("(pieces)")],
         Discriminator(
@@ -327,76 +340,76 @@ class Recipe(Options):
             custom_error_type="schedule",
             custom_error_message="linear, cosine, constant or a list of pieces is needed",
         ),
-    ] = Field(
-        "cosine",
-        description="linear, cosine or constant after the warm-up; or a list of pieces (shape, start, end, steps), in "
-        "place of warmup and final_lr",
-    )
-    warmup: float = Field(0.1, ge=0.0, description="below 1: share of all steps; 1 and above: steps")
-    final_lr: Fraction = Field(0.1, description="learning rate at the last step, as a share of the peak")
-    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay of Adam's two moments; below 1")
-    eps: float = Field(1e-8, gt=0.0, description="added to the root of the second moment (torch's formula)")
-    weight_decay: float = Field(0.1, ge=0.0, description="decoupled; biases and layer norms are left out")
-    clip_norm: float | None = Field(1.0, gt=0.0, description="global gradient norm; null: no clipping")
-    z_loss: float = Field(0.0, ge=0.0, description="weight of log(Z)^2 beside the loss; GPT-J's pre-training: 1e-4")
-    seed: int = Field(0, ge=0, lt=2**63, description="order of the rows, the held-out share, the tiny model")
+    ] = "cosine"
+    """linear, cosine or constant after the warm-up; or a list of pieces (shape, start, end, steps), in place of warmup
+    and final_lr
+    """
+    warmup: float = Field(0.1, ge=0.0)
+    """below 1: share of all steps; 1 and above: steps"""
+    final_lr: Fraction = 0.1
+    """learning rate at the last step, as a share of the peak"""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """decay of Adam's two moments; below 1"""
+    eps: float = Field(1e-8, gt=0.0)
+    """added to the root of the second moment (torch's formula)"""
+    weight_decay: float = Field(0.1, ge=0.0)
+    """decoupled; biases and layer norms are left out"""
+    clip_norm: float | None = Field(1.0, gt=0.0)
+    """global gradient norm; null: no clipping"""
+    z_loss: float = Field(0.0, ge=0.0)
+    """weight of log(Z)^2 beside the loss; GPT-J's pre-training: 1e-4"""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """order of the rows, the held-out share, the tiny model"""
 
     # Where it runs
-    device: str = Field("auto", description="auto, cpu, or an accelerator: cuda, cuda:1, xpu, mps")
-    precision: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", description="type of the computation; master weights fp32"
-    )
-    moments: Literal["fp32", "bf16"] = Field(
-        "fp32", description="type of Adam's two moments; bf16, rounded stochastically, halves their memory and traffic"
-    )
-    initial_moments: Literal["model", "zero"] = Field(
-        "model", description="what moments begin as: those in the model's folder (convert --with-optimizer), or zeros"
-    )
-    gradients: Literal["fp32", "bf16"] = Field(
-        "fp32", description="type in which gradients wait for their update; they are summed in fp32"
-    )
-    weights: _Place = Field("auto", description="where the weights live (device: GPU memory, host: RAM)")
-    optimizer_state: _Place = Field(
-        "auto", description="where gradients, moments and master weights live (device: GPU memory, host: RAM)"
-    )
-    max_time: Duration | None = Field(
-        None,
-        description="stop in time, saved, when a session has run as long as this: 8h, 90m, 1h30m; default: no limit",
-    )
-    device_memory: Size | None = Field(None, description="most device memory to use, e.g. 8GiB; default: what is free")
-    host_memory: Size | None = Field(None, description="most RAM to use, e.g. 6GiB; default: what is free")
-    disk_space: Size | None = Field(None, description="most disk space to use, e.g. 200GB; default: what is free")
-    activations: Literal["auto", "keep", "recompute"] | Annotated[int, Field(ge=0)] = Field(
-        "auto", description="blocks whose activations are kept for backward: what fits, all, none, or so many"
-    )
-    boundaries: _Place = Field("auto", description="where the inputs of recomputed layers wait for backward")
-    read_ahead: int = Field(1, ge=0, le=8, description="layers read before they are needed")
+    device: str = "auto"
+    """auto, cpu, or an accelerator: cuda, cuda:1, xpu, mps"""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """type of the computation; master weights fp32"""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """type of Adam's two moments; bf16, rounded stochastically, halves their memory and traffic"""
+    initial_moments: Literal["model", "zero"] = "model"
+    """what moments begin as: those in the model's folder (convert --with-optimizer), or zeros"""
+    gradients: Literal["fp32", "bf16"] = "fp32"
+    """type in which gradients wait for their update; they are summed in fp32"""
+    weights: _Place = "auto"
+    """where the weights live (device: GPU memory, host: RAM)"""
+    optimizer_state: _Place = "auto"
+    """where gradients, moments and master weights live (device: GPU memory, host: RAM)"""
+    max_time: Duration | None = None
+    """stop in time, saved, when a session has run as long as this: 8h, 90m, 1h30m; default: no limit"""
+    device_memory: Size | None = None
+    """most device memory to use, e.g. 8GiB; default: what is free"""
+    host_memory: Size | None = None
+    """most RAM to use, e.g. 6GiB; default: what is free"""
+    disk_space: Size | None = None
+    """most disk space to use, e.g. 200GB; default: what is free"""
+    activations: Literal["auto", "keep", "recompute"] | Annotated[int, Field(ge=0)] = "auto"
+    """blocks whose activations are kept for backward: what fits, all, none, or so many"""
+    boundaries: _Place = "auto"
+    """where the inputs of recomputed layers wait for backward"""
+    read_ahead: int = Field(1, ge=0, le=8)
+    """layers read before they are needed"""
 
     # What it leaves behind
-    validate_every: int = Field(0, ge=0, description="steps between validations; 0: before and after only")
-    sample_rows: int = Field(
-        0, ge=0, description="validation rows that are answered, and scored by `metrics`, at each validation; 0: none"
-    )
-    best_by: str = Field(
-        "validation_loss", description="what the best state is best by: validation_loss, or a score of the sample_rows"
-    )
-    patience: int | None = Field(
-        None, ge=1, description="end after so many validations in a row without a better state; null: never"
-    )
-    save_every: int = Field(
-        0, ge=0, description="steps between checkpoints; 0: by time only. A run on disk loses no step anyway"
-    )
-    keep: Keep = Field(
-        ("last",),
-        description="checkpoints kept: last, best (see best_by), all of save_every, or the newest N of them",
-    )
-    export: Literal["last", "best"] = Field("last", description="whose state the tuned model has")
-    save_minutes: float = Field(
-        30.0, gt=0.0, description="minutes after which a checkpoint is due; Ctrl-C saves at once"
-    )
-    report_to: Literal["none", "tensorboard", "trackio", "wandb"] = Field(
-        "none", description="tracker that gets the figures of metrics.jsonl, too; wandb's are sent to its server"
-    )
+    validate_every: int = Field(0, ge=0)
+    """steps between validations; 0: before and after only"""
+    sample_rows: int = Field(0, ge=0)
+    """validation rows that are answered, and scored by `metrics`, at each validation; 0: none"""
+    best_by: str = "validation_loss"
+    """what the best state is best by: validation_loss, or a score of the sample_rows"""
+    patience: int | None = Field(None, ge=1)
+    """end after so many validations in a row without a better state; null: never"""
+    save_every: int = Field(0, ge=0)
+    """steps between checkpoints; 0: by time only. A run on disk loses no step anyway"""
+    keep: Keep = ("last",)
+    """checkpoints kept: last, best (see best_by), all of save_every, or the newest N of them"""
+    export: Literal["last", "best"] = "last"
+    """whose state the tuned model has"""
+    save_minutes: float = Field(30.0, gt=0.0)
+    """minutes after which a checkpoint is due; Ctrl-C saves at once"""
+    report_to: Literal["none", "tensorboard", "trackio", "wandb"] = "none"
+    """tracker that gets the figures of metrics.jsonl, too; wandb's are sent to its server"""
 
     def to_dict(self) -> dict[str, Any]:
         """Return every option that has a meaning for this run, as JSON has it."""
@@ -432,3 +445,14 @@ FREE_ON_RESUME = frozenset((
 ))  # fmt: skip
 GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "lora": LoRA, "schedule": SchedulePiece}
 STRETCHING = ("warmup", "final_lr")  # what a schedule of pieces has no use for
+
+
+def field_of(option: str) -> FieldInfo:
+    """Return the declaration of an option, ``group.name`` if it is of a group."""
+    group, _, name = option.rpartition(".")
+    return (GROUPS[group] if group else Recipe).model_fields[name]
+
+
+def meaning_of(option: str) -> str:
+    """Return the meaning of an option, which its docstring says, in one line."""
+    return " ".join((field_of(option).description or "").split())

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import (
-    ValidationError,
-)
+from pydantic import ValidationError
 
-from gptj_ft.config.options import GROUPS, STRETCHING, Recipe
+from gptj_ft.config.options import GROUPS, STRETCHING, Recipe, meaning_of
 from gptj_ft.config.presets import load_options, load_preset
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.system.plain_text import shortened
@@ -91,9 +89,7 @@ def peers_option(name: str) -> tuple[str, str] | None:
     ours = PEERS_NAMES.get(name.lower().replace("-", "_").replace(".", "_"))
     if ours is None:
         return None
-    group, _, key = ours.rpartition(".")
-    field = (GROUPS[group] if group else Recipe).model_fields.get(key)
-    return ours, (field.description or "") if field else ""
+    return ours, "" if ours.startswith("--") else meaning_of(ours)
 
 
 def suggest_option(name: str, known: Iterable[str]) -> str:

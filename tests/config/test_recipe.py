@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gptj_ft.config.options import GROUPS, Recipe
+from gptj_ft.config.options import GROUPS, Recipe, meaning_of
 from gptj_ft.config.presets import load_preset, preset_names
 from gptj_ft.config.resolve import build, dump_recipe, resolve
 from gptj_ft.config.yaml import parse
@@ -86,8 +86,8 @@ def test_a_shown_recipe_is_yaml_of_80_columns_with_the_meaning_of_each_option(na
     assert build(yaml.safe_load(text)) == recipe
     assert max(map(len, text.splitlines())) <= 80
     comments = " ".join(" ".join(line.rpartition("# ")[2] for line in text.splitlines() if "# " in line).split())
-    for group, key in [("", "lr"), ("", "prompt"), ("", "batch_size"), ("generation", "top_k"), ("lora", "rank")]:
-        assert (GROUPS[group] if group else Recipe).model_fields[key].description in comments, key
+    for option in ("lr", "prompt", "batch_size", "generation.top_k", "lora.rank", "data"):
+        assert meaning_of(option) in comments
     assert re.search(r"top_k: 7 .*\n? .*\[command line\]", text)
 
 

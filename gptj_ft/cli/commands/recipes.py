@@ -13,7 +13,7 @@ from gptj_ft.cli.help import Commands
 from gptj_ft.cli.options import Assignments, Json, complete_recipe
 from gptj_ft.cli.terminal.output import as_tuple, print_json, print_result
 from gptj_ft.config import yaml
-from gptj_ft.config.options import GROUPS, Recipe
+from gptj_ft.config.options import GROUPS, meaning_of
 from gptj_ft.config.resolve import Resolved, resolve
 from gptj_ft.system.atomic import atomic_files
 from gptj_ft.system.plain_text import command_line
@@ -60,17 +60,18 @@ def _explained(resolved: Resolved) -> Iterator[str]:
         if key in GROUPS and isinstance(value, dict):
             yield f"{key}:" + (f"  # [{origin}]" if origin else "")
             for name, each in value.items():
-                meaning = GROUPS[key].model_fields[name].description
-                yield from _entry(name, each, meaning, resolved.origins.get(f"{key}.{name}"), "  ")
+                yield from _entry(f"{key}.{name}", each, resolved.origins.get(f"{key}.{name}"))
         else:
-            yield from _entry(key, value, Recipe.model_fields[key].description, origin, "")
+            yield from _entry(key, value, origin)
 
 
-def _entry(name: str, value: Any, meaning: str | None, origin: str | None, indent: str) -> Iterator[str]:
+def _entry(option: str, value: Any, origin: str | None) -> Iterator[str]:
     """Yield the lines of an option: the comment beside a short value, else above it."""
+    group, _, name = option.rpartition(".")
+    indent = "  " if group else ""
     is_single = not isinstance(value, list | dict)
     lines = yaml.dump({name: value}, WIDTH - LONGEST_WORD, compact=not is_single).splitlines()
-    comment = f"{meaning or ''}{f' [{origin}]' if origin else ''}"
+    comment = f"{meaning_of(option)}{f' [{origin}]' if origin else ''}"
     if len(lines) == 1 and len(indent + lines[0]) < COMMENTS_FROM:
         first, *rest = textwrap.wrap(comment, WIDTH - COMMENTS_FROM - 2)
         yield f"{indent + lines[0]:{COMMENTS_FROM}}# {first}"
