@@ -29,6 +29,7 @@ from gptj_ft.cli.commands import (
     runs,
 )
 from gptj_ft.cli.help import Command, Commands
+from gptj_ft.cli.options import flag
 from gptj_ft.cli.terminal.output import print_json, print_note
 from gptj_ft.errors import GptjFtError, Interrupted, ResourceError, in_words
 from gptj_ft.system.hub import close_network
@@ -97,9 +98,7 @@ app.add_typer(
 
 
 @app.callback(invoke_without_command=True)
-def _global(
-    version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
-) -> None:
+def _global(version: Annotated[bool, flag("print the version and exit", "--version")] = False) -> None:
     """Teach GPT-J 6B your notes, questions or dialogues, on the one machine you have.
 
     Weights pass through the device one layer at a time; what is trained may be larger than its memory. Nothing leaves

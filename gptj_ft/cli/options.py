@@ -27,6 +27,18 @@ METAVARS = {
 }  # fmt: skip
 
 
+def flag(meaning: str, *names: str, more: bool = False, **settings: Any) -> Any:
+    """Make a flag of a command.
+
+    Args:
+        meaning: help text.
+        *names: with their dashes; default: the parameter's, but a switch needs one, or it could be switched off, too.
+        more: whether only `--help-all` shows it.
+        **settings: other settings of `typer.Option`.
+    """
+    return typer.Option(*names, help=meaning, rich_help_panel=MORE if more else None, **settings)
+
+
 def option_of(field: str, meaning: str | None = None, more: bool = False) -> Any:
     """Make a flag of a recipe's option; its meaning, choices and default are written there and nowhere else.
 
@@ -44,13 +56,8 @@ def option_of(field: str, meaning: str | None = None, more: bool = False) -> Any
     elif meaning is None and default:
         facts.append(f"default {default}")
     text = (meaning or meaning_of(field)) + (f" [{'; '.join(facts)}]" if facts else "")
-    return typer.Option(
-        "--" + name.replace("_", "-"),
-        help=text,
-        metavar=METAVARS.get(field),
-        rich_help_panel=MORE if more else None,
-        autocompletion=COMPLETED.get(field),
-    )
+    settings = {"metavar": METAVARS.get(field), "autocompletion": COMPLETED.get(field)}
+    return flag(text, "--" + name.replace("_", "-"), more=more, **settings)
 
 
 def complete_recipe(incomplete: str) -> list[str]:
@@ -140,7 +147,7 @@ def takes_options(
 def _flag_of(field: str, meaning: str | None, more: bool) -> Any:
     """Return the annotation of a flag: the option's type where that is a number, else the text to be validated."""
     if field == "cache":
-        switch = typer.Option("--cache/--no-cache", help=meaning_of(field), show_default=False, rich_help_panel=MORE)
+        switch = flag(meaning_of(field), "--cache/--no-cache", show_default=False, more=True)
         return Annotated[bool | None, switch]
     annotation = field_of(field).annotation
     kinds = [kind for kind in (get_args(annotation) or (annotation,)) if kind is not NoneType]
@@ -148,24 +155,15 @@ def _flag_of(field: str, meaning: str | None, more: bool) -> Any:
     return Annotated[kind | None, option_of(field, meaning, more)]
 
 
-Config = Annotated[Path | None, typer.Option("--config", help="YAML file of options")]
+Config = Annotated[Path | None, flag("YAML file of options", "--config")]
 Assignments = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="any option of a recipe; `gptj-ft recipes show` lists them"),
+    list[str] | None, flag("any option of a recipe; `gptj-ft recipes show` lists them", "--set", metavar="KEY=VALUE")
 ]
 Offline = Annotated[
-    bool,
-    typer.Option(
-        "--offline",
-        help="take a hub: data set as it was fetched before; nothing else uses the network",
-        rich_help_panel=MORE,
-    ),
+    bool, flag("take a hub: data set as it was fetched before; nothing else uses the network", "--offline", more=True)
 ]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print the result alone (a path, an answer), and errors")]
+Json = Annotated[bool, flag("print one JSON object and nothing else", "--json")]
+Quiet = Annotated[bool, flag("print the result alone (a path, an answer), and errors", "--quiet", "-q")]
 HelpAll = Annotated[
-    bool,
-    typer.Option(
-        "--help-all", help="show every option and exit", is_eager=True, expose_value=False, callback=_show_all_help
-    ),
+    bool, flag("show every option and exit", "--help-all", is_eager=True, expose_value=False, callback=_show_all_help)
 ]

@@ -187,13 +187,7 @@ def evaluate_model(planned: EvaluationPlan, progress: _Progress | None = None) -
         why = "the tokenizer lacks their ids" if planned.tokenizer else "the model has no tokenizer"
         notes = (*notes, NO_TEXT.format(rows=no_text, why=why))
     evaluation = Evaluation(
-        str(planned.folder),
-        figures,
-        task.places,
-        answers,
-        task.references,
-        notes,
-        sum(row.targets for row in rows),
+        str(planned.folder), figures, task.places, answers, task.references, notes, sum(row.targets for row in rows)
     )
     return with_warnings(evaluation, recipe)
 

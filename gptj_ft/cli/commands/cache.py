@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from gptj_ft.cli.help import Commands
-from gptj_ft.cli.options import (
-    Json,
-    Quiet,
-)
+from gptj_ft.cli.options import Json, Quiet
 from gptj_ft.cli.terminal.output import Output, print_json
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gptj_ft.checkpoints.base_model import default_download, find_model
-from gptj_ft.cli.options import Json, Quiet
+from gptj_ft.cli.options import Json, Quiet, flag
 from gptj_ft.cli.terminal.output import Output
 from gptj_ft.errors import UsageError
 
@@ -24,36 +24,27 @@ def convert(
     target: Annotated[
         Path | None, typer.Argument(metavar="[DEST]", help="folder to write; default: in the home of models")
     ] = None,
-    source_form: Annotated[str, typer.Option("--from", help="auto, huggingface, mesh or cerebras")] = "auto",
-    to: Annotated[
-        str, typer.Option("--to", help="folder (one shard per layer), huggingface (usual files) or mesh (slim)")
-    ] = "folder",
-    dtype: Annotated[str, typer.Option("--dtype", help="keep, fp32, bf16 or fp16")] = "keep",
-    config: Annotated[
-        Path | None, typer.Option("--config", help="shape of the model, in the JSON or YAML of any of these systems")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", help="folder whose tokenizer is copied; default: the source's")
-    ] = None,
-    shard_size: Annotated[str, typer.Option("--shard-size", help="of a file, with --to huggingface")] = "5GB",
-    mesh_shards: Annotated[int, typer.Option("--mesh-shards", help="with --to mesh")] = 8,
+    source_form: Annotated[str, flag("auto, huggingface, mesh or cerebras", "--from")] = "auto",
+    to: Annotated[str, flag("folder (one shard per layer), huggingface (usual files) or mesh (slim)")] = "folder",
+    dtype: Annotated[str, flag("keep, fp32, bf16 or fp16")] = "keep",
+    config: Annotated[Path | None, flag("shape of the model, in the JSON or YAML of any of these systems")] = None,
+    tokenizer: Annotated[Path | None, flag("folder whose tokenizer is copied; default: the source's")] = None,
+    shard_size: Annotated[str, flag("of a file, with --to huggingface")] = "5GB",
+    mesh_shards: Annotated[int, flag("with --to mesh")] = 8,
     verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="read every tensor back and compare it with its source")
+        bool, flag("read every tensor back and compare it with its source", "--verify/--no-verify")
     ] = True,
     check: Annotated[
-        bool, typer.Option("--check", help="write nothing: compare the checkpoints SRC and DEST, tensor by tensor")
+        bool, flag("write nothing: compare the checkpoints SRC and DEST, tensor by tensor", "--check")
     ] = False,
-    push: Annotated[
-        str | None, typer.Option("--push", metavar="REPO", help="send DEST, or SRC as it is, to the Hub: owner/name")
-    ] = None,
-    public: Annotated[bool, typer.Option("--public", help="with --push: for everybody to see")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="with --push: show what would be sent and stop")] = False,
+    push: Annotated[str | None, flag("send DEST, or SRC as it is, to the Hub: owner/name", metavar="REPO")] = None,
+    public: Annotated[bool, flag("with --push: for everybody to see", "--public")] = False,
+    dry_run: Annotated[bool, flag("with --push: show what would be sent and stop", "--dry-run")] = False,
     merge: Annotated[
-        Path | None,
-        typer.Option("--merge", metavar="ADAPTER", help="add an adapter; SRC is then the model that it is for"),
+        Path | None, flag("add an adapter; SRC is then the model that it is for", metavar="ADAPTER")
     ] = None,
     with_optimizer: Annotated[
-        bool, typer.Option("--with-optimizer", help="carry over Adam's moments, for a run that begins with them")
+        bool, flag("carry over Adam's moments, for a run that begins with them", "--with-optimizer")
     ] = False,
     quiet: Quiet = False,
     as_json: Json = False,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptj_ft.cli.options import Json, Quiet
+from gptj_ft.cli.options import Json, Quiet, flag
 from gptj_ft.cli.terminal.output import Output
 from gptj_ft.errors import UsageError
 from gptj_ft.system.plain_text import command_line
@@ -21,14 +21,12 @@ if TYPE_CHECKING:
 
 def download(
     repository: Annotated[str | None, typer.Argument(help="owner/name on the Hub; default EleutherAI/gpt-j-6b")] = None,
-    output: Annotated[Path | None, typer.Option("--output", help="folder; default: in the home of models")] = None,
-    revision: Annotated[str | None, typer.Option("--revision", help="branch, tag or commit")] = None,
-    variant: Annotated[
-        str | None, typer.Option("--variant", help="fp32 or fp16 (GPT-J's takes half the space); default: as published")
-    ] = None,
-    endpoint: Annotated[str | None, typer.Option("--endpoint", help="mirror; default HF_ENDPOINT or the Hub")] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="take what was fetched before; no network")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show files and sizes only")] = False,
+    output: Annotated[Path | None, flag("folder; default: in the home of models")] = None,
+    revision: Annotated[str | None, flag("branch, tag or commit")] = None,
+    variant: Annotated[str | None, flag("fp32 or fp16 (GPT-J's takes half the space); default: as published")] = None,
+    endpoint: Annotated[str | None, flag("mirror; default HF_ENDPOINT or the Hub")] = None,
+    offline: Annotated[bool, flag("take what was fetched before; no network", "--offline")] = False,
+    dry_run: Annotated[bool, flag("show files and sizes only", "--dry-run")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:

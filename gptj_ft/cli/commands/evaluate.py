@@ -11,7 +11,6 @@ import typer
 
 from gptj_ft.cli.options import (
     INFERENCE_OPTIONS,
-    MORE,
     TUNED_RECIPE,
     Assignments,
     Config,
@@ -21,6 +20,7 @@ from gptj_ft.cli.options import (
     Options,
     Quiet,
     complete_model,
+    flag,
     option_of,
     takes_options,
 )
@@ -45,53 +45,36 @@ def evaluate(
     ] = None,
     data: Annotated[str | None, option_of("data", "rows to measure on; default: those that the run held out")] = None,
     options: Options,
-    baseline: Annotated[
-        str, typer.Option("--baseline", help="model to compare with; auto: what it was tuned from; none")
-    ] = "auto",
+    baseline: Annotated[str, flag("model to compare with; auto: what it was tuned from; none")] = "auto",
     predictions: Annotated[
         Path | None,
-        typer.Option(
-            "--predictions",
-            metavar="FILE.jsonl",
-            help="score these outputs of any system instead of a model's: lines of id and prediction, or SQuAD's form, "
+        flag(
+            "score these outputs of any system instead of a model's: lines of id and prediction, or SQuAD's form, "
             "{id: text}; --baseline may be such a file, too",
+            metavar="FILE.jsonl",
         ),
     ] = None,
-    allow_empty: Annotated[
-        bool, typer.Option("--allow-empty", help="score empty predictions as they are", rich_help_panel=MORE)
-    ] = False,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="use the first rows only")] = None,
-    show: Annotated[int, typer.Option("--show", min=0, help="print this many answers beside what was expected")] = 0,
-    output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE.jsonl", help="write a line for each row: answer, scores")
-    ] = None,
+    allow_empty: Annotated[bool, flag("score empty predictions as they are", "--allow-empty", more=True)] = False,
+    limit: Annotated[int | None, flag("use the first rows only", min=1)] = None,
+    show: Annotated[int, flag("print this many answers beside what was expected", min=0)] = 0,
+    output: Annotated[Path | None, flag("write a line for each row: answer, scores", metavar="FILE.jsonl")] = None,
     reports: Annotated[
-        list[Path] | None, typer.Option("--report", metavar="FILE", help="write all of it down: .json, .md or .html")
+        list[Path] | None, flag("write all of it down: .json, .md or .html", "--report", metavar="FILE")
     ] = None,
     gates: Annotated[
-        list[str] | None,
-        typer.Option("--gate", metavar="SCORE>=N", help="exit with 6 if the score is not so, e.g. 'rougeL>=30'"),
+        list[str] | None, flag("exit with 6 if the score is not so, e.g. 'rougeL>=30'", "--gate", metavar="SCORE>=N")
     ] = None,
     tasks: Annotated[
-        str | None,
-        typer.Option(
-            "--tasks", metavar="T1,T2", help="measure by tasks of EleutherAI's lm-eval instead", rich_help_panel=MORE
-        ),
+        str | None, flag("measure by tasks of EleutherAI's lm-eval instead", metavar="T1,T2", more=True)
     ] = None,
     include_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--include-path", metavar="FOLDER", help="with --tasks: more of them, as YAML files", rich_help_panel=MORE
-        ),
+        Path | None, flag("with --tasks: more of them, as YAML files", metavar="FOLDER", more=True)
     ] = None,
-    num_fewshot: Annotated[
-        int | None,
-        typer.Option("--num-fewshot", min=0, help="with --tasks: examples before each question", rich_help_panel=MORE),
-    ] = None,
+    num_fewshot: Annotated[int | None, flag("with --tasks: examples before each question", min=0, more=True)] = None,
     config: Config = None,
     assignments: Assignments = None,
     offline: Offline = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what it will take and stop")] = False,
+    dry_run: Annotated[bool, flag("show what it will take and stop", "--dry-run")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
     help_all: HelpAll = False,

@@ -7,10 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from gptj_ft.cli.options import (
-    MORE,
     PLACEMENT_OPTIONS,
     Assignments,
     Config,
@@ -20,6 +17,7 @@ from gptj_ft.cli.options import (
     Options,
     Quiet,
     complete_run,
+    flag,
     takes_options,
 )
 from gptj_ft.cli.terminal.output import Output, as_tuple, asking
@@ -39,30 +37,21 @@ def finetune(
     options: Options,
     config: Config = None,
     assignments: Assignments = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what it will cost and stop")] = False,
+    dry_run: Annotated[bool, flag("show what it will cost and stop", "--dry-run")] = False,
     resume: Annotated[
-        Path | None,
-        typer.Option(
-            "--resume", metavar="RUN", help="go on with a run; needs nothing else", autocompletion=complete_run
-        ),
+        Path | None, flag("go on with a run; needs nothing else", metavar="RUN", autocompletion=complete_run)
     ] = None,
     show: Annotated[
-        int | None,
-        typer.Option("--show", min=0, help="show so many rows as the model will see them, whole [default: one, cut]"),
+        int | None, flag("show so many rows as the model will see them, whole [default: one, cut]", min=0)
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="show what the engine does: FLOPs, bytes moved, rates measured")
+        bool, flag("show what the engine does: FLOPs, bytes moved, rates measured", "--verbose", "-v")
     ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
     start: Annotated[
         str | None,
-        typer.Option(
-            "--from",
-            metavar="CHECKPOINT",
-            help="with --resume: step-000120, best or last; start: step 0",
-            rich_help_panel=MORE,
-        ),
+        flag("with --resume: step-000120, best or last; start: step 0", "--from", metavar="CHECKPOINT", more=True),
     ] = None,
     offline: Offline = False,
     help_all: HelpAll = False,

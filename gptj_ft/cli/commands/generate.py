@@ -18,6 +18,7 @@ from gptj_ft.cli.options import (
     Options,
     Quiet,
     complete_model,
+    flag,
     takes_options,
 )
 from gptj_ft.cli.terminal.output import Output, as_tuple
@@ -44,30 +45,24 @@ def generate(
         str | None, typer.Argument(help="text for the model's prompt template; - reads standard input")
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", help="model or run; default: the newest run, else the download", autocompletion=complete_model
-        ),
+        str | None, flag("model or run; default: the newest run, else the download", autocompletion=complete_model)
     ] = None,
-    fields: Annotated[
-        list[str] | None, typer.Option("--field", metavar="NAME=TEXT", help="another field of the template")
-    ] = None,
+    fields: Annotated[list[str] | None, flag("another field of the template", "--field", metavar="NAME=TEXT")] = None,
     rows: Annotated[
-        Path | None, typer.Option("--input", metavar="FILE", help="rows to answer, of any form that --data takes")
+        Path | None, flag("rows to answer, of any form that --data takes", "--input", metavar="FILE")
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", metavar="FILE", help="with --input: JSON lines; the same command goes on with it"),
+        Path | None, flag("with --input: JSON lines; the same command goes on with it", metavar="FILE")
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="talk with the model; /help says how")] = False,
-    system: Annotated[str | None, typer.Option("--system", help="with --chat: what the model is told first")] = None,
-    stream: Annotated[bool, typer.Option("--stream", help="show the answer while it is written")] = False,
-    num_return: Annotated[int, typer.Option("--num-return", min=1, help="so many different answers")] = 1,
+    chat: Annotated[bool, flag("talk with the model; /help says how", "--chat")] = False,
+    system: Annotated[str | None, flag("with --chat: what the model is told first")] = None,
+    stream: Annotated[bool, flag("show the answer while it is written", "--stream")] = False,
+    num_return: Annotated[int, flag("so many different answers", min=1)] = 1,
     options: Options,
-    raw: Annotated[bool, typer.Option("--raw", help="continue the text itself, without the template")] = False,
+    raw: Annotated[bool, flag("continue the text itself, without the template", "--raw")] = False,
     config: Config = None,
     assignments: Assignments = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="with --input: show what it will take and stop")] = False,
+    dry_run: Annotated[bool, flag("with --input: show what it will take and stop", "--dry-run")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
     help_all: HelpAll = False,

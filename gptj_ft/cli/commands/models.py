@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gptj_ft.cli.help import Commands
-from gptj_ft.cli.options import Json, Quiet
+from gptj_ft.cli.options import Json, Quiet, flag
 from gptj_ft.cli.terminal.output import Output, print_json, print_result
 
 models_app = typer.Typer(cls=Commands, help="Models on this disk: list them, remove one.")
@@ -40,8 +40,8 @@ def list_models(as_json: Json = False) -> None:
 @models_app.command("remove")
 def remove_model(
     name: Annotated[str, typer.Argument(help="as `gptj-ft models` shows it")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would go and stop")] = False,
-    force: Annotated[bool, typer.Option("--force", help="though a run was started from it")] = False,
+    dry_run: Annotated[bool, flag("show what would go and stop", "--dry-run")] = False,
+    force: Annotated[bool, flag("though a run was started from it", "--force")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:

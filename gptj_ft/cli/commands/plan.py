@@ -14,6 +14,7 @@ from gptj_ft.cli.options import (
     Json,
     Offline,
     Options,
+    flag,
     takes_options,
 )
 from gptj_ft.cli.terminal.output import Output, as_tuple, print_note
@@ -29,12 +30,11 @@ def plan(
     config: Config = None,
     assignments: Assignments = None,
     scaling_law: Annotated[
-        bool,
-        typer.Option("--scaling-law", help="tell what a pre-training from scratch would take and reach, too"),
+        bool, flag("tell what a pre-training from scratch would take and reach, too", "--scaling-law")
     ] = False,
-    measure: Annotated[bool, typer.Option("--measure", help="measure device and disk again, first")] = False,
+    measure: Annotated[bool, flag("measure device and disk again, first", "--measure")] = False,
     offline: Offline = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print nothing: the exit code tells if it fits")] = False,
+    quiet: Annotated[bool, flag("print nothing: the exit code tells if it fits", "--quiet", "-q")] = False,
     as_json: Json = False,
     help_all: HelpAll = False,
 ) -> None:

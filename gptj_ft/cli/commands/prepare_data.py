@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from gptj_ft.cli.options import (
     Assignments,
     Config,
@@ -15,6 +13,7 @@ from gptj_ft.cli.options import (
     Offline,
     Options,
     Quiet,
+    flag,
     option_of,
     takes_options,
 )
@@ -31,24 +30,16 @@ if TYPE_CHECKING:
 def prepare_data(
     *,
     data: Annotated[str, option_of("data")],
-    output: Annotated[Path | None, typer.Option("--output", help="new folder; default DATA.prepared")] = None,
+    output: Annotated[Path | None, flag("new folder; default DATA.prepared")] = None,
     options: Options,
     fix: Annotated[
-        bool, typer.Option("--fix", help="mend what can be mended, in a new file beside DATA, and go on with that")
+        bool, flag("mend what can be mended, in a new file beside DATA, and go on with that", "--fix")
     ] = False,
-    fixed: Annotated[
-        Path | None, typer.Option("--fixed", metavar="FILE", help="with --fix: the new file; default NAME.fixed.jsonl")
-    ] = None,
-    report: Annotated[
-        Path | None, typer.Option("--report", metavar="FILE", help="new file for counts and lengths: .json or .html")
-    ] = None,
+    fixed: Annotated[Path | None, flag("with --fix: the new file; default NAME.fixed.jsonl", metavar="FILE")] = None,
+    report: Annotated[Path | None, flag("new file for counts and lengths: .json or .html", metavar="FILE")] = None,
     show: Annotated[
         int | None,
-        typer.Option(
-            "--show",
-            min=0,
-            help="show so many rows as the model will see them [default 1, in a log none]; in the --report, too",
-        ),
+        flag("show so many rows as the model will see them [default 1, in a log none]; in the --report, too", min=0),
     ] = None,
     config: Config = None,
     assignments: Assignments = None,

@@ -7,23 +7,19 @@ from typing import Annotated
 
 import typer
 
-from gptj_ft.cli.options import Json, Quiet, complete_run
+from gptj_ft.cli.options import Json, Quiet, complete_run, flag
 from gptj_ft.cli.terminal.output import Output
 from gptj_ft.errors import UsageError
 
 
 def report(
     runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN", help="run folders; several are compared", autocompletion=complete_run),
+        list[Path], typer.Argument(metavar="RUN", help="run folders; several are compared", autocompletion=complete_run)
     ],
     output: Annotated[
-        Path | None,
-        typer.Option("--output", metavar="FILE.html", help="page to write; of one run by default its report.html"),
+        Path | None, flag("page to write; of one run by default its report.html", metavar="FILE.html")
     ] = None,
-    show_text: Annotated[
-        bool, typer.Option("--show-text", help="with answers beside what was expected: texts of the rows")
-    ] = False,
+    show_text: Annotated[bool, flag("with answers beside what was expected: texts of the rows", "--show-text")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:

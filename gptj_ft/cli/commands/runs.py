@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gptj_ft.cli.help import Commands
-from gptj_ft.cli.options import Json, Quiet, complete_run
+from gptj_ft.cli.options import Json, Quiet, complete_run, flag
 from gptj_ft.cli.terminal.output import Output, print_json
 from gptj_ft.errors import DataError
 from gptj_ft.system.plain_text import command_line
@@ -68,7 +68,7 @@ def verify_run(run: RunFolder, quiet: Quiet = False, as_json: Json = False) -> N
 @runs_app.command("clean")
 def clean_runs(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="run folders", autocompletion=complete_run)],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would go and stop")] = False,
+    dry_run: Annotated[bool, flag("show what would go and stop", "--dry-run")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -95,7 +95,7 @@ def clean_runs(
 def export_run(
     run: RunFolder,
     target: Annotated[Path, typer.Argument(metavar="DEST", help="model folder")],
-    checkpoint: Annotated[str, typer.Option("--from", metavar="CHECKPOINT", help="step-000120, best or last")] = "best",
+    checkpoint: Annotated[str, flag("step-000120, best or last", "--from", metavar="CHECKPOINT")] = "best",
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:

@@ -311,10 +311,7 @@ def _engine_charts(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     def of(name: str, value: Callable[[Mapping[str, Any]], float]) -> Line:
         return Line(name, [(line["step"], value(line)) for line in steps])
 
-    moved = [
-        of("read", lambda line: line["bytes_read"] / 1e9),
-        of("written", lambda line: line["bytes_written"] / 1e9),
-    ]
+    moved = [of("read", lambda line: line["bytes_read"] / 1e9), of("written", lambda line: line["bytes_written"] / 1e9)]
     memory = [of("process", lambda line: line["memory_bytes"] / 1e9)]
     if any(line["device_memory_bytes"] for line in steps):
         memory.append(of("device", lambda line: line["device_memory_bytes"] / 1e9))

@@ -118,11 +118,7 @@ def show_reading(console: Console, title: str, about: Sequence[tuple[str, str]],
     panel(console, title, [*about, *rows])
 
 
-_WHERE = {
-    "device": "stay on the device",
-    "host": "stream from a copy in RAM",
-    "disk": "stream from the model folder",
-}
+_WHERE = {"device": "stay on the device", "host": "stream from a copy in RAM", "disk": "stream from the model folder"}
 
 
 def _amount(outlook: ScalingForecast) -> str:
