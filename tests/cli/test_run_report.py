@@ -20,15 +20,14 @@ from gptj_ft.cli.html.evaluation_page import (
     change_in,
     changes_of,
     comparison_in,
-    facts_of,
+    evaluation_facts,
+    evaluation_report,
     marked,
     record,
     table_of,
-    to_html,
-    to_markdown,
 )
 from gptj_ft.cli.html.names import portable
-from gptj_ft.cli.html.run_page import write_comparison, write_report
+from gptj_ft.cli.html.run_page import write_comparison, write_run_page
 from gptj_ft.cli.terminal.evaluation import show_comparison
 from gptj_ft.config.run_folder import Run, write_json
 from gptj_ft.evaluation.comparison import compare_models
@@ -199,7 +198,7 @@ def verdict_on(answers: list[str]):
 
 
 def page_of(run: Run, show_text: bool = False) -> Checker:
-    page = Checker(write_report(run, show_text).read_text(encoding="utf-8"))
+    page = Checker(write_run_page(run, show_text).read_text(encoding="utf-8"))
     assert not page.open
     assert not page.fetches
     return page
@@ -219,7 +218,7 @@ def test_a_page_has_the_run_its_curves_and_commands_and_fetches_nothing(tmp_path
 def test_a_page_begins_with_the_verdict_and_a_chart_of_changes(tmp_path: Path) -> None:
     run = make_run(tmp_path / "summarization-1")
     record(run.folder, verdict_on(["a secret text"] * 2 + ["another"] * 2 + ["a text"] * 2), "gptj-ft evaluate run")
-    text = write_report(run).read_text(encoding="utf-8")
+    text = write_run_page(run).read_text(encoding="utf-8")
     page = page_of(run)
     assert page.first("h1") == "Summarization, run 1: better. rougeL 0.00 → 60.00 on 6 rows"
     order = [
@@ -241,7 +240,7 @@ def test_a_page_begins_with_the_verdict_and_a_chart_of_changes(tmp_path: Path) -
 
 
 def test_charts_of_nothing_are_left_out_and_the_machine_is_folded_away(tmp_path: Path) -> None:
-    text = write_report(make_run(tmp_path / "run")).read_text(encoding="utf-8")
+    text = write_run_page(make_run(tmp_path / "run")).read_text(encoding="utf-8")
     assert "Moved by the stores" not in text
     assert "Waiting for the stores" not in text
     folded = text.index('<details class="part">')
@@ -250,7 +249,7 @@ def test_charts_of_nothing_are_left_out_and_the_machine_is_folded_away(tmp_path:
 
 def test_a_short_run_has_one_line_for_training_and_a_long_one_a_mean_over_it(tmp_path: Path) -> None:
     for steps, thin in ((60, 0), (200, 1)):
-        text = write_report(make_run(tmp_path / f"run{steps}", steps=steps)).read_text(encoding="utf-8")
+        text = write_run_page(make_run(tmp_path / f"run{steps}", steps=steps)).read_text(encoding="utf-8")
         assert text.count('opacity="0.4"') == thin
 
 
@@ -258,11 +257,11 @@ def test_no_page_has_a_folder_of_whoever_made_it_or_what_was_not_chosen(tmp_path
     run, verdict = make_run(tmp_path / "mine"), verdict_on(["a secret text", "another"])
     command = shlex.join(["gptj-ft", "evaluate", f"{HOME}/runs/mine", "--data", f"{HOME}/held.jsonl"])
     record(run.folder, verdict, command)
-    facts = facts_of(verdict, command, 2)
+    facts = evaluation_facts(verdict, command, 2)
     write_comparison([run, make_run(tmp_path / "other")], tmp_path / "both.html")
     comparison = (tmp_path / "both.html").read_text(encoding="utf-8")
-    report = write_report(run, show_text=True).read_text(encoding="utf-8")
-    for text in (report, comparison, to_html(facts, {}), to_markdown(facts, {})):
+    report = write_run_page(run, show_text=True).read_text(encoding="utf-8")
+    for text in (report, comparison, evaluation_report(".html", facts, {}), evaluation_report(".md", facts, {})):
         assert "somebody" not in text
         assert "ward" not in text
         assert str(tmp_path) not in text
@@ -271,7 +270,7 @@ def test_no_page_has_a_folder_of_whoever_made_it_or_what_was_not_chosen(tmp_path
         assert "weights on device, optimizer state on host" in text
     assert "model: gpt-j  # command line" in report
     assert "gptj-ft finetune --recipe summarization --data notes.jsonl --model=gpt-j" in report
-    assert "mine: <span" in to_html(facts, {})
+    assert "mine: <span" in evaluation_report(".html", facts, {})
 
 
 @pytest.mark.parametrize(
@@ -330,8 +329,8 @@ def test_large_perplexities_have_three_digits_and_verdicts_stand_beside_the_name
     assert table["perplexity"]["model"] == {"value": "1.04e7", "interval": "3.43e6 to 3.43e7"}
     assert table["perplexity"]["change"] == {"value": "-3.40e7", "interval": "-4.60e7 to -3.37e6"}
     assert table["loss"]["change"] == {"value": "-1.5000", "interval": "-2.0000 to +0.1000"}
-    facts = facts_of(verdict_on(["a text", "a text"]), "gptj-ft evaluate", 0)
-    text = to_html({**facts, "table": list(table.values())}, {})
+    facts = evaluation_facts(verdict_on(["a text", "a text"]), "gptj-ft evaluate", 0)
+    text = evaluation_report(".html", {**facts, "table": list(table.values())}, {})
     assert re.findall(r'<th role="columnheader"[^>]*>([^<]+)<', text)[:2] == ["Score", "Verdict"]
     assert re.search(r"\.verdict {[^}]*white-space: nowrap", text)
     assert re.search(r"th, td {[^}]*overflow-wrap: break-word", text)
@@ -345,7 +344,7 @@ def test_the_table_of_a_terminal_fits_80_columns_and_the_verdict_comes_last() ->
         *(dict.fromkeys(names, found["perplexity"]) for found in (WIDE.scores, WIDE.baseline, WIDE.differences))
     )
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
-    show_comparison(console, {**facts_of(verdict_on(["a text"] * 2), "", 0), "table": table_of(wide)})
+    show_comparison(console, {**evaluation_facts(verdict_on(["a text"] * 2), "", 0), "table": table_of(wide)})
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert sum(line.startswith(("loss", "perplexity", "token_accuracy", "rougeL ")) for line in lines) == 5, (
@@ -364,7 +363,7 @@ def luminance(colour: str) -> float:
 
 
 def test_colours_of_text_have_the_contrast_of_wcag_aa_in_light_dark_and_print() -> None:
-    text = to_html(facts_of(verdict_on(["a text", "a text"]), "gptj-ft evaluate", 0), {})
+    text = evaluation_report(".html", evaluation_facts(verdict_on(["a text", "a text"]), "gptj-ft evaluate", 0), {})
     themes = [dict(re.findall(r"--([\w]+): (#\w+);", rule)) for rule in re.findall(r":root {([^}]*)}", text)]
     assert len(themes) == 3
 

@@ -87,7 +87,8 @@ def evaluate(
     out = Output(as_json, quiet)
     with out.activity():
         from gptj_ft import api
-        from gptj_ft.cli.html.evaluation_page import check_report_path
+        from gptj_ft.cli.html import check_report_path
+        from gptj_ft.cli.html.evaluation_page import EVALUATION_SUFFIXES
         from gptj_ft.cli.terminal.evaluation import EvaluationOutput, rows_about, task_rows_about
         from gptj_ft.cli.terminal.progress import TerminalReporter
         from gptj_ft.cli.terminal.tables import show_reading
@@ -99,7 +100,7 @@ def evaluate(
         from gptj_ft.system.atomic import require_new
 
     for path in reports or ():
-        check_report_path(path)
+        check_report_path(path, EVALUATION_SUFFIXES)
     if output is not None:
         require_new(output)
     if predictions is None and allow_empty:

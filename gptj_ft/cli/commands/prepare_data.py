@@ -55,13 +55,14 @@ def prepare_data(
     out = Output(as_json, quiet)
     with out.activity():
         from gptj_ft import api
-        from gptj_ft.cli.html.data_page import check_report_path, write_preparation
+        from gptj_ft.cli.html import check_report_path
+        from gptj_ft.cli.html.data_page import DATA_SUFFIXES, write_preparation
         from gptj_ft.cli.terminal.data_tables import show_preparation
         from gptj_ft.cli.terminal.progress import TerminalReporter
 
     resolved = resolve({**options, "data": data}, config, as_tuple(assignments))
     if report is not None:
-        check_report_path(report)
+        check_report_path(report, DATA_SUFFIXES)
     if fixed is not None and not fix:
         raise UsageError("--fixed names the file that --fix writes: add --fix")
     reporter = TerminalReporter(out.notes)

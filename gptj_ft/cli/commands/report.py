@@ -27,14 +27,14 @@ def report(
 
     The page has data, curves, scores and how to repeat the run; it needs no network.
     """
-    from gptj_ft.cli.html.run_page import write_comparison, write_report
+    from gptj_ft.cli.html.run_page import write_comparison, write_run_page
     from gptj_ft.config.run_folder import Run
 
     found = [Run(folder.expanduser()) for folder in runs]
     if len(found) == 1:
         if output is not None:
             raise UsageError("the page of one run is report.html in its folder: --output is for several runs")
-        page = write_report(found[0], show_text)
+        page = write_run_page(found[0], show_text)
     else:
         if show_text:
             raise UsageError("--show-text is for the page of one run")

@@ -1,23 +1,59 @@
-"""Pages: one file each, without scripts, that need no network."""
+"""Reports in files: pages without scripts that need no network, and the same for programs as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gptj_ft import __version__
+from gptj_ft.errors import UsageError
+from gptj_ft.system.atomic import atomic_files, require_new
 
 
-def to_page(name: str, facts: Mapping[str, Any]) -> str:
-    """Return a page of this folder, filled in."""
+def fill_template(name: str, facts: Mapping[str, Any]) -> str:
+    """Return a template of this folder, filled in: ``run.html``, ``evaluation.md``. In HTML every text is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
+        autoescape=lambda template: template is not None and not template.endswith(".md.jinja"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
-    return environment.get_template(f"{name}.html.jinja").render(facts=facts, version=__version__)
+    return writable(environment.get_template(f"{name}.jinja").render(facts=facts, version=__version__))
+
+
+def to_json(facts: Mapping[str, Any]) -> str:
+    """Return facts as JSON for programs."""
+    return writable(json.dumps(facts, indent=2, ensure_ascii=False, default=str) + "\n")
+
+
+def writable(text: str) -> str:
+    """Return a text with bytes that are no characters, as names of files may hold them, written out."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def check_report_path(path: Path, suffixes: Sequence[str]) -> None:
+    """Check that a report can be written there.
+
+    Raises:
+        UsageError: its name ends with none of the suffixes, or it exists.
+    """
+    if path.suffix.lower() not in suffixes:
+        raise UsageError(f"--report {path}: the name must end with {' or '.join(suffixes)}")
+    require_new(path)
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a new file, whole or not at all.
+
+    Raises:
+        UsageError: it exists, or cannot be written.
+        ResourceError: the disk is full.
+    """
+    with atomic_files(path) as (file,):
+        file.write(text)

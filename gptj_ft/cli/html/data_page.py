@@ -5,14 +5,13 @@ Both hold the same facts. No text of a row is among them unless examples are ask
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from gptj_ft.cli.html import to_page
+from gptj_ft.cli.html import fill_template, to_json, write_new
 from gptj_ft.cli.html.names import file_names, place_name
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import Rows, steps_per_epoch
@@ -21,11 +20,10 @@ from gptj_ft.data.lengths import Lengths, bins_of
 from gptj_ft.data.loss_mask import span_borders
 from gptj_ft.data.readers.rows import in_words
 from gptj_ft.data.split import split
-from gptj_ft.errors import UsageError
-from gptj_ft.system.atomic import atomic_files, require_new
 from gptj_ft.system.plain_text import shortened
 from gptj_ft.training.prepare_data import Preparation
 
+DATA_SUFFIXES = (".json", ".html")
 PERSONAL = "personal data"  # in the text of a warning
 # What counts are called on a page; others by their own names.
 COUNTED = {
@@ -42,25 +40,15 @@ COUNTED = {
 }
 
 
-def check_report_path(path: Path) -> None:
-    """Check that a report can be written there.
-
-    Raises:
-        UsageError: its name ends with neither ``.json`` nor ``.html``, or it exists.
-    """
-    if path.suffix.lower() not in WRITERS:
-        raise UsageError(f"--report {path}: the name must end with {' or '.join(WRITERS)}")
-    require_new(path)
-
-
 def write_preparation(path: Path, done: Preparation, num_examples: int) -> None:
     """Write the report on prepared rows, with some of them if they are asked for."""
     shown = examples_of(done.prepared, done.tokenizer.decode, num_examples)
     examples = {"examples": shown} if shown else {}
-    write_report(path, {**done.origin, **facts_of(done.prepared, done.recipe), **examples})
+    facts = {**done.origin, **data_facts(done.prepared, done.recipe), **examples}
+    write_new(path, data_report(path.suffix.lower(), facts))
 
 
-def facts_of(prepared: Prepared, recipe: Recipe) -> dict[str, Any]:
+def data_facts(prepared: Prepared, recipe: Recipe) -> dict[str, Any]:
     """Return what there is to say of prepared rows: their report, lengths, what padding would cost, and the split."""
     lengths = Lengths.of(prepared, recipe.packing)
     whole = {"whole row": lengths.prompts + lengths.answers}
@@ -112,29 +100,14 @@ def examples_of(prepared: Prepared, decode: Callable[[list[int]], str], count: i
     ]
 
 
-def write_report(path: Path, facts: Mapping[str, Any]) -> None:
-    """Write a new file: what its name says (see `check_report_path`).
-
-    Raises:
-        UsageError: it exists, or cannot be written.
-        ResourceError: the disk is full.
-    """
-    with atomic_files(path) as (file,):
-        # A name of a file may hold bytes that are no characters.
-        file.write(WRITERS[path.suffix.lower()](facts).encode(errors="backslashreplace").decode())
-
-
-def to_json(facts: Mapping[str, Any]) -> str:
-    """Return the facts as JSON."""
-    return json.dumps(facts, indent=2, ensure_ascii=False, default=str) + "\n"
-
-
-def to_html(facts: Mapping[str, Any]) -> str:
-    """Return the facts as a page that needs nothing else: no script, no network.
+def data_report(suffix: str, facts: Mapping[str, Any]) -> str:
+    """Return a report in the form that its suffix names: see `DATA_SUFFIXES`.
 
     Counts that the page has no place for are listed by their names, so that none is left out. Files and models stand
     there without the folders that they lie in.
     """
+    if suffix == ".json":
+        return to_json(facts)
     counts = {
         COUNTED.get(name, name.replace("_", " ")): value
         for name, value in facts.items()
@@ -151,7 +124,7 @@ def to_html(facts: Mapping[str, Any]) -> str:
         "sentence": sentence_on(facts),
         "in_words": in_words,
     }
-    return to_page("rows", {**facts, **named, **own})
+    return fill_template("rows.html", {**facts, **named, **own})
 
 
 def _without(value: Any, folders: Sequence[str]) -> Any:
@@ -181,6 +154,3 @@ def sentence_on(facts: Mapping[str, Any]) -> str:
     if other:
         parts.append(f"{other} other warning{'s' * (other > 1)}" if personal else f"{other} warning{'s' * (other > 1)}")
     return ", ".join(parts)
-
-
-WRITERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {".json": to_json, ".html": to_html}

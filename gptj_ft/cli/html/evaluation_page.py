@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from itertools import pairwise
 from pathlib import Path
@@ -14,15 +13,13 @@ from typing import Any
 
 from markupsafe import Markup
 
-from gptj_ft.cli.html import to_page
+from gptj_ft.cli.html import fill_template, to_json
 from gptj_ft.cli.html.charts import Change, change_strip
 from gptj_ft.cli.html.names import apart_names, model_name, place_name, portable
 from gptj_ft.config.run_folder import write_json
-from gptj_ft.errors import UsageError
 from gptj_ft.evaluation.comparison import LOWER_IS_BETTER, ModelComparison
 from gptj_ft.evaluation.metrics import METRICS
 from gptj_ft.evaluation.metrics.bootstrap import Estimate, PairedEstimates
-from gptj_ft.system.atomic import atomic_files, require_new
 from gptj_ft.system.digests import read_json
 
 SAMPLE_CHARACTERS = 1000
@@ -32,11 +29,12 @@ RECORD = "evaluation.json"  # in a run's folder
 RECORDED = 20  # rows of each kind
 DIGITS = {"loss": 4, "perplexity": 3, "word_perplexity": 3, "byte_perplexity": 3}  # others 2
 POWERS_FROM = 10_000  # what is larger, as perplexities of an untrained model are, has three digits and a power of ten
+EVALUATION_SUFFIXES = (".json", ".md", ".html")
 VERDICTS = {"better": "better", "worse": "worse", "unclear": "no clear change"}
 Facts = Mapping[str, Any]
 
 
-def facts_of(verdict: ModelComparison, command: str, num_samples: int) -> dict[str, Any]:
+def evaluation_facts(verdict: ModelComparison, command: str, num_samples: int) -> dict[str, Any]:
     """Return what there is to say, as text; of the rows' texts only as many as are asked for."""
     baseline = verdict.baseline
     main = main_score(verdict.comparison, verdict.by_row.score if verdict.by_row else None)
@@ -250,69 +248,17 @@ def cut_text(text: str, characters: int) -> str:
     return text if len(text) <= characters else text[:characters] + " ..."
 
 
-def check_report_path(path: Path) -> None:
-    """Check that a report can be written there.
+def evaluation_report(suffix: str, facts: Facts, json_facts: Facts) -> str:
+    """Return a report in the form that its suffix names: see `EVALUATION_SUFFIXES`.
 
-    Raises:
-        UsageError: its name ends with none of what `WRITERS` has, or it exists.
+    Args:
+        suffix: of the file's name, in lower case.
+        facts: mapping made by `evaluation_facts`.
+        json_facts: what ``--json`` prints.
     """
-    if path.suffix.lower() not in WRITERS:
-        raise UsageError(f"--report {path}: the name must end with {', '.join(WRITERS)}")
-    require_new(path)
-
-
-def write_report(path: Path, facts: Facts, json_facts: Facts) -> None:
-    """Write a new file of the form that its name says.
-
-    Raises:
-        UsageError: it exists, or cannot be written.
-        ResourceError: the disk is full.
-    """
-    with atomic_files(path) as (file,):
-        text = WRITERS[path.suffix.lower()](facts, json_facts)
-        file.write(text.encode(errors="backslashreplace").decode())
-
-
-def to_json(facts: Facts, json_facts: Facts) -> str:
-    """Return what `--json` prints."""
-    return json.dumps({**json_facts, "command": facts["command"]}, indent=2, ensure_ascii=False, default=str) + "\n"
-
-
-def to_markdown(facts: Facts, json_facts: Facts) -> str:
-    """Return the same as Markdown."""
-    compared = f", compared with `{facts['baseline']}`" if facts["baseline"] else ""
-    headline = facts["headline"]
-    title = ". ".join(filter(None, (headline["words"], headline["figures"])))
-    lines = [f"# {facts['model']}: {title}", "", f"{facts['rows']:,} rows{compared}.", ""]
-    lines += _markdown_table(facts["table"], facts["baseline"] is not None)
-    for file, rows in facts["by_file"].items():
-        lines += ["", f"## Rows of {file}", "", *_markdown_table(rows, facts["baseline"] is not None)]
-    lines += ["", *(f"- {line}" for line in facts["lines"])]
-    for sample in facts["samples"]:
-        lines += ["", f"### {sample['place']}"]
-        for name, text in sample["texts"].items():
-            lines += ["", f"{name}:", "", *(f"    {line}" for line in text.splitlines())]
-    return "\n".join([*lines, "", "```", facts["portable_command"], "```", ""])
-
-
-def _markdown_table(rows: Sequence[Facts], has_baseline: bool) -> list[str]:
-    keys = ("baseline", "model", "change") if has_baseline else ("model",)
-    lines = [f"| score | {' | '.join(keys)} |", "|---|" + "---:|" * len(keys)]
-    for row in rows:
-        lines.append(f"| {row['name']} | " + " | ".join(_cell(row[key]) for key in keys) + " |")
-    return lines
-
-
-def _cell(texts: Facts) -> str:
-    return f"{texts['value']} ({texts['interval']})" if texts["interval"] else texts["value"]
-
-
-def to_html(facts: Facts, json_facts: Facts) -> str:
-    """Return the same as a page that needs nothing else."""
-    return to_page("evaluation", {**facts, "samples": marked(facts["samples"])})
-
-
-WRITERS: Mapping[str, Callable[[Facts, Facts], str]] = {".json": to_json, ".md": to_markdown, ".html": to_html}
+    if suffix == ".json":
+        return to_json({**json_facts, "command": facts["command"]})
+    return fill_template(f"evaluation{suffix}", {**facts, "marked": marked(facts["samples"])})
 
 
 def _texts(name: str, estimate: Estimate | None, sign: str = "") -> dict[str, str]:

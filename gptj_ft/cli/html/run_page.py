@@ -13,7 +13,7 @@ from typing import Any
 from markupsafe import Markup
 
 from gptj_ft.checkpoints.metadata import read_metadata
-from gptj_ft.cli.html import to_page
+from gptj_ft.cli.html import fill_template, write_new
 from gptj_ft.cli.html.charts import FEWEST_JOINED, Axis, Line, line_chart, lowest_of
 from gptj_ft.cli.html.evaluation_page import (
     change_in,
@@ -34,36 +34,41 @@ from gptj_ft.config.run_folder import Run
 from gptj_ft.data.dataset import Prepared, load_dataset
 from gptj_ft.data.lengths import bins_of
 from gptj_ft.data.readers.source import is_prepared
-from gptj_ft.errors import DataError, GptjFtError, ResourceError, UsageError
-from gptj_ft.system.atomic import atomic_files
+from gptj_ft.errors import DataError, GptjFtError, UsageError
 from gptj_ft.system.digests import read_json
-from gptj_ft.system.files import read_text, replace_text
+from gptj_ft.system.files import disk_errors, read_text, replace_text
 from gptj_ft.system.plain_text import one_line
 from gptj_ft.system.units import clock, gigabytes
 from gptj_ft.training.runs import Summary, summarize
 
+Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 Points = list[tuple[float, float]]
 SMOOTHED = 100  # steps from which on a mean is drawn: in shorter runs it would cover the line
 SAMPLES = 5  # of the greatest gains, and as many of the greatest losses
 PLACES = ("weights", "optimizer_state", "precision")  # may say auto; what was chosen is among the facts
 NATS = "nats per target token"
-# Of a step: title, axis, value.
-CURVES: Sequence[tuple[str, str, Callable[[Mapping[str, Any]], float]]] = (
-    ("Learning rate", "learning rate", lambda line: line["lr"]),
-    ("Gradient norm, before clipping", "norm", lambda line: line["grad_norm"]),
-    ("Throughput", "target tokens / s", lambda line: line["target_tokens_per_second"]),
+DEVICE = "device"  # name of the line of its memory, which a CPU has none of
+# Charts on the machine: title, axis, and of each line its name, what it shows of a step, and in which unit.
+MACHINE: Sequence[tuple[str, str, Sequence[tuple[str, str, float]]]] = (
+    ("Learning rate", "learning rate", [("learning rate", "lr", 1)]),
+    ("Gradient norm, before clipping", "norm", [("norm", "grad_norm", 1)]),
+    ("Throughput", "target tokens / s", [("throughput", "target_tokens_per_second", 1)]),
+    ("Peak memory", "GB", [("process", "memory_bytes", 1e9), (DEVICE, "device_memory_bytes", 1e9)]),
+    ("Waiting for the stores", "% of the step", [("waiting", "stall", 0.01)]),
+    ("Moved by the stores in a step", "GB", [("read", "bytes_read", 1e9), ("written", "bytes_written", 1e9)]),
 )
+NUM_WITHOUT_STORES = 4  # of these
 
 
 def write_page(run: Run, say: Callable[[str], None]) -> None:
     """Write a run's report; what goes wrong with it takes nothing from a run that is done."""
     try:
-        write_report(run)
+        write_run_page(run)
     except GptjFtError as error:
         say(f"no report was written: {error}")
 
 
-def write_report(run: Run, show_text: bool = False) -> Path:
+def write_run_page(run: Run, show_text: bool = False) -> Path:
     """Write ``report.html`` into a run folder; replaced if it is there.
 
     Args:
@@ -76,10 +81,10 @@ def write_report(run: Run, show_text: bool = False) -> Path:
         ResourceError: it cannot be written.
     """
     path = run.folder / "report.html"
-    try:
-        replace_text(path, to_page("run", facts_of(run, show_text)).encode(errors="backslashreplace").decode())
-    except OSError as error:
-        raise ResourceError(f"cannot write {path}: {error.strerror}") from error
+    with _readable([run]):
+        facts = _facts_of(run, show_text)
+    with disk_errors(path):
+        replace_text(path, fill_template("run.html", facts))
     return path
 
 
@@ -93,22 +98,20 @@ def write_comparison(runs: Sequence[Run], path: Path) -> None:
     """
     with _readable(runs):
         facts = _compared(runs, path)
-    with atomic_files(path) as (file,):
-        file.write(to_page("runs", facts).encode(errors="backslashreplace").decode())
+    write_new(path, fill_template("runs.html", facts))
 
 
 def _compared(runs: Sequence[Run], path: Path) -> dict[str, Any]:
     names = [run.folder.resolve().name for run in runs]
-    lines = [run.metrics() for run in runs]
+    lines = [(name, run.metrics()) for name, run in zip(names, runs, strict=True)]
     overviews = [_overview(run) for run in runs]
     evaluations = [evaluation_of(run.folder) for run in runs]
-    charts, engine = _compared_charts(names, lines)
     return {
         "sentence": _sentence_on(runs, names),
         "names": names,
         **_compared_changes(names, evaluations),
-        "charts": charts,
-        "engine": engine,
+        "charts": _compared_charts(lines),
+        "engine": _compared_machines(lines),
         "options": _differing_options(runs),
         "overviews": [
             {"name": name, "values": [overview.get(name, "") for overview in overviews]}
@@ -116,17 +119,6 @@ def _compared(runs: Sequence[Run], path: Path) -> dict[str, Any]:
         ],
         "command": portable(["report", *(str(run.folder) for run in runs), "--output", str(path)]),
     }
-
-
-def facts_of(run: Run, show_text: bool) -> dict[str, Any]:
-    """Return what there is to say of a run.
-
-    Raises:
-        UsageError: this is no run.
-        DataError: a file of it is damaged.
-    """
-    with _readable([run]):
-        return _facts_of(run, show_text)
 
 
 @contextmanager
@@ -167,8 +159,8 @@ def _facts_of(run: Run, show_text: bool) -> dict[str, Any]:
         "lengths": bins_of(train.rows.lengths()) if train else [],
         "rows_cut": train.report.rows_cut if train else 0,
         "max_length": recipe.max_length,
-        "charts": _charts(lines),
-        "engine": _engine_charts(lines),
+        "charts": _learning_charts(lines),
+        "engine": _machine_charts(lines),
         "evaluation": _evaluation(evaluation) if evaluation else None,
         "samples": marked(samples_in(evaluation, SAMPLES)) if evaluation and show_text else [],
         "environment": {name: value for name, value in environment.items() if name != "command"},
@@ -285,10 +277,13 @@ def _losses(found: Summary) -> str:
     return "none" if found.loss_before is None else f"{before} before, {after} after (lower is better)"
 
 
-def _charts(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    steps = [line for line in lines if "loss" in line]
-    loss: Points = [(line["step"], line["loss"]) for line in steps]
-    validation: Points = [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]
+def _series(lines: Lines, name: str, unit: float = 1, of: str = "loss") -> Points:
+    """Return a figure by step, of the lines that have another: those of steps have a loss."""
+    return [(line["step"], line[name] / unit) for line in lines if of in line]
+
+
+def _learning_charts(lines: Lines) -> list[dict[str, Any]]:
+    loss, validation = _series(lines, "loss"), _series(lines, "validation_loss", of="validation_loss")
     losses, notes = [Line("training", loss)], []
     if len(loss) >= SMOOTHED:
         losses = [Line("training", _smoothed(loss)), Line("each step", loss, is_faint=True)]
@@ -297,64 +292,48 @@ def _charts(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if len(validation) >= FEWEST_JOINED:
         step, lowest = lowest_of(validation)
         notes.append(f"ring: lowest validation loss, {lowest:.4f} after step {step:,}")
-    charts = [_chart("Loss", Axis(NATS), losses, "; ".join(notes))]
-    for name in sorted({name for line in lines for name in line.get("scores", {})}):
-        points = [(line["step"], line["scores"][name]) for line in lines if name in line.get("scores", {})]
-        charts.append(_chart(f"{name} of the sample", Axis(name), [Line(name, points)]))
-    return [chart for chart in charts if chart["svg"]]
+    scored = [{"step": line["step"], **line["scores"]} for line in lines if "scores" in line]
+    names = sorted({name for line in scored for name in line} - {"step"})
+    scores = [
+        _chart(f"{name} of the sample", Axis(name), [Line(name, _series(scored, name, of=name))]) for name in names
+    ]
+    return [_chart("Loss", Axis(NATS), losses, "; ".join(notes)), *scores]
 
 
-def _engine_charts(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return charts on the machine; of what was nothing all the time there is none."""
-    steps = [line for line in lines if "loss" in line]
+def _machine_charts(lines: Lines) -> list[dict[str, Any]]:
+    """Return charts on the machine, those of the stores if anything was moved."""
+    moves = any(line["bytes_read"] or line["bytes_written"] for line in lines if "loss" in line)
+    charts = []
+    for title, axis, parts in MACHINE if moves else MACHINE[:NUM_WITHOUT_STORES]:
+        drawn = [Line(name, _series(lines, of, unit)) for name, of, unit in parts]
+        drawn = [line for line in drawn if line.name != DEVICE or any(y for _, y in line.points)]
+        charts.append(_chart(title, Axis(axis, from_zero=True), drawn))
+    return charts
 
-    def of(name: str, value: Callable[[Mapping[str, Any]], float]) -> Line:
-        return Line(name, [(line["step"], value(line)) for line in steps])
 
-    moved = [of("read", lambda line: line["bytes_read"] / 1e9), of("written", lambda line: line["bytes_written"] / 1e9)]
-    memory = [of("process", lambda line: line["memory_bytes"] / 1e9)]
-    if any(line["device_memory_bytes"] for line in steps):
-        memory.append(of("device", lambda line: line["device_memory_bytes"] / 1e9))
-    charts = [_chart(title, Axis(unit, from_zero=True), [of(title, value)]) for title, unit, value in CURVES]
-    charts.append(_chart("Peak memory", Axis("GB", from_zero=True), memory))
-    if any(line["bytes_read"] or line["bytes_written"] for line in steps):
-        waiting = of("waiting", lambda line: 100 * line["stall"])
-        charts.append(_chart("Waiting for the stores", Axis("% of the step", from_zero=True), [waiting]))
-        charts.append(_chart("Moved by the stores in a step", Axis("GB", from_zero=True), moved))
-    return [chart for chart in charts if chart["svg"]]
+def _compared_charts(runs: Sequence[tuple[str, Lines]]) -> list[dict[str, Any]]:
+    """Return charts of what runs learned."""
+    validation = [
+        Line(name, _series(lines, "validation_loss", of="validation_loss"), marks_lowest=True) for name, lines in runs
+    ]
+    training = [Line(name, _smoothed(_series(lines, "loss"))) for name, lines in runs]
+    return [
+        _chart("Validation loss", Axis(NATS), validation, "ring: the lowest of a run"),
+        _chart("Training loss", Axis(NATS), training, "means of a twentieth of the steps"),
+    ]
+
+
+def _compared_machines(runs: Sequence[tuple[str, Lines]]) -> list[dict[str, Any]]:
+    charts = []
+    for title, axis, ((_, of, unit), *_) in MACHINE[:NUM_WITHOUT_STORES]:
+        drawn = [Line(name, _series(lines, of, unit)) for name, lines in runs]
+        charts.append(_chart(title, Axis(axis, from_zero=True), drawn))
+    return charts
 
 
 def _chart(title: str, y: Axis, lines: Sequence[Line], note: str = "") -> dict[str, Any]:
+    """Return a chart for a page, which leaves out those of nothing."""
     return {"title": title, "note": note, "svg": Markup(line_chart(title, Axis("step"), y, lines))}
-
-
-def _compared_charts(
-    names: Sequence[str], runs: Sequence[Sequence[Mapping[str, Any]]]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return charts of what runs learned, and of the machine."""
-
-    def of(value: Callable[[Mapping[str, Any]], float], key: str, marks_lowest: bool = False) -> list[Line]:
-        return [
-            Line(name, [(line["step"], value(line)) for line in lines if key in line], marks_lowest=marks_lowest)
-            for name, lines in zip(names, runs, strict=True)
-        ]
-
-    training = of(lambda line: line["loss"], "loss")
-    training = [Line(line.name, _smoothed(list(line.points))) for line in training]
-    learned = [
-        _chart(
-            "Validation loss",
-            Axis(NATS),
-            of(lambda line: line["validation_loss"], "validation_loss", marks_lowest=True),
-            "ring: the lowest of a run",
-        ),
-        _chart("Training loss", Axis(NATS), training, "means of a twentieth of the steps"),
-    ]
-    engine = [
-        *(_chart(title, Axis(unit, from_zero=True), of(value, "loss")) for title, unit, value in CURVES),
-        _chart("Peak memory", Axis("GB", from_zero=True), of(lambda line: line["memory_bytes"] / 1e9, "loss")),
-    ]
-    return [chart for chart in learned if chart["svg"]], [chart for chart in engine if chart["svg"]]
 
 
 def _compared_changes(names: Sequence[str], evaluations: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:

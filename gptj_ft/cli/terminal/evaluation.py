@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from gptj_ft.cli.html.evaluation_page import Facts, cut_text, facts_of, record, write_report
+from gptj_ft.cli.html import write_new
+from gptj_ft.cli.html.evaluation_page import Facts, cut_text, evaluation_facts, evaluation_report, record
 from gptj_ft.cli.html.run_page import write_page
 from gptj_ft.cli.terminal.output import Output
 from gptj_ft.cli.terminal.screen import next_steps, panel, say, table, whole
@@ -50,12 +51,12 @@ class EvaluationOutput:
             GateError: a score is not what was asked for.
         """
         not_reached = failed_gates(asked, found)
-        facts = facts_of(found, self.command, self.show)
+        facts = evaluation_facts(found, self.command, self.show)
         json_facts = {**found.to_dict(self.show > 0), "gates_missed": not_reached}
         if self.output is not None:
             write_outputs(self.output, found.model, found.baseline)
         for path in self.reports:
-            write_report(path, facts, json_facts)
+            write_new(path, evaluation_report(path.suffix.lower(), facts, json_facts))
         written = [path for path in (self.output, *self.reports) if path is not None]
         self.out.finish(
             json_facts, scores_text(facts), lambda console: show_comparison(console, facts, written, following)
@@ -104,7 +105,7 @@ def show_comparison(console: Console, facts: Facts, written: Sequence[Path] = ()
 
     Args:
         console: terminal or log.
-        facts: mapping made by `facts_of`.
+        facts: mapping made by `evaluation_facts`.
         written: files that were written.
         commands: commands to suggest.
     """
