@@ -125,6 +125,12 @@ def in_words(error: OSError) -> GptjFtError | None:
     return kind(f"{names}: {error.strerror}; {advice}")
 
 
+def listed(names: Iterable[str], most: int = 20) -> str:
+    """Return names for a message: the first of them, and how many more there are; ``none`` without any."""
+    every = list(names)
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "") or "none"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the nearest known name, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

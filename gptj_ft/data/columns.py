@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.chat import ASSISTANT, MESSAGES, REPLY, SYSTEM, is_chat, read_conversation, up_to_the_last_answer
 from gptj_ft.data.template import fields_of, render, stripped_fields
-from gptj_ft.errors import DataError, RowSkipped, did_you_mean
+from gptj_ft.errors import DataError, RowSkipped, did_you_mean, listed
 from gptj_ft.system.plain_text import quoted, shortened
 
 LABEL = "label"  # the field whose values `labels` translates
@@ -23,7 +23,6 @@ TURNS = {
     INPUT: ("input", "context"),
     ASSISTANT: ("output", "response", "completion", "answer", "reply"),
 }
-_NAMES_SHOWN = 20  # of columns, in messages
 NOT_IN_A_NAME = ",;\t|"  # what rather separates two
 JOINED = "+"  # between the columns of a field that has several
 
@@ -201,9 +200,7 @@ def _pair(field: str, column: str) -> str:
 
 def _listed(columns: Sequence[str]) -> str:
     """List column names for a message, shortened: without a header they are the first row's texts."""
-    names = [shortened(name) for name in columns]
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more or "none"
+    return listed(map(shortened, columns))
 
 
 def cell_text(value: Any) -> str | None:

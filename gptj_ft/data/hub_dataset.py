@@ -11,6 +11,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -18,7 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 from gptj_ft.data.readers.source import COMPRESSIONS, SUFFIXES
-from gptj_ft.errors import NoSuchRevision, Unreachable, UsageError, did_you_mean
+from gptj_ft.errors import NoSuchRevision, Unreachable, UsageError, did_you_mean, listed
 from gptj_ft.system.files import read_text, replace_text, require_plain
 from gptj_ft.system.hub import open_network
 from gptj_ft.system.hub_download import HubFile, Repository, fetch_files, is_there, look_up, writing
@@ -43,16 +44,6 @@ SPLIT_WORDS = {
     "validation": {"validation", "valid", "dev", "val"},
     "test": {"test", "testing", "eval", "evaluation"},
 }
-_NAMES_SHOWN = 20
-
-
-@dataclass(frozen=True)
-class HubSplit:
-    """A split of a configuration, and the names of its files."""
-
-    config: str
-    split: str
-    files: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -69,45 +60,42 @@ class RepositoryLayout:
     default: str | None
     script: str
 
-    def find(self, repository: str, config: str, split: str) -> HubSplit | None:
-        """Return a part; ``None`` if it is not here.
+    def find(self, reference: Reference) -> tuple[str, tuple[str, ...]]:
+        """Return the configuration that a reference means, and the files of its split; none if they are not here.
 
         Raises:
             UsageError: no configuration is named and there are several; names them.
         """
-        name = config or self.default
-        if name is None and self.configs:
-            first = next(iter(self.configs))
+        config, repository = reference.config or self.default, reference.repository
+        if config is None and self.configs:
             raise UsageError(
-                f"{repository} has several configurations: {_listed(self.configs)}; choose one, e.g. "
-                f"hub:{repository}/{first}"
+                f"{repository} has several configurations: {listed(self.configs)}; choose one, e.g. "
+                f"hub:{repository}/{next(iter(self.configs))}"
             )
-        files = self.configs.get(name or "", {}).get(split, ())
-        return HubSplit(name or "", split, files) if files else None
+        return config or "", self.configs.get(config or "", {}).get(reference.split, ())
 
-    def what_is_missing(self, repository: str, config: str, split: str) -> str:
+    def what_is_missing(self, reference: Reference) -> str:
         """Explain why `find` found nothing, and list what there is."""
-        name = config or self.default or ""
-        splits = self.configs.get(name)
-        if splits:
-            suffix = f"/{name}" if config else ""
-            first = next(iter(splits))
+        repository, split = reference.repository, reference.split
+        config = reference.config or self.default or ""
+        if splits := self.configs.get(config):
+            named = f"{repository}/{config}" if reference.config else repository
             return (
-                f"{repository}{suffix} has no split '{split}'{did_you_mean(split, splits)}; there are "
-                f"{_listed(splits)}: write hub:{repository}{suffix}:{first}"
+                f"{named} has no split '{split}'{did_you_mean(split, splits)}; there are {listed(splits)}: write "
+                f"hub:{named}:{next(iter(splits))}"
             )
-        usable = [config for config, parts in self.configs.items() if parts]
-        if usable and name not in self.configs:
+        usable = [name for name, parts in self.configs.items() if parts]
+        if usable and config not in self.configs:
             return (
-                f"{repository} has no configuration '{name}'{did_you_mean(name, usable)}; there are {_listed(usable)}: "
-                f"write hub:{repository}/{usable[0]}"
+                f"{repository} has no configuration '{config}'{did_you_mean(config, usable)}; there are "
+                f"{listed(usable)}: write hub:{repository}/{usable[0]}"
             )
         if self.script:
             return (
                 f"{repository} has only a loading script ({self.script}), and no code of a data set is run here: load "
                 "it where you trust it (`datasets` below version 4), save it with `to_parquet`, and name the files"
             )
-        where = f"configuration '{name}' of {repository}" if usable else repository
+        where = f"configuration '{config}' of {repository}" if usable else repository
         return f"{where} has no files of rows ({', '.join(FORMATS)}); save it as one of these, and name the files"
 
 
@@ -228,12 +216,6 @@ def _matches(parts: list[str], pattern: list[str]) -> bool:
 
 def _list_of(value: Any) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
-
-
-def _listed(names: Iterable[str]) -> str:
-    every = list(names)
-    more = f" and {len(every) - _NAMES_SHOWN} more" if len(every) > _NAMES_SHOWN else ""
-    return ", ".join(every[:_NAMES_SHOWN]) + more
 
 
 PREFIX = "hub:"
@@ -358,13 +340,11 @@ def fetch(
 def _fetch(
     reference: Reference, say: Callable[[str], None], progress: Callable[[int, int], None] | None
 ) -> ResolvedReference:
-    repository, part = _locate(reference)
-    files = tuple(repository.files[name] for name in part.files)
-    pinned = replace(reference, config=part.config, revision=repository.commit)
+    repository, config, files = _locate(reference)
+    pinned = replace(reference, config=config, revision=repository.commit)
     at = f"{reference.repository.replace('/', '--')}@{repository.commit}"
-    note = ResolvedReference(
-        str(pinned), f"{at}/{_segment(part.config)}/{_segment(part.split)}", files, time.strftime("%Y-%m-%d")
-    )
+    place = f"{at}/{_segment(config)}/{_segment(reference.split)}"
+    note = ResolvedReference(str(pinned), place, files, time.strftime("%Y-%m-%d"))
     folder = datasets() / note.folder
     size = gigabytes(sum(file.bytes for file in files))
     say(f"{reference} is {note.pinned}: {len(files)} file{'s' * (len(files) != 1)}, {size}")
@@ -381,32 +361,30 @@ def _fetch(
     return note
 
 
-def _locate(reference: Reference) -> tuple[Repository, HubSplit]:
-    """Resolve a reference on the Hub: files of the repository, else of the Hub's conversion of its main branch.
+def _locate(reference: Reference) -> tuple[Repository, str, tuple[HubFile, ...]]:
+    """Resolve a reference on the Hub to a repository at a commit, a configuration, and the files of the split.
+
+    What is not in the repository may be in the Hub's conversion of its main branch.
 
     Raises:
-        UsageError: none; says what there is.
+        UsageError: it is in neither; says what there is.
     """
-    name, config, split = reference.repository, reference.config, reference.split
+    name = reference.repository
     repository = look_up(name, reference.revision or None, "dataset")
     layout = layout_of(name, repository.files, repository.card)
-    if part := layout.find(name, config, split):
-        return repository, part
-    if not reference.revision:
-        converted, conversion = _conversion(name)
-        if converted and (part := conversion.find(name, config, split)):
-            return converted, part
-        if not any(layout.configs.values()) and conversion.configs:
-            layout = conversion
-    raise UsageError(layout.what_is_missing(name, config, split))
-
-
-def _conversion(name: str) -> tuple[Repository | None, RepositoryLayout]:
-    try:
-        repository = look_up(name, CONVERTED, "dataset")
-    except NoSuchRevision:
-        return None, layout_of(name, (), {})
-    return repository, layout_of(name, repository.files, {})
+    config, names = layout.find(reference)
+    if not names and not reference.revision:
+        with suppress(NoSuchRevision):
+            converted = look_up(name, CONVERTED, "dataset")
+            conversion = layout_of(name, converted.files, {})
+            config, names = conversion.find(reference)
+            if names:
+                repository = converted
+            elif not any(layout.configs.values()) and conversion.configs:
+                layout = conversion
+    if not names:
+        raise UsageError(layout.what_is_missing(reference))
+    return repository, config, tuple(repository.files[name] for name in names)
 
 
 def _note(reference: Reference) -> ResolvedReference | None:

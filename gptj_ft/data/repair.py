@@ -96,16 +96,6 @@ def decode_again(text: str) -> str:
     return text
 
 
-def remove_controls(text: str) -> str:
-    """Remove control characters and those without a meaning; what Windows-1252 has in their place is put there."""
-    return CONTROL.sub(lambda match: WINDOWS.get(ord(match[0]), ""), text)
-
-
-def unify_line_ends(text: str) -> str:
-    """Replace the line ends of other systems by plain ones."""
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
 def remove_html(text: str) -> str:
     """Replace entities by characters, and tags by line breaks or nothing."""
     return ENTITY.sub(_character, TAGS.sub(_in_place_of_tags, text))
@@ -155,8 +145,11 @@ def _is_at_border(match: re.Match[str]) -> bool:
 
 FIXES: Mapping[str, tuple[Callable[[str], bool], Callable[[str], str]]] = {
     "wrongly decoded letters": (is_mojibake, decode_again),
-    "control characters": (lambda text: bool(CONTROL.search(text)), remove_controls),
-    "carriage returns": (lambda text: "\r" in text, unify_line_ends),
+    "control characters": (  # what Windows-1252 has in their place is put there
+        lambda text: bool(CONTROL.search(text)),
+        lambda text: CONTROL.sub(lambda match: WINDOWS.get(ord(match[0]), ""), text),
+    ),
+    "carriage returns": (lambda text: "\r" in text, lambda text: text.replace("\r\n", "\n").replace("\r", "\n")),
     "HTML": (has_html, remove_html),
     "Treebank tokens": (is_treebank, join_tokens),
 }
@@ -339,12 +332,7 @@ class _Repairer:
         self._report.rows_written += 1
         self._report.rows_changed += values != row.values
         for column in names:
-            self._write_changes(
-                row,
-                column,
-                [(old, each.text) for old, each in zip(before[column], after[column], strict=True)],
-                list(dict.fromkeys(fix for each in after[column] for fix in each.fixes)),
-            )
+            self._write_changes(row, column, before[column], after[column])
         return values
 
     def _drop(self, where: str, reason: str, detail: str) -> None:
@@ -352,14 +340,15 @@ class _Repairer:
         self._report.rows_dropped.setdefault(reason, Occurrences()).add(where)
         self._diff.write(visible(f"@@ {where} dropped: {reason}: {detail} @@") + "\n")
 
-    def _write_changes(self, row: Row, column: str, changes: list[tuple[str, str]], fixes: list[str]) -> None:
-        if not fixes:
-            return
+    def _write_changes(self, row: Row, column: str, before: list[str], after: list[RepairedText]) -> None:
+        fixes = dict.fromkeys(fix for each in after for fix in each.fixes)
         for fix in fixes:
             self._report.cells[fix] += 1
-        place = f"{row.where}, now line {self._report.rows_written}, column '{column}'"
-        self._diff.write(visible(f"@@ {place}: {', '.join(fixes)} @@") + "\n")
-        self._diff.writelines(line for old, new in changes if old != new for line in _difference(old, new))
+        if fixes:
+            place = f"{row.where}, now line {self._report.rows_written}, column '{column}'"
+            self._diff.write(visible(f"@@ {place}: {', '.join(fixes)} @@") + "\n")
+        for old, new in zip(before, after, strict=True):
+            self._diff.writelines(_difference(old, new.text))
 
 
 def _texts_in(value: Any) -> Iterator[str]:

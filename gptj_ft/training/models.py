@@ -12,7 +12,7 @@ from gptj_ft.checkpoints.download import SOURCE, Origin, read_origin
 from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
 from gptj_ft.config.run_folder import Run
-from gptj_ft.errors import GptjFtError, UsageError, did_you_mean
+from gptj_ft.errors import GptjFtError, UsageError, did_you_mean, listed
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.system.files import disk_bytes, files_in, remove_folder
 from gptj_ft.system.paths import RUNS, is_model, models, newest_run
@@ -85,11 +85,9 @@ def remove(entry: Entry, force: bool = False) -> None:
     Raises:
         UsageError: a run still needs it and it is not forced, or it cannot be removed.
     """
-    needing = [] if force else runs_that_need(Path(entry.folder))
-    if needing:
-        more = f" and {len(needing) - 1} more" if needing[1:] else ""
+    if needing := [] if force else [str(run.folder) for run in runs_that_need(Path(entry.folder))]:
         raise UsageError(
-            f"{needing[0].folder}{more} was started from {entry.name} and cannot be resumed or exported without it; "
+            f"{listed(needing, 1)} was started from {entry.name} and cannot be resumed or exported without it; "
             "--force removes it all the same"
         )
     folder = Path(entry.folder)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gptj_ft.errors import DataError, GptjFtError, NotFinite
+from gptj_ft.errors import DataError, GptjFtError, NotFinite, listed
 from gptj_ft.models.lora import name_of
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.open import flat_views
@@ -117,8 +117,7 @@ def explain_loss(
 def explain_gradient(error: GptjFtError, setup: TrainSetup, stack: OffloadedModel) -> GptjFtError:
     """Return the error of an optimizer that was given a gradient that is not finite, with the tensors it is in."""
     names = find_in_gradients(setup, stack)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    where = f"; in {', '.join(names[:3])}{more}" if names else ""
+    where = f"; in {listed(names, 3)}" if names else ""
     return NotFinite(f"{error}{where}\n{advice(setup)}")
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from gptj_ft.data.readers.rows import Findings, Row, token_row
 from gptj_ft.data.readers.source import File
-from gptj_ft.errors import DataError, UsageError
+from gptj_ft.errors import DataError, UsageError, listed
 
 if TYPE_CHECKING:
     import h5py
@@ -86,9 +86,7 @@ def _dataset(file: File, opened: h5py.File) -> h5py.Dataset:
     expected = f"expected '{DATASET}' of integers, (N, 3, S) or (N, 5, S) samples, or (T) tokens"
     data = opened.get(DATASET)
     if not isinstance(data, h5py.Dataset):
-        names = sorted(opened)
-        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-        raise DataError(f"{file.path}: {expected}; found {', '.join(names[:10]) or 'nothing'}{more}")
+        raise DataError(f"{file.path}: {expected}; found {listed(sorted(opened), 10)}")
     form: tuple[int, ...] = data.shape or ()
     is_form = len(form) == 1 or (len(form) == 3 and form[1] in (3, 5) and 0 < form[2] <= _MOST_TOKENS)
     if data.dtype.kind not in "iu" or not is_form:

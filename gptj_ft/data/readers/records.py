@@ -44,46 +44,32 @@ def read_rows(
             raise DataError(f"{file.path}: there are no rows in it")
 
 
-def _read_text(file: File, findings: Findings) -> Iterator[Row]:
-    """Read plain text, split into documents as the options say."""
-    readers = {"file": read_document, "line": read_lines, "paragraph": read_paragraphs}
-    return readers[file.options.documents](file, findings)
+def read_text(file: File, findings: Findings) -> Iterator[Row]:
+    """Read plain text, split into documents as the options say: lines, the file, or what blank lines separate."""
+    lines = ((number, line.removesuffix("\n").removesuffix("\r")) for number, line in numbered_lines(file, findings))
+    documents: Iterator[tuple[int, list[str]]]
+    if file.options.documents == "line":
+        documents = ((number, [line]) for number, line in lines)
+    else:
+        documents = _documents(file, lines, are_paragraphs=file.options.documents == "paragraph")
+    for start, document in documents:
+        if any(line.strip() for line in document):
+            yield Row(str(file.path), start, {"text": "\n".join(document).rstrip("\n")})
 
 
-def read_paragraphs(file: File, findings: Findings) -> Iterator[Row]:
-    """Read plain text; documents are separated by blank lines."""
-    start, lines, size = 0, list[str](), 0
-    for number, line in numbered_lines(file, findings):
-        if line.strip():
-            start, size = (start, size + len(line)) if lines else (number, len(line))
-            if size > file.options.max_record:
-                raise too_long(file, start)
-            lines.append(line.removesuffix("\n").removesuffix("\r"))
-        elif lines:
-            yield Row(str(file.path), start, {"text": "\n".join(lines)})
-            lines.clear()
-    if lines:
-        yield Row(str(file.path), start, {"text": "\n".join(lines)})
-
-
-def read_lines(file: File, findings: Findings) -> Iterator[Row]:
-    """Read plain text; every line that is not blank is a document."""
-    for number, line in numbered_lines(file, findings):
-        if line.strip():
-            yield Row(str(file.path), number, {"text": line.removesuffix("\n").removesuffix("\r")})
-
-
-def read_document(file: File, findings: Findings) -> Iterator[Row]:
-    """Read plain text; the file is one document."""
-    lines, size = list[str](), 0
-    for _, line in numbered_lines(file, findings):
-        lines.append(line.replace("\r\n", "\n"))
-        size += len(line)
+def _documents(file: File, lines: Iterator[tuple[int, str]], are_paragraphs: bool) -> Iterator[tuple[int, list[str]]]:
+    """Yield (number of the first line, lines) of each document: of paragraphs, or of all lines together."""
+    start, document, size = 1, list[str](), 0
+    for number, line in lines:
+        if are_paragraphs and not line.strip():
+            yield start, document
+            start, document, size = number + 1, [], 0
+            continue
+        size += len(line) + 1
         if size > file.options.max_record:
-            raise too_long(file, 1)
-    text = "".join(lines)
-    if text.strip():
-        yield Row(str(file.path), 1, {"text": text.rstrip("\n")})
+            raise too_long(file, start)
+        document.append(line)
+    yield start, document
 
 
 def refuse_prepared(file: File, findings: Findings) -> Iterator[Row]:
@@ -100,7 +86,7 @@ _READERS: dict[str, Reader] = {
     "xlsx": read_workbook,
     "prepared": refuse_prepared,
     "dataset": read_saved_dataset,
-    "txt": _read_text,
+    "txt": read_text,
     "tfrecords": read_tfrecords,
     "hdf5": read_samples,
 }

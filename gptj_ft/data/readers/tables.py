@@ -179,11 +179,7 @@ def read_parquet(file: File, findings: Findings) -> Iterator[Row]:
         with opened_file(file) as opened:
             # Packed once more by gzip or the like it cannot be read from its end, where Parquet begins.
             source = pyarrow.BufferReader(_unpacked(file, opened)) if file.compression else opened
-            number = 0
-            for batch in parquet.ParquetFile(source).iter_batches(BATCH_ROWS):
-                for values in batch.to_pylist():
-                    number += 1
-                    yield Row(str(file.path), number, values)
+            yield from _rows_of(file, parquet.ParquetFile(source).iter_batches(BATCH_ROWS))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
         raise DataError(f"{file.path}: not a whole Parquet file: {_first_line(error)}") from error
 
@@ -207,15 +203,17 @@ def read_saved_dataset(file: File, findings: Findings) -> Iterator[Row]:
         others = ", ".join(name for name in loaded if name != "train")
         findings.note(f"{file.path}: the split train is read" + (f"; there are also {others}" if others else ""))
         loaded = loaded["train"]
-    number = 0
     try:
         loaded.data.validate(full=True)  # what a damaged file points to may be no memory of this process
-        for batch in loaded.with_format("arrow").iter(BATCH_ROWS):
-            for values in batch.to_pylist():
-                number += 1
-                yield Row(str(file.path), number, values)
+        yield from _rows_of(file, loaded.with_format("arrow").iter(BATCH_ROWS))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
         raise DataError(f"{file.path}: damaged: {_first_line(error)}") from error
+
+
+def _rows_of(file: File, batches: Iterable[Any]) -> Iterator[Row]:
+    """Yield the rows of record batches, numbered from 1."""
+    rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+    yield from (Row(str(file.path), number, values) for number, values in enumerate(rows, 1))
 
 
 def _unpacked(file: File, opened: BinaryIO) -> bytes:
