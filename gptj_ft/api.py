@@ -97,7 +97,7 @@ def prepare_run(
     >>> run.setup.plan.costs.seconds_per_step
     """
     from gptj_ft.training.finetune import options_on_resume, resume_run
-    from gptj_ft.training.finetune import prepare_run as read_run
+    from gptj_ft.training.finetune import prepare_new_run as read_run
 
     reporter = reporter or Reporter()
     if start is not None and resume is None:
@@ -169,11 +169,11 @@ def plan(
     Raises:
         UsageError, DataError: wrong options, no such model, or rows that cannot be used.
     """
-    from gptj_ft.training.finetune import forecast
+    from gptj_ft.training.finetune import forecast_run
 
     reporter = reporter or Reporter()
     resolved = fetched(resolved_options(recipe, options), offline, reporter)
-    return forecast(resolved, measure_again, reporter)
+    return forecast_run(resolved, measure_again, reporter)
 
 
 def plan_evaluation(request: EvaluateRequest, reporter: Reporter | None = None) -> PairedEvaluation:

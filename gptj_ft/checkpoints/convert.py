@@ -27,7 +27,7 @@ from gptj_ft.checkpoints.model_folder import (
     copy_files,
     copy_origin,
     write_companions,
-    write_json,
+    write_json_file,
 )
 from gptj_ft.checkpoints.open import CheckpointFormat, CheckpointSource, open_source
 from gptj_ft.checkpoints.optimizer_state import Moments
@@ -202,7 +202,7 @@ class _Work:
                 raise UsageError("mesh-transformer-jax stores fp32 or bf16: add --dtype fp32 or --dtype bf16")
             folder = draft / f"step_{source.step}"
             MeshWriter(folder, source.architecture, kept.mesh_shards, weights).write(source.step)
-            write_json(
+            write_json_file(
                 draft / "meta.json",
                 {"step": source.step, "checkpoints": [source.step], "aux": {str(source.step): {}}},
             )
@@ -211,12 +211,12 @@ class _Work:
         for kind, copy in self.moments.items():
             copy.write(draft / moments_of_model.FOLDER / kind)
         if self.moments:
-            write_json(draft / moments_of_model.FOLDER / moments_of_model.STATE, {"updates": self.updates})
+            write_json_file(draft / moments_of_model.FOLDER / moments_of_model.STATE, {"updates": self.updates})
         stored = reduce(torch.promote_types, (entry.dtype for entry in weights.entries.values()))
         copy_origin(source.folder, draft)
         copy_files(source.folder, draft, DESCRIPTION)
         if (metadata := (kept.merge or source.folder) / METADATA_FILE).is_file():
-            write_json(draft / METADATA_FILE, read_json(metadata))
+            write_json_file(draft / METADATA_FILE, read_json(metadata))
         write_companions(draft, source.architecture, stored, kept.tokenizer or source.folder)
 
     def verify(self, draft: Path) -> None:

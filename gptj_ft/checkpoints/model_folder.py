@@ -294,7 +294,7 @@ def write_model(
         if files is not None:
             for name, text in files.items():
                 write_file(draft / name, text, SHARED_FILE)
-            write_json(draft / FOLDER_DIGESTS, folder_digests(draft, digests))
+            write_json_file(draft / FOLDER_DIGESTS, folder_digests(draft, digests))
         elif source is not None:
             copy_files(source, draft, DESCRIPTION)
 
@@ -329,7 +329,7 @@ def _write_weights(
 
 def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) -> None:
     """Write the index of a sharded model: the file of each tensor, and the bytes of all."""
-    write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+    write_json_file(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
 
 
 def write_companions(folder: Path, architecture: Architecture, stored: torch.dtype, source: Path | None) -> None:
@@ -345,12 +345,12 @@ def write_companions(folder: Path, architecture: Architecture, stored: torch.dty
         copy_files(source, folder, (*TOKENIZER_FILES, GENERATION_CONFIG))
     if source is None or not (source / GENERATION_CONFIG).is_file():
         tokens = {key: getattr(architecture.config, key, None) for key in ("bos_token_id", "eos_token_id")}
-        write_json(folder / GENERATION_CONFIG, {key: value for key, value in tokens.items() if value is not None})
+        write_json_file(folder / GENERATION_CONFIG, {key: value for key, value in tokens.items() if value is not None})
     # transformers 5 reads `dtype`, version 4 `torch_dtype`. Last, for a folder without config.json is no model.
     name = str(stored).removeprefix("torch.")
     raw = {key: value for key, value in architecture.raw.items() if key != "_name_or_path"}  # somebody's folder
     own = {"architectures": [architecture.family.class_name], "dtype": name, "torch_dtype": name}
-    write_json(folder / "config.json", {**raw, **own})
+    write_json_file(folder / "config.json", {**raw, **own})
 
 
 def copy_origin(source: Path, folder: Path) -> None:
@@ -370,6 +370,6 @@ def copy_files(source: Path, folder: Path, names: Iterable[str]) -> None:
             write_file(folder / name, read_bytes(source / name), SHARED_FILE)
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json_file(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON file, onto the disk."""
     write_file(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", SHARED_FILE)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.columns import is_column_for
 from gptj_ft.data.readers.rows import Occurrences
-from gptj_ft.data.readers.source import MANIFEST, is_prepared
+from gptj_ft.data.readers.source import ROWS_MANIFEST, is_prepared
 from gptj_ft.data.table import TokenTable, bounds_of, numbers_of
 from gptj_ft.data.template import fields_of
 from gptj_ft.data.tokenization import RowTokenizer, tokenizer_digest
@@ -154,7 +154,7 @@ def save_dataset(prepared: Prepared, folder: Path) -> None:
         create_folder(temporary)
         prepared.rows.save(temporary / _ROWS)
         content = sealed({**prepared.report.to_dict(), ROWS_DIGESTS: {_ROWS: digest_of_file(temporary / _ROWS)}})
-        write_file(temporary / MANIFEST, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        write_file(temporary / ROWS_MANIFEST, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         temporary.rename(folder)
     except OSError as error:
         if error.errno == errno.ENOSPC:
@@ -174,14 +174,14 @@ def load_dataset(folder: Path) -> Prepared:
         DataError: made by another version, or damaged, or a link in it leads elsewhere.
     """
     if not is_prepared(folder):
-        raise UsageError(f"{folder} is not prepared data: it has no {MANIFEST}")
+        raise UsageError(f"{folder} is not prepared data: it has no {ROWS_MANIFEST}")
     require_plain(folder)
     again = "prepare the data again, or put back a copy"
     try:
-        manifest = read_json(folder / MANIFEST)
+        manifest = read_json(folder / ROWS_MANIFEST)
         if manifest.get("version") != VERSION:
             raise DataError(f"{folder}: prepared by version {manifest.get('version')}, this is {VERSION}; {again}")
-        report = Report.from_dict(unsealed(manifest, folder / MANIFEST))
+        report = Report.from_dict(unsealed(manifest, folder / ROWS_MANIFEST))
         ((name, digest),) = manifest[ROWS_DIGESTS].items()
         # Before it is opened: Arrow believes what a file says of itself.
         if Path(name).name != name or not (folder / name).is_file() or digest_of_file(folder / name) != digest:
@@ -192,7 +192,7 @@ def load_dataset(folder: Path) -> Prepared:
             raise
         raise DataError(f"{folder}: damaged prepared data ({type(error).__name__}: {error}); {again}") from error
     if len(rows) != report.windows:
-        raise DataError(f"{folder}: {len(rows)} documents, {MANIFEST} says {report.windows}; {again}")
+        raise DataError(f"{folder}: {len(rows)} documents, {ROWS_MANIFEST} says {report.windows}; {again}")
     return Prepared(rows, report)
 
 

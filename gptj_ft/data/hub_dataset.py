@@ -218,7 +218,7 @@ def _list_of(value: Any) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
-PREFIX = "hub:"
+HUB_PREFIX = "hub:"
 # The branch to which the Hub converts data sets by itself, as CONFIG/SPLIT/0000.parquet.
 CONVERTED = "refs/convert/parquet"
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -235,7 +235,7 @@ class Reference:
 
     def __str__(self) -> str:
         config = f"/{self.config}" if self.config else ""
-        return f"{PREFIX}{self.repository}{config}:{self.split}" + (f"@{self.revision}" if self.revision else "")
+        return f"{HUB_PREFIX}{self.repository}{config}:{self.split}" + (f"@{self.revision}" if self.revision else "")
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class ResolvedReference:
 
 def is_reference(data: str) -> bool:
     """Tell whether a name refers to the Hub."""
-    return data.startswith(PREFIX)
+    return data.startswith(HUB_PREFIX)
 
 
 def parse_reference(data: str) -> Reference:
@@ -266,7 +266,7 @@ def parse_reference(data: str) -> Reference:
     Raises:
         UsageError: it is none.
     """
-    names, at, revision = data.removeprefix(PREFIX).partition("@")
+    names, at, revision = data.removeprefix(HUB_PREFIX).partition("@")
     path, colon, split = names.partition(":")
     owner, *rest = path.split("/")
     if not (owner and rest and all(rest)) or bool(at) != bool(revision) or bool(colon) != bool(split):
@@ -402,7 +402,7 @@ def _is_whole(note: ResolvedReference) -> bool:
 
 
 def _note_file(reference: Reference) -> Path:
-    return datasets() / f"{_segment(str(reference).removeprefix(PREFIX))}.json"
+    return datasets() / f"{_segment(str(reference).removeprefix(HUB_PREFIX))}.json"
 
 
 def _segment(name: str) -> str:

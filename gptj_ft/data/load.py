@@ -21,7 +21,7 @@ from gptj_ft.data.dataset import (
 )
 from gptj_ft.data.hub_dataset import is_reference, local_folder
 from gptj_ft.data.prepare import prepare
-from gptj_ft.data.readers.source import MANIFEST, FileOptions, Source, identify, is_prepared
+from gptj_ft.data.readers.source import ROWS_MANIFEST, FileOptions, Source, identify, is_prepared
 from gptj_ft.data.tokenization import RowTokenizer, tokenizer_digest
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.system.digests import read_json
@@ -79,7 +79,7 @@ def cache_entries() -> list[CacheEntry]:
     for folder in cache_folder().glob("*"):
         if is_prepared(folder):
             try:
-                manifest = read_json(folder / MANIFEST)
+                manifest = read_json(folder / ROWS_MANIFEST)
                 files, rows = tuple(map(str, manifest["files"])), int(manifest["rows_kept"])
             except (ValueError, KeyError, TypeError):
                 files, rows = (), 0

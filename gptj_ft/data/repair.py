@@ -37,8 +37,8 @@ from gptj_ft.system.atomic import atomic_files, require_new
 
 # Characters of UTF-8, each of its bytes read as one of Windows-1252.
 ENCODED = re.compile(f"(?:[Â-ß][{NEXT}]|[à-ï][{NEXT}]{{2}}|[ð-ô][{NEXT}]{{3}})+")
-WINDOWS = {byte: bytes([byte]).decode("cp1252", errors="ignore") for byte in range(0x80, 0xA0)}
-BYTES = {ord(letter): byte for byte, letter in WINDOWS.items() if letter}
+_WINDOWS = {byte: bytes([byte]).decode("cp1252", errors="ignore") for byte in range(0x80, 0xA0)}
+BYTES = {ord(letter): byte for byte, letter in _WINDOWS.items() if letter}
 TAGS = re.compile(rf"(?<!\s)\s*(?:(?:{TAG.pattern})\s*)+", TAG.flags)
 PARAGRAPHS = {"p", "br", *(f"h{level}" for level in range(1, 7))}
 INLINE = {"a", "b", "i", "span"}
@@ -147,7 +147,7 @@ FIXES: Mapping[str, tuple[Callable[[str], bool], Callable[[str], str]]] = {
     "wrongly decoded letters": (is_mojibake, decode_again),
     "control characters": (  # what Windows-1252 has in their place is put there
         lambda text: bool(CONTROL.search(text)),
-        lambda text: CONTROL.sub(lambda match: WINDOWS.get(ord(match[0]), ""), text),
+        lambda text: CONTROL.sub(lambda match: _WINDOWS.get(ord(match[0]), ""), text),
     ),
     "carriage returns": (lambda text: "\r" in text, lambda text: text.replace("\r\n", "\n").replace("\r", "\n")),
     "HTML": (has_html, remove_html),
@@ -195,7 +195,7 @@ def visible(line: str) -> str:
     return "".join(letter if letter.isprintable() or letter == "\t" else ascii(letter)[1:-1] for letter in line)
 
 
-REPEATED, EMPTY, UNREADABLE = "the same row again", "a field is empty", "cannot be read"
+_REPEATED, _EMPTY, _UNREADABLE = "the same row again", "a field is empty", "cannot be read"
 
 
 @dataclass
@@ -300,7 +300,7 @@ class _Repairer:
     def drop_unreadable(self, findings: Findings) -> None:
         """Count the records that could not be read since the last call."""
         for where, problem in findings.bad:
-            self._drop(where, UNREADABLE, problem)
+            self._drop(where, _UNREADABLE, problem)
         findings.bad.clear()
 
     def fix(self, row: Row) -> dict[str, Any] | None:
@@ -318,14 +318,14 @@ class _Repairer:
         except RowSkipped:
             empty = [column for column in columns if _is_empty(values.get(column))]
             if empty:
-                self._drop(row.where, EMPTY, ", ".join(f"column '{column}'" for column in empty))
+                self._drop(row.where, _EMPTY, ", ".join(f"column '{column}'" for column in empty))
                 return None
         else:
             digest = hashlib.blake2b(
                 json.dumps([text.strip() for text in trained_on]).encode(), digest_size=16
             ).digest()
             if digest in self._seen:
-                self._drop(row.where, REPEATED, f"as {self._seen[digest]}")
+                self._drop(row.where, _REPEATED, f"as {self._seen[digest]}")
                 return None
             self._seen[digest] = row.where
         self._report.rows_read += 1

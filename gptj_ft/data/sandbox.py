@@ -29,7 +29,7 @@ UNITS_PER_INPUT = 16  # and for each unit of the values that a template is given
 UNIT_CHARACTERS = 16
 LARGEST_FACTOR = 2**63
 WIDEST_INDENT = 100
-SHOWN, REASON_SHOWN = 60, 200  # characters in messages: of a template, and of what is wrong with it
+SHOWN, _REASON_SHOWN = 60, 200  # characters in messages: of a template, and of what is wrong with it
 BUDGET = "budget of this rendering"  # among the values; a name in a template has no blanks
 
 FILTERS = (
@@ -331,4 +331,4 @@ def shown(source: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    return one_line(getattr(error, "message", None) or str(error) or type(error).__name__)[:REASON_SHOWN]
+    return one_line(getattr(error, "message", None) or str(error) or type(error).__name__)[:_REASON_SHOWN]

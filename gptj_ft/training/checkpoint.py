@@ -34,6 +34,7 @@ from gptj_ft.checkpoints.formats.safetensors import open_shard
 from gptj_ft.config.run_folder import COMMIT, MANIFEST, Run
 from gptj_ft.errors import DataError, ResourceError
 from gptj_ft.models.layout import Kind, Layout
+from gptj_ft.planning.traffic import state_kinds
 from gptj_ft.streaming.adamw import Update
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.stores.state_file import Digests, StateFile, layer_path
@@ -74,7 +75,7 @@ def layers_behind(run: Run, stack: OffloadedModel, step: int) -> set[int]:
         DataError: a file is missing, cut short or of a step that it cannot be of.
     """
     behind, gradients = set(), _forms(stack, ("grad",))
-    for layer, form in _forms(stack, state_kinds(stack)).items():
+    for layer, form in _forms(stack, state_kinds(stack.dtypes)).items():
         path = layer_path(run.state / "layer", layer)
         stamp, _ = form.check(path)
         if stamp == step - 1:
@@ -85,11 +86,6 @@ def layers_behind(run: Run, stack: OffloadedModel, step: int) -> set[int]:
         elif stamp != step:
             raise DataError(f"{path} is of step {stamp}, the run is at step {step}")
     return behind
-
-
-def state_kinds(stack: OffloadedModel) -> tuple[Kind, ...]:
-    """Return the kinds that make up a layer's state."""
-    return tuple(kind for kind in stack.dtypes if kind != "grad")
 
 
 def save(run: Run, stack: OffloadedModel, state: RunState) -> None:
@@ -159,7 +155,7 @@ def restore(folder: Path, stack: OffloadedModel, step: int) -> None:
     Raises:
         DataError: a file is missing, damaged, of another step, or of another model.
     """
-    kinds = state_kinds(stack)
+    kinds = state_kinds(stack.dtypes)
     forms = _forms(stack, kinds)
     for layer, form in forms.items():
         path = layer_path(folder / "layer", layer)
@@ -208,7 +204,7 @@ def _host_memory(part: Tensor) -> Tensor:
 
 
 def _write_layers(folder: Path, stack: OffloadedModel, step: int) -> None:
-    kinds = state_kinds(stack)
+    kinds = state_kinds(stack.dtypes)
     for layer, form in _forms(stack, kinds).items():
         path = layer_path(folder / "layer", layer)
         digests = form.no_digests()

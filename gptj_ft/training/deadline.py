@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from gptj_ft.training.schedule import is_multiple
 from gptj_ft.training.setup import TrainSetup
 
-MARGIN = 1.1  # on what is expected
+_MARGIN = 1.1  # on what is expected
 RECENT = 10  # steps differ in length: the longest of so many is expected
 
 
@@ -46,7 +46,7 @@ class Deadline:
         """Tell whether these, one after the other, end in time."""
         if self._limit is None:
             return True
-        needed = MARGIN * sum(self.expected(activity) for activity in activities)
+        needed = _MARGIN * sum(self.expected(activity) for activity in activities)
         return time.monotonic() - self._began + needed <= self._limit
 
 

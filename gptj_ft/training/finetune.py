@@ -136,7 +136,7 @@ def planning(device: torch.device, folder: Path) -> str:
     return "planning" if are_known(device, folder) else "measuring this machine, once, up to 10 s"
 
 
-def prepare_run(resolved: Resolved, reporter: Reporter | None = None) -> PreparedRun:
+def prepare_new_run(resolved: Resolved, reporter: Reporter | None = None) -> PreparedRun:
     """Read everything that a new run needs, and plan it; writes nothing but a tiny model.
 
     Args:
@@ -237,7 +237,7 @@ def train_run(prepared: PreparedRun, reporter: Reporter | None = None, session: 
     """
     reporter, session = reporter or Reporter(), session or Session()
     run = prepared.run or Run(Path(prepared.setup.recipe.output or ""))
-    folder = begin(prepared) if prepared.run is None else locked(prepared.run.folder, "training")
+    folder = new_run_folder(prepared) if prepared.run is None else locked(prepared.run.folder, "training")
     with going_on(run, session.owns_process), folder:
         if prepared.start is not None:
             checker = Checker(run, prepared.setup.selection.trained)
@@ -276,7 +276,7 @@ def going_on(run: Run, owns_process: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def begin(prepared: PreparedRun) -> Iterator[None]:
+def new_run_folder(prepared: PreparedRun) -> Iterator[None]:
     """Make the run folder; it appears under its name, and locked, when it holds all that resuming needs.
 
     Raises:
@@ -336,7 +336,7 @@ class Forecast:
         return {**self.plan.to_dict(), "notes": list(self.notes), "published": published, **problem}
 
 
-def forecast(resolved: Resolved, measure_again: bool = False, reporter: Reporter | None = None) -> Forecast:
+def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Reporter | None = None) -> Forecast:
     """Plan a run, from its rows if they are named, else for rows of the greatest length.
 
     Without rows, a published model need not be there: see `published`. Where none is named or downloaded, it is GPT-J.
@@ -356,7 +356,7 @@ def forecast(resolved: Resolved, measure_again: bool = False, reporter: Reporter
         rates(device, choose_folder(recipe), again=True)
     if recipe.data is not None:
         try:
-            setup = prepare_run(resolved, reporter).setup
+            setup = prepare_new_run(resolved, reporter).setup
         except DoesNotFit as problem:
             return Forecast(problem.nearest, problem)
         return Forecast(setup.plan, notes=setup.architecture.notes)

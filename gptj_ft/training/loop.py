@@ -29,7 +29,7 @@ from gptj_ft.training import checkpoint
 from gptj_ft.training.deadline import Deadline, forecast_seconds, next_activities
 from gptj_ft.training.export import ExportedState, export_model
 from gptj_ft.training.nonfinite import LossWatch, explain_gradient, explain_loss
-from gptj_ft.training.reporter import RecentSteps, Reporter, StepReport, log_line, reporting
+from gptj_ft.training.reporter import RecentSteps, Reporter, StepReport, reporting, step_log_line
 from gptj_ft.training.restore import open_state
 from gptj_ft.training.retention import CheckpointRetention
 from gptj_ft.training.run_state import LOSS, BestState, RunState
@@ -232,7 +232,7 @@ class Training:
         # Before the commit: a line too many is dropped on resume, a line too few would be missing for good.
         self.record(report.to_dict())
         progress = self.recent.add(report)
-        self.run.log(log_line(report, progress))
+        self.run.log(step_log_line(report, progress))
         self.reporter.on_step(report, progress)
         if self.setup.plan.placement.is_durable:
             # The next step may begin meanwhile: whatever it writes comes after this.

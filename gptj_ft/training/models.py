@@ -53,7 +53,7 @@ def models_in_home() -> list[Entry]:
     return [_entry(path) for path in there if _is_ours(path)]
 
 
-def rows_of(entries: Sequence[Entry]) -> list[tuple[str, ...]]:
+def model_rows(entries: Sequence[Entry]) -> list[tuple[str, ...]]:
     """Return models as rows of a table, under the names of its columns."""
     rows: list[tuple[str, ...]] = [("model", "family", "parameters", "dtype", "disk", "origin")]
     for entry in entries:
@@ -79,7 +79,7 @@ def find(name: str) -> Entry:
     return _entry(folder)
 
 
-def remove(entry: Entry, force: bool = False) -> None:
+def remove_model(entry: Entry, force: bool = False) -> None:
     """Remove a model from the disk; of a link, the link.
 
     Raises:

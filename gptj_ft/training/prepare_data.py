@@ -10,7 +10,7 @@ from typing import Any
 from gptj_ft.checkpoints.base_model import choose_model
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.dataset import Prepared, save_dataset
-from gptj_ft.data.hub_dataset import PREFIX, is_reference
+from gptj_ft.data.hub_dataset import HUB_PREFIX, is_reference
 from gptj_ft.data.load import data_path, prepare_once
 from gptj_ft.data.readers.source import FileOptions, identify, is_prepared
 from gptj_ft.data.repair import RepairReport, choose_target, fix_rows
@@ -48,7 +48,7 @@ class Targets:
         """
         if fixed is not None and not fix:
             raise UsageError("--fixed names the file that --fix writes: add --fix")
-        source = Path(data.removeprefix(PREFIX).replace("/", "-")) if is_reference(data) else data_path(data)
+        source = Path(data.removeprefix(HUB_PREFIX).replace("/", "-")) if is_reference(data) else data_path(data)
         if is_prepared(source):
             raise UsageError(f"{source} is prepared already: give it to `gptj-ft finetune --data`")
         target = choose_target(source, fixed) if fix else None

@@ -14,7 +14,7 @@ from gptj_ft.training.throughput import StepCounts, Throughput, describe_through
 if TYPE_CHECKING:
     from gptj_ft.training.validation import ValidationSample
 
-GAP = "  "
+_GAP = "  "
 RECENT_STEPS = 20
 
 
@@ -146,13 +146,13 @@ def reporting(reporter: Reporter, progress: Progress) -> Iterator[None]:
 
 def describe_losses(report: StepReport) -> str:
     """Return loss, learning rate and gradient norm of a step as text."""
-    z_loss = f"{GAP}z-loss {report.z_loss:.2g}" if report.z_loss else ""
-    return f"loss {report.loss:.4f}{GAP}lr {report.lr:.2e}{GAP}norm {report.grad_norm:.2f}{z_loss}"
+    z_loss = f"{_GAP}z-loss {report.z_loss:.2g}" if report.z_loss else ""
+    return f"loss {report.loss:.4f}{_GAP}lr {report.lr:.2e}{_GAP}norm {report.grad_norm:.2f}{z_loss}"
 
 
-def log_line(report: StepReport, progress: Progress) -> str:
+def step_log_line(report: StepReport, progress: Progress) -> str:
     """Return the line of ``log.txt`` for a step."""
     assert progress.throughput is not None
     step, left = f"step {report.step}/{progress.num_steps}", f"{clock(progress.seconds_left)} left"
     rates = describe_throughput(report.counts, progress.throughput, verbose=True)
-    return GAP.join([step, describe_losses(report), left, *rates])
+    return _GAP.join([step, describe_losses(report), left, *rates])

@@ -54,7 +54,7 @@ def open_state(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, RunS
             checkpoint.restore(run.checkpoint(saved), stack, saved)
             optimizer = AdamW(stack, optimizer_config(setup.recipe), saved, late_blocks(setup), state.updates_before)
         else:
-            state = RunState(0, recipe_digest(setup.recipe), updates_before=begin(setup, stack))
+            state = RunState(0, recipe_digest(setup.recipe), updates_before=load_start(setup, stack))
             optimizer = AdamW(stack, optimizer_config(setup.recipe), 0, late_blocks(setup), state.updates_before)
             if is_durable:
                 checkpoint.commit(run, state, None)
@@ -83,7 +83,7 @@ def checked_state(setup: TrainSetup, run: Run, saved: dict[str, Any]) -> RunStat
     return state
 
 
-def begin(setup: TrainSetup, stack: OffloadedModel) -> int:
+def load_start(setup: TrainSetup, stack: OffloadedModel) -> int:
     """Fill the stores with the model that a run starts from; return the updates that its moments have seen."""
     recipe, architecture = setup.recipe, setup.architecture
     with open_checkpoint(setup.model) as weights:

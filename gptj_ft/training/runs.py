@@ -94,7 +94,7 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
     return sorted(found, key=lambda run: run.recipe_file.stat().st_mtime)
 
 
-def summarize(run: Run) -> Summary:
+def summarize_run(run: Run) -> Summary:
     """Look at a run, which may be changing meanwhile; a damaged one is described as far as it can be read."""
     worker = holder(run.folder)
     is_finished = is_tuned(run.model)
@@ -123,7 +123,7 @@ def summarize(run: Run) -> Summary:
     )  # fmt: skip
 
 
-def rows_of(runs: Sequence[Summary]) -> list[tuple[str, ...]]:
+def run_rows(runs: Sequence[Summary]) -> list[tuple[str, ...]]:
     """Return runs as rows of a table, under the names of its columns."""
     rows: list[tuple[str, ...]] = [("run", "recipe", "step", "saved", "status", "validation loss", "disk")]
     for run in runs:
@@ -166,7 +166,7 @@ def tidy(run: Run) -> None:
         files.discard(path)
 
 
-def remove(found: Leftovers) -> None:
+def remove_leftovers(found: Leftovers) -> None:
     """Remove what `leftovers` has found.
 
     Raises:

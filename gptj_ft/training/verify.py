@@ -25,7 +25,7 @@ from gptj_ft.system.lock import locked
 from gptj_ft.system.paths import is_adapter, is_model, is_tuned
 
 STATE_KINDS = {"weight", "exp_avg", "exp_avg_sq"}  # and ``master``, where the computation is not in fp32
-Progress = Callable[[int, int | None], None]
+_Progress = Callable[[int, int | None], None]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Verification:
         return asdict(self)
 
 
-def verify(run: Run, progress: Progress | None = None) -> Verification:
+def verify(run: Run, progress: _Progress | None = None) -> Verification:
     """Check every file that a run holds: form, size, step and digests.
 
     Args:
@@ -74,7 +74,7 @@ def verify(run: Run, progress: Progress | None = None) -> Verification:
 class Checker:
     """Goes through a run's files, and counts them; one that several checkpoints share is read once."""
 
-    def __init__(self, run: Run, layouts: Sequence[Layout], progress: Progress | None = None) -> None:
+    def __init__(self, run: Run, layouts: Sequence[Layout], progress: _Progress | None = None) -> None:
         self._run = run
         self._layouts = {layer: layout for layer, layout in enumerate(layouts) if layout.numel}  # others have no file
         self._progress = progress or (lambda done, total: None)

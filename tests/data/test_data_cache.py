@@ -16,7 +16,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data import load as cache
 from gptj_ft.data.load import prepare_once
-from gptj_ft.data.readers.source import MANIFEST
+from gptj_ft.data.readers.source import ROWS_MANIFEST
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_nothing_is_kept_where_that_is_not_wanted(rows: Path, made: list[Path]) 
 def test_what_is_damaged_is_made_again(rows: Path, made: list[Path]) -> None:
     prepare_once(recipe(), make_tokenizer(), rows, 50400)
     (kept,) = cache.cache_entries()
-    (kept.folder / MANIFEST).write_text("{")
+    (kept.folder / ROWS_MANIFEST).write_text("{")
     prepare_once(recipe(), make_tokenizer(), rows, 50400)
     assert len(made) == 2
     prepare_once(recipe(), make_tokenizer(), rows, 50400)
@@ -181,6 +181,6 @@ def test_the_command_lists_and_clears(shell, rows: Path) -> None:
     assert [(each["rows"], each["files"]) for each in listed] == [(30, [str(rows)])]
     assert "rows.jsonl" in shell("cache list").out
     assert shell(f"{command} --output b").code == 0
-    assert (Path("a") / MANIFEST).read_text() == (Path("b") / MANIFEST).read_text()
+    assert (Path("a") / ROWS_MANIFEST).read_text() == (Path("b") / ROWS_MANIFEST).read_text()
     assert shell("cache clear").code == 0
     assert shell("cache list --json").json["kept"] == []

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gptj_ft.data.readers.records import read_rows
-from gptj_ft.data.readers.rows import Findings, in_words
+from gptj_ft.data.readers.rows import Findings, format_places
 from gptj_ft.data.readers.source import identify
 from gptj_ft.errors import DataError, UsageError
 
@@ -117,10 +117,10 @@ def test_one_object_that_is_a_row_is_a_row(write, row):
 
 
 def test_places_name_a_file_once():
-    assert in_words(["/a/val.csv:49"], 1) == "val.csv:49"
-    assert in_words(["/a/val.csv:49", "/a/val.csv:140", "/a/val.csv:155"], 9) == "val.csv: lines 49, 140, 155 ..."
-    assert in_words(["/a/x.csv:1", "/b/y.csv:7", "/a/x.csv:3"], 3) == "x.csv: lines 1, 3; y.csv:7"
-    assert in_words(["/a/x.csv:1", "/b/x.csv:7"], 3) == "/a/x.csv:1; /b/x.csv:7 ..."
+    assert format_places(["/a/val.csv:49"], 1) == "val.csv:49"
+    assert format_places(["/a/val.csv:49", "/a/val.csv:140", "/a/val.csv:155"], 9) == "val.csv: lines 49, 140, 155 ..."
+    assert format_places(["/a/x.csv:1", "/b/y.csv:7", "/a/x.csv:3"], 3) == "x.csv: lines 1, 3; y.csv:7"
+    assert format_places(["/a/x.csv:1", "/b/x.csv:7"], 3) == "/a/x.csv:1; /b/x.csv:7 ..."
 
 
 def test_squad_is_one_row_per_question_and_impossible_ones_have_no_answers(write):

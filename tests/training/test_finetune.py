@@ -25,7 +25,7 @@ from gptj_ft.cli.terminal.tables import cautions
 from gptj_ft.config.resolve import resolve
 from gptj_ft.config.run_folder import Run
 from gptj_ft.evaluation.metrics.language_model import NAMES
-from gptj_ft.training.finetune import prepare_run
+from gptj_ft.training.finetune import prepare_new_run
 from gptj_ft.training.reporter import Reporter
 
 TINY = "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 8 --set holdout=0.1"
@@ -177,7 +177,7 @@ def test_a_run_that_begins_tells_that_rows_are_read_and_the_machine_is_measured_
     options = {"recipe": "summarization", "data": "rows.jsonl", "model": "tiny"}
     for planning in ("measuring this machine, once, up to 10 s", "planning"):
         reporter = Activities()
-        prepare_run(resolve(options, environment={}), reporter)
+        prepare_new_run(resolve(options, environment={}), reporter)
         assert reporter.told == ["reading the rows", planning]
 
 

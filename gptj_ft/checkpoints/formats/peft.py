@@ -15,7 +15,7 @@ from torch import Tensor
 from gptj_ft.checkpoints.base_model import find_model
 from gptj_ft.checkpoints.formats.safetensors import open_shard, write_safetensors
 from gptj_ft.checkpoints.formats.tensor_info import Shard, TensorInfo
-from gptj_ft.checkpoints.model_folder import Checkpoint, copy_files, write_json
+from gptj_ft.checkpoints.model_folder import Checkpoint, copy_files, write_json_file
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.lora import A, B, Rank, is_transposed, linear_layers, widths
 from gptj_ft.models.registry import Architecture
@@ -24,7 +24,7 @@ from gptj_ft.system.digests import FOLDER_DIGESTS, check_file, folder_digests, r
 from gptj_ft.system.files import SHARED_FILE, require_plain, write_file
 from gptj_ft.system.paths import ADAPTER_CONFIG, TOKENIZER_FILES, is_adapter, is_model
 
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."
 # What would compute something else than LoRA, and what it has to be for it not to.
 UNSUPPORTED = {
@@ -103,9 +103,9 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
     for key, plain in UNSUPPORTED.items():
         if config.get(key, plain) not in (plain, [] if plain is None else plain):
             raise UsageError(f"{folder / ADAPTER_CONFIG}: {key} {config[key]!r} is not supported")
-    path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    path = next((folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
     if path is None:
-        raise UsageError(f"{folder} holds no adapter's weights: looked for {', '.join(WEIGHTS)}")
+        raise UsageError(f"{folder} holds no adapter's weights: looked for {', '.join(ADAPTER_WEIGHTS)}")
     shard, places = open_shard(path), linear_layers(architecture)
     layers, ranks = architecture.layers(), {}
     transposed = frozenset(module for module, place in places.items() if is_transposed(architecture, *place))
@@ -150,7 +150,7 @@ def base_folder(folder: Path) -> Path:
 
 def weight_bytes(folder: Path) -> int:
     """Return the size of the weights in an adapter's folder; 0 of a model's, which has none."""
-    return sum((folder / name).stat().st_size for name in WEIGHTS if (folder / name).is_file())
+    return sum((folder / name).stat().st_size for name in ADAPTER_WEIGHTS if (folder / name).is_file())
 
 
 def tokenizer_folder(folder: Path) -> Path:
@@ -185,12 +185,12 @@ def write_adapter(
     }  # fmt: skip
     with atomic_folder(folder) as draft:
         tensors = {f"{_PREFIX}{name}": matrix.clone() for layer in layers for name, matrix in layer.items()}
-        _, digest = write_safetensors(draft / WEIGHTS[0], tensors, torch.float32)
+        _, digest = write_safetensors(draft / ADAPTER_WEIGHTS[0], tensors, torch.float32)
         copy_files(base, draft, TOKENIZER_FILES)
         for name, text in files.items():
             write_file(draft / name, text, SHARED_FILE)
-        write_json(draft / ADAPTER_CONFIG, config)
-        write_json(draft / FOLDER_DIGESTS, folder_digests(draft, {WEIGHTS[0]: digest}))
+        write_json_file(draft / ADAPTER_CONFIG, config)
+        write_json_file(draft / FOLDER_DIGESTS, folder_digests(draft, {ADAPTER_WEIGHTS[0]: digest}))
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The command `models`: list or remove the models in the home."""
+"""The command `models`: list or remove_model the models in the home."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from gptj_ft.cli.help import Commands
 from gptj_ft.cli.options import Json, Quiet, flag
 from gptj_ft.cli.terminal.output import Output, print_json, print_result
 
-models_app = typer.Typer(cls=Commands, help="Models on this disk: list them, remove one.")
+models_app = typer.Typer(cls=Commands, help="Models on this disk: list them, remove_model one.")
 
 
 @models_app.callback(invoke_without_command=True)
 def models(context: typer.Context, as_json: Json = False) -> None:
-    """List the models, or remove one."""
+    """List the models, or remove_model one."""
     if context.invoked_subcommand is None:
         list_models(as_json)
 
@@ -26,13 +26,13 @@ def list_models(as_json: Json = False) -> None:
     """List models: family, parameters, type, size, origin."""
     from gptj_ft.cli.terminal.screen import console_for, table
     from gptj_ft.system.paths import models as home_of_models
-    from gptj_ft.training.models import models_in_home, rows_of
+    from gptj_ft.training.models import model_rows, models_in_home
 
     entries = models_in_home()
     if as_json:
         print_json({"folder": str(home_of_models()), "models": [entry.to_dict() for entry in entries]})
     elif entries:
-        table(console_for(stderr=False), "", rows_of(entries), right=(2, 4))
+        table(console_for(stderr=False), "", model_rows(entries), right=(2, 4))
     else:
         print_result(f"no models in {home_of_models()}; `gptj-ft download` fetches GPT-J 6B")
 
@@ -47,12 +47,12 @@ def remove_model(
 ) -> None:
     """Remove a model from the disk."""
     from gptj_ft.system.units import gigabytes
-    from gptj_ft.training.models import find, remove, runs_that_need
+    from gptj_ft.training.models import find, remove_model, runs_that_need
 
     entry = find(name)
     needed_by = [str(run.folder) for run in runs_that_need(Path(entry.folder))]
     if not dry_run:
-        remove(entry, force)
+        remove_model(entry, force)
     freed = f"{entry.folder}: {gigabytes(entry.bytes)} {'would be' if dry_run else 'is'} freed"
     lines = [freed, *(f"needed by {run}" for run in needed_by)]
     facts = {"dry_run": dry_run, "needed_by": needed_by, **entry.to_dict()}

@@ -36,13 +36,13 @@ def list_runs(
 ) -> None:
     """List runs: how far each is, its losses, its size."""
     from gptj_ft.cli.terminal.screen import console_for, table
-    from gptj_ft.training.runs import find_runs, rows_of, summarize
+    from gptj_ft.training.runs import find_runs, run_rows, summarize_run
 
-    summaries = [summarize(run) for run in find_runs(folders or [])]
+    summaries = [summarize_run(run) for run in find_runs(folders or [])]
     if as_json:
         print_json({"runs": [summary.to_dict() for summary in summaries]})
     elif summaries:
-        table(console_for(stderr=False), "", rows_of(summaries))
+        table(console_for(stderr=False), "", run_rows(summaries))
     else:
         print("no runs here; `gptj-ft finetune` makes one")
 
@@ -78,7 +78,7 @@ def clean_runs(
     """
     from gptj_ft.config.run_folder import Run
     from gptj_ft.system.units import gigabytes
-    from gptj_ft.training.runs import leftovers, remove
+    from gptj_ft.training.runs import leftovers, remove_leftovers
 
     lines = []
     with leftovers([Run(folder.expanduser()) for folder in runs]) as found:
@@ -86,7 +86,7 @@ def clean_runs(
             lines += [f"{each.run}: {gigabytes(each.bytes)} {'would be' if dry_run else 'is'} freed"]
             lines += [f"  {path}" for path in each.paths]
         for each in found if not dry_run else ():
-            remove(each)
+            remove_leftovers(each)
     facts = {"dry_run": dry_run, "runs": [each.to_dict() for each in found]}
     Output(as_json, quiet).finish(facts, "", lambda console: console.print("\n".join(lines)))
 

@@ -18,7 +18,7 @@ from gptj_ft.data.batches import Rows, steps_per_epoch
 from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.lengths import Lengths, bins_of
 from gptj_ft.data.loss_mask import span_borders
-from gptj_ft.data.readers.rows import in_words
+from gptj_ft.data.readers.rows import format_places
 from gptj_ft.data.split import split
 from gptj_ft.system.plain_text import shortened
 from gptj_ft.training.prepare_data import Preparation
@@ -122,7 +122,7 @@ def data_report(suffix: str, facts: Mapping[str, Any]) -> str:
         "counts": counts,
         "file_names": file_names(facts["files"]),
         "sentence": sentence_on(facts),
-        "in_words": in_words,
+        "in_words": format_places,
     }
     return fill_template("rows.html", {**facts, **named, **own})
 

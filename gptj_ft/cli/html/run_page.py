@@ -39,7 +39,7 @@ from gptj_ft.system.digests import read_json
 from gptj_ft.system.files import disk_errors, read_text, replace_text
 from gptj_ft.system.plain_text import one_line
 from gptj_ft.system.units import clock, gigabytes
-from gptj_ft.training.runs import Summary, summarize
+from gptj_ft.training.runs import Summary, summarize_run
 
 Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 Points = list[tuple[float, float]]
@@ -196,7 +196,7 @@ def _headline(run: Run, evaluation: Mapping[str, Any] | None) -> dict[str, str]:
     if evaluation:
         comparison = comparison_in(evaluation)
         return headline_of(comparison, _main(evaluation), evaluation["model"]["rows"])
-    found = summarize(run)
+    found = summarize_run(run)
     of = f" of {found.steps:,}" if found.steps else ""
     progress = "trained" if found.status == "finished" else f"{found.status} at step {found.step:,}{of}"
     before, after = found.loss_before, found.loss_after
@@ -240,7 +240,7 @@ def _digests(parts: Mapping[str, Prepared]) -> list[str]:
 
 def _overview(run: Run) -> dict[str, str]:
     """Return a run at a glance: name of a fact -> text."""
-    recipe, found, lines = run.recipe(), summarize(run), [line for line in run.metrics() if "loss" in line]
+    recipe, found, lines = run.recipe(), summarize_run(run), [line for line in run.metrics() if "loss" in line]
     tuning = read_metadata(run.model) if found.status == "finished" else None
     chosen = _environment(run)
     asked = recipe.weights, recipe.optimizer_state
@@ -359,7 +359,7 @@ def _compared_changes(names: Sequence[str], evaluations: Sequence[Mapping[str, A
 
 def _sentence_on(runs: Sequence[Run], names: Sequence[str]) -> tuple[str, str]:
     """Return which run has the lowest validation loss, its name apart, or why that cannot be said."""
-    losses = [summarize(run).loss_after for run in runs]
+    losses = [summarize_run(run).loss_after for run in runs]
     known = [loss for loss in losses if loss is not None]
     if len(known) < len(runs):
         return "", f"{len(runs)} runs, not all of them validated"

@@ -14,7 +14,7 @@ from gptj_ft.cli.terminal.screen import next_steps, panel, whole, width_of
 from gptj_ft.data.batches import steps_per_epoch
 from gptj_ft.data.lengths import Lengths, histogram
 from gptj_ft.data.loss_mask import num_targets, span_borders
-from gptj_ft.data.readers.rows import in_words
+from gptj_ft.data.readers.rows import format_places
 from gptj_ft.system.plain_text import command_line, shortened
 
 if TYPE_CHECKING:
@@ -46,10 +46,13 @@ def show_data(console: Console, report: Report) -> None:
     if report.windows > report.rows_kept:
         rows.append(("split", f"into {report.windows:,} windows of at most {report.settings['max_length']:,} tokens"))
     for reason, skips in report.rows_skipped.items():
-        rows.append(("skipped", f"{skips.count:,}: {reason} ({in_words(skips.first, skips.count)})"))
+        rows.append(("skipped", f"{skips.count:,}: {reason} ({format_places(skips.first, skips.count)})"))
     for what, found in report.warnings.items():
         rows.append(
-            ("warning", f"{found.count:,} row{'s' * (found.count > 1)}: {what} ({in_words(found.first, found.count)})")
+            (
+                "warning",
+                f"{found.count:,} row{'s' * (found.count > 1)}: {what} ({format_places(found.first, found.count)})",
+            )
         )
     rows += [("note", note) for note in report.notes]
     panel(console, "Data", rows)
@@ -73,7 +76,7 @@ def show_fixes(console: Console, report: RepairReport) -> None:
         ("mended", f"{cells:,} cell{'s' if cells > 1 else ''}: {fix}") for fix, cells in report.cells.items() if cells
     ]
     for reason, found in report.rows_dropped.items():
-        rows.append(("dropped", f"{found.count:,}: {reason} ({in_words(found.first, found.count)})"))
+        rows.append(("dropped", f"{found.count:,}: {reason} ({format_places(found.first, found.count)})"))
     rows.append(("changes", f"are in {whole(str(report.diff))}"))
     panel(console, "Mended, and what follows is about that file", rows)
 

@@ -15,7 +15,7 @@ from gptj_ft.errors import DataError
 
 AUTO = "auto"
 UTF8, WINDOWS = "utf-8", "cp1252"
-PIECE_BYTES = 2**16
+RECODED_BYTES = 2**16
 # Longest first: that of UTF-32 begins as that of UTF-16.
 _MARKS = {
     codecs.BOM_UTF32_LE: "utf-32-le",
@@ -23,7 +23,7 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "utf-16-le",
     codecs.BOM_UTF16_BE: "utf-16-be",
 }
-NAMES = {"utf-16-le": "UTF-16", "utf-16-be": "UTF-16", "utf-32-le": "UTF-32", "utf-32-be": "UTF-32"}
+ENCODING_NAMES = {"utf-16-le": "UTF-16", "utf-16-be": "UTF-16", "utf-32-le": "UTF-32", "utf-32-be": "UTF-32"}
 OTHERS = "cp1250 (Central Europe), cp1251 (Cyrillic), cp932 (Japan), mac_roman (old Macs)"
 HOW_TO_SAY = (
     "save it as UTF-8 (in Excel: Save as, CSV UTF-8; elsewhere `iconv -t UTF-8 -f ...`), or name its encoding: "
@@ -126,7 +126,7 @@ class _Recoded(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         while not self._ready and not self._is_ended:
-            piece = self._raw.read(PIECE_BYTES)
+            piece = self._raw.read(RECODED_BYTES)
             self._is_ended = not piece
             try:
                 text = self._decoder.decode(piece, final=not piece)
@@ -144,5 +144,5 @@ class _Recoded(io.RawIOBase):
             before = error.object[: error.start]
             line += before.decode(self._encoding, "ignore").count("\n")
             what = f"byte 0x{error.object[error.start]:02x} has no meaning there"
-        name = NAMES.get(self._encoding, self._encoding)
+        name = ENCODING_NAMES.get(self._encoding, self._encoding)
         return DataError(f"{self._path}:{line}: not {name}: {what}\n{HOW_TO_SAY}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, BinaryIO, NamedTuple
 
-from gptj_ft.data.readers.encodings import HOW_TO_SAY, OTHERS, PIECE_BYTES, WINDOWS, as_utf8, guess_encoding
+from gptj_ft.data.readers.encodings import HOW_TO_SAY, OTHERS, RECODED_BYTES, WINDOWS, as_utf8, guess_encoding
 from gptj_ft.data.readers.source import File, opened_file
 from gptj_ft.errors import DataError
 
@@ -51,7 +51,7 @@ class Occurrences:
             self.first.append(where)
 
 
-def in_words(places: Sequence[str], count: int) -> str:
+def format_places(places: Sequence[str], count: int) -> str:
     """Format the places of rows: each file once, by its name, then its lines.
 
     Args:
@@ -141,7 +141,7 @@ def opened_text(file: File, findings: Findings) -> Iterator[BinaryIO]:
 
 def _pieces(file: File) -> Iterator[bytes]:
     with opened_file(file) as opened:
-        while piece := opened.read(PIECE_BYTES):
+        while piece := opened.read(RECODED_BYTES):
             yield piece
 
 

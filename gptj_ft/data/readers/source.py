@@ -24,7 +24,7 @@ from typing import BinaryIO, cast
 import google_crc32c
 
 from gptj_ft.config.options import MOST_RECORD_BYTES, Recipe
-from gptj_ft.data.readers.encodings import AUTO, NAMES, encoding_by_head
+from gptj_ft.data.readers.encodings import AUTO, ENCODING_NAMES, encoding_by_head
 from gptj_ft.errors import DataError, UsageError, did_you_mean
 from gptj_ft.system.plain_text import shortened
 
@@ -156,7 +156,7 @@ OPEN_DOCUMENT = {b"opendocument.spreadsheet": ".ods", b"opendocument.text": ".od
 
 
 DATASET_FILES = ("dataset_dict.json", "dataset_info.json")  # of a folder that `datasets` has saved
-MANIFEST = "manifest.json"  # of a folder of prepared data
+ROWS_MANIFEST = "manifest.json"  # of a folder of prepared data
 # Files beside rows that are none: an index repeats their names, the other says how they were made.
 BESIDE_ROWS = (".index", "data_params.json")
 
@@ -235,7 +235,7 @@ def _sha256_of(path: Path) -> str:
 
 def is_prepared(folder: Path) -> bool:
     """Tell whether a folder holds prepared data."""
-    return (folder / MANIFEST).is_file()
+    return (folder / ROWS_MANIFEST).is_file()
 
 
 def identify(source: Path | Source, options: FileOptions = FileOptions()) -> Source:
@@ -314,7 +314,7 @@ def identify_file(path: Path, options: FileOptions = FileOptions()) -> File:
     if by_name and format_ != by_name:
         notes.append(f"{path} is read as {format_}, which it is, not as the {by_name} of its name")
     if told and told == encoding and not by_content:
-        notes.append(f"{path} is in {NAMES[told]}")
+        notes.append(f"{path} is in {ENCODING_NAMES[told]}")
     return File(path, format_, compression, tuple(notes), encoding, options)
 
 

@@ -23,7 +23,7 @@ csv.field_size_limit(2**31 - 1)
 SEPARATORS = {"csv": ",", "tsv": "\t"}
 SEPARATOR_NAMES = {",": "commas", ";": "';'", "\t": "tabs", "|": "'|'"}
 # What the separator is chosen by: so much of the beginning.
-SAMPLE_LINES, SAMPLE_CHARACTERS = 100, 2**18
+SAMPLE_LINES, _SAMPLE_CHARACTERS = 100, 2**18
 MOST_UNLIKE = 0.5  # share of the records that may have other numbers of cells than the header
 SEPARATOR_LINE = re.compile(r"sep=([^\r\n])\r?\n?", re.IGNORECASE)  # Excel's, before the header
 NAME_CHARACTERS, NAME_WORDS = 60, 6  # names of columns are not longer
@@ -229,7 +229,7 @@ def _beginning(lines: Iterator[str]) -> list[str]:
     for line in lines:
         found.append(line)
         characters += len(line)
-        if len(found) == SAMPLE_LINES or characters > SAMPLE_CHARACTERS:
+        if len(found) == SAMPLE_LINES or characters > _SAMPLE_CHARACTERS:
             break
     return found
 

@@ -14,7 +14,7 @@ from gptj_ft.errors import DataError
 
 FEATURE = "text"
 FOOTER_BYTES = 4  # the checksum of a payload
-MOST_BYTES = 2**28  # of a record; one of 2049 tokens has 6 KB
+_MOST_BYTES = 2**28  # of a record; one of 2049 tokens has 6 KB
 _LARGEST_ID = 2**31 - 1
 
 
@@ -57,7 +57,7 @@ def _payload(file: File, number: int, header: bytes, opened: BinaryIO) -> bytes 
     if len(header) < HEADER_BYTES:
         return "the file ends within this record: it was cut short"
     length = record_length(header)
-    if length is None or length > MOST_BYTES:
+    if length is None or length > _MOST_BYTES:
         why = f"is {length} bytes long" if length else "has a length that its checksum disagrees with"
         what = "not TFRecords, or damaged" if number == 1 else "damaged: where the next record starts cannot be known"
         raise DataError(f"{file.path}:{number}: {what} (the record {why})")
