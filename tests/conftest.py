@@ -66,12 +66,11 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", guarded)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def fixed_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rates]:
-    """Have no test measure the machine: it always does the same in a second, in every process that a test starts."""
+def assumed_rates() -> Rates:
+    """Return rates of no machine in particular."""
     from gptj_ft.planning import probe
 
-    rates = probe.Rates(
+    return probe.Rates(
         probe.ComputeRates(
             fp32=1e11,
             bf16=2e10,
@@ -87,6 +86,14 @@ def fixed_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rates]:
         probe.DiskRates(read=2e9, write=1e9, mixed=1.5e9),
         on_cpu=True,
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fixed_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rates]:
+    """Have no test measure the machine: it always does the same in a second, in every process that a test starts."""
+    from gptj_ft.planning import probe
+
+    rates = assumed_rates()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probe, "measure_compute", lambda device: rates.compute)
         patch.setattr(probe, "measure_disk", lambda folder: rates.disk)

@@ -1,13 +1,15 @@
-"""Train, score and write on the simulated device, in every placement; for a process of its own.
+"""Train, score and write on the simulated device, in every placement and schedule; for a process of its own.
 
-``python simulated.py SCENARIO ... [--all]`` prints a JSON line for each case: its names, a digest of its numbers, the
-races that were found and between which places, and what went wrong. Without ``--all`` it takes the least that shows a
-fault: one step, work done as late as waits allow.
+``python -m support.simulated [--all | --only NAME ...]`` prints a JSON line for each case: its names, a digest of its
+numbers, the races that were found and between which places, the program's waits, and what went wrong. Cases of one
+group must give the same digest. Without options it takes the reduced matrix of every test run.
 """
 
 from __future__ import annotations
 
-import contextlib
+import argparse
+import faulthandler
+import gc
 import hashlib
 import json
 import logging
@@ -15,183 +17,447 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS.parent), str(TESTS)]
-
 import torch
-from support import gpusim
+from support import accelerator
+from support.accelerator import SCHEDULES, Schedule
 
-torch.set_num_threads(1)
-gpusim.patched("gptj_ft")
-gpusim.start()
-
-from conftest import random_model
-
-from gptj_ft.checkpoints.model_folder import open_checkpoint
-from gptj_ft.config.options import Generation, Recipe
-from gptj_ft.data.batches import micro_batches
-from gptj_ft.generation.decoding import generate_tokens
-from gptj_ft.generation.hf_model import StreamedModel
-from gptj_ft.models import attention
-from gptj_ft.models.registry import read_architecture
-from gptj_ft.models.trainable import select
-from gptj_ft.streaming.activations import boundary_layout
-from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import BufferBudget
-from gptj_ft.streaming.open import load_weights, open_for_inference, open_for_training, open_frozen
-from gptj_ft.streaming.step import evaluate_losses, train_step
-from gptj_ft.streaming.stores.placement import Placement, training_dtypes
-from gptj_ft.system.machine import choose_device
-from gptj_ft.training.restore import optimizer_config
-
-IS_WHOLE = "--all" in sys.argv
-LENGTHS, PROMPTS, STEPS = (5, 17, 9, 30, 2, 11), (2, 3, 1, 10, 0, 5), 3 if IS_WHOLE else 1
-POLICIES = ("lazy", "eager", "random", "eager-but-default", "eager-but-others") if IS_WHOLE else ("lazy",)
-EVERYWHERE = {place: (place,) * 3 for place in ("device", "host", "disk")}
-LORA = {"rank": 4, "alpha": 6, "targets": ("q_proj", "v_proj", "mlp.fc_out"), "dropout": 0.0}
+DEVICE = f"{accelerator.NAME}:0"
+CPU = torch.device("cpu")
+LENGTHS, PROMPTS = (5, 9, 12, 3, 7), (2, 3, 1, 0, 2)  # tokens of the rows
+MICRO_BATCH_TOKENS = 16
+STEPS = 3  # the first checks what moved, and waits so often that it hides races
+PLACES = ("device", "host", "disk")
+MIXED = (("device", "host", "device"), ("host", "device", "host"), ("disk", "host", "disk"))
+EVERYWHERE = (*((place,) * 3 for place in PLACES), *MIXED)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHAPES = {
+    "gptj": {"vocab_size": 61, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 2, "rotary_dim": 4},
+    "gpt2": {"vocab_size": 61, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 2},
+}
+LORA = {"rank": 4, "alpha": 6, "targets": ["q_proj", "v_proj", "mlp.fc_out"], "dropout": 0.1}
 
 
-Case = tuple[str, str, Callable[[], Any]]  # what it is, the policy of the device, what returns its numbers
+@dataclass(frozen=True)
+class Case:
+    """Something to do on the device.
+
+    Attributes:
+        scenario: name of what is done.
+        group: cases of a scenario's group give the same numbers.
+        label: what is special about it.
+        schedule: order of the device's work.
+        run: returns its numbers.
+    """
+
+    scenario: str
+    group: str
+    label: str
+    schedule: Schedule
+    run: Callable[[torch.device], Any] = field(repr=False)
 
 
-def documents() -> list[list[int]]:
+@lru_cache
+def model_folder(name: str) -> Path:
+    """Return the folder of a random model of one of the `SHAPES`, made once in the process."""
+    from conftest import random_gpt2, random_gptj
+
+    folder = Path(tempfile.mkdtemp(prefix=f"simulated-{name}-", dir=_memory()))
+    (random_gptj if name == "gptj" else random_gpt2)(**SHAPES[name]).save_pretrained(folder)
+    return folder
+
+
+def _memory() -> str | None:
+    return "/dev/shm" if os.path.isdir("/dev/shm") else None
+
+
+def documents(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, 101, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [torch.randint(0, 61, (length,), generator=generator).tolist() for length in lengths]
 
 
-def train(folder: Path, device: torch.device, placement: Placement, recipe: Recipe, kept: int, late: int) -> Any:
-    """Train some steps; return losses, gradient norms and the trained weights."""
-    architecture = read_architecture(folder)
-    selection = select(architecture, recipe)
-    with tempfile.TemporaryDirectory() as tmp, open_checkpoint(folder) as checkpoint:
-        stack = open_for_training(
-            architecture, placement, training_dtypes(torch.float32), device, Path(tmp) / "state",
-            BufferBudget(num_chunks=3, chunk_numel=2048, num_kept_layers=kept),
-            recipe.clip_norm is not None or placement.is_durable,
-            boundary_layout(200, architecture.config.n_embd, 6), selection,
-        )  # fmt: skip
-        open_frozen(stack, architecture, checkpoint, placement.of("frozen"))
-        load_weights(stack, architecture, checkpoint, recipe.seed)
-        optimizer, curve = AdamW(stack, optimizer_config(recipe), num_deferred=late), []
-        for step in range(STEPS):
-            optimizer.begin_step(1e-2 * (step + 1) / 10)
-            batches = [batch.to(device) for batch in micro_batches(documents(), PROMPTS, 40)]
-            curve.append((train_step(stack, optimizer, batches).mean, optimizer.finish_step()))
-        optimizer.flush()
-        weights = [
-            part.cpu().double().sum().item()
-            for layer in stack.trained
-            for _, part in stack.read_chunks("weight", layer)
-        ]
-        stack.close()
-    return curve, weights
+# ------------------------------------------------------------------ training
 
 
-def numbered(folder: Path) -> Iterator[Case]:
-    """The device as ``--device`` names it, in each placement; losses and norms are those of the CPU."""
-    for place, places in EVERYWHERE.items():
+@dataclass(frozen=True)
+class Training:
+    """Some steps of training, by the streaming core.
 
-        def run(places: Any = places) -> Any:
-            (device,) = {choose_device(name) for name in ("auto", gpusim.NAME, f"{gpusim.NAME}:0")}
-            curve, _ = train(folder, device, Placement(*places), Recipe(), 0, 0)
-            theirs, _ = train(folder, torch.device("cpu"), Placement(*places), Recipe(), 0, 0)
-            torch.testing.assert_close(torch.tensor(curve), torch.tensor(theirs), rtol=1e-4, atol=0)
-            return curve
+    Attributes:
+        model: name of a shape.
+        options: options of the recipe.
+        places: places of weights, optimizer state and boundaries.
+        frozen: place of what is not trained.
+        dtype: name of the type of the computation.
+        narrow: whether moments are bf16, and with clipping, which stores them, gradients, too.
+        kept: blocks whose activations are kept.
+        late: blocks whose updates are deferred.
+    """
 
-        yield f"on {place}", "lazy", run
+    model: str = "gptj"
+    options: dict[str, Any] = field(default_factory=dict)
+    places: tuple[str, str, str] = ("host", "host", "host")
+    frozen: str | None = None
+    dtype: str = "fp32"
+    narrow: bool = False
+    kept: int = 0
+    late: int = 0
+
+    def __call__(self, device: torch.device, steps: int = STEPS) -> Any:
+        """Train; return losses, gradient norms and digests of the state."""
+        from gptj_ft.checkpoints.model_folder import open_checkpoint
+        from gptj_ft.config.resolve import build
+        from gptj_ft.data.batches import micro_batches
+        from gptj_ft.models.registry import read_architecture
+        from gptj_ft.models.trainable import select
+        from gptj_ft.streaming.activations import boundary_layout
+        from gptj_ft.streaming.adamw import AdamW
+        from gptj_ft.streaming.model import BufferBudget
+        from gptj_ft.streaming.open import load_weights, open_for_training, open_frozen
+        from gptj_ft.streaming.step import train_step
+        from gptj_ft.streaming.stores.placement import Placement, training_dtypes
+        from gptj_ft.training.restore import optimizer_config
+
+        folder, recipe = model_folder(self.model), build(self.options)
+        architecture = read_architecture(folder)
+        placement = Placement(*self.places, frozen=self.frozen)  # type: ignore[arg-type]
+        moments = torch.bfloat16 if self.narrow else torch.float32
+        gradients = torch.float32 if recipe.clip_norm is None else moments
+        with tempfile.TemporaryDirectory(dir=_memory()) as tmp, open_checkpoint(folder) as checkpoint:
+            model = open_for_training(
+                architecture, placement, training_dtypes(DTYPES[self.dtype], moments, gradients), device,
+                Path(tmp) / "state", BufferBudget(num_chunks=3, chunk_numel=1024, num_kept_layers=self.kept),
+                recipe.clip_norm is not None or placement.is_durable or self.dtype == "fp16",
+                boundary_layout(sum(LENGTHS), architecture.config.n_embd, len(LENGTHS)), select(architecture, recipe),
+            )  # fmt: skip
+            try:
+                open_frozen(model, architecture, checkpoint, placement.of("frozen"))
+                load_weights(model, architecture, checkpoint, recipe.seed)
+                optimizer, curve = AdamW(model, optimizer_config(recipe), num_deferred=self.late), []
+                accelerator.now().waits.clear()
+                for step in range(steps):
+                    optimizer.begin_step(1e-2 * (step + 1) / 10)
+                    packed = list(micro_batches(documents(), PROMPTS, MICRO_BATCH_TOKENS))
+                    seed = 7 * step if recipe.method == "lora" else None
+                    batches = [
+                        replace(batch.to(device), dropout_seed=None if seed is None else seed + number)
+                        for number, batch in enumerate(packed)
+                    ]
+                    if step == steps - 1:
+                        accelerator.now().waits.clear()
+                    loss = train_step(model, optimizer, batches)
+                    curve.append((loss.mean, optimizer.finish_step()))
+                waits = accelerator.now().waits.copy()
+                optimizer.flush()
+                accelerator.now().waits = waits  # of the last step alone
+                state = [_digest(model.read_chunks(kind, layer)) for layer in model.trained for kind in _state(model)]
+            finally:
+                model.close()
+        return curve, state
 
 
-def full(folder: Path) -> Iterator[Case]:
-    """Full fine-tuning: placements, kept activations, late updates, schedules of the device."""
-    mixed = {"device, host": ("device", "host", "device"), "host, device": ("host", "device", "host")}
-    for label, places in {**EVERYWHERE, **mixed}.items():
-        for kept, late in ((0, 0), (1, 2)):
-            for policy in POLICIES:
-                run = partial(train, folder, torch.device(gpusim.NAME, 0), Placement(*places), Recipe(), kept, late)
-                yield f"{label}, {kept} kept, {late} late", policy, run
+def _state(model: Any) -> list[Any]:
+    return [kind for kind in model.dtypes if kind != "grad"]
 
 
-def lora(folder: Path) -> Iterator[Case]:
-    """Adapters, with the frozen weights in each place: from a folder they come by threads of the reader's own."""
-    recipe = Recipe.model_validate({"method": "lora", "lora": LORA})
-    for frozen in EVERYWHERE:
-        for policy in POLICIES:
-            placement = Placement("device", "device", "device", frozen=frozen)  # type: ignore[arg-type]
-            run = partial(train, folder, torch.device(gpusim.NAME, 0), placement, recipe, 0, 0)
-            yield f"frozen weights on {frozen}", policy, run
+def _digest(parts: Iterator[tuple[int, torch.Tensor]]) -> str:
+    found = hashlib.sha256()
+    for _, part in parts:
+        found.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
-def score(folder: Path) -> Iterator[Case]:
+KEPT_LATE = ((0, 0), (1, 2), (1, 0), (0, 2))
+CLIPPING = {"clipped": 0.1, "not clipped": None}
+
+
+def full(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
+    """Full fine-tuning: placements, kept activations, deferred updates, with clipping and without."""
+    for dtype, (words, clip) in product(dtypes, CLIPPING.items()):
+        for number, places in enumerate(EVERYWHERE):
+            for kept, late in (KEPT_LATE[number % 2 * 2], KEPT_LATE[number % 2 * 2 + 1]):
+                options = {"clip_norm": clip}
+                run = Training(
+                    options=options, places=places, dtype=dtype, narrow=dtype != "fp32", kept=kept, late=late
+                )
+                label = f"{'/'.join(places)}, {kept} kept, {late} late"
+                yield from _cases("full", f"{dtype}, {words}", label, run, schedules)
+
+
+def tied(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
+    """GPT-2, whose embedding is its head, too."""
+    for dtype, (words, clip), places in product(dtypes, CLIPPING.items(), EVERYWHERE[:4]):
+        run = Training(model="gpt2", options={"clip_norm": clip}, places=places, dtype=dtype, kept=1)
+        yield from _cases("tied", f"{dtype}, {words}", "/".join(places), run, schedules)
+
+
+def lora(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
+    """Adapters with dropout, the frozen weights in each place: from a folder they come by the reader's own threads."""
+    for dtype, frozen, (state, kept) in product(dtypes, PLACES, (("device", 0), ("disk", 1))):
+        options = {"method": "lora", "lora": LORA}
+        run = Training(options=options, places=(state, state, "device"), frozen=frozen, dtype=dtype, kept=kept)
+        yield from _cases("lora", dtype, f"frozen on {frozen}, state on {state}, {kept} kept", run, schedules)
+
+
+def part(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
+    """Some of the parameters, by ``--train``: a block, and parts of others."""
+    for dtype, frozen, state in product(dtypes, PLACES, ("host", "disk")):
+        options = {"train": ["h.1.*", "h.2.mlp.*", "ln_f.*"]}
+        run = Training(options=options, places=(state, state, "host"), frozen=frozen, dtype=dtype)
+        yield from _cases("part", dtype, f"frozen on {frozen}, state on {state}", run, schedules)
+
+
+# ------------------------------------------------------------------ reading and writing
+
+
+def read(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
     """Losses of a model that is only read, its weights in each place."""
-    for weights in EVERYWHERE:
-        for policy in POLICIES:
 
-            def run(weights: str = weights) -> Any:
-                device = torch.device(gpusim.NAME, 0)
-                with open_for_inference(folder, device, torch.float32, weights) as (_, stack):
-                    batches = [batch.to(device) for batch in micro_batches(documents(), PROMPTS, 40)]
-                    return [loss.total for loss in evaluate_losses(stack, batches)]
+    def run(model: str, dtype: str, weights: str) -> Callable[[torch.device], Any]:
+        def losses(device: torch.device) -> Any:
+            from gptj_ft.data.batches import micro_batches
+            from gptj_ft.streaming.open import open_for_inference
+            from gptj_ft.streaming.step import evaluate_losses
 
-            yield f"weights on {weights}", policy, run
+            with open_for_inference(model_folder(model), device, DTYPES[dtype], weights) as (_, stack):
+                batches = [batch.to(device) for batch in micro_batches(documents(), PROMPTS, MICRO_BATCH_TOKENS)]
+                return [loss.total for loss in evaluate_losses(stack, batches) for _ in range(2)]
 
+        return losses
 
-def write(folder: Path) -> Iterator[Case]:
-    """Tokens that a model writes in bf16, its weights in each place; the first thing that this process asks of it."""
-
-    class Tokenizer:
-        eos_token_id = 100
-
-    prompts = [document[:9] for document in documents()[:3]]
-    for weights in EVERYWHERE:
-        for policy in POLICIES:
-
-            def run(weights: str = weights) -> Any:
-                attention.takes_ragged.cache_clear()
-                device = torch.device(gpusim.NAME, 0)
-                with open_for_inference(folder, device, torch.bfloat16, weights) as (architecture, stack):
-                    model = StreamedModel(architecture, stack, 64)
-                    rows = generate_tokens(model, Tokenizer(), prompts, Generation(max_new_tokens=6))
-                assert attention.takes_ragged(device, torch.bfloat16, 16), "the kernel for ragged batches was given up"
-                assert attention.takes_ragged.cache_info().misses == 1, "nothing asked for the kernel while writing"
-                return rows
-
-            yield f"weights on {weights}", policy, run
+    for dtype, model, weights in product(dtypes, SHAPES, PLACES):
+        yield from _cases("read", f"{model}, {dtype}", f"on {weights}", run(model, dtype, weights), schedules)
 
 
-SCENARIOS: dict[str, Callable[[Path], Iterator[Case]]] = {
-    "numbered": numbered,
-    "full": full,
-    "lora": lora,
-    "score": score,
-    "write": write,
+class Tokenizer:
+    """What decoding asks of a tokenizer."""
+
+    eos_token_id = 60
+
+
+SETTINGS = {
+    "greedy": {"max_new_tokens": 4},
+    "sampled": {"max_new_tokens": 4, "temperature": 0.8},
+    "beams": {"max_new_tokens": 4, "num_beams": 3},
 }
 
 
-def run_case(scenario: str, label: str, policy: str, case: Callable[[], Any]) -> dict[str, Any]:
-    world = gpusim.start(policy=policy, seed=1)
-    found: dict[str, Any] = {"scenario": scenario, "case": label, "policy": policy, "numbers": None, "error": None}
-    try:
-        found["numbers"] = hashlib.sha256(repr(case()).encode()).hexdigest()[:16]
-    except BaseException as error:
-        found["error"] = "".join(traceback.format_exception(error)[-3:])
-    found["races"] = [f"{a} | {b}: {world.examples[a, b]}" for a, b in world.races]
+def write(dtypes: Sequence[str], schedules: Sequence[Schedule], settings: Sequence[str] = tuple(SETTINGS)
+          ) -> Iterator[Case]:  # fmt: skip
+    """Tokens that a model writes, its weights in each place; the first thing that is asked of it."""
+
+    def run(dtype: str, weights: str, setting: str) -> Callable[[torch.device], Any]:
+        def rows(device: torch.device) -> Any:
+            from gptj_ft.config.options import Generation
+            from gptj_ft.generation.decoding import generate_tokens
+            from gptj_ft.generation.hf_model import StreamedModel
+            from gptj_ft.models import attention
+            from gptj_ft.streaming.open import open_for_inference
+
+            torch.manual_seed(0)
+            prompts = documents((5, 9, 3))
+            with open_for_inference(model_folder("gptj"), device, DTYPES[dtype], weights) as (architecture, stack):
+                model = StreamedModel(architecture, stack, 64)
+                found = generate_tokens(model, Tokenizer(), prompts, Generation(**SETTINGS[setting]))
+            if device.type != "cpu" and dtype != "fp32":
+                assert attention.takes_ragged(device, DTYPES[dtype], 8), "the kernel for ragged batches was given up"
+                assert attention.takes_ragged.cache_info().misses == 1, "nothing asked for the kernel while writing"
+            return found
+
+        return rows
+
+    for dtype, setting, weights in product(dtypes, settings, PLACES):
+        run_it = run(dtype, weights, setting)
+        yield from _cases("write", f"{setting}, {dtype}", f"on {weights}", run_it, schedules)
+
+
+# ------------------------------------------------------------------ whole runs
+
+
+class Stopped(Exception):
+    """The run is cut off here."""
+
+
+def runs(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
+    """Whole runs: validated while they train, with checkpoints, straight through and resumed after an error."""
+    for dtype, state, is_cut in product(dtypes, PLACES, (False, True)):
+        if state == "device" and is_cut:
+            continue
+        label = f"on {state}, {'cut off and resumed' if is_cut else 'straight'}"
+        yield from _cases("run", dtype, label, WholeRun(state, dtype, is_cut), schedules)
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """A run of the training loop: four steps, validated and saved after each second one, and exported.
+
+    Attributes:
+        state: place of weights and optimizer state.
+        dtype: name of the type of the computation.
+        is_cut: whether it is cut off in its third step, and resumed.
+        options: other options.
+    """
+
+    state: str
+    dtype: str = "fp32"
+    is_cut: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, device: torch.device) -> Any:
+        """Train; return the digest of the tuned model and the losses of every step and validation."""
+        from support.small_run import new_run, small_session, train
+
+        from gptj_ft.training import loop
+
+        with tempfile.TemporaryDirectory(dir=_memory()) as tmp:
+            options = {
+                "weights": self.state, "optimizer_state": self.state, "device": str(device), "precision": self.dtype,
+                "validate_every": 2, "save_every": 2, **self.options,
+            }  # fmt: skip
+            setup, run = small_session(Path(tmp), 4, **options), new_run(Path(tmp))
+            if self.is_cut:
+                steps, plain = 0, loop.train_step
+
+                def cut(*args: Any) -> Any:
+                    nonlocal steps
+                    steps += 1
+                    if steps == 3:
+                        raise Stopped
+                    return plain(*args)
+
+                loop.train_step = cut
+                try:
+                    train(setup, run)
+                    raise AssertionError("the run was not cut off")
+                except Stopped:
+                    setup = small_session(Path(tmp), 4, **options)
+                finally:
+                    loop.train_step = plain
+            train(setup, run)
+            weights = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in
+                       sorted(run.model.glob("*.safetensors"))}  # fmt: skip
+            assert weights
+            kept = ("step", "loss", "grad_norm", "validation_loss")
+            return weights, [{key: line[key] for key in kept if key in line} for line in run.metrics()]
+
+
+# ------------------------------------------------------------------ cases and their runner
+
+
+def _cases(
+    scenario: str, group: str, label: str, run: Callable[[torch.device], Any], schedules: Sequence[Schedule]
+) -> Iterator[Case]:
+    for schedule in schedules:
+        yield Case(scenario, group, label, schedule, run)
+
+
+SCENARIOS = {"full": full, "tied": tied, "lora": lora, "part": part, "read": read, "write": write, "run": runs}
+
+
+def every_case(dtypes: Sequence[str] = ("fp32", "bf16")) -> list[Case]:
+    """Return the full matrix."""
+    return [case for scenario in SCENARIOS.values() for case in scenario(dtypes, SCHEDULES)]
+
+
+def reduced() -> list[Case]:
+    """Return the cases of every test run: each scenario, place and schedule at least once, and late most often."""
+    found: list[Case] = []
+    for name, scenario in SCENARIOS.items():
+        cases = list(scenario(("fp32", "bf16"), ("late",)))
+        step = {"full": 4, "tied": 7, "lora": 3, "part": 5, "read": 5, "write": 5, "run": 3}[name]
+        for number, case in enumerate(cases[::step]):
+            schedule = SCHEDULES[number // 2 % len(SCHEDULES)] if number % 2 else "late"
+            found.append(replace(case, schedule=schedule))
     return found
 
 
-def main(names: list[str]) -> None:
+def prepare() -> None:
+    """Make this process one that runs cases: the device registered, the machine's rates known, models made."""
+    torch.set_num_threads(1)
+    accelerator.install()
     logging.disable(logging.WARNING)
-    for name in names:
-        with tempfile.TemporaryDirectory() as tmp, contextlib.suppress(BrokenPipeError):
-            random_model("narrow").save_pretrained(tmp)
-            for label, policy, case in SCENARIOS[name](Path(tmp)):
-                print(json.dumps(run_case(name, label, policy, case)), flush=True)
+    import conftest
+
+    os.environ["GPTJ_FT_HOME"] = tempfile.mkdtemp(prefix="simulated-home-", dir=_memory())
+    from gptj_ft.planning import probe
+
+    rates = conftest.assumed_rates()
+    probe.measure_compute = lambda device: rates.compute  # type: ignore[assignment]
+    probe.measure_disk = lambda folder: rates.disk  # type: ignore[assignment]
+    gc.freeze()
+
+
+def _forget() -> None:
+    """Drop what the program keeps of an earlier case's device."""
+    from gptj_ft.models import attention
+    from gptj_ft.streaming import adamw
+
+    for cached in (attention._inv_freq, attention.takes_ragged, adamw._noise):
+        cached.cache_clear()
+    gc.collect()
+
+
+def run_case(case: Case, device: str = DEVICE, **options: Any) -> dict[str, Any]:
+    """Run a case in a simulation of its own; return what was found."""
+    _forget()
+    simulation = accelerator.start(case.schedule, seed=1, **options)
+    found: dict[str, Any] = {
+        "scenario": case.scenario, "group": case.group, "case": case.label, "schedule": case.schedule,
+        "numbers": None, "error": None,
+    }  # fmt: skip
+    try:
+        found["numbers"] = hashlib.sha256(repr(case.run(torch.device(device))).encode()).hexdigest()[:16]
+        torch.get_device_module(torch.device(device)).synchronize()
+    except BaseException as error:
+        found["error"] = "".join(traceback.format_exception(error)[-3:])
+    found["races"] = [f"{a} | {b}: {simulation.examples[a, b]}" for a, b in simulation.races]
+    found["waits"] = [[*key, count] for key, count in simulation.waits.items()]
+    found["pageable"] = [[*key, count] for key, count in simulation.pageable.items()]
+    found["events"] = simulation.num_operations
+    return found
+
+
+def agreement(dtype: str) -> list[list[float]]:
+    """Return losses and gradient norms of the device, and those of the CPU."""
+    accelerator.start("random")
+    both = [Training(dtype=dtype)(torch.device(device))[0] for device in (DEVICE, "cpu")]
+    return [[number for pair in curve for number in pair] for curve in both]
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--all", action="store_true", help="the full matrix")
+    parser.add_argument("--only", nargs="+", choices=SCENARIOS, help="these scenarios, all of their cases")
+    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=DTYPES)
+    parser.add_argument("--agreement", action="store_true", help="losses and norms beside those of the CPU")
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th case from the I-th on")
+    chosen = parser.parse_args(arguments)
+    faulthandler.enable()
+    prepare()
+    if chosen.agreement:
+        print(json.dumps({dtype: agreement(dtype) for dtype in chosen.dtypes}), flush=True)
+        os._exit(0)
+    cases = every_case(chosen.dtypes) if chosen.all or chosen.only else reduced()
+    cases = [case for case in cases if not chosen.only or case.scenario in chosen.only]
+    first, stride = map(int, chosen.part.split("/"))
+    try:
+        for case in cases[first::stride]:
+            print(json.dumps(run_case(case)), flush=True)
+    except BrokenPipeError:
+        pass
+    import shutil
+
+    for name in SHAPES:
+        shutil.rmtree(model_folder(name), ignore_errors=True)
+    shutil.rmtree(os.environ["GPTJ_FT_HOME"], ignore_errors=True)
     os._exit(0)  # threads of a device that is not there need not be waited for
 
 
 if __name__ == "__main__":
-    main([name for name in sys.argv[1:] if name != "--all"])
+    main(sys.argv[1:])

@@ -1,0 +1,85 @@
+"""Kernels that a CPU has not, or that round or draw otherwise there than on a device."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from support.accelerator.simulation import now
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def draws(func: Any, kwargs: dict[str, Any], index: int) -> dict[str, Any]:
+    """Give a random operation a generator that was seeded when it was issued, as Philox offsets are."""
+    if not _is_random(func):
+        return kwargs
+    if kwargs.get("generator") is not None:
+        raise RuntimeError("Expected a 'sim' device type for generator but found 'cpu'")
+    return {**kwargs, "generator": _generator(index)}
+
+
+@lru_cache
+def _is_random(func: Any) -> bool:
+    takes = any(argument.name == "generator" for argument in func._schema.arguments)
+    return takes or func is aten.native_dropout.default
+
+
+def _generator(index: int) -> torch.Generator:
+    return torch.Generator().manual_seed(now().devices[index].draw())
+
+
+def _dropout(x: Tensor, p: float, train: bool | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    mask = torch.rand(x.shape, generator=generator) >= p
+    return x * mask / (1 - p), mask
+
+
+def _scores(q: Tensor, k: Tensor, start: int, end: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    one, two = (x[start:end].float().transpose(0, 1) for x in (q, k))
+    mask = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
+    return one, two, (one @ two.transpose(1, 2) * scale).masked_fill(mask, float("-inf"))
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, ends_k: Any, max_q: Any, max_k: Any,
+            is_causal: Any = False, scale: float | None = None, *rest: Any) -> tuple[Tensor, ...]:  # fmt: skip
+    """Attend document by document, in fp32."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    outs, logsums = [], []
+    for start, end in pairwise(ends.tolist()):
+        scores = _scores(q, k, start, end, scale)[2]
+        logsums.append(scores.logsumexp(-1))
+        outs.append((scores.softmax(-1) @ v[start:end].float().transpose(0, 1)).transpose(0, 1))
+    return torch.cat(outs).to(q.dtype), torch.cat(logsums, dim=1), torch.zeros(2, dtype=torch.uint64)
+
+
+def _varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends: Tensor,
+                     ends_k: Any, max_q: Any, max_k: Any, is_causal: Any, rng: Any, scale: float | None = None,
+                     *rest: Any) -> tuple[Tensor, ...]:  # fmt: skip
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    grads = []
+    for start, end in pairwise(ends.tolist()):
+        one, two, scores = _scores(q, k, start, end, scale)
+        weights, above = scores.softmax(-1), grad[start:end].float().transpose(0, 1)
+        of_weights = above @ v[start:end].float().transpose(0, 1).transpose(1, 2)
+        of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
+        found = of_scores @ two, of_scores.transpose(1, 2) @ one, weights.transpose(1, 2) @ above
+        grads.append([x.transpose(0, 1) for x in found])
+    return tuple(torch.cat(parts).to(q.dtype) for parts in zip(*grads, strict=True))
+
+
+def _layer_norm_backward(grad: Tensor, x: Tensor, shape: Any, mean: Tensor, rstd: Tensor, weight: Tensor | None,
+                         bias: Tensor | None, mask: Any) -> Any:  # fmt: skip
+    """Statistics are fp32 on a GPU whatever the inputs are; a CPU wants them in the type of the weights."""
+    kind = x.dtype if weight is None else weight.dtype
+    return aten.native_layer_norm_backward.default(grad, x, shape, mean.to(kind), rstd.to(kind), weight, bias, mask)
+
+
+EMULATED = {
+    "torch_attn::_varlen_attn": _varlen,
+    "torch_attn::_varlen_attn_backward": _varlen_backward,
+    "aten::native_layer_norm_backward": _layer_norm_backward,
+    "aten::native_dropout": _dropout,
+}
