@@ -11,12 +11,12 @@ from gptj_ft.cli.help import Commands
 from gptj_ft.cli.options import Json, Quiet, flag
 from gptj_ft.cli.terminal.output import Output, print_json, print_result
 
-models_app = typer.Typer(cls=Commands, help="Models on this disk: list them, remove_model one.")
+models_app = typer.Typer(cls=Commands, help="Models on this disk: list them, remove one.")
 
 
 @models_app.callback(invoke_without_command=True)
 def models(context: typer.Context, as_json: Json = False) -> None:
-    """List the models, or remove_model one."""
+    """List the models, or remove one."""
     if context.invoked_subcommand is None:
         list_models(as_json)
 
