@@ -50,7 +50,12 @@ class PackedBatch:
 
     @property
     def num_targets(self) -> int:
-        return int((self.targets_T != NO_TARGET).sum())
+        return len(self.target_positions_T)
+
+    @cached_property
+    def target_positions_T(self) -> Tensor:
+        """The positions that carry a target, in order, int64 [S]."""
+        return (self.targets_T != NO_TARGET).nonzero().squeeze(-1)
 
     @cached_property
     def cu_seqlens_T(self) -> Tensor:
@@ -73,11 +78,15 @@ class PackedBatch:
         return replace(self, tokens_T=tokens_T, positions_T=positions_T, targets_T=targets_T, cu_seqlens=cu_seqlens)
 
     def to(self, device: torch.device) -> PackedBatch:
-        """Return the batch on a device."""
+        """Return the batch on a device: one copy for all of it, for each makes the program wait for the device."""
         if self.tokens_T.device == device:
             return self
-        tokens_T, positions_T, targets_T = (x.to(device) for x in (self.tokens_T, self.positions_T, self.targets_T))
-        return replace(self, tokens_T=tokens_T, positions_T=positions_T, targets_T=targets_T, rotary_cache={})
+        here = (self.tokens_T, self.positions_T, self.targets_T, self.target_positions_T, torch.tensor(self.cu_seqlens))
+        there: tuple[Tensor, ...] = torch.cat(here).to(device).split_with_sizes([len(x) for x in here])
+        tokens_T, positions_T, targets_T, target_positions_T, ends = there
+        moved = replace(self, tokens_T=tokens_T, positions_T=positions_T, targets_T=targets_T, rotary_cache={})
+        vars(moved).update(target_positions_T=target_positions_T, cu_seqlens_T=ends.to(torch.int32))
+        return moved
 
 
 def pack(

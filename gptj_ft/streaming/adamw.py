@@ -111,9 +111,11 @@ class AdamW:
         """
         self.updates.step += 1
         self._torn.clear()
-        norm = math.sqrt(math.fsum(value.item() ** 2 for value in self._layer_norms.values()))
+        of_layers = torch.stack(list(self._layer_norms.values())).tolist()  # one wait for the device, not one a layer
+        norm = math.sqrt(math.fsum(value**2 for value in of_layers))
         if not math.isfinite(norm):
-            first = max(layer for layer, value in self._layer_norms.items() if not math.isfinite(value.item()))
+            found = zip(self._layer_norms, of_layers, strict=True)
+            first = max(layer for layer, value in found if not math.isfinite(value))
             raise GptjFtError(
                 f"the gradient of step {self.step} is not finite, first in layer {first} counted from the embedding; "
                 "stopped before using it"

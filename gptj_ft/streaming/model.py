@@ -168,12 +168,13 @@ class OffloadedModel:
             IndexError: a number outside the table.
         """
         rows, (num_rows, width) = indices.unique(), self.frozen[layer].shapes[name]  # type: ignore[no-untyped-call]
-        if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < num_rows:
-            raise IndexError(f"{name} has rows 0 to {num_rows - 1}, asked for were {int(rows[0])} to {int(rows[-1])}")
+        numbers: list[int] = rows.tolist()
+        if numbers and not 0 <= numbers[0] <= numbers[-1] < num_rows:
+            raise IndexError(f"{name} has rows 0 to {num_rows - 1}, asked for were {numbers[0]} to {numbers[-1]}")
         flat, zeroed = fresh(len(rows) * width, self.compute_dtype, self.device)
         values = flat.view(len(rows), width)
         self.bytes_read += values.nbytes
-        self.stores["frozen"].read_rows("frozen", layer, name, rows.tolist(), values, zeroed)
+        self.stores["frozen"].read_rows("frozen", layer, name, numbers, values, zeroed)
         return EmbeddingRows(rows, values)
 
     def is_tied_source(self, layer: int) -> bool:
@@ -262,8 +263,15 @@ class OffloadedModel:
             lease.transfers.append(self.send(kind, layer, lease.tensor if values is None else values, start))
 
     def read_chunks(self, kind: Kind, layer: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield a layer's tensor in chunks, with the first element's number; valid until the next is asked for."""
+        """Yield a layer's tensor in chunks, with the first element's number; valid until the next is asked for.
+
+        They are on the device, or in a store's own host memory: what is not computed with need not cross the link.
+        """
+        held = self.stores[kind].in_host(kind, layer)
         for span in chunks(self.layouts[layer].numel, self.budget.chunk_numel):
+            if held is not None:
+                yield span.start, held[span]
+                continue
             lease = self.lease_chunk(kind, layer, span)
             self.fill(lease, kind, layer, span.start)
             wait_for(lease.transfers, self.compute_stream)
@@ -271,8 +279,12 @@ class OffloadedModel:
             lease.release()
 
     def write_chunks(self, kind: Kind, layer: int, fill: Callable[[int, Tensor], object]) -> None:
-        """Replace a layer's tensor in chunks: ``fill(start, chunk)`` puts in the new values."""
+        """Replace a layer's tensor in chunks, where `read_chunks` has them: ``fill(start, chunk)`` puts in values."""
+        held = self.stores[kind].in_host(kind, layer)
         for span in chunks(self.layouts[layer].numel, self.budget.chunk_numel):
+            if held is not None:
+                fill(span.start, held[span])
+                continue
             lease = self.lease_chunk(kind, layer, span)
             wait_for(lease.transfers, self.compute_stream)
             fill(span.start, lease.tensor)

@@ -196,7 +196,13 @@ def whole_layers(
 
 
 def flat_views(model: OffloadedModel, kind: Kind, layer: int) -> dict[str, Tensor]:
-    """Return a layer's tensors of one kind in fp32, by parameter; valid until the next are asked for."""
+    """Return a layer's tensors of one kind in fp32, by parameter; valid until the next are asked for.
+
+    They are in host memory if they are kept there, else on the device.
+    """
+    held = model.stores[kind].in_host(kind, layer)
+    if held is not None:
+        return model.layouts[layer].views(held.float())
     slot, _ = model.gradients(layer).acquire(None)
     flat = slot.tensor[: model.layouts[layer].numel]
     for start, part in model.read_chunks(kind, layer):

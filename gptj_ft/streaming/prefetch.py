@@ -141,6 +141,11 @@ class LayerLoad:
         return self.task.layer
 
     @property
+    def device(self) -> torch.device:
+        """Device that computes."""
+        return self._model.device
+
+    @property
     def module(self) -> nn.Module:
         """The layer, on the ``meta`` device."""
         return self._model.layers[self.index]

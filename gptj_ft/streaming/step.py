@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptj_ft.errors import NotFinite
-from gptj_ft.models.batch import NO_TARGET, PackedBatch, Poll
+from gptj_ft.models.batch import PackedBatch, Poll
 from gptj_ft.models.embedding import EmbeddingRows
 from gptj_ft.models.linear import Kernel
 from gptj_ft.streaming.activations import Activations
@@ -288,7 +288,8 @@ def head_gradients(
     if head.is_trained:
         sum_gradients(head, parameters)
     num_targets = sum(batch.num_targets for batch in batches)
-    total, z_total, gradients = 0.0, 0.0, []
+    gradients: list[Tensor] = []
+    losses, z_losses = [torch.zeros((), device=head.device)], [torch.zeros((), device=head.device)]
     for b, batch in enumerate(batches):
         gradient_TD = torch.zeros_like(hidden[b])
         for number, positions_S in enumerate(target_chunks(head, batch)):
@@ -296,22 +297,33 @@ def head_gradients(
             with dropout_rng(head, batch, number):
                 logits_SV = head.run(parameters, x_SD)
             loss = F.cross_entropy(logits_SV, batch.targets_T[positions_S], reduction="sum")
-            z = z_loss * logits_SV.logsumexp(-1).square().sum() if z_loss else loss.new_zeros(())
-            ((loss + z) / num_targets).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+            if z_loss:
+                z = z_loss * logits_SV.logsumexp(-1).square().sum()
+                z_losses.append(z.detach())
+                loss = loss + z
+            (loss / num_targets).backward()  # type: ignore[no-untyped-call]
             if x_SD.grad is not None:
                 gradient_TD[positions_S] = x_SD.grad
-            total, z_total = total + loss.item(), z_total + z.item()
         gradients.append(gradient_TD)
         hidden[b] = gradient_TD.new_empty(0)
+    total, z_total = summed(losses), summed(z_losses)
     if not math.isfinite(total + z_total):
         raise NotFinite("the loss is not finite")
     return StepLoss(total, num_targets, z_total), gradients
 
 
+def summed(values: Sequence[Tensor]) -> float:
+    """Return the sum of scalars in fp64, in their order; the program waits once for all of them."""
+    total = 0.0
+    for value in torch.stack(list(values)).tolist():
+        total += value
+    return total
+
+
 def target_chunks(head: LayerLoad, batch: PackedBatch) -> Sequence[Tensor]:
     """Return the positions that carry a target, in chunks whose logits stay below `HEAD_CHUNK_BYTES`."""
-    positions = (batch.targets_T != NO_TARGET).nonzero().squeeze(-1)
-    return torch.split(positions, _chunk_size(head)) if len(positions) else ()
+    return torch.split(batch.target_positions_T, _chunk_size(head)) if batch.num_targets else ()
 
 
 def _chunk_size(head: LayerLoad) -> int:
@@ -345,8 +357,7 @@ class TokenScores:
 
 def target_queries(batch: PackedBatch) -> TokenQuery:
     """Ask about the targets of a batch."""
-    positions = (batch.targets_T != NO_TARGET).nonzero().squeeze(-1)
-    return TokenQuery(positions, batch.targets_T[positions])
+    return TokenQuery(batch.target_positions_T, batch.targets_T[batch.target_positions_T])
 
 
 def score_tokens(

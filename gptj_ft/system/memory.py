@@ -77,7 +77,9 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def pages(num_bytes: int) -> mmap.mmap:
     """Return memory of so many bytes, one at least, that starts on a page boundary; zeros."""
-    buffer = mmap.mmap(-1, max(num_bytes, 1))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        buffer.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults and TLB misses on gigabytes
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return mmap.mmap(-1, max(num_bytes, 1))
+    # Private, for hardly any system gives huge pages to shared memory, which mmap() makes unless it is told otherwise.
+    buffer = mmap.mmap(-1, max(num_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults and TLB misses on gigabytes
     return buffer

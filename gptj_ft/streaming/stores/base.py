@@ -29,6 +29,9 @@ class LayerStore(Protocol):
     def own(self, kind: Kind, layer: int) -> Tensor | None:
         """Return the store's own flat tensor on the device, to be used and changed in place; ``None``: it has none."""
 
+    def in_host(self, kind: Kind, layer: int) -> Tensor | None:
+        """Return the store's own flat tensor in host memory, while nothing is on its way; ``None``: it has none."""
+
     def read(
         self, kind: Kind, layer: int, out: Tensor, start: int = 0, after: Sequence[Transfer] = ()
     ) -> Future[Tensor]:

@@ -32,6 +32,9 @@ class DeviceStore:
     def own(self, kind: Kind, layer: int) -> Tensor | None:
         return self._tensors.get((kind, layer), self._empty)
 
+    def in_host(self, kind: Kind, layer: int) -> Tensor | None:
+        return None
+
     def read(
         self, kind: Kind, layer: int, out: Tensor, start: int = 0, after: Sequence[Transfer] = ()
     ) -> Future[Tensor]:

@@ -39,6 +39,9 @@ class CountingStore:
     def own(self, kind: Kind, layer: int) -> Tensor | None:
         return None
 
+    def in_host(self, kind: Kind, layer: int) -> Tensor | None:
+        return None
+
     def read(
         self, kind: Kind, layer: int, out: Tensor, start: int = 0, after: Sequence[Transfer] = ()
     ) -> Future[Tensor]:

@@ -40,6 +40,9 @@ class HostStore:
     def own(self, kind: Kind, layer: int) -> Tensor | None:
         return None
 
+    def in_host(self, kind: Kind, layer: int) -> Tensor | None:
+        return self._tensors[kind, layer]
+
     def read(
         self, kind: Kind, layer: int, out: Tensor, start: int = 0, after: Sequence[Transfer] = ()
     ) -> Future[Tensor]:
