@@ -1,4 +1,4 @@
-"""The command `models`: list or remove_model the models in the home."""
+"""The command `models`: list or remove the models in the home."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def list_models(as_json: Json = False) -> None:
 
 
 @models_app.command("remove")
-def remove_model(
+def remove(
     name: Annotated[str, typer.Argument(help="as `gptj-ft models` shows it")],
     dry_run: Annotated[bool, flag("show what would go and stop", "--dry-run")] = False,
     force: Annotated[bool, flag("though a run was started from it", "--force")] = False,
