@@ -83,11 +83,11 @@ def recipe_of(arguments: argparse.Namespace, **options: object) -> Any:
 
 def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate as the command does."""
-    from gptj_ft.evaluation.evaluate import evaluate_model, plan_evaluation
+    from gptj_ft.evaluation.evaluate import plan_evaluation
 
     start = time.perf_counter()
     planned = plan_evaluation(arguments.work / "model", recipe_of(arguments), arguments.data / FILE, arguments.rows)
-    found = evaluate_model(planned)
+    found = planned.run()
     scores = found.scores
     planned.journal.close()
     return {"seconds": time.perf_counter() - start, "scores": scores, "answers": found.answers}
@@ -130,7 +130,7 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate from the folder; note the largest logits and what the plan said."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from gptj_ft.evaluation.evaluate import evaluate_model, plan_evaluation
+    from gptj_ft.evaluation.evaluate import plan_evaluation
     from gptj_ft.planning.plan import PROCESS_BYTES
     from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
     from gptj_ft.system.machine import peak_memory
@@ -150,7 +150,7 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
 
     before = peak_memory()
     with Sizes():
-        evaluate_model(planned)
+        planned.run()
     planned.journal.close()
     planned_bytes = next(need.need for need in planned.plan.needs if need.resource == "memory")
     return {"largest": largest, "chunk": HEAD_CHUNK_BYTES, "need": planned_bytes - PROCESS_BYTES + before}

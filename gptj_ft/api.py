@@ -259,13 +259,13 @@ def evaluate_tasks(
     Raises:
         UsageError: lm-eval is not installed, or has no such task.
     """
-    from gptj_ft.evaluation.lm_eval.tasks import TaskSelection
-    from gptj_ft.evaluation.run import PairedTaskEvaluation, TasksRequest
+    from gptj_ft.evaluation.lm_eval.tasks import TaskSelection, load_tasks
+    from gptj_ft.evaluation.run import PairedEvaluation, TasksRequest
 
     folder = model_folder(model, "evaluate")
-    selection = TaskSelection(list(tasks), _path(include_path), num_fewshot, limit)
-    request = TasksRequest(folder, model_options(folder, options).recipe, selection, str(baseline), offline)
-    return PairedTaskEvaluation.of(request).run((reporter or Reporter()).on_count)
+    loaded = load_tasks(TaskSelection(list(tasks), _path(include_path), num_fewshot), offline)
+    request = TasksRequest(folder, model_options(folder, options).recipe, loaded, str(baseline), limit)
+    return PairedEvaluation.of_tasks(request).run((reporter or Reporter()).on_count)
 
 
 def evaluate_predictions(

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gptj_ft.checkpoints.base_model import find_model
-from gptj_ft.checkpoints.formats.peft import base_folder, tokenizer_folder, weight_bytes
+from gptj_ft.checkpoints.formats.peft import base_folder, tokenizer_folder
 from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run
-from gptj_ft.data.batches import Document
 from gptj_ft.data.readers.source import is_prepared
 from gptj_ft.data.tokenization import NoTokenizer, has_tokenizer, load_tokenizer
 from gptj_ft.errors import NotFinite, UsageError
@@ -27,13 +26,11 @@ from gptj_ft.evaluation.metrics.language_model import RowLoss, language_model
 from gptj_ft.evaluation.metrics.statistic import values
 from gptj_ft.evaluation.predict import Predictor, scores_of
 from gptj_ft.evaluation.result_cache import ResultCache
+from gptj_ft.generation.generator import InferenceSetup
 from gptj_ft.models.registry import Architecture, read_architecture
-from gptj_ft.planning.inference_plan import InferencePlan, InferenceWorkload, plan_inference
-from gptj_ft.planning.machine_profile import choose_dtype
-from gptj_ft.planning.resources import check_lengths, free_resources
+from gptj_ft.planning.inference_plan import InferencePlan
+from gptj_ft.planning.resources import check_lengths
 from gptj_ft.streaming.model import OffloadedModel
-from gptj_ft.streaming.open import open_for_inference
-from gptj_ft.system import machine
 from gptj_ft.system.paths import home, is_adapter, is_model, models
 
 if TYPE_CHECKING:
@@ -85,28 +82,47 @@ class EvaluationPlan:
     """An evaluation that is planned, with cached results.
 
     Attributes:
-        folder: the model folder.
-        recipe: templates, metrics, generation settings, device.
+        setup: model and options.
         tokenizer: tokenizer of the model, or ``None``.
         task: the rows.
-        device: where it runs.
-        dtype: data type of the computation.
         journal: cache of per-row results.
         plan: memory and token budget.
     """
 
-    folder: Path
-    recipe: Recipe
+    setup: InferenceSetup
     tokenizer: PreTrainedTokenizerFast | None
     task: EvalSet
-    device: torch.device
-    dtype: torch.dtype
     journal: ResultCache
     plan: InferencePlan
 
     def with_note(self, note: str) -> EvaluationPlan:
         """Return a copy with one more note."""
         return replace(self, task=replace(self.task, notes=(*self.task.notes, note)))
+
+    def run(self, progress: _Progress | None = None) -> Evaluation:
+        """Evaluate the model on its rows.
+
+        Args:
+            progress: called with (rows done, rows to do).
+
+        Raises:
+            NotFinite: a loss.
+        """
+        recipe, task = self.setup.recipe, self.task
+        self.journal.add("together", {0: self.plan.together.written})
+        with self.setup.open(self.plan.weights) as opened:
+            rows, answers = EvaluationRun(self, *opened, progress).run()
+        figures = {**language_model(rows), **scores_of(recipe, answers, task.references)}
+        notes, no_text = task.notes, sum(row.bytes is None for row in rows)
+        if no_text:
+            why = "the tokenizer lacks their ids" if self.tokenizer else "the model has no tokenizer"
+            notes = (*notes, NO_TEXT.format(rows=no_text, why=why))
+        targets, model = sum(row.targets for row in rows), str(self.setup.folder)
+        return with_warnings(Evaluation(model, figures, task.places, answers, task.references, notes, targets), recipe)
+
+    def close(self) -> None:
+        """Remove the cache of results, once they are saved."""
+        self.journal.close()
 
 
 def plan_evaluation(folder: Path, recipe: Recipe, data: Path, limit: int | None) -> EvaluationPlan:
@@ -121,35 +137,26 @@ def plan_evaluation(folder: Path, recipe: Recipe, data: Path, limit: int | None)
     Raises:
         ResourceError: the model does not fit in memory.
     """
-    architecture = read_architecture(base_folder(folder))
-    own = tokenizer_folder(folder)
+    setup, own = InferenceSetup.of(folder, recipe), tokenizer_folder(folder)
     tokenizer = load_tokenizer(own) if has_tokenizer(own) else None
-    check_lengths(recipe, architecture)
+    check_lengths(recipe, setup.architecture)
     task = make_eval_set(recipe, tokenizer or NoTokenizer(own), folder, data, limit)
     if recipe.metrics and not any(task.references):  # rows that came as tokens, or plain text
         task = replace(task, notes=(*task.notes, NO_REFERENCES.format(metrics=", ".join(recipe.metrics))))
         recipe = recipe.model_copy(update={"metrics": ()})
     writes = tokenizer is not None and recipe.metrics and not label_candidates(recipe, tokenizer)
     if writes:
-        task = with_short_answers(task, recipe.generation.max_new_tokens, int(architecture.config.n_positions))
+        task = with_short_answers(task, recipe.generation.max_new_tokens, setup.context)
     if recipe.recipe == "custom" and not recipe.metrics:
         task = replace(task, notes=(*task.notes, NO_TEMPLATE))
-    device = machine.choose_device(recipe.device)
-    dtype = choose_dtype(recipe.precision, device)
-    journal = ResultCache(
-        {**task.facts, **evaluation_settings(folder, recipe), "dtype": str(dtype), "device": device.type}
-    )
+    setup = replace(setup, recipe=recipe)
+    used = {"dtype": str(setup.dtype), "device": setup.device.type}
+    journal = ResultCache({**task.facts, **evaluation_settings(folder, recipe), **used})
     prompts = [len(prompt) for prompt in task.prompts]
-    reads = InferenceWorkload.of(
-        architecture,
-        dtype,
-        recipe.generation,
-        documents=[max(document.num_inputs, prompt) for document, prompt in zip(task.documents, prompts, strict=True)],
-        prompts=prompts if writes else (),
-        adapter_bytes=weight_bytes(folder),
-    )
-    plan = plan_inference(recipe, reads, free_resources(device, home()), journal.of("together").get(0))
-    return EvaluationPlan(folder, recipe, tokenizer, task, device, dtype, journal, plan)
+    documents = [max(document.num_inputs, prompt) for document, prompt in zip(task.documents, prompts, strict=True)]
+    before = journal.of("together").get(0)
+    plan = setup.plan(home(), before, documents=documents, prompts=prompts if writes else ())
+    return EvaluationPlan(setup, tokenizer, task, journal, plan)
 
 
 def fitted(recipe: Recipe, folders: Iterable[Path], data: Path) -> Recipe:
@@ -164,32 +171,6 @@ def fitted(recipe: Recipe, folders: Iterable[Path], data: Path) -> Recipe:
         return recipe
     shortest = min(int(read_architecture(base_folder(folder)).config.n_positions) for folder in folders)
     return recipe.model_copy(update={"max_length": min(recipe.max_length, shortest)})
-
-
-def evaluate_model(planned: EvaluationPlan, progress: _Progress | None = None) -> Evaluation:
-    """Evaluate a model on its rows. Close the result cache once the results are saved.
-
-    Args:
-        planned: model and rows.
-        progress: called with (rows done, rows to do).
-
-    Raises:
-        NotFinite: a loss.
-    """
-    recipe, task, plan = planned.recipe, planned.task, planned.plan
-    planned.journal.add("together", {0: plan.together.written})
-    with open_for_inference(planned.folder, planned.device, planned.dtype, plan.weights, recipe.read_ahead) as opened:
-        inquiry = EvaluationRun(planned, *opened, progress)
-        rows, answers = inquiry.run()
-    figures = {**language_model(rows), **scores_of(recipe, answers, task.references)}
-    notes, no_text = task.notes, sum(row.bytes is None for row in rows)
-    if no_text:
-        why = "the tokenizer lacks their ids" if planned.tokenizer else "the model has no tokenizer"
-        notes = (*notes, NO_TEXT.format(rows=no_text, why=why))
-    evaluation = Evaluation(
-        str(planned.folder), figures, task.places, answers, task.references, notes, sum(row.targets for row in rows)
-    )
-    return with_warnings(evaluation, recipe)
 
 
 def evaluation_settings(folder: Path, recipe: Recipe) -> dict[str, Any]:
@@ -212,7 +193,7 @@ class EvaluationRun:
         planned: model and rows.
         architecture: family and configuration of the model.
         stack: the model.
-        progress: see `evaluate_model`.
+        progress: see `EvaluationPlan.run`.
     """
 
     planned: EvaluationPlan
@@ -230,18 +211,17 @@ class EvaluationRun:
         """
         planned, task = self.planned, self.planned.task
         known, answers = planned.journal.of("loss"), planned.journal.of("answer")
-        number = len(task.documents)
-        if planned.recipe.metrics and planned.tokenizer:
-            answerer = Predictor(
-                planned.recipe, planned.tokenizer, self.architecture, self.stack, planned.plan.together
-            )
+        number, recipe, together = len(task.documents), planned.setup.recipe, planned.plan.together
+        if recipe.metrics and planned.tokenizer:
+            answerer = Predictor(recipe, planned.tokenizer, self.architecture, self.stack, together)
             for rows in answerer.together(task.prompts):
                 if not answers.keys() >= set(rows):
                     self._answer(answerer, rows)
                 self._show(len(answers))
-        for rows in passes([document.num_inputs for document in task.documents], planned.plan.together.read):
+        for rows in passes([document.num_inputs for document in task.documents], together.read):
             if not known.keys() >= set(rows):
-                self._note_losses(rows, losses(*self._asked(rows)))
+                documents = [task.documents[row] for row in rows]
+                self._note_losses(rows, losses(self.stack, planned.tokenizer, documents, together.computed))
             self._show(rows.stop)
         return [RowLoss(**known[row]) for row in range(number)], [answers.get(row, "") for row in range(number)]
 
@@ -253,17 +233,12 @@ class EvaluationRun:
             len(prompt) < document.num_inputs and list(document.ids[: len(prompt)]) == prompt
             for prompt, document in zip(prompts, documents, strict=True)
         )
-        if answerer.writes and shared and not self.planned.recipe.generation.prompt_lookup_num_tokens:
+        if answerer.writes and shared and not self.planned.setup.recipe.generation.prompt_lookup_num_tokens:
             texts, found = answerer.answer_and_score(prompts, documents, seed=rows[0])
             self._note_losses(rows, found)
         else:
             texts = answerer.answer(prompts, seed=rows[0])
         journal.add("answer", dict(zip(rows, texts, strict=True)))
-
-    def _asked(self, rows: Sequence[int]) -> tuple[OffloadedModel, PreTrainedTokenizerFast | None, list[Document], int]:
-        planned = self.planned
-        documents = [planned.task.documents[row] for row in rows]
-        return self.stack, planned.tokenizer, documents, planned.plan.together.computed
 
     def _note_losses(self, rows: Sequence[int], found: Sequence[RowLoss]) -> None:
         for row, loss in zip(rows, found, strict=True):

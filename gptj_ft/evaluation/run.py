@@ -4,30 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.load import data_path
 from gptj_ft.errors import UsageError
 from gptj_ft.evaluation.comparison import ModelComparison, compare_models
-from gptj_ft.evaluation.evaluate import (
-    Evaluation,
-    EvaluationPlan,
-    choose_baseline,
-    default_rows,
-    evaluate_model,
-    fitted,
-    plan_evaluation,
-)
-from gptj_ft.evaluation.lm_eval.tasks import (
-    LoadedTasks,
-    TaskSelection,
-    TasksPlan,
-    ask,
-    compare_on_tasks,
-    load_tasks,
-    plan_tasks,
-)
+from gptj_ft.evaluation.evaluate import Evaluation, choose_baseline, default_rows, fitted, plan_evaluation
+from gptj_ft.evaluation.lm_eval.tasks import LoadedTasks, compare_on_tasks, plan_tasks
 from gptj_ft.evaluation.predictions import score_predictions
 from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.system.signals import stop_says
@@ -56,24 +42,59 @@ class EvaluateRequest:
 
 
 @dataclass(frozen=True)
+class TasksRequest:
+    """Tasks of lm-eval to evaluate a model by.
+
+    Attributes:
+        model: model folder.
+        recipe: device, memory and precision.
+        tasks: tasks with their rows.
+        baseline: as in `EvaluateRequest`.
+        limit: most questions of each task, the first ones; ``None``: all.
+    """
+
+    model: Path
+    recipe: Recipe
+    tasks: LoadedTasks
+    baseline: str = "auto"
+    limit: int | None = None
+
+
+class PlannedEvaluation(Protocol):
+    """Evaluation of one model, planned and not begun."""
+
+    @property
+    def plan(self) -> InferencePlan:
+        """Memory and token budget."""
+
+    def run(self, progress: Callable[[int, int], None] | None = None) -> Evaluation:
+        """Evaluate the model; ``progress`` is called with (done, to do)."""
+
+    def close(self) -> None:
+        """Remove the cache of results, once they are saved."""
+
+
+@dataclass(frozen=True)
 class PairedEvaluation:
     """An evaluation of a model and its baseline, planned and not begun.
 
     Attributes:
-        request: model, options and rows as they were asked for.
-        data: file or folder of the rows.
+        request: model, options and rows or tasks as they were asked for.
         baseline: model folder; ``None``: nothing is compared.
-        recipe: options that both models can follow.
         runs: plan of each, by ``baseline`` and ``model``, in the order of evaluation.
+        compare: comparison of two results, or estimate of one alone.
+        unit: what is counted: rows, or questions of tasks.
+        data: file or folder of the rows; ``None``: tasks have their own.
         note: shortening of rows to the context of the models; empty if there is none.
     """
 
-    request: EvaluateRequest
-    data: Path
+    request: EvaluateRequest | TasksRequest
     baseline: Path | None
-    recipe: Recipe
-    runs: Mapping[str, EvaluationPlan]
-    note: str
+    runs: Mapping[str, PlannedEvaluation]
+    compare: Callable[[Evaluation, Evaluation | None], ModelComparison]
+    unit: str = "rows"
+    data: Path | None = None
+    note: str = ""
 
     @classmethod
     def of(cls, request: EvaluateRequest) -> PairedEvaluation:
@@ -82,10 +103,8 @@ class PairedEvaluation:
         Raises:
             GptjFtError: no rows, no such model, or it does not fit.
         """
-        folder = request.model
-        data = data_path(request.data) if request.data else default_rows(folder)
-        baseline = choose_baseline(folder, request.baseline)
-        models = {"baseline": baseline, "model": folder} if baseline is not None else {"model": folder}
+        data = data_path(request.data) if request.data else default_rows(request.model)
+        baseline, models = _models(request)
         recipe, asked = fitted(request.recipe, models.values(), data), request.recipe.max_length
         runs = {name: plan_evaluation(each, recipe, data, request.limit) for name, each in models.items()}
         note = ""
@@ -93,18 +112,30 @@ class PairedEvaluation:
             length = f"{recipe.max_length:,}, the context of the model, and not {asked:,}"
             note = f"max_length is {length}: rows are cut to that"
             runs = {name: each.with_note(note) for name, each in runs.items()}
-        return cls(request, data, baseline, recipe, runs, note)
+        compare = partial(compare_models, metrics=recipe.metrics, seed=recipe.seed)
+        return cls(request, baseline, runs, compare, data=data, note=note)
+
+    @classmethod
+    def of_tasks(cls, request: TasksRequest) -> PairedEvaluation:
+        """Plan the passes of each model over the questions of tasks.
+
+        Raises:
+            GptjFtError: no such model, or it does not fit.
+        """
+        baseline, models = _models(request)
+        runs = {name: plan_tasks(each, request.recipe, request.tasks, request.limit) for name, each in models.items()}
+        return cls(request, baseline, runs, partial(compare_on_tasks, seed=request.recipe.seed), "questions")
 
     @property
     def plan(self) -> InferencePlan:
         """What the larger of the models takes."""
-        return max((each.plan for each in self.runs.values()), key=_memory)
+        return max((each.plan for each in self.runs.values()), key=lambda plan: plan.device_bytes + plan.host_bytes)
 
     def run(self, count: Count) -> ModelComparison:
         """Evaluate the models, and compare them.
 
         Args:
-            count: receiver of the rows done.
+            count: receiver of the rows or questions done.
 
         Raises:
             Interrupted: a signal; what was measured is kept.
@@ -113,70 +144,17 @@ class PairedEvaluation:
         found: dict[str, Evaluation] = {}
         for name, each in self.runs.items():
             with stop_says(lambda: _STOPPED):
-                found[name] = evaluate_model(each, lambda done, total, name=name: count(name, done, total, "rows"))  # type: ignore[misc]
-        verdict = compare_models(found["model"], found.get("baseline"), self.recipe.metrics, self.recipe.seed)
+                found[name] = each.run(lambda done, total, name=name: count(name, done, total, self.unit))  # type: ignore[misc]
+        comparison = self.compare(found["model"], found.get("baseline"))
         for each in self.runs.values():
-            each.journal.close()
-        return verdict
+            each.close()
+        return comparison
 
 
-@dataclass(frozen=True)
-class TasksRequest:
-    """Tasks of lm-eval to evaluate a model by.
-
-    Attributes:
-        model: model folder.
-        recipe: device, memory and precision.
-        tasks: names, number of examples, limit.
-        baseline: as in `EvaluateRequest`.
-        offline: whether rows of tasks may not be fetched.
-    """
-
-    model: Path
-    recipe: Recipe
-    tasks: TaskSelection
-    baseline: str = "auto"
-    offline: bool = False
-
-
-@dataclass(frozen=True)
-class PairedTaskEvaluation:
-    """An evaluation by tasks, planned and not begun; attributes as in `PairedEvaluation`."""
-
-    request: TasksRequest
-    loaded: LoadedTasks
-    baseline: Path | None
-    runs: Mapping[str, TasksPlan]
-
-    @classmethod
-    def of(cls, request: TasksRequest) -> PairedTaskEvaluation:
-        """Load the tasks, and plan the passes of each model over their questions.
-
-        Raises:
-            GptjFtError: no such task or model, or it does not fit.
-        """
-        loaded = load_tasks(request.tasks, request.offline)
-        baseline = choose_baseline(request.model, request.baseline)
-        models = {"baseline": baseline, "model": request.model} if baseline is not None else {"model": request.model}
-        return cls(request, loaded, baseline, {name: plan_tasks(each, request.recipe) for name, each in models.items()})
-
-    @property
-    def plan(self) -> InferencePlan:
-        """What the larger of the models takes."""
-        return max((each.plan for each in self.runs.values()), key=_memory)
-
-    def run(self, count: Count) -> ModelComparison:
-        """Ask the models, and compare them; as `PairedEvaluation.run`."""
-        found, journals = {}, []
-        for name, each in self.runs.items():
-            with stop_says(lambda: _STOPPED):
-                advance = lambda done, total, name=name: count(name, done, total, "questions")  # noqa: E731
-                found[name], own = ask(each, self.loaded, self.request.tasks.limit, advance)
-            journals += own
-        verdict = compare_on_tasks(found["model"], found.get("baseline"), self.request.recipe.seed)
-        for journal in journals:
-            journal.close()
-        return verdict
+def _models(request: EvaluateRequest | TasksRequest) -> tuple[Path | None, dict[str, Path]]:
+    """Return the baseline, if there is one, and the models to evaluate in their order."""
+    baseline = choose_baseline(request.model, request.baseline)
+    return baseline, {"baseline": baseline, "model": request.model} if baseline else {"model": request.model}
 
 
 @dataclass(frozen=True)
@@ -216,7 +194,3 @@ def score_files(request: PredictionsRequest) -> ModelComparison:
         before = score_predictions(Path(request.baseline), recipe, data, request.limit, request.allow_empty)
     after = score_predictions(request.predictions, recipe, data, request.limit, request.allow_empty)
     return compare_models(after, before, recipe.metrics, recipe.seed)
-
-
-def _memory(plan: InferencePlan) -> int:
-    return plan.device_bytes + plan.host_bytes

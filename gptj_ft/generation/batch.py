@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from gptj_ft.checkpoints.formats.peft import weight_bytes
 from gptj_ft.checkpoints.metadata import template_of
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.chat import ASSISTANT, MESSAGES, Conversation, is_chat, read_conversation
@@ -23,15 +22,14 @@ from gptj_ft.data.columns import FieldReader, choose_columns
 from gptj_ft.data.columns import cell_text as cell_text
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings
-from gptj_ft.data.readers.source import FileOptions
+from gptj_ft.data.readers.source import FileOptions, Source, identify
 from gptj_ft.data.readers.tables import check_headers
 from gptj_ft.data.template import fields_of
 from gptj_ft.errors import DataError, Interrupted, RowSkipped
 from gptj_ft.generation.answers_file import AnswersFile
 from gptj_ft.generation.decoding import generate_tokens, text_of
 from gptj_ft.generation.generator import GenerationSetup, Generator
-from gptj_ft.planning.inference_plan import InferencePlan, InferenceWorkload, batches_by_length, plan_inference
-from gptj_ft.planning.resources import free_resources
+from gptj_ft.planning.inference_plan import InferencePlan, batches_by_length
 
 _SURVEY_ROWS = 1000  # whose columns are looked at
 _TOGETHER = "together"  # setting: tokens of prompts and answers that share the passes over the weights
@@ -90,7 +88,7 @@ def plan_batch(setup: GenerationSetup, source: Path, output: Path, num_return: i
     """Plan the generation for every row of a file, or resume an earlier one.
 
     Args:
-        asker: model and settings; the model folder is noted beside the output.
+        setup: model and settings; the model folder is noted beside the output.
         source: the rows.
         output: a new file, or one that was begun.
         num_return: number of answers per row.
@@ -102,16 +100,9 @@ def plan_batch(setup: GenerationSetup, source: Path, output: Path, num_return: i
     recipe = setup.recipe
     findings = Findings(recipe.max_bad_rows)
     questions = list(read_prompts(setup, source, findings))
-    reads = InferenceWorkload.of(
-        setup.architecture,
-        setup.dtype,
-        recipe.generation,
-        prompts=[len(question.ids) for question in questions if question.ids],
-        num_return=num_return,
-        adapter_bytes=weight_bytes(setup.folder),
-    )
+    prompts = [len(question.ids) for question in questions if question.ids]
     before = AnswersFile.setting_of(output, _TOGETHER)
-    plan = plan_inference(recipe, reads, free_resources(setup.device, output.absolute().parent), before)
+    plan = setup.plan(output.absolute().parent, before, prompts=prompts, num_return=num_return)
     settings = {"model": str(setup.folder.resolve()), "num_return": num_return, "seed": recipe.seed,
                 _TOGETHER: plan.together.written, "rows": _digest(questions), **template_of(recipe)}  # fmt: skip
     return BatchJob(questions, findings, output, settings, num_return, plan)
@@ -157,12 +148,12 @@ def run_batch(
     return BatchResult(len(questions), found, sum(question.cut for question in questions), planned.findings.bad)
 
 
-def read_prompts(setup: GenerationSetup, source: Path, findings: Findings) -> Iterator[BatchPrompt]:
+def read_prompts(setup: GenerationSetup, rows: Path, findings: Findings) -> Iterator[BatchPrompt]:
     """Read the rows of a file as prompts; unusable rows are also recorded in the findings."""
-    recipe = setup.recipe
+    recipe, source = setup.recipe, identify(rows, FileOptions.of(setup.recipe))
     columns = _columns(source, recipe)
     files = set[str]()
-    for row in read_rows(source, findings, FileOptions.of(recipe)):
+    for row in read_rows(source, findings):
         files.add(row.source)
         head: dict[str, Any] = {"line": row.line} | ({"file": row.source} if len(files) > 1 else {})
         head |= {"id": row.values["id"]} if isinstance(row.values.get("id"), str | int) else {}
@@ -174,11 +165,11 @@ def read_prompts(setup: GenerationSetup, source: Path, findings: Findings) -> It
             yield BatchPrompt(head, [], problem=str(error))
 
 
-def _columns(source: Path, recipe: Recipe) -> dict[str, str]:
+def _columns(source: Source, recipe: Recipe) -> dict[str, str]:
     """Choose the columns of the prompt's fields; answer columns are optional."""
     found: dict[str, None] = {}
     findings = Findings(recipe.max_bad_rows)
-    for number, row in enumerate(read_rows(source, findings, FileOptions.of(recipe))):
+    for number, row in enumerate(read_rows(source, findings)):
         found.update(dict.fromkeys(row.values))
         if number >= _SURVEY_ROWS:
             break
@@ -187,7 +178,7 @@ def _columns(source: Path, recipe: Recipe) -> dict[str, str]:
         return choose_columns(found, recipe, fields)
     except DataError as error:
         check_headers(findings, fields)
-        raise DataError(f"{source}: {error}") from error
+        raise DataError(f"{source.path}: {error}") from error
 
 
 def _values(row: dict[str, Any], columns: dict[str, str], recipe: Recipe) -> dict[str, Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from gptj_ft.checkpoints.formats.peft import base_folder, tokenizer_folder
+from gptj_ft.checkpoints.formats.peft import base_folder, tokenizer_folder, weight_bytes
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.chat import MESSAGES, asked
 from gptj_ft.data.encode import Prompt, encode_prompt
@@ -19,8 +19,11 @@ from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.generation.decoding import StreamedModel, generate_tokens, text_of
 from gptj_ft.models.registry import Architecture, read_architecture
+from gptj_ft.planning.inference_plan import InferencePlan, InferenceWorkload, plan_inference
 from gptj_ft.planning.machine_profile import choose_dtype
 from gptj_ft.planning.plan import device_cap
+from gptj_ft.planning.resources import free_resources
+from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.open import open_for_inference
 from gptj_ft.system import machine
 
@@ -38,14 +41,13 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class GenerationSetup:
-    """Model folder, template and search settings: everything that generation needs but the weights.
+class InferenceSetup:
+    """Model folder and options: everything that inference needs but rows and weights.
 
     Attributes:
         folder: model folder.
-        recipe: template and generation settings.
+        recipe: templates, generation settings, placement.
         architecture: family and configuration of the model.
-        tokenizer: tokenizer of the model folder.
         device: device that computes.
         dtype: data type of the computation.
     """
@@ -53,27 +55,68 @@ class GenerationSetup:
     folder: Path
     recipe: Recipe
     architecture: Architecture
-    tokenizer: PreTrainedTokenizerFast
     device: torch.device
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, folder: Path, recipe: Recipe) -> GenerationSetup:
+    def of(cls, folder: Path, recipe: Recipe, **more: Any) -> Self:
+        """Read the configuration of a model folder.
+
+        Raises:
+            UsageError, DataError: as `read_architecture`.
+        """
+        device = machine.choose_device(recipe.device)
+        dtype = choose_dtype(recipe.precision, device)
+        return cls(folder, recipe, read_architecture(base_folder(folder)), device, dtype, **more)
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a document."""
+        return int(self.architecture.config.n_positions)
+
+    def plan(self, disk: Path, before: int | None = None, **workload: Any) -> InferencePlan:
+        """Plan memory and passes.
+
+        Args:
+            disk: folder whose free space counts.
+            before: tokens written together, where that was decided before; default: none.
+            **workload: attributes of `InferenceWorkload` after ``settings``.
+
+        Raises:
+            ResourceError: it does not fit.
+        """
+        size, settings = weight_bytes(self.folder), self.recipe.generation
+        reads = InferenceWorkload.of(self.architecture, self.dtype, settings, adapter_bytes=size, **workload)
+        return plan_inference(self.recipe, reads, free_resources(self.device, disk), before)
+
+    def open(self, weights: str, cap: int | None = None) -> AbstractContextManager[tuple[Architecture, OffloadedModel]]:
+        """Open the weights, see `open_for_inference`; ``weights`` is their place."""
+        return open_for_inference(self.folder, self.device, self.dtype, weights, self.recipe.read_ahead, cap)
+
+
+@dataclass(frozen=True)
+class GenerationSetup(InferenceSetup):
+    """Model folder, template and search settings: everything that generation needs but the weights.
+
+    Attributes:
+        tokenizer: tokenizer of the model folder.
+    """
+
+    tokenizer: PreTrainedTokenizerFast
+
+    @classmethod
+    def of(cls, folder: Path, recipe: Recipe, **more: Any) -> Self:
         """Read configuration and tokenizer of a model folder.
 
         Raises:
             UsageError, DataError: as `read_architecture` and `load_tokenizer`.
         """
-        device = machine.choose_device(recipe.device)
-        dtype = choose_dtype(recipe.precision, device)
-        tokenizer = load_tokenizer(tokenizer_folder(folder))
-        return cls(folder, recipe, read_architecture(base_folder(folder)), tokenizer, device, dtype)
+        return super().of(folder, recipe, tokenizer=load_tokenizer(tokenizer_folder(folder)), **more)
 
     @property
     def room(self) -> int:
         """Longest prompt, in tokens, that leaves room for the new ones."""
-        longest = min(self.recipe.max_length, int(self.architecture.config.n_positions))
-        return longest - self.recipe.generation.max_new_tokens
+        return min(self.recipe.max_length, self.context) - self.recipe.generation.max_new_tokens
 
     def encode(self, values: Mapping[str, Any]) -> Prompt:
         """Render and tokenize the prompt of a row, shortened as the recipe says."""
@@ -126,10 +169,9 @@ def open_generator(setup: GenerationSetup, weights: str | None = None) -> Iterat
     Raises:
         UsageError, DataError: as `open_for_inference`.
     """
-    recipe, device = setup.recipe, setup.device
-    cap = device_cap(recipe, device.type == "cpu")
-    opened = open_for_inference(setup.folder, device, setup.dtype, weights or recipe.weights, recipe.read_ahead, cap)
-    with opened as (architecture, stack):
+    recipe = setup.recipe
+    cap = device_cap(recipe, setup.device.type == "cpu")
+    with setup.open(weights or recipe.weights, cap) as (architecture, stack):
         torch.manual_seed(recipe.seed)
         yield Generator(setup, StreamedModel(architecture, stack, recipe.micro_batch_tokens))
 

@@ -12,7 +12,7 @@ from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.options import Generation
 from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import build
-from gptj_ft.evaluation.evaluate import evaluate_model, plan_evaluation
+from gptj_ft.evaluation.evaluate import plan_evaluation
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.planning.inference_plan import BATCH_TOKENS, InferenceWorkload, plan_inference, token_budget_within
 from gptj_ft.planning.plan import PROCESS_BYTES, Free
@@ -93,7 +93,7 @@ def test_memory_of_an_evaluation_is_within_its_plan(tmp_path: Path) -> None:
     assert planned.plan.together.written == BATCH_TOKENS
     CLEAR_REFS.write_text("5")
     before = status("VmRSS")
-    evaluate_model(planned)
+    planned.run()
     growth = status("VmHWM") - before
     allowed = sum(need.need for need in planned.plan.needs if need.resource == "memory") - PROCESS_BYTES
     assert growth > 20e6, "something is measured"

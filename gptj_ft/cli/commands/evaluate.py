@@ -89,14 +89,14 @@ def evaluate(
         from gptj_ft import api
         from gptj_ft.cli.html import check_report_path
         from gptj_ft.cli.html.evaluation_page import EVALUATION_SUFFIXES
-        from gptj_ft.cli.terminal.evaluation import EvaluationOutput, rows_about, task_rows_about
+        from gptj_ft.cli.terminal.evaluation import EvaluationOutput, rows_about
         from gptj_ft.cli.terminal.progress import TerminalReporter
         from gptj_ft.cli.terminal.tables import show_reading
         from gptj_ft.evaluation.comparison import parse_gates
-        from gptj_ft.evaluation.lm_eval.tasks import TaskSelection
+        from gptj_ft.evaluation.lm_eval.tasks import TaskSelection, load_tasks
         from gptj_ft.evaluation.metrics import score_names
         from gptj_ft.evaluation.metrics.language_model import NAMES
-        from gptj_ft.evaluation.run import EvaluateRequest, PairedEvaluation, PairedTaskEvaluation, TasksRequest
+        from gptj_ft.evaluation.run import EvaluateRequest, PairedEvaluation, TasksRequest
         from gptj_ft.system.atomic import require_new
 
     for path in reports or ():
@@ -126,25 +126,20 @@ def evaluate(
         return
     folder = api.model_folder(model, "evaluate")
     recipe = api.model_options(folder, {**options, "config": config}, assignments=as_tuple(assignments)).recipe
-    evaluation: PairedEvaluation | PairedTaskEvaluation
     if tasks is not None:
         names = [name.strip() for name in tasks.split(",") if name.strip()]
-        selection = TaskSelection(names, include_path, num_fewshot, limit)
-        evaluation = PairedTaskEvaluation.of(TasksRequest(folder, recipe, selection, baseline, offline))
-        asked, about = parse_gates(gates or (), evaluation.loaded.score_names), task_rows_about(evaluation)
+        loaded = load_tasks(TaskSelection(names, include_path, num_fewshot), offline)
+        asked = parse_gates(gates or (), loaded.score_names)
+        evaluation = PairedEvaluation.of_tasks(TasksRequest(folder, recipe, loaded, baseline, limit))
     else:
         asked = parse_gates(gates or (), [*NAMES, *score_names(recipe.metrics)])
         with TerminalReporter(notes) as reporter:
             evaluation = api.plan_evaluation(EvaluateRequest(folder, recipe, baseline, rows, limit), reporter)
-        about = rows_about(evaluation)
+    plan, about = evaluation.plan, rows_about(evaluation)
     if dry_run:
-        out.finish(
-            evaluation.plan.to_dict(),
-            "",
-            lambda console: show_reading(console, "The evaluation", about, evaluation.plan),
-        )
+        out.finish(plan.to_dict(), "", lambda console: show_reading(console, "The evaluation", about, plan))
         return
-    show_reading(notes, "The evaluation", about, evaluation.plan)
+    show_reading(notes, "The evaluation", about, plan)
     with TerminalReporter(notes) as reporter:
         found = evaluation.run(reporter.on_count)
     if tasks is not None:

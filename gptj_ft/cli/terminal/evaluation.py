@@ -19,7 +19,7 @@ from gptj_ft.config.run_folder import Run
 from gptj_ft.errors import GateError
 from gptj_ft.evaluation.comparison import Gate, ModelComparison, failed_gates
 from gptj_ft.evaluation.predictions import write_outputs
-from gptj_ft.evaluation.run import PairedEvaluation, PairedTaskEvaluation
+from gptj_ft.evaluation.run import PairedEvaluation, TasksRequest
 from gptj_ft.system.plain_text import command_line
 
 ONLY_IN_REPORTS = ("word_perplexity", "byte_perplexity")  # not on a terminal, so that the table fits
@@ -79,25 +79,15 @@ class EvaluationOutput:
 def rows_about(evaluation: PairedEvaluation) -> list[tuple[str, str]]:
     """Return what is evaluated, as rows of a panel."""
     request, baseline = evaluation.request, evaluation.baseline
-    missing = "none: what this model was tuned from is not there; --baseline names one"
+    models = [("model", whole(str(request.model))), ("baseline", whole(str(baseline)) if baseline else "none")]
+    if isinstance(request, TasksRequest):
+        return [*models, ("tasks", ", ".join(request.tasks.names))]
+    if baseline is None and request.baseline == "auto":
+        models[1] = ("baseline", "none: what this model was tuned from is not there; --baseline names one")
     rows = whole(str(evaluation.data)) + (f", the first {request.limit:,}" if request.limit else "")
-    about = [
-        ("model", whole(str(request.model))),
-        ("baseline", whole(str(baseline)) if baseline else missing if request.baseline == "auto" else "none"),
-        ("rows", rows),
-        ("measured", ", ".join(("loss and perplexity", *request.recipe.metrics))),
-    ]
-    return [*about, *([("note", evaluation.note)] if evaluation.note else [])]
-
-
-def task_rows_about(evaluation: PairedTaskEvaluation) -> list[tuple[str, str]]:
-    """Return what is evaluated on tasks, as rows of a panel."""
-    request, baseline = evaluation.request, evaluation.baseline
-    return [
-        ("model", whole(str(request.model))),
-        ("baseline", whole(str(baseline)) if baseline else "none"),
-        ("tasks", ", ".join(request.tasks.names)),
-    ]
+    measured = ", ".join(("loss and perplexity", *request.recipe.metrics))
+    note = [("note", evaluation.note)] if evaluation.note else []
+    return [*models, ("rows", rows), ("measured", measured), *note]
 
 
 def show_comparison(console: Console, facts: Facts, written: Sequence[Path] = (), commands: Sequence[str] = ()) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
@@ -45,13 +45,13 @@ class KeptResults:
 
     Attributes:
         facts: what determines the answers besides the requests.
+        journals: list that gets the caches, to be removed when nothing can go wrong any more.
         progress: called with (requests done, requests of the kind).
-        journals: to be removed when nothing can go wrong any more.
     """
 
     facts: Mapping[str, Any]
+    journals: list[ResultCache]
     progress: Callable[[int, int], None] | None = None
-    journals: list[ResultCache] = field(default_factory=list)
 
     def of(self, kind: str, requests: Sequence[Instance]) -> ResultCache:
         """Return cached answers of some requests, by number."""

@@ -11,15 +11,14 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from gptj_ft.checkpoints.formats.peft import base_folder, tokenizer_folder, weight_bytes
+from gptj_ft.checkpoints.formats.peft import tokenizer_folder
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import DataError, NetworkError, UsageError, did_you_mean
@@ -29,13 +28,9 @@ from gptj_ft.evaluation.metrics import Statistic
 from gptj_ft.evaluation.metrics.bootstrap import Estimate, PairedEstimates, estimate_scores
 from gptj_ft.evaluation.metrics.statistic import Ratio, Vector
 from gptj_ft.evaluation.result_cache import ResultCache
+from gptj_ft.generation.generator import InferenceSetup
 from gptj_ft.generation.hf_model import StreamedModel
-from gptj_ft.models.registry import read_architecture
-from gptj_ft.planning.inference_plan import InferencePlan, InferenceWorkload, plan_inference
-from gptj_ft.planning.machine_profile import choose_dtype
-from gptj_ft.planning.resources import free_resources
-from gptj_ft.streaming.open import open_for_inference
-from gptj_ft.system import machine
+from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.system.hub import open_network
 from gptj_ft.system.paths import home
 
@@ -52,19 +47,18 @@ class TaskSelection:
         names: names of tasks, groups or tags.
         include_path: a folder with more of them.
         num_fewshot: examples before each question; ``None``: as the task says.
-        limit: questions of each task, the first ones; ``None``: all.
     """
 
     names: Sequence[str]
     include_path: Path | None = None
     num_fewshot: int | None = None
-    limit: int | None = None
 
 
 @dataclass(frozen=True)
 class LoadedTasks:
-    """Loaded tasks with their rows, as lm-eval's evaluator takes them."""
+    """Loaded tasks with their rows, as lm-eval's evaluator takes them, and the names that they were asked for by."""
 
+    names: Sequence[str]
     tasks: Mapping[str, Any]
     whole: Any
 
@@ -122,7 +116,7 @@ def load_tasks(chosen: TaskSelection, offline: bool) -> LoadedTasks:
         elif task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=SEED)
-    return LoadedTasks(whole["tasks"], whole)
+    return LoadedTasks(chosen.names, whole["tasks"], whole)
 
 
 @contextmanager
@@ -165,67 +159,69 @@ def _unloadable(error: Exception) -> Exception:
 
 @dataclass(frozen=True)
 class TasksPlan:
-    """A planned evaluation on tasks."""
+    """A planned evaluation on tasks.
 
-    folder: Path
-    recipe: Recipe
-    device: torch.device
-    dtype: torch.dtype
+    Attributes:
+        setup: model and options.
+        tasks: what the model is asked.
+        limit: most questions of each task, the first ones; ``None``: all.
+        plan: memory and token budget.
+        journals: caches of the answers.
+    """
+
+    setup: InferenceSetup
+    tasks: LoadedTasks
+    limit: int | None
     plan: InferencePlan
+    journals: list[ResultCache] = field(default_factory=list)
+
+    def run(self, progress: _Progress | None = None) -> Evaluation:
+        """Evaluate the model with lm-eval, resuming from cached answers.
+
+        Raises:
+            UsageError, DataError: requests that cannot be answered.
+        """
+        from lm_eval import __version__
+        from lm_eval.evaluator import evaluate
+
+        from gptj_ft.evaluation.lm_eval.model import KeptResults, StreamedLM
+
+        setup, together = self.setup, self.plan.together
+        facts = {**evaluation_settings(setup.folder, setup.recipe), "dtype": self.plan.precision,
+                 "lm_eval": __version__, "device": setup.device.type, "together": together.written}  # fmt: skip
+        findings = KeptResults(facts, self.journals, progress)
+        with setup.open(self.plan.weights) as opened, _quiet():
+            tokenizer = load_tokenizer(tokenizer_folder(setup.folder))
+            model = StreamedModel(*opened, together.computed)
+            lm = StreamedLM(model, tokenizer, together, findings, setup.recipe.seed)
+            random.seed(0)
+            np.random.seed(SEED)  # what samples examples for questions, in some tasks
+            for task in self.tasks.tasks.values():
+                task._instances = None
+            try:
+                found = evaluate(lm=lm, task_dict=self.tasks.whole, limit=self.limit, bootstrap_iters=0)
+            except ValueError as error:
+                if isinstance(error, UsageError | DataError):
+                    raise
+                raise UsageError(f"lm-eval: {str(error).partition(chr(10))[0]}") from error
+        assert found is not None
+        return _evaluation(str(setup.folder), found, self.tasks)
+
+    def close(self) -> None:
+        """Remove the caches of answers, once the results are saved."""
+        for journal in self.journals:
+            journal.close()
 
 
-def plan_tasks(folder: Path, recipe: Recipe) -> TasksPlan:
+def plan_tasks(folder: Path, recipe: Recipe, tasks: LoadedTasks, limit: int | None) -> TasksPlan:
     """Plan for requests as long as the context, since their length is not known before tokenization.
 
     Raises:
         ResourceError: it does not fit.
     """
-    device = machine.choose_device(recipe.device)
-    dtype = choose_dtype(recipe.precision, device)
-    architecture = read_architecture(base_folder(folder))
-    longest = [int(architecture.config.n_positions)]
-    reads = InferenceWorkload.of(
-        architecture, dtype, recipe.generation, documents=longest, prompts=longest, adapter_bytes=weight_bytes(folder)
-    )
-    return TasksPlan(folder, recipe, device, dtype, plan_inference(recipe, reads, free_resources(device, home())))
-
-
-def ask(
-    planned: TasksPlan, loaded: LoadedTasks, limit: int | None, progress: _Progress | None
-) -> tuple[Evaluation, list[ResultCache]]:
-    """Evaluate a model with lm-eval, resuming from cached answers.
-
-    Returns: the scores, and the journals to be closed when nothing can go wrong any more.
-
-    Raises:
-        UsageError, DataError: requests that cannot be answered.
-    """
-    from lm_eval import __version__
-    from lm_eval.evaluator import evaluate
-
-    from gptj_ft.evaluation.lm_eval.model import KeptResults, StreamedLM
-
-    recipe, plan = planned.recipe, planned.plan
-    facts = {**evaluation_settings(planned.folder, recipe), "dtype": planned.plan.precision, "lm_eval": __version__,
-             "device": planned.device.type, "together": plan.together.written}  # fmt: skip
-    findings = KeptResults(facts, progress)
-    opened = open_for_inference(planned.folder, planned.device, planned.dtype, plan.weights, recipe.read_ahead)
-    with opened as (architecture, stack), _quiet():
-        model = StreamedModel(architecture, stack, plan.together.computed)
-        tokenizer = load_tokenizer(tokenizer_folder(planned.folder))
-        lm = StreamedLM(model, tokenizer, plan.together, findings, recipe.seed)
-        random.seed(0)
-        np.random.seed(SEED)  # what samples examples for questions, in some tasks
-        for task in loaded.tasks.values():
-            task._instances = None
-        try:
-            found = evaluate(lm=lm, task_dict=loaded.whole, limit=limit, bootstrap_iters=0)
-        except ValueError as error:
-            if isinstance(error, UsageError | DataError):
-                raise
-            raise UsageError(f"lm-eval: {str(error).partition(chr(10))[0]}") from error
-    assert found is not None
-    return _evaluation(str(planned.folder), found, loaded), findings.journals
+    setup = InferenceSetup.of(folder, recipe)
+    longest = [setup.context]
+    return TasksPlan(setup, tasks, limit, setup.plan(home(), documents=longest, prompts=longest))
 
 
 def compare_on_tasks(model: Evaluation, baseline: Evaluation | None, seed: int) -> ModelComparison:
