@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gptj_ft.api import (
         Model,
+        doctor,
         evaluate,
         evaluate_predictions,
         evaluate_tasks,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from gptj_ft.evaluation.run import EvaluateRequest
     from gptj_ft.generation.batch import BatchResult
     from gptj_ft.generation.generator import Answer
+    from gptj_ft.training.doctor.checkup import Diagnosis
     from gptj_ft.training.finetune import Forecast, PreparedRun
     from gptj_ft.training.loop import TrainResult
     from gptj_ft.training.prepare_data import Preparation
@@ -40,6 +42,7 @@ _HOMES = {  # of what is not in `api`
     "EvaluateRequest": "evaluation.run",
     "BatchResult": "generation.batch",
     "Answer": "generation.generator",
+    "Diagnosis": "training.doctor.checkup",
     "Forecast": "training.finetune",
     "PreparedRun": "training.finetune",
     "TrainResult": "training.loop",
@@ -51,6 +54,7 @@ _HOMES = {  # of what is not in `api`
 __all__ = [
     "Answer",
     "BatchResult",
+    "Diagnosis",
     "EvaluateRequest",
     "Forecast",
     "GptjFtError",
@@ -63,6 +67,7 @@ __all__ = [
     "Reporter",
     "StepReport",
     "TrainResult",
+    "doctor",
     "evaluate",
     "evaluate_predictions",
     "evaluate_tasks",

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from gptj_ft.evaluation.run import EvaluateRequest, PairedEvaluation
     from gptj_ft.generation.batch import BatchJob, BatchResult
     from gptj_ft.generation.generator import Answer, GenerationSetup, Generator
+    from gptj_ft.training.doctor.checkup import Diagnosis
     from gptj_ft.training.finetune import Forecast, PreparedRun
     from gptj_ft.training.loop import TrainResult
 
@@ -174,6 +175,25 @@ def plan(
     reporter = reporter or Reporter()
     resolved = fetched(resolved_options(recipe, options), offline, reporter)
     return forecast_run(resolved, measure_again, reporter)
+
+
+def doctor(device: str = "auto", *, reporter: Reporter | None = None) -> Diagnosis:
+    """Check that this machine and a device train rightly: numbers, streams, speed, memory.
+
+        >>> found = gptj_ft.doctor()
+        >>> found.works, found.verdict
+
+    Args:
+        device: ``auto``, ``cpu``, or an accelerator: ``cuda``, ``cuda:1``, ``xpu``, ``mps``.
+        reporter: receiver of activities.
+
+    Raises:
+        UsageError: there is no such device.
+    """
+    from gptj_ft.system.machine import choose_device
+    from gptj_ft.training.doctor.checkup import check_up
+
+    return check_up(choose_device(device), reporter)
 
 
 def plan_evaluation(request: EvaluateRequest, reporter: Reporter | None = None) -> PairedEvaluation:

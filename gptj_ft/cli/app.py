@@ -17,6 +17,7 @@ from gptj_ft import __version__
 from gptj_ft.cli.commands import (
     cache,
     convert,
+    doctor,
     download,
     evaluate,
     finetune,
@@ -81,6 +82,7 @@ _add(
 app.add_typer(recipes.recipes_app, name="recipes", rich_help_panel=DATA, epilog="gptj-ft recipes show summarization")
 app.add_typer(cache.cache_app, name="cache", rich_help_panel=DATA, epilog="gptj-ft cache list")
 _add(PLAN, plan.plan, examples="gptj-ft plan --recipe summarization --host-memory 16GB")
+_add(PLAN, doctor.doctor, examples="gptj-ft doctor\ngptj-ft doctor --device cuda:1 --json")
 _add(
     PLAN,
     report.report,

@@ -60,7 +60,7 @@ def compute_rates(device: torch.device, again: bool = False) -> ComputeRates:
 
 
 def _device_key(device: torch.device) -> str:
-    name = device_name(device) if is_accelerator(device) else _cpu_name()
+    name = device_name(device) if is_accelerator(device) else cpu_name()
     return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
@@ -91,7 +91,8 @@ def reason_for(precision: str, measured: ComputeRates) -> str:
     return f"bf16 products are {measured.gain:.2g} times as fast here" if precision == "auto" else "as asked for"
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Return the name of the processor, as its maker calls it."""
     try:
         facts = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

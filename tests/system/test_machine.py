@@ -121,7 +121,7 @@ def test_another_device_thread_count_torch_or_file_system_is_measured_for_itself
         patch.setattr(torch, "__version__", "99.0")
         assert known() == {"compute": 3, "disk": 1}
     with monkeypatch.context() as patch:
-        patch.setattr(machine_profile, "_cpu_name", lambda: "another")
+        patch.setattr(machine_profile, "cpu_name", lambda: "another")
         assert known() == {"compute": 4, "disk": 1}
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**13, 0, 10**13))

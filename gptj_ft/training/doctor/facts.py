@@ -1,0 +1,187 @@
+"""Collect facts of a machine, a device and the libraries: what a report of a fault needs, and nothing private."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptj_ft import __version__
+from gptj_ft.planning.machine_profile import cpu_name
+from gptj_ft.system.accelerator import device_name, free_and_total, is_accelerator, module_of, pin, supports_bf16
+from gptj_ft.system.direct_io import takes_direct
+from gptj_ft.system.machine import existing_folder, free_memory
+from gptj_ft.system.memory import allocate
+
+LIBRARIES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "huggingface_hub")
+CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+PROBED_BYTES = 64 * 2**20
+FIRST_LOCKED, MOST_LOCKED = 256 * 2**20, 16 * 2**30
+LOCKED_SHARE = 0.5  # of free RAM, at most
+HUGE_PAGE_KEYS = ("AnonHugePages", "ShmemPmdMapped")
+CPU = torch.device("cpu")
+
+
+def collect(device: torch.device, folder: Path) -> dict[str, Any]:
+    """Return the facts of a machine, each for itself: one that cannot be had is ``None``.
+
+    Args:
+        device: device of runs.
+        folder: folder of runs, for its disk; its name is not among the facts.
+    """
+    known: Mapping[str, Callable[[], Any]] = {
+        "versions": _versions,
+        "system": lambda: {"system": platform.system(), "release": platform.release(), "machine": platform.machine()},
+        "cpu": _cpu,
+        "memory": _memory,
+        "disk": lambda: _disk(existing_folder(folder)),
+        "device": lambda: _device(device),
+    }
+    return {name: _if_known(fact) for name, fact in known.items()}
+
+
+def _if_known(fact: Callable[[], Any]) -> Any:
+    try:
+        return fact()
+    except Exception:
+        return None
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"gptj-ft": __version__, "python": platform.python_version()}
+    for name in LIBRARIES:
+        found[name] = None
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    builds = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
+    return {**found, **{f"torch built for {name}": str(build) for name, build in builds.items() if build}}
+
+
+def _cpu() -> dict[str, Any]:
+    is_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "name": cpu_name(),
+        "cores": os.cpu_count(),
+        "cores_allowed": allowed,
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "has_amx": bool(is_amx()),
+    }
+
+
+def _memory() -> dict[str, Any]:
+    import psutil
+
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return {
+        "total": int(psutil.virtual_memory().total),
+        "free": free_memory(CPU),
+        "container_limit": _container_limit(),
+        "lockable_by_ulimit": None if locked == resource.RLIM_INFINITY else locked,
+        "huge_pages_had": _if_known(huge_share),
+    }
+
+
+def _container_limit() -> int | None:
+    """Return the bytes that a container may have; ``None``: as many as there are."""
+    for path in CGROUPS:
+        with suppress(OSError, ValueError):
+            limit = int(Path(path).read_text(encoding="ascii"))
+            return limit if limit < 1 << 60 else None
+    return None
+
+
+def huge_share() -> float:
+    """Return the share of freshly used memory that the system backs with huge pages."""
+    values = allocate(PROBED_BYTES, torch.uint8, CPU).fill_(1)
+    address, inside, kilobytes = values.data_ptr(), False, 0
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            start, end = (int(bound, 16) for bound in span.groups())
+            inside = start < address + PROBED_BYTES and address < end
+        elif inside and line.startswith(HUGE_PAGE_KEYS):
+            kilobytes += int(line.split()[1])
+    return min(1.0, kilobytes * 1024 / PROBED_BYTES)
+
+
+def _disk(folder: Path) -> dict[str, Any]:
+    used = shutil.disk_usage(folder)
+    return {"free": used.free, "total": used.total, "takes_direct_io": takes_direct(folder)}
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    """Return the facts of an accelerator; of the CPU, its type alone."""
+    if not is_accelerator(device):
+        return {"type": device.type}
+    module = module_of(device)
+    count = getattr(module, "device_count", lambda: 1)
+    free, total = free_and_total(device)
+    return {
+        "type": device.type,
+        "number": device.index,
+        "devices": int(count()),
+        "name": device_name(device),
+        "free": free,
+        "total": total,
+        "has_bf16": supports_bf16(device),
+        "driver": _if_known(_driver),
+        **(_if_known(lambda: _architecture(module, device)) or {}),
+        "lockable": _if_known(lambda: lockable_bytes(device)),
+    }
+
+
+def _driver() -> str | None:
+    """Return the version of NVIDIA's kernel module."""
+    text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text)
+    return found[1] if found else None
+
+
+def _architecture(module: Any, device: torch.device) -> dict[str, Any]:
+    """Return a device's compute capability and whether torch was built for it."""
+    capability = tuple(module.get_device_capability(device))
+    built = list(module.get_arch_list())
+    return {"capability": ".".join(map(str, capability)), "built_for": built, "is_in_build": runs_on(capability, built)}
+
+
+def runs_on(capability: tuple[int, ...], built: list[str]) -> bool | None:
+    """Tell whether a build has kernels for a compute capability; ``None``: its names are not CUDA's.
+
+    Machine code (``sm_86``) runs on devices of the same first number and the same or a higher second one, PTX
+    (``compute_80``) on all later ones: CUDA C++ Programming Guide, section Application Compatibility. Names that end in
+    a letter (``sm_90a``) run on that device alone.
+    """
+    found = [match for name in built if (match := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name))]
+    if not found:
+        return None
+    here = (capability[0], capability[1])
+    for kind, first, second, only in (match.groups() for match in found):
+        built_for = int(first), int(second)
+        is_older = built_for <= here and (kind == "compute" or built_for[0] == here[0])
+        if built_for == here or (is_older and not only):
+            return True
+    return False
+
+
+def lockable_bytes(device: torch.device) -> int:
+    """Return how many bytes of host memory can be locked: doubled until refused, at most half of what is free."""
+    most = min(MOST_LOCKED, LOCKED_SHARE * free_memory(CPU))
+    size, done = FIRST_LOCKED, 0
+    while size <= most:
+        values = allocate(size, torch.uint8, CPU)
+        unpin = pin(values, device)
+        if unpin is None:
+            break
+        unpin()
+        size, done = 2 * size, size
+    return done

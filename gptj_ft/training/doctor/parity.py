@@ -1,0 +1,230 @@
+"""Compare numbers: with `transformers`, of a device with the CPU, of placements, of attention kernels."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptj_ft.models.attention import attend, takes_ragged
+from gptj_ft.models.batch import pack
+from gptj_ft.streaming.stores.placement import Place, Placement
+from gptj_ft.system.accelerator import is_accelerator
+from gptj_ft.system.dtypes import PRECISIONS
+from gptj_ft.training.doctor.trial import CPU, PEAK_LR, PROMPTS, RESIDENT, SmallModel, Trial, opened, run, take_step
+
+# A head as wide as GPT-J's: not every kernel takes it.
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "gptj": {"vocab_size": 503, "n_positions": 64, "n_embd": 256, "n_layer": 2, "n_head": 1, "rotary_dim": 64},
+    "gpt2": {
+        "vocab_size": 503, "n_positions": 64, "n_embd": 96, "n_layer": 2, "n_head": 3, "activation_function": "gelu",
+    },
+}  # fmt: skip
+ROUNDING = {"loss": 1e-5, "gradient": 1e-4, "weights": 1e-3}  # most relative differences from `transformers`, fp32
+LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}  # likewise of a device from the CPU, in the same type
+ATTENTION_TOLERANCE = 2e-2
+ATTENDED = (5, 300, 1, 64)  # tokens of documents
+HOST, DISK = Placement("host", "host", "host"), Placement("disk", "disk", "disk")
+MIXED = Placement("device", "host", "device"), Placement("host", "device", "host")
+
+
+class Mismatch(Exception):
+    """Numbers that differ by more than rounding."""
+
+
+def make_reference(model_type: str) -> Any:
+    """Make a random model of `transformers` in which every parameter matters: norms and biases are not 1 and 0."""
+    from transformers import GPT2Config, GPT2LMHeadModel, GPTJConfig, GPTJForCausalLM
+
+    config_of, model_of = {"gptj": (GPTJConfig, GPTJForCausalLM), "gpt2": (GPT2Config, GPT2LMHeadModel)}[model_type]
+    config = config_of(
+        **SHAPES[model_type], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0
+    )
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        model = model_of(config).float().eval()
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                nn.init.normal_(parameter, mean=0.3, std=0.3)
+    return model
+
+
+def save(reference: Any, folder: Path) -> None:
+    """Write a model of `transformers` into a folder, without its progress bar."""
+    from transformers.utils import logging
+
+    has_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        reference.save_pretrained(folder)
+    finally:
+        if has_bars:
+            logging.enable_progress_bar()
+
+
+def check_transformers(folder: Path, num_steps: int = 3) -> dict[str, Any]:
+    """Train small models here and in a plain loop of `transformers` on the CPU: loss, gradients, AdamW steps.
+
+    Args:
+        folder: folder in which the models are left, by family.
+        num_steps: optimizer steps.
+
+    Raises:
+        Mismatch: a difference above `ROUNDING`.
+    """
+    found = {}
+    for model_type in SHAPES:
+        reference = make_reference(model_type)
+        save(reference, folder / model_type)
+        errors = _compare_training(SmallModel.read(folder / model_type), reference, num_steps)
+        for name, limit in ROUNDING.items():
+            if not errors[name] <= limit:
+                raise Mismatch(f"{model_type}: {name} differs from transformers by {errors[name]:.2g} (relative)")
+        found[model_type] = errors
+    return found
+
+
+def _compare_training(model: SmallModel, reference: Any, num_steps: int) -> dict[str, float]:
+    """Return the largest relative differences from a plain loop: losses, gradients of the first step, weights."""
+    parameters = dict(reference.named_parameters())
+    matrices = [parameter for parameter in parameters.values() if parameter.ndim > 1]
+    others = [parameter for parameter in parameters.values() if parameter.ndim == 1]
+    recipe = Trial(CPU).recipe
+    torch_adamw = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=PEAK_LR, betas=recipe.betas, eps=recipe.eps,
+    )  # fmt: skip
+    losses: list[float] = []
+    gradients: list[float] = []
+    with opened(model, Trial(CPU)) as (offloaded, optimizer):
+        num_layers, name_of = len(offloaded.layers), model.architecture.family.name_of
+
+        def difference(kind: Any, expected: Mapping[str, Tensor]) -> float:
+            errors = []
+            for layer in offloaded.trained:
+                flat = torch.cat([chunk.clone() for _, chunk in offloaded.read_chunks(kind, layer)])
+                for name, view in offloaded.layouts[layer].views(flat).items():
+                    errors.append(_relative(view, expected[name_of(layer, name, num_layers)]))
+            return max(errors)
+
+        for _ in range(num_steps):
+            ours, _ = take_step(model, offloaded, optimizer)
+            torch_adamw.zero_grad()
+            theirs = _reference_loss(reference, model.documents)
+            theirs.backward()  # type: ignore[no-untyped-call]
+            losses.append(abs(ours - theirs.item()) / abs(theirs.item()))
+            if not gradients:
+                grads = {name: x.grad for name, x in parameters.items() if x.grad is not None}
+                gradients.append(difference("grad", grads))
+            if recipe.clip_norm is not None:
+                nn.utils.clip_grad_norm_(parameters.values(), recipe.clip_norm)
+            torch_adamw.step()
+        optimizer.flush()
+        weights = difference(offloaded.parameter, {name: x.detach() for name, x in parameters.items()})
+    return {"loss": max(losses), "gradient": gradients[0], "weights": weights}
+
+
+def _reference_loss(reference: Any, documents: Sequence[Sequence[int]]) -> Tensor:
+    """Return the mean loss over the target tokens of all documents, each run alone."""
+    total, count = torch.zeros(()), 0
+    for ids, prompt in zip(documents, PROMPTS, strict=True):
+        logits, targets = reference(torch.tensor([ids])).logits[0, :-1], torch.tensor(ids[1:])
+        first = max(prompt, 1) - 1
+        total = total + F.cross_entropy(logits[first:], targets[first:], reduction="sum")
+        count += len(ids) - 1 - first
+    return total / count
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-12))
+
+
+def trials(device: torch.device, precision: str, is_thorough: bool) -> list[list[Trial]]:
+    """Return groups of configurations; the bits of a group must be those of its first, which has all on the device."""
+
+    def adapters(place: Place) -> Trial:
+        return Trial(device, precision, Placement("device", "device", "device", frozen=place), is_lora=True)
+
+    full = [Trial(device, precision), Trial(device, precision, DISK)]
+    full += [Trial(device, precision, HOST, num_kept=1, num_deferred=2)]
+    lora = [adapters("device"), adapters("disk")]
+    if not is_thorough:
+        return [full, lora]
+    full += [Trial(device, precision, placement) for placement in (HOST, *MIXED)]
+    unclipped = [Trial(device, precision, placement, is_clipped=False) for placement in (RESIDENT, HOST)]
+    return [full, [*lora, adapters("host")], unclipped]
+
+
+def check_placements(model: SmallModel, groups: Sequence[Sequence[Trial]]) -> dict[str, Any]:
+    """Train a small model in every configuration: equal bits in a group, and losses near those of the CPU.
+
+    Raises:
+        Mismatch: a bit, or a loss that differs from the CPU's by more than `LOSS_TOLERANCE`.
+    """
+    errors: dict[str, float] = {}
+    with deterministic() as remarks:
+        for first, *others in groups:
+            expected = run(model, first)
+            if is_accelerator(first.device):
+                error = expected.relative_error(run(model, replace(first, device=CPU)))
+                errors[str(first)] = error
+                if not error <= LOSS_TOLERANCE[first.precision]:
+                    raise Mismatch(f"{first}: the loss differs from the CPU's by {error:.2g} (relative)")
+            for trial in others:
+                if difference := run(model, trial).difference(expected):
+                    raise Mismatch(f"{trial}: {difference}, as with all on the device")
+    tried = [str(trial) for group in groups for trial in group]
+    return {"equal": tried, "loss_error_to_cpu": errors, "not_deterministic": remarks}
+
+
+@contextmanager
+def deterministic() -> Iterator[list[str]]:
+    """Have torch take deterministic kernels; yield a list that the names of others are put into at the end."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch._C._get_deterministic_fill_uninitialized_memory()  # torch.utils.deterministic
+    remarks: list[str] = []
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch._C._set_deterministic_fill_uninitialized_memory(False)  # a write that runs do not have
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield remarks
+        texts = (str(warning.message) for warning in caught)
+        remarks += dict.fromkeys(text.split(" ")[0] for text in texts if "deterministic" in text)
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch._C._set_deterministic_fill_uninitialized_memory(fills)
+
+
+def check_attention(device: torch.device, precision: str, widths: Sequence[int] = (64, 256)) -> dict[str, Any]:
+    """Compare a device's attention over a packed batch with that of the CPU in fp32, document by document.
+
+    Raises:
+        Mismatch: outputs or gradients differ by more than `ATTENTION_TOLERANCE`.
+    """
+    dtype, found = PRECISIONS[precision], {}
+    batch = pack([[1] * length for length in ATTENDED])
+    on_device = batch.to(device)
+    generator = torch.Generator().manual_seed(0)
+    for width in widths:
+        shape = (len(batch.tokens_T), 2, width)
+        inputs = [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
+        results = []
+        for at, kind, documents in ((device, dtype, on_device), (CPU, torch.float32, batch)):
+            q, k, v = leaves = [x.to(at).to(kind).requires_grad_() for x in inputs]
+            out = attend(q, k, v, documents, 0)
+            out.sum().backward()  # type: ignore[no-untyped-call]
+            results.append([x.detach().cpu().float() for x in (out, *(leaf.grad for leaf in leaves)) if x is not None])
+        error = max(_relative(ours, theirs) for ours, theirs in zip(*results, strict=True))
+        is_ragged = takes_ragged(device, dtype, width)
+        found[str(width)] = {"kernel": "ragged" if is_ragged else "document by document", "error": error}
+        if not error <= ATTENTION_TOLERANCE:
+            raise Mismatch(f"attention with heads of {width} differs from the CPU's by {error:.2g} (relative)")
+    return found

@@ -1,0 +1,307 @@
+"""Measure a device: rates, how far blocks of GPT-J's size hide their transfers, memory under a cap."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.batches import micro_batches
+from gptj_ft.errors import ResourceError
+from gptj_ft.models.batch import PackedBatch
+from gptj_ft.models.layout import Layout
+from gptj_ft.models.registry import Architecture, families
+from gptj_ft.planning.machine_profile import rates
+from gptj_ft.planning.plan import Free, Plan, choose, forecast
+from gptj_ft.planning.probe import Rates
+from gptj_ft.planning.workload import Workload
+from gptj_ft.streaming.activations import boundary_layout
+from gptj_ft.streaming.adamw import AdamW
+from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.open import fill_layer, open_for_training
+from gptj_ft.streaming.step import train_step
+from gptj_ft.streaming.stores.placement import training_dtypes
+from gptj_ft.system.accelerator import (
+    empty_cache,
+    free_and_total,
+    has_streams,
+    limit_memory,
+    module_of,
+    new_stream,
+    on_stream,
+    peak_memory,
+    pin,
+    synchronize,
+)
+from gptj_ft.system.dtypes import PRECISIONS
+from gptj_ft.system.machine import free_memory
+from gptj_ft.system.memory import allocate
+from gptj_ft.system.units import gigabytes
+from gptj_ft.training.restore import optimizer_config
+
+CPU = torch.device("cpu")
+WIDTHS = (4096, 2048, 1024, 512, 256)  # of blocks: GPT-J's, or the widest that there is memory and time for
+TOKENS = (512, 2048, 8192)  # of a step
+NUM_BLOCKS, VOCABULARY, CONTEXT = 3, 1024, 2048
+LONGEST_ROW, MICRO_BATCH_TOKENS = 512, 2048
+BYTES_PER_PARAMETER = 14  # of weights, master weights, moments, gradient in the types of `_recipe`; and some
+HOST_SHARE, DEVICE_SHARE = 0.4, 0.3  # of what is free, at most
+FLOPS_PER_WEIGHT = 8.0  # and token, with recomputation
+LONGEST_STEPS = 30.0  # seconds of all steps together, by the rates
+WARM_UP, STEPS = 1, 2
+CAP_SHARE = 0.8  # of what a plan without a cap takes
+LINK_BYTES = 256 * 2**20
+RESERVE = 0.05  # what a cap may be exceeded by, as a share: the allocator's granularity
+
+
+def measure_rates(device: torch.device, folder: Path) -> dict[str, Any]:
+    """Measure products, memory, the link and the disk of a folder, unless they are known; and the link both ways."""
+    known = rates(device, folder)
+    found = {"compute": asdict(known.compute), "disk": asdict(known.disk), "is_disk_assumed": known.is_disk_assumed}
+    return {**found, **({"link": measure_link(device)} if has_streams(device) else {})}
+
+
+def measure_link(device: torch.device, num_bytes: int = LINK_BYTES) -> dict[str, float]:
+    """Measure bytes/s between locked memory and a device each way, both ways at once, and from pageable memory."""
+    hosts = [allocate(num_bytes, torch.uint8, CPU) for _ in range(2)]
+    devices = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = [new_stream(device) for _ in range(2)]
+    synchronize(device)
+
+    def seconds(*copies: tuple[Tensor, Tensor]) -> float:
+        best = float("inf")
+        for _ in range(3):
+            start = time.perf_counter()
+            for stream, (source, target) in zip(streams, copies, strict=False):
+                with on_stream(stream):
+                    target.copy_(source, non_blocking=True)
+            synchronize(device)
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    found = {"pageable_to_device": num_bytes / seconds((hosts[0], devices[0]))}
+    unpin = [pin(host, device) for host in hosts]
+    into, out = (hosts[0], devices[0]), (devices[1], hosts[1])
+    found |= {"is_locked": float(None not in unpin), "to_device": num_bytes / seconds(into)}
+    found |= {"from_device": num_bytes / seconds(out), "both_at_once": 2 * num_bytes / seconds(into, out)}
+    for undo in unpin:
+        if undo is not None:
+            undo()
+    return found
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of a GPT-J to be streamed from host memory.
+
+    Attributes:
+        device: device that computes.
+        width: width of the model; heads are as wide as GPT-J's.
+        precision: data type of the computation.
+        tokens: tokens of a step, each number of which is measured.
+    """
+
+    device: torch.device
+    width: int
+    precision: str
+    tokens: Sequence[int] = TOKENS
+
+    @classmethod
+    def fitting(cls, device: torch.device, precision: str, known: Rates) -> Blocks:
+        """Choose the widest blocks that there is memory and time for.
+
+        Raises:
+            ResourceError: there is none.
+        """
+        host, on_device = HOST_SHARE * free_memory(CPU), DEVICE_SHARE * free_memory(device)
+        rate = known.compute.matmul(PRECISIONS[precision])
+        tokens = (WARM_UP + STEPS) * sum(TOKENS)
+        for width in WIDTHS:
+            weights = NUM_BLOCKS * 12 * width**2
+            is_quick = FLOPS_PER_WEIGHT * weights * tokens / rate < LONGEST_STEPS
+            if is_quick and BYTES_PER_PARAMETER * weights < host and 4 * weights < on_device:
+                return cls(device, width, precision)
+        raise ResourceError(f"too little memory, or too slow, for blocks of width {WIDTHS[-1]}")
+
+    @property
+    def architecture(self) -> Architecture:
+        shape = {
+            "vocab_size": VOCABULARY, "n_positions": CONTEXT, "n_embd": self.width, "n_layer": NUM_BLOCKS,
+            "n_head": max(1, self.width // 256), "rotary_dim": 64,
+        }  # fmt: skip
+        family = families()["gptj"]
+        return Architecture(family, family.read_config(shape), shape)
+
+    def workload(self, tokens: int) -> Workload:
+        """Return the workload of steps of so many tokens."""
+        layouts = [Layout.of(layer) for layer in self.architecture.layers()]
+        return Workload(
+            layouts, self.width, PRECISIONS[self.precision], min(MICRO_BATCH_TOKENS, tokens), tokens, tokens, tokens,
+            num_steps=None, longest_row=min(LONGEST_ROW, tokens),
+        )  # fmt: skip
+
+    def batches(self, tokens: int) -> list[PackedBatch]:
+        """Return the micro-batches of a step of random rows, on the device."""
+        generator = torch.Generator().manual_seed(tokens)
+        row = min(LONGEST_ROW, tokens)
+        drawn = [torch.randint(0, VOCABULARY, (row,), generator=generator).tolist() for _ in range(tokens // row)]
+        return [batch.to(self.device) for batch in micro_batches(drawn, [1] * len(drawn), MICRO_BATCH_TOKENS)]
+
+    def recipe(self, cap: int | None = None) -> Recipe:
+        """Return the options of a run from host memory, with a cap on the device's memory in bytes."""
+        places = {"weights": "host", "optimizer_state": "host", "boundaries": "device"}
+        types = {"moments": "bf16", "gradients": "bf16"}
+        limits = {"micro_batch_tokens": MICRO_BATCH_TOKENS, "device_memory": cap}
+        return Recipe.model_validate({**places, **types, **limits})
+
+    def plan(self, known: Rates, tokens: int, cap: int | None = None) -> Plan:
+        """Plan steps of so many tokens.
+
+        Raises:
+            DoesNotFit: under the cap.
+        """
+        free = Free(free_memory(self.device), free_memory(CPU), 10**15, is_shared=False)
+        return choose(self.recipe(cap), self.workload(tokens), free, known)
+
+    @contextmanager
+    def opened(self, plan: Plan) -> Iterator[OffloadedModel]:
+        """Open the blocks with random weights, as planned."""
+        recipe, most = self.recipe(), max(self.tokens)
+        dtypes = training_dtypes(PRECISIONS[self.precision], PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
+        with tempfile.TemporaryDirectory() as folder:
+            model = open_for_training(
+                self.architecture, plan.placement, dtypes, self.device, Path(folder), plan.budget,
+                boundary=boundary_layout(most, self.width, -(-most // LONGEST_ROW)),
+            )  # fmt: skip
+            try:
+                for layer in range(len(model.layers)):
+                    fill_layer(model, layer, _fill)
+                model.drain()
+                yield model
+            finally:
+                model.close()
+                del model
+                empty_cache(self.device)
+
+
+def _fill(name: str, view: Tensor) -> None:
+    """Fill a parameter: what follows is timed, not compared."""
+    view.fill_(float(name.endswith("weight"))) if view.ndim == 1 else view.normal_(0.0, 0.02)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Measured steps.
+
+    Attributes:
+        seconds: seconds of a step.
+        stall: share of the time that the computation stood still for the stores.
+    """
+
+    seconds: float
+    stall: float
+
+
+def take_steps(model: OffloadedModel, optimizer: AdamW, batches: Sequence[PackedBatch]) -> Steps:
+    """Take steps, the first of them not timed."""
+    start = waited = 0.0
+    for step in range(WARM_UP + STEPS):
+        if step == WARM_UP:
+            synchronize(model.device)
+            start, waited = time.perf_counter(), model.waited_seconds
+        optimizer.begin_step(1e-5)
+        train_step(model, optimizer, batches)
+        optimizer.finish_step()
+    synchronize(model.device)
+    seconds = time.perf_counter() - start
+    return Steps(seconds / STEPS, (model.waited_seconds - waited) / seconds)
+
+
+def measure_overlap(blocks: Blocks, known: Rates) -> dict[str, Any]:
+    """Measure steps of streamed blocks beside their bound, the longest of computation and transfers each way."""
+    plan = blocks.plan(known, max(blocks.tokens))
+    recipe = blocks.recipe().model_copy(update={"activations": plan.budget.num_kept_layers})
+    rows, step = [], 0
+    with blocks.opened(plan) as model:
+        for tokens in blocks.tokens:
+            planned = forecast(plan.placement, blocks.workload(tokens), recipe, known, plan.have)
+            deferred = NUM_BLOCKS if planned.costs.is_late else 0
+            optimizer = AdamW(model, optimizer_config(recipe), step, deferred)
+            taken = take_steps(model, optimizer, blocks.batches(tokens))
+            optimizer.flush()
+            step = optimizer.step
+            bound = bound_seconds(planned, known)
+            rows.append(
+                {
+                    "tokens": tokens, "seconds": taken.seconds, "bound_seconds": bound, "share": bound / taken.seconds,
+                    "forecast_seconds": planned.costs.seconds_per_step, "stall": taken.stall,
+                    "tokens_per_second": tokens / taken.seconds,
+                }
+            )  # fmt: skip
+    return {"width": blocks.width, "blocks": NUM_BLOCKS, "precision": blocks.precision, "steps": rows}
+
+
+def bound_seconds(plan: Plan, known: Rates) -> float:
+    """Return the least time of a planned step: of its computation, of its bytes to the device, of those from it."""
+    costs = plan.costs
+    into, out = costs.bytes_read_per_step, costs.bytes_written_per_step
+    return max(costs.compute_seconds, into / known.compute.to_device, out / known.compute.from_device)
+
+
+class CapExceeded(ResourceError):
+    """A run took more of the device's memory than it was allowed to."""
+
+
+def measure_memory(blocks: Blocks, known: Rates, tokens: int) -> dict[str, Any]:
+    """Train under a cap on the device's memory, enforced: peak beside forecast; the cap must be kept.
+
+    Raises:
+        CapExceeded: it was not.
+        ResourceError: what the forecast calls enough was too little.
+    """
+    device = blocks.device
+    blocks = replace(blocks, tokens=(tokens,))
+    empty_cache(device)
+    free, total = free_and_total(device)
+    needed = blocks.plan(known, tokens).device_bytes
+    plan, cap = _tightest(blocks, known, tokens, needed)
+    if hasattr(module_of(device), "reset_peak_memory_stats"):
+        module_of(device).reset_peak_memory_stats(device)
+    limit_memory(device, cap)
+    try:
+        with blocks.opened(plan) as model:
+            optimizer = AdamW(model, optimizer_config(blocks.recipe()), num_deferred=0)
+            take_steps(model, optimizer, blocks.batches(tokens))
+            peak, left = peak_memory(device), free_and_total(device)[0]
+            optimizer.flush()
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        raise ResourceError(f"out of memory under a cap of {gigabytes(cap)}, enough by the forecast") from error
+    finally:
+        limit_memory(device, total)
+    found = {
+        "cap": cap, "forecast": plan.device_bytes, "allocated": peak.allocated, "reserved": peak.reserved,
+        "driver": max(0, free - left), "tokens": tokens, "width": blocks.width,
+    }  # fmt: skip
+    if peak.reserved > cap * (1 + RESERVE):
+        raise CapExceeded(f"{gigabytes(peak.reserved)} were taken under a cap of {gigabytes(cap)}")
+    return found
+
+
+def _tightest(blocks: Blocks, known: Rates, tokens: int, needed: int) -> tuple[Plan, int]:
+    """Plan under a cap below what is needed without one, where that fits; return the plan and its cap."""
+    for cap in (int(CAP_SHARE * needed), needed):
+        try:
+            return blocks.plan(known, tokens, cap), cap
+        except ResourceError:
+            continue
+    return blocks.plan(known, tokens), free_and_total(blocks.device)[0]

@@ -1,0 +1,162 @@
+"""Shake the streams of a device: the same bits must come out whatever is early or late."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gptj_ft.models.layout import Kind
+from gptj_ft.streaming.stores.base import LayerStore
+from gptj_ft.streaming.stores.placement import Placement
+from gptj_ft.system.accelerator import StreamEvent, Transfer, module_of, new_stream, on_stream, record_event
+from gptj_ft.system.machine import choose_device
+from gptj_ft.training.doctor.parity import HOST, Mismatch, deterministic
+from gptj_ft.training.doctor.trial import SmallModel, Trial, run
+
+SHARE = 0.2  # of kernels and copies that something is put before
+MOST_CYCLES = 300_000  # of a device's clock: 0.2 ms
+NUM_SIDE_STREAMS = 4
+FROZEN_ON_DISK = Placement("device", "device", "device", frozen="disk")
+SANITIZER_SECONDS = 120
+RACE = "CSAN detected a possible data race"  # torch/cuda/_sanitizer.py
+
+
+class Shaker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Put waits of random length before kernels, on the stream that each is launched on; `store` does so with copies.
+
+    A copy gets one more event to come after, of a stream that does nothing but wait: so it is late, and no other wait
+    than the program's own orders it with the computation.
+
+    Args:
+        device: device with a ``_sleep``.
+        seed: seed of the waits.
+    """
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device, self._random = device, random.Random(seed)
+        self._sleep = module_of(device)._sleep
+        self._side_streams = [new_stream(device) for _ in range(NUM_SIDE_STREAMS)]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._wait_at_random()
+        return func(*args, **(kwargs or {}))
+
+    def delay(self) -> list[StreamEvent]:
+        """Return at random an event that comes late, or none."""
+        if self._random.random() >= SHARE:
+            return []
+        with on_stream(self._random.choice(self._side_streams)):
+            self._sleep(self._random.randrange(MOST_CYCLES))
+            return record_event(self._device)
+
+    def store(self, store: LayerStore) -> LayerStore:
+        """Return a store whose transfers are late at random."""
+        return ShakenStore(store, self)
+
+    def _wait_at_random(self) -> None:
+        if self._random.random() < SHARE:
+            self._sleep(self._random.randrange(MOST_CYCLES))
+
+
+class ShakenStore:
+    """A store with transfers that come late at random; see `Shaker`."""
+
+    def __init__(self, store: LayerStore, shaker: Shaker) -> None:
+        self._store, self._shaker = store, shaker
+        self.own, self.in_host, self.commit, self.then = store.own, store.in_host, store.commit, store.then
+        self.drain, self.close = store.drain, store.close
+
+    def read(
+        self, kind: Kind, layer: int, out: Tensor, start: int = 0, after: Sequence[Transfer] = ()
+    ) -> Future[Tensor]:
+        return self._store.read(kind, layer, out, start, (*after, *self._shaker.delay()))
+
+    def read_rows(
+        self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor, after: Sequence[StreamEvent] = ()
+    ) -> None:
+        self._store.read_rows(kind, layer, name, rows, out, (*after, *self._shaker.delay()))
+
+    def write(
+        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
+    ) -> Future[None]:
+        return self._store.write(kind, layer, values, start, (*after, *self._shaker.delay()))
+
+
+def shaken_trials(device: torch.device, precision: str, num_steps: int = 3) -> list[Trial]:
+    """Return the configurations that are shaken: from host memory, without clipping, with a model read from disk."""
+    return [
+        Trial(device, precision, HOST, num_deferred=2, num_steps=num_steps),
+        Trial(device, precision, HOST, num_kept=1, is_clipped=False, num_steps=num_steps),
+        Trial(device, precision, FROZEN_ON_DISK, is_lora=True, num_steps=num_steps),
+    ]
+
+
+def check_shaken(model: SmallModel, trials: Sequence[Trial], num_seeds: int, seconds: float) -> dict[str, Any]:
+    """Train under random waits: the bits of every seed must be those without waits.
+
+    Args:
+        model: small model.
+        trials: configurations, tried in turn.
+        num_seeds: seeds of the waits.
+        seconds: time after which no further seed is begun.
+
+    Raises:
+        Mismatch: other bits.
+    """
+    start, done = time.monotonic(), 0
+    with deterministic():
+        expected = [run(model, trial) for trial in trials]
+        for seed in range(num_seeds):
+            if seed >= len(trials) and time.monotonic() - start > seconds:
+                break
+            trial = trials[seed % len(trials)]
+            shaker = Shaker(trial.device, seed)
+            with shaker:
+                outcome = run(model, trial, shaker.store)
+            if difference := outcome.difference(expected[seed % len(trials)]):
+                raise Mismatch(f"{trial}, with random waits of seed {seed}: {difference}, as without them")
+            done += 1
+    return {"seeds": done}
+
+
+def run_sanitizer(folder: Path, device: torch.device, precision: str) -> dict[str, Any]:
+    """Train once under `torch.cuda._sanitizer`, in a process of its own; return how many races it thinks possible.
+
+    It follows kernels of the thread that trains and of autograd's, and events; not the copies of other threads.
+
+    Raises:
+        RuntimeError: the process failed for another reason.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, str(folder), str(device), precision], capture_output=True, text=True,
+        timeout=SANITIZER_SECONDS, check=False, env={**os.environ, "TORCH_CUDA_SANITIZER": "1"},
+    )  # fmt: skip
+    races = done.stderr.count(RACE)
+    if done.returncode and not races:
+        lines = done.stderr.strip().splitlines()
+        raise RuntimeError(f"the process under the sanitizer ended with {done.returncode}: {(lines or [''])[-1]}")
+    places = re.findall(r'File ".*?(gptj_ft/[^"]+)", line (\d+)', done.stderr)
+    return {"possible_races": races, "places": list(dict.fromkeys(map(":".join, places)))}
+
+
+def _main(folder: str, device: str, precision: str) -> None:
+    """Be that process: torch enters the sanitizer when it is imported."""
+    for trial in shaken_trials(choose_device(device), precision, num_steps=2):
+        run(SmallModel.read(Path(folder)), trial)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
