@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gptj_ft.checkpoints.base_model import default_model, find_model
@@ -345,7 +344,7 @@ def load(model: str | os.PathLike[str] | None = None, *, raw: bool = False, **op
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(AbstractContextManager["Model"]):
     """An open model; close it, or use it in a ``with`` block.
 
     Attributes:
@@ -385,10 +384,7 @@ class Model:
         """Close the stores of the weights."""
         self.opened.close()
 
-    def __enter__(self) -> Model:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ PROBLEMS_SHOWN = 3
 RowRange = tuple[int, int]  # the first, and the one behind the last
 
 
-class Checkpoint:
+class Checkpoint(AbstractContextManager["Checkpoint"]):
     """Tensors of a model folder, read one at a time; use it in a ``with`` block or close it.
 
     Attributes:
@@ -122,10 +122,7 @@ class Checkpoint:
         """Let go of the files."""
         self._shards = {}
 
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gptj_ft.checkpoints.download import SOURCE, read_origin
-from gptj_ft.checkpoints.formats.peft import ADAPTER_WEIGHTS as ADAPTER_WEIGHTS
-from gptj_ft.checkpoints.formats.peft import base_folder, open_adapter
+from gptj_ft.checkpoints.formats.peft import ADAPTER_WEIGHTS, base_folder, open_adapter
 from gptj_ft.checkpoints.model_folder import DESCRIPTION, INDEX, METADATA_FILE, check_tensors, open_checkpoint
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.registry import read_architecture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -22,10 +21,10 @@ from gptj_ft.data.readers.source import ROWS_MANIFEST, is_prepared
 from gptj_ft.data.table import TokenTable, bounds_of, numbers_of
 from gptj_ft.data.template import fields_of
 from gptj_ft.data.tokenization import RowTokenizer, tokenizer_digest
-from gptj_ft.errors import DataError, ResourceError, UsageError
-from gptj_ft.system.atomic import draft_of
+from gptj_ft.errors import DataError, UsageError
+from gptj_ft.system.atomic import atomic_folder
 from gptj_ft.system.digests import digest_of_file, read_json, sealed, unsealed
-from gptj_ft.system.files import create_folder, discard, require_plain, write_file
+from gptj_ft.system.files import PRIVATE_FOLDER, require_plain, write_file
 from gptj_ft.system.plain_text import shortened
 
 _ROWS = "rows.arrow"
@@ -145,25 +144,11 @@ def save_dataset(prepared: Prepared, folder: Path) -> None:
         UsageError: it exists, perhaps only since this began, or cannot be written.
         ResourceError: the disk is full.
     """
-    exists = f"{folder} exists already, and prepared data is never overwritten; name another folder"
-    if folder.exists():
-        raise UsageError(exists)
-    temporary = draft_of(folder)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        create_folder(temporary)
-        prepared.rows.save(temporary / _ROWS)
-        content = sealed({**prepared.report.to_dict(), ROWS_DIGESTS: {_ROWS: digest_of_file(temporary / _ROWS)}})
-        write_file(temporary / ROWS_MANIFEST, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-        temporary.rename(folder)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise ResourceError(f"no space left for {folder}; free some, or write to another disk") from error
-        if folder.exists():
-            raise UsageError(exists) from error
-        raise UsageError(f"cannot write {folder}: {error.strerror or error}") from error
-    finally:
-        discard(temporary)
+    with atomic_folder(folder) as draft:
+        draft.chmod(PRIVATE_FOLDER)
+        prepared.rows.save(draft / _ROWS)
+        content = sealed({**prepared.report.to_dict(), ROWS_DIGESTS: {_ROWS: digest_of_file(draft / _ROWS)}})
+        write_file(draft / ROWS_MANIFEST, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def load_dataset(folder: Path) -> Prepared:

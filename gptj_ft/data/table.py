@@ -12,6 +12,7 @@ import weakref
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import AbstractContextManager
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -224,7 +225,7 @@ class Column(Sequence[Any]):
             yield from to_python(batch.column(0))
 
 
-class TableWriter:
+class TableWriter(AbstractContextManager["TableWriter"]):
     """Writes rows to a new Arrow stream, in record batches of some megabytes.
 
     Args:
@@ -237,9 +238,6 @@ class TableWriter:
         self._stream = pyarrow.ipc.new_stream(self._file, SCHEMA)
         self._pending: list[pyarrow.RecordBatch] = []
         self._pending_bytes = 0
-
-    def __enter__(self) -> TableWriter:
-        return self
 
     def __exit__(self, *error: object) -> None:
         if not self._file.closed:

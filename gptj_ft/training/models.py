@@ -79,7 +79,7 @@ def find(name: str) -> Entry:
     return _entry(folder)
 
 
-def remove_model(entry: Entry, force: bool = False) -> None:
+def remove_entry(entry: Entry, force: bool = False) -> None:
     """Remove a model from the disk; of a link, the link.
 
     Raises:

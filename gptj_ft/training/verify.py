@@ -113,14 +113,13 @@ class Checker:
             return
         step = commit["step"] if commit else 0
         for layer, layout in self._layouts.items():
-            stamp, problems = self._file(layer_path(self._run.state / "layer", layer), layout, STATE_KINDS)
+            path = layer_path(self._run.state / "layer", layer)
+            stamp, problems = self._file(path, layout, STATE_KINDS)
             yield from problems
             if stamp == step - 1:
                 path = layer_path(self._run.state / "gradient", layer)
                 stamp, problems = self._file(path, layout, {"grad"})
                 yield from problems
-            else:
-                path = layer_path(self._run.state / "layer", layer)
             if stamp not in (None, step):
                 yield f"{path} is of step {stamp}, the run is at step {step}"
 

@@ -231,7 +231,7 @@ def test_saved_data_loads_as_it_was(prepared, tmp_path):
 
 def test_prepared_data_is_never_overwritten(prepared, tmp_path):
     save_dataset(prepared, tmp_path / "data")
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="exists"):
         save_dataset(prepared, tmp_path / "data")
 
 

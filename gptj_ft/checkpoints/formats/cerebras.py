@@ -6,9 +6,10 @@ Every tensor is named by its path: ``model.transformer_decoder.layers.0.norm1.we
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -68,7 +69,7 @@ def checkpoint_of(path: Path, shards: Mapping[str, Shard], family: Family) -> Ch
     Raises:
         DataError: one that is made of several lacks some.
     """
-    return Checkpoint(path, _joined(path, shards, family), _renamer(family))
+    return Checkpoint(path, _joined(path, shards, family), partial(_our_name, family))
 
 
 def own_name(name: str) -> str:
@@ -126,15 +127,12 @@ def _joined(path: Path, shards: Mapping[str, Shard], family: Family) -> dict[str
     return {**apart, **joined}
 
 
-def _renamer(family: Family) -> Callable[[str], str | None]:
-    def rename(name: str) -> str | None:
-        own = own_name(name)
-        pattern, number = pattern_of(own)
-        ours = family.cerebras.get(pattern, own)  # if it is no tensor of the family, whoever checks it will say so
-        assert not isinstance(ours, Leaf), "these have been joined"
-        return ours and ours.format(number)
-
-    return rename
+def _our_name(family: Family, name: str) -> str | None:
+    own = own_name(name)
+    pattern, number = pattern_of(own)
+    ours = family.cerebras.get(pattern, own)  # if it is no tensor of the family, whoever checks it will say so
+    assert not isinstance(ours, Leaf), "these have been joined"
+    return ours and ours.format(number)
 
 
 def _compare_copies(path: Path, shards: Mapping[str, Shard]) -> None:

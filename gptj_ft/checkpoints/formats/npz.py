@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zipfile
 import zlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -102,7 +103,7 @@ def _array(path: Path, file: BinaryIO, members: dict[str, zipfile.ZipInfo], numb
     return NpzArray(path, name, entry, is_reversed, file.read(start - begin), member.CRC)
 
 
-class NpzWriter:
+class NpzWriter(AbstractContextManager["NpzWriter"]):
     """Writer of arrays, named as by `numpy.savez`; use it in a ``with`` block."""
 
     def __init__(self, file: PageWriter) -> None:
@@ -119,12 +120,6 @@ class NpzWriter:
             np.lib.format.write_array_header_1_0(out, header)
             out.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
-    def close(self) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Write the zip's directory."""
         self._archive.close()
-
-    def __enter__(self) -> NpzWriter:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

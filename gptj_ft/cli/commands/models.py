@@ -47,12 +47,12 @@ def remove(
 ) -> None:
     """Remove a model from the disk."""
     from gptj_ft.system.units import gigabytes
-    from gptj_ft.training.models import find, remove_model, runs_that_need
+    from gptj_ft.training.models import find, remove_entry, runs_that_need
 
     entry = find(name)
     needed_by = [str(run.folder) for run in runs_that_need(Path(entry.folder))]
     if not dry_run:
-        remove_model(entry, force)
+        remove_entry(entry, force)
     freed = f"{entry.folder}: {gigabytes(entry.bytes)} {'would be' if dry_run else 'is'} freed"
     lines = [freed, *(f"needed by {run}" for run in needed_by)]
     facts = {"dry_run": dry_run, "needed_by": needed_by, **entry.to_dict()}

@@ -105,11 +105,9 @@ def as_utf8(raw: BinaryIO, encoding: str, path: Path) -> BinaryIO:
 
     Reading raises DataError, with the line, where there is no such character.
     """
-    return (
-        raw
-        if codecs.lookup(encoding).name == UTF8
-        else cast(BinaryIO, io.BufferedReader(_Recoded(raw, encoding, path)))
-    )
+    if codecs.lookup(encoding).name == UTF8:
+        return raw
+    return cast(BinaryIO, io.BufferedReader(_Recoded(raw, encoding, path)))
 
 
 class _Recoded(io.RawIOBase):

@@ -432,12 +432,10 @@ def _foreign(suffix: str, head: bytes, parts: Collection[str]) -> str:
 
 def _recoded(head: bytes, encoding: str) -> bytes:
     """Return the first bytes of a text as they would be in UTF-8."""
+    if not encoding:
+        return head
     try:
-        return (
-            codecs.getincrementaldecoder(encoding)("replace").decode(head).encode(errors="replace")
-            if encoding
-            else head
-        )
+        return codecs.getincrementaldecoder(encoding)("replace").decode(head).encode(errors="replace")
     except UnicodeError:  # some take no other way with errors than to raise them
         return head
 
