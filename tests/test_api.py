@@ -13,12 +13,12 @@ import pytest
 from conftest import write_rows
 from support.cli_runner import Shell
 from support.small_run import assert_same_weights, weights_of
+from support.steps import failing
 
 import gptj_ft
 from gptj_ft import api
 from gptj_ft.config.run_folder import Run
 from gptj_ft.errors import Interrupted
-from gptj_ft.training import loop
 
 TINY = {"recipe": "summarization", "data": "rows.jsonl", "model": "tiny", "max_steps": 3, "batch_size": 4}
 LINE = "--recipe summarization --data rows.jsonl --model tiny --max-steps 3 --batch-size 4"
@@ -105,15 +105,7 @@ def test_a_run_has_the_numbers_of_the_commands_run_and_prints_nothing(in_run: Pa
     ]  # fmt: skip
 
 
-def test_a_run_is_stopped_and_resumed_in_a_thread_without_handlers_of_signals(in_run: Path, monkeypatch) -> None:
-    step, calls = loop.train_step, []
-
-    def stopping(*arguments):
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return step(*arguments)
-
+def test_a_run_is_stopped_and_resumed_in_a_thread_without_handlers_of_signals(in_run: Path) -> None:
     errors: list[BaseException] = []
 
     def train() -> None:
@@ -122,10 +114,10 @@ def test_a_run_is_stopped_and_resumed_in_a_thread_without_handlers_of_signals(in
         except BaseException as error:
             errors.append(error)
 
-    monkeypatch.setattr(loop, "train_step", stopping)
     thread = Thread(target=train)
-    thread.start()
-    thread.join()
+    with failing(2, KeyboardInterrupt()):
+        thread.start()
+        thread.join()
     (error,) = errors
     assert isinstance(error, Interrupted)
     assert "the run is saved at step 1" in str(error)

@@ -206,14 +206,10 @@ def prepare(
             settings=settings_of(recipe),
             **encoder.counts,
         )
-        _require_rows(source.path, report)
+        if not report.rows_kept:
+            why = "; ".join(f"{why} ({of.count}, first at {of.first[0]})" for why, of in report.rows_skipped.items())
+            raise DataError(f"{source.path}: none of the {report.rows_read} rows can be trained on: {why}")
         return Prepared(writer.table(), report)
-
-
-def _require_rows(source: Path, report: Report) -> None:
-    if not report.rows_kept:
-        reasons = "; ".join(f"{why} ({of.count}, first at {of.first[0]})" for why, of in report.rows_skipped.items())
-        raise DataError(f"{source}: none of the {report.rows_read} rows can be trained on: {reasons}")
 
 
 @contextmanager
@@ -237,36 +233,27 @@ def find_columns(source: Source, recipe: Recipe) -> dict[str, str]:
     """
     found: dict[str, None] = {}
     seen: dict[str, None] = {}  # with those that are null in every row
-    number = 0
-
-    def look_at(row: Row) -> None:
-        nonlocal number
-        number += 1
-        seen.update(dict.fromkeys(row.values))
-        found.update((column, None) for column, value in row.values.items() if value is not None)
-
-    findings = Findings(recipe.max_bad_rows)
+    findings, number = Findings(recipe.max_bad_rows), 0
     rows = read_rows(source, findings)
     has_pattern = any(glob.has_magic(column) for column in recipe.map.values())  # which a later row may add to
-    for row in islice(rows, None if has_pattern else SURVEY_ROWS):
-        look_at(row)
-    if TOKENS in found and TOKENS not in recipe.fields and not recipe.map:
-        return {column: column for column in (TOKENS, TRAINED) if column in found}
-    try:
-        return choose_columns(found, recipe)
-    except DataError:
-        for row in rows:
-            look_at(row)
-    try:
-        return choose_columns(found, recipe)
-    except DataError as error:
-        if empty := _empty_column(found, seen, recipe):
-            rows_seen = f"all {number:,} rows" if number > 1 else "its only row"
-            raise DataError(f"{source.path}: column '{shortened(empty)}' is empty in {rows_seen}") from error
-        if not isinstance(error, UnknownColumn):
-            raise DataError(f"{source.path}: {error}") from error
-        check_headers(findings, recipe_fields(recipe))
-        raise UnknownColumn(f"{source.path}: {error}", error.field, error.choices) from error
+    for count in (None,) if has_pattern else (SURVEY_ROWS, None):
+        for row in islice(rows, count):
+            number += 1
+            seen.update(dict.fromkeys(row.values))
+            found.update((column, None) for column, value in row.values.items() if value is not None)
+        if TOKENS in found and TOKENS not in recipe.fields and not recipe.map:
+            return {column: column for column in (TOKENS, TRAINED) if column in found}
+        try:
+            return choose_columns(found, recipe)
+        except DataError as problem:
+            error = problem
+    if empty := _empty_column(found, seen, recipe):
+        rows_seen = f"all {number:,} rows" if number > 1 else "its only row"
+        raise DataError(f"{source.path}: column '{shortened(empty)}' is empty in {rows_seen}") from error
+    if not isinstance(error, UnknownColumn):
+        raise DataError(f"{source.path}: {error}") from error
+    check_headers(findings, recipe_fields(recipe))
+    raise UnknownColumn(f"{source.path}: {error}", error.field, error.choices) from error
 
 
 def _empty_column(found: Collection[str], seen: Collection[str], recipe: Recipe) -> str:

@@ -52,10 +52,10 @@ def open_state(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, RunS
         elif saved is not None:
             state = checked_state(setup, run, run.manifest(saved))
             checkpoint.restore(run.checkpoint(saved), stack, saved)
-            optimizer = AdamW(stack, optimizer_config(setup.recipe), saved, late_blocks(setup), state.updates_before)
+            optimizer = make_optimizer(setup, stack, state)
         else:
             state = RunState(0, recipe_digest(setup.recipe), updates_before=load_start(setup, stack))
-            optimizer = AdamW(stack, optimizer_config(setup.recipe), 0, late_blocks(setup), state.updates_before)
+            optimizer = make_optimizer(setup, stack, state)
             if is_durable:
                 checkpoint.commit(run, state, None)
         if is_durable:
@@ -114,9 +114,10 @@ def open_stack(setup: TrainSetup, run: Run, placement: Placement) -> OffloadedMo
     return stack
 
 
-def late_blocks(setup: TrainSetup) -> int:
-    """Return how many blocks are updated in forward and again in backward."""
-    return len(setup.architecture.layers()) - 2 if setup.plan.costs.is_late else 0
+def make_optimizer(setup: TrainSetup, stack: OffloadedModel, state: RunState) -> AdamW:
+    """Make the optimizer of a run at its step; some blocks are updated in forward and again in backward."""
+    late = len(setup.architecture.layers()) - 2 if setup.plan.costs.is_late else 0
+    return AdamW(stack, optimizer_config(setup.recipe), state.step, late, state.updates_before)
 
 
 def optimizer_config(recipe: Recipe) -> AdamWConfig:
@@ -127,7 +128,7 @@ def optimizer_config(recipe: Recipe) -> AdamWConfig:
 def resume_optimizer(setup: TrainSetup, run: Run, stack: OffloadedModel, commit: dict[str, Any]) -> AdamW:
     """Return the optimizer of a run on disk as of its last commit."""
     state = RunState.of(commit)
-    optimizer = AdamW(stack, optimizer_config(setup.recipe), state.step, late_blocks(setup), state.updates_before)
+    optimizer = make_optimizer(setup, stack, state)
     behind = checkpoint.layers_behind(run, stack, state.step)
     optimizer.resume(Update(**commit["update"]) if commit["update"] else None, behind)
     return optimizer

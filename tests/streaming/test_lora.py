@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from support.small_stack import (
     relative,
     train,
 )  # fmt: skip
+from support.steps import interrupting
 from transformers import AutoModelForCausalLM
 
 from gptj_ft.checkpoints.formats.peft import MergedCheckpoint, open_adapter
@@ -473,24 +472,13 @@ def load_recipe(run: str) -> Recipe:
     return Run(Path(run)).recipe()
 
 
-def test_stopping_and_resuming_in_another_placement_equals_a_straight_run_to_the_bit(
-    shell, rows_file: Path, monkeypatch
-) -> None:
+def test_stopping_and_resuming_in_another_placement_equals_a_straight_run_to_the_bit(shell, rows_file: Path) -> None:
     options = f"finetune {TINY} --max-steps 6 --set lora.dropout=0.2 --set save_every=2"
     assert shell(f"{options} --output straight --weights device").code == 0
 
-    from gptj_ft.training import loop
-
-    original = loop.train_step
-
-    def interrupting(stack, optimizer, *rest):
-        if optimizer.step in (2, 4):
-            os.kill(os.getpid(), signal.SIGINT)
-        return original(stack, optimizer, *rest)
-
-    monkeypatch.setattr(loop, "train_step", interrupting)
-    assert shell(f"{options} --output stopped --weights disk").code == 130
-    assert shell("finetune --resume stopped --optimizer-state device --weights host").code == 130
+    with interrupting(3, 5):
+        assert shell(f"{options} --output stopped --weights disk").code == 130
+        assert shell("finetune --resume stopped --optimizer-state device --weights host").code == 130
     (weights,) = Path(load_recipe("stopped").model).glob("model-00002-of-*.safetensors")
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from conftest import write_rows
+from support.steps import failing
 
 from gptj_ft.cli import app
-from gptj_ft.training import loop
 
 
 def make_runs(folder: Path, lines: Mapping[str, str], steps: int) -> None:
@@ -21,20 +22,12 @@ def make_runs(folder: Path, lines: Mapping[str, str], steps: int) -> None:
         steps: steps after which the disk is full.
     """
     write_rows(folder / "rows.jsonl")
-    original = loop.train_step
-
-    def failing(stack, optimizer, *rest):
-        if optimizer.step == steps:
-            raise OSError(28, "No space left on device")
-        return original(stack, optimizer, *rest)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("GPTJ_FT_HOME", str(folder / "home"))
         for stopped, line in lines.items():
-            for name, step, code in ((f"{stopped}-done", original, 0), (stopped, failing, 4)):
-                patch.setattr(loop, "train_step", step)
+            for name, disk, code in ((f"{stopped}-done", nullcontext(), 0), (stopped, failing(steps + 1), 4)):
                 patch.setattr("sys.argv", ["gptj-ft", *line.split(), "--json", "--output", name])
-                with pytest.raises(SystemExit) as stop:
+                with disk, pytest.raises(SystemExit) as stop:
                     app.main()
                 assert int(stop.value.code or 0) == code

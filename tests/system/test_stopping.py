@@ -20,6 +20,7 @@ from types import FrameType
 import pytest
 import torch
 from support.small_run import assert_same_weights, new_run, small_session, train, weights_of
+from support.steps import before_steps, failing
 
 from gptj_ft.cli.html import run_page
 from gptj_ft.cli.terminal.progress import TerminalReporter
@@ -358,14 +359,7 @@ def test_a_terminal_that_is_gone_fails_no_run(model: Path, straight: dict[str, t
     terminal, program = os.openpty()
     stream = LastingStream(os.fdopen(program, "w"))
 
-    def close(stack, optimizer, *rest):
-        if optimizer.step == 1:
-            os.close(terminal)
-        return step(stack, optimizer, *rest)
-
-    step = loop.train_step
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "train_step", close)
+    with before_steps(lambda step: os.close(terminal) if step == 2 else None):
         loop.train(session_of(model, "host"), run, TerminalReporter(Console(file=stream, force_terminal=True)))
     assert_same_weights(weights_of(run.model), straight)
 
@@ -391,17 +385,9 @@ def test_an_error_in_a_run_saves_first_and_says_how_to_go_on(
     place: str, error: BaseException, model: Path, straight: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     session = small_session(model, STEPS, weights=place, optimizer_state=place)
-    run, original = begun_run(session, tmp_path), loop.train_step
-
-    def failing(stack, optimizer, *rest):
-        if optimizer.step == 2:
-            raise error
-        return original(stack, optimizer, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "train_step", failing)
-        with pytest.raises(type(error)) as stop, going_on(run):
-            train(session, run)
+    run = begun_run(session, tmp_path)
+    with failing(3, error), pytest.raises(type(error)) as stop, going_on(run):
+        train(session, run)
     assert steps_done(run) == 2
     if isinstance(error, Exception):
         note = f"the run is saved at step 2; go on with\ngptj-ft finetune --resume {run.folder}"

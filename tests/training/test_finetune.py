@@ -19,6 +19,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from support.hub_server import serve
 from support.small_run import small_session
+from support.steps import failing, interrupting
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptj_ft.cli.terminal.tables import cautions
@@ -201,30 +202,20 @@ def timeless(lines: list[dict[str, object]]) -> list[dict[str, object]]:
     + [("tiny-gpt2", "disk", "1.0"), ("tiny-gpt2", "host", "null")],
 )
 def test_stopping_and_resuming_equals_a_straight_run_to_the_bit(
-    model: str, place: str, clip: str, shell, rows_file: Path, monkeypatch
+    model: str, place: str, clip: str, shell, rows_file: Path
 ) -> None:
     options = f"{TINY} --model {model} --epochs 2 --set clip_norm={clip} --weights {place} --optimizer-state {place}"
     assert shell(f"{options} --output straight").code == 0
 
-    from gptj_ft.training import loop
-
-    ask_after = {2, 5, 6}
-    original = loop.train_step
-
-    def interrupting(stack, optimizer, *rest):
-        if optimizer.step + 1 in ask_after:
-            os.kill(os.getpid(), signal.SIGINT)
-        return original(stack, optimizer, *rest)
-
-    monkeypatch.setattr(loop, "train_step", interrupting)
-    done = shell(f"{options} --output stopped")
-    assert done.code == 130
-    assert "finetune --resume stopped" in done.err
-    for before, step in ((2, 5), (5, 6)):
-        assert shell("finetune --resume stopped --dry-run --json").json["num_steps"] == 10 - before
-        done = shell("finetune --resume stopped --host-memory 900GB")
-        assert done.code == 130, done.err
-        assert f"stopped after step {step} of 10" in done.err
+    with interrupting(2, 5, 6):
+        done = shell(f"{options} --output stopped")
+        assert done.code == 130
+        assert "finetune --resume stopped" in done.err
+        for before, step in ((2, 5), (5, 6)):
+            assert shell("finetune --resume stopped --dry-run --json").json["num_steps"] == 10 - before
+            done = shell("finetune --resume stopped --host-memory 900GB")
+            assert done.code == 130, done.err
+            assert f"stopped after step {step} of 10" in done.err
     done = shell("finetune --resume stopped --json")
     assert done.code == 0, done.err
     assert_same_weights(Path("straight/model"), Path("stopped/model"))
@@ -290,23 +281,13 @@ class FakeClock:
         return slow
 
 
-def test_resume_with_another_placement_and_read_ahead_changes_no_bit(shell, rows_file: Path, monkeypatch) -> None:
+def test_resume_with_another_placement_and_read_ahead_changes_no_bit(shell, rows_file: Path) -> None:
     options = f"{TINY} --epochs 1 --set save_every=2"
     assert shell(f"{options} --output straight --weights device --optimizer-state device").code == 0
 
-    from gptj_ft.training import loop
-
-    original = loop.train_step
-
-    def failing(stack, optimizer, *rest):
-        if optimizer.step == 3:
-            raise OSError(28, "No space left on device")
-        return original(stack, optimizer, *rest)
-
-    monkeypatch.setattr(loop, "train_step", failing)
-    done = shell(f"{options} --output cut --weights device --optimizer-state device")
+    with failing(4):
+        done = shell(f"{options} --output cut --weights device --optimizer-state device")
     assert done.code == 4, done.err
-    monkeypatch.setattr(loop, "train_step", original)
     done = shell("finetune --resume cut --weights disk --optimizer-state host --set read_ahead=2")
     assert done.code == 0, done.err
     assert_same_weights(Path("straight/model"), Path("cut/model"))
@@ -372,15 +353,9 @@ def test_a_run_on_disk_goes_on_in_memory_to_the_same_weights(
     assert_same_weights(Path("straight/model"), Path("killed/model"))
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_again_from_its_folder(
-    shell, rows_file: Path, monkeypatch
-) -> None:
-    from gptj_ft.training import loop
-
-    original = loop.train_step
-    monkeypatch.setattr(loop, "train_step", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    assert shell(f"{TINY} --max-steps 2 --output out").code == 4
-    monkeypatch.setattr(loop, "train_step", original)
+def test_a_run_killed_before_its_first_checkpoint_starts_again_from_its_folder(shell, rows_file: Path) -> None:
+    with failing(1):
+        assert shell(f"{TINY} --max-steps 2 --output out").code == 4
     rows_file.unlink()  # the run needs nothing but its folder and the model
     assert shell("finetune --resume out").code == 0
     assert shell(f"{TINY} --max-steps 2 --output again").code == 2
@@ -494,17 +469,9 @@ def test_a_gradient_that_is_no_number_is_named_with_its_tensors(shell, rows_file
     assert_same_weights(Path("straight/model"), Path("out/model"))
 
 
-def test_a_damaged_checkpoint_is_named_and_not_trained_on(shell, rows_file: Path, monkeypatch) -> None:
-    from gptj_ft.training import loop
-
-    original = loop.train_step
-
-    def interrupting(*arguments):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments)
-
-    monkeypatch.setattr(loop, "train_step", interrupting)
-    assert shell(f"{TINY} --output out").code == 130
+def test_a_damaged_checkpoint_is_named_and_not_trained_on(shell, rows_file: Path) -> None:
+    with interrupting(1, by=signal.SIGTERM):
+        assert shell(f"{TINY} --output out").code == 130
     (layer,) = Path("out").glob("checkpoints/*/layer-001.safetensors")
     os.truncate(layer, layer.stat().st_size - 4096)
     done = shell("finetune --resume out")

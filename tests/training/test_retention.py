@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.small_run import assert_same_weights, new_run, small_session, train, weights_of, with_options
+from support.steps import failing
 
 from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run
@@ -47,21 +48,9 @@ def session(request: pytest.FixtureRequest, model: Path) -> TrainSetup:
     return small_session(model, STEPS, validate_every=2, **request.param)
 
 
-def stop_before(patch: pytest.MonkeyPatch, step: int) -> None:
-    original = loop.train_step
-
-    def stopping(stack, optimizer, *rest):
-        if optimizer.step + 1 == step:
-            raise Stopped
-        return original(stack, optimizer, *rest)
-
-    patch.setattr(loop, "train_step", stopping)
-
-
 def stop_run(session: TrainSetup, run: Run, step: int) -> None:
     """End a run as a kill does: nothing is saved on the way out."""
-    with pytest.MonkeyPatch.context() as patch:
-        stop_before(patch, step)
+    with pytest.MonkeyPatch.context() as patch, failing(step, Stopped()):
         patch.setattr(loop.Training, "rescuing", lambda self: nullcontext())
         with pytest.raises(Stopped):
             train(session, run)
