@@ -101,7 +101,8 @@ def read_json_rows(file: File, findings: Findings) -> Iterator[Row]:
         if text.peek():
             if has_rows or text.line == end:
                 raise DataError(f"{file.path}:{text.line}: not JSON: more text after the end of the object")
-            yield from _rows_of_lines(file, findings, text.lines())
+            rest = (line for line in numbered_lines(file, findings) if line[0] >= text.line)
+            yield from _rows_of_lines(file, findings, rest)
     elif first:
         raise DataError(f"{file.path}: expected objects, found {_kind(text.value().value)}")
 
@@ -209,17 +210,6 @@ class JsonText:
             decoded = Decoded(value, self._buffer[self._position : end], self.line)
             self._advance(end)
             return decoded
-
-    def lines(self) -> Iterator[tuple[int, str]]:
-        """Yield (number, line) of all that follows."""
-        while self._position < len(self._buffer) or self._more():
-            end = self._buffer.find("\n", self._position)
-            while end < 0 and self._more():
-                end = self._buffer.find("\n", self._position)
-            end = len(self._buffer) if end < 0 else end + 1
-            line, number = self._buffer[self._position : end], self.line
-            self._advance(end)
-            yield number, line
 
     def _advance(self, position: int) -> None:
         self.line += self._buffer.count("\n", self._position, position)

@@ -184,26 +184,20 @@ def text_chunks(file: File, findings: Findings) -> Iterator[str]:
     Raises:
         DataError: as `numbered_lines`.
     """
-    decoder, line, tail = codecs.getincrementaldecoder("utf-8")(), 1, b""
+    decoder = codecs.getincrementaldecoder("utf-8")()
     with opened_text(file, findings) as opened:
         raw = _without_mark(opened.read(CHUNK_BYTES), file, findings)
         if not raw:
             raise DataError(f"{file.path}: the file is empty")
-        while True:
-            try:
-                chunk = decoder.decode(raw, final=not raw)
-            except UnicodeDecodeError as error:
-                before = error.object[: error.start]
-                start = before.rfind(b"\n") + 1
-                whole = (b"" if start else tail) + before[start:]
-                number = line + before.count(b"\n")
-                raise _not_utf8(file, number, whole + error.object[error.start :], len(whole)) from error
-            yield chunk
-            if not raw:
-                return
-            line += raw.count(b"\n")
-            tail = raw.rpartition(b"\n")[2] if b"\n" in raw else tail + raw
-            raw = opened.read(CHUNK_BYTES)
+        try:
+            while raw:
+                yield decoder.decode(raw)
+                raw = opened.read(CHUNK_BYTES)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError:
+            for _ in numbered_lines(file, findings):
+                pass  # which says in what line
+            raise
 
 
 def _without_mark(raw: bytes, file: File, findings: Findings) -> bytes:

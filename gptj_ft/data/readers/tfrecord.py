@@ -16,6 +16,18 @@ FEATURE = "text"
 FOOTER_BYTES = 4  # the checksum of a payload
 _MOST_BYTES = 2**28  # of a record; one of 2049 tokens has 6 KB
 _LARGEST_ID = 2**31 - 1
+# Of https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/feature.proto what tokens need;
+# `feature` is a map there, which has the same bytes.
+_EXAMPLE = """
+    name: "example.proto" syntax: "proto3"
+    message_type { name: "Int64List" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+    message_type { name: "Feature" field { name: "int64_list" number: 3 type: TYPE_MESSAGE type_name: "Int64List" } }
+    message_type { name: "Entry" field { name: "key" number: 1 type: TYPE_STRING }
+                                 field { name: "value" number: 2 type: TYPE_MESSAGE type_name: "Feature" } }
+    message_type { name: "Features" field { name: "feature" number: 1 label: LABEL_REPEATED
+                                            type: TYPE_MESSAGE type_name: "Entry" } }
+    message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MESSAGE type_name: "Features" } }
+"""
 
 
 def read_tfrecords(file: File, findings: Findings) -> Iterator[Row]:
@@ -96,30 +108,9 @@ def _tokens(file: File, number: int, payload: bytes) -> list[int] | str:
 
 @cache
 def _example_class() -> Any:
-    """Return the message class of `Example`, as far as it holds tokens.
+    """Return the message class of `Example`, as far as it holds tokens."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
-    See https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/feature.proto; `feature` is a map
-    there, which has the same bytes.
-    """
-    from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
-
-    fields = {
-        "Int64List": {"value": (1, "TYPE_INT64")},
-        "Feature": {"int64_list": (3, "Int64List")},
-        "Entry": {"key": (1, "TYPE_STRING"), "value": (2, "Feature")},
-        "Features": {"feature": (1, "Entry")},
-        "Example": {"features": (1, "Features")},
-    }
-    repeated = {("Int64List", "value"), ("Features", "feature")}
-    messages = []
-    for message, of in fields.items():
-        described = []
-        for name, (number, kind) in of.items():
-            label = "LABEL_REPEATED" if (message, name) in repeated else "LABEL_OPTIONAL"
-            type_ = {"type": kind} if kind.startswith("TYPE_") else {"type": "TYPE_MESSAGE", "typeName": kind}
-            described.append({"name": name, "number": number, "label": label, **type_})
-        messages.append({"name": message, "field": described})
-    content = {"name": "example.proto", "syntax": "proto3", "messageType": messages}
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(json_format.ParseDict(content, descriptor_pb2.FileDescriptorProto()))
+    pool.Add(text_format.Parse(_EXAMPLE, descriptor_pb2.FileDescriptorProto()))
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("Example"))
