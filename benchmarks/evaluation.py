@@ -83,10 +83,10 @@ def recipe_of(arguments: argparse.Namespace, **options: object) -> Any:
 
 def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate as the command does."""
-    from gptj_ft.evaluation.evaluate import plan_evaluation
+    from gptj_ft.evaluation.evaluate import plan_on_rows
 
     start = time.perf_counter()
-    planned = plan_evaluation(arguments.work / "model", recipe_of(arguments), arguments.data / FILE, arguments.rows)
+    planned = plan_on_rows(arguments.work / "model", recipe_of(arguments), arguments.data / FILE, arguments.rows)
     found = planned.run()
     scores = found.scores
     planned.journal.close()
@@ -130,12 +130,12 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate from the folder; note the largest logits and what the plan said."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from gptj_ft.evaluation.evaluate import plan_evaluation
+    from gptj_ft.evaluation.evaluate import plan_on_rows
     from gptj_ft.planning.plan import PROCESS_BYTES
     from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
     from gptj_ft.system.machine import peak_memory
 
-    planned = plan_evaluation(
+    planned = plan_on_rows(
         arguments.work / "model", recipe_of(arguments, weights="disk"), arguments.data / FILE, arguments.rows
     )
     largest = 0

@@ -10,7 +10,6 @@ from gptj_ft.cli.options import MORE, SHOWS_ALL
 from gptj_ft.config.resolve import peers_option
 from gptj_ft.errors import UsageError
 
-SUMMARY_WIDTH = 58
 # Commands that other systems have, and what does it here.
 ELSEWHERE = {
     "train": "gptj-ft finetune",

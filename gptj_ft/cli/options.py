@@ -101,7 +101,7 @@ PLACEMENT_OPTIONS = (
     "device_memory", "host_memory", "device", "precision", "weights", "optimizer_state", "activations", "boundaries",
     "disk_space",
 )  # fmt: skip
-Options = Mapping[str, Any]  # of a recipe, those that were given as flags
+Given = Mapping[str, Any]  # of a recipe, those that were given as flags
 
 
 def takes_options(

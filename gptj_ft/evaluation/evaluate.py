@@ -125,7 +125,7 @@ class EvaluationPlan:
         self.journal.close()
 
 
-def plan_evaluation(folder: Path, recipe: Recipe, data: Path, limit: int | None) -> EvaluationPlan:
+def plan_on_rows(folder: Path, recipe: Recipe, data: Path, limit: int | None) -> EvaluationPlan:
     """Plan an evaluation, or resume one that was interrupted.
 
     Args:

@@ -12,6 +12,7 @@ import torch
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import Document, first_fit
+from gptj_ft.data.columns import LABEL
 from gptj_ft.data.encode import eos_of
 from gptj_ft.data.loss_mask import span_borders
 from gptj_ft.data.template import fields_of, render
@@ -24,7 +25,6 @@ from gptj_ft.streaming.step import TokenQuery, TokenScores, score_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_LABEL = "label"  # the field whose words the recipe's `labels` lists
 Score = Callable[[Sequence[PackedBatch], Sequence[TokenQuery]], list[TokenScores]]
 Asked = tuple[Sequence[int], Sequence[tuple[int, int]]]  # a document; of it, positions and the tokens asked for after
 
@@ -88,9 +88,9 @@ def label_candidates(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> dict
     The words alone are compared, as GPT-3's authors did (https://arxiv.org/abs/2005.14165, 2.4). EOS counts only where
     one label's tokens begin another's, which could never be as likely as its own beginning.
     """
-    if "accuracy" not in recipe.metrics or not recipe.labels or fields_of(recipe.completion) != (_LABEL,):
+    if "accuracy" not in recipe.metrics or not recipe.labels or fields_of(recipe.completion) != (LABEL,):
         return {}
-    texts = dict.fromkeys(render(recipe.completion, {_LABEL: word}) for word in recipe.labels.values())
+    texts = dict.fromkeys(render(recipe.completion, {LABEL: word}) for word in recipe.labels.values())
     tokens = tokenize(tokenizer, list(texts))
     if any(one is not other and other[: len(one)] == one for one in tokens for other in tokens):
         tokens = [[*each, eos_of(tokenizer)] for each in tokens]

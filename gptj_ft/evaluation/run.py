@@ -12,8 +12,8 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.data.load import data_path
 from gptj_ft.errors import UsageError
 from gptj_ft.evaluation.comparison import ModelComparison, compare_models
-from gptj_ft.evaluation.evaluate import Evaluation, choose_baseline, default_rows, fitted, plan_evaluation
-from gptj_ft.evaluation.lm_eval.tasks import LoadedTasks, compare_on_tasks, plan_tasks
+from gptj_ft.evaluation.evaluate import Evaluation, choose_baseline, default_rows, fitted, plan_on_rows
+from gptj_ft.evaluation.lm_eval.tasks import LoadedTasks, compare_on_tasks, plan_on_tasks
 from gptj_ft.evaluation.predictions import score_predictions
 from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.system.signals import stop_says
@@ -106,7 +106,7 @@ class PairedEvaluation:
         data = data_path(request.data) if request.data else default_rows(request.model)
         baseline, models = _models(request)
         recipe, asked = fitted(request.recipe, models.values(), data), request.recipe.max_length
-        runs = {name: plan_evaluation(each, recipe, data, request.limit) for name, each in models.items()}
+        runs = {name: plan_on_rows(each, recipe, data, request.limit) for name, each in models.items()}
         note = ""
         if recipe.max_length < asked:
             length = f"{recipe.max_length:,}, the context of the model, and not {asked:,}"
@@ -123,7 +123,9 @@ class PairedEvaluation:
             GptjFtError: no such model, or it does not fit.
         """
         baseline, models = _models(request)
-        runs = {name: plan_tasks(each, request.recipe, request.tasks, request.limit) for name, each in models.items()}
+        runs = {
+            name: plan_on_tasks(each, request.recipe, request.tasks, request.limit) for name, each in models.items()
+        }
         return cls(request, baseline, runs, partial(compare_on_tasks, seed=request.recipe.seed), "questions")
 
     @property

@@ -12,12 +12,13 @@ from typer.main import get_command
 
 from gptj_ft.cli import options
 from gptj_ft.cli.app import app
-from gptj_ft.cli.help import SUMMARY_WIDTH
-from gptj_ft.cli.options import Options, takes_options
+from gptj_ft.cli.options import Given, takes_options
 from gptj_ft.config.options import GROUPS, Recipe
 from gptj_ft.config.presets import load_preset, preset_names
 from gptj_ft.config.resolve import PEERS_NAMES, resolve
 from gptj_ft.errors import UsageError
+
+SUMMARY_WIDTH = 58
 
 
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -182,7 +183,7 @@ def test_the_shell_completes_commands_recipes_runs_and_models(shell, monkeypatch
 def test_a_command_gets_the_options_that_were_given_and_no_others() -> None:
     got: list[object] = []
 
-    def command(*, first: int = 1, options: Options, last: bool = False) -> None:
+    def command(*, first: int = 1, options: Given, last: bool = False) -> None:
         """Do nothing."""
         got.append((first, dict(options), last))
 

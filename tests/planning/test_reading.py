@@ -12,7 +12,7 @@ from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.options import Generation
 from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import build
-from gptj_ft.evaluation.evaluate import plan_evaluation
+from gptj_ft.evaluation.evaluate import plan_on_rows
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.planning.inference_plan import BATCH_TOKENS, InferenceWorkload, plan_inference, token_budget_within
 from gptj_ft.planning.plan import PROCESS_BYTES, Free
@@ -89,7 +89,7 @@ def test_memory_of_an_evaluation_is_within_its_plan(tmp_path: Path) -> None:
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     recipe = build({**load_preset("summarization"), "max_length": 512, "weights": "disk", "precision": "fp32",
                     "micro_batch_tokens": 8192, "generation": {"max_new_tokens": 6}})  # fmt: skip
-    planned = plan_evaluation(folder, recipe, Path("rows.jsonl"), None)
+    planned = plan_on_rows(folder, recipe, Path("rows.jsonl"), None)
     assert planned.plan.together.written == BATCH_TOKENS
     CLEAR_REFS.write_text("5")
     before = status("VmRSS")

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gptj_ft.cli.terminal.tables import cautions
 from gptj_ft.config.resolve import resolve
 from gptj_ft.config.run_folder import Run
-from gptj_ft.evaluation.metrics.language_model import NAMES
+from gptj_ft.evaluation.metrics.language_model import LOSS_SCORES
 from gptj_ft.training.finetune import prepare_new_run
 from gptj_ft.training.reporter import Reporter
 
@@ -496,7 +496,7 @@ def test_the_other_recipes_train_and_evaluate_on_the_examples(recipe: str, shell
     done = shell("evaluate out --limit 3 --json")
     assert done.code == 0, done.err
     expected = {"qa": {"exact_match", "f1", "strict_match"}, "continuous-pretraining": set()}[recipe]
-    assert set(done.json["model"]["scores"]) == {*expected, *NAMES}
+    assert set(done.json["model"]["scores"]) == {*expected, *LOSS_SCORES}
     if recipe == "qa":
         done = shell("generate --model out --json", "Who came?", "--field", "context=The vet came on Monday.")
         assert done.code == 0, done.err

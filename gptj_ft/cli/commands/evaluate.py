@@ -14,10 +14,10 @@ from gptj_ft.cli.options import (
     TUNED_RECIPE,
     Assignments,
     Config,
+    Given,
     HelpAll,
     Json,
     Offline,
-    Options,
     Quiet,
     complete_model,
     flag,
@@ -44,7 +44,7 @@ def evaluate(
         str | None, typer.Argument(help="model or run; default: the newest run", autocompletion=complete_model)
     ] = None,
     data: Annotated[str | None, option_of("data", "rows to measure on; default: those that the run held out")] = None,
-    options: Options,
+    options: Given,
     baseline: Annotated[str, flag("model to compare with; auto: what it was tuned from; none")] = "auto",
     predictions: Annotated[
         Path | None,
@@ -95,7 +95,7 @@ def evaluate(
         from gptj_ft.evaluation.comparison import parse_gates
         from gptj_ft.evaluation.lm_eval.tasks import TaskSelection, load_tasks
         from gptj_ft.evaluation.metrics import score_names
-        from gptj_ft.evaluation.metrics.language_model import NAMES
+        from gptj_ft.evaluation.metrics.language_model import LOSS_SCORES
         from gptj_ft.evaluation.run import EvaluateRequest, PairedEvaluation, TasksRequest
         from gptj_ft.system.atomic import require_new
 
@@ -132,7 +132,7 @@ def evaluate(
         asked = parse_gates(gates or (), loaded.score_names)
         evaluation = PairedEvaluation.of_tasks(TasksRequest(folder, recipe, loaded, baseline, limit))
     else:
-        asked = parse_gates(gates or (), [*NAMES, *score_names(recipe.metrics)])
+        asked = parse_gates(gates or (), [*LOSS_SCORES, *score_names(recipe.metrics)])
         with TerminalReporter(notes) as reporter:
             evaluation = api.plan_evaluation(EvaluateRequest(folder, recipe, baseline, rows, limit), reporter)
     plan, about = evaluation.plan, rows_about(evaluation)

@@ -11,10 +11,10 @@ from gptj_ft.cli.options import (
     PLACEMENT_OPTIONS,
     Assignments,
     Config,
+    Given,
     HelpAll,
     Json,
     Offline,
-    Options,
     Quiet,
     complete_run,
     flag,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     "keep", "export", "report_to", *PLACEMENT_OPTIONS,
 )  # fmt: skip
 def finetune(
-    options: Options,
+    options: Given,
     config: Config = None,
     assignments: Assignments = None,
     dry_run: Annotated[bool, flag("show what it will cost and stop", "--dry-run")] = False,

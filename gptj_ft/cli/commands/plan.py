@@ -10,10 +10,10 @@ from gptj_ft.cli.options import (
     PLACEMENT_OPTIONS,
     Assignments,
     Config,
+    Given,
     HelpAll,
     Json,
     Offline,
-    Options,
     flag,
     takes_options,
 )
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @takes_options("recipe", "data", "model", "epochs", "max_steps", "batch_size", "max_length", *PLACEMENT_OPTIONS)
 def plan(
-    options: Options,
+    options: Given,
     config: Config = None,
     assignments: Assignments = None,
     scaling_law: Annotated[

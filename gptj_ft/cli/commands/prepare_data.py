@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 from gptj_ft.cli.options import (
     Assignments,
     Config,
+    Given,
     HelpAll,
     Json,
     Offline,
-    Options,
     Quiet,
     flag,
     option_of,
@@ -31,7 +31,7 @@ def prepare_data(
     *,
     data: Annotated[str, option_of("data")],
     output: Annotated[Path | None, flag("new folder; default DATA.prepared")] = None,
-    options: Options,
+    options: Given,
     fix: Annotated[
         bool, flag("mend what can be mended, in a new file beside DATA, and go on with that", "--fix")
     ] = False,

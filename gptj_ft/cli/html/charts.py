@@ -10,7 +10,7 @@ from html import escape
 WIDTH, HEIGHT = 560, 270
 LEFT, RIGHT, TOP, BOTTOM = 66, 18, 34, 46
 CHARACTER = 10.2  # width of one on a phone, where letters are the largest
-LABEL = 20  # height of a line's name
+NAME_HEIGHT = 20  # height of a line's name
 MOST_LABEL = 15  # characters of it
 COLOURS = 6  # in the page's style: --c0 and so on
 DASHES = ("", "6 3", "2 3", "8 3 2 3")  # so that lines differ without colours, too
@@ -19,7 +19,7 @@ MARKED = 25  # points that are so few get marks
 FEWEST_JOINED = 3  # two points are no trend
 POWERS = 1e-3, 1e6  # numbers outside are written with a power of ten
 REACH = 42.0  # percent of a strip's width, from its middle to the far end of the interval
-Place = Callable[[float, float], tuple[float, float]]  # values -> where they are drawn
+Projection = Callable[[float, float], tuple[float, float]]  # values -> where they are drawn
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def change_strip(change: Change, reach: float | None = None) -> str:
     return f'<svg class="strip {kind}" height="36" role="img" aria-label="{told}">{"".join(parts)}</svg>'
 
 
-def _drawn(line: Line, number: int, place: Place) -> list[str]:
+def _drawn(line: Line, number: int, place: Projection) -> list[str]:
     points, colour = [place(*point) for point in line.points], _colour(number)
     style = f'stroke="{colour}" stroke-width="{1 if line.is_faint else 2}" opacity="{0.4 if line.is_faint else 1}"'
     dash = "" if line.is_faint else DASHES[number % len(DASHES)]
@@ -182,7 +182,7 @@ def _drawn(line: Line, number: int, place: Place) -> list[str]:
 
 
 def _grid(
-    place: Place, ticks: tuple[Sequence[float], Sequence[float]], names: tuple[str, str], right: float
+    place: Projection, ticks: tuple[Sequence[float], Sequence[float]], names: tuple[str, str], right: float
 ) -> list[str]:
     (x_ticks, y_ticks), (x, y), parts = ticks, names, []
     end = place(right, y_ticks[0])[0]
@@ -219,10 +219,10 @@ def _x_texts(ticks: Sequence[float]) -> list[str]:
 def _apart(heights: Sequence[float]) -> list[float]:
     """Return heights, moved so that names there do not cover each other."""
     placed: dict[int, float] = {}
-    lowest = HEIGHT - BOTTOM - LABEL * (len(heights) - 1)
+    lowest = HEIGHT - BOTTOM - NAME_HEIGHT * (len(heights) - 1)
     last = -math.inf
     for rank, number in enumerate(sorted(range(len(heights)), key=lambda number: heights[number])):
-        last = placed[number] = max(min(heights[number], lowest + LABEL * rank), last + LABEL)
+        last = placed[number] = max(min(heights[number], lowest + NAME_HEIGHT * rank), last + NAME_HEIGHT)
     return [placed[number] for number in range(len(heights))]
 
 

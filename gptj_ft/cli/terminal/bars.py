@@ -50,7 +50,7 @@ def bar(console: Console, what: str, unit: str = "bytes", then: str = "") -> Ite
     def advance(done: int, total: int | None) -> None:
         amount.advance(done, total)
         if times.is_due():
-            log_line(console, f"{amount.what}: {amount.text}")
+            print_log_line(console, f"{amount.what}: {amount.text}")
 
     yield advance
 
@@ -94,7 +94,7 @@ def activity(console: Console, what: str) -> Iterator[Doing]:
         yield doing
 
 
-def log_line(console: Console, text: str) -> None:
+def print_log_line(console: Console, text: str) -> None:
     """Print a line with the time."""
     console.print(Text(f"{datetime.now():%H:%M:%S}{GAP}{text}"), soft_wrap=True)
 

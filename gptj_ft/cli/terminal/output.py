@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from gptj_ft.cli.terminal.bars import Advance, Doing
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Output:
             show(console_for(stderr=False))
 
 
-def asking(resolved: Resolved, out: Output, work: Callable[[Resolved], T]) -> T:
+def asking(resolved: Resolved, out: Output, work: Callable[[Resolved], _T]) -> _T:
     """Do what needs the columns of the data; on a terminal, ask for those that are not clear."""
     from gptj_ft.data.columns import UnknownColumn
 

@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from gptj_ft.cli.terminal.bars import NOTICED_SECONDS, Advance, Doing, LogTimes, activity, bar, drawn, log_line
+from gptj_ft.cli.terminal.bars import NOTICED_SECONDS, Advance, Doing, LogTimes, activity, bar, drawn, print_log_line
 from gptj_ft.cli.terminal.screen import GAP, is_live, panel, time_after, width_of, wrapped
 from gptj_ft.system.units import clock
 from gptj_ft.training.reporter import Progress, Reporter, StepReport, describe_losses
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gptj_ft.training.validation import ValidationSample
 
 STDERR = 2
-SAMPLE_CHARACTERS = 300
+ANSWER_CHARACTERS = 300
 
 
 class TerminalReporter(Reporter):
@@ -94,7 +94,7 @@ class TerminalReporter(Reporter):
             position = f"step {step.step}/{progress.num_steps}", f"{step.step / progress.num_steps:.0%}"
             speed = f"{step.throughput.tokens_per_second:,.0f} tokens/s"
             left = f"{clock(progress.seconds_left)} left"
-            log_line(self._console, GAP.join([*position, f"loss {step.loss:.4f}", speed, left]))
+            print_log_line(self._console, GAP.join([*position, f"loss {step.loss:.4f}", speed, left]))
 
     def on_validation(self, step: int, loss: float, sample: ValidationSample | None) -> None:
         """Show loss and scores, and on a terminal one answer: a log gets no text of the user's."""
@@ -103,7 +103,7 @@ class TerminalReporter(Reporter):
             rows = [("scores", "  ".join(f"{name} {value:.2f}" for name, value in sample.scores.items()))]
             if self._console.is_terminal:
                 texts = {"expected": sample.expected, "answer": sample.answer}
-                rows += [(name, text[:SAMPLE_CHARACTERS]) for name, text in texts.items()]
+                rows += [(name, text[:ANSWER_CHARACTERS]) for name, text in texts.items()]
             panel(self._console, "", rows)
 
     def on_stop_request(self) -> None:

@@ -213,7 +213,7 @@ class TasksPlan:
             journal.close()
 
 
-def plan_tasks(folder: Path, recipe: Recipe, tasks: LoadedTasks, limit: int | None) -> TasksPlan:
+def plan_on_tasks(folder: Path, recipe: Recipe, tasks: LoadedTasks, limit: int | None) -> TasksPlan:
     """Plan for requests as long as the context, since their length is not known before tokenization.
 
     Raises:

@@ -41,10 +41,10 @@ class Metric:
 
 
 METRICS: Mapping[str, Metric] = {
-    "rouge": Metric(rouge.NAMES, "rougeL", rouge.rouge, needs_reference=True),
-    "squad": Metric(squad.NAMES, "f1", squad.squad, needs_reference=False),
-    "accuracy": Metric(classification.NAMES, "accuracy", classification.accuracy, needs_reference=True),
-    "relations": Metric(relations.NAMES, "relations_f1", relations.relations, needs_reference=False),
+    "rouge": Metric(rouge.ROUGE_SCORES, "rougeL", rouge.rouge, needs_reference=True),
+    "squad": Metric(squad.SQUAD_SCORES, "f1", squad.squad, needs_reference=False),
+    "accuracy": Metric(("accuracy", "macro_f1"), "accuracy", classification.accuracy, needs_reference=True),
+    "relations": Metric(relations.RELATION_SCORES, "relations_f1", relations.relations, needs_reference=False),
 }
 
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from gptj_ft.evaluation.metrics.statistic import MacroF1, Statistic, mean
 
-NAMES = ("accuracy", "macro_f1")
-
 
 def accuracy(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
     """Compute accuracy and macro F1.

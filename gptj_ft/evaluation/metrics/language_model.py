@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from gptj_ft.evaluation.metrics.statistic import Ratio, Statistic, percent
 
-NAMES = ("loss", "perplexity", "word_perplexity", "byte_perplexity", "token_accuracy")
+LOSS_SCORES = ("loss", "perplexity", "word_perplexity", "byte_perplexity", "token_accuracy")
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,3 @@ def language_model(rows: Sequence[RowLoss]) -> dict[str, Statistic]:
         **of_text,
         "token_accuracy": Ratio(right_N, targets_N, percent),
     }
-
-
-def perplexity(loss: float) -> float:
-    """Compute exp(loss), loss in nats per token; infinity on overflow."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf

@@ -8,7 +8,7 @@ import numpy as np
 
 from gptj_ft.evaluation.metrics.statistic import Ratio, Statistic, percent
 
-NAMES = ("relations_precision", "relations_recall", "relations_f1")
+RELATION_SCORES = ("relations_precision", "relations_recall", "relations_f1")
 
 
 def relations(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:

@@ -12,7 +12,7 @@ from gptj_ft.evaluation.metrics.statistic import Statistic, mean
 
 OF_PACKAGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 BY_SENTENCES = "rougeLsum_sentences"
-NAMES = (*OF_PACKAGE, BY_SENTENCES)
+ROUGE_SCORES = (*OF_PACKAGE, BY_SENTENCES)
 _FOREIGN = 0.01  # share of letters from which on a text is not English
 
 
@@ -28,7 +28,7 @@ def rouge(
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer, by_sentences = RougeScorer(OF_PACKAGE, stemming), RougeScorer(["rougeLsum"], stemming)
-    rows: dict[str, list[float]] = {name: [] for name in NAMES}
+    rows: dict[str, list[float]] = {name: [] for name in ROUGE_SCORES}
     for prediction, targets in zip(predictions, references, strict=True):
         for name, found in scorer.score_multi(targets, prediction).items():
             rows[name].append(100.0 * float(found.fmeasure))

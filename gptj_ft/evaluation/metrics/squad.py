@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from gptj_ft.evaluation.metrics.statistic import Statistic, mean
 
-NAMES = (
+SQUAD_SCORES = (
     "exact_match", "f1", "strict_match",
     "HasAns_exact", "HasAns_f1", "NoAns_exact", "NoAns_f1",
 )  # fmt: skip
