@@ -104,6 +104,7 @@ def plan_for(machine: Machine, method: str) -> Plan:
     load = Workload(
         layouts=selection.trained,
         frozen=selection.frozen,
+        layers=selection.build(),
         width=4096,
         dtype=PRECISIONS[machine.precision],
         micro_batch_tokens=recipe.micro_batch_tokens,

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptj_ft.models.batch import PackedBatch
-from gptj_ft.system.accelerator import is_accelerator
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +60,9 @@ def takes_ragged(device: torch.device, dtype: torch.dtype, head_width: int) -> b
     """Tell whether a device has a kernel that attends inside many documents at once, tried forward and backward.
 
     It is FlashAttention's, for half precision; which devices have it, and how wide a head may be, is found by trying.
+    Without memory (``meta``) it stands for them in a plan.
     """
-    if not is_accelerator(device) or dtype not in (torch.bfloat16, torch.float16):
+    if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return False
     try:
         # Whoever asks first may be writing, and inference mode records nothing that backward could follow.

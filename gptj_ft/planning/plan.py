@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -16,19 +16,23 @@ from gptj_ft.planning.machine_profile import reason_for
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.scaling_law import ScalingForecast
 from gptj_ft.planning.suggestions import HARMLESS, TRAINING, Candidate, suggest
+from gptj_ft.planning.working_memory import TOKEN_BYTES, WorkingMemory, reserve, usable
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.activations import NUM_BUFFERS
 from gptj_ft.streaming.model import PASS_TOKENS, BufferBudget, pool_shapes
 from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
+from gptj_ft.streaming.stores.base import CHUNK_NUMEL
 from gptj_ft.streaming.stores.placement import Place, Placement, training_dtypes
 from gptj_ft.system.block_reader import STAGING_BYTES
+from gptj_ft.system.direct_io import TRANSFERS
 from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.units import gigabytes
 
 PROCESS_BYTES = 500 * 2**20  # the interpreter, torch, transformers, the rows
 FREE_SHARE = 0.8  # of the memory that is left goes to kept activations at most
 SAVED_PER_TOKEN = 20  # tensors of [tokens, width] that one block keeps for its backward, the MLP's counted by 4
-_TOKEN_BYTES = 3 * 8  # id, position and target of a token
+DISK_STAGING_BYTES = 2 * 2 * TRANSFERS * 4 * CHUNK_NUMEL  # locked, by the threads of two stores that read and write
+UPDATE_BYTES = 4 * 4 * CHUNK_NUMEL  # on an accelerator: of resident moments in fp32, random bits, a first step's copies
 FASTEST_FIRST: list[tuple[Place, Place]] = [
     ("device", "device"),
     ("device", "host"),
@@ -251,41 +255,93 @@ def forecast_memory(placement: Placement, load: Workload, recipe: Recipe, have: 
         by_place[placement.of("frozen")] += load.frozen_elements * load.dtype.itemsize
     elif load.frozen_elements:  # it is there already
         by_place["host"] += STAGING_BYTES
-    # Its gradient, before that is added to the others.
-    biggest_matrix = max(shape.numel() for layout in load.layouts for shape in layout.shapes.values())
-    hidden = load.width * load.dtype.itemsize
-    activations = SAVED_PER_TOKEN * hidden * min(load.micro_batch_tokens, load.step_tokens)
-    # Beside those of the blocks there are what the head takes, its gradient, and what a block is just giving; where the
-    # others are elsewhere, there are buffers.
-    beside = 3 + (NUM_BUFFERS if placement.boundaries != "device" else 0)
     by_place[placement.boundaries] += load.boundary_bytes()
-    boundaries = beside * hidden * load.step_tokens
-    # Logits of a chunk, their softmax and their gradient.
-    head = 3 * min(HEAD_CHUNK_BYTES, 4 * load.vocabulary * load.micro_batch_tokens)
-    fixed = by_place["device"] + biggest_matrix * 4 + activations + boundaries + head
-    free = have.device - fixed - (by_place["host"] + PROCESS_BYTES if have.is_shared else 0)
-    # The roomiest that fits, else the leanest.
-    budgets = [BufferBudget(recipe.read_ahead, *numbers) for numbers in ((2, 48), (2, 24), (1, 16), (1, 6))]
-    fitting = (each for each in budgets if _buffer_bytes(each, placement, stored, load) <= free)
-    budget = next(fitting, budgets[-1])
-    buffers = _buffer_bytes(budget, placement, stored, load)
-    per_block = SAVED_PER_TOKEN * hidden * load.step_tokens
-    kept = _kept(recipe, load.num_backward_blocks, free - buffers, per_block)
-    device = fixed + buffers + kept * per_block
-    # A validation has the place of a step's hidden states and kept activations, and some of what is free.
-    of_step = boundaries - (beside - 3) * hidden * load.step_tokens + kept * per_block
-    of_step += load.boundary_bytes() if placement.boundaries == "device" else 0
-    spare = max(0, int(FREE_SHARE * (free - buffers)) - kept * per_block)
-    of_token = 2 * hidden + _TOKEN_BYTES  # what a layer takes and what it gives
-    pass_tokens = min(PASS_TOKENS, max((of_step + spare) // of_token, load.micro_batch_tokens))
-    device += max(0, of_token * min(pass_tokens, load.validation_tokens) - of_step)
-    budget = replace(budget, num_kept_layers=kept, pass_tokens=pass_tokens)
+    device, budget = _on_device(_Demand(placement, load, recipe, stored), by_place, have)
+    if not have.is_shared and "disk" in (placement.of(kind) for kind in stored):
+        by_place["host"] += DISK_STAGING_BYTES
     state = total * sum(dtype.itemsize for kind, dtype in dtypes.items() if kind != "grad")
     # A run on disk is its own checkpoint and replaces a layer at a time; others write one before they remove one.
     one = largest * sum(dtype.itemsize for dtype in dtypes.values())
     saved = (2 * one if placement.is_durable else 2 * state) + exported_elements(recipe, load) * 4
     saved += kept_checkpoints(recipe, load.num_steps) * state
     return MemoryForecast(placement, device, by_place["host"] + PROCESS_BYTES, by_place["disk"] + saved, have, budget)
+
+
+@dataclass(frozen=True)
+class _Demand:
+    """What is asked of a device: a placement of a workload, with the kinds that are stored."""
+
+    placement: Placement
+    load: Workload
+    recipe: Recipe
+    stored: Mapping[Kind, torch.dtype]
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of a token's hidden state."""
+        return self.load.width * self.load.dtype.itemsize
+
+    def buffers_within(self, free: int) -> tuple[BufferBudget, int]:
+        """Return the roomiest budget of buffers that fits, else the leanest, and its bytes."""
+        budgets = [BufferBudget(self.recipe.read_ahead, *numbers) for numbers in ((2, 48), (2, 24), (1, 16), (1, 6))]
+        sizes = [_buffer_bytes(each, self.placement, self.stored, self.load) for each in budgets]
+        fitting = (each for each in zip(budgets, sizes, strict=True) if each[1] <= free)
+        return next(fitting, (budgets[-1], sizes[-1]))
+
+
+def _on_device(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple[int, BufferBudget]:
+    """Return the bytes that a run needs on the device, and its buffer budget."""
+    if demand.load.layers and not have.is_shared:
+        return _on_accelerator(demand, by_place["device"], have.device)
+    return _on_cpu(demand, by_place, have)
+
+
+def _on_accelerator(demand: _Demand, resident: int, have: int) -> tuple[int, BufferBudget]:
+    """Return the same where the device's memory is its own: by the ledger of a step."""
+    load, recipe, stays = demand.load, demand.recipe, demand.placement.boundaries == "device"
+    working, free = WorkingMemory(load, recipe.z_loss > 0, stays), usable(have)
+    # A placement keeps the inputs of recomputed layers; those of kept ones stay in any case.
+    resident += UPDATE_BYTES - (load.boundary_bytes() if stays else 0)
+    least = resident + working.peak(0)
+    budget, buffers = demand.buffers_within(free - least)
+    kept = _kept_within(recipe, load.num_backward_blocks, lambda kept: resident + buffers + working.peak(kept) <= free)
+    needed = resident + buffers + working.peak(kept)
+    # A validation has the place of all that a step works in, and what is free.
+    of_token = 2 * demand.hidden_bytes + TOKEN_BYTES
+    validating = working.forward_bytes
+    spare = max(needed, free) - resident - buffers - validating
+    pass_tokens = min(PASS_TOKENS, max(spare // of_token, load.micro_batch_tokens))
+    needed = max(needed, resident + buffers + validating + of_token * min(pass_tokens, load.validation_tokens))
+    return needed + reserve(needed), replace(budget, num_kept_layers=kept, pass_tokens=pass_tokens)
+
+
+def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple[int, BufferBudget]:
+    """Return the same where it is the host's memory, which one process need not have to itself: by a rule of thumb."""
+    placement, load, recipe, hidden = demand.placement, demand.load, demand.recipe, demand.hidden_bytes
+    # Its gradient, before that is added to the others.
+    biggest_matrix = max(shape.numel() for layout in load.layouts for shape in layout.shapes.values())
+    activations = SAVED_PER_TOKEN * hidden * min(load.micro_batch_tokens, load.step_tokens)
+    # Beside those of the blocks there are what the head takes, its gradient, and what a block is just giving; where the
+    # others are elsewhere, there are buffers.
+    beside = 3 + (NUM_BUFFERS if placement.boundaries != "device" else 0)
+    boundaries = beside * hidden * load.step_tokens
+    # Logits of a chunk, their softmax and their gradient.
+    head = 3 * min(HEAD_CHUNK_BYTES, 4 * load.vocabulary * load.micro_batch_tokens)
+    fixed = by_place["device"] + biggest_matrix * 4 + activations + boundaries + head
+    free = have.device - fixed - (by_place["host"] + PROCESS_BYTES if have.is_shared else 0)
+    budget, buffers = demand.buffers_within(free)
+    per_block = SAVED_PER_TOKEN * hidden * load.step_tokens
+    room = int(FREE_SHARE * (free - buffers))
+    kept = _kept_within(recipe, load.num_backward_blocks, lambda kept: kept * per_block <= room)
+    device = fixed + buffers + kept * per_block
+    # A validation has the place of a step's hidden states and kept activations, and some of what is free.
+    of_step = boundaries - (beside - 3) * hidden * load.step_tokens + kept * per_block
+    of_step += load.boundary_bytes() if placement.boundaries == "device" else 0
+    spare = max(0, room - kept * per_block)
+    of_token = 2 * hidden + TOKEN_BYTES  # what a layer takes and what it gives
+    pass_tokens = min(PASS_TOKENS, max((of_step + spare) // of_token, load.micro_batch_tokens))
+    device += max(0, of_token * min(pass_tokens, load.validation_tokens) - of_step)
+    return device, replace(budget, num_kept_layers=kept, pass_tokens=pass_tokens)
 
 
 def forecast(placement: Placement, load: Workload, recipe: Recipe, rates: Rates, have: Free) -> Plan:
@@ -362,12 +418,13 @@ def _buffer_bytes(
     return sum(shapes[name].num_bytes for name in needed) + scratch * shapes["exp_avg"].numel * fp32.itemsize
 
 
-def _kept(recipe: Recipe, num_blocks: int, free: int, per_block: int) -> int:
+def _kept_within(recipe: Recipe, num_blocks: int, fits: Callable[[int], bool]) -> int:
     """Return how many blocks keep their activations: as many as the recipe says, or as there is room for."""
     if isinstance(recipe.activations, int):
         return min(recipe.activations, num_blocks)
-    fits = max(0, int(FREE_SHARE * free) // per_block)
-    return {"keep": num_blocks, "recompute": 0, "auto": min(fits, num_blocks)}[recipe.activations]
+    if recipe.activations == "auto":
+        return max((kept for kept in range(num_blocks + 1) if fits(kept)), default=0)
+    return {"keep": num_blocks, "recompute": 0}[recipe.activations]
 
 
 def kept_checkpoints(recipe: Recipe, num_steps: int | None) -> int:

@@ -6,10 +6,11 @@ Reading, writing and computing go on side by side, so a pass takes as long as th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
+from torch import nn
 
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
 from gptj_ft.planning.flops import Flops, count_flops
@@ -43,6 +44,7 @@ class Workload:
         context: context length of the model, in tokens.
         attended: tokens that a token attends to, on average over the tokens; 0: half of the longest row.
         frozen: layout of the frozen parameters of each layer; empty if everything is trained.
+        layers: the layers on the ``meta`` device, for what an accelerator computes and keeps.
     """
 
     layouts: Sequence[Layout]
@@ -59,6 +61,7 @@ class Workload:
     context: int = 2048
     attended: float = 0.0
     frozen: Sequence[Layout] = ()
+    layers: Sequence[nn.Module] = field(default=(), compare=False, repr=False)
 
     @cached_property
     def whole_layers(self) -> list[list[Layout]]:

@@ -371,6 +371,7 @@ def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Repo
     load_ = Workload(
         layouts=selection.trained,
         frozen=selection.frozen,
+        layers=selection.build(),
         width=architecture.config.n_embd,
         dtype=dtype,
         micro_batch_tokens=max(recipe.micro_batch_tokens, length),

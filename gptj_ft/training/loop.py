@@ -19,9 +19,11 @@ from gptj_ft.errors import DataError, GptjFtError, Interrupted, NotFinite, OutOf
 from gptj_ft.models.batch import PackedBatch
 from gptj_ft.models.lora import seed_of
 from gptj_ft.planning.flops import count_flops
+from gptj_ft.planning.working_memory import allocator_limit
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.step import StepLoss, evaluate_losses, train_step
+from gptj_ft.system.accelerator import limit_memory
 from gptj_ft.system.paths import remember_run
 from gptj_ft.system.signals import StopRequest
 from gptj_ft.system.units import clock
@@ -126,6 +128,7 @@ def opened(setup: TrainSetup, run: Run, reporter: Reporter, session: Session) ->
     deadline = Deadline(setup.recipe.max_time, started, forecast_seconds(setup))
     chosen = {"placement": str(setup.plan.placement), "precision": setup.plan.precision}
     record_environment(run, str(setup.device), torch.get_num_threads(), chosen)
+    limit_memory(setup.device, allocator_limit(setup.plan.have.device))
     stack, optimizer, state = open_state(setup, run)
     try:
         recent = RecentSteps(setup.num_steps, state.step, setup.plan.costs.seconds_per_step)

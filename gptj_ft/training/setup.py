@@ -84,6 +84,7 @@ def make_setup(
     load = Workload(
         layouts=selection.trained,
         frozen=selection.frozen,
+        layers=selection.build(),
         width=architecture.config.n_embd,
         dtype=dtype,
         micro_batch_tokens=max(recipe.micro_batch_tokens, max(lengths)),

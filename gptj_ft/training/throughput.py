@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from gptj_ft.system.units import gigabytes
@@ -28,7 +28,8 @@ class StepCounts:
         bytes_read: bytes read by the stores.
         bytes_written: bytes written by the stores.
         memory_bytes: peak resident memory of the process so far.
-        device_memory_bytes: peak allocated on a CUDA device so far; 0 on a CPU.
+        device_memory_bytes: peak allocated on an accelerator so far; 0 on a CPU.
+        device_reserved_bytes: peak that its allocator has taken for that; 0 on a CPU.
     """
 
     tokens: int
@@ -39,12 +40,13 @@ class StepCounts:
     bytes_written: int
     memory_bytes: int
     device_memory_bytes: int
+    device_reserved_bytes: int = 0
 
     @classmethod
     def total(cls, tallies: Sequence[StepCounts]) -> StepCounts:
         """Add up what was done; of memory, take the most."""
         columns = {field.name: [getattr(counts, field.name) for counts in tallies] for field in fields(cls)}
-        peaks = ("memory_bytes", "device_memory_bytes")
+        peaks = ("memory_bytes", "device_memory_bytes", "device_reserved_bytes")
         return cls(**{name: max(column) if name in peaks else sum(column) for name, column in columns.items()})
 
 
@@ -100,11 +102,12 @@ class Throughput:
 
 def summarize(lines: Sequence[Mapping[str, Any]]) -> tuple[StepCounts, Throughput]:
     """Put the steps of a run together, from their lines in ``metrics.jsonl``; of those that lack something, nothing."""
-    names = {field.name for form in (StepCounts, Throughput) for field in fields(form)}
+    names = {field.name for form in (StepCounts, Throughput) for field in fields(form) if field.default is MISSING}
     lines = [line for line in lines if names <= line.keys()]
     if not lines:  # all were damaged
         return StepCounts(0, 0, 0.0, 0.0, 0, 0, 0, 0), Throughput(**{field.name: 0.0 for field in fields(Throughput)})
-    tallies = [StepCounts(**{field.name: line[field.name] for field in fields(StepCounts)}) for line in lines]
+    counted = [field.name for field in fields(StepCounts)]  # versions before wrote fewer
+    tallies = [StepCounts(**{name: line[name] for name in counted if name in line}) for line in lines]
     throughput = [Throughput(**{field.name: line[field.name] for field in fields(Throughput)}) for line in lines]
     return StepCounts.total(tallies), Throughput.mean(throughput, [counts.seconds for counts in tallies])
 
@@ -123,10 +126,9 @@ class Stopwatch:
 
         seconds = time.monotonic() - self._start
         waited, read, written = (now - then for now, then in zip(_counters(self._stack), self._before, strict=True))
-        device = self._stack.device
-        on_device = peak_memory(device).allocated
+        on_device = peak_memory(self._stack.device)
         return StepCounts(
-            tokens, target_tokens, seconds, waited, int(read), int(written), machine.peak_memory(), on_device
+            tokens, target_tokens, seconds, waited, int(read), int(written), machine.peak_memory(), *on_device
         )  # fmt: skip
 
 
@@ -144,7 +146,8 @@ def describe_throughput(counts: StepCounts, throughput: Throughput, verbose: boo
     """
     memory = f"{gigabytes(counts.memory_bytes)} of memory"
     if counts.device_memory_bytes:
-        memory = f"{gigabytes(counts.device_memory_bytes)} on the device, {memory}"
+        reserved = f" ({gigabytes(counts.device_reserved_bytes)} reserved)" if verbose else ""
+        memory = f"{gigabytes(counts.device_memory_bytes)} on the device{reserved}, {memory}"
     all_tokens, trained = _rate(throughput.tokens_per_second), _rate(throughput.target_tokens_per_second)
     texts = [f"{all_tokens} tokens/s ({trained} trained on), {memory}"]
     if verbose:

@@ -1,0 +1,138 @@
+"""Forecast the memory of an accelerator that a training step works in: hidden states, graphs, logits, at their peak.
+
+Nothing is estimated but the lengths of documents: layers are run on the ``meta`` device, and the phases of
+`step.train_step` are added up from what each was seen to take and keep.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from gptj_ft.planning.layer_cost import LayerCost, LayerInput, embedding_cost, measure_block, measure_head
+from gptj_ft.planning.workload import Workload
+from gptj_ft.streaming.activations import NUM_BUFFERS
+from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
+
+CONTEXT_BYTES = 400 * 10**6  # the device's context, and kernels that are loaded when they are first used
+LIBRARY_BYTES = CONTEXT_BYTES + 200 * 10**6  # and workspaces of products, which come from torch's allocator
+FRAGMENTED_SHARE = 0.03  # of the memory, that an allocator cannot use while shapes change from batch to batch
+TOKEN_BYTES = 3 * 8  # id, position and target of a token
+
+
+def usable(device_bytes: int) -> int:
+    """Return what tensors may take of an accelerator's free memory."""
+    return int((1 - FRAGMENTED_SHARE) * (device_bytes - LIBRARY_BYTES))
+
+
+def reserve(tensor_bytes: int) -> int:
+    """Return what must be free on an accelerator beside tensors."""
+    return math.ceil(tensor_bytes / (1 - FRAGMENTED_SHARE)) + LIBRARY_BYTES - tensor_bytes
+
+
+def allocator_limit(device_bytes: int) -> int:
+    """Return what torch's allocator may take where the process may take so many bytes of an accelerator."""
+    return max(0, device_bytes - CONTEXT_BYTES)
+
+
+@dataclass(frozen=True)
+class WorkingMemory:
+    """Memory that a step works in, by the number of blocks whose activations are kept; bytes.
+
+    Attributes:
+        load: workload, with its layers.
+        has_z_loss: whether the loss has a z-loss.
+        boundaries_stay: whether the inputs of recomputed layers stay on the device.
+    """
+
+    load: Workload
+    has_z_loss: bool = False
+    boundaries_stay: bool = True
+
+    @cached_property
+    def blocks(self) -> list[LayerCost]:
+        """Cost of each block on the largest micro-batch."""
+        load, given = self.load, micro_batch(self.load)
+        return [
+            measure_block(load.layers[index], load.layouts[index], given, index > load.lowest_trained)
+            for index in range(1, len(load.layers) - 1)
+        ]
+
+    @cached_property
+    def embedding(self) -> LayerCost:
+        """Cost of the embedding on the largest micro-batch."""
+        return embedding_cost(self.load.layouts[0], micro_batch(self.load))
+
+    @cached_property
+    def head(self) -> LayerCost:
+        """Cost of the head on its largest chunk."""
+        load, top = self.load, len(self.load.layers) - 1
+        return measure_head(
+            load.layers[top], load.layouts[top], head_chunk(load), self.has_z_loss, top > load.lowest_trained
+        )
+
+    @cached_property
+    def forward_bytes(self) -> int:
+        """Memory that a layer takes in a pass without gradients, and the head on what is scored."""
+        return max(max(block.forward_bytes for block in self.blocks), self.head.forward_bytes)
+
+    def kept_bytes(self, num_kept: int) -> int:
+        """Memory that the graphs of the last blocks keep over a whole step."""
+        return sum(self._per_step(block.kept_bytes) for block in self.blocks[len(self.blocks) - num_kept :])
+
+    def peak(self, num_kept: int) -> int:
+        """Return the most that a step takes beside weights, state and their buffers."""
+        load = self.load
+        micro, step = (self._hidden(tokens) for tokens in (self._micro_tokens, load.step_tokens))
+        passed, blocks = load.num_backward_blocks, self.blocks
+        recomputed, kept = blocks[: len(blocks) - num_kept], blocks[len(blocks) - num_kept :]
+        # The inputs of kept blocks stay in any case; so does, then, what the last block gives.
+        boundaries = (passed if self.boundaries_stay else num_kept + NUM_BUFFERS) * step
+        graphs = self.kept_bytes(num_kept)
+        source = 0 if self.boundaries_stay or not passed else step  # of a layer whose input has left the device
+        if not passed:
+            source = step
+        phases = [boundaries + self._peak_of_head(graphs, num_kept, micro, step)]
+        phases += [boundaries + source + step - micro + block.forward_bytes for block in recomputed[-1:]]
+        if kept:
+            last = kept[-1]
+            growing = graphs - self._per_step(last.kept_bytes) * micro // max(1, step)
+            phases.append(boundaries + growing + step - micro + last.graph_bytes)
+            phases.append(boundaries + graphs + 2 * step + last.backward_bytes - last.kept_bytes - micro)
+        if passed > num_kept:
+            below = (passed - num_kept if self.boundaries_stay else NUM_BUFFERS) * step
+            phases.append(below + step + max(block.backward_bytes for block in recomputed[num_kept - passed :]))
+        if load.lowest_trained == 0:
+            phases.append(step + self.embedding.backward_bytes)
+        return max(phases) + TOKEN_BYTES * load.step_tokens
+
+    def _peak_of_head(self, graphs: int, num_kept: int, micro: int, step: int) -> int:
+        """Its inputs leave as their gradients come, unless a kept graph has them."""
+        return graphs + step + (step if num_kept else micro) + self.head.backward_bytes
+
+    @property
+    def _micro_tokens(self) -> int:
+        return min(self.load.micro_batch_tokens, self.load.step_tokens)
+
+    def _hidden(self, tokens: int) -> int:
+        return self.load.width * self.load.dtype.itemsize * tokens
+
+    def _per_step(self, num_bytes: int) -> int:
+        return num_bytes * self.load.step_tokens // self._micro_tokens
+
+
+def micro_batch(load: Workload) -> LayerInput:
+    """Return the largest micro-batch, as full of documents as possible."""
+    tokens = min(load.micro_batch_tokens, load.step_tokens)
+    row = min(tokens, max(1, load.longest_row if load.longest_row > 1 else tokens))
+    number, rest = divmod(tokens, row)
+    return LayerInput((row,) * number + ((rest,) if rest else ()), load.width, load.dtype)
+
+
+def head_chunk(load: Workload) -> LayerInput:
+    """Return the largest chunk of targets whose logits the head computes at once."""
+    most = max(1, HEAD_CHUNK_BYTES // (torch.float32.itemsize * load.vocabulary))
+    return LayerInput((min(most, load.micro_batch_tokens, load.step_tokens),), load.width, load.dtype)

@@ -1,0 +1,95 @@
+"""The memory of an accelerator that a plan counts on: what a graph keeps, what a step takes, what is held back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gptj_ft.config.options import Recipe
+from gptj_ft.models.gptj import GPTJConfig, build_layers
+from gptj_ft.models.layout import Layout
+from gptj_ft.models.published import find_published
+from gptj_ft.models.trainable import select
+from gptj_ft.planning.layer_cost import LayerInput, measure_block
+from gptj_ft.planning.plan import DISK_STAGING_BYTES, Free, forecast_memory
+from gptj_ft.planning.working_memory import FRAGMENTED_SHARE, LIBRARY_BYTES, WorkingMemory, allocator_limit, usable
+from gptj_ft.planning.workload import Workload
+from gptj_ft.streaming.stores.placement import Placement
+
+GB = 10**9
+ON_HOST = Placement("host", "host")
+
+
+def workload(recipe: Recipe = Recipe(), tokens: int = 8192, dtype: torch.dtype = torch.bfloat16) -> Workload:
+    """GPT-J 6B, documents of 1,024 tokens, micro-batches of 2,048."""
+    published = find_published("EleutherAI/gpt-j-6b")
+    assert published is not None
+    selection = select(published.architecture, recipe)
+    return Workload(
+        selection.trained, 4096, dtype, 2048, tokens, tokens, tokens, None, longest_row=1024,
+        frozen=selection.frozen if recipe.method == "lora" else (), layers=selection.build(),
+    )  # fmt: skip
+
+
+def free(device: float) -> Free:
+    return Free(int(device * GB), 10**12, 10**14, is_shared=False)
+
+
+def test_a_graph_of_gpt_js_block_keeps_thirteen_tensors_a_token() -> None:
+    layer = build_layers(GPTJConfig(n_layer=1))[1]
+    given = LayerInput((1024, 1024), 4096, torch.bfloat16)
+    cost = measure_block(layer, Layout.of(layer), given)
+    # Inputs of the linear layers 1 + 1 + 4, GELU's input 4, rotated q and k 2, v 1; and norms of 16 heads in fp32.
+    assert cost.kept_bytes == pytest.approx(13 * 2048 * 4096 * 2, rel=5e-3)
+    assert cost.kept_bytes < cost.graph_bytes < cost.backward_bytes
+    assert sum(kernel.flops for piece in cost.forward for kernel in piece) == pytest.approx(
+        2 * 2048 * Layout.of(layer).num_parameters, rel=0.05
+    )
+
+
+def test_frozen_matrices_keep_no_inputs_and_have_no_gradients() -> None:
+    full, lora = (WorkingMemory(workload(Recipe(method=method))) for method in ("full", "lora"))
+    assert lora.kept_bytes(1) < full.kept_bytes(1)
+    assert lora.blocks[0].backward_bytes < full.blocks[0].backward_bytes - 4096 * 16384
+
+
+def test_a_plan_holds_memory_back_for_libraries_and_fragmentation_and_fills_the_rest() -> None:
+    load = workload()
+    of_block = WorkingMemory(load).kept_bytes(1)
+    for cap in (8, 16, 24):
+        plan = forecast_memory(ON_HOST, load, Recipe(moments="bf16", gradients="bf16"), free(cap))
+        tensors = usable(plan.device_bytes)
+        assert plan.device_bytes <= cap * GB
+        assert tensors <= (1 - FRAGMENTED_SHARE) * (cap * GB - LIBRARY_BYTES)
+        assert tensors + 1.1 * of_block > usable(cap * GB) or plan.budget.num_kept_layers == 28
+        assert tensors < allocator_limit(plan.device_bytes) < plan.device_bytes
+    assert not plan.lack
+
+
+def test_what_does_not_fit_with_the_reserve_is_refused() -> None:
+    load, recipe = workload(), Recipe(moments="bf16", gradients="bf16")
+    least = forecast_memory(ON_HOST, load, recipe, free(1)).device_bytes
+    assert forecast_memory(ON_HOST, load, recipe, free(least / GB)).lack == 0
+    assert forecast_memory(ON_HOST, load, recipe, free((least - LIBRARY_BYTES / 10) / GB)).lack > 0
+
+
+def test_inputs_that_wait_off_the_device_leave_three_buffers() -> None:
+    load, recipe = workload(tokens=65536), Recipe(activations="recompute")
+    here, away = (
+        forecast_memory(replace(ON_HOST, boundaries=place), load, recipe, free(80)) for place in ("device", "host")
+    )
+    hidden = 65536 * 4096 * 2
+    saved = usable(here.device_bytes) - usable(away.device_bytes)
+    assert saved == pytest.approx((28 - 3) * hidden, rel=0.05)
+    assert away.host_bytes - here.host_bytes == 28 * hidden
+
+
+def test_threads_that_stage_a_disks_bytes_lock_host_memory_beside_an_accelerator() -> None:
+    load, recipe, on_disk = workload(), Recipe(), Placement("disk", "disk")
+    host = forecast_memory(on_disk, load, recipe, free(24)).host_bytes
+    assert (
+        host - forecast_memory(on_disk, load, recipe, replace(free(24), is_shared=True)).host_bytes
+        == DISK_STAGING_BYTES
+    )
