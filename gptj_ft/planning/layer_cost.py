@@ -24,15 +24,17 @@ from gptj_ft.models.layout import Layout
 
 META = torch.device("meta")
 ALLOCATION_BYTES = 512  # an accelerator's allocator rounds up to multiples of it
+ATTENTION = "_varlen_attn"
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel: its FLOPs (of products and of attention), and the bytes that it reads and writes in memory."""
+    """A kernel: its FLOPs, of a product or of attention, and the bytes that it reads and writes in memory."""
 
     flops: float
     num_bytes: int
+    is_attention: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._take(output, inputs)
         name = func._schema.name.partition("::")[2]
         if not func.is_view and not name.startswith(("empty", "detach", "_unsafe_view", "new_empty")):
-            self.kernels[-1].append(Kernel(self._flops(name, inputs), sum(x.nbytes for x in [*inputs, *outputs])))
+            moved = sum(x.nbytes for x in [*inputs, *outputs])
+            self.kernels[-1].append(Kernel(self._flops(name, inputs), moved, name.startswith(ATTENTION)))
         return result
 
     def poll(self) -> None:
@@ -109,7 +112,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in PRODUCTS:
             left, right = inputs[-2:]
             return 2.0 * left.numel() * right.shape[-1]
-        if name.startswith("_varlen_attn"):
+        if name.startswith(ATTENTION):
             is_backward = name.endswith("backward")
             query = inputs[1 if is_backward else 0]
             return (10.0 if is_backward else 4.0) * self._pairs * query.shape[-1] * query.shape[-2]
@@ -137,7 +140,7 @@ class _FusedAttention(torch.autograd.Function):
 def _attention(query: Tensor, factor: float) -> Kernel:
     """Return the kernel of causal attention in one document, [1, heads, tokens, width]."""
     pairs = query.shape[-2] * (query.shape[-2] + 1) // 2
-    return Kernel(factor * pairs * query.shape[1] * query.shape[-1], int(factor) * query.nbytes)
+    return Kernel(factor * pairs * query.shape[1] * query.shape[-1], int(factor) * query.nbytes, is_attention=True)
 
 
 class _StandIn(TorchFunctionMode):

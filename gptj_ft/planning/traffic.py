@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -228,14 +228,23 @@ def counting_model(
     counters: Mapping[Place, LayerStore],
 ) -> OffloadedModel:
     """Return the model of a workload on the ``meta`` device, with stores that count in the place of host and disk."""
+    return model_without_data(placement, workload, stored, budget, lambda kind: counters[placement.of(kind)])
+
+
+def model_without_data(
+    placement: Placement,
+    workload: Workload,
+    stored: Mapping[Kind, torch.dtype],
+    budget: BufferBudget,
+    store_of: Callable[[Kind], LayerStore],
+) -> OffloadedModel:
+    """Return the model of a workload on the ``meta`` device, with stores for the kinds that are not on the device."""
     kept = {kind: dtype for kind, dtype in stored.items() if placement.of(kind) == "device"}
     on_device = DeviceStore(workload.layouts, kept, META)
-    stores: dict[Kind, LayerStore] = {
-        kind: on_device if kind in kept else counters[placement.of(kind)] for kind in stored
-    }
+    stores: dict[Kind, LayerStore] = {kind: on_device if kind in kept else store_of(kind) for kind in stored}
     if workload.frozen_elements:
         place, dtypes = placement.of("frozen"), {FROZEN: workload.dtype}
-        stores["frozen"] = DeviceStore(workload.frozen, dtypes, META) if place == "device" else counters[place]
+        stores["frozen"] = DeviceStore(workload.frozen, dtypes, META) if place == "device" else store_of(FROZEN)
     layers = [_embedding(workload), *(nn.Identity() for _ in workload.layouts[1:])]
     return OffloadedModel(layers, stored, stores, META, budget, workload.layouts, workload.frozen)
 

@@ -1,0 +1,354 @@
+"""Replay a training step of the real schedule in virtual time, at a device's rates: seconds, stall, what is busy.
+
+`Prefetcher` and `schedule.training_tasks` run as in `step.train_step`, on the ``meta`` device; kernels are those that
+the layers were seen to need there (`layer_cost`), transfers those that the schedule asks the stores for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gptj_ft.models.layout import Kind
+from gptj_ft.planning.layer_cost import Kernel, LayerCost, LayerInput, embedding_cost, measure_block, measure_head
+from gptj_ft.planning.probe import Rates
+from gptj_ft.planning.traffic import META, CountedUpdates, bytes_to_update, model_without_data
+from gptj_ft.planning.virtual_machine import Clock, Hazards, Link, Processor, VirtualQueue, VirtualStore, Work
+from gptj_ft.planning.working_memory import head_chunk
+from gptj_ft.planning.workload import Workload
+from gptj_ft.streaming.activations import OffloadedActivations, boundary_layout
+from gptj_ft.streaming.model import BufferBudget
+from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher
+from gptj_ft.streaming.schedule import LayerTask, training_tasks
+from gptj_ft.streaming.stores.placement import Place, Placement
+from gptj_ft.system.direct_io import TRANSFERS
+
+ISSUE_SECONDS = 10e-6  # of the program, to give the device a kernel
+LAUNCH_SECONDS = 3e-6  # of the device, to begin one
+BACKWARD_PIECES = 6  # between which updates of other layers may come
+HOST_TRANSFERS = 2  # threads of a host store, each way
+FOLDER_TRANSFERS = 8  # threads that read a model's folder
+STEPS = 2  # the first has no update pending
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A training step in virtual time.
+
+    Attributes:
+        seconds: seconds of a step.
+        tokens: tokens of the step.
+        compute, link_in, link_out, disk: seconds of them that the processor, each direction of the link, and the disk
+            work.
+        waits: seconds that the computation stands still, by what works meanwhile: ``disk``, ``link``, or the
+            ``program``, which gives the device its kernels.
+    """
+
+    seconds: float
+    tokens: float
+    compute: float
+    link_in: float
+    link_out: float
+    disk: float
+    waits: Mapping[str, float]
+
+    @property
+    def bound(self) -> float:
+        """Seconds that a step takes at least: those of what works longest."""
+        return max(self.compute, self.link_in, self.link_out, self.disk)
+
+    @property
+    def share_of_bound(self) -> float:
+        """The bound as a share of the seconds; 1: nothing could be overlapped better."""
+        return self.bound / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def stall(self) -> float:
+        """Share of a step in which the computation stands still."""
+        return sum(self.waits.values()) / self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it for ``--json``."""
+        derived = ("bound", "share_of_bound", "tokens_per_second", "stall")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What decides a step's schedule.
+
+    Attributes:
+        placement: places of the kinds.
+        stored: the kinds that have a store, and their types.
+        budget: buffer budget.
+        num_deferred: leading blocks whose updates are deferred, see `PendingUpdates`.
+    """
+
+    placement: Placement
+    stored: tuple[tuple[Kind, torch.dtype], ...]
+    budget: BufferBudget
+    num_deferred: int = 0
+
+
+def replay(load: Workload, schedule: Schedule, rates: Rates) -> Timeline:
+    """Replay a step in the steady state.
+
+    Args:
+        load: workload, with its layers.
+        schedule: what decides the schedule.
+        rates: rates of the device and of the disk.
+    """
+    return _Replay(load, schedule, rates).run()
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Kernels that are given one after the other."""
+
+    seconds: float
+    number: int
+
+
+class _Prices:
+    """Seconds of kernels and updates at a device's rates."""
+
+    def __init__(self, load: Workload, rates: Rates) -> None:
+        self._load, self._compute = load, rates.compute
+        self._products = rates.compute.matmul(load.dtype, load.width)
+
+    def piece(self, kernels: Sequence[Kernel]) -> _Piece:
+        """Add up kernels."""
+        return _Piece(sum(self._seconds(kernel) for kernel in kernels), len(kernels))
+
+    def bytes_moved(self, num_bytes: float, number: int = 1) -> _Piece:
+        """Return kernels that read and write so many bytes."""
+        return _Piece(num_bytes / self._compute.memory + number * LAUNCH_SECONDS, number)
+
+    def _seconds(self, kernel: Kernel) -> float:
+        rate = self._compute.attention if kernel.is_attention else self._products
+        memory = self._compute.memory_for(kernel.num_bytes / 2)
+        return max(kernel.flops / rate, kernel.num_bytes / memory) + LAUNCH_SECONDS
+
+
+@dataclass(frozen=True)
+class _LayerPieces:
+    """A layer's kernels on one micro-batch: forward, between its polls, and backward."""
+
+    forward: tuple[_Piece, ...]
+    backward: tuple[_Piece, ...]
+
+    @classmethod
+    def of(cls, cost: LayerCost, prices: _Prices) -> _LayerPieces:
+        size = -(-len(cost.backward) // BACKWARD_PIECES) or 1
+        parts = [cost.backward[start : start + size] for start in range(0, len(cost.backward), size)]
+        return cls(tuple(map(prices.piece, cost.forward)), tuple(map(prices.piece, parts)))
+
+
+class _Updates(CountedUpdates):
+    """An optimizer whose updates take the time of their bytes."""
+
+    def __init__(self, replay: _Replay, num_deferred: int, stored: Mapping[Kind, torch.dtype]) -> None:
+        super().__init__(replay.model, num_deferred)
+        self._replay, self._bytes = replay, bytes_to_update(stored)
+        narrow = sum(dtype != torch.float32 for dtype in stored.values())
+        self._kernels = 4 + 6 * narrow
+
+    def apply(self, task: LayerTask, span: slice, tensors: Mapping[Kind, Tensor]) -> None:
+        super().apply(task, span, tensors)
+        piece = self._replay.prices.bytes_moved(self._bytes * (span.stop - span.start), self._kernels)
+        self._replay.update(piece, tensors)
+
+    def add_gradient(self, load: LayerLoad) -> None:
+        """Take the norm of a layer's gradient, and use it as the task says."""
+        gradient = load.tensors["grad"]
+        self._replay.compute(self._replay.prices.bytes_moved(gradient.nbytes))
+        if load.task.gradient == "write" and self._replay.model.dtypes["grad"] != gradient.dtype:
+            number = 2 * -(-gradient.numel() // self._replay.model.budget.chunk_numel)
+            self._replay.compute(self._replay.prices.bytes_moved(2 * gradient.nbytes, number))
+        self._replay.used([gradient], writes=True)
+        load.use_gradient(self.updates.step + 1)
+
+
+class _Replay:
+    """A model on the ``meta`` device, virtual stores and a virtual device."""
+
+    def __init__(self, load: Workload, schedule: Schedule, rates: Rates) -> None:
+        self._load, self._schedule = load, schedule
+        self.prices = _Prices(load, rates)
+        self._clock = clock = Clock()
+        self._earlier: list[Work] = []  # that what is computed next comes after
+        budget, placement = schedule.budget, schedule.placement
+        self._link = Link(clock, rates.compute.to_device, rates.compute.from_device, rates.disk)
+        self._processor, self._hazards = Processor(clock, self._link.at_work), Hazards(budget.chunk_numel)
+        disk = VirtualQueue(clock, TRANSFERS)
+        stored = dict(schedule.stored)
+        stores: dict[Kind, VirtualStore] = {}
+        on_host = self._store("host", VirtualQueue(clock, HOST_TRANSFERS))
+        for kind in stored:
+            place = placement.of(kind)
+            if place == "disk":
+                stores[kind] = self._store(place, disk)
+            elif place == "host":  # gradients, written at other times, have a store of their own
+                stores[kind] = self._store(place, VirtualQueue(clock, HOST_TRANSFERS)) if kind == "grad" else on_host
+        place = placement.of("frozen")
+        threads = FOLDER_TRANSFERS if place == "disk" else HOST_TRANSFERS
+        stores["frozen"] = self._store(place, VirtualQueue(clock, threads))
+        self.model = model_without_data(placement, load, stored, budget, stores.__getitem__)
+        self._updates = _Updates(self, schedule.num_deferred, stored)
+        self._tokens = load.mean_step_tokens
+        self._micro_batches = max(1, -(-int(self._tokens) // load.micro_batch_tokens))
+        if placement.boundaries != "device":
+            layout = boundary_layout(load.step_tokens, load.width, self._micro_batches)
+            store = self._store(placement.boundaries, VirtualQueue(clock, HOST_TRANSFERS))
+            self.model.boundaries = OffloadedActivations(
+                store, layout.numel, budget.chunk_numel, load.dtype, META, self.model
+            )
+        self._costs = [_LayerPieces.of(cost, self.prices) for cost in self._layer_costs()]
+
+    def _store(self, place: Place, queue: VirtualQueue) -> VirtualStore:
+        part = self._schedule.budget.chunk_numel if place == "disk" else 0
+        return VirtualStore(queue, self._link, self._hazards, part, lambda: [self._processor.last["compute"]])
+
+    def _layer_costs(self) -> list[LayerCost]:
+        load, top = self._load, len(self._load.layers) - 1
+        tokens = max(1, round(self._tokens / self._micro_batches))
+        row = min(tokens, max(1, round(2 * load.attended) if load.attended else load.longest_row))
+        number, rest = divmod(tokens, row)
+        given = LayerInput((row,) * number + ((rest,) if rest else ()), load.width, load.dtype)
+        blocks = [measure_block(load.layers[i], load.layouts[i], given, i > load.lowest_trained) for i in range(1, top)]
+        head = measure_head(load.layers[top], load.layouts[top], head_chunk(load), False, top > load.lowest_trained)
+        return [embedding_cost(load.layouts[0], given), *blocks, head]
+
+    def run(self) -> Timeline:
+        """Replay steps up to the steady state, and return the last."""
+        before = self._counters()
+        for _ in range(STEPS):
+            before = self._counters()
+            self._processor.idle.clear()
+            self._step()
+        now = self._counters()
+        seconds, compute, arriving, leaving, disk = (new - old for new, old in zip(now, before, strict=True))
+        idle, total = self._processor.idle, sum(self._processor.idle.values())
+        waits = {name: max(0.0, seconds - compute) * each / total for name, each in idle.items()}
+        return Timeline(seconds, self._tokens, compute, arriving, leaving, disk, waits)
+
+    def compute(self, piece: _Piece) -> None:
+        """Give the compute stream kernels; the first after `use` come after what still touches that memory."""
+        self._give("compute", piece, self._earlier)
+        self._earlier = []
+
+    def update(self, piece: _Piece, tensors: Mapping[Kind, Tensor]) -> None:
+        """Give the update stream an update of some elements."""
+        earlier = [work for tensor in tensors.values() for work in self._hazards.earlier(tensor, writes=True)]
+        work = self._give("update", piece, earlier)
+        for tensor in tensors.values():
+            self._hazards.note(tensor, work, writes=True)
+
+    def use(self, tensors: Sequence[Tensor], writes: bool = False) -> None:
+        """Have what is computed from now on read this memory, or write it."""
+        for tensor in tensors:
+            self._earlier += self._hazards.earlier(tensor, writes)
+
+    def used(self, tensors: Sequence[Tensor], writes: bool = False) -> None:
+        """Note that what has been computed so far has read this memory, or written it."""
+        for tensor in tensors:
+            self._hazards.note(tensor, self._processor.last["compute"], writes)
+
+    def _give(self, stream: Literal["compute", "update"], piece: _Piece, earlier: Sequence[Work]) -> Work:
+        issue = piece.number * ISSUE_SECONDS
+        work = self._processor.give(stream, max(piece.seconds, issue), earlier)
+        self._clock.advance(issue)
+        return work
+
+    def _step(self) -> None:
+        """Run one step: the counterpart of `step.train_step`."""
+        model, updates = self.model, self._updates
+        top = len(model.layers) - 1
+        layers = Prefetcher(model, training_tasks(model, updates.updates), updates)
+        kept = range(max(1, model.lowest_trained, top - model.budget.num_kept_layers), top)
+        model.boundaries.begin()
+        hidden = [
+            torch.empty(
+                max(1, round(self._tokens / self._micro_batches)), self._load.width, dtype=self._load.dtype, device=META
+            )
+            for _ in range(self._micro_batches)
+        ]
+        for load in layers:
+            index = load.index
+            self.use(_weights(load))
+            if index == top and not load.task.descends:
+                self._head(load)
+            elif not load.task.descends:
+                if index not in kept and load.is_in_backward and index:
+                    model.boundaries.put(index, hidden)
+                self._forward(load, layers)
+            else:
+                if index not in kept and index:
+                    model.boundaries.take(index)
+                self._backward(load, layers, recomputes=index not in kept)
+            self.used(_weights(load))
+        self._clock.wait(self._processor.last["compute"])  # for the norm
+        updates.updates.step += 1
+        if updates.updates.waits:
+            updates.updates.layers = set(model.trained)
+
+    def _forward(self, load: LayerLoad, layers: Prefetcher) -> None:
+        for _ in range(self._micro_batches):
+            self._run_forward(load, layers)
+
+    def _run_forward(self, load: LayerLoad, layers: Prefetcher) -> None:
+        for piece in self._costs[load.index].forward:
+            layers.poll()
+            self.compute(piece)
+
+    def _backward(self, load: LayerLoad, layers: Prefetcher, recomputes: bool) -> None:
+        for b in range(self._micro_batches):
+            layers.poll()
+            if recomputes:
+                self._run_forward(load, layers)
+            if b == 0 and load.is_trained:
+                self._zero_gradients(load)
+            for piece in self._costs[load.index].backward:
+                self.compute(piece)
+        if load.task.gradient:
+            self._updates.add_gradient(load)
+
+    def _head(self, load: LayerLoad) -> None:
+        if load.is_trained:
+            self._zero_gradients(load)
+        chunk = head_chunk(self._load).tokens
+        left = self._load.mean_step_targets
+        cost = self._costs[load.index]
+        while left > 0:
+            share = min(1.0, left / chunk)
+            for piece in (*cost.forward, *cost.backward):
+                self.compute(_Piece(share * piece.seconds, piece.number))
+            left -= chunk
+        self._clock.wait(self._processor.last["compute"])  # for the loss
+        if load.task.gradient:
+            self._updates.add_gradient(load)
+
+    def _zero_gradients(self, load: LayerLoad) -> None:
+        """Take the buffers that a layer's gradients are summed in, and set them to zero."""
+        load.gradients()
+        if load.layout.numel:
+            gradient = load.tensors["grad"]
+            self.use([gradient], writes=True)
+            self.compute(self.prices.bytes_moved(gradient.nbytes))
+
+    def _counters(self) -> tuple[float, ...]:
+        engines = self._link.engines
+        busy = (engines[name].busy for name in ("in", "out", "disk"))
+        return self._clock.now, self._processor.busy, *busy
+
+
+def _weights(load: LayerLoad) -> list[Tensor]:
+    return [tensor for tensor in (load.tensors.get("weight"), load.frozen) if tensor is not None and tensor.numel()]
