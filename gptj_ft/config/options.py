@@ -355,8 +355,8 @@ class Recipe(Options):
     # Where it runs
     device: str = "auto"
     """auto, cpu, or an accelerator: cuda, cuda:1, xpu, mps"""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """type of the computation; master weights fp32"""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """type of the computation; master weights fp32; fp16 with dynamic loss scaling"""
     moments: Literal["fp32", "bf16"] = "fp32"
     """type of Adam's two moments; bf16, rounded stochastically, halves their memory and traffic"""
     initial_moments: Literal["model", "zero"] = "model"

@@ -19,7 +19,7 @@ import torch
 from gptj_ft.errors import DataError, ResourceError
 from gptj_ft.planning import probe
 from gptj_ft.planning.probe import ASSUMED_DISK, FILE_BYTES, ComputeRates, DiskRates, Rates
-from gptj_ft.system.accelerator import device_name, is_accelerator
+from gptj_ft.system.accelerator import device_name, is_accelerator, supports_bf16
 from gptj_ft.system.digests import read_sealed, sealed
 from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.files import write_file
@@ -80,14 +80,17 @@ def disk_rates(folder: Path, again: bool = False) -> DiskRates:
 
 
 def choose_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """Choose the data type: ``auto`` is bf16 where it is `BF16_GAIN` times as fast, else fp32."""
+    """Choose the data type: ``auto`` is bf16, or for want of it fp16, where `BF16_GAIN` times as fast, else fp32."""
     if precision == "auto":
-        precision = "bf16" if compute_rates(device).gain >= BF16_GAIN else "fp32"
+        half = "bf16" if supports_bf16(device) else "fp16"
+        precision = half if compute_rates(device).gain >= BF16_GAIN else "fp32"
     return PRECISIONS[precision]
 
 
-def reason_for(precision: str, measured: ComputeRates) -> str:
+def reason_for(precision: str, dtype: torch.dtype, measured: ComputeRates) -> str:
     """Explain the choice of `choose_dtype`."""
+    if precision == "auto" and dtype == torch.float16:
+        return f"fp16 products are {measured.gain:.2g} times as fast here, and this device has no bf16"
     return f"bf16 products are {measured.gain:.2g} times as fast here" if precision == "auto" else "as asked for"
 
 

@@ -355,10 +355,12 @@ def forecast(placement: Placement, load: Workload, recipe: Recipe, rates: Rates,
             (costs, cost(placement, load, recipe, stored, rates, budget, is_late=True)),
             key=lambda costs: costs.seconds_per_step,
         )
+    is_unclipped = load.dtype == torch.float16 and recipe.clip_norm is None
+    waiting = "; gradients are stored though none is clipped: any may overflow" if is_unclipped else ""
     return Plan(
         placement=placement,
         precision={dtype: name for name, dtype in PRECISIONS.items()}[load.dtype],
-        reason=reason_for(recipe.precision, rates.compute),
+        reason=reason_for(recipe.precision, load.dtype, rates.compute) + waiting,
         num_parameters=load.num_parameters,
         num_trained=load.num_trained,
         tokens_per_step=load.mean_step_tokens,
@@ -398,7 +400,7 @@ def _dtypes(load: Workload, recipe: Recipe) -> dict[Kind, torch.dtype]:
 
 def _stored(placement: Placement, load: Workload, recipe: Recipe) -> dict[Kind, torch.dtype]:
     """Return the kinds of a training run that have a store, and their types."""
-    keeps = keeps_gradients(recipe, placement)
+    keeps = keeps_gradients(recipe, placement, load.dtype)
     return {kind: dtype for kind, dtype in _dtypes(load, recipe).items() if kind != "grad" or keeps}
 
 
@@ -434,9 +436,9 @@ def kept_checkpoints(recipe: Recipe, num_steps: int | None) -> int:
     return newest + recipe.keeps_best
 
 
-def keeps_gradients(recipe: Recipe, placement: Placement) -> bool:
-    """Tell whether gradients have a store: to wait for the global norm, or to survive a crash."""
-    return recipe.clip_norm is not None or placement.is_durable
+def keeps_gradients(recipe: Recipe, placement: Placement, dtype: torch.dtype) -> bool:
+    """Tell whether gradients have a store: to wait for the global norm or for an overflow, or to survive a crash."""
+    return recipe.clip_norm is not None or dtype == torch.float16 or placement.is_durable
 
 
 def device_cap(recipe: Recipe, is_shared: bool) -> int | None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptj_ft.streaming.stores.state_file import digest
-from gptj_ft.system.accelerator import empty_cache, is_accelerator, shares_memory, synchronize
+from gptj_ft.system.accelerator import empty_cache, is_accelerator, shares_memory, supports_bf16, synchronize
 from gptj_ft.system.direct_io import open_direct, read_direct, write_bytes
 from gptj_ft.system.memory import allocate
 
@@ -41,7 +41,7 @@ class ComputeRates:
 
     Attributes:
         fp32: FLOP/s of a matrix product, at GPT-J's width.
-        bf16: the same in bf16.
+        bf16: the same in bf16; in fp16 on a device that has no bf16.
         fp32_narrow: FLOP/s at a width of `NARROW`.
         bf16_narrow: the same in bf16.
         memory: bytes/s, read and written together, of a copy inside the device's memory.
@@ -72,7 +72,7 @@ class ComputeRates:
 
     def matmul(self, dtype: torch.dtype, width: int = WIDTH) -> float:
         """Return FLOP/s of a matrix product at a model width, interpolated between the two measured."""
-        is_half = dtype == torch.bfloat16
+        is_half = dtype in (torch.bfloat16, torch.float16)
         narrow, wide = (self.bf16_narrow, self.bf16) if is_half else (self.fp32_narrow, self.fp32)
         share = math.log(min(max(width, NARROW), WIDTH) / NARROW) / math.log(WIDTH / NARROW)
         return narrow + share * (wide - narrow)
@@ -143,7 +143,7 @@ def measure_compute(device: torch.device) -> ComputeRates:
         pinned = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
         to_device, from_device = _copy_rate(pinned, one), _copy_rate(one, pinned)
     del one, other
-    dtypes = (torch.float32, torch.bfloat16)
+    dtypes = (torch.float32, torch.bfloat16 if supports_bf16(device) else torch.float16)
     wide = [matmul_rate(device, dtype) for dtype in dtypes]
     narrow = [matmul_rate(device, dtype, NARROW, 2 * NARROW) for dtype in dtypes]
     empty_cache(device)  # what torch keeps for later would count as taken

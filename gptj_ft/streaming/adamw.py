@@ -3,7 +3,8 @@
 The global norm is known only when every layer's gradient is. So a step leaves its update *pending*: the next pass
 upwards applies it to each layer as that layer comes by, and computes with the fresh weights at once. Never stale.
 Without clipping nothing has to wait, and a layer is updated as soon as backward has its gradient; unless the state is
-on disk, where the stored gradients are also what makes a step survive a crash (see `checkpoint`).
+on disk, where the stored gradients are also what makes a step survive a crash (see `checkpoint`); or the computation is
+in fp16, where one layer's gradient that is not finite means that no layer is updated (see `loss_scale`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from gptj_ft.errors import GptjFtError
 from gptj_ft.models.layout import MOMENTS, Kind
+from gptj_ft.streaming.loss_scale import LossScale
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher
 from gptj_ft.streaming.schedule import LayerTask, PendingUpdates, flush_tasks
@@ -30,11 +32,28 @@ NOISE = (1 << 20) + 7  # places; not a divisor of anything, so that parts and st
 
 @dataclass(frozen=True)
 class Update:
-    """Scalars of an update: known once every gradient of the step is."""
+    """Scalars of an update: known once every gradient of the step is.
+
+    Attributes:
+        step: optimizer step that it is of.
+        lr: learning rate.
+        clip: factor of the gradient that keeps the global norm below its limit.
+        scale: factor that the stored gradients have, that of the loss.
+        num_skipped: steps of the run up to this one that were skipped; Adam's bias correction does not count them.
+        is_skipped: whether this one is: layers pass through it, so that their state is of this step, and stay the same.
+    """
 
     step: int
     lr: float
     clip: float
+    scale: float = 1.0
+    num_skipped: int = 0
+    is_skipped: bool = False
+
+    @property
+    def number(self) -> int:
+        """Updates that have been applied with this one."""
+        return self.step - self.num_skipped
 
 
 @dataclass(frozen=True)
@@ -71,6 +90,7 @@ class AdamW:
 
     Attributes:
         updates: layers that lack the last step's update, and when they get it.
+        loss_scale: scale of the next step's loss, and steps skipped so far; ``None`` unless the computation is in fp16.
     """
 
     def __init__(
@@ -83,12 +103,19 @@ class AdamW:
         self._torn: set[int] = set()  # layers whose state in the stores is, for a while, of no step
         self._layer_norms: dict[int, Tensor] = {}
         self._scratch: dict[Kind, Tensor] = {}
-        self._unchanged = UnchangedParameters(model.layouts, model.trained) if step == 0 else None
+        self._unchanged: UnchangedParameters | None = None
+        self.loss_scale = LossScale() if model.compute_dtype == torch.float16 else None
+        assert self.updates.waits or self.loss_scale is None, "an overflow is known only when every gradient is"
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
         return self.updates.step
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps that were not skipped."""
+        return self.step - (self.loss_scale.num_skipped if self.loss_scale else 0)
 
     @property
     def pending(self) -> Update | None:
@@ -99,32 +126,43 @@ class AdamW:
         """Start a step at this learning rate."""
         self._lr = lr
         self._layer_norms = {}
+        if self.num_updates == 0:
+            self._unchanged = UnchangedParameters(self._model.layouts, self._model.trained)
 
     def finish_step(self) -> float:
         """End the step once backward is through; its update becomes pending.
 
         Returns:
-            The global gradient norm, before clipping.
+            The global gradient norm, before clipping; not finite where an overflow in fp16 has the step skipped.
 
         Raises:
-            GptjFtError: a norm that is not finite; with clipping on, the weights have not changed in this step.
+            GptjFtError: a norm that is not finite, in fp16 at a loss scale of 1 or less; with clipping on, the weights
+                have not changed in this step.
         """
         self.updates.step += 1
         self._torn.clear()
         of_layers = torch.stack(list(self._layer_norms.values())).tolist()  # one wait for the device, not one a layer
-        norm = math.sqrt(math.fsum(value**2 for value in of_layers))
-        if not math.isfinite(norm):
+        before = self.loss_scale
+        scale = before.scale if before else 1.0
+        # Unscaled before it is compared with the limit, as with `torch.amp.GradScaler`. Sums of squares of fp16
+        # gradients are far inside fp32: a norm that is not finite is that of an element that is not.
+        norm = math.sqrt(math.fsum(value**2 for value in of_layers)) / scale
+        is_skipped = before is not None and not math.isfinite(norm)
+        if before is not None:
+            self.loss_scale = before.after_step(is_skipped)
+        if not math.isfinite(norm) and (self.loss_scale is None or self.loss_scale.scale < 1.0):
+            tried = "" if before is None else f" in fp16, whatever the loss is multiplied by, down to {scale:g}"
             found = zip(self._layer_norms, of_layers, strict=True)
             first = max(layer for layer, value in found if not math.isfinite(value))
             raise GptjFtError(
-                f"the gradient of step {self.step} is not finite, first in layer {first} counted from the embedding; "
-                "stopped before using it"
+                f"the gradient of step {self.step} is not finite{tried}, first in layer {first} counted from the "
+                "embedding; stopped before using it"
             )
         if self.updates.waits:
             limit = self._config.clip_norm
             # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
-            clip = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
-            self._update = Update(self.step, self._lr, clip)
+            clip = 1.0 if limit is None or is_skipped else min(1.0, limit / (norm + 1e-6))
+            self._update = Update(self.step, self._lr, clip, scale, self.step - self.num_updates, is_skipped)
             self.updates.layers = set(self._model.trained)
         return norm
 
@@ -136,12 +174,12 @@ class AdamW:
     def resume(self, update: Update | None, pending_layers: set[int]) -> None:
         """Take up an update again that some layers lack."""
         self._update, self.updates.layers = update, pending_layers
-        if update is not None and update.step == 1:
+        if update is not None and update.number == 1 and not update.is_skipped:
             self._unchanged = UnchangedParameters(self._model.layouts, pending_layers)
 
     def take_unchanged(self) -> UnchangedParameters | None:
         """Return once the parameters that the first update left unchanged; ``None`` before it has reached all."""
-        is_through = self.step > 1 or (self.step == 1 and not self.updates.layers)
+        is_through = self.num_updates > 1 or (self.num_updates == 1 and not self.updates.layers)
         if not is_through or self._unchanged is None:
             return None
         unchanged, self._unchanged = self._unchanged, None
@@ -158,13 +196,19 @@ class AdamW:
         assert update is not None
         if task.writes:
             self._torn.add(task.layer)
+        if not update.is_skipped:
+            self._apply(update, task, span, tensors)
+        if self._model.parameter == "master":
+            tensors["weight"].copy_(tensors["master"])
+
+    def _apply(self, update: Update, task: LayerTask, span: slice, tensors: Mapping[Kind, Tensor]) -> None:
         config, parameter = self._config, tensors[self._model.parameter]
         gradient = self._in_fp32("grad", tensors["grad"])
-        if update.clip != 1.0:
-            gradient = torch.mul(gradient, update.clip, out=self._scratch_for("grad", len(gradient)))
+        if (factor := update.clip / update.scale) != 1.0:  # unscaled and clipped in one pass
+            gradient = torch.mul(gradient, factor, out=self._scratch_for("grad", len(gradient)))
         first, second = (self._in_fp32(kind, tensors[kind]) for kind in MOMENTS)
-        step = torch.full((), float(self._updates_before + update.step), device=parameter.device)
-        before = parameter.clone() if self._unchanged and update.step == 1 and task.writes and update.lr > 0 else None
+        step = torch.full((), float(self._updates_before + update.number), device=parameter.device)
+        before = parameter.clone() if self._unchanged and update.number == 1 and task.writes and update.lr > 0 else None
         split = min(max(self._model.layouts[task.layer].num_decayed - span.start, 0), len(parameter))
         for part, decay in ((slice(0, split), config.weight_decay), (slice(split, None), 0.0)):
             if parameter[part].numel():
@@ -177,10 +221,8 @@ class AdamW:
             self._unchanged.observe(task.layer, span, before, parameter, gradient)
         for kind, exact in zip(MOMENTS, (first, second), strict=True):
             if exact is not tensors[kind]:
-                key = (config.seed, update.step, task.layer, kind)
+                key = (config.seed, update.number, task.layer, kind)
                 round_stochastically(exact, tensors[kind], key, span.start)
-        if self._model.parameter == "master":
-            tensors["weight"].copy_(parameter)
 
     def applied(self, task: LayerTask) -> None:
         if task.writes:

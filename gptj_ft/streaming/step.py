@@ -29,6 +29,7 @@ from gptj_ft.models.batch import PackedBatch, Poll
 from gptj_ft.models.embedding import EmbeddingRows
 from gptj_ft.models.linear import Kernel
 from gptj_ft.streaming.activations import Activations
+from gptj_ft.streaming.loss_scale import LossScale
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher, Updater
 from gptj_ft.streaming.schedule import PendingUpdates, inference_tasks, training_tasks
@@ -41,6 +42,7 @@ class Optimizer(Updater, Protocol):
     """Interface of an optimizer to a training step."""
 
     updates: PendingUpdates
+    loss_scale: LossScale | None
 
     def add_gradient(self, load: LayerLoad) -> None:
         """Use the layer's gradient, ``load.tensors["grad"]``, as the load's task says."""
@@ -83,7 +85,7 @@ def train_step(
     model.boundaries.begin()
     hidden = forward(layers, batches, kept, model.boundaries)
     head = next(layers)
-    loss, gradients = head_gradients(head, hidden, batches, z_loss)
+    loss, gradients = head_gradients(head, hidden, batches, z_loss, optimizer.loss_scale)
     if head.task.gradient:
         optimizer.add_gradient(head)
     backward(layers, optimizer, batches, gradients, kept)
@@ -267,7 +269,11 @@ def _adder(total: Tensor) -> Callable[[Tensor], None]:
 
 
 def head_gradients(
-    head: LayerLoad, hidden: list[Tensor], batches: Sequence[PackedBatch], z_loss: float = 0.0
+    head: LayerLoad,
+    hidden: list[Tensor],
+    batches: Sequence[PackedBatch],
+    z_loss: float = 0.0,
+    loss_scale: LossScale | None = None,
 ) -> tuple[StepLoss, list[Tensor]]:
     """Compute the loss, the head's gradient and the gradients of its inputs.
 
@@ -277,13 +283,16 @@ def head_gradients(
         batches: the micro-batches of the whole step.
         z_loss: weight of log(Z)^2, Z the sum of a token's exponentiated logits, which keeps logits from drifting
             (https://arxiv.org/abs/2204.02311, section 5; GPT-J was pre-trained with 1e-4). 0: not computed.
+        loss_scale: factor of all gradients, in fp16. A loss that is not finite is then for the optimizer to see, by its
+            gradients.
 
     Returns:
         The loss of the step, and for each micro-batch d(mean loss + mean z-loss)/d(hidden), [T, D].
 
     Raises:
-        NotFinite: the loss; no weight has been touched by this step.
+        NotFinite: the loss, without a scale; no weight has been touched by this step.
     """
+    scale = loss_scale.scale if loss_scale else 1.0
     parameters = trainable_leaves(head)
     if head.is_trained:
         sum_gradients(head, parameters)
@@ -302,13 +311,13 @@ def head_gradients(
                 z = z_loss * logits_SV.logsumexp(-1).square().sum()
                 z_losses.append(z.detach())
                 loss = loss + z
-            (loss / num_targets).backward()  # type: ignore[no-untyped-call]
+            (loss / num_targets * scale).backward()  # type: ignore[no-untyped-call]
             if x_SD.grad is not None:
                 gradient_TD[positions_S] = x_SD.grad
         gradients.append(gradient_TD)
         hidden[b] = gradient_TD.new_empty(0)
     total, z_total = summed(losses), summed(z_losses)
-    if not math.isfinite(total + z_total):
+    if loss_scale is None and not math.isfinite(total + z_total):
         raise NotFinite("the loss is not finite")
     return StepLoss(total, num_targets, z_total), gradients
 

@@ -139,7 +139,8 @@ def opened(setup: TrainSetup, run: Run, reporter: Reporter, session: Session) ->
             tracking(run, setup.recipe, partial(warn, run, reporter)) as record,
             StopRequest(reporter.on_stop_request, partial(what_is_saved, run), session.owns_process) as stop,
         ):
-            watch = LossWatch(setup.architecture.config.vocab_size, [line["loss"] for line in step_lines(run)])
+            losses = [line["loss"] for line in step_lines(run) if line["loss"] is not None]
+            watch = LossWatch(setup.architecture.config.vocab_size, losses)
             training = Training(
                 setup, run, reporter, stack, optimizer, state, retention, samples, deadline, stop, record, watch, recent
             )
@@ -229,7 +230,7 @@ class Training:
         """
         self.reporter.on_activity(f"computing step {self.state.step + 1}")
         report = compute_step(self.setup, self.stack, self.optimizer)
-        self.state = replace(self.state, step=report.step)
+        self.state = replace(self.state, step=report.step, loss_scale=self.optimizer.loss_scale)
         self.warn_unmoved()
         self.warn(self.watch.after_step(report.loss))
         # Before the commit: a line too many is dropped on resume, a line too few would be missing for good.
@@ -338,7 +339,8 @@ class Training:
             with suppress(BaseException):  # what ended the run is what is to be told
                 is_durable = self.setup.plan.placement.is_durable
                 if not is_durable and self.optimizer.is_whole and self._is_recorded():
-                    self.retention.save_now(replace(self.state, step=self.optimizer.step))
+                    now = replace(self.state, step=self.optimizer.step, loss_scale=self.optimizer.loss_scale)
+                    self.retention.save_now(now)
             raise
 
     def _is_recorded(self) -> bool:
@@ -373,13 +375,16 @@ def compute_step(setup: TrainSetup, stack: OffloadedModel, optimizer: AdamW) -> 
     rows = rows_of_step(optimizer.step, len(setup.train), recipe.batch_size, recipe.seed)
     batches = setup.train.batches(rows, recipe.micro_batch_tokens)
     batches = with_dropout_seeds(recipe, optimizer.step, batches, setup.device)
-    lr = setup.schedule.lr(optimizer.step + 1)
+    # As in the Trainer of `transformers`, a skipped step takes its rows and its number, but no place in the schedule.
+    lr, scale = setup.schedule.lr(optimizer.num_updates + 1), optimizer.loss_scale
     optimizer.begin_step(lr)
     loss, grad_norm = guarded_step(setup, stack, optimizer, batches)
     counts = stopwatch.read(sum(len(batch.tokens_T) for batch in batches), loss.num_targets)
     flops = count_flops(stack.layouts, counts.tokens, counts.target_tokens, stack.budget.num_kept_layers, stack.frozen)
     throughput = Throughput.of(counts, flops, setup.plan.rates.compute.matmul(setup.dtype))
-    return StepReport(optimizer.step, loss.mean, loss.z_mean, lr, grad_norm, counts, throughput)
+    return StepReport(
+        optimizer.step, loss.mean, loss.z_mean, lr, grad_norm, counts, throughput, scale.scale if scale else None
+    )
 
 
 def with_dropout_seeds(
@@ -410,6 +415,9 @@ def guarded_step(
     try:
         return loss, optimizer.finish_step()
     except GptjFtError as error:
+        if not math.isfinite(loss.mean):  # so forward overflows fp16, where no scale of the loss is of any help
+            done, again = optimizer.step - 1 if optimizer.num_updates else 0, partial(evaluate_losses, stack, batches)
+            raise explain_loss("loss", done, setup, stack, again) from None
         raise explain_gradient(error, setup, stack) from error
 
 

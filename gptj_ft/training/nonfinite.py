@@ -51,7 +51,9 @@ class LossWatch:
             self.after_step(loss)
 
     def after_step(self, loss: float) -> str | None:
-        """Take note of a step's loss; return the warning if there is one."""
+        """Take note of a step's loss, unless it overflowed fp16; return the warning if there is one."""
+        if not math.isfinite(loss):
+            return None
         if not self._recent:
             self._guessing = max(self._guessing, loss)
         self._recent.append(loss)
@@ -104,6 +106,8 @@ def explain_loss(
     """
     found = find_in_forward(setup, stack, forward)
     if found and found.is_weight and step == 0:
+        if setup.dtype == torch.float16:
+            return DataError(f"{setup.model}: {found.name} has values that fp16 does not hold: try --precision fp32")
         return DataError(f"{setup.model}: {found.name} has values that are not finite: this model cannot be trained")
     place = f", first in layer {found.layer} counted from the embedding, in {found.name}" if found else ""
     when = f"after step {step}" if step else "before anything was trained"

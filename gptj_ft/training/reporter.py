@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ class StepReport:
         grad_norm: global gradient norm before clipping.
         counts: tokens, seconds, bytes and memory.
         throughput: rates.
+        loss_scale: in fp16, what the loss was multiplied by; ``None``: of another type.
     """
 
     step: int
@@ -39,11 +41,19 @@ class StepReport:
     grad_norm: float
     counts: StepCounts
     throughput: Throughput
+    loss_scale: float | None = None
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the step changed nothing, because its gradients overflowed fp16."""
+        return self.loss_scale is not None and not math.isfinite(self.grad_norm)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the line of ``metrics.jsonl``: all figures side by side."""
-        own = {key: value for key, value in vars(self).items() if key not in ("counts", "throughput")}
-        return {**own, **asdict(self.counts), **asdict(self.throughput)}
+        """Return the line of ``metrics.jsonl``: all figures side by side, ``None`` for what overflowed fp16."""
+        names = ("step", "loss", "z_loss", "lr", "grad_norm")
+        own = {name: value if math.isfinite(value := getattr(self, name)) else None for name in names}
+        scaling = {} if self.loss_scale is None else {"loss_scale": self.loss_scale, "skipped": self.is_skipped}
+        return {**own, **scaling, **asdict(self.counts), **asdict(self.throughput)}
 
 
 @dataclass(frozen=True)
@@ -147,7 +157,10 @@ def reporting(reporter: Reporter, progress: Progress) -> Iterator[None]:
 def describe_losses(report: StepReport) -> str:
     """Return loss, learning rate and gradient norm of a step as text."""
     z_loss = f"{_GAP}z-loss {report.z_loss:.2g}" if report.z_loss else ""
-    return f"loss {report.loss:.4f}{_GAP}lr {report.lr:.2e}{_GAP}norm {report.grad_norm:.2f}{z_loss}"
+    scale = "" if report.loss_scale is None else f"{_GAP}loss scale {report.loss_scale:g}"
+    skipped = f"{_GAP}overflow: skipped, and the scale halved" if report.is_skipped else ""
+    norm = f"{_GAP}norm {report.grad_norm:.2f}"
+    return f"loss {report.loss:.4f}{_GAP}lr {report.lr:.2e}{norm}{z_loss}{scale}{skipped}"
 
 
 def step_log_line(report: StepReport, progress: Progress) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from gptj_ft.checkpoints.model_folder import open_checkpoint
@@ -56,6 +57,7 @@ def open_state(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, RunS
         else:
             state = RunState(0, recipe_digest(setup.recipe), updates_before=load_start(setup, stack))
             optimizer = make_optimizer(setup, stack, state)
+            state = replace(state, loss_scale=optimizer.loss_scale)
             if is_durable:
                 checkpoint.commit(run, state, None)
         if is_durable:
@@ -97,7 +99,7 @@ def load_start(setup: TrainSetup, stack: OffloadedModel) -> int:
 
 def open_stack(setup: TrainSetup, run: Run, placement: Placement) -> OffloadedModel:
     """Open the stores of a run, filled or not."""
-    keep_gradients = keeps_gradients(setup.recipe, placement)
+    keep_gradients = keeps_gradients(setup.recipe, placement, setup.dtype)
     recipe = setup.recipe
     dtypes = training_dtypes(setup.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
     boundary = boundary_layout(setup.most_step_tokens, setup.architecture.config.n_embd, recipe.batch_size)
@@ -117,7 +119,9 @@ def open_stack(setup: TrainSetup, run: Run, placement: Placement) -> OffloadedMo
 def make_optimizer(setup: TrainSetup, stack: OffloadedModel, state: RunState) -> AdamW:
     """Make the optimizer of a run at its step; some blocks are updated in forward and again in backward."""
     late = len(setup.architecture.layers()) - 2 if setup.plan.costs.is_late else 0
-    return AdamW(stack, optimizer_config(setup.recipe), state.step, late, state.updates_before)
+    optimizer = AdamW(stack, optimizer_config(setup.recipe), state.step, late, state.updates_before)
+    optimizer.loss_scale = state.loss_scale or optimizer.loss_scale
+    return optimizer
 
 
 def optimizer_config(recipe: Recipe) -> AdamWConfig:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from gptj_ft.streaming.loss_scale import LossScale
 
 LOSS = "validation_loss"
 
@@ -51,6 +53,7 @@ class RunState:
         loss_before: validation loss before training, nats per target token; ``None`` without validation rows.
         updates_before: updates that the moments had seen before the run.
         best: best validated state so far.
+        loss_scale: of a run in fp16, scale of the next step's loss, and steps skipped so far; ``None``: of another.
     """
 
     step: int
@@ -58,6 +61,7 @@ class RunState:
     loss_before: float | None = None
     updates_before: int = 0
     best: BestState | None = None
+    loss_scale: LossScale | None = None
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> RunState:
@@ -65,7 +69,7 @@ class RunState:
         facts = saved["facts"]
         best = BestState.of(facts["best"]) if facts.get("best") else None
         loss, updates = facts.get("loss_before"), facts.get("updates_before", 0)
-        return cls(saved["step"], facts.get("recipe"), loss, updates, best)
+        return cls(saved["step"], facts.get("recipe"), loss, updates, best, LossScale.of(facts.get("loss_scale")))
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a commit or a manifest holds; files of earlier versions have the same keys."""
@@ -74,5 +78,6 @@ class RunState:
             "updates_before": self.updates_before,
             "recipe": self.recipe_sha256,
             "best": self.best.to_dict() if self.best else None,
+            "loss_scale": asdict(self.loss_scale) if self.loss_scale else None,
         }
         return {"step": self.step, "facts": facts}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,19 @@ from gptj_ft.checkpoints.formats.peft import base_folder, open_adapter
 from gptj_ft.checkpoints.formats.safetensors import open_shard
 from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
-from gptj_ft.config.run_folder import COMMIT, MERGED, Run, steps_done
+from gptj_ft.config.run_folder import COMMIT, MANIFEST, MERGED, Run, steps_done
 from gptj_ft.data.dataset import load_dataset
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.models.trainable import select
+from gptj_ft.streaming.loss_scale import LossScale
 from gptj_ft.streaming.stores.base import CHUNK_NUMEL
 from gptj_ft.streaming.stores.state_file import StateFile, layer_path
 from gptj_ft.system.digests import FOLDER_DIGESTS, damaged_files, read_json, read_sealed
 from gptj_ft.system.lock import locked
 from gptj_ft.system.paths import is_adapter, is_model, is_tuned
+from gptj_ft.training.run_state import RunState
 
 STATE_KINDS = {"weight", "exp_avg", "exp_avg_sq"}  # and ``master``, where the computation is not in fp32
 _Progress = Callable[[int, int | None], None]
@@ -112,6 +114,7 @@ class Checker:
             yield str(error)
             return
         step = commit["step"] if commit else 0
+        yield from self._loss_scale(self._run.state / COMMIT, commit) if commit else ()
         for layer, layout in self._layouts.items():
             path = layer_path(self._run.state / "layer", layer)
             stamp, problems = self._file(path, layout, STATE_KINDS)
@@ -126,13 +129,30 @@ class Checker:
     def checkpoint(self, step: int) -> Iterator[str]:
         """Check a checkpoint."""
         folder = self._run.checkpoint(step)
-        yield from _said(lambda: self._run.manifest(step))
+        try:
+            yield from self._loss_scale(folder / MANIFEST, self._run.manifest(step))
+        except DataError as error:
+            yield str(error)
         for layer, layout in self._layouts.items():
             path = layer_path(folder / "layer", layer)
             stamp, problems = self._file(path, layout, STATE_KINDS)
             yield from problems
             if stamp not in (None, step):
                 yield f"{path} is of step {stamp}"
+
+    def _loss_scale(self, path: Path, saved: Mapping[str, Any]) -> Iterator[str]:
+        """Check that the loss scale of a commit or a checkpoint is the one that the run's steps lead to."""
+        step, scale = saved["step"], RunState.of(saved).loss_scale
+        lines = [line for line in self._run.metrics() if "loss_scale" in line and line["step"] <= step]
+        if [line["step"] for line in lines] != list(range(1, step + 1)):
+            return  # a run of another type, or one of whose lines some are damaged
+        if scale is None:
+            yield f"{path} has no loss scale, which a run in fp16 goes on from"
+        elif scale != (expected := replayed(lines, scale)):
+            yield (
+                f"{path} has a loss scale of {scale.scale:g} after {scale.num_skipped} skipped steps, not of "
+                f"{expected.scale:g} after {expected.num_skipped}, which its steps lead to"
+            )
 
     def model(self, folder: Path) -> Iterator[str]:
         """Check a tuned model: every file against its digest, and its form."""
@@ -163,6 +183,14 @@ class Checker:
     def _count(self, path: Path) -> None:
         self.files, self.bytes = self.files + 1, self.bytes + path.stat().st_size
         self._progress(self.bytes, self._total)
+
+
+def replayed(lines: Sequence[Mapping[str, Any]], last: LossScale) -> LossScale:
+    """Return the loss scale that the steps of ``metrics.jsonl`` lead to; ``last`` has the interval of its growth."""
+    scale = LossScale(lines[0]["loss_scale"] if lines else last.scale, growth_interval=last.growth_interval)
+    for line in lines:
+        scale = scale.after_step(line["skipped"])
+    return scale
 
 
 def stored_form(path: Path, layout: Layout) -> StateFile:

@@ -41,13 +41,18 @@ def train(stack, recipe: Recipe, budget: int = 40, steps: int = STEPS, late: int
         optimizer.begin_step(lr_of(step))
         loss = train_step(stack, optimizer, micro_batches(docs, PROMPTS, budget))
         curve.append((loss.mean, optimizer.finish_step()))
+    return curve, weights_after(stack, optimizer)
+
+
+def weights_after(stack, optimizer: AdamW) -> list[dict[str, torch.Tensor]]:
+    """Flush and close a stack; return each layer's weights by name."""
     optimizer.flush()
     weights = [
         {name: view.clone() for name, view in loaded.parameters().items()}
         for loaded in Prefetcher(stack, inference_tasks(range(len(stack.layers))))
     ]
     stack.close()
-    return curve, weights
+    return weights
 
 
 def oracle_loss(oracle, docs: list[list[int]], z_loss: float = 0.0):

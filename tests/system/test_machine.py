@@ -190,7 +190,20 @@ def test_auto_precision_is_bf16_where_that_is_measured_to_be_worth_it(
     compute = replace(fixed_rates.compute, bf16=gain * fixed_rates.compute.fp32)
     monkeypatch.setattr(probe, "measure_compute", lambda device: compute)
     assert choose_dtype("auto", CPU) == PRECISIONS[expected]
-    assert f"bf16 products are {gain:.2g} times as fast" in reason_for("auto", compute)
+    assert f"bf16 products are {gain:.2g} times as fast" in reason_for("auto", PRECISIONS[expected], compute)
+
+
+@pytest.mark.parametrize(("gain", "expected"), [(1.25, "fp32"), (6.0, "fp16")])
+def test_auto_precision_is_fp16_where_a_fast_device_has_no_bf16(
+    gain: float, expected: str, fixed_rates: Rates, monkeypatch
+) -> None:
+    compute = replace(fixed_rates.compute, bf16=gain * fixed_rates.compute.fp32)
+    monkeypatch.setattr(probe, "measure_compute", lambda device: compute)
+    monkeypatch.setattr(machine_profile, "supports_bf16", lambda device: False)
+    assert choose_dtype("auto", CPU) == PRECISIONS[expected]
+    if expected == "fp16":
+        assert reason_for("auto", torch.float16, compute).startswith("fp16 products are 6 times as fast here")
+    assert choose_dtype("bf16", CPU) == torch.bfloat16, "it is emulated for those who ask for it"
 
 
 def test_a_precision_that_is_asked_for_is_taken_and_nothing_measured(
@@ -199,7 +212,7 @@ def test_a_precision_that_is_asked_for_is_taken_and_nothing_measured(
     assert choose_dtype("bf16", CPU) == torch.bfloat16
     assert choose_dtype("fp32", CPU) == torch.float32
     assert not measured
-    assert reason_for("bf16", fixed_rates.compute) == "as asked for"
+    assert reason_for("bf16", torch.bfloat16, fixed_rates.compute) == "as asked for"
 
 
 @pytest.fixture

@@ -52,12 +52,13 @@ DEVICE = "device"  # name of the line of its memory, which a CPU has none of
 MACHINE: Sequence[tuple[str, str, Sequence[tuple[str, str, float]]]] = (
     ("Learning rate", "learning rate", [("learning rate", "lr", 1)]),
     ("Gradient norm, before clipping", "norm", [("norm", "grad_norm", 1)]),
+    ("Loss scale", "factor", [("loss scale", "loss_scale", 1)]),
     ("Throughput", "target tokens / s", [("throughput", "target_tokens_per_second", 1)]),
     ("Peak memory", "GB", [("process", "memory_bytes", 1e9), (DEVICE, "device_memory_bytes", 1e9)]),
     ("Waiting for the stores", "% of the step", [("waiting", "stall", 0.01)]),
     ("Moved by the stores in a step", "GB", [("read", "bytes_read", 1e9), ("written", "bytes_written", 1e9)]),
 )
-NUM_WITHOUT_STORES = 4  # of these
+NUM_WITHOUT_STORES = 5  # of these
 
 
 def write_page(run: Run, say: Callable[[str], None]) -> None:
@@ -267,6 +268,8 @@ def _overview(run: Run) -> dict[str, str]:
             "Tokens trained on": f"{targets:,}, {targets / seconds:,.1f} a second",
             "Peak memory": gigabytes(max(line["memory_bytes"] for line in lines)),
         }
+        if skipped := sum(line.get("skipped", False) for line in lines):
+            facts["Skipped steps"] = f"{skipped:,}, whose gradients overflowed fp16"
         if any(moved):
             facts["Moved by the stores"] = "{} read, {} written".format(*map(gigabytes, moved))
     return facts
@@ -278,8 +281,8 @@ def _losses(found: Summary) -> str:
 
 
 def _series(lines: Lines, name: str, unit: float = 1, of: str = "loss") -> Points:
-    """Return a figure by step, of the lines that have another: those of steps have a loss."""
-    return [(line["step"], line[name] / unit) for line in lines if of in line]
+    """Return a figure by step, of the lines that have another: those of steps have a loss. In fp16 some overflow."""
+    return [(line["step"], line[name] / unit) for line in lines if of in line and line.get(name) is not None]
 
 
 def _learning_charts(lines: Lines) -> list[dict[str, Any]]:
