@@ -205,6 +205,8 @@ class StepCounter:
                 if request.operation == "commit":
                     continue
                 is_down = number >= turns.get((place, request.layer), len(store.requests))
+                if not self._optimizer.updates.waits and request.kind not in ("weight", FROZEN):
+                    is_down = True  # what backward updates with, though it is asked for a layer ahead
                 if is_down and request[:3] == ("read", "weight", TIED_SOURCE_LAYER) and num_tied:
                     num_tied, is_down = num_tied - 1, False
                 by_place = moved[is_down][request.operation]

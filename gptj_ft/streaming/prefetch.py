@@ -43,14 +43,19 @@ class Prefetcher:
 
     def __init__(self, model: OffloadedModel, tasks: Iterable[LayerTask], updater: Updater | None = None) -> None:
         self.model, self._updater = model, updater
+        self._tasks = iter(tasks)
+        self._next: LayerTask | None = None  # of the tasks, the first that is not asked for
+        self._updating = deque[LayerLoad]()  # visited, and still to be updated with the gradient that came of it
+        self._visited = deque[LayerLoad](maxlen=1)
         self._loading = deque[LayerLoad]()
-        self._loads = self._load(iter(tasks))
+        self._reusable: dict[int, LayerLoad] = {}
+        self._visits = self._visit_all()
 
     def __iter__(self) -> Iterator[LayerLoad]:
         return self
 
     def __next__(self) -> LayerLoad:
-        return next(self._loads)
+        return next(self._visits)
 
     @property
     def is_active(self) -> bool:
@@ -58,41 +63,69 @@ class Prefetcher:
         return self.model.active is self
 
     def poll(self) -> None:
-        """Update the chunks that have arrived of the next layers, and request more, without waiting.
+        """Update the chunks that have arrived, of this layer and the next ones, and request more, without waiting.
 
         Called between the operations of the layer that computes, so that memory for a few chunks is enough. It draws
         no random numbers and records no graph, whatever the layer is in the middle of.
         """
-        for load in self._loading:
+        for load in self._in_order():
             if not load.advance():
                 break  # a later layer must not take the chunk buffers that this one needs
+        self._end_updates()
 
-    def _load(self, tasks: Iterator[LayerTask]) -> Iterator[LayerLoad]:
-        model, loading, reusable = self.model, self._loading, dict[int, LayerLoad]()
-        model.cancel()
-        model.active = self
-        task = next(tasks, None)
-        while task or loading:
+    def _in_order(self) -> list[LayerLoad]:
+        """Return the layers on the device and on their way there, in the order in which they are done with."""
+        return [*self._updating, *self._visited, *self._loading]
+
+    def _visit_all(self) -> Iterator[LayerLoad]:
+        self.model.cancel()
+        self.model.active = self
+        self._next = next(self._tasks, None)
+        while True:
+            self._start_loads()
+            if not self._loading:
+                if not self._updating:
+                    return
+                self._end_updates(wait=True)
+                continue
+            self.poll()
+            load = self._loading.popleft()
+            self._visited.append(load)
+            load.finish()
+            if load.task.gradient and not self.model.gradients(load.index).has_free(None):
+                self._end_updates(wait=True)
+            if load.is_reusable:
+                self._reusable[load.index] = load
+            yield load
+            self._visited.clear()
+            if load.is_updating:
+                self._updating.append(load)
+            else:
+                load.release()
+
+    def _start_loads(self) -> None:
+        """Ask for the next layers, as far as there are slots for them."""
+        while self._next is not None:
+            here = self._in_order()
+            if sum(load.takes_slot for load in here) > self.model.budget.read_ahead:
+                return
             # A layer that is still to be visited may change on that visit: it is not asked for a second time before,
             # nor is a layer that computes with its parameters.
-            while (
-                task
-                and sum(load.takes_slot for load in loading) <= model.budget.read_ahead
-                and not model.sources(task.layer) & {load.index for load in loading}
-            ):
-                if task.layer in reusable:
-                    loading.append(reusable[task.layer])
-                else:
-                    loading.append(LayerLoad(model, task, self._updater))
-                    loading[-1].start()
-                task = next(tasks, None)
-            self.poll()
-            load = loading.popleft()
-            load.finish()
-            if load.is_reusable:
-                reusable[load.index] = load
-            yield load
-            load.release()
+            if self.model.sources(self._next.layer) & {load.index for load in here}:
+                return
+            if self._next.layer in self._reusable:
+                self._loading.append(self._reusable[self._next.layer])
+            else:
+                self._loading.append(LayerLoad(self.model, self._next, self._updater))
+                self._loading[-1].start()
+            self._next = next(self._tasks, None)
+
+    def _end_updates(self, wait: bool = False) -> None:
+        """End the updates, by gradients of this pass, that are through, or with ``wait`` all; the next layers come."""
+        while self._updating and (wait or self._updating[0].is_updated):
+            self._updating[0].end_update()
+            self._updating.popleft()
+            self._start_loads()
 
 
 @dataclass
@@ -100,7 +133,6 @@ class Chunk:
     """Some elements of a layer on their way to being updated."""
 
     span: slice
-    tensors: dict[Kind, Tensor]
     leases: dict[Kind, Lease]
     transfers: list[Transfer]
 
@@ -129,6 +161,8 @@ class LayerLoad:
         self._earlier: list[Transfer] = []  # transfers that used the weights' slot before
         self._transfers: list[Transfer] = []
         self._weights_in_chunks = False
+        # What an update comes after, beside what it reads; ``None``: there is no gradient to update with.
+        self._ready: list[Transfer] | None = [] if task.updates else None
         self._updated: list[StreamEvent] = []  # when the device has done the last chunk
         self._chunked: list[Kind] = []
         self._spans: deque[slice] = deque()
@@ -208,6 +242,7 @@ class LayerLoad:
             self._start_frozen()
         if self.task.updates:
             self._find_gradient()
+        if self.task.updates or self.task.gradient == "apply":
             self._start_update()
 
     def advance(self, wait: bool = False) -> bool:
@@ -217,21 +252,45 @@ class LayerLoad:
         while True:
             while self._spans and self._has_free(self._spans[0]):
                 self._chunks.append(self._start_chunk(self._spans.popleft()))
-            if not self._chunks or not (wait or all(transfer.done() for transfer in self._chunks[0].transfers)):
+            if self._ready is None or not self._chunks:
+                return not self._spans
+            if not (wait or all(transfer.done() for transfer in self._chunks[0].transfers)):
                 return not self._spans
             with self._model.updating(), torch.no_grad():
                 self._update(self._chunks.popleft())
 
     def finish(self) -> None:
-        """Have the layer on the device, updated."""
+        """Have the layer on the device, with its pending update."""
+        if self.task.updates:
+            self._finish_update()
+            return
+        self._wait(self._transfers, self._model.compute_stream)
+        self._label_weights(self.task.version)
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether it is being updated with the gradient that was summed while it was here."""
+        return self.task.gradient == "apply" and self._ready is not None
+
+    @property
+    def is_updated(self) -> bool:
+        """Whether the device has been given every chunk of an update."""
+        return not self._spans and not self._chunks
+
+    def end_update(self) -> None:
+        """Have the layer updated with its gradient, and end its use."""
+        self._finish_update()
+        self.release()
+
+    def _finish_update(self) -> None:
         self.advance(wait=True)
         assert not self._spans, "a later layer has taken the chunk buffers"
+        assert self._updater is not None
         self._wait(self._updated, self._model.compute_stream)
-        version = self.task.version
-        if self.task.updates:
-            assert self._updater is not None
-            self._updater.applied(self.task)
-            version = None if version is None else version + 1
+        self._updater.applied(self.task)
+        self._label_weights(None if self.task.version is None else self.task.version + 1)
+
+    def _label_weights(self, version: int | None) -> None:
         if "weight" in self._leases:
             self._leases["weight"].label(None if version is None else (self.index, version))
 
@@ -261,7 +320,7 @@ class LayerLoad:
         if self.task.gradient == "write":
             self._send_gradient(step)
         else:
-            self._update_now()
+            self._apply_gradient()
 
     def _send_gradient(self, step: int) -> None:
         """Give the gradient of a step to its store, rounded to the store's type."""
@@ -275,14 +334,12 @@ class LayerLoad:
         lease.label((self.index, step))
         model.commit(("grad",), self.index, step)
 
-    def _update_now(self) -> None:
-        """Update the layer now, with the gradient that is on the device."""
-        assert not self.task.updates
-        self.task = LayerTask(self.index, updates=True, version=self.task.version)
+    def _apply_gradient(self) -> None:
+        """Begin to update the layer with the gradient that is on the device; the prefetcher sees to the rest."""
         used = self._leases["weight"].transfers if "weight" in self._leases else []
-        self._earlier = [*used, *record_event(self._model.device)]
-        self._start_update()
-        self.finish()
+        self._ready = [*used, *record_event(self._model.device)]
+        self._label_weights(None)  # until all of it has been updated
+        self.advance()
 
     def release(self) -> None:
         """End the use of the layer: its memory may be given to others."""
@@ -329,7 +386,8 @@ class LayerLoad:
                 self._leases["grad"], self.tensors["grad"] = lease, lease.tensor
 
     def _start_update(self) -> None:
-        self._chunked = [kind for kind in (*self._model.updated_kinds, "grad") if kind not in self.tensors]
+        kinds = (*self._model.updated_kinds, "grad") if self.task.updates else self._model.updated_kinds
+        self._chunked = [kind for kind in kinds if kind not in self.tensors]
         spans = chunks(self.layout.numel, self._model.budget.chunk_numel)
         self._spans.extend(reversed(spans) if self.task.descends else spans)
 
@@ -343,13 +401,12 @@ class LayerLoad:
     def _start_chunk(self, span: slice) -> Chunk:
         model = self._model
         # What was in the slot before must have left before the update changes it.
-        chunk = Chunk(span, {kind: tensor[span] for kind, tensor in self.tensors.items()}, {}, list(self._earlier))
+        chunk = Chunk(span, {}, list(self._earlier))
         if self._weights_in_chunks:
-            values = chunk.tensors["weight"]
+            values = self.tensors["weight"][span]
             chunk.transfers.append(model.fetch("weight", self.index, values, span.start, self._earlier))
         for kind in self._chunked:
             chunk.leases[kind] = lease = model.lease_chunk(kind, self.index, span, self._key(kind, span))
-            chunk.tensors[kind] = lease.tensor
             model.fill(lease, kind, self.index, span.start)
             chunk.transfers += lease.transfers
         return chunk
@@ -357,13 +414,16 @@ class LayerLoad:
     def _update(self, chunk: Chunk) -> None:
         model, task, updater = self._model, self.task, self._updater
         assert updater is not None
-        self._wait(chunk.transfers, model.update_stream)
-        updater.apply(task, chunk.span, chunk.tensors)
+        assert self._ready is not None
+        self._wait([*self._ready, *chunk.transfers], model.update_stream)
+        tensors = {kind: tensor[chunk.span] for kind, tensor in self.tensors.items()}
+        tensors |= {kind: lease.tensor for kind, lease in chunk.leases.items()}
+        updater.apply(task, chunk.span, tensors)
         version = None if task.version is None else task.version + 1
         for kind in model.updated_kinds:
             if task.writes:
                 lease = chunk.leases.get(kind) or self._leases[kind]
-                model.keep(lease, kind, self.index, chunk.span.start, chunk.tensors[kind])
+                model.keep(lease, kind, self.index, chunk.span.start, tensors[kind])
             if kind in chunk.leases:
                 chunk.leases[kind].label(None if version is None else (self.index, chunk.span.start, version))
         for lease in chunk.leases.values():

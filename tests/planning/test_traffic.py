@@ -11,7 +11,7 @@ from gptj_ft.planning.traffic import CountedUpdates, counting_model
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.model import BufferBudget, OffloadedModel
 from gptj_ft.streaming.prefetch import Prefetcher
-from gptj_ft.streaming.schedule import flush_tasks
+from gptj_ft.streaming.schedule import flush_tasks, training_tasks
 from gptj_ft.streaming.stores.fake import CountingStore, Request
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 
@@ -50,3 +50,22 @@ def test_a_store_that_fails_stops_the_pass_that_needs_it(operation: str, kind: s
 
     with pytest.raises(OSError, match="gone"):
         flush(counted(CountingStore(fails)), {1, 2})
+
+
+def test_without_clipping_what_an_update_needs_is_asked_for_before_the_gradient_is_there() -> None:
+    layouts = [Layout.of(layer) for layer in build_layers(GPTJConfig())]
+    workload = Workload(layouts, 4096, torch.bfloat16, 512, 512, 512.0, 512.0, None)
+    stored = {kind: dtype for kind, dtype in training_dtypes(torch.bfloat16).items() if kind != "grad"}
+    host, gradients = CountingStore(), {}
+    model = counting_model(Placement("host", "host"), workload, stored, BufferBudget(), {"host": host, "disk": host})
+    updates = CountedUpdates(model, 0)
+    for load in Prefetcher(model, training_tasks(model, updates.updates), updates):
+        if load.task.gradient:
+            gradients[load.index] = len(host.requests)
+            load.gradients()
+            load.use_gradient(1)
+    first = {
+        request.layer: number for number, request in reversed([*enumerate(host.requests)]) if request.kind == "master"
+    }
+    assert gradients.keys() == first.keys() == {*range(len(layouts))}
+    assert all(first[layer] < gradients[layer] for layer in gradients)
