@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gptj_ft import __version__
 from gptj_ft.errors import UsageError
 from gptj_ft.system.atomic import atomic_files, require_new
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 
 def fill_template(name: str, facts: Mapping[str, Any]) -> str:
     """Return a template of this folder, filled in: ``run.html``, ``evaluation.md``. In HTML every text is escaped."""
+    return writable(_templates().get_template(f"{name}.jinja").render(facts=facts, version=__version__))
+
+
+@cache
+def _templates() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    environment = Environment(
+    return Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=lambda template: template is not None and not template.endswith(".md.jinja"),
         undefined=StrictUndefined,
@@ -24,7 +33,6 @@ def fill_template(name: str, facts: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    return writable(environment.get_template(f"{name}.jinja").render(facts=facts, version=__version__))
 
 
 def to_json(facts: Mapping[str, Any]) -> str:

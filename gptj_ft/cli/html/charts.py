@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from html import escape
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gptj_ft.cli.html import fill_template
 
 WIDTH, HEIGHT = 560, 270
 LEFT, RIGHT, TOP, BOTTOM = 66, 18, 34, 46
@@ -19,7 +21,7 @@ MARKED = 25  # points that are so few get marks
 FEWEST_JOINED = 3  # two points are no trend
 POWERS = 1e-3, 1e6  # numbers outside are written with a power of ten
 REACH = 42.0  # percent of a strip's width, from its middle to the far end of the interval
-Projection = Callable[[float, float], tuple[float, float]]  # values -> where they are drawn
+Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Line:
     """
 
     name: str
-    points: Sequence[tuple[float, float]]
+    points: Sequence[Point]
     is_faint: bool = False
     marks_lowest: bool = False
 
@@ -102,16 +104,8 @@ def tick_texts(ticks: Sequence[float]) -> list[str]:
 
 def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
     """Return a chart of lines; an empty text if there is nothing to show: no point, or amounts that are all 0."""
-    lines = [
-        Line(
-            line.name,
-            _thinned([p for p in line.points if all(map(math.isfinite, p))]),
-            line.is_faint,
-            line.marks_lowest,
-        )
-        for line in lines
-    ]
-    lines = [line for line in lines if line.points]
+    finite = [(line, [point for point in line.points if all(map(math.isfinite, point))]) for line in lines]
+    lines = [replace(line, points=_thinned(points)) for line, points in finite if points]
     xs, ys = ([point[axis] for line in lines for point in line.points] for axis in (0, 1))
     if not lines or (y.from_zero and not any(ys)):
         return ""
@@ -121,22 +115,43 @@ def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
     names = [_short(line.name) for line in named] if len(named) > 1 else []
     margin = RIGHT + CHARACTER * max(map(len, names), default=0)
 
-    def place(px: float, py: float) -> tuple[float, float]:
+    def place(px: float, py: float) -> Point:
         across = LEFT + (px - left) / ((right - left) or 1) * (WIDTH - LEFT - margin)
-        return across, HEIGHT - BOTTOM - (py - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (HEIGHT - BOTTOM - TOP)
+        down = (py - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (HEIGHT - BOTTOM - TOP)
+        return round(across, 1), round(HEIGHT - BOTTOM - down, 1)
 
-    parts = _grid(place, (_inner_ticks(left, right), y_ticks), (x.name, y.name), right)
-    for line in [*(line for line in lines if line.is_faint), *named]:
-        parts += _drawn(line, 0 if line.is_faint else named.index(line), place)
+    x_ticks = _inner_ticks(left, right)
+    drawn = [_drawn(line, 0, place) for line in lines if line.is_faint]
+    drawn += [_drawn(line, number, place) for number, line in enumerate(named)]
     heights = _apart([place(*line.points[-1])[1] for line in named]) if names else []
-    for number, (name, height) in enumerate(zip(names, heights, strict=True)):
-        at = f'x="{WIDTH - margin + 10:.0f}" y="{height + 4:.1f}"'
-        parts.append(f'<text {at} style="fill:{_colour(number)}">{escape(name)}</text>')
     told = "; ".join(f"{line.name} from {line.points[0][1]:.4g} to {line.points[-1][1]:.4g}" for line in named)
-    return _svg(f"{title} by {x.name}, {left:,.4g} to {right:,.4g}: {told}", parts)
+    facts = {
+        "told": f"{title} by {x.name}, {left:,.4g} to {right:,.4g}: {told}",
+        "axes": (x.name, y.name),
+        "is_from_zero": not y_ticks[0],
+        "box": {"left": LEFT, "right": place(right, y_ticks[0])[0], "bottom": HEIGHT - BOTTOM},
+        "rows": [(text, place(right, at)[1]) for text, at in zip(tick_texts(y_ticks), y_ticks, strict=True)],
+        "columns": [(text, place(at, y_ticks[0])[0]) for text, at in zip(_x_texts(x_ticks), x_ticks, strict=True)],
+        "lines": drawn,
+        "names": [(name, _colour(number), heights[number]) for number, name in enumerate(names)],
+    }
+    return fill_template("chart.svg", {"width": WIDTH, "height": HEIGHT, **facts})
 
 
-def lowest_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _drawn(line: Line, number: int, place: Callable[[float, float], Point]) -> dict[str, Any]:
+    points, is_joined = [place(*point) for point in line.points], len(line.points) >= FEWEST_JOINED
+    return {
+        "points": points,
+        "marks": points if len(points) <= MARKED and not line.is_faint else [],
+        "lowest": place(*lowest_of(line.points)) if line.marks_lowest and is_joined else None,
+        "is_joined": is_joined,
+        "is_faint": line.is_faint,
+        "colour": _colour(number),
+        "dashes": "" if line.is_faint else DASHES[number % len(DASHES)],
+    }
+
+
+def lowest_of(points: Sequence[Point]) -> Point:
     """Return the point with the least y, the first of them."""
     return min(points, key=lambda point: point[1])
 
@@ -152,53 +167,14 @@ def change_strip(change: Change, reach: float | None = None) -> str:
     if not all(map(math.isfinite, (change.value, *ends))):
         return ""
     reach = reach or change.reach or 1.0
-    low, at, high = (50 + REACH * each / reach for each in (ends[0], change.value, ends[1]))
-    anchor = "start" if at < 15 else "end" if at > 85 else "middle"
     between = f", 95 % interval {ends[0]:.4g} to {ends[1]:.4g}, more is better" if change.ends else ""
-    told = escape(f"{change.name}: change {change.text}{between}; {change.verdict or 'no verdict'}", quote=True)
-    parts = ['<line class="zero" x1="50%" x2="50%" y1="0" y2="36"/>']
-    if change.ends:
-        parts.append(f'<line class="span" x1="{low:.2f}%" x2="{high:.2f}%" y1="24" y2="24"/>')
-    parts.append(f'<circle cx="{at:.2f}%" cy="24" r="4.5"/>')
-    parts.append(f'<text class="halo" x="{at:.2f}%" y="13" text-anchor="{anchor}">{escape(change.text)}</text>')
-    kind = change.verdict or "unclear"
-    return f'<svg class="strip {kind}" height="36" role="img" aria-label="{told}">{"".join(parts)}</svg>'
-
-
-def _drawn(line: Line, number: int, place: Projection) -> list[str]:
-    points, colour = [place(*point) for point in line.points], _colour(number)
-    style = f'stroke="{colour}" stroke-width="{1 if line.is_faint else 2}" opacity="{0.4 if line.is_faint else 1}"'
-    dash = "" if line.is_faint else DASHES[number % len(DASHES)]
-    parts = []
-    if len(points) >= FEWEST_JOINED:
-        path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in points)
-        parts.append(f'<path d="{path}" fill="none" {style} stroke-dasharray="{dash}" stroke-linejoin="round"/>')
-    if len(points) <= MARKED and not line.is_faint:
-        parts += [f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{colour}"/>' for px, py in points]
-    if line.marks_lowest and len(points) >= FEWEST_JOINED:
-        px, py = place(*lowest_of(line.points))
-        parts.append(f'<circle class="lowest" cx="{px:.1f}" cy="{py:.1f}" r="7" fill="none" stroke="{colour}"/>')
-    return parts
-
-
-def _grid(
-    place: Projection, ticks: tuple[Sequence[float], Sequence[float]], names: tuple[str, str], right: float
-) -> list[str]:
-    (x_ticks, y_ticks), (x, y), parts = ticks, names, []
-    end = place(right, y_ticks[0])[0]
-    y_texts = tick_texts(y_ticks)
-    for tick, text in zip(y_ticks, y_texts, strict=True):
-        py = place(right, tick)[1]
-        parts.append(f'<path d="M{LEFT} {py:.1f}H{end:.1f}" stroke="var(--grid)"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{py + 4:.1f}" text-anchor="end">{text}</text>')
-    for tick, text in zip(x_ticks, _x_texts(x_ticks), strict=True):
-        px = place(tick, y_ticks[0])[0]
-        parts.append(f'<text x="{px:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{text}</text>')
-    parts.append(f'<path d="M{LEFT} {HEIGHT - BOTTOM}H{end:.1f}" stroke="var(--dim)"/>')
-    middle = (LEFT + end) / 2
-    parts.append(f'<text class="unit" x="{middle:.0f}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x)}</text>')
-    span = f", axis {y_texts[0]} to {y_texts[-1]}" if y_ticks[0] else ""
-    return [*parts, f'<text class="unit" x="0" y="14">{escape(y)}{span}</text>']
+    facts = {
+        "places": [round(50 + REACH * each / reach, 2) for each in (ends[0], change.value, ends[1])],
+        "text": change.text,
+        "verdict": change.verdict or "unclear",
+        "told": f"{change.name}: change {change.text}{between}; {change.verdict or 'no verdict'}",
+    }
+    return fill_template("strip.svg", facts)
 
 
 def _inner_ticks(low: float, high: float) -> list[float]:
@@ -230,16 +206,11 @@ def _colour(number: int) -> str:
     return f"var(--c{number % COLOURS})"
 
 
-def _svg(title: str, parts: Sequence[str]) -> str:
-    head = f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
-    return f'{head} aria-label="{escape(title, quote=True)}">{"".join(parts)}</svg>'
-
-
 def _short(name: str) -> str:
     return name if len(name) <= MOST_LABEL else "..." + name[3 - MOST_LABEL :]
 
 
-def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def _thinned(points: Sequence[Point]) -> list[Point]:
     """Leave out what nobody could see: of each stretch, the lowest and the highest point stay."""
     if len(points) <= MOST_POINTS:
         return list(points)
