@@ -32,7 +32,7 @@ def flag(meaning: str, *names: str, more: bool = False, **settings: Any) -> Any:
 
     Args:
         meaning: help text.
-        *names: with their dashes; default: the parameter's, but a switch needs one, or it could be switched off, too.
+        *names: names with their dashes; default: the parameter's. A switch needs one, or it has a ``--no-``.
         more: whether only `--help-all` shows it.
         **settings: other settings of `typer.Option`.
     """
@@ -44,7 +44,7 @@ def option_of(field: str, meaning: str | None = None, more: bool = False) -> Any
 
     Args:
         field: name of the option, with its group if it is of one; the flag is called without.
-        meaning: in a command that uses the option for something else than training; no default is then shown.
+        meaning: help text without a default, where the option is not for training; default: the option's.
         more: whether only `--help-all` shows it.
     """
     info, (group, _, name) = field_of(field), field.rpartition(".")

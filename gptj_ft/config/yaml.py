@@ -65,7 +65,7 @@ def dump(values: dict[str, Any], width: int = 1000, compact: bool = False) -> st
     Args:
         values: the mapping.
         width: characters of a line, as far as words can be parted.
-        compact: write lists and mappings that hold nothing but single values on one line, if it is long enough.
+        compact: whether lists and mappings of single values are written on one line where they fit; default false.
     """
     style = None if compact else False
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=width, default_flow_style=style)

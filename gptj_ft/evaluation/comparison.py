@@ -143,7 +143,7 @@ def parse_gates(texts: Sequence[str], names: Sequence[str]) -> list[Gate]:
     """Parse the thresholds of ``--gate``.
 
     Args:
-        texts: such as ``rougeL>=30``.
+        texts: thresholds, such as ``rougeL>=30``.
         names: available scores.
 
     Raises:

@@ -27,10 +27,10 @@ class EvalSet:
     """Rows of an evaluation, tokenized for one model.
 
     Attributes:
-        documents: for the loss.
-        prompts: for answers.
+        documents: tokens of each row, for the loss.
+        prompts: token ids of each prompt, for answers.
         references: accepted answers of each row.
-        places: file and line.
+        places: file and line of each row.
         facts: identity of the rows, for the result cache.
         notes: warnings on the rows, for the report.
     """

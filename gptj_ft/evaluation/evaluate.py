@@ -103,7 +103,7 @@ class EvaluationPlan:
         """Evaluate the model on its rows.
 
         Args:
-            progress: called with (rows done, rows to do).
+            progress: callback for (rows done, rows to do); default: none.
 
         Raises:
             NotFinite: a loss.
@@ -131,8 +131,8 @@ def plan_on_rows(folder: Path, recipe: Recipe, data: Path, limit: int | None) ->
     Args:
         folder: the model folder.
         recipe: templates, metrics, generation settings, device.
-        data: a file of rows, or prepared data.
-        limit: use only the first rows.
+        data: file of rows, or prepared data.
+        limit: most rows, the first ones; ``None``: all.
 
     Raises:
         ResourceError: the model does not fit in memory.
@@ -193,7 +193,7 @@ class EvaluationRun:
         planned: model and rows.
         architecture: family and configuration of the model.
         stack: the model.
-        progress: see `EvaluationPlan.run`.
+        progress: callback, see `EvaluationPlan.run`; default: none.
     """
 
     planned: EvaluationPlan

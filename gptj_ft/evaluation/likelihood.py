@@ -60,7 +60,7 @@ def losses(
         tokenizer: tokenizer for counting words and bytes of the targets, or ``None``.
         documents: each with at least one target.
         budget_tokens: tokens computed at once.
-        score: reads them; by default `score_tokens`.
+        score: scorer of token queries; default: `score_tokens`.
     """
     targets = [_targets(document) for document in documents]
     asked = [

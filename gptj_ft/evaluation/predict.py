@@ -68,7 +68,7 @@ class Predictor:
 
         Args:
             prompts: token ids of each.
-            seed: tells them from others, so that what is sampled does not depend on what was done before.
+            seed: number of the group, so that samples do not depend on what was done before.
         """
         if self._labels:
             answers = [list(self._labels.values())] * len(prompts)

@@ -37,7 +37,7 @@ class PredictionRow:
         place: file and line.
         id: identifier, or ``None``.
         text: the prediction; empty in a row.
-        references: all texts that are right; ``None``: it does not say.
+        references: accepted texts; ``None``: not given.
     """
 
     place: str
@@ -52,12 +52,12 @@ def score_predictions(
     """Score the outputs of a system.
 
     Args:
-        path: a file of JSON lines, each with a ``prediction`` (or `TEXT_KEYS`), perhaps with an ``id`` and
+        path: file of JSON lines, each with a ``prediction`` (or `TEXT_KEYS`), perhaps with an ``id`` and
             ``references``; or one object of texts by id, as SQuAD's official scripts take it.
         recipe: the metrics; the fields of the rows.
         data: the rows, which are matched by ``id`` if both have one, else by their order; ``None``: the references
             are in the predictions.
-        limit: use only the first rows.
+        limit: most rows, the first ones; ``None``: all.
         allow_empty: whether a prediction may be empty, and scores as such. It may be in any case where some questions
             have no answer (SQuAD v2.0), which is how a system says so.
 

@@ -1,4 +1,4 @@
-"""What an evaluation has found out so far, on disk: one that was killed goes on from there and ends with the same."""
+"""Cache of per-row results on disk, so that an interrupted evaluation resumes and ends with the same."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gptj_ft.system.paths import make_home, part_of_home
 
 
 class ResultCache:
-    """Findings by kind and row, in ``evaluations/`` in `home`, under a digest of all that they depend on.
+    """Results by kind and row, in ``evaluations/`` in `home`, under a digest of all that they depend on.
 
     They may hold texts that a model wrote, so the file is removed when the evaluation is done.
 
     Args:
-        facts: everything that has a part in the findings; the same facts, the same file. JSON must hold them.
+        facts: everything that the results depend on, as JSON holds it; the same facts name the same file.
     """
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
@@ -31,11 +31,11 @@ class ResultCache:
                 self._found.setdefault(line["kind"], {}).update(found)
 
     def of(self, kind: str) -> dict[int, Any]:
-        """Return the findings of a kind, by row."""
+        """Return the results of a kind, by row."""
         return self._found.setdefault(kind, {})
 
     def add(self, kind: str, findings: Mapping[int, Any]) -> None:
-        """Note findings, durably.
+        """Add results, durably.
 
         Raises:
             ResourceError: they cannot be written.

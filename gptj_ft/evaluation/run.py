@@ -49,7 +49,7 @@ class TasksRequest:
         model: model folder.
         recipe: device, memory and precision.
         tasks: tasks with their rows.
-        baseline: as in `EvaluateRequest`.
+        baseline: model to compare with, as in `EvaluateRequest`.
         limit: most questions of each task, the first ones; ``None``: all.
     """
 
@@ -83,7 +83,7 @@ class PairedEvaluation:
         baseline: model folder; ``None``: nothing is compared.
         runs: plan of each, by ``baseline`` and ``model``, in the order of evaluation.
         compare: comparison of two results, or estimate of one alone.
-        unit: what is counted: rows, or questions of tasks.
+        unit: name of what is counted: ``rows``, or ``questions`` of tasks.
         data: file or folder of the rows; ``None``: tasks have their own.
         note: shortening of rows to the context of the models; empty if there is none.
     """
@@ -130,7 +130,7 @@ class PairedEvaluation:
 
     @property
     def plan(self) -> InferencePlan:
-        """What the larger of the models takes."""
+        """Memory and passes of the larger of the models."""
         return max((each.plan for each in self.runs.values()), key=lambda plan: plan.device_bytes + plan.host_bytes)
 
     def run(self, count: Count) -> ModelComparison:

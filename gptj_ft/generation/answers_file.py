@@ -1,4 +1,4 @@
-"""Answers in a file of JSON lines: each is there once and whole; neither a kill nor a power cut loses one."""
+"""Resumable file of answers as JSON lines: each row once and whole, after a kill or a power cut, too."""
 
 from __future__ import annotations
 

@@ -89,9 +89,9 @@ def plan_batch(setup: GenerationSetup, source: Path, output: Path, num_return: i
 
     Args:
         setup: model and settings; the model folder is noted beside the output.
-        source: the rows.
-        output: a new file, or one that was begun.
-        num_return: number of answers per row.
+        source: file of rows.
+        output: new file, or one that was begun.
+        num_return: number of answers per row; default 1.
 
     Raises:
         DataError: more unreadable or unusable rows than ``max_bad_rows``.
@@ -114,9 +114,9 @@ def run_batch(
     """Generate the answers of a batch, resuming where it was interrupted.
 
     Args:
-        writer: the model.
-        planned: the rows.
-        progress: called with (rows done, rows).
+        generator: open model.
+        planned: prompts, settings and output.
+        progress: callback for (rows done, rows); default: none.
 
     Raises:
         UsageError: the output is of something else.

@@ -38,10 +38,10 @@ def run_chat(
 
     Args:
         generator: model whose template takes conversations.
-        said: the messages of the user, asked for one by one.
+        said: messages of the user, asked for one by one.
         system: system message; kept when the oldest messages are dropped.
-        show: takes pieces of an answer as they are written, and a line's end after each answer.
-        note: takes what is not an answer.
+        show: callback for pieces of an answer as they are written, and for a line's end after each answer.
+        note: callback for everything but answers.
     """
     start = [{"role": SYSTEM, "content": system}] if system else []
     messages = list(start)

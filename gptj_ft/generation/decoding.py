@@ -34,8 +34,8 @@ def generate_tokens(
         tokenizer: tokenizer of the model; EOS ends a row.
         prompts: token ids, one sequence a row, none empty.
         settings: greedy at temperature 0, else sampling from torch's default generator.
-        num_return: continuations of each prompt.
-        streamer: is given the tokens of a single prompt as they come; not with beams.
+        num_return: continuations of each prompt; default 1.
+        streamer: receiver of the tokens of a single prompt as they come, not with beams; default: none.
         read: cache of prompts that have been prefilled, see `hf_model.Prefill`.
 
     Returns: the new tokens of each row, EOS and what follows left out; continuations of a prompt side by side.

@@ -43,7 +43,7 @@ class ForwardPasses:
         """Compute logits at some positions, fp32 [positions of all batches, V], and score token queries.
 
         Args:
-            batches: which share the pass.
+            batches: batches that share the pass.
             positions: positions of each batch whose logits are returned.
             wanted: token queries of each batch; empty for none.
         """
@@ -67,8 +67,8 @@ class RaggedCache(DynamicCache):  # type: ignore[misc]
 
     Attributes:
         ends: tokens after which a row needs no more logits; none: `transformers` is not told to stop at them.
-        rows: those that are still computed, of the ones that `transformers` sees.
-        first: logits after the prompts, where these have been read already, fp32 [prompts, V]; see `Prefill`.
+        rows: unfinished ones of the rows that `transformers` sees.
+        first: logits after the prompts that have been read already, fp32 [prompts, V]; see `Prefill`.
     """
 
     def __init__(self) -> None:

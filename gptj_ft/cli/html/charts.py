@@ -29,10 +29,10 @@ class Line:
     """Points in the order of x; what is not finite is left out.
 
     Attributes:
-        name: written at the end of the line.
+        name: text at the end of the line.
         points: (x, y).
-        is_faint: whether it is in the background, without a name.
-        marks_lowest: whether the lowest point has a ring.
+        is_faint: whether it is drawn in the background, without a name; default false.
+        marks_lowest: whether the lowest point has a ring; default false.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis says: its name with the unit, whether it begins at 0."""
+    """An axis: its name with the unit, and whether it begins at 0."""
 
     name: str
     from_zero: bool = False
@@ -160,7 +160,7 @@ def change_strip(change: Change, reach: float | None = None) -> str:
     """Return the change of a score with its interval around 0, as a strip that is as wide as its place.
 
     Args:
-        change: change of the score; empty where it is not finite.
+        change: change of the score; a change that is not finite gives an empty text.
         reach: value at either end of the strip; by default the scale is the strip's own, see `Change.reach`.
     """
     ends = change.ends or (change.value, change.value)

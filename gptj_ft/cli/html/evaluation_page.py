@@ -252,9 +252,9 @@ def evaluation_report(suffix: str, facts: Facts, json_facts: Facts) -> str:
     """Return a report in the form that its suffix names: see `EVALUATION_SUFFIXES`.
 
     Args:
-        suffix: of the file's name, in lower case.
+        suffix: end of the file's name, in lower case.
         facts: mapping made by `evaluation_facts`.
-        json_facts: what ``--json`` prints.
+        json_facts: object of ``--json``.
     """
     if suffix == ".json":
         return to_json({**json_facts, "command": facts["command"]})

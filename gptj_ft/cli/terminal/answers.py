@@ -44,7 +44,7 @@ def answer_prompt(folder: Path, recipe: Recipe, text: str, fields: Mapping[str, 
         recipe: template and generation settings.
         text: prompt.
         fields: texts of the template's other fields.
-        shown: how the answers are printed.
+        shown: number and form of the answers.
 
     Raises:
         UsageError: fields that the template does not have, or answers that cannot be streamed.

@@ -31,9 +31,9 @@ def bar(console: Console, what: str, unit: str = "bytes", then: str = "") -> Ite
 
     Args:
         console: terminal or log; a quiet one shows nothing.
-        what: is done.
+        what: activity, as a participle.
         unit: ``bytes``, or the name of what is counted.
-        then: what is done when counting starts over.
+        then: activity when counting starts over; default: the same.
 
     Yields: callback for (done, total if that is known).
     """
@@ -63,7 +63,7 @@ def activity(console: Console, what: str) -> Iterator[Doing]:
 
     Args:
         console: terminal or log; a quiet one shows nothing.
-        what: is done first.
+        what: first activity, as a participle.
 
     Yields: callback for the next activity.
     """

@@ -146,7 +146,7 @@ def show_examples(
         prepared: the rows.
         decode: token ids -> text.
         count: rows to show.
-        cut: leave out the middle of those that take more than a few lines.
+        cut: whether the middle of long rows is left out; default false.
     """
     for row in prepared.rows.select(range(min(count, len(prepared.rows)))):
         ids, prompt = row["input_ids"], row["prompt_length"]

@@ -35,7 +35,7 @@ class Output:
 
     @property
     def notes(self) -> Console:
-        """What is not the result; nothing is seen of it where that alone is asked for."""
+        """Console of everything but the result; silent where the result alone is asked for."""
         from gptj_ft.cli.terminal.screen import console_for
 
         return console_for(quiet=self.as_json or self.is_quiet)
@@ -57,8 +57,8 @@ class Output:
 
         Args:
             facts: object for ``--json``.
-            result: in a line or a few; empty where only the exit code tells.
-            show: prints all of it for people.
+            result: result in a line or a few; empty where only the exit code tells.
+            show: printer of the result for people.
         """
         from gptj_ft.cli.terminal.screen import console_for
 

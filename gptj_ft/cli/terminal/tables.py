@@ -153,7 +153,7 @@ def show_training(console: Console, result: TrainResult, num_validation: int, ve
         console: terminal or log.
         result: result of the run.
         num_validation: rows that it was measured on.
-        verbose: with what the engine did.
+        verbose: whether the rates of the engine are shown; default false.
     """
     counts, throughput = result.counts, result.throughput
     rows = []

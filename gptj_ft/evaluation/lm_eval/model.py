@@ -44,9 +44,9 @@ class KeptResults:
     """Cache of answers to lm-eval's requests.
 
     Attributes:
-        facts: what determines the answers besides the requests.
-        journals: list that gets the caches, to be removed when nothing can go wrong any more.
-        progress: called with (requests done, requests of the kind).
+        facts: settings that determine the answers besides the requests.
+        journals: list that gets the caches, to be removed once the results are saved.
+        progress: callback for (requests done, requests of the kind); default: none.
     """
 
     facts: Mapping[str, Any]
@@ -73,7 +73,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
         model: the model.
         tokenizer: tokenizer of the model.
         together: token budget of a pass.
-        findings: where answers are noted.
+        findings: cache of answers.
         seed: seed of sampling.
     """
 

@@ -90,8 +90,8 @@ def load_tasks(chosen: TaskSelection, offline: bool) -> LoadedTasks:
     """Load tasks and their rows.
 
     Args:
-        chosen: which.
-        offline: use only what was fetched before.
+        chosen: names and settings of the tasks.
+        offline: whether only rows that were fetched before are used.
 
     Raises:
         UsageError: lm-eval is not installed, or knows no such task.
@@ -163,7 +163,7 @@ class TasksPlan:
 
     Attributes:
         setup: model and options.
-        tasks: what the model is asked.
+        tasks: tasks with their rows.
         limit: most questions of each task, the first ones; ``None``: all.
         plan: memory and token budget.
         journals: caches of the answers.
@@ -247,8 +247,8 @@ class ResampledStatistic:
 
     Attributes:
         items: per-row values of the task's metric.
-        rows: which of all rows they are.
-        aggregate: makes a score of items.
+        rows: indices of the items among all rows.
+        aggregate: task's function from items to the score.
     """
 
     items: Sequence[Any]

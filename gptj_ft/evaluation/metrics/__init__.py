@@ -61,8 +61,8 @@ def score(
     Args:
         metrics: keys of `METRICS`.
         predictions: one text per row.
-        references: for each row, all texts that are right.
-        stemming: whether ROUGE takes words for the same that have the same stem.
+        references: accepted texts of each row.
+        stemming: whether words with the same stem are the same to ROUGE; default true.
 
     Raises:
         DataError: no rows, or a row without what the metric needs.

@@ -53,10 +53,10 @@ def estimate_scores(
 
     Args:
         figures: statistics of the system.
-        baseline: statistics of the baseline, or ``None``.
+        baseline: statistics of the baseline; empty: none.
         num_rows: rows of both.
         seed: seed of the resampling.
-        part: 1 for each row that counts, 0 for the others; by default all count.
+        part: weights of the rows, 1 for those that count and 0 for the others; default: all count.
     """
     part_N = np.ones(num_rows) if part is None else part
     ours, theirs = _sampled(figures, part_N, seed), _sampled(baseline, part_N, seed)
