@@ -461,7 +461,7 @@ def resolved_options(recipe: str | Resolved | None, options: Mapping[str, Any]) 
 
 
 def model_options(
-    folder: Path, options: Mapping[str, Any], plain: bool = False, assignments: tuple[str, ...] = ()
+    folder: Path, options: Mapping[str, Any], plain: bool = False, assignments: Sequence[str] | None = None
 ) -> Resolved:
     """Resolve keywords for a model: what it remembers of its training ranks as its recipe, unless ``plain``.
 

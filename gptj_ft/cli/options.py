@@ -107,7 +107,7 @@ Given = Mapping[str, Any]  # of a recipe, those that were given as flags
 def takes_options(
     *fields: str, meanings: Mapping[str, str] | None = None, shown: Collection[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command a flag for each of some options; those that were given are its parameter ``options``.
+    """Give a command a flag for each of some options, and ``--help-all``; its parameter ``options`` gets those given.
 
     Their flags stand where that parameter does.
 
@@ -128,6 +128,7 @@ def takes_options(
             )
             for name, field in names.items()
         ]
+        help_all = Parameter("help_all", Parameter.KEYWORD_ONLY, default=False, annotation=HelpAll)
         parameters: list[Parameter] = []
         for own in signature(command, eval_str=True).parameters.values():
             parameters += flags if own.name == "options" else [own.replace(kind=Parameter.KEYWORD_ONLY)]
@@ -137,7 +138,7 @@ def takes_options(
             command(options={field: value for field, value in given.items() if value is not None}, **values)
 
         call.__name__, call.__doc__ = command.__name__, command.__doc__
-        call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        call.__signature__ = Signature([*parameters, help_all])  # type: ignore[attr-defined]
         call.__annotations__ = {}
         return call
 

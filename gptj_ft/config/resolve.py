@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def suggest_option(name: str, known: Iterable[str]) -> str:
 def resolve(
     flags: Mapping[str, Any],
     config: Path | None = None,
-    assignments: tuple[str, ...] = (),
+    assignments: Sequence[str] | None = None,
     environment: Mapping[str, str] | None = None,
     base: tuple[str, Mapping[str, Any]] | None = None,
 ) -> Resolved:
@@ -113,7 +113,7 @@ def resolve(
     Args:
         flags: options given on the command line; ``None`` means not given.
         config: a YAML file of options (``--config``).
-        assignments: ``key=value`` or ``group.key=value`` (``--set``); they rank with flags.
+        assignments: ``key=value`` or ``group.key=value`` (``--set``); they rank with flags; default: none.
         environment: defaults to ``os.environ``.
         base: (origin, options) that stand in for a preset when no source names one.
 
@@ -123,7 +123,7 @@ def resolve(
     """
     environ = os.environ if environment is None else environment
     flagged = {key: value for key, value in flags.items() if value is not None}
-    for assignment in assignments:
+    for assignment in assignments or ():
         key, separator, text = assignment.partition("=")
         if not separator:
             raise UsageError(f"--set takes key=value, not '{assignment}'")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -216,7 +216,7 @@ def resume_run(folder: Path, given: Resolved, start: str | None = None) -> Prepa
 
 
 def options_on_resume(
-    options: Mapping[str, Any], config: Path | None = None, assignments: tuple[str, ...] = ()
+    options: Mapping[str, Any], config: Path | None = None, assignments: Sequence[str] | None = None
 ) -> Resolved:
     """Resolve the options given to a run that goes on: the run has all others, the environment has none."""
     return resolve(options, config, assignments, environment={}, base=("run", {}))

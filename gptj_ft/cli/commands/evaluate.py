@@ -15,7 +15,6 @@ from gptj_ft.cli.options import (
     Assignments,
     Config,
     Given,
-    HelpAll,
     Json,
     Offline,
     Quiet,
@@ -24,7 +23,7 @@ from gptj_ft.cli.options import (
     option_of,
     takes_options,
 )
-from gptj_ft.cli.terminal.output import Output, as_tuple
+from gptj_ft.cli.terminal.output import Output
 from gptj_ft.config.resolve import resolve
 from gptj_ft.errors import UsageError
 from gptj_ft.system.plain_text import command_line, without_secrets
@@ -77,7 +76,6 @@ def evaluate(
     dry_run: Annotated[bool, flag("show what it will take and stop", "--dry-run")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
-    help_all: HelpAll = False,
 ) -> None:
     """Measure a model beside the one it was tuned from.
 
@@ -117,7 +115,7 @@ def evaluate(
     with TerminalReporter(notes) as reporter:
         rows = api.fetched_rows(data, offline, reporter) if data else None
     if predictions is not None:
-        resolved = resolve(options, config, as_tuple(assignments))
+        resolved = resolve(options, config, assignments)
         asked = parse_gates(gates or (), score_names(resolved.recipe.metrics))
         found = api.evaluate_predictions(
             predictions, rows, resolved, baseline=baseline, limit=limit, allow_empty=allow_empty
@@ -125,7 +123,7 @@ def evaluate(
         shown.conclude(found, asked)
         return
     folder = api.model_folder(model, "evaluate")
-    recipe = api.model_options(folder, {**options, "config": config}, assignments=as_tuple(assignments)).recipe
+    recipe = api.model_options(folder, {**options, "config": config}, assignments=assignments).recipe
     if tasks is not None:
         names = [name.strip() for name in tasks.split(",") if name.strip()]
         loaded = load_tasks(TaskSelection(names, include_path, num_fewshot), offline)

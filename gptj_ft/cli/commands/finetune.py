@@ -12,7 +12,6 @@ from gptj_ft.cli.options import (
     Assignments,
     Config,
     Given,
-    HelpAll,
     Json,
     Offline,
     Quiet,
@@ -20,7 +19,7 @@ from gptj_ft.cli.options import (
     flag,
     takes_options,
 )
-from gptj_ft.cli.terminal.output import Output, as_tuple, asking
+from gptj_ft.cli.terminal.output import Output, asking
 from gptj_ft.config.resolve import Resolved, resolve
 
 if TYPE_CHECKING:
@@ -54,7 +53,6 @@ def finetune(
         flag("with --resume: step-000120, best or last; start: step 0", "--from", metavar="CHECKPOINT", more=True),
     ] = None,
     offline: Offline = False,
-    help_all: HelpAll = False,
 ) -> None:
     """Train a model on your rows.
 
@@ -83,13 +81,13 @@ def finetune(
 
         if resume is not None:
             try:
-                ready = prepared(options_on_resume(options, config, as_tuple(assignments)))
+                ready = prepared(options_on_resume(options, config, assignments))
             except Finished:
                 if not (resume.expanduser() / "report.html").is_file():  # it was cut off in its last moment
                     _write_page(Run(resume.expanduser()), notes.print)
                 raise
         else:
-            ready = asking(resolve(options, config, as_tuple(assignments)), out, prepared)
+            ready = asking(resolve(options, config, assignments), out, prepared)
             show_rows(notes, ready, show)
         if dry_run:
             plan, remarks = ready.setup.plan, ready.setup.architecture.notes

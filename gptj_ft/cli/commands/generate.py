@@ -14,14 +14,13 @@ from gptj_ft.cli.options import (
     Assignments,
     Config,
     Given,
-    HelpAll,
     Json,
     Quiet,
     complete_model,
     flag,
     takes_options,
 )
-from gptj_ft.cli.terminal.output import Output, as_tuple
+from gptj_ft.cli.terminal.output import Output
 from gptj_ft.errors import UsageError
 
 
@@ -65,7 +64,6 @@ def generate(
     dry_run: Annotated[bool, flag("with --input: show what it will take and stop", "--dry-run")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
-    help_all: HelpAll = False,
 ) -> None:
     """Write answers to a prompt, to rows, or in a conversation.
 
@@ -82,7 +80,7 @@ def generate(
         from gptj_ft.generation.generator import GenerationSetup, check_num_return
 
     folder = api.model_folder(model, "generate")
-    recipe = api.model_options(folder, {**options, "config": config}, raw, as_tuple(assignments)).recipe
+    recipe = api.model_options(folder, {**options, "config": config}, raw, assignments).recipe
     check_num_return(recipe, num_return)
     if rows and output:
         with out.activity("reading the rows"):

@@ -6,18 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptj_ft.cli.options import (
-    PLACEMENT_OPTIONS,
-    Assignments,
-    Config,
-    Given,
-    HelpAll,
-    Json,
-    Offline,
-    flag,
-    takes_options,
-)
-from gptj_ft.cli.terminal.output import Output, as_tuple, print_note
+from gptj_ft.cli.options import PLACEMENT_OPTIONS, Assignments, Config, Given, Json, Offline, flag, takes_options
+from gptj_ft.cli.terminal.output import Output, print_note
 from gptj_ft.config.resolve import resolve
 
 if TYPE_CHECKING:
@@ -36,7 +26,6 @@ def plan(
     offline: Offline = False,
     quiet: Annotated[bool, flag("print nothing: the exit code tells if it fits", "--quiet", "-q")] = False,
     as_json: Json = False,
-    help_all: HelpAll = False,
 ) -> None:
     """Tell what a run will cost, before it starts.
 
@@ -49,7 +38,7 @@ def plan(
         from gptj_ft.cli.terminal.progress import TerminalReporter
         from gptj_ft.cli.terminal.tables import show_outlook, show_plan
 
-    resolved = resolve(options, config, as_tuple(assignments))
+    resolved = resolve(options, config, assignments)
     with TerminalReporter(out.notes) as reporter:
         forecast = api.plan(resolved, measure_again=measure, offline=offline, reporter=reporter)
 

@@ -5,19 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from gptj_ft.cli.options import (
-    Assignments,
-    Config,
-    Given,
-    HelpAll,
-    Json,
-    Offline,
-    Quiet,
-    flag,
-    option_of,
-    takes_options,
-)
-from gptj_ft.cli.terminal.output import Output, as_tuple, asking
+from gptj_ft.cli.options import Assignments, Config, Given, Json, Offline, Quiet, flag, option_of, takes_options
+from gptj_ft.cli.terminal.output import Output, asking
 from gptj_ft.config.resolve import Resolved, resolve
 from gptj_ft.errors import UsageError
 from gptj_ft.system.signals import stop_says
@@ -46,7 +35,6 @@ def prepare_data(
     offline: Offline = False,
     quiet: Quiet = False,
     as_json: Json = False,
-    help_all: HelpAll = False,
 ) -> None:
     """Check rows and turn them into token ids.
 
@@ -60,7 +48,7 @@ def prepare_data(
         from gptj_ft.cli.terminal.data_tables import show_preparation
         from gptj_ft.cli.terminal.progress import TerminalReporter
 
-    resolved = resolve({**options, "data": data}, config, as_tuple(assignments))
+    resolved = resolve({**options, "data": data}, config, assignments)
     if report is not None:
         check_report_path(report, DATA_SUFFIXES)
     if fixed is not None and not fix:

@@ -11,7 +11,7 @@ import typer
 
 from gptj_ft.cli.help import Commands
 from gptj_ft.cli.options import Assignments, Json, complete_recipe
-from gptj_ft.cli.terminal.output import as_tuple, print_json, print_result
+from gptj_ft.cli.terminal.output import print_json, print_result
 from gptj_ft.config import yaml
 from gptj_ft.config.options import GROUPS, meaning_of
 from gptj_ft.config.resolve import Resolved, resolve
@@ -46,7 +46,7 @@ def show_recipe(
 
     It is YAML, and may be given to --config. A value that is not a default has its origin in brackets.
     """
-    resolved = resolve({"recipe": name}, None, as_tuple(assignments))
+    resolved = resolve({"recipe": name}, None, assignments)
     if as_json:
         print_json(resolved.recipe.to_dict())
     else:

@@ -36,25 +36,31 @@ Facts = Mapping[str, Any]
 
 def evaluation_facts(verdict: ModelComparison, command: str, num_samples: int) -> dict[str, Any]:
     """Return what there is to say, as text; of the rows' texts only as many as are asked for."""
-    baseline = verdict.baseline
-    main = main_score(verdict.comparison, verdict.by_row.score if verdict.by_row else None)
+    baseline, rows, by_row = verdict.baseline, verdict.model.rows, verdict.by_row
+    files = zip(apart_names(list(verdict.by_file)), verdict.by_file.values(), strict=True)
     return {
         "model": model_name(verdict.model.model),
         "baseline": model_name(baseline.model) if baseline else None,
-        "rows": verdict.model.rows,
+        "rows": rows,
         "target_tokens": verdict.model.target_tokens,
-        "headline": headline_of(verdict.comparison, main, verdict.model.rows),
-        "changes": changes_of(verdict.comparison, main),
-        "by_row": verdict.by_row.to_dict() if verdict.by_row else None,
-        "table": table_of(verdict.comparison),
-        "by_file": {
-            name: table_of(found)
-            for name, found in zip(apart_names(list(verdict.by_file)), verdict.by_file.values(), strict=True)
-        },
+        **_compared_facts(verdict.comparison, by_row.to_dict() if by_row else None, rows),
+        "by_file": {name: table_of(found) for name, found in files},
         "lines": lines_of(verdict),
-        "samples": samples_of(verdict, range(min(num_samples, verdict.model.rows))),
+        "samples": samples_of(verdict, range(min(num_samples, rows))),
         "command": command,
         "portable_command": portable(shlex.split(command)[1:]),
+    }
+
+
+def _compared_facts(comparison: PairedEstimates, by_row: Facts | None, rows: int) -> dict[str, Any]:
+    """Return the main score, the verdict, the changes, and the scores as a table."""
+    main = main_score(comparison, by_row["score"] if by_row else None)
+    return {
+        "main": main,
+        "headline": headline_of(comparison, main, rows),
+        "changes": changes_of(comparison, main),
+        "by_row": by_row,
+        "table": table_of(comparison),
     }
 
 
@@ -153,13 +159,25 @@ def record(run: Path, verdict: ModelComparison, command: str) -> None:
     write_json(run / RECORD, {**verdict.to_dict(texts=False), "samples": texts, "command": command})
 
 
-def evaluation_of(run: Path) -> dict[str, Any] | None:
-    """Return what `record` has kept in a run's folder; ``None`` if there is nothing.
+def recorded_facts(run: Path) -> dict[str, Any] | None:
+    """Return what `record` has kept in a run's folder, as a page shows it; ``None`` if there is nothing.
 
     Raises:
         DataError: it is damaged.
     """
-    return read_json(run / RECORD) if (run / RECORD).is_file() else None
+    if not (run / RECORD).is_file():
+        return None
+    record = read_json(run / RECORD)
+    comparison, model, baseline = comparison_in(record), record["model"], record["baseline"]
+    return {
+        **_compared_facts(comparison, record["by_row"], model["rows"]),
+        "comparison": comparison,
+        "rows": model["rows"],
+        "baseline": model_name(baseline["model"]) if baseline else None,
+        "notes": model["notes"],
+        "samples": record["samples"],
+        "command": record["command"],
+    }
 
 
 def samples_in(record: Facts, count: int) -> list[dict[str, Any]]:

@@ -15,18 +15,7 @@ from markupsafe import Markup
 from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.cli.html import fill_template, write_new
 from gptj_ft.cli.html.charts import FEWEST_JOINED, Axis, Line, line_chart, lowest_of
-from gptj_ft.cli.html.evaluation_page import (
-    change_in,
-    changes_of,
-    comparison_in,
-    evaluation_of,
-    headline_of,
-    main_score,
-    marked,
-    samples_in,
-    strip_of,
-    table_of,
-)
+from gptj_ft.cli.html.evaluation_page import change_in, marked, recorded_facts, samples_in, strip_of
 from gptj_ft.cli.html.names import file_names, last_part, model_name, portable
 from gptj_ft.config import yaml
 from gptj_ft.config.options import Recipe
@@ -106,7 +95,7 @@ def _compared(runs: Sequence[Run], path: Path) -> dict[str, Any]:
     names = [run.folder.resolve().name for run in runs]
     lines = [(name, run.metrics()) for name, run in zip(names, runs, strict=True)]
     overviews = [_overview(run) for run in runs]
-    evaluations = [evaluation_of(run.folder) for run in runs]
+    evaluations = [recorded_facts(run.folder) for run in runs]
     return {
         "sentence": _sentence_on(runs, names),
         "names": names,
@@ -139,7 +128,7 @@ def _readable(runs: Sequence[Run]) -> Iterator[None]:
 
 def _facts_of(run: Run, show_text: bool) -> dict[str, Any]:
     recipe, lines, environment = run.recipe(), run.metrics(), _environment(run)
-    evaluation = evaluation_of(run.folder)
+    evaluation = recorded_facts(run.folder)
     parts, problem = _rows_of(run)
     names = _names(recipe, parts)
     train = parts.get("train")
@@ -162,7 +151,7 @@ def _facts_of(run: Run, show_text: bool) -> dict[str, Any]:
         "max_length": recipe.max_length,
         "charts": _learning_charts(lines),
         "engine": _machine_charts(lines),
-        "evaluation": _evaluation(evaluation) if evaluation else None,
+        "evaluation": evaluation,
         "samples": marked(samples_in(evaluation, SAMPLES)) if evaluation and show_text else [],
         "environment": {name: value for name, value in environment.items() if name != "command"},
         "commands": _commands(run, names, evaluation),
@@ -195,19 +184,13 @@ def _subject(run: Run, recipe: Recipe) -> str:
 def _headline(run: Run, evaluation: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the verdict, or before an evaluation how far the run is."""
     if evaluation:
-        comparison = comparison_in(evaluation)
-        return headline_of(comparison, _main(evaluation), evaluation["model"]["rows"])
+        return dict(evaluation["headline"])
     found = summarize_run(run)
     of = f" of {found.steps:,}" if found.steps else ""
     progress = "trained" if found.status == "finished" else f"{found.status} at step {found.step:,}{of}"
     before, after = found.loss_before, found.loss_after
     losses = f"validation loss {before:.4f} -> {after:.4f}" if before is not None and after is not None else ""
     return {"verdict": "", "words": progress, "figures": losses}
-
-
-def _main(evaluation: Mapping[str, Any]) -> str:
-    by_row = evaluation["by_row"]
-    return main_score(comparison_in(evaluation), by_row["score"] if by_row else None)
 
 
 def _names(recipe: Recipe, parts: Mapping[str, Prepared]) -> dict[str, str]:
@@ -342,9 +325,9 @@ def _chart(title: str, y: Axis, lines: Sequence[Line], note: str = "") -> dict[s
 def _compared_changes(names: Sequence[str], evaluations: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
     """Return the change of each run's main score, on one scale where it is the same score."""
     found = {
-        name: (comparison, main)
+        name: (evaluation["comparison"], evaluation["main"])
         for name, evaluation in zip(names, evaluations, strict=True)
-        if evaluation and (main := _main(evaluation)) in (comparison := comparison_in(evaluation)).differences
+        if evaluation and evaluation["main"] in evaluation["comparison"].differences
     }
     scores = {main for _, main in found.values()}
     is_one = len(scores) == 1
@@ -398,18 +381,6 @@ def _differing_options(runs: Sequence[Run]) -> list[dict[str, Any]]:
         for name in names
         if name not in ("output", *PLACES) and len({str(recipe.get(name)) for recipe in recipes}) > 1
     ]
-
-
-def _evaluation(evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    model, baseline, comparison = evaluation["model"], evaluation["baseline"], comparison_in(evaluation)
-    return {
-        "rows": model["rows"],
-        "changes": changes_of(comparison, _main(evaluation)),
-        "table": table_of(comparison),
-        "baseline": model_name(baseline["model"]) if baseline else None,
-        "by_row": evaluation["by_row"],
-        "notes": model["notes"],
-    }
 
 
 def _commands(run: Run, names: Mapping[str, str], evaluation: Mapping[str, Any] | None) -> list[tuple[str, str]]:

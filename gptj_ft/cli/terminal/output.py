@@ -105,11 +105,6 @@ def _ask_for_column(field: str, columns: Sequence[str]) -> str:
         print(f"'{shortened(answer.strip())}' is none of these columns; Ctrl-D stops", file=sys.stderr)
 
 
-def as_tuple(assignments: list[str] | None) -> tuple[str, ...]:
-    """Return what --set was given, however often."""
-    return tuple(assignments or ())
-
-
 def print_json(value: Mapping[str, Any]) -> None:
     """Print one JSON object."""
     print(in_json(json.dumps(value, ensure_ascii=False, default=str)))
