@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -134,15 +135,14 @@ def _read(path: Path) -> Iterator[PredictionRow]:
         for id, text in first.values.items():
             yield PredictionRow(f"{first.source} ({id})", id, text, None)
         return
-    for row in chain([each for each in (first, others) if each is not None], rows):
-        text = next((row.values[key] for key in TEXT_KEYS if key in row.values), None)
+    for row in chain(filter(None, (first, others)), rows):
+        text, found = (
+            next((row.values[key] for key in keys if key in row.values), None) for keys in (TEXT_KEYS, REFERENCE_KEYS)
+        )
         if not isinstance(text, str):
             raise DataError(f'{row.where}: no text in any of {", ".join(TEXT_KEYS)}; a line is {{"prediction": "..."}}')
-        found = next((row.values[key] for key in REFERENCE_KEYS if key in row.values), None)
         references = [found] if isinstance(found, str) else found
-        if references is not None and not (
-            isinstance(references, list) and all(isinstance(each, str) for each in references)
-        ):
+        if not isinstance(references, list | None) or not all(isinstance(each, str) for each in references or ()):
             raise DataError(f"{row.where}: references must be a list of texts")
         yield PredictionRow(row.where, _id_of(row.values), text, references)
 
@@ -161,14 +161,14 @@ def _rows(recipe: Recipe, data: Path) -> tuple[list[PredictionRow], tuple[str, .
         return [
             PredictionRow(f"{file}:{line}", None, "", list(of)) for file, line, of in zip(*columns, strict=True)
         ], ()
-    findings, rows, left_out = Findings(recipe.max_bad_rows), list[PredictionRow](), dict[str, int]()
+    findings, rows, left_out = Findings(recipe.max_bad_rows), list[PredictionRow](), Counter[str]()
     source = identify(data, FileOptions.of(recipe))
     reader = FieldReader(find_columns(source, recipe), recipe)
     for row in read_rows(source, findings):
         try:
             references: list[str] | None = reader.read(row.values).references
         except RowSkipped as reason:
-            left_out[str(reason)] = left_out.get(str(reason), 0) + 1
+            left_out[str(reason)] += 1
             references = None
         rows.append(PredictionRow(row.where, _id_of(row.values), "", references))
     return rows, tuple(f"{count:,} rows were left out: {reason}" for reason, count in left_out.items())
@@ -190,9 +190,7 @@ def _matched(path: Path, predictions: Sequence[PredictionRow], rows: Sequence[Pr
             f"{path} has {len(predictions):,} predictions, the data {len(rows):,} rows: without an 'id' in both, "
             "there must be one prediction for each row, in the same order"
         )
-    return [
-        PredictionRow(row.place, row.id, each.text, row.references) for each, row in pairs if row.references is not None
-    ]
+    return [replace(row, text=each.text) for each, row in pairs if row.references is not None]
 
 
 def _by_id(lines: Sequence[PredictionRow]) -> dict[str, PredictionRow]:
