@@ -17,7 +17,6 @@ from gptj_ft import __version__
 from gptj_ft.checkpoints.download import read_origin
 from gptj_ft.checkpoints.fingerprint import sampled_digest
 from gptj_ft.checkpoints.model_folder import GENERATION_CONFIG, METADATA_FILE, Checkpoint, open_checkpoint
-from gptj_ft.config.generation_config import search_options
 from gptj_ft.config.options import Generation, Recipe
 from gptj_ft.data.chat import chat_template, is_chat
 from gptj_ft.data.template import fields_of
@@ -161,11 +160,11 @@ def _generation_config(settings: Generation, end: int | None) -> dict[str, Any]:
         end: id of the token that ends a document, and pads.
     """
     # Guessing ahead changes nothing but the speed, and not all that read this can.
-    plain = search_options(Generation.model_validate({})) | {
+    plain = Generation.model_validate({}).search_options() | {
         "prompt_lookup_num_tokens": settings.prompt_lookup_num_tokens
     }
     kept = {"max_new_tokens", "do_sample"}
-    options = {key: value for key, value in search_options(settings).items() if key in kept or value != plain.get(key)}
+    options = {key: value for key, value in settings.search_options().items() if key in kept or value != plain.get(key)}
     return options | ({} if end is None else {"eos_token_id": end, "pad_token_id": end})
 
 

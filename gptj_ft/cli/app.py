@@ -38,65 +38,49 @@ from gptj_ft.system.machine import bound_kernel_caches
 from gptj_ft.system.signals import StopRequest
 from gptj_ft.system.streams import lasting_streams
 
-FIRST_RUN = "gptj-ft finetune --recipe summarization --data my.jsonl --model tiny"
+FIRST_RUN = "finetune --recipe summarization --data my.jsonl --model tiny"
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    epilog=f"{FIRST_RUN}\ngptj-ft COMMAND --help",
+    epilog=f"gptj-ft {FIRST_RUN}\ngptj-ft COMMAND --help",
 )
 START, DATA, PLAN, KEEP = "Start", "Data", "Plan and report", "Keep house"
 
 
-def _add(group: str, command: Callable[..., None], name: str | None = None, examples: str = "") -> None:
-    """Add a command to a group of the help; ``examples`` has a line for each."""
-    app.command(name, cls=Command, rich_help_panel=group, epilog=examples)(command)
+def _add(group: str, command: Callable[..., None] | typer.Typer, *examples: str, name: str | None = None) -> None:
+    """Add a command, or one that has commands below it, to a group of the help."""
+    epilog = "\n".join(f"gptj-ft {example}" for example in examples)
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=name, rich_help_panel=group, epilog=epilog)
+    else:
+        app.command(name, cls=Command, rich_help_panel=group, epilog=epilog)(command)
 
 
-_add(START, download.download, examples="gptj-ft download --dry-run\ngptj-ft download --variant fp16")
-_add(START, convert.convert, examples="gptj-ft convert\ngptj-ft convert runs/summarization-1 my-model --to huggingface")
+_add(START, download.download, "download --dry-run", "download --variant fp16")
+_add(START, convert.convert, "convert", "convert runs/summarization-1 my-model --to huggingface")
 _add(
-    START,
-    finetune.finetune,
-    examples="gptj-ft finetune --recipe summarization --data my.jsonl\n"
-    f"{FIRST_RUN}\n"
-    "gptj-ft finetune --resume runs/summarization-1",
-)
+    START, finetune.finetune, "finetune --recipe summarization --data my.jsonl", FIRST_RUN,
+    "finetune --resume runs/summarization-1",
+)  # fmt: skip
 _add(
     START,
     evaluate.evaluate,
-    examples="gptj-ft evaluate runs/summarization-1\ngptj-ft evaluate my-model --data test.jsonl --report scores.html",
+    "evaluate runs/summarization-1",
+    "evaluate my-model --data test.jsonl --report scores.html",
 )
 _add(
-    START,
-    generate.generate,
-    examples='gptj-ft generate "a text to be summarized"\ngptj-ft generate --input rows.jsonl --output answers.jsonl',
+    START, generate.generate, 'generate "a text to be summarized"', "generate --input rows.jsonl --output answers.jsonl"
 )
-_add(
-    DATA,
-    prepare_data.prepare_data,
-    "prepare-data",
-    "gptj-ft prepare-data --recipe summarization --data my.csv --show 3",
-)
-app.add_typer(recipes.recipes_app, name="recipes", rich_help_panel=DATA, epilog="gptj-ft recipes show summarization")
-app.add_typer(cache.cache_app, name="cache", rich_help_panel=DATA, epilog="gptj-ft cache list")
-_add(PLAN, plan.plan, examples="gptj-ft plan --recipe summarization --host-memory 16GB")
-_add(PLAN, doctor.doctor, examples="gptj-ft doctor\ngptj-ft doctor --device cuda:1 --json")
-_add(
-    PLAN,
-    report.report,
-    examples="gptj-ft report runs/summarization-1\ngptj-ft report runs/summarization-1 runs/summarization-2",
-)
-app.add_typer(
-    runs.runs_app,
-    name="runs",
-    rich_help_panel=KEEP,
-    epilog="gptj-ft runs list\ngptj-ft runs verify runs/summarization-1",
-)
-app.add_typer(
-    models.models_app, name="models", rich_help_panel=KEEP, epilog="gptj-ft models list\ngptj-ft models remove tiny"
-)
+_add(DATA, prepare_data.prepare_data, "prepare-data --recipe summarization --data my.csv --show 3")
+_add(DATA, recipes.recipes_app, "recipes show summarization", name="recipes")
+_add(DATA, cache.cache_app, "cache list", name="cache")
+_add(PLAN, plan.plan, "plan --recipe summarization --host-memory 16GB")
+_add(PLAN, doctor.doctor, "doctor", "doctor --device cuda:1 --json")
+_add(PLAN, report.report, "report runs/summarization-1", "report runs/summarization-1 runs/summarization-2")
+_add(KEEP, runs.runs_app, "runs list", "runs verify runs/summarization-1", name="runs")
+_add(KEEP, models.models_app, "models list", "models remove tiny", name="models")
 
 
 @app.callback(invoke_without_command=True)

@@ -142,6 +142,19 @@ class Generation(Options):
             raise PydanticCustomError("lookup", "prompt_lookup_num_tokens does not go together with num_beams")
         return self
 
+    def search_options(self) -> dict[str, Any]:
+        """Return the settings under the names of `transformers`."""
+        options = self.model_dump(exclude={"temperature", "top_p", "top_k", "min_p", "stop", "max_prompt_tokens"})
+        if not self.prompt_lookup_num_tokens:
+            del options["prompt_lookup_num_tokens"]
+        if self.num_beams == 1:  # they would be warned of
+            del options["length_penalty"], options["early_stopping"]
+        options["do_sample"] = self.temperature > 0
+        if self.temperature > 0:
+            options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+            options |= {"min_p": self.min_p} if self.min_p else {}
+        return options | ({"stop_strings": list(self.stop)} if self.stop else {})
+
 
 class LoRA(Options):
     """Adapters of ``method: lora``; defaults are PEFT's (https://arxiv.org/abs/2106.09685: alpha is the rank)."""

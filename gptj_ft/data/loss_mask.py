@@ -6,13 +6,20 @@ that is one token longer than the window: it is a target only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 
 def span_borders(row: Mapping[str, Any]) -> list[int]:
     """Return the borders of a row's spans: masked, trained, masked, ...; the row's end is last."""
     return [0, row["prompt_length"], *row["untrained"], len(row["input_ids"])]
+
+
+def spans_of(row: Mapping[str, Any], decode: Callable[[list[int]], str]) -> Iterator[tuple[str, bool]]:
+    """Yield the texts of a row's spans, and whether each is trained on."""
+    for number, (start, end) in enumerate(pairwise(span_borders(row))):
+        yield decode(row["input_ids"][start:end]), number % 2 == 1
 
 
 def num_inputs(length: int, window: int | None) -> int:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gptj_ft.config.generation_config import search_options
 from gptj_ft.config.options import Generation
 from gptj_ft.generation.hf_model import RaggedCache, StreamedModel
 
@@ -59,7 +58,7 @@ def generate_tokens(
         pad_token_id=eos,  # what finished rows are filled with; it is cut off below and enters no loss
         num_return_sequences=num_return,
         streamer=streamer,
-        **search_options(settings),
+        **settings.search_options(),
         **({"tokenizer": tokenizer} if settings.stop else {}),
     )
     return [row[: row.index(eos)] if eos in row else row for row in output[:, width:].tolist()]

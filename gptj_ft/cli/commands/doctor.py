@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gptj_ft.cli.options import Json, Quiet, option_of
+from gptj_ft.cli.options import Json, Quiet, flag, option_of
 from gptj_ft.cli.terminal.output import Output
 from gptj_ft.errors import UsageError
 from gptj_ft.system.files import SHARED_FILE, disk_errors, read_text, replace_text
@@ -18,10 +18,7 @@ FILE = Path("doctor.json")
 
 def doctor(
     device: Annotated[str, option_of("device")] = "auto",
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", metavar="FILE.json", help="report [default: doctor.json, none with --json]"),
-    ] = None,
+    output: Annotated[Path | None, flag("report [default: doctor.json, none with --json]", metavar="FILE.json")] = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:

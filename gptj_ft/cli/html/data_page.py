@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import Rows, steps_per_epoch
 from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.lengths import Lengths, bins_of
-from gptj_ft.data.loss_mask import span_borders
+from gptj_ft.data.loss_mask import spans_of
 from gptj_ft.data.readers.rows import format_places
 from gptj_ft.data.split import split
 from gptj_ft.system.plain_text import shortened
@@ -91,10 +90,7 @@ def examples_of(prepared: Prepared, decode: Callable[[list[int]], str], count: i
     return [
         {
             "place": f"{row['source']}:{row['line']}",
-            "parts": [
-                {"text": decode(row["input_ids"][start:end]), "is_trained_on": number % 2 == 1}
-                for number, (start, end) in enumerate(pairwise(span_borders(row)))
-            ],
+            "parts": [{"text": text, "is_trained_on": is_trained_on} for text, is_trained_on in spans_of(row, decode)],
         }
         for row in rows
     ]

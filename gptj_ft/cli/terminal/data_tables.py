@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from rich.text import Text
 from gptj_ft.cli.terminal.screen import next_steps, panel, whole, width_of
 from gptj_ft.data.batches import steps_per_epoch
 from gptj_ft.data.lengths import Lengths, histogram
-from gptj_ft.data.loss_mask import num_targets, span_borders
+from gptj_ft.data.loss_mask import num_targets, spans_of
 from gptj_ft.data.readers.rows import format_places
 from gptj_ft.system.plain_text import command_line, shortened
 
@@ -153,11 +152,8 @@ def show_examples(
         trained = num_targets(len(ids), prompt, row["untrained"])
         place = f"\n{row['source']}:{row['line']} as the model sees it"
         text = Text.assemble((f"{place}: {len(ids)} tokens, {trained} in «» trained on\n", "bold"))
-        for number, (start, end) in enumerate(pairwise(span_borders(row))):
-            if number % 2:
-                text.append("«" + decode(ids[start:end]) + "»", style="bold")
-            else:
-                text.append(decode(ids[start:end]), style="dim")
+        for span, is_trained_on in spans_of(row, decode):
+            text.append(f"«{span}»" if is_trained_on else span, style="bold" if is_trained_on else "dim")
         # On a terminal, words are not torn apart; a log has the text as it is.
         console.print(in_few_lines(text, console) if cut else text, soft_wrap=not console.is_terminal)
 
