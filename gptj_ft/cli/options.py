@@ -133,7 +133,7 @@ def takes_options(
         for own in signature(command, eval_str=True).parameters.values():
             parameters += flags if own.name == "options" else [own.replace(kind=Parameter.KEYWORD_ONLY)]
 
-        def call(**values: Any) -> None:
+        def call(help_all: bool = False, **values: Any) -> None:
             given = {field: values.pop(name) for name, field in names.items()}
             command(options={field: value for field, value in given.items() if value is not None}, **values)
 

@@ -188,7 +188,7 @@ def test_a_command_gets_the_options_that_were_given_and_no_others() -> None:
         got.append((first, dict(options), last))
 
     call = takes_options("lr", "generation.top_k", "cache", "val_data", meanings={"lr": "how fast"})(command)
-    assert list(signature(call).parameters) == ["first", "lr", "top_k", "cache", "val_data", "last"]
+    assert list(signature(call).parameters) == ["first", "lr", "top_k", "cache", "val_data", "last", "help_all"]
     call(first=2, lr=0.5, top_k=None, cache=False, val_data=None, last=True)
     assert got == [(2, {"lr": 0.5, "cache": False}, True)]
     with pytest.raises(KeyError):
