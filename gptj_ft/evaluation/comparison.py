@@ -14,7 +14,7 @@ import numpy as np
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.evaluation.evaluate import Evaluation
 from gptj_ft.evaluation.metrics import METRICS
-from gptj_ft.evaluation.metrics.bootstrap import PairedEstimates, estimate_scores
+from gptj_ft.evaluation.metrics.bootstrap import Estimate, PairedEstimates, estimate_scores
 
 LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity", "byte_perplexity")
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
@@ -72,21 +72,16 @@ class ModelComparison:
     def to_dict(self, texts: bool) -> dict[str, Any]:
         """Convert to JSON values, with texts only on request; values that are not finite become ``None``."""
         facts = {
-            "model": _to_dict(self.model, self.comparison, texts),
-            "baseline": _to_dict(self.baseline, _of_baseline(self.comparison), texts) if self.baseline else None,
-            "differences": {name: asdict(each) for name, each in self.comparison.differences.items()},
+            "model": _to_dict(self.model, self.comparison.scores, texts),
+            "baseline": _to_dict(self.baseline, self.comparison.baseline, texts) if self.baseline else None,
+            "differences": _as_dicts(self.comparison.differences),
             "by_row": self.by_row.to_dict() if self.by_row else None,
             "by_file": {
-                file: {
-                    "scores": {name: asdict(each) for name, each in found.scores.items()},
-                    "baseline": {name: asdict(each) for name, each in found.baseline.items()},
-                }
+                file: {"scores": _as_dicts(found.scores), "baseline": _as_dicts(found.baseline)}
                 for file, found in self.by_file.items()
             },
         }
-        finite = _finite(facts)
-        assert isinstance(finite, dict)
-        return finite
+        return {key: finite(each) for key, each in facts.items()}
 
 
 def compare_models(
@@ -186,12 +181,12 @@ def _by_row(name: str, model: Evaluation, baseline: Evaluation) -> ChangesByRow 
     return ChangesByRow(name, better, worse, len(gain) - len(better) - len(worse), theirs.tolist(), ours.tolist())
 
 
-def _of_baseline(comparison: PairedEstimates) -> PairedEstimates:
-    return PairedEstimates(comparison.baseline, {}, {})
+def _as_dicts(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
+    return {name: asdict(each) for name, each in estimates.items()}
 
 
-def _to_dict(found: Evaluation, comparison: PairedEstimates, texts: bool) -> dict[str, Any]:
-    scores = {name: each.value for name, each in comparison.scores.items()}
+def _to_dict(found: Evaluation, estimates: Mapping[str, Estimate], texts: bool) -> dict[str, Any]:
+    scores = {name: each.value for name, each in estimates.items()}
     own = {
         "model": found.model,
         "rows": found.rows,
@@ -199,15 +194,16 @@ def _to_dict(found: Evaluation, comparison: PairedEstimates, texts: bool) -> dic
         "loss": scores.get("loss"),
         "perplexity": scores.get("perplexity"),
         "scores": scores,
-        "intervals": {name: [each.low, each.high] for name, each in comparison.scores.items()},
+        "intervals": {name: [each.low, each.high] for name, each in estimates.items()},
         "notes": found.notes,
     }
     return {**own, "answers": found.answers, "references": found.references} if texts else own
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return a value as JSON has it: without NaN and infinity, for which there is ``None``."""
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

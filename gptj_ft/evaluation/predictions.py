@@ -18,6 +18,7 @@ from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings
 from gptj_ft.data.readers.source import FileOptions, identify, is_prepared
 from gptj_ft.errors import DataError, RowSkipped
+from gptj_ft.evaluation.comparison import finite
 from gptj_ft.evaluation.evaluate import Evaluation, with_warnings
 from gptj_ft.evaluation.metrics import METRICS
 from gptj_ft.evaluation.metrics.squad import unanswered
@@ -116,16 +117,11 @@ def write_outputs(path: Path, model: Evaluation, baseline: Evaluation | None) ->
                 "place": place,
                 "prediction": model.answers[row],
                 "references": model.references[row],
-                "scores": {name: _number(values[row]) for name, values in by_row.items() if values is not None},
+                "scores": {name: finite(float(values[row])) for name, values in by_row.items() if values is not None},
             }
             if baseline:
                 line["baseline"] = baseline.answers[row]
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-
-def _number(value: float) -> float | None:
-    """Map NaN and infinity, which JSON lacks, to ``None``."""
-    return float(value) if abs(value) < float("inf") else None
 
 
 def _read(path: Path) -> Iterator[PredictionRow]:

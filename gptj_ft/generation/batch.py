@@ -128,7 +128,8 @@ def run_batch(
     batches = batches_by_length(lengths, recipe.generation, num_return, planned.plan.together.written)
     with AnswersFile(planned.output, planned.settings) as file:
         found = len(file.done)
-        file.append((index, _bad_line(question)) for index, question in enumerate(questions) if not question.ids)
+        bad = [(index, question) for index, question in enumerate(questions) if not question.ids]
+        file.append((index, question.head | {"text": "", "error": question.problem}) for index, question in bad)
         try:
             for number, batch in enumerate(batches):
                 rows = [answered[each] for each in batch]
@@ -210,10 +211,6 @@ def _answers(generator: Generator, questions: Sequence[BatchPrompt], num_return:
             | ({"texts": texts} if num_return > 1 else {})
             | ({"shortened": True} if question.cut else {})
         )
-
-
-def _bad_line(question: BatchPrompt) -> dict[str, Any]:
-    return question.head | {"text": "", "error": question.problem}
 
 
 def _digest(questions: Sequence[BatchPrompt]) -> str:

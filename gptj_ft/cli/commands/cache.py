@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import typer
 
 from gptj_ft.cli.help import Commands
 from gptj_ft.cli.options import Json, Quiet
 from gptj_ft.cli.terminal.output import Output, print_json
-
-if TYPE_CHECKING:
-    pass
-
 
 cache_app = typer.Typer(cls=Commands, no_args_is_help=True, help="Rows that are kept as tokens: list or clear them.")
 
