@@ -27,11 +27,6 @@ class Statistic(Protocol):
         """Its value for each row alone; ``None`` if it says nothing of one row."""
 
 
-def value(figure: Statistic, num_rows: int) -> float:
-    """Evaluate a statistic on all rows."""
-    return float(figure.evaluate(np.ones((1, num_rows)))[0])
-
-
 def same(values: Vector) -> Vector:
     """Return the values unchanged."""
     return values
@@ -123,4 +118,5 @@ class MacroF1:
 
 def values(figures: Mapping[str, Statistic], num_rows: int) -> dict[str, float]:
     """Evaluate statistics on all rows, by name."""
-    return {name: value(figure, num_rows) for name, figure in figures.items()}
+    all_rows = np.ones((1, num_rows))
+    return {name: float(figure.evaluate(all_rows)[0]) for name, figure in figures.items()}
