@@ -15,7 +15,7 @@ models_app = typer.Typer(cls=Commands, help="Models on this disk: list them, rem
 
 
 @models_app.callback(invoke_without_command=True)
-def models(context: typer.Context, as_json: Json = False) -> None:
+def list_or_remove(context: typer.Context, as_json: Json = False) -> None:
     """List the models, or remove one."""
     if context.invoked_subcommand is None:
         list_models(as_json)
@@ -38,7 +38,7 @@ def list_models(as_json: Json = False) -> None:
 
 
 @models_app.command("remove")
-def remove(
+def remove_model(
     name: Annotated[str, typer.Argument(help="as `gptj-ft models` shows it")],
     dry_run: Annotated[bool, flag("show what would go and stop", "--dry-run")] = False,
     force: Annotated[bool, flag("though a run was started from it", "--force")] = False,
