@@ -299,6 +299,15 @@ def test_an_evaluation_is_on_the_page_and_texts_only_if_asked_for(tmp_path: Path
     assert comparison_in(read_json(run.folder / "evaluation.json")) == verdict.comparison
 
 
+def test_markdown_has_texts_as_they_are_and_a_page_escapes_them() -> None:
+    facts = evaluation_facts(verdict_on(["a <i> & text", "another"]), "gptj-ft evaluate", 1)
+    markdown, page = (evaluation_report(suffix, facts, {}) for suffix in (".md", ".html"))
+    assert "model:\n\n    a <i> & text\n" in markdown
+    assert "| score | baseline | model | change |\n|---|---:|---:|---:|\n| rouge1 |" in markdown
+    assert "<i>" not in page
+    assert "&lt;i&gt; &amp;" in page
+
+
 def test_words_that_were_not_expected_are_marked_and_long_texts_folded() -> None:
     texts = {"expected": "Stop the pump, then call.", "model": "Stop that pump, then  wait.", "baseline": "long " * 60}
     (sample,) = marked([{"place": "f:1", "texts": texts}])
