@@ -18,7 +18,6 @@ import jinja2
 from jinja2 import meta, nodes, pass_context
 from jinja2.runtime import Context, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
 
 from gptj_ft.errors import UsageError
 from gptj_ft.system.plain_text import one_line
@@ -54,7 +53,7 @@ METHODS: dict[type, tuple[str, ...]] = {
 GLOBALS = ("dict", "namespace", "range")
 REFUSED = (nodes.Block, nodes.Extends, nodes.FromImport, nodes.Import, nodes.Include, nodes.Pow)
 # Filters that are put into the syntax of a template; it cannot name them.
-CONCATENATE, COUNT, WEIGH = "~", "passes of a loop", "weight"
+COUNT, WEIGH = "passes of a loop", "weight"
 
 
 class Budget:
@@ -153,7 +152,7 @@ def bounded_environment(**options: Any) -> Environment:
     made = Environment(
         undefined=jinja2.StrictUndefined, autoescape=False, optimized=False, finalize=_weighed, **options
     )
-    own = {CONCATENATE: _concatenated, COUNT: _counted, WEIGH: _weighed}
+    own = {COUNT: _counted, WEIGH: _weighed}
     made.filters = {name: _bounded(name) for name in FILTERS} | own
     made.globals = {name: made.globals[name] for name in GLOBALS}
     return made
@@ -172,7 +171,7 @@ def compile_template(environment: Environment, source: str) -> Compiled:
         _check(tree)
         free = meta.find_undeclared_variables(tree)
         fields = tuple(node.name for node in tree.find_all(nodes.Name) if node.name in free)
-        charged = _Charging().visit(charged)
+        _charge(charged)
         charged.set_environment(environment)
         return Compiled(source, tree, fields, environment.from_string(charged), _units_of(tree))
 
@@ -204,38 +203,22 @@ def _units_of(*parts: nodes.Node) -> int:
     return units
 
 
-class _Charging(NodeTransformer):
-    """Inserts charges into a template where the environment cannot intercept an operation."""
-
-    def visit_For(self, node: nodes.For) -> nodes.For:
-        units = 1 + _units_of(*node.body, *([node.test] if node.test else []))
-        self.generic_visit(node)
-        node.iter = _filter(node.iter, COUNT, nodes.Const(units, lineno=node.lineno))
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
-        self.generic_visit(node)
-        return _filter(nodes.List(node.nodes, lineno=node.lineno), CONCATENATE)
-
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
-        self.generic_visit(node)
-        node.expr = _filter(node.expr, WEIGH)
-        for operand in node.ops:
-            operand.expr = _filter(operand.expr, WEIGH)
-        return node
-
-    def visit_Test(self, node: nodes.Test) -> nodes.Test:
-        self.generic_visit(node)
-        if node.name not in ("defined", "undefined", "none"):
+def _charge(tree: nodes.Template) -> None:
+    """Insert charges into a template where the environment cannot intercept an operation."""
+    for node in list(tree.find_all(nodes.Node)):
+        if isinstance(node, nodes.For):  # before the loops in it, whose charges are no units of its own
+            units = 1 + _units_of(*node.body, *([node.test] if node.test else []))
+            node.iter = _filter(node.iter, COUNT, nodes.Const(units, lineno=node.lineno))
+        elif isinstance(node, nodes.Concat):
+            node.nodes = [_filter(each, WEIGH) for each in node.nodes]
+        elif isinstance(node, nodes.Compare):
+            node.expr = _filter(node.expr, WEIGH)
+            for operand in node.ops:
+                operand.expr = _filter(operand.expr, WEIGH)
+        elif isinstance(node, nodes.Test) and node.name not in ("defined", "undefined", "none"):
+            node.node, node.args = _filter(node.node, WEIGH), [_filter(each, WEIGH) for each in node.args]
+        elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
             node.node = _filter(node.node, WEIGH)
-            node.args = [_filter(each, WEIGH) for each in node.args]
-        return node
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Getitem:
-        self.generic_visit(node)
-        if isinstance(node.arg, nodes.Slice):
-            node.node = _filter(node.node, WEIGH)
-        return node
 
 
 def _filter(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
@@ -255,12 +238,6 @@ def _budget(context: Context) -> Budget:
 def _weighed(context: Context, value: Any) -> Any:
     _budget(context).weigh(value)
     return value
-
-
-@pass_context
-def _concatenated(context: Context, values: list[Any]) -> str:
-    _budget(context).weigh(values)
-    return "".join(map(str, values))
 
 
 @pass_context
