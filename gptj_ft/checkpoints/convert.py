@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -133,8 +132,8 @@ def convert(
     with (
         atomic_folder(target, resume=_plan(source, conversion)) as draft,
         open_source(source, conversion.form, conversion.config, draft / UNPACKED) as opened,
-        _moments_of(opened, conversion) as moments,
     ):
+        moments = _moments_of(opened, conversion)
         dropped = check_tensors(opened.architecture, opened.checkpoint)
         if conversion.merge is not None:
             adapter = open_adapter(conversion.merge, opened.architecture)
@@ -226,9 +225,9 @@ class _Work:
             check_tensors(written.architecture, written.checkpoint)
             self._compare(self.weights, written.checkpoint)
         if self.moments:
-            with moments_of_model.open_moments(draft) as moments:
-                for kind, copy in self.moments.items():
-                    self._compare(copy, moments.checkpoints[kind])
+            moments = moments_of_model.open_moments(draft)
+            for kind, copy in self.moments.items():
+                self._compare(copy, moments.checkpoints[kind])
 
     def not_finite(self) -> set[str]:
         """Return the names of what holds NaN or infinity."""
@@ -247,16 +246,14 @@ class _Work:
             self._progress(min(self._done, self._total), self._total)
 
 
-@contextmanager
-def _moments_of(source: CheckpointSource, conversion: Conversion) -> Iterator[Moments | None]:
-    """Open the moments that are to be carried over; yield ``None`` if none are.
+def _moments_of(source: CheckpointSource, conversion: Conversion) -> Moments | None:
+    """Open the moments that are to be carried over; ``None`` if none are.
 
     Raises:
         UsageError: they are asked for, but there are none, or they have no place in the result.
     """
     if not conversion.with_optimizer:
-        yield None
-        return
+        return None
     if conversion.to != "folder" or conversion.merge is not None:
         raise UsageError(
             "--with-optimizer goes with --to folder, for nothing else has room for moments, and without --merge, after "
@@ -267,8 +264,7 @@ def _moments_of(source: CheckpointSource, conversion: Conversion) -> Iterator[Mo
             f"{source.path} holds no optimizer's moments: leave out --with-optimizer. A full checkpoint of "
             "mesh-transformer-jax may, a .mdl of Cerebras, a folder that was written with this option"
         )
-    with source.open_moments() as moments:
-        yield moments
+    return source.open_moments()
 
 
 def _plan(source: Path, conversion: Conversion) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Literal
 
 from gptj_ft.checkpoints import optimizer_state
 from gptj_ft.checkpoints.formats.cerebras import has_cerebras_names, open_cerebras
-from gptj_ft.checkpoints.formats.cerebras_hdf5 import MdlFile, is_hdf5
+from gptj_ft.checkpoints.formats.cerebras_hdf5 import is_hdf5
 from gptj_ft.checkpoints.formats.mesh_archive import is_archive, unpack
 from gptj_ft.checkpoints.formats.mesh_reader import MeshShards, find_step, open_mesh
 from gptj_ft.checkpoints.formats.shapes import GPTJ_6B, read_foreign_config
@@ -19,10 +19,10 @@ from gptj_ft.checkpoints.model_folder import WEIGHTS, Checkpoint, check_tensors,
 from gptj_ft.checkpoints.optimizer_state import Moments
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.layout import MOMENTS
-from gptj_ft.models.registry import Architecture, Family, architecture_of, families, read_architecture
+from gptj_ft.models.registry import Architecture, architecture_of, families, read_architecture
 from gptj_ft.system.files import require_plain
 
-Opener = Callable[[], AbstractContextManager[Moments]]
+Opener = Callable[[], Moments]
 CheckpointFormat = Literal["huggingface", "mesh", "cerebras"]
 _CONFIG = "config.json"
 
@@ -90,23 +90,24 @@ def open_source(
         ResourceError: no room to unpack it.
     """
     form = form or form_of(path)
+    opener: Opener | None = None
     if path.is_dir():
         require_plain(path)
     if form == "huggingface":
         own = None if config is None or (path / _CONFIG).is_file() else config
         architecture = architecture_of(read_foreign_config(own), own) if own else read_architecture(path)
-        opener: Opener | None = (
-            partial(optimizer_state.open_moments, path) if optimizer_state.has_moments(path) else None
-        )
+        if optimizer_state.has_moments(path):
+            opener = partial(optimizer_state.open_moments, path)
         with open_checkpoint(path) as checkpoint:
             yield CheckpointSource(path, form, architecture, checkpoint, path, open_moments=opener)
     elif form == "cerebras":
         config = config or _config_in([path if path.is_dir() else path.parent])
         family = architecture_of(read_foreign_config(config), config).family if config else families()["gptj"]
-        with open_cerebras(path, family) as (checkpoint, mdl):
-            architecture, step = _architecture(config, checkpoint), mdl.step if mdl else None
-            opener = partial(_moments_of, mdl, family) if mdl and optimizer_state.has_cerebras_moments(mdl) else None
-            yield CheckpointSource(path, form, architecture, checkpoint, path, step or 0, opener)
+        checkpoint, mdl = open_cerebras(path, family)
+        architecture, step = _architecture(config, checkpoint), mdl.step if mdl else None
+        if mdl and optimizer_state.has_cerebras_moments(mdl):
+            opener = partial(optimizer_state.read_cerebras_moments, mdl, family)
+        yield CheckpointSource(path, form, architecture, checkpoint, path, step or 0, opener)
     else:
         if is_archive(path):
             unpack(path, scratch)
@@ -120,17 +121,12 @@ def open_source(
             home = found.parent if found else folder
             checkpoints = (_checkpoint(path, part) for part in mesh.moments)
             loaded = Moments(mesh.updates, dict(zip(MOMENTS, checkpoints, strict=True))) if mesh.moments else None
-            opener = (lambda: nullcontext(loaded)) if loaded else None
+            opener = (lambda: loaded) if loaded else None
             yield CheckpointSource(path, form, architecture, checkpoint, home, mesh.step, opener)
 
 
 def _checkpoint(path: Path, shards: MeshShards) -> Checkpoint:
     return Checkpoint(path, dict.fromkeys(shards.entries, shards))
-
-
-@contextmanager
-def _moments_of(mdl: MdlFile, family: Family) -> Iterator[Moments]:
-    yield optimizer_state.read_cerebras_moments(mdl, family)
 
 
 def _config_in(folders: list[Path]) -> Path | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,16 +62,13 @@ def count_updates(folder: Path) -> int:
     return updates
 
 
-@contextmanager
-def open_moments(folder: Path) -> Iterator[Moments]:
+def open_moments(folder: Path) -> Moments:
     """Open the moments in a model folder.
 
     Raises:
         DataError, UsageError: a file is damaged or missing.
     """
-    with ExitStack() as opened:
-        checkpoints = {kind: opened.enter_context(open_checkpoint(folder / FOLDER / kind)) for kind in MOMENTS}
-        yield Moments(count_updates(folder), checkpoints)
+    return Moments(count_updates(folder), {kind: open_checkpoint(folder / FOLDER / kind) for kind in MOMENTS})
 
 
 def has_cerebras_moments(file: MdlFile) -> bool:

@@ -269,11 +269,25 @@ def tokenize_by(tokenizer: RowTokenizer) -> Tokenize:
     return lambda texts: [array("i", ids) for ids in tokenize(tokenizer, texts)]
 
 
-class WordCache:
-    """Tokenizes texts through a word-to-token cache; needs `splits_before_blanks`; not thread-safe."""
+def words_of(text: str) -> list[str]:
+    """Split a text before each blank or line end that follows neither; it must not hold U+0000."""
+    marked = text.replace(" ", "\0 ").replace("\n", "\0\n")
+    return marked.replace(" \0", " ").replace("\n\0", "\n").split("\0")
+
+
+class EndsInBlank(Exception):
+    """A split follows a blank of another kind, so a token may cross it."""
+
+
+class WordCache(dict[str, bytes]):
+    """Tokenizes texts through a table: a word with the blanks before it -> the bytes of its token ids.
+
+    Needs `splits_before_blanks`; not thread-safe.
+    """
 
     def __init__(self, tokenizer: RowTokenizer) -> None:
-        self._tokenizer, self._table = tokenizer, _WordTable(tokenizer)
+        super().__init__()
+        self._tokenizer, self._backend = tokenizer, backend_of(tokenizer)
 
     def __call__(self, texts: Sequence[str]) -> list[Tokens]:
         """Tokenize texts in one call, without adding special tokens."""
@@ -286,27 +300,9 @@ class WordCache:
         if len(text) > MEAN_WORD * (text.count(" ") + 2) or "\0" in text:
             return None
         try:
-            return b"".join(map(self._table.__getitem__, words_of(text)))
+            return b"".join(map(self.__getitem__, words_of(text)))
         except EndsInBlank:
             return None
-
-
-def words_of(text: str) -> list[str]:
-    """Split a text before each blank or line end that follows neither; it must not hold U+0000."""
-    marked = text.replace(" ", "\0 ").replace("\n", "\0\n")
-    return marked.replace(" \0", " ").replace("\n\0", "\n").split("\0")
-
-
-class EndsInBlank(Exception):
-    """A split follows a blank of another kind, so a token may cross it."""
-
-
-class _WordTable(dict[str, bytes]):
-    """Word-to-token cache: a word with the blanks before it -> the bytes of its token ids."""
-
-    def __init__(self, tokenizer: RowTokenizer) -> None:
-        super().__init__()
-        self._backend = backend_of(tokenizer)
 
     def __missing__(self, word: str) -> bytes:
         # Behind these two nothing is ever taken apart: they are at the end of the text.

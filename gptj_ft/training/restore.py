@@ -92,9 +92,9 @@ def load_start(setup: TrainSetup, stack: OffloadedModel) -> int:
         if setup.updates_before is None:
             load_weights(stack, architecture, weights, recipe.seed)
             return 0
-        with open_moments(setup.model) as moments:
-            load_weights(stack, architecture, weights, recipe.seed, moments.checkpoints)
-            return moments.updates
+        moments = open_moments(setup.model)
+        load_weights(stack, architecture, weights, recipe.seed, moments.checkpoints)
+        return moments.updates
 
 
 def open_stack(setup: TrainSetup, run: Run, placement: Placement) -> OffloadedModel:

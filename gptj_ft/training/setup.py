@@ -116,7 +116,7 @@ def updates_before(recipe: Recipe, model: Path, architecture: Architecture) -> i
     """
     if recipe.method != "full" or recipe.initial_moments != "model" or not has_moments(model):
         return None
-    with open_moments(model) as moments:
-        for checkpoint in moments.checkpoints.values():
-            check_tensors(architecture, checkpoint)
-        return moments.updates
+    moments = open_moments(model)
+    for checkpoint in moments.checkpoints.values():
+        check_tensors(architecture, checkpoint)
+    return moments.updates

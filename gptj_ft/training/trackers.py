@@ -6,6 +6,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -39,56 +40,46 @@ def check_tracker(name: str) -> None:
 def tracking(run: Run, recipe: Recipe, warn: Callable[[str], None]) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Yield what takes each line of ``metrics.jsonl``: the file, and then the recipe's tracker.
 
-    Whatever a tracker does wrong is said once; it gets nothing more, and the run goes on.
+    Whatever a tracker does wrong is said once; it gets nothing more, and the run goes on. What it prints
+    goes to stderr.
 
     Args:
         run: run that the lines are of.
         recipe: options; ``report_to`` names the tracker.
         warn: callback for a failure of the tracker.
     """
-    tracker = _Guarded(run, recipe, warn) if recipe.report_to != "none" else None
+    tracker: GeneralTracker | None = None
 
-    def record(line: Mapping[str, Any]) -> None:
-        run.append_metrics(line)
-        if tracker:
-            tracker.call(lambda inner: inner.log(figures(line), step=line["step"]))
+    def start() -> None:
+        nonlocal tracker
+        made = make_tracker(run, recipe)
+        made.start()
+        tracker = made
 
-    try:
-        yield record
-    finally:
-        if tracker:
-            tracker.call(lambda inner: inner.finish())
-
-
-class _Guarded:
-    """A tracker that can fail without harm; what it prints goes to stderr."""
-
-    def __init__(self, run: Run, recipe: Recipe, warn: Callable[[str], None]) -> None:
-        self._name, self._warn = recipe.report_to, warn
-        self._inner: GeneralTracker | None = None
-        self._try(lambda: self._start(run, recipe))
-
-    def call(self, use: Callable[[GeneralTracker], None]) -> None:
-        """Use the tracker, if it has not failed before."""
-        if (inner := self._inner) is not None:
-            self._try(lambda: use(inner))
-
-    def _start(self, run: Run, recipe: Recipe) -> None:
-        inner = make_tracker(run, recipe)
-        inner.start()
-        self._inner = inner
-
-    def _try(self, action: Callable[[], None]) -> None:
+    def attempt(action: Callable[[], None]) -> None:
+        nonlocal tracker
         try:
             with redirect_stdout(sys.stderr):
                 action()
         except Exception as error:  # of libraries and services that nobody here knows
-            self._inner = None
-            reason = (str(error).splitlines() or [""])[0]
-            self._warn(
-                f"{self._name} gets no more figures: {type(error).__name__}: {reason}; training goes on, and all of "
-                "them are in metrics.jsonl"
+            tracker, reason = None, (str(error).splitlines() or [""])[0]
+            warn(
+                f"{recipe.report_to} gets no more figures: {type(error).__name__}: {reason}; training goes on, and all "
+                "of them are in metrics.jsonl"
             )
+
+    def record(line: Mapping[str, Any]) -> None:
+        run.append_metrics(line)
+        if tracker:
+            attempt(partial(tracker.log, figures(line), step=line["step"]))
+
+    if recipe.report_to != "none":
+        attempt(start)
+    try:
+        yield record
+    finally:
+        if tracker:
+            attempt(tracker.finish)
 
 
 def make_tracker(run: Run, recipe: Recipe) -> GeneralTracker:

@@ -71,7 +71,7 @@ def test_the_table_of_words_has_a_limit(tokenizer, monkeypatch) -> None:
     monkeypatch.setattr(words_module, "MOST_WORDS", 3)
     words, texts = WordCache(tokenizer), ["a b c d e", "d e f " + 99 * "g" + " h"]
     assert list(map(list, words(texts))) == tokenize(tokenizer, texts)
-    assert len(words._table) <= 3
+    assert len(words) <= 3
 
 
 @settings(max_examples=200, deadline=None)

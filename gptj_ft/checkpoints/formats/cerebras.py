@@ -6,8 +6,7 @@ Every tensor is named by its path: ``model.transformer_decoder.layers.0.norm1.we
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,9 +34,8 @@ def has_cerebras_names(folder: Path) -> bool:
     return any(TYPICAL in name for name in weights_of(folder))
 
 
-@contextmanager
-def open_cerebras(path: Path, family: Family) -> Iterator[tuple[Checkpoint, MdlFile | None]]:
-    """Open a ``.mdl``, a ``.bin`` or a folder of it; yield its tensors under Hugging Face's names, and the ``.mdl``.
+def open_cerebras(path: Path, family: Family) -> tuple[Checkpoint, MdlFile | None]:
+    """Open a ``.mdl``, a ``.bin`` or a folder of it: its tensors under Hugging Face's names, and the ``.mdl``.
 
     Raises:
         UsageError: no such file, or h5py is not installed.
@@ -54,8 +52,7 @@ def open_cerebras(path: Path, family: Family) -> Iterator[tuple[Checkpoint, MdlF
     else:
         raise UsageError(f"{path} does not exist")
     _compare_copies(path, shards)
-    with checkpoint_of(path, shards, family) as checkpoint:
-        yield checkpoint, mdl
+    return checkpoint_of(path, shards, family), mdl
 
 
 def checkpoint_of(path: Path, shards: Mapping[str, Shard], family: Family) -> Checkpoint:
