@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptj_ft.checkpoints.formats.tensor_info import dtype_name
 from gptj_ft.checkpoints.model_folder import Checkpoint, check_tensors, is_dropped
 from gptj_ft.checkpoints.open import CheckpointSource
 from gptj_ft.errors import DataError
@@ -73,7 +74,7 @@ def diff_checkpoints(
         raise DataError(f"{second.path} is not {first.path}:\n" + "\n".join(problems[:_SHOWN]) + more)
     for source in (first, second):
         check_tensors(source.architecture, source.checkpoint)
-    types = tuple(_type_of(each.checkpoint, shared) for each in (first, second))
+    types = [dtype_name(map(each.checkpoint.entry, shared)) for each in (first, second)]
     numel = sum(torch.Size(first.checkpoint.shape(name)).numel() for name in shared)
     return CheckpointComparison(len(shared), numel, (types[0], types[1]))
 
@@ -133,8 +134,3 @@ def _computed(architecture: Architecture) -> Mapping[str, Any]:
     if "n_inner" in said:  # null stands for the usual width
         said["n_inner"] = config.n_inner or 4 * config.n_embd
     return {"model_type": architecture.family.model_type, **said}
-
-
-def _type_of(checkpoint: Checkpoint, names: list[str]) -> str:
-    types = {checkpoint.dtype(name) for name in names}
-    return str(types.pop()).removeprefix("torch.") if len(types) == 1 else "mixed"

@@ -17,6 +17,7 @@ from gptj_ft.checkpoints import optimizer_state as moments_of_model
 from gptj_ft.checkpoints.formats import mesh_writer
 from gptj_ft.checkpoints.formats.mesh_writer import MeshWriter
 from gptj_ft.checkpoints.formats.peft import MergedCheckpoint, open_adapter
+from gptj_ft.checkpoints.formats.tensor_info import dtype_name
 from gptj_ft.checkpoints.metadata import check_base
 from gptj_ft.checkpoints.model_folder import (
     DESCRIPTION,
@@ -145,12 +146,11 @@ def convert(
         if conversion.verify:
             work.verify(draft)
         remove(draft / UNPACKED)
-        types = work.weights.types
         return ConvertReport(
             tensors=len(work.weights.entries),
             parameters=sum(torch.Size(entry.shape).numel() for entry in work.weights.entries.values()),
             bytes=work.weights.bytes,
-            dtype=str(types.pop()).removeprefix("torch.") if len(types) == 1 else "mixed",
+            dtype=dtype_name(work.weights.entries.values()),
             dropped=tuple(dropped),
             not_finite=tuple(sorted(work.not_finite())),
             has_left_moments=opened.open_moments is not None and moments is None,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gptj_ft.checkpoints.download import SOURCE, Origin, read_origin
+from gptj_ft.checkpoints.formats.tensor_info import dtype_name
 from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
 from gptj_ft.config.run_folder import Run
@@ -141,10 +142,8 @@ def _contents(folder: Path) -> tuple[str, int, str]:
     architecture = read_architecture(folder)
     with open_checkpoint(folder) as checkpoint:
         dropped = set(check_tensors(architecture, checkpoint))
-        kept = [name for name in checkpoint.names if name not in dropped]
-        types = {str(checkpoint.dtype(name)).removeprefix("torch.") for name in kept}
-        parameters = sum(prod(checkpoint.shape(name)) for name in kept)
-    return architecture.family.model_type, parameters, types.pop() if len(types) == 1 else "mixed"
+        kept = [checkpoint.entry(name) for name in checkpoint.names if name not in dropped]
+    return architecture.family.model_type, sum(prod(entry.shape) for entry in kept), dtype_name(kept)
 
 
 def _origin_of(folder: Path, source: Origin | None) -> str:

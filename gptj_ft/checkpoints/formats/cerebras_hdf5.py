@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.tensor_info import PIECE_BYTES, TensorInfo
+from gptj_ft.checkpoints.formats.tensor_info import Shard, TensorInfo
 from gptj_ft.data.readers.hdf5 import open_hdf5
 from gptj_ft.data.readers.source import FORMAT_MAGIC
 from gptj_ft.errors import DataError
@@ -34,7 +34,7 @@ def is_hdf5(path: Path) -> bool:
         return FORMAT_MAGIC.get(file.read(8)) == "hdf5"
 
 
-class MdlShard:
+class MdlShard(Shard):
     """Data sets of a ``.mdl`` file, as tensors.
 
     Attributes:
@@ -60,9 +60,6 @@ class MdlShard:
             array = data[start:stop] if entry.shape else data[()]
         tensor = torch.from_numpy(array) if entry.shape else torch.tensor(array)
         return tensor.view(torch.bfloat16) if entry.dtype is torch.bfloat16 else tensor.to(entry.dtype)
-
-    def rows_at_once(self, name: str) -> int:
-        return self.entries[name].rows_in(PIECE_BYTES)
 
     def _entry(self, file: h5py.File, name: str) -> TensorInfo:
         data = data_set(self.path, file, name)

@@ -9,11 +9,11 @@ from pickle import UnpicklingError
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.tensor_info import PIECE_BYTES, TensorInfo, read_tensor_rows, stored_members
+from gptj_ft.checkpoints.formats.tensor_info import Shard, TensorInfo, read_tensor_rows, stored_members
 from gptj_ft.errors import DataError
 
 
-class PickleShard:
+class PickleShard(Shard):
     """Weight file written by ``torch.save``."""
 
     def __init__(self, path: Path) -> None:
@@ -44,9 +44,6 @@ class PickleShard:
         tensor = _load(self.path, "cpu")[name]
         rows = tensor[start:stop] if tensor.ndim else tensor
         return rows.clone(memory_format=torch.contiguous_format)
-
-    def rows_at_once(self, name: str) -> int:
-        return self.entries[name].rows_in(PIECE_BYTES)
 
 
 def _load(path: Path, device: str) -> Mapping[str, Tensor]:

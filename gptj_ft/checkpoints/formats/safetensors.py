@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from gptj_ft.checkpoints.formats.pytorch_bin import PickleShard
-from gptj_ft.checkpoints.formats.tensor_info import PIECE_BYTES, Shard, TensorInfo, read_tensor_rows
+from gptj_ft.checkpoints.formats.tensor_info import Shard, TensorInfo, read_tensor_rows
 from gptj_ft.errors import DataError
 from gptj_ft.system.dtypes import FROM_SAFETENSORS, SAFETENSORS_CODES
 
@@ -37,7 +37,7 @@ def open_shard(path: Path) -> Shard:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-class SafetensorsShard:
+class SafetensorsShard(Shard):
     """Safetensors file, checked against its size when opened, and opened anew for each tensor."""
 
     def __init__(self, path: Path) -> None:
@@ -46,9 +46,6 @@ class SafetensorsShard:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         return read_tensor_rows(self.path, self.entries[name], start, stop)
-
-    def rows_at_once(self, name: str) -> int:
-        return self.entries[name].rows_in(PIECE_BYTES)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[int, str]:

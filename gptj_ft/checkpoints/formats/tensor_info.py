@@ -6,7 +6,7 @@ import math
 import os
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -49,6 +49,12 @@ class TensorInfo:
         return max(1, num_bytes * self.rows // max(1, self.num_bytes))
 
 
+def dtype_name(entries: Iterable[TensorInfo]) -> str:
+    """Return the name of the type that all tensors have; ``mixed`` if they have several."""
+    types = {str(entry.dtype).removeprefix("torch.") for entry in entries}
+    return types.pop() if len(types) == 1 else "mixed"
+
+
 class Shard(Protocol):
     """Opened weight file, or several that hold the same tensors in parts."""
 
@@ -60,6 +66,7 @@ class Shard(Protocol):
 
     def rows_at_once(self, name: str) -> int:
         """Return how many rows to read at a time: few enough for little memory, and none read twice."""
+        return self.entries[name].rows_in(PIECE_BYTES)
 
 
 def stored_members(path: Path) -> list[zipfile.ZipInfo]:
