@@ -240,7 +240,7 @@ def evaluate(
     """
     from gptj_ft.evaluation.run import EvaluateRequest
 
-    folder = model_folder(model, "evaluate")
+    folder = named_model(model, "evaluate")
     reporter = reporter or Reporter()
     rows = fetched_rows(str(data), offline, reporter) if data is not None else None
     recipe = model_options(folder, options).recipe
@@ -281,7 +281,7 @@ def evaluate_tasks(
     from gptj_ft.evaluation.lm_eval.tasks import TaskSelection, load_tasks
     from gptj_ft.evaluation.run import PairedEvaluation, TasksRequest
 
-    folder = model_folder(model, "evaluate")
+    folder = named_model(model, "evaluate")
     loaded = load_tasks(TaskSelection(list(tasks), _path(include_path), num_fewshot), offline)
     request = TasksRequest(folder, model_options(folder, options).recipe, loaded, str(baseline), limit)
     return PairedEvaluation.of_tasks(request).run((reporter or Reporter()).on_count)
@@ -339,7 +339,7 @@ def load(model: str | os.PathLike[str] | None = None, *, raw: bool = False, **op
     """
     from gptj_ft.generation.generator import GenerationSetup
 
-    folder = model_folder(model, "generate")
+    folder = named_model(model, "generate")
     return open_model(GenerationSetup.of(folder, model_options(folder, options, raw).recipe))
 
 
@@ -444,7 +444,7 @@ def generate_file(
     """
     from gptj_ft.generation.generator import GenerationSetup
 
-    folder = model_folder(model, "generate")
+    folder = named_model(model, "generate")
     setup = GenerationSetup.of(folder, model_options(folder, options).recipe)
     return run_file(setup, plan_file(rows, output, setup, num_return), reporter or Reporter())
 
@@ -475,7 +475,7 @@ def model_options(
     return resolve(*_split(options), assignments, base=base)
 
 
-def model_folder(model: str | os.PathLike[str] | None, command: str) -> Path:
+def named_model(model: str | os.PathLike[str] | None, command: str) -> Path:
     """Return the folder of a model or run; without a name, the one that a command takes by default.
 
     Raises:

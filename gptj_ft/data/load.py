@@ -20,7 +20,7 @@ from gptj_ft.data.dataset import (
     settings_of,
 )
 from gptj_ft.data.hub_dataset import is_reference, local_folder
-from gptj_ft.data.prepare import prepare
+from gptj_ft.data.prepare import tokenize_rows
 from gptj_ft.data.readers.source import ROWS_MANIFEST, FileOptions, Source, identify, is_prepared
 from gptj_ft.data.tokenization import RowTokenizer, tokenizer_digest
 from gptj_ft.errors import DataError, ResourceError, UsageError
@@ -53,7 +53,7 @@ def prepare_once(
     """
     source = identify(source, FileOptions.of(recipe))
     if not recipe.cache:
-        return prepare(recipe, tokenizer, source, vocab_size, progress)
+        return tokenize_rows(recipe, tokenizer, source, vocab_size, progress)
     folder = cache_folder() / _key(recipe, tokenizer, source, vocab_size)
     if is_prepared(folder):
         try:
@@ -62,7 +62,7 @@ def prepare_once(
         except DataError:  # damaged
             pass
         discard(folder)
-    prepared = prepare(recipe, tokenizer, source, vocab_size, progress)
+    prepared = tokenize_rows(recipe, tokenizer, source, vocab_size, progress)
     with suppress(ResourceError, UsageError, OSError):
         make_home()
         keep_folder(cache_folder())
@@ -87,7 +87,7 @@ def cache_entries() -> list[CacheEntry]:
     return sorted(found, key=lambda each: -each.bytes)
 
 
-def empty_cache() -> int:
+def clear_cache() -> int:
     """Empty the cache; return the bytes freed."""
     size = disk_bytes(files_in(cache_folder()))
     discard(cache_folder())

@@ -31,13 +31,13 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     """The files that were really prepared."""
     monkeypatch.setenv("GPTJ_FT_HOME", str(tmp_path / "home"))
     calls: list[Path] = []
-    original = cache.prepare
+    original = cache.tokenize_rows
 
     def watched(recipe, tokenizer, source, *rest):
         calls.append(source.path)
         return original(recipe, tokenizer, source, *rest)
 
-    monkeypatch.setattr(cache, "prepare", watched)
+    monkeypatch.setattr(cache, "tokenize_rows", watched)
     return calls
 
 
@@ -160,7 +160,7 @@ def test_what_processes_that_were_killed_left_behind_goes_and_what_others_are_wr
     prepare_once(recipe(), make_tokenizer(), rows, 50400)
     (kept,) = cache.cache_entries()
     name = kept.folder.name
-    cache.empty_cache()
+    cache.clear_cache()
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
     here = platform.node()

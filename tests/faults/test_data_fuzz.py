@@ -32,7 +32,7 @@ from support.tiny_tokenizer import make_tokenizer
 
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.dataset import Report
-from gptj_ft.data.prepare import prepare
+from gptj_ft.data.prepare import tokenize_rows
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.source import FileOptions, identify_file, opened_file
 from gptj_ft.data.readers.tables import SAMPLE_LINES, choose_dialect
@@ -279,7 +279,7 @@ def prepared(path: Path, preset: str, options: dict[str, Any]) -> Report | None:
     recipe = resolve({"recipe": preset, "cache": False, **options}, environment={}).recipe
     with patience():
         try:
-            report = prepare(recipe, TOKENIZER, path, 50400).report
+            report = tokenize_rows(recipe, TOKENIZER, path, 50400).report
         except (DataError, UsageError) as error:
             message = str(error)
             assert path.name in message, f"the message does not name the file: {message[:300]}"
@@ -386,5 +386,5 @@ def test_a_message_does_not_print_a_text_that_stands_where_the_header_should(tmp
     (tmp_path / "rows.csv").write_text(f"{'secret ' * 900},{'words ' * 900}\na,b\n", encoding="utf-8")
     recipe = resolve({"recipe": "summarization"}, environment={}).recipe
     with pytest.raises(DataError, match=r"looks like a row, not like names") as refused:
-        prepare(recipe, TOKENIZER, tmp_path / "rows.csv", 50400)
+        tokenize_rows(recipe, TOKENIZER, tmp_path / "rows.csv", 50400)
     assert "secret" not in str(refused.value)

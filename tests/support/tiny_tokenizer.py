@@ -35,7 +35,7 @@ def make_tokenizer(vocab_size=400, text=TEXT, eos="<|endoftext|>"):
 
 
 def encode(recipe: Recipe, tokenizer, values: Mapping[str, Any], answer_at: int | None = None) -> Encoded:
-    """Encode a row alone, as `prepare` encodes rows in batches."""
+    """Encode a row alone, as `tokenize_rows` does in batches."""
     texts = parts(recipe, values)
     ids = tokenize(tokenizer, [text for text, _ in texts])
     encoded = assemble(recipe, tokenizer, eos_of(tokenizer), values, texts, ids, answer_at)

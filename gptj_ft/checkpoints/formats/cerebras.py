@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.cerebras_hdf5 import MODEL, MdlFile, is_hdf5
+from gptj_ft.checkpoints.formats.cerebras_hdf5 import MODEL_PREFIX, MdlFile, is_hdf5
 from gptj_ft.checkpoints.formats.safetensors import open_shard
 from gptj_ft.checkpoints.formats.tensor_info import Shard, TensorInfo
 from gptj_ft.checkpoints.model_folder import Checkpoint, weights_of
@@ -71,7 +71,7 @@ def checkpoint_of(path: Path, shards: Mapping[str, Shard], family: Family) -> Ch
 
 def own_name(name: str) -> str:
     """Return a name without what stands before all of them: once since 1.9, before twice, in a .bin not at all."""
-    return re.sub(rf"^({re.escape(MODEL)})+", "", name)
+    return re.sub(rf"^({re.escape(MODEL_PREFIX)})+", "", name)
 
 
 def pattern_of(own: str) -> tuple[str, str]:

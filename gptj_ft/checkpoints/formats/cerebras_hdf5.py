@@ -22,7 +22,7 @@ from gptj_ft.system.dtypes import FROM_NUMPY
 if TYPE_CHECKING:
     import h5py
 
-MODEL = "model."  # before the names of weights
+MODEL_PREFIX = "model."  # before the names of weights
 _MOST_CHUNK_BYTES = 2**30  # of what HDF5 unpacks at once
 
 
@@ -84,10 +84,10 @@ class MdlFile:
         self.path = path
         with open_hdf5(path) as file:
             self.names = tuple(file)
-        self.parameters = MdlShard(path, {name: name for name in self.names if name.startswith(MODEL)})
+        self.parameters = MdlShard(path, {name: name for name in self.names if name.startswith(MODEL_PREFIX)})
         self.step = None if "global_step" not in self.names else int(self.value("global_step"))
         if not self.parameters.entries:
-            raise DataError(f"{path} holds no weights: no data set in it is named {MODEL}...")
+            raise DataError(f"{path} holds no weights: no data set in it is named {MODEL_PREFIX}...")
 
     def value(self, name: str, index: int = 0) -> float:
         """Return one number of a data set."""

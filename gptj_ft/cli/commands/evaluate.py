@@ -122,7 +122,7 @@ def evaluate(
         )
         shown.conclude(found, asked)
         return
-    folder = api.model_folder(model, "evaluate")
+    folder = api.named_model(model, "evaluate")
     recipe = api.model_options(folder, {**options, "config": config}, assignments=assignments).recipe
     if tasks is not None:
         names = [name.strip() for name in tasks.split(",") if name.strip()]

@@ -79,7 +79,7 @@ def generate(
         from gptj_ft.cli.terminal.answers import Shown, answer_file, answer_prompt, hold_chat
         from gptj_ft.generation.generator import GenerationSetup, check_num_return
 
-    folder = api.model_folder(model, "generate")
+    folder = api.named_model(model, "generate")
     recipe = api.model_options(folder, {**options, "config": config}, raw, assignments).recipe
     check_num_return(recipe, num_return)
     if rows and output:

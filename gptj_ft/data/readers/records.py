@@ -44,7 +44,7 @@ def read_rows(
             raise DataError(f"{file.path}: there are no rows in it")
 
 
-def read_text(file: File, findings: Findings) -> Iterator[Row]:
+def read_documents(file: File, findings: Findings) -> Iterator[Row]:
     """Read plain text, split into documents as the options say: lines, the file, or what blank lines separate."""
     lines = ((number, line.removesuffix("\n").removesuffix("\r")) for number, line in numbered_lines(file, findings))
     documents: Iterator[tuple[int, list[str]]]
@@ -86,7 +86,7 @@ _READERS: dict[str, Reader] = {
     "xlsx": read_workbook,
     "prepared": refuse_prepared,
     "dataset": read_saved_dataset,
-    "txt": read_text,
+    "txt": read_documents,
     "tfrecords": read_tfrecords,
     "hdf5": read_samples,
 }

@@ -71,7 +71,7 @@ def format_places(places: Sequence[str], count: int) -> str:
 
 
 def token_row(file: File, line: int, input_ids: list[int], trained: list[int]) -> Row:
-    """Make a row of tokens: the contract between its readers and `prepare`.
+    """Make a row of tokens: the contract between its readers and `tokenize_rows`.
 
     Args:
         file: where it is from.
