@@ -164,6 +164,7 @@ def vocab_size_of(folder: Path) -> int:
     return int(read_architecture(folder).config.vocab_size)
 
 
+Span = tuple[int, int]
 Characters = NDArray[np.int64]
 
 
@@ -176,10 +177,27 @@ def tokenize(tokenizer: RowTokenizer, batch: Sequence[str]) -> list[list[int]]:
     return [encoding.ids for encoding in backend.encode_batch_fast(list(batch), add_special_tokens=False)]
 
 
-def token_spans(tokenizer: RowTokenizer, text: str, ids: Sequence[int]) -> Characters:
-    """Locate the tokens of a text: [n, 2], the first character and the one behind the last.
+class TokenSpans(Sequence[Span]):
+    """Character spans of the tokens of a text.
 
-    Several tokens of one character each span all of it.
+    Args:
+        firsts, ends: of each, in the order of the tokens.
+    """
+
+    def __init__(self, firsts: Characters, ends: Characters) -> None:
+        self.firsts, self.ends = firsts, ends
+
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return TokenSpans(self.firsts[number], self.ends[number])
+        return int(self.firsts[number]), int(self.ends[number])
+
+
+def token_spans(tokenizer: RowTokenizer, text: str, ids: Sequence[int]) -> TokenSpans:
+    """Locate the tokens of a text, in characters; several tokens of one character each span all of it.
 
     Args:
         tokenizer: a fast one.
@@ -191,11 +209,11 @@ def token_spans(tokenizer: RowTokenizer, text: str, ids: Sequence[int]) -> Chara
         ends, raw = np.cumsum(lengths), np.frombuffer(text.encode(), np.uint8)
         if len(ends) and ends[-1] == len(raw):
             if len(raw) == len(text):  # a byte is a character
-                return np.stack([ends - lengths, ends], axis=1)
+                return TokenSpans(ends - lengths, ends)
             character = np.cumsum((raw & 0xC0) != 0x80)  # that a byte is of, counted from 1
-            return np.stack([character[ends - lengths] - 1, character[ends - 1]], axis=1)
-    offsets = backend_of(tokenizer).encode(text, add_special_tokens=False).offsets
-    return np.array(offsets, np.int64).reshape(-1, 2)
+            return TokenSpans(character[ends - lengths] - 1, character[ends - 1])
+    offsets = np.array(backend_of(tokenizer).encode(text, add_special_tokens=False).offsets, np.int64).reshape(-1, 2)
+    return TokenSpans(offsets[:, 0], offsets[:, 1])
 
 
 @lru_cache(maxsize=4)

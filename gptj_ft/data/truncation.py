@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.template import parse_template, render
-from gptj_ft.data.tokenization import (
-    Characters,
-    RowTokenizer,
-    is_before_blank,
-    splits_before_blanks,
-    token_spans,
-    tokenize,
-)
+from gptj_ft.data.tokenization import RowTokenizer, Span, is_before_blank, splits_before_blanks, token_spans, tokenize
 from gptj_ft.errors import RowSkipped
 
 # How many tokens a cut may move back to fall between two words.
 WORD_TOKENS = 5
 _GAP = " ... "  # where the middle of a text is left out
 
-Span = tuple[int, int]
 Keeper = Callable[[int], list[Span]]  # of so many tokens: which, as (first, end) spans
 
 
@@ -102,7 +93,7 @@ class _FieldTokens:
     start: int
     stop: int
     first: int
-    offsets: Characters
+    offsets: Sequence[Span]
 
     def without_end(self, keep: int, tokenizer: RowTokenizer) -> list[int] | None:
         """Return the prompt's tokens with only the first ``keep`` of the field, if no token goes across the joint."""
@@ -127,14 +118,14 @@ def _field_tokens(
     start = sum(map(len, texts[: next(n for n, piece in enumerate(pieces) if piece == (field, True))]))
     stop, prompt = start + len(values[field]), "".join(texts)
     places = token_spans(tokenizer, prompt, ids)
-    first = int(np.searchsorted(places[:, 0], start))
+    first = bisect_left(places.firsts, start)
     end = next((number for number in range(len(places), first, -1) if places[number - 1][1] <= stop), first)
     if end == first:
         return None
     return _FieldTokens(ids, prompt, start, stop, first, places[first:end])
 
 
-def _keeper(cut: str, offsets: Characters, answer_at: int | None) -> Keeper:
+def _keeper(cut: str, offsets: Sequence[Span], answer_at: int | None) -> Keeper:
     """Return the function that selects the tokens to keep."""
     count = len(offsets)
     if cut == "start":
@@ -142,7 +133,7 @@ def _keeper(cut: str, offsets: Characters, answer_at: int | None) -> Keeper:
     if cut == "middle":
         return lambda keep: [(0, -(-keep // 2)), (count - keep // 2, count)] if keep < count else [(0, count)]
     if cut == "answer" and answer_at is not None:
-        at = min(int(np.searchsorted(offsets[:, 1], answer_at, side="right")), count - 1)
+        at = next((index for index, (_, end) in enumerate(offsets) if end > answer_at), count - 1)
 
         def around(keep: int) -> list[Span]:
             first = min(max(at - keep // 2, 0), count - keep)
@@ -165,7 +156,7 @@ class _Cut:
 
     whole: str
     start: int
-    offsets: Characters
+    offsets: Sequence[Span]
     keeper: Keeper
 
     def text(self, keep: int) -> str:

@@ -80,7 +80,7 @@ def test_places_of_tokens_are_those_that_the_tokenizer_says(tokenizer, text: str
     (ids,) = tokenize(tokenizer, [text])
     assert len(_token_bytes(tokenizer))
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-    assert [tuple(span) for span in token_spans(tokenizer, text, ids).tolist()] == encoding.offsets
+    assert [*token_spans(tokenizer, text, ids)] == encoding.offsets
 
 
 def test_a_tokenizer_whose_places_leave_out_blanks_is_asked_for_them(tokenizer) -> None:
