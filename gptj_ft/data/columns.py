@@ -14,7 +14,7 @@ from gptj_ft.data.template import fields_of, render, stripped_fields
 from gptj_ft.errors import DataError, RowSkipped, did_you_mean, listed
 from gptj_ft.system.plain_text import quoted, shortened
 
-LABEL_FIELD = "label"  # the field whose values `labels` translates
+LABEL = "label"  # the field whose values `labels` translates
 INPUT = "input"  # what an instruction is about
 # Columns that make a conversation of one question and its answer, where there is none of messages.
 TURNS = {
@@ -283,7 +283,7 @@ class FieldReader:
             if not isinstance(cell, str) or not _is_unicode(cell):
                 return None
             text = cell.strip() if field in self._stripped else cell
-            values[field] = self._word_for(cell) if field == LABEL_FIELD and self._words else text
+            values[field] = self._word_for(cell) if field == LABEL and self._words else text
         return values
 
     def _of_columns(self, field: str, column: str, row: Mapping[str, Any]) -> list[str]:
@@ -306,7 +306,7 @@ class FieldReader:
             found = self._texts_in(column, cell, is_answer)
         if not found and is_answer and self._recipe.no_answer and isinstance(cell, list | dict):
             found = [self._recipe.no_answer]
-        if field == LABEL_FIELD and self._words:
+        if field == LABEL and self._words:
             found = [self._word_for(label) for label in found]
         if not found:
             raise RowSkipped(f"no value for column '{shortened(column)}'")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pyarrow
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.columns import LABEL_FIELD, FieldReader, FieldTexts, UnknownColumn, choose_columns, recipe_fields
+from gptj_ft.data.columns import LABEL, FieldReader, FieldTexts, UnknownColumn, choose_columns, recipe_fields
 from gptj_ft.data.dataset import Prepared, Report, content_hash, document_hash, settings_of
 from gptj_ft.data.encode import Encoded, TextPart, assemble, check_templates, eos_of, from_tokens, parts
 from gptj_ft.data.loss_mask import num_targets
@@ -120,7 +120,7 @@ class RowEncoder:
         except DataError as error:
             raise DataError(f"{row.where}: {error}") from error
         self._count(row, encoded)
-        first, label = encoded.documents[0], found.values.get(LABEL_FIELD, "")
+        first, label = encoded.documents[0], found.values.get(LABEL, "")
         rest = (encoded.prompt_length, encoded.untrained, found.references, row.source, row.line, group, label)
         return [(document, *rest, document is not first) for document in encoded.documents]
 
