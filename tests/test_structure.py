@@ -30,6 +30,14 @@ def test_the_families_named_without_torch_are_those_there_are() -> None:
     assert set(MODEL_TYPES) == set(TINY_MODELS.values()) == set(families())
 
 
+def test_no_test_imports_another() -> None:
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not [name for name in names if name.startswith("test_")], f"{path}: what it shares is for support/"
+
+
 def test_help_and_completion_import_no_torch() -> None:
     code = (
         "import os, sys; sys.argv = ['gptj-ft', 'finetune', '--help']\n"

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gptj_ft.checkpoints.convert import Conversion, convert
 
-State = dict[str, Tensor]
 WEIGHTS = "model.safetensors"
 
 

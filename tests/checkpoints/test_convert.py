@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support.checkpoint_files import FORMS, logits, make_state, write_source
+from support.checkpoint_files import FORMS, State, logits, make_state, write_source
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -27,8 +27,6 @@ from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.system import paths
 from gptj_ft.system.atomic import atomic_folder
-
-State = dict[str, Tensor]
 
 
 @pytest.fixture

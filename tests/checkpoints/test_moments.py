@@ -11,9 +11,9 @@ from conftest import random_gptj
 from safetensors.torch import save_file
 from support import mesh_reference as reference
 from support.cerebras_reference import GPT2, PARAMS, gpt2_state, gpt2_theirs, theirs
-from support.checkpoint_files import make_state, write_source
+from support.checkpoint_files import State, make_state, write_source
 from support.small_run import Power, PowerCut, assert_same_weights, new_run, small_session, train, weights_of
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +23,6 @@ from gptj_ft.data.batches import rows_of_step
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.training.setup import TrainSetup
 
-State = dict[str, Tensor]
 KINDS = ("exp_avg", "exp_avg_sq")
 WITH_OPTIMIZER = Conversion(with_optimizer=True)
 

@@ -154,12 +154,11 @@ def with_dropout_seeds(batches):
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])
 @pytest.mark.parametrize("shape", TARGETS)
 def test_placement_kept_activations_and_late_updates_never_change_a_bit(
-    shape: str, dropout: float, folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shape: str, dropout: float, folders, tmp_path: Path
 ) -> None:
-    if dropout:
-        monkeypatch.setattr("support.small_stack.micro_batches", lambda *rest: with_dropout_seeds(micro_batches(*rest)))
+    batches_of = (lambda *rest: with_dropout_seeds(micro_batches(*rest))) if dropout else micro_batches
     recipe = lora(shape, dropout=dropout)
-    expected = train(open_training(folders[shape], tmp_path / "resident", recipe), recipe)
+    expected = train(open_training(folders[shape], tmp_path / "resident", recipe), recipe, batches_of=batches_of)
     for number, (placement, places, budget, late) in enumerate(
         [
             (("disk", "disk"), {"frozen": "disk"}, LITTLE, 1),
@@ -170,7 +169,7 @@ def test_placement_kept_activations_and_late_updates_never_change_a_bit(
     ):
         stack = open_training(folders[shape], tmp_path / str(number), recipe, placement, budget, **places)
         # of an embedding that is elsewhere there are rows only: what came is compared
-        assert_identical(expected, train(stack, recipe, late=late))
+        assert_identical(expected, train(stack, recipe, late=late, batches_of=batches_of))
 
 
 @pytest.mark.parametrize("read_ahead", [0, 1, 2])

@@ -33,13 +33,13 @@ def lr_of(step: int) -> float:
     return 1e-2 * (step + 1) / STEPS
 
 
-def train(stack, recipe: Recipe, budget: int = 40, steps: int = STEPS, late: int = 0):
+def train(stack, recipe: Recipe, budget: int = 40, steps: int = STEPS, late: int = 0, batches_of=micro_batches):
     """Train; return (loss, norm) of each step and every layer's flat weights."""
     optimizer, curve = AdamW(stack, optimizer_config(recipe), num_deferred=late), []
     docs = documents(stack.layers[0].wte.num_embeddings)
     for step in range(steps):
         optimizer.begin_step(lr_of(step))
-        loss = train_step(stack, optimizer, micro_batches(docs, PROMPTS, budget))
+        loss = train_step(stack, optimizer, batches_of(docs, PROMPTS, budget))
         curve.append((loss.mean, optimizer.finish_step()))
     return curve, weights_after(stack, optimizer)
 
