@@ -30,6 +30,7 @@ from gptj_ft.cli.app import app
 from gptj_ft.cli.options import SHOWS_ALL
 from gptj_ft.config.options import FREE_ON_RESUME, GROUPS, Duration, Options, Recipe, Size, meaning_of
 from gptj_ft.config.presets import load_preset, preset_names
+from gptj_ft.planning.devices import DEVICES, LINKS
 
 UNITS = {
     "max_length": "tokens", "micro_batch_tokens": "tokens", "generation.max_new_tokens": "tokens",
@@ -57,7 +58,7 @@ def main() -> None:
 def files() -> dict[Path, str]:
     """Return every file that is generated, whole or in part, with the text it should have."""
     parts = {"hours": table, "hours-details": details, "recipes": recipes, "packages": packages, "commands": commands}
-    parts |= {"options": options, "api": api}
+    parts |= {"options": options, "api": api, "devices": devices}
     figure = draw([name for name in layers() if (ROOT / "gptj_ft" / name).is_dir()])
     found = {ROOT / "docs/layers.svg": figure}
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
@@ -88,6 +89,23 @@ def helps(command: Any, name: str, parent: Any = None) -> Iterator[tuple[str, st
     if isinstance(command, TyperGroup):
         for child in command.list_commands(context):
             yield from helps(command.get_command(context, child), f"{name} {child}", context)
+
+
+def devices() -> str:
+    """Return the table of devices that are known by name."""
+    lines = ["| device | products | memory | link, each way | bf16 | source |", "|---|---|---|---|---|---|"]
+    for device in DEVICES.values():
+        star = "*" if device.is_derived else ""
+        cells = [
+            device.name,
+            f"{device.half_tflops:g} TFLOP/s{star}",
+            f"{device.memory_rate:,g} GB/s",
+            f"{LINKS[device.link]:g} GB/s ({device.link})",
+            "yes" if device.has_bf16 else "no",
+            f"[{device.source.split('/')[2]}]({device.source})",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def options() -> str:

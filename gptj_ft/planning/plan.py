@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -16,6 +17,7 @@ from gptj_ft.planning.machine_profile import reason_for
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.scaling_law import ScalingForecast
 from gptj_ft.planning.suggestions import HARMLESS, TRAINING, Candidate, suggest
+from gptj_ft.planning.timeline import Schedule, Timeline, replay
 from gptj_ft.planning.working_memory import TOKEN_BYTES, WorkingMemory, reserve, usable
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.activations import NUM_BUFFERS
@@ -147,6 +149,8 @@ class Plan(Requirements):
         costs: bytes moved and seconds.
         rates: rates of the machine that the costs are computed from.
         outlook: compute beside that of pre-training.
+        timeline: a step replayed in virtual time, for an accelerator; the seconds of `costs` are then its.
+        device: name of a device that is not here.
     """
 
     placement: Placement
@@ -163,14 +167,28 @@ class Plan(Requirements):
     costs: Costs
     rates: Rates
     outlook: ScalingForecast
+    timeline: Timeline | None = None
+    device: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast for `--json`."""
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("costs", "have")}
+        apart = ("costs", "have", "timeline", "device")
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
         own |= {"placement": asdict(self.placement), "rates": asdict(self.rates), "outlook": self.outlook.to_dict()}
         own = {("room" if name == "budget" else name): value for name, value in own.items()}
         own |= {"room": _budget_dict(self.budget), "needs": [asdict(need) for need in self.needs]}
-        return {**own, **self.costs.to_dict()}
+        replay = {"timeline": self.timeline.to_dict()} if self.timeline else {}
+        return {**own, **self.costs.to_dict(), **replay, **({"device": self.device} if self.device else {})}
+
+    def tokens_to_hide_stall(self) -> int:
+        """Return how many more tokens in a step would take as long to compute as what the step waits for takes."""
+        passes = (self.costs.forward, self.costs.backward)
+        needed = max(
+            each.transfer_seconds(self.rates)
+            / max(1e-9, each.flops / self.rates.compute.matmul(PRECISIONS[self.precision]))
+            for each in passes
+        )
+        return max(0, math.ceil(self.tokens_per_step * (needed - 1) / 256) * 256)
 
 
 class DoesNotFit(ResourceError):
@@ -380,6 +398,31 @@ def forecast(placement: Placement, load: Workload, recipe: Recipe, rates: Rates,
             load.flops().model,
         ),
     )
+
+
+def replayed(plan: Plan, load: Workload, recipe: Recipe) -> Plan:
+    """Return a plan with a step replayed in virtual time, where it is for an accelerator; otherwise as it is.
+
+    Where the step waits for transfers, deferred updates are tried, too, and taken if that is faster.
+    """
+    if plan.have.is_shared or not load.layers:
+        return plan
+    stored, rates = _stored(plan.placement, load, recipe), plan.rates
+
+    def timeline(is_late: bool) -> Timeline:
+        schedule = Schedule(plan.placement, tuple(stored.items()), plan.budget, len(load.layouts) if is_late else 0)
+        return replay(load, schedule, rates)
+
+    is_late = plan.costs.is_late
+    best = timeline(is_late)
+    if is_late and (other := timeline(False)).seconds < best.seconds:
+        is_late, best = False, other
+    costs = cost(plan.placement, load, recipe, stored, rates, plan.budget, is_late)
+    moving = max(best.link_in, best.link_out, best.disk)
+    costs = replace(
+        costs, seconds_per_step=best.seconds, compute_seconds=best.compute, transfer_seconds=moving,
+    )  # fmt: skip
+    return replace(plan, costs=costs, timeline=best)
 
 
 def _budget_dict(budget: BufferBudget) -> dict[str, int]:

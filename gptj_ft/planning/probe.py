@@ -17,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gptj_ft.models.attention import attend
+from gptj_ft.models.batch import PackedBatch
 from gptj_ft.streaming.stores.state_file import digest
-from gptj_ft.system.accelerator import empty_cache, is_accelerator, shares_memory, supports_bf16, synchronize
+from gptj_ft.system.accelerator import empty_cache, is_accelerator, shares_memory, supports_bf16, timed
 from gptj_ft.system.direct_io import open_direct, read_direct, write_bytes
 from gptj_ft.system.memory import allocate
 
@@ -29,6 +31,7 @@ LONGEST_PRODUCT = 2.0  # seconds
 PRODUCTS_SECONDS, MOST_PRODUCTS = 0.2, 50  # of one size
 _COPY_BYTES = 128 * 2**20
 HEADS, ATTENDED, HEAD_DIM = 4, 512, 256  # of an attention that is measured
+DOCUMENTS = 8  # measured at once on an accelerator
 NEAR_BYTES = 4 * 2**20  # of each of two tensors that the caches hold together
 FILE_BYTES = 512 * 2**20
 _CHUNK_BYTES = 128 * 2**20
@@ -143,22 +146,29 @@ def measure_compute(device: torch.device) -> ComputeRates:
         pinned = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
         to_device, from_device = _copy_rate(pinned, one), _copy_rate(one, pinned)
     del one, other
-    dtypes = (torch.float32, torch.bfloat16 if supports_bf16(device) else torch.float16)
+    half = torch.bfloat16 if supports_bf16(device) else torch.float16
+    dtypes = (torch.float32, half)
     wide = [matmul_rate(device, dtype) for dtype in dtypes]
     narrow = [matmul_rate(device, dtype, NARROW, 2 * NARROW) for dtype in dtypes]
+    block = _block_rates(device, half if is_accelerator(device) else torch.float32)
     empty_cache(device)  # what torch keeps for later would count as taken
     return ComputeRates(
-        wide[0], wide[1], narrow[0], narrow[1], 2 * copy, 2 * near, *_block_rates(device), to_device, from_device, load
+        wide[0], wide[1], narrow[0], narrow[1], 2 * copy, 2 * near, *block, to_device, from_device, load
     )
 
 
-def _block_rates(device: torch.device) -> tuple[float, float]:
-    """Measure the rest of a block: elements/s of GELU, FLOP/s of causal attention."""
-    x = torch.full((4 * NEAR_BYTES // 4,), 0.5, device=device)
-    q = torch.full((1, HEADS, ATTENDED, HEAD_DIM), 0.01, device=device)
-    gelu = min(_seconds(lambda: F.gelu(x, approximate="tanh"), device) for _ in range(3))
-    attention = min(_seconds(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True), device) for _ in range(3))
-    return x.numel() / gelu, 2.0 * HEADS * ATTENDED**2 * HEAD_DIM / attention
+def _block_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Measure the rest of a block: elements/s of GELU, FLOP/s of causal attention by the kernel of training."""
+    x = torch.full((4 * NEAR_BYTES // 4,), 0.5, device=device).to(dtype)
+    gelu = min(timed(lambda: F.gelu(x, approximate="tanh"), device) for _ in range(3))
+    number = DOCUMENTS if is_accelerator(device) else 1  # a single document does not fill an accelerator
+    tokens = number * ATTENDED
+    q = torch.full((tokens, HEADS, HEAD_DIM), 0.01, device=device).to(dtype)
+    ids = torch.zeros(tokens, dtype=torch.int64, device=device)
+    batch = PackedBatch(ids, ids, ids, tuple(range(0, tokens + 1, ATTENDED)))
+    with torch.no_grad():
+        attention = min(timed(lambda: attend(q, q, q, batch, 0), device) for _ in range(3))
+    return x.numel() / gelu, 2.0 * number * HEADS * ATTENDED**2 * HEAD_DIM / attention
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, width: int = WIDTH, inner: int = INNER) -> float:
@@ -169,6 +179,9 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, width: int = WIDTH, in
     most = _MOST_TOKENS if is_accelerator(device) else _MOST_TOKENS_ON_CPU
     weight = torch.full((inner, width), 0.01, device=device).to(dtype)
     tokens, best = most // 64, 0.0
+    if is_accelerator(device):
+        # The first product pays for the context, the library and its kernels; the device would be taken for slow.
+        F.linear(torch.zeros(tokens, width, dtype=dtype, device=device), weight)
     while True:
         seconds = _matmul_seconds(torch.full((tokens, width), 0.01, device=device).to(dtype), weight)
         rate = 2 * tokens * width * inner / seconds
@@ -179,11 +192,11 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, width: int = WIDTH, in
 
 def _matmul_seconds(x: Tensor, weight: Tensor) -> float:
     """Return the median time of a product; a slow one runs once."""
-    seconds = _seconds(lambda: F.linear(x, weight), x.device)
+    seconds = timed(lambda: F.linear(x, weight), x.device)
     if seconds > LONGEST_PRODUCT / 4:
         return seconds
     repeats = max(2, min(MOST_PRODUCTS, round(PRODUCTS_SECONDS / seconds)))
-    return median([seconds, *(_seconds(lambda: F.linear(x, weight), x.device) for _ in range(repeats))])
+    return median([seconds, *(timed(lambda: F.linear(x, weight), x.device) for _ in range(repeats))])
 
 
 def measure_disk(folder: Path, file_bytes: int = FILE_BYTES, chunk_bytes: int = _CHUNK_BYTES) -> DiskRates:
@@ -274,13 +287,5 @@ def _noise(size: int) -> memoryview:
 def _copy_rate(source: Tensor, target: Tensor) -> float:
     """Measure bytes/s of a copy: the best of three, the first of which faults the pages in."""
     device = source.device if source.device.type != "cpu" else target.device
-    seconds = min(_seconds(lambda: target.copy_(source, non_blocking=True), device) for _ in range(3))
+    seconds = min(timed(lambda: target.copy_(source, non_blocking=True), device) for _ in range(3))
     return source.nbytes / seconds
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    work()
-    synchronize(device)
-    return time.perf_counter() - start

@@ -1,7 +1,8 @@
-"""Query free memory and disk, and check row length against the model's context."""
+"""Say what a run is planned for: its device, here or known by name, what is free, and rates; check row lengths."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -9,10 +10,64 @@ import torch
 from gptj_ft.config.options import Recipe
 from gptj_ft.errors import UsageError
 from gptj_ft.models.registry import Architecture
+from gptj_ft.planning.devices import find_device, is_published_name
+from gptj_ft.planning.machine_profile import choose_dtype, disk_rates, rates
 from gptj_ft.planning.plan import Free
+from gptj_ft.planning.probe import Rates
 from gptj_ft.system import machine
 from gptj_ft.system.accelerator import shares_memory
+from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.files import disk_bytes, files_in
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a run is planned for.
+
+    Attributes:
+        device: device that computes; ``meta`` stands for one that is not here.
+        dtype: data type of the computation.
+        free: free resources.
+        rates: rates of the device and of the disk.
+        name: name of a device that is not here; empty: it is.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    free: Free
+    rates: Rates
+    name: str = ""
+
+    @classmethod
+    def here(cls, recipe: Recipe, folder: Path) -> Target:
+        """Return this machine, for a run in a folder.
+
+        Raises:
+            UsageError: there is no such device.
+        """
+        device = machine.choose_device(recipe.device)
+        dtype = choose_dtype(recipe.precision, device)
+        return cls(device, dtype, free_resources(device, folder), rates(device, folder))
+
+    @classmethod
+    def of(cls, recipe: Recipe, folder: Path) -> Target:
+        """Return the device that a plan names: one of this machine, or one whose published rates are known.
+
+        Memory and disk of the host are this machine's, unless the recipe's limits say more.
+
+        Raises:
+            UsageError: there is no such device, nor is one known by that name, or it has no such precision.
+        """
+        if not is_published_name(recipe.device):
+            return cls.here(recipe, folder)
+        device = find_device(recipe.device)
+        if recipe.precision == "bf16" and not device.has_bf16:
+            raise UsageError(f"{device.name} does not compute in bf16: use --precision fp16")
+        dtype = device.half if recipe.precision == "auto" else PRECISIONS[recipe.precision]
+        own = free_resources(torch.device("cpu"), folder)
+        host, disk = max(own.host, recipe.host_memory or 0), max(own.disk, recipe.disk_space or 0)
+        free = Free(device.memory_bytes, host, disk, is_shared=False)
+        return cls(torch.device("meta"), dtype, free, Rates(device.rates(), disk_rates(folder)), device.name)
 
 
 def free_resources(device: torch.device, folder: Path) -> Free:

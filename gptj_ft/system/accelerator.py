@@ -16,6 +16,7 @@ On a CPU there are no streams and no events, and nothing here does anything.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -158,6 +159,22 @@ def synchronize(device: torch.device) -> None:
     if is_accelerator(device):
         args = (device,) if has_streams(device) else ()
         module_of(device).synchronize(*args)
+
+
+def timed(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds that work takes: by a device's own clock, which does not count how the program gets there."""
+    synchronize(device)
+    start = time.perf_counter()
+    if not has_streams(device):
+        work()
+        synchronize(device)
+        return time.perf_counter() - start
+    before, after = (module_of(device).Event(enable_timing=True) for _ in range(2))
+    before.record(current_stream(device))
+    work()
+    after.record(current_stream(device))
+    synchronize(device)
+    return float(before.elapsed_time(after)) / 1e3 or time.perf_counter() - start
 
 
 class StallTimer:

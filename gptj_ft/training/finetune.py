@@ -29,9 +29,10 @@ from gptj_ft.models.published import Published, find_published
 from gptj_ft.models.registry import Architecture, read_architecture
 from gptj_ft.models.supported import DEFAULT_REPOSITORY, TINY_MODELS
 from gptj_ft.models.trainable import select
-from gptj_ft.planning.machine_profile import are_known, choose_dtype, rates
-from gptj_ft.planning.plan import DoesNotFit, Plan, choose
-from gptj_ft.planning.resources import free_resources
+from gptj_ft.planning.devices import is_published_name
+from gptj_ft.planning.machine_profile import are_known, rates
+from gptj_ft.planning.plan import DoesNotFit, Plan, choose, replayed
+from gptj_ft.planning.resources import Target
 from gptj_ft.planning.workload import Workload
 from gptj_ft.system.digests import read_sealed, write_sealed
 from gptj_ft.system.files import hidden_name, keep_folder, remove, replace_text, sync_path, sync_tree, write_file
@@ -136,12 +137,13 @@ def planning(device: torch.device, folder: Path) -> str:
     return "planning" if are_known(device, folder) else "measuring this machine, once, up to 10 s"
 
 
-def prepare_new_run(resolved: Resolved, reporter: Reporter | None = None) -> PreparedRun:
+def prepare_new_run(resolved: Resolved, reporter: Reporter | None = None, target: Target | None = None) -> PreparedRun:
     """Read everything that a new run needs, and plan it; writes nothing but a tiny model.
 
     Args:
         resolved: options with their origins.
         reporter: receiver of activities.
+        target: what it is planned for; default: this machine, which it can then be trained on.
 
     Raises:
         GptjFtError: whatever stands in its way.
@@ -151,9 +153,9 @@ def prepare_new_run(resolved: Resolved, reporter: Reporter | None = None) -> Pre
     folder = choose_folder(recipe)
     reporter.on_activity("reading the rows")
     inputs = gather(recipe)
-    reporter.on_activity(planning(choose_device(recipe.device), folder))
+    reporter.on_activity("planning" if target else planning(choose_device(recipe.device), folder))
     final = recipe.model_copy(update={"model": str(inputs.model.resolve()), "output": str(folder)})
-    setup = _setup(final, inputs.model, (inputs.train, inputs.validation), folder)
+    setup = _setup(final, inputs.model, (inputs.train, inputs.validation), folder, target)
     origins = dict(resolved.origins)
     if final.precision == "auto":
         origins["precision"] = "chosen by measuring"
@@ -350,21 +352,26 @@ def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Repo
         GptjFtError: there are no such rows, or no such model.
     """
     recipe, reporter = resolved.recipe, reporter or Reporter()
-    device = choose_device(recipe.device)
+    folder = choose_folder(recipe)
+    is_here = not is_published_name(recipe.device)
     if measure_again:
         reporter.on_activity("measuring this machine, up to 10 s")
-        rates(device, choose_folder(recipe), again=True)
+        rates(choose_device(recipe.device if is_here else "cpu"), folder, again=True)
+    elif is_here and recipe.data is None:
+        reporter.on_activity(planning(choose_device(recipe.device), folder))
     if recipe.data is not None:
+        target = None if is_here else Target.of(recipe, folder)
+        name = target.name if target else ""
         try:
-            setup = prepare_new_run(resolved, reporter).setup
+            setup = prepare_new_run(resolved, reporter, target).setup
         except DoesNotFit as problem:
-            return Forecast(problem.nearest, problem)
-        return Forecast(setup.plan, notes=setup.architecture.notes)
+            return Forecast(replace(problem.nearest, device=name), problem)
+        return Forecast(replace(setup.plan, device=name), notes=setup.architecture.notes)
     if recipe.model in TINY_MODELS:
         raise UsageError("the tiny model is made from the rows: add --data FILE")
     published = find_published(recipe.model or DEFAULT_REPOSITORY)
     architecture = _architecture(recipe, published)
-    dtype = choose_dtype(recipe.precision, device)
+    target = Target.of(recipe, folder)
     length = min(recipe.max_length, architecture.config.n_positions)
     tokens = recipe.batch_size * length
     selection = select(architecture, recipe)
@@ -373,7 +380,7 @@ def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Repo
         frozen=selection.frozen,
         layers=selection.build(),
         width=architecture.config.n_embd,
-        dtype=dtype,
+        dtype=target.dtype,
         micro_batch_tokens=max(recipe.micro_batch_tokens, length),
         step_tokens=tokens,
         mean_step_tokens=tokens,
@@ -382,13 +389,11 @@ def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Repo
         context=architecture.config.n_positions,
         longest_row=length,
     )
-    folder = choose_folder(recipe)
-    reporter.on_activity(planning(device, folder))
     try:
-        plan = choose(recipe, load_, free_resources(device, folder), rates(device, folder))
+        plan = replayed(choose(recipe, load_, target.free, target.rates), load_, recipe)
     except DoesNotFit as problem:
-        return Forecast(problem.nearest, problem, architecture.notes, published)
-    return Forecast(plan, None, architecture.notes, published)
+        return Forecast(replace(problem.nearest, device=target.name), problem, architecture.notes, published)
+    return Forecast(replace(plan, device=target.name), None, architecture.notes, published)
 
 
 def _architecture(recipe: Recipe, published: Published | None) -> Architecture:
@@ -401,7 +406,13 @@ def _architecture(recipe: Recipe, published: Published | None) -> Architecture:
         return published.architecture
 
 
-def _setup(recipe: Recipe, model: Path, rows: tuple[Prepared, Prepared | None], folder: Path) -> TrainSetup:
+def _setup(
+    recipe: Recipe,
+    model: Path,
+    rows: tuple[Prepared, Prepared | None],
+    folder: Path,
+    target: Target | None = None,
+) -> TrainSetup:
     train, validation = rows
     check_keep(recipe, len(validation.rows) if validation else 0)
     return make_setup(
@@ -411,4 +422,5 @@ def _setup(recipe: Recipe, model: Path, rows: tuple[Prepared, Prepared | None], 
         Rows.of(validation.rows if validation else None, length=recipe.max_length),
         train.report.data_sha256,
         folder,
+        target,
     )

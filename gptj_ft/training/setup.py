@@ -14,11 +14,9 @@ from gptj_ft.config.run_folder import Run, steps_done
 from gptj_ft.data.batches import Rows, rows_of_step, steps_per_epoch
 from gptj_ft.models.registry import Architecture, read_architecture
 from gptj_ft.models.trainable import Selection, select
-from gptj_ft.planning.machine_profile import choose_dtype, rates
-from gptj_ft.planning.plan import Plan, choose
-from gptj_ft.planning.resources import check_lengths, free_resources
+from gptj_ft.planning.plan import Plan, choose, replayed
+from gptj_ft.planning.resources import Target, check_lengths
 from gptj_ft.planning.workload import Workload
-from gptj_ft.system import machine
 from gptj_ft.system.digests import check_weights
 from gptj_ft.training.schedule import Schedule
 
@@ -48,7 +46,13 @@ class TrainSetup:
 
 
 def make_setup(
-    recipe: Recipe, model: Path, train: Rows, validation: Rows, data_sha256: str, folder: Path
+    recipe: Recipe,
+    model: Path,
+    train: Rows,
+    validation: Rows,
+    data_sha256: str,
+    folder: Path,
+    target: Target | None = None,
 ) -> TrainSetup:
     """Derive the steps of a run and plan where everything goes.
 
@@ -59,6 +63,7 @@ def make_setup(
         validation: rows to measure on; may be none.
         data_sha256: digest of the file the rows came from.
         folder: the run folder, for the space and rate of its disk, and the steps done if it is resumed.
+        target: what it is planned for; default: this machine.
 
     Raises:
         ResourceError: it cannot fit.
@@ -70,8 +75,7 @@ def make_setup(
     with open_checkpoint(model) as weights:
         check_tensors(architecture, weights)
     selection = select(architecture, recipe)
-    device = machine.choose_device(recipe.device)
-    dtype = choose_dtype(recipe.precision, device)
+    target = target or Target.here(recipe, folder)
     per_epoch = steps_per_epoch(len(train), recipe.batch_size)
     num_steps = recipe.num_steps(len(train))
     schedule = Schedule.of(recipe, num_steps)
@@ -86,7 +90,7 @@ def make_setup(
         frozen=selection.frozen,
         layers=selection.build(),
         width=architecture.config.n_embd,
-        dtype=dtype,
+        dtype=target.dtype,
         micro_batch_tokens=max(recipe.micro_batch_tokens, max(lengths)),
         step_tokens=max(sizes),
         mean_step_tokens=sum(sizes) / len(sizes),
@@ -99,12 +103,12 @@ def make_setup(
         validation_targets=validation.num_targets,
     )
     has_begun = Run(folder).recipe_file.is_file()
-    plan = choose(recipe, load, free_resources(device, folder), rates(device, folder), has_begun)
+    plan = replayed(choose(recipe, load, target.free, target.rates, has_begun), load, recipe)
     # Another machine, or this one on another day, might choose another type in the middle of the run.
     recipe = recipe.model_copy(update={"precision": plan.precision})
     return TrainSetup(
         recipe, model, architecture, selection, train, validation, data_sha256, num_steps, most_step_tokens,
-        schedule, device, dtype, plan, updates_before(recipe, model, architecture),
+        schedule, target.device, target.dtype, plan, updates_before(recipe, model, architecture),
     )  # fmt: skip
 
 

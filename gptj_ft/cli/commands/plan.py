@@ -30,7 +30,7 @@ def plan(
     """Tell what a run will cost, before it starts.
 
     Memory and disk that it needs beside what there is, seconds a step, the time it ends. Without --data, for rows of
-    the greatest length.
+    the greatest length. For a card that is not here, name it: --device "RTX 4060 8GB".
     """
     out = Output(as_json, quiet)
     with out.activity():

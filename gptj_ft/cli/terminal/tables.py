@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gptj_ft.training.throughput import StepCounts, Throughput
 
 FEW_TRAINING_ROWS, FEW_VALIDATION_ROWS = 100, 20
+STALL_NOTICED = 0.01  # share of a step
 BUSY = 0.5  # average load of a core from which on what is measured is not to be trusted
 
 
@@ -91,19 +92,21 @@ def plan_rows(plan: Plan, notes: Sequence[str] = (), verbose: bool = True) -> li
     """
     rows = [
         ("parameters", f"{plan.num_parameters:,}, {_share_trained(plan)}"),
+        *((("device", f"{plan.device}, by its published rates"),) if plan.device else ()),
         ("computed in", f"{plan.precision}: {plan.reason}"),
         ("placement", str(plan.placement)),
         *((each.resource, f"needs about {gigabytes(each.need)} of {gigabytes(each.have)}") for each in plan.needs),
         *_transfers(plan.costs),
         *_times(plan),
-        ("measured", _measured(plan)),
+        *_stall(plan),
+        ("published" if plan.device else "measured", _measured(plan)),
         ("training", _amount(plan.outlook)),
         *(("note", note) for note in notes),
     ]
     return [row for row in rows if verbose or row[0] not in ENGINE_ROWS]
 
 
-ENGINE_ROWS = {"moved per step", "validations", "checkpoints", "measured", "training"}
+ENGINE_ROWS = {"moved per step", "validations", "checkpoints", "measured", "published", "training"}
 
 
 def show_reading(console: Console, title: str, about: Sequence[tuple[str, str]], plan: InferencePlan) -> None:
@@ -202,6 +205,8 @@ def _times(plan: Plan) -> Iterator[tuple[str, str]]:
     parts = f"computing {_seconds(costs.compute_seconds)}"
     if costs.transfer_seconds:
         parts += f", and beside it moving bytes {_seconds(costs.transfer_seconds)}"
+    if plan.timeline:
+        parts = f"{plan.timeline.tokens_per_second:,.0f} tokens/s; {parts}"
     yield "a step", f"about {_seconds(costs.seconds_per_step)}: {parts}"
     if costs.seconds is None:
         return
@@ -211,9 +216,23 @@ def _times(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "finish", f"after about {clock(costs.seconds)}: {time_after(costs.seconds)} if it starts now"
 
 
+def _stall(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Say what the computation waits for, and what would hide it."""
+    if not plan.timeline or plan.timeline.stall < STALL_NOTICED:
+        return
+    what = max(plan.timeline.waits, key=lambda name: plan.timeline.waits[name] if plan.timeline else 0.0)
+    more = plan.tokens_to_hide_stall()
+    hidden = f": {more:,} more tokens a step would hide it" if what != "program" and more else ""
+    yield "waiting", f"for the {what} {plan.timeline.stall:.0%} of a step{hidden}"
+
+
 def _measured(plan: Plan) -> str:
     disk, product = plan.rates.disk, plan.rates.compute.matmul(PRECISIONS[plan.precision])
     product_text = f"{product / 1e9:,.0f} GFLOP/s in {plan.precision}"
+    if plan.device:
+        compute = plan.rates.compute
+        memory, link = f"{compute.memory / 1e9:,.0f} GB/s", f"{compute.to_device / 1e9:.1f} GB/s"
+        product_text += f", memory {memory}, link {link} each way: shares of published rates, see docs/devices.md"
     if plan.rates.is_disk_assumed:
         return f"{product_text}; for the disk {disk.mixed / 1e9:.1f} GB/s is assumed: there was no room to measure it"
     busy = "; the machine was busy then" if plan.rates.compute.load > BUSY else ""

@@ -121,8 +121,8 @@ def ghost_step(
         torch.autograd.set_multithreading_enabled(False),  # the order of issue is that of one thread, as on a device
     ):
         model = open_for_training(
-            architecture, placement, dtypes, device, Path("none"), budget, keeps_gradients(recipe, placement), boundary,
-            selection,
+            architecture, placement, dtypes, device, Path("none"), budget,
+            keeps_gradients(recipe, placement, compute), boundary, selection,
         )  # fmt: skip
         if any(layout.numel for layout in model.frozen):
             store = DeviceStore if placement.of("frozen") == "device" else host.HostStore

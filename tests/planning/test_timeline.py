@@ -1,0 +1,161 @@
+"""A step replayed in virtual time: what it takes, what it waits for, for devices that are not here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptj_ft.config.options import Recipe
+from gptj_ft.errors import UsageError
+from gptj_ft.models.gptj import GPTJConfig, build_layers
+from gptj_ft.models.layout import Layout
+from gptj_ft.planning.devices import DEVICES, LINKS, find_device
+from gptj_ft.planning.plan import Free, choose, replayed
+from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
+from gptj_ft.planning.timeline import Schedule, Timeline, replay
+from gptj_ft.planning.traffic import training_passes
+from gptj_ft.planning.workload import Workload
+from gptj_ft.streaming.model import BufferBudget
+from gptj_ft.streaming.stores.placement import Place, Placement, training_dtypes
+
+BF16 = torch.bfloat16
+RATES = Rates(
+    ComputeRates(
+        fp32=1e13, bf16=4e13, fp32_narrow=1e13, bf16_narrow=4e13, memory=5e11, near_memory=5e11, gelu=1e11,
+        attention=2e13, to_device=1e10, from_device=1e10,
+    ),
+    DiskRates(read=2e9, write=2e9, mixed=2e9),
+)  # fmt: skip
+ON_HOST, ON_DEVICE = Placement("host", "host"), Placement("device", "device")
+
+
+def workload(tokens: int, blocks: int = 4) -> Workload:
+    """Some blocks of GPT-J, documents of 1,024 tokens, micro-batches of 2,048."""
+    layers = build_layers(GPTJConfig(n_layer=blocks))
+    layouts = [Layout.of(layer) for layer in layers]
+    return Workload(layouts, 4096, BF16, 2048, tokens, tokens, tokens, None, longest_row=1024, layers=layers)
+
+
+def schedule(placement: Placement = ON_HOST, clips: bool = True, **budget: int) -> Schedule:
+    stored = {kind: dtype for kind, dtype in training_dtypes(BF16, BF16, BF16).items() if clips or kind != "grad"}
+    return Schedule(placement, tuple(stored.items()), BufferBudget(**budget))
+
+
+def test_a_model_that_stays_on_the_device_waits_for_nothing() -> None:
+    found = replay(workload(8192), schedule(ON_DEVICE), RATES)
+    assert (found.link_in, found.link_out, found.disk) == (0, 0, 0)
+    assert found.stall < 0.01
+    assert found.seconds == pytest.approx(found.compute, rel=0.01)
+    flops = workload(8192).flops().hardware
+    assert flops / 4e13 < found.compute < 1.6 * flops / 4e13, "products, attention, and what memory bounds"
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_the_replay_moves_the_bytes_that_the_schedule_counts(clips: bool) -> None:
+    load, asked = workload(2048), schedule(clips=clips)
+    found = replay(load, asked, RATES)
+    passes = training_passes(ON_HOST, load, dict(asked.stored), asked.budget, is_late=False)[:2]
+    assert found.link_in * 1e10 == pytest.approx(sum(each.read["host"] for each in passes), rel=0.01)
+    assert found.link_out * 1e10 == pytest.approx(sum(each.written.get("host", 0) for each in passes), rel=0.01)
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_where_bytes_are_slow_a_step_takes_as_long_as_they_do(place: Place) -> None:
+    slow = replace(RATES, compute=replace(RATES.compute, to_device=2e9, from_device=2e9))
+    found = replay(workload(2048), schedule(Placement(place, place)), slow)
+    assert found.bound == max(found.link_in, found.link_out, found.disk) > found.compute
+    assert found.share_of_bound > 0.55, "each pass waits for its own transfers"
+    assert max(found.waits, key=lambda name: found.waits[name]) == {"host": "link", "disk": "disk"}[place]
+    assert found.stall == pytest.approx(1 - found.compute / found.seconds, abs=0.02)
+
+
+def test_long_steps_hide_their_transfers_and_short_ones_say_how_many_tokens_would() -> None:
+    recipe = Recipe(moments="bf16", gradients="bf16", weights="host", optimizer_state="host", activations="recompute")
+    free = Free(10**11, 10**12, 10**14, is_shared=False)
+
+    def planned(tokens: int) -> tuple[Timeline, int]:
+        load = workload(tokens)
+        plan = replayed(choose(recipe, load, free, RATES), load, recipe)
+        assert plan.timeline is not None
+        assert plan.costs.seconds_per_step == plan.timeline.seconds
+        return plan.timeline, plan.tokens_to_hide_stall()
+
+    short, more = planned(1024)
+    assert short.stall > 0.2
+    assert more > 0
+    long, none = planned(1024 + more)
+    assert long.stall < 0.05
+    assert long.share_of_bound > 0.95
+    assert none < 0.1 * more
+
+
+def test_kept_activations_and_no_clipping_take_less() -> None:
+    load = workload(4096)
+    plain, kept, unclipped = (
+        replay(load, each, RATES) for each in (schedule(), schedule(num_kept_layers=4), schedule(clips=False))
+    )
+    assert kept.compute < 0.9 * plain.compute
+    assert unclipped.link_out < plain.link_out
+
+
+def test_inputs_that_wait_in_host_memory_cross_the_link() -> None:
+    load = workload(8192)
+    here, away = (replay(load, schedule(replace(ON_HOST, boundaries=place)), RATES) for place in ("device", "host"))
+    moved = 4 * 8192 * 4096 * 2 / 1e10
+    assert away.link_out - here.link_out == pytest.approx(moved, rel=0.02)
+
+
+def test_a_replay_is_the_same_each_time() -> None:
+    assert replay(workload(2048), schedule(), RATES) == replay(workload(2048), schedule(), RATES)
+
+
+def test_published_devices_are_found_by_how_people_call_them() -> None:
+    for name in ("RTX 4060 8GB", "rtx4060", "GeForce RTX 4060", "NVIDIA 4060 8 GB", "4060"):
+        assert find_device(name).name == "RTX 4060 8GB", name
+    assert find_device("RTX 4060 Ti").memory_gib == 16
+    with pytest.raises(
+        UsageError, match="'RTX 5060 8GB' is not a device that is known by name: did you mean 'RTX 4060"
+    ):
+        find_device("RTX 5060 8GB")
+    with pytest.raises(UsageError, match="names several devices: did you mean 'A100 40GB', 'A100 80GB'"):
+        find_device("a100")
+
+
+def test_published_rates_are_plausible() -> None:
+    for name, device in DEVICES.items():
+        assert name.endswith(f" {device.memory_gib}GB")
+        assert device.source.startswith("https://")
+        assert 1.5 < device.half_tflops / device.fp32_tflops < 20
+        rates = device.rates()
+        assert rates.bf16 < device.half_tflops * 1e12
+        assert rates.to_device < LINKS[device.link] * 1e9
+
+
+def test_plan_forecasts_a_run_on_a_device_that_is_not_here(shell, tmp_path: Path) -> None:
+    line = "plan --recipe summarization --model cerebras/Cerebras-GPT-1.3B --host-memory 64GB --disk-space 200GB"
+    sized = f"{line} --max-length 512 --set batch_size=4"
+    done = shell(f"{sized} --device 'RTX 4060 8GB' --json")
+    assert done.code == 0, done.err
+    values = done.json
+    assert values["device"] == "RTX 4060 8GB"
+    assert values["precision"] == "bf16"
+    timeline = values["timeline"]
+    assert timeline["tokens"] == 4 * 512
+    assert timeline["seconds"] == values["seconds_per_step"]
+    assert timeline["tokens_per_second"] == pytest.approx(timeline["tokens"] / timeline["seconds"])
+    memory = {need["resource"]: need for need in values["needs"]}
+    assert memory["device memory"]["need"] <= memory["device memory"]["have"] < 8 * 2**30
+    assert memory["host memory"]["have"] == 64 * 10**9
+    said = shell(f"{sized} --device t4").said
+    for phrase in ("T4 16GB", "fp16", "tokens/s", "shares of published rates"):
+        assert phrase in said, phrase
+    for name, near in (("RTX 4061 8GB", "'RTX 4060 8GB'"), ("a100", "'A100 40GB'")):
+        refused = shell(f"{line} --device '{name}'")
+        assert refused.code == 2
+        assert near in refused.err
+    assert shell(f"{line} --device t4 --precision bf16").code == 2
+    trained = shell("finetune --recipe summarization --data rows.jsonl --model tiny --device 'RTX 4060 8GB'")
+    assert trained.code == 2, "what is not here trains nothing"

@@ -1,0 +1,104 @@
+"""Forecasts of GPT-J 6B beside the ledger and the replay of a step without numbers; for a process of its own.
+
+    python -m support.ghost_forecasts memory '{"cap": 8, "tokens": 16384, "method": "full"}' ...
+    python -m support.ghost_forecasts time '{"device": "RTX 4060 8GB", "tokens": 16384}' ...
+
+prints a JSON line for each case.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from support import accelerator
+from support.accelerator.ghost import GPTJ_6B, GhostBatch, ghost_step
+from support.accelerator.replay import RATES, DeviceRates, replay
+
+ROW_TOKENS, MICRO_BATCH_TOKENS = 1024, 4096
+NARROW = {"moments": "bf16", "gradients": "bf16"}
+
+
+def memory(case: dict[str, Any]) -> dict[str, Any]:
+    """Plan a step within a cap, and take the ledger of what was planned."""
+    from gptj_ft.planning.working_memory import usable
+
+    options = {**NARROW, "method": case["method"]}
+    if case["method"] == "lora":
+        options["optimizer_state"] = "device"  # small; and disks are not simulated
+    plan, shape, options = planned(case, options, int(case["cap"] * 1e9), RATES["RTX 4090 24GB"])
+    ledger, _ = ghost_step(shape, plan.placement, plan.budget, batch(case), options)
+    return {
+        **case, "placement": str(plan.placement), "kept": plan.budget.num_kept_layers, "have": plan.have.device,
+        "need": plan.device_bytes, "forecast": usable(plan.device_bytes), "ledger": ledger.peak,
+        "at_peak": ledger.at_peak[:6],
+    }  # fmt: skip
+
+
+def time(case: dict[str, Any]) -> dict[str, Any]:
+    """Replay a step by the product's own timeline, and the operations of the same step at the same rates."""
+    from gptj_ft.planning.plan import Plan
+
+    rates, options = RATES[case["device"]], {**NARROW, "weights": "host", "optimizer_state": "host"}
+    if "kept" in case:
+        options["activations"] = case["kept"]
+    plan, shape, options = planned(case, options, case.get("cap", 1000) * 10**9, rates)
+    assert isinstance(plan, Plan)
+    assert plan.timeline is not None
+    _, trace = ghost_step(shape, plan.placement, plan.budget, batch(case), options)
+    result, timeline = replay(trace, rates), plan.timeline
+    return {
+        **case, "kept": plan.budget.num_kept_layers, "forecast": timeline.seconds, "replay": result.seconds,
+        "share": timeline.share_of_bound, "share_of_replay": result.share_of_bound, "busy": result.busy,
+        "forecast_busy": {"compute": timeline.compute, "h2d": timeline.link_in, "d2h": timeline.link_out},
+    }  # fmt: skip
+
+
+def batch(case: dict[str, Any]) -> GhostBatch:
+    return GhostBatch(case["tokens"], ROW_TOKENS, MICRO_BATCH_TOKENS)
+
+
+def planned(case: dict[str, Any], options: dict[str, Any], cap: int, device: DeviceRates) -> Any:
+    """Return the plan of a case, the shape of the model, and the options of the recipe."""
+    from gptj_ft.config.resolve import build
+    from gptj_ft.models.registry import Architecture, families
+    from gptj_ft.models.trainable import select
+    from gptj_ft.planning.plan import Free, choose, replayed
+    from gptj_ft.planning.workload import Workload
+
+    shape = {**GPTJ_6B, "n_layer": case.get("layers", GPTJ_6B["n_layer"])}
+    options |= {"micro_batch_tokens": MICRO_BATCH_TOKENS}
+    recipe, family, tokens = build(options), families()["gptj"], case["tokens"]
+    architecture = Architecture(family, family.read_config(shape), shape)
+    selection = select(architecture, recipe)
+    load = Workload(
+        selection.trained, 4096, torch.bfloat16, MICRO_BATCH_TOKENS, tokens, tokens, tokens, None,
+        longest_row=ROW_TOKENS, layers=selection.build(),
+        frozen=selection.frozen if recipe.method == "lora" else (),
+    )  # fmt: skip
+    free = Free(cap, 10**12, 10**15, is_shared=False)
+    rates = rates_of(device)
+    return replayed(choose(recipe, load, free, rates), load, recipe), shape, options
+
+
+def rates_of(device: DeviceRates) -> Any:
+    """Return the rates of a replay as those of a plan."""
+    from gptj_ft.planning.probe import ASSUMED_DISK, ComputeRates, Rates
+
+    products, moved = device.flops * device.reached, device.memory * device.memory_reached
+    return Rates(
+        ComputeRates(
+            fp32=products / 4, bf16=products, fp32_narrow=products / 4, bf16_narrow=products, memory=moved,
+            near_memory=moved, gelu=moved / 4, attention=products, to_device=device.link, from_device=device.link,
+        ),
+        ASSUMED_DISK,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    accelerator.install()
+    for argument in sys.argv[2:]:
+        print(json.dumps({"memory": memory, "time": time}[sys.argv[1]](json.loads(argument))), flush=True)
