@@ -87,7 +87,8 @@ class OffloadedModel:
         self._waited_seconds = 0.0
         self._stall_timer = StallTimer(self.device) if has_streams(self.device) else None
         self.compute_stream = current_stream(self.device)
-        self.update_stream = new_stream(self.device)
+        # Many short kernels, which the next layer waits for: behind its long products they would come too late.
+        self.update_stream = new_stream(self.device, priority=-1)
         self.boundaries: Activations = DeviceActivations()
         """The inputs of the layers, between forward and backward."""
         self.active: object = None

@@ -82,9 +82,9 @@ def current_stream(device: torch.device) -> Stream:
     return module_of(device).current_stream(device) if has_streams(device) else None
 
 
-def new_stream(device: torch.device) -> Stream:
-    """Make a stream."""
-    return module_of(device).Stream(device) if has_streams(device) else None
+def new_stream(device: torch.device, priority: int = 0) -> Stream:
+    """Make a stream; of kernels that wait in several, those of the lowest number are begun first."""
+    return module_of(device).Stream(device, priority=priority) if has_streams(device) else None
 
 
 def on_stream(stream: Stream) -> AbstractContextManager[None]:
