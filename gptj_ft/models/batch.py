@@ -57,6 +57,11 @@ class PackedBatch:
         """The positions that carry a target, in order, int64 [S]."""
         return (self.targets_T != NO_TARGET).nonzero().squeeze(-1)
 
+    def on_host(self, name: str) -> Tensor:
+        """Return a tensor of the batch on the CPU; where the batch comes from there, nothing is waited for."""
+        source: PackedBatch = vars(self).get("_source", self)
+        return getattr(source, name).cpu()  # type: ignore[no-any-return]
+
     @cached_property
     def cu_seqlens_T(self) -> Tensor:
         """``cu_seqlens`` on the device, int32."""
@@ -85,7 +90,7 @@ class PackedBatch:
         there: tuple[Tensor, ...] = torch.cat(here).to(device).split_with_sizes([len(x) for x in here])
         tokens_T, positions_T, targets_T, target_positions_T, ends = there
         moved = replace(self, tokens_T=tokens_T, positions_T=positions_T, targets_T=targets_T, rotary_cache={})
-        vars(moved).update(target_positions_T=target_positions_T, cu_seqlens_T=ends.to(torch.int32))
+        vars(moved).update(_source=self, target_positions_T=target_positions_T, cu_seqlens_T=ends.to(torch.int32))
         return moved
 
 

@@ -163,7 +163,7 @@ class OffloadedModel:
         return self._tables[layer] if is_read and not self.layouts[layer].shapes else {}
 
     def gather_rows(self, layer: int, name: str, indices: Tensor) -> EmbeddingRows:
-        """Gather rows of an embedding table by their numbers.
+        """Gather rows of an embedding table by their numbers, given on the CPU.
 
         Raises:
             IndexError: a number outside the table.
@@ -176,7 +176,7 @@ class OffloadedModel:
         values = flat.view(len(rows), width)
         self.bytes_read += values.nbytes
         self.stores["frozen"].read_rows("frozen", layer, name, numbers, values, zeroed)
-        return EmbeddingRows(rows, values)
+        return EmbeddingRows(rows.to(self.device), values)
 
     def is_tied_source(self, layer: int) -> bool:
         """Tell whether another layer computes with parameters of this one that are trained."""

@@ -226,7 +226,7 @@ class LayerLoad:
             return self.parameters()
         with self._model.waiting():
             return {
-                name: self._model.gather_rows(self.index, name, torch.cat([getattr(batch, by) for batch in batches]))
+                name: self._model.gather_rows(self.index, name, torch.cat([batch.on_host(by) for batch in batches]))
                 for name, by in self._tables.items()
             }
 

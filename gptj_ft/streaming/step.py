@@ -17,7 +17,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from itertools import islice
+from operator import add
 from typing import NamedTuple, Protocol
 
 import torch
@@ -260,12 +262,12 @@ def sum_gradients(loaded: LayerLoad, parameters: dict[str, Tensor]) -> None:
 
 
 def _adder(total: Tensor) -> Callable[[Tensor], None]:
-    def add(parameter: Tensor) -> None:
+    def add_to_total(parameter: Tensor) -> None:
         assert parameter.grad is not None
         total.add_(parameter.grad)
         parameter.grad = None
 
-    return add
+    return add_to_total
 
 
 def head_gradients(
@@ -316,18 +318,16 @@ def head_gradients(
                 gradient_TD[positions_S] = x_SD.grad
         gradients.append(gradient_TD)
         hidden[b] = gradient_TD.new_empty(0)
-    total, z_total = summed(losses), summed(z_losses)
+    total, z_total = sums(losses, z_losses)
     if loss_scale is None and not math.isfinite(total + z_total):
         raise NotFinite("the loss is not finite")
     return StepLoss(total, num_targets, z_total), gradients
 
 
-def summed(values: Sequence[Tensor]) -> float:
-    """Return the sum of scalars in fp64, in their order; the program waits once for all of them."""
-    total = 0.0
-    for value in torch.stack(list(values)).tolist():
-        total += value
-    return total
+def sums(*series: Sequence[Tensor]) -> list[float]:
+    """Return the sum of each series of scalars, in fp64, in their order; the program waits once for all of them."""
+    values = iter(torch.stack([value for values in series for value in values]).tolist())
+    return [reduce(add, islice(values, len(each)), 0.0) for each in series]
 
 
 def target_chunks(head: LayerLoad, batch: PackedBatch) -> Sequence[Tensor]:
