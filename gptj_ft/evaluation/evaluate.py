@@ -244,7 +244,8 @@ class EvaluationRun:
         for row, loss in zip(rows, found, strict=True):
             if not math.isfinite(loss.total):
                 place = self.planned.task.places[row]
-                raise NotFinite(f"the loss of {place} is not a finite number: the model is damaged")
+                why = "the model is damaged, or too large for fp16; try --precision fp32"
+                raise NotFinite(f"the loss of {place} is not a finite number: {why}")
         self.planned.journal.add("loss", {row: asdict(loss) for row, loss in zip(rows, found, strict=True)})
 
     def _show(self, done: int) -> None:

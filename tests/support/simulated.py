@@ -98,6 +98,7 @@ class Training:
         narrow: whether moments are bf16, and with clipping, which stores them, gradients, too.
         kept: blocks whose activations are kept.
         late: blocks whose updates are deferred.
+        fp16_exponent: of the loss scale in fp16, doubled after every step: so large that a later one is skipped.
     """
 
     model: str = "gptj"
@@ -108,6 +109,7 @@ class Training:
     narrow: bool = False
     kept: int = 0
     late: int = 0
+    fp16_exponent: int = 18
 
     def __call__(self, device: torch.device, steps: int = STEPS) -> Any:
         """Train; return losses, gradient norms and digests of the state."""
@@ -118,6 +120,7 @@ class Training:
         from gptj_ft.models.trainable import select
         from gptj_ft.streaming.activations import boundary_layout
         from gptj_ft.streaming.adamw import AdamW
+        from gptj_ft.streaming.loss_scale import LossScale
         from gptj_ft.streaming.model import BufferBudget
         from gptj_ft.streaming.open import load_weights, open_for_training, open_frozen
         from gptj_ft.streaming.step import train_step
@@ -140,6 +143,8 @@ class Training:
                 open_frozen(model, architecture, checkpoint, placement.of("frozen"))
                 load_weights(model, architecture, checkpoint, recipe.seed)
                 optimizer, curve = AdamW(model, optimizer_config(recipe), num_deferred=self.late), []
+                if optimizer.loss_scale:
+                    optimizer.loss_scale = LossScale(2.0**self.fp16_exponent, growth_interval=1)
                 accelerator.now().waits.clear()
                 for step in range(steps):
                     optimizer.begin_step(1e-2 * (step + 1) / 10)
@@ -193,7 +198,8 @@ def full(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]
 def tied(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
     """GPT-2, whose embedding is its head, too."""
     for dtype, (words, clip), places in product(dtypes, CLIPPING.items(), EVERYWHERE[:4]):
-        run = Training(model="gpt2", options={"clip_norm": clip}, places=places, dtype=dtype, kept=1)
+        options = {"clip_norm": clip}
+        run = Training(model="gpt2", options=options, places=places, dtype=dtype, kept=1, fp16_exponent=19)
         yield from _cases("tied", f"{dtype}, {words}", "/".join(places), run, schedules)
 
 
@@ -201,7 +207,8 @@ def lora(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]
     """Adapters with dropout, the frozen weights in each place: from a folder they come by the reader's own threads."""
     for dtype, frozen, (state, kept) in product(dtypes, PLACES, (("device", 0), ("disk", 1))):
         options = {"method": "lora", "lora": LORA}
-        run = Training(options=options, places=(state, state, "device"), frozen=frozen, dtype=dtype, kept=kept)
+        places = state, state, "device"
+        run = Training(options=options, places=places, frozen=frozen, dtype=dtype, kept=kept, fp16_exponent=20)
         yield from _cases("lora", dtype, f"frozen on {frozen}, state on {state}, {kept} kept", run, schedules)
 
 
@@ -209,7 +216,8 @@ def part(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]
     """Some of the parameters, by ``--train``: a block, and parts of others."""
     for dtype, frozen, state in product(dtypes, PLACES, ("host", "disk")):
         options = {"train": ["h.1.*", "h.2.mlp.*", "ln_f.*"]}
-        run = Training(options=options, places=(state, state, "host"), frozen=frozen, dtype=dtype)
+        places = state, state, "host"
+        run = Training(options=options, places=places, frozen=frozen, dtype=dtype, fp16_exponent=20)
         yield from _cases("part", dtype, f"frozen on {frozen}, state on {state}", run, schedules)
 
 
@@ -360,7 +368,7 @@ def _cases(
 SCENARIOS = {"full": full, "tied": tied, "lora": lora, "part": part, "read": read, "write": write, "run": runs}
 
 
-def every_case(dtypes: Sequence[str] = ("fp32", "bf16")) -> list[Case]:
+def every_case(dtypes: Sequence[str] = tuple(DTYPES)) -> list[Case]:
     """Return the full matrix."""
     return [case for scenario in SCENARIOS.values() for case in scenario(dtypes, SCHEDULES)]
 
@@ -374,7 +382,7 @@ def reduced() -> list[Case]:
         for number, case in enumerate(cases[::step]):
             schedule = SCHEDULES[number // 2 % len(SCHEDULES)] if number % 2 else "late"
             found.append(replace(case, schedule=schedule))
-    return found
+    return [*found, *list(full(("fp16",), ("late",)))[::9]]
 
 
 def prepare() -> None:
@@ -434,7 +442,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="the full matrix")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, help="these scenarios, all of their cases")
-    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=DTYPES)
+    parser.add_argument("--dtypes", nargs="+", default=[*DTYPES], choices=DTYPES)
     parser.add_argument("--agreement", action="store_true", help="losses and norms beside those of the CPU")
     parser.add_argument("--part", default="0/1", help="I/N: every N-th case from the I-th on")
     chosen = parser.parse_args(arguments)
