@@ -81,7 +81,9 @@ class WorkingMemory:
 
     def kept_bytes(self, num_kept: int) -> int:
         """Memory that the graphs of the last blocks keep over a whole step."""
-        return sum(self._per_step(block.kept_bytes) for block in self.blocks[len(self.blocks) - num_kept :])
+        kept = sum(self._per_step(block.kept_bytes) for block in self.blocks[len(self.blocks) - num_kept :])
+        # Devices that are to compute in fp16 have no kernel for ragged attention: documents are joined by a copy.
+        return kept + (num_kept * self._hidden(self.load.step_tokens) if self.load.dtype == torch.float16 else 0)
 
     def peak(self, num_kept: int) -> int:
         """Return the most that a step takes beside weights, state and their buffers."""

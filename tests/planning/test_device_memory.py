@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from support.small_run import new_run, small_session, train
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.models.gptj import GPTJConfig, build_layers
@@ -17,6 +19,8 @@ from gptj_ft.planning.plan import DISK_STAGING_BYTES, Free, forecast_memory
 from gptj_ft.planning.working_memory import FRAGMENTED_SHARE, LIBRARY_BYTES, WorkingMemory, allocator_limit, usable
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.stores.placement import Placement
+from gptj_ft.training import loop
+from gptj_ft.training.restore import open_state
 
 GB = 10**9
 ON_HOST = Placement("host", "host")
@@ -84,6 +88,15 @@ def test_inputs_that_wait_off_the_device_leave_three_buffers() -> None:
     saved = usable(here.device_bytes) - usable(away.device_bytes)
     assert saved == pytest.approx((28 - 3) * hidden, rel=0.05)
     assert away.host_bytes - here.host_bytes == 28 * hidden
+
+
+def test_training_tells_torch_the_cap_before_it_takes_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[torch.device, int]] = []
+    monkeypatch.setattr(loop, "limit_memory", lambda *args: told.append(args))
+    monkeypatch.setattr(loop, "open_state", lambda *_: pytest.fail("first the cap") if not told else open_state(*_))
+    session = small_session(tmp_path, num_steps=1)
+    train(session, new_run(tmp_path))
+    assert told == [(torch.device("cpu"), allocator_limit(session.plan.have.device))]
 
 
 def test_threads_that_stage_a_disks_bytes_lock_host_memory_beside_an_accelerator() -> None:
