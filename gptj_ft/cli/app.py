@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated
@@ -115,8 +116,7 @@ def _run(stop: StopRequest) -> int:
     except GptjFtError as error:
         return _fail(error)
     except (OSError, MemoryError, RuntimeError) as error:
-        if out_of := _exhausted(error):
-            failure = ResourceError(f"{out_of} ran out: {error}; `gptj-ft plan` tells what a run needs")
+        if failure := _failed_resource(error):
             return _fail(failure, notes_of(error))
         if isinstance(error, OSError) and (known := in_words(error)):
             return _fail(known, notes_of(error))
@@ -128,12 +128,23 @@ def _run(stop: StopRequest) -> int:
     return 0
 
 
-def _exhausted(error: Exception) -> str | None:
-    """Name the resource that an error of the system or of torch says is used up."""
+def _failed_resource(error: Exception) -> ResourceError | None:
+    """Return what an error of the system or of torch means where memory or disk ran out, or the device failed."""
+    text, plan = str(error), "`gptj-ft plan` tells what a run needs"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "disk space"
-    is_memory = isinstance(error, MemoryError) or "out of memory" in str(error) or "can't allocate memory" in str(error)
-    return "memory" if is_memory else None
+        return ResourceError(f"disk space ran out: {text}; {plan}")
+    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+        return ResourceError(f"memory ran out: {text}; {plan}")
+    first = text.partition("\n")[0]
+    if any(words in text for words in ("out of memory", "ALLOC_FAILED")):  # the latter is what cuBLAS says
+        tried = re.match(r".*?Tried to allocate [\d.]+ \w+", first)
+        return ResourceError(
+            f"device memory ran out: {tried[0] if tried else first}; other programs may have taken some: free it, or "
+            f"lower --device-memory; {plan}"
+        )
+    if type(error).__name__ == "AcceleratorError" or re.match(r"(CUDA|HIP) error|.*\bdevice (is )?lost\b", first):
+        return ResourceError(f"the device failed: {first}; `gptj-ft doctor` tells whether it works")
+    return None
 
 
 def _fail(error: GptjFtError, notes: Sequence[str] = ()) -> int:

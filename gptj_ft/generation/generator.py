@@ -65,7 +65,7 @@ class InferenceSetup:
         Raises:
             UsageError, DataError: as `read_architecture`.
         """
-        device = machine.choose_device(recipe.device)
+        device = machine.choose_device(recipe.device, recipe.device_memory)
         dtype = choose_dtype(recipe.precision, device)
         return cls(folder, recipe, read_architecture(base_folder(folder)), device, dtype, **more)
 

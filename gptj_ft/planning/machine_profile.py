@@ -45,11 +45,16 @@ def rates(device: torch.device, folder: Path, again: bool = False) -> Rates:
     return Rates(compute_rates(device, again), disk_rates(folder, again), device.type == "cpu")
 
 
+def is_known(device: torch.device) -> bool:
+    """Tell whether a device has been measured."""
+    return _recall("compute", _device_key(device), ComputeRates) is not None
+
+
 def are_known(device: torch.device, folder: Path) -> bool:
     """Tell whether `rates` would measure nothing."""
     folder = existing_folder(folder)
-    compute = _recall("compute", _device_key(device), ComputeRates)
-    return bool(compute and (_recall("disk", _file_system(folder), DiskRates) or free_disk(folder) < 3 * FILE_BYTES))
+    is_disk_known = _recall("disk", _file_system(folder), DiskRates) or free_disk(folder) < 3 * FILE_BYTES
+    return is_known(device) and bool(is_disk_known)
 
 
 def compute_rates(device: torch.device, again: bool = False) -> ComputeRates:

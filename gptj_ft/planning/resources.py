@@ -45,7 +45,7 @@ class Target:
         Raises:
             UsageError: there is no such device.
         """
-        device = machine.choose_device(recipe.device)
+        device = machine.choose_device(recipe.device, recipe.device_memory)
         dtype = choose_dtype(recipe.precision, device)
         return cls(device, dtype, free_resources(device, folder), rates(device, folder))
 

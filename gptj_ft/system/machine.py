@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import shutil
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gptj_ft.errors import UsageError
+from gptj_ft.errors import ResourceError, UsageError
+from gptj_ft.system.units import gigabytes
 
 if TYPE_CHECKING:  # rows are prepared without it
     import torch
 
+log = logging.getLogger(__name__)
 KERNELS_KEPT = 64
 
 
@@ -28,18 +34,25 @@ def bound_kernel_caches() -> None:
         os.environ.setdefault(name, str(KERNELS_KEPT))
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, cap: int | None = None) -> torch.device:
     """Return the device of a run, an accelerator with its number, and make it torch's current one.
 
+    Args:
+        name: ``auto``, ``cpu``, or the type of an accelerator, with or without a number.
+        cap: most bytes of its memory that are to be used; default: what is free.
+
     Raises:
-        UsageError: unknown, or not on this machine.
+        UsageError: unknown, not on this machine, or a cap above its memory.
     """
     import torch
 
-    from gptj_ft.system.accelerator import default_accelerator, has_streams, module_of
+    from gptj_ft.system.accelerator import default_accelerator, free_and_total, has_streams, module_of, shares_memory
 
     if name == "auto":
-        name = default_accelerator() or "cpu"
+        with _torch_warnings() as reasons:
+            name = default_accelerator() or "cpu"
+        if reasons and name == "cpu":
+            log.warning("--device auto takes the CPU: %s", reasons[0])
     try:
         device = torch.device(name)
         module = None if device.type == "cpu" else module_of(device)
@@ -47,8 +60,12 @@ def choose_device(name: str) -> torch.device:
         raise UsageError(f"unknown device '{name}': auto, cpu, or an accelerator as cuda, cuda:1, xpu, mps") from error
     if module is None:
         return torch.device("cpu")
-    if not (hasattr(module, "is_available") and module.is_available()):
-        raise UsageError(f"--device {name}: torch sees no such device here; use --device cpu, or install torch for it")
+    with _torch_warnings() as reasons:
+        is_there = hasattr(module, "is_available") and module.is_available()
+    if not is_there:
+        why = f" ({reasons[0]})" if reasons else ""
+        advice = "update its driver" if reasons else "install torch for it"
+        raise UsageError(f"--device {name}: torch sees no such device here{why}; use --device cpu, or {advice}")
     index, count = device.index, int(module.device_count())
     if index is None:
         index = module.current_device() if hasattr(module, "current_device") else 0
@@ -56,9 +73,36 @@ def choose_device(name: str) -> torch.device:
         there = ", ".join(f"{device.type}:{number}" for number in range(count))
         raise UsageError(f"--device {name}: there is no such device here; there are {there}")
     device = torch.device(device.type, index)
-    if has_streams(device):
-        module.set_device(device)  # or what torch does without being told a device would be done on the first one
+    try:
+        if has_streams(device):
+            module.set_device(device)  # or what torch does without being told a device would be done on the first one
+        total = None if cap is None or shares_memory(device) else free_and_total(device)[1]
+    except RuntimeError as error:  # busy in exclusive mode, lost, or a driver that breaks off
+        reason = str(error).partition("\n")[0]
+        raise ResourceError(
+            f"--device {name}: {device} cannot be used: {reason}; use --device cpu, or mend it"
+        ) from error
+    if cap is not None and total is not None and cap > total:
+        raise UsageError(
+            f"--device-memory {gigabytes(cap)}: {device} has {gigabytes(total)}; name less, or leave it out to use "
+            "what is free"
+        )
     return device
+
+
+@contextmanager
+def _torch_warnings() -> Iterator[list[str]]:
+    """Yield a list that the first sentences of torch's warnings are put into at the end, instead of being printed.
+
+    A driver too old for the build is such a warning: "CUDA initialization: The NVIDIA driver on your system is too old
+    (found version 11040). Please update your GPU driver by ..."
+    """
+    reasons: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield reasons
+    texts = (str(warning.message).partition("\n")[0] for warning in caught)
+    reasons += [text.removeprefix("CUDA initialization: ").partition(". ")[0].rstrip(".") for text in texts]
 
 
 def free_memory(device: torch.device) -> int:

@@ -30,10 +30,11 @@ from gptj_ft.models.registry import Architecture, read_architecture
 from gptj_ft.models.supported import DEFAULT_REPOSITORY, TINY_MODELS
 from gptj_ft.models.trainable import select
 from gptj_ft.planning.devices import is_published_name
-from gptj_ft.planning.machine_profile import are_known, rates
+from gptj_ft.planning.machine_profile import are_known, is_known, rates
 from gptj_ft.planning.plan import DoesNotFit, Plan, choose, replayed
 from gptj_ft.planning.resources import Target
 from gptj_ft.planning.workload import Workload
+from gptj_ft.system.accelerator import is_accelerator
 from gptj_ft.system.digests import read_sealed, write_sealed
 from gptj_ft.system.files import hidden_name, keep_folder, remove, replace_text, sync_path, sync_tree, write_file
 from gptj_ft.system.lock import LOCK, locked
@@ -50,6 +51,7 @@ from gptj_ft.training.trackers import check_tracker
 from gptj_ft.training.verify import Checker
 
 LONG_START = 5.0  # seconds
+FIRST_ON_DEVICE = "first run on this device: `gptj-ft doctor` checks it in two minutes"
 
 
 class Finished(UsageError):
@@ -153,13 +155,21 @@ def prepare_new_run(resolved: Resolved, reporter: Reporter | None = None, target
     folder = choose_folder(recipe)
     reporter.on_activity("reading the rows")
     inputs = gather(recipe)
-    reporter.on_activity("planning" if target else planning(choose_device(recipe.device), folder))
+    reporter.on_activity("planning" if target else planning(_device_here(recipe, reporter), folder))
     final = recipe.model_copy(update={"model": str(inputs.model.resolve()), "output": str(folder)})
     setup = _setup(final, inputs.model, (inputs.train, inputs.validation), folder, target)
     origins = dict(resolved.origins)
     if final.precision == "auto":
         origins["precision"] = "chosen by measuring"
     return PreparedRun(setup, inputs.report, Resolved(setup.recipe, origins), (inputs.train, inputs.validation), None)
+
+
+def _device_here(recipe: Recipe, reporter: Reporter) -> torch.device:
+    """Choose the device of a run, and offer its check-up where it has never been seen."""
+    device = choose_device(recipe.device, recipe.device_memory)
+    if is_accelerator(device) and not is_known(device):
+        reporter.on_message(FIRST_ON_DEVICE)
+    return device
 
 
 def resume_run(folder: Path, given: Resolved, start: str | None = None) -> PreparedRun:
@@ -358,7 +368,7 @@ def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Repo
         reporter.on_activity("measuring this machine, up to 10 s")
         rates(choose_device(recipe.device if is_here else "cpu"), folder, again=True)
     elif is_here and recipe.data is None:
-        reporter.on_activity(planning(choose_device(recipe.device), folder))
+        reporter.on_activity(planning(choose_device(recipe.device, recipe.device_memory), folder))
     if recipe.data is not None:
         target = None if is_here else Target.of(recipe, folder)
         name = target.name if target else ""

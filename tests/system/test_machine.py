@@ -226,7 +226,6 @@ def test_plan_evaluate_and_generate_compute_in_the_type_that_is_faster(
 ) -> None:
     from gptj_ft.checkpoints.base_model import tiny_model
     from gptj_ft.config.options import Recipe
-    from gptj_ft.evaluation import evaluate
     from gptj_ft.generation import generator
 
     options = "--recipe summarization --data rows.jsonl"
@@ -238,8 +237,7 @@ def test_plan_evaluate_and_generate_compute_in_the_type_that_is_faster(
         used.append(dtype)
         raise ResourceError("seen enough")
 
-    for module in (evaluate, generator):
-        monkeypatch.setattr(module, "open_for_inference", spy)
+    monkeypatch.setattr(generator, "open_for_inference", spy)
     assert shell(f"evaluate {folder} {options} --baseline none").code == 4
     assert shell(f"generate text --model {folder}").code == 4
     assert used == [torch.bfloat16, torch.bfloat16]

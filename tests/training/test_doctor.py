@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import socket
+import subprocess
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,10 @@ import torch
 
 from gptj_ft.errors import Interrupted, ResourceError
 from gptj_ft.streaming.stores.disk import DiskStore
-from gptj_ft.training.doctor import checkup, facts, parity, trial
+from gptj_ft.training.doctor import checkup, facts, parity, streams, trial
 from gptj_ft.training.doctor.checkup import QUICK, Checkup, run_part, verdict, without_private
 from gptj_ft.training.doctor.facts import runs_on
-from gptj_ft.training.doctor.parity import Mismatch
+from gptj_ft.training.doctor.parity import Mismatch, Skipped
 from gptj_ft.training.doctor.trial import SmallModel
 
 CPU = torch.device("cpu")
@@ -138,6 +139,28 @@ def test_placements_are_told_apart_by_a_bit(small_model: SmallModel, monkeypatch
     monkeypatch.setattr(DiskStore, "write", rounded)
     with pytest.raises(Mismatch, match=r"fp32, weights on disk.*: "):
         parity.check_placements(small_model, [[replace(each, num_steps=2) for each in groups[0]]])
+
+
+def test_races_that_the_sanitizer_thinks_possible_are_counted_with_their_places(monkeypatch) -> None:
+    def ending(code: int, stderr: str) -> None:
+        done = subprocess.CompletedProcess([], code, "", stderr)
+        monkeypatch.setattr(subprocess, "run", lambda *_, **settings: done)
+
+    found = f"""{streams.RACE} on tensor with data pointer 1
+  File "/home/jdoe/gptj_ft/streaming/step.py", line 12, in backward
+{streams.RACE} on tensor with data pointer 2
+  File "/home/jdoe/gptj_ft/streaming/step.py", line 12, in backward
+"""
+    ending(1, found)
+    assert streams.run_sanitizer(Path(), CPU, "fp32") == {
+        "possible_races": 2,
+        "places": ["gptj_ft/streaming/step.py:12"],
+    }
+    ending(0, "")
+    assert streams.run_sanitizer(Path(), CPU, "fp32") == {"possible_races": 0, "places": []}
+    ending(1, "Torch not compiled with CUDA enabled")
+    with pytest.raises(Skipped, match="ended with 1"):
+        streams.run_sanitizer(Path(), CPU, "fp32")
 
 
 def test_what_is_deterministic_elsewhere_is_left_as_it_was() -> None:

@@ -26,7 +26,7 @@ from gptj_ft.system.accelerator import has_streams, is_accelerator, module_of, s
 from gptj_ft.system.paths import RUNS
 from gptj_ft.system.units import gigabytes
 from gptj_ft.training.doctor import facts, parity, speed, streams
-from gptj_ft.training.doctor.parity import Mismatch
+from gptj_ft.training.doctor.parity import Mismatch, Skipped
 from gptj_ft.training.doctor.speed import Blocks
 from gptj_ft.training.doctor.trial import SmallModel
 from gptj_ft.training.finetune import forecast_run
@@ -127,10 +127,6 @@ class Diagnosis:
             "parts": [part.to_dict() for part in self.parts],
             "messages": list(self.messages),
         }
-
-
-class Skipped(Exception):
-    """A part that this device has no use for, or cannot do."""
 
 
 def check_up(device: torch.device, reporter: Reporter | None = None, effort: Effort | None = None) -> Diagnosis:
@@ -236,8 +232,8 @@ class Checkup:
 
     @property
     def precision(self) -> str:
-        """Half precision, where the device has it."""
-        return "bf16" if supports_bf16(self.device) else "fp32"
+        """Half precision that runs on an accelerator take."""
+        return "bf16" if supports_bf16(self.device) else "fp16"
 
     def small_model(self, family: str = "gptj") -> SmallModel:
         """Return a small model, made if there is none yet."""
@@ -265,12 +261,13 @@ class Checkup:
 
     def compare_placements(self) -> dict[str, Any]:
         """Compare placements with each other, and a device with the CPU."""
-        found = {}
-        for family, precisions in (("gptj", ("fp32", self.precision)), ("gpt2", ("fp32",))):
+        found, is_thorough = {}, self.effort.is_thorough
+        half = dict.fromkeys((self.precision, "fp16") if is_thorough else (self.precision,))
+        for family, more in (("gptj", half if is_accelerator(self.device) else ()), ("gpt2", ())):
             groups = [
                 [replace(trial, num_steps=self.effort.num_steps) for trial in group]
-                for precision in dict.fromkeys(precisions if is_accelerator(self.device) else ("fp32",))
-                for group in parity.trials(self.device, precision, self.effort.is_thorough)
+                for precision in ("fp32", *more)
+                for group in parity.trials(self.device, precision, is_thorough)
             ]
             if not has_streams(self.device) and is_accelerator(self.device):
                 groups = [group[:1] for group in groups]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from gptj_ft.models.batch import PackedBatch
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture, families
 from gptj_ft.planning.machine_profile import rates
-from gptj_ft.planning.plan import Free, Plan, choose, forecast
+from gptj_ft.planning.plan import DoesNotFit, Free, Plan, choose, forecast, replayed
 from gptj_ft.planning.probe import Rates
+from gptj_ft.planning.working_memory import allocator_limit
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW
@@ -53,13 +54,12 @@ TOKENS = (512, 2048, 8192)  # of a step
 NUM_BLOCKS, VOCABULARY, CONTEXT = 3, 1024, 2048
 LONGEST_ROW, MICRO_BATCH_TOKENS = 512, 2048
 BYTES_PER_PARAMETER = 14  # of weights, master weights, moments, gradient in the types of `_recipe`; and some
-HOST_SHARE, DEVICE_SHARE = 0.4, 0.3  # of what is free, at most
+HOST_SHARE = 0.4  # of what is free, at most
 FLOPS_PER_WEIGHT = 8.0  # and token, with recomputation
 LONGEST_STEPS = 30.0  # seconds of all steps together, by the rates
 WARM_UP, STEPS = 1, 2
 CAP_SHARE = 0.8  # of what a plan without a cap takes
 LINK_BYTES = 256 * 2**20
-RESERVE = 0.05  # what a cap may be exceeded by, as a share: the allocator's granularity
 
 
 def measure_rates(device: torch.device, folder: Path) -> dict[str, Any]:
@@ -69,8 +69,9 @@ def measure_rates(device: torch.device, folder: Path) -> dict[str, Any]:
     return {**found, **({"link": measure_link(device)} if has_streams(device) else {})}
 
 
-def measure_link(device: torch.device, num_bytes: int = LINK_BYTES) -> dict[str, float]:
+def measure_link(device: torch.device) -> dict[str, float]:
     """Measure bytes/s between locked memory and a device each way, both ways at once, and from pageable memory."""
+    num_bytes = LINK_BYTES
     hosts = [allocate(num_bytes, torch.uint8, CPU) for _ in range(2)]
     devices = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [new_stream(device) for _ in range(2)]
@@ -121,14 +122,16 @@ class Blocks:
         Raises:
             ResourceError: there is none.
         """
-        host, on_device = HOST_SHARE * free_memory(CPU), DEVICE_SHARE * free_memory(device)
+        host = HOST_SHARE * free_memory(CPU)
         rate = known.compute.matmul(PRECISIONS[precision])
         tokens = (WARM_UP + STEPS) * sum(TOKENS)
         for width in WIDTHS:
-            weights = NUM_BLOCKS * 12 * width**2
+            weights, blocks = NUM_BLOCKS * 12 * width**2, cls(device, width, precision)
             is_quick = FLOPS_PER_WEIGHT * weights * tokens / rate < LONGEST_STEPS
-            if is_quick and BYTES_PER_PARAMETER * weights < host and 4 * weights < on_device:
-                return cls(device, width, precision)
+            if is_quick and BYTES_PER_PARAMETER * weights < host:
+                with suppress(DoesNotFit):
+                    blocks.plan(known, max(TOKENS))
+                    return blocks
         raise ResourceError(f"too little memory, or too slow, for blocks of width {WIDTHS[-1]}")
 
     @property
@@ -142,10 +145,10 @@ class Blocks:
 
     def workload(self, tokens: int) -> Workload:
         """Return the workload of steps of so many tokens."""
-        layouts = [Layout.of(layer) for layer in self.architecture.layers()]
+        layers, dtype = self.architecture.layers(), PRECISIONS[self.precision]
         return Workload(
-            layouts, self.width, PRECISIONS[self.precision], min(MICRO_BATCH_TOKENS, tokens), tokens, tokens, tokens,
-            num_steps=None, longest_row=min(LONGEST_ROW, tokens),
+            [Layout.of(layer) for layer in layers], self.width, dtype, min(MICRO_BATCH_TOKENS, tokens), tokens, tokens,
+            tokens, num_steps=None, longest_row=min(LONGEST_ROW, tokens), layers=layers,
         )  # fmt: skip
 
     def batches(self, tokens: int) -> list[PackedBatch]:
@@ -232,7 +235,8 @@ def measure_overlap(blocks: Blocks, known: Rates) -> dict[str, Any]:
     rows, step = [], 0
     with blocks.opened(plan) as model:
         for tokens in blocks.tokens:
-            planned = forecast(plan.placement, blocks.workload(tokens), recipe, known, plan.have)
+            load = blocks.workload(tokens)
+            planned = replayed(forecast(plan.placement, load, recipe, known, plan.have), load, recipe)
             deferred = NUM_BLOCKS if planned.costs.is_late else 0
             optimizer = AdamW(model, optimizer_config(recipe), step, deferred)
             taken = take_steps(model, optimizer, blocks.batches(tokens))
@@ -275,7 +279,8 @@ def measure_memory(blocks: Blocks, known: Rates, tokens: int) -> dict[str, Any]:
     plan, cap = _tightest(blocks, known, tokens, needed)
     if hasattr(module_of(device), "reset_peak_memory_stats"):
         module_of(device).reset_peak_memory_stats(device)
-    limit_memory(device, cap)
+    limit = allocator_limit(cap)
+    limit_memory(device, limit)
     try:
         with blocks.opened(plan) as model:
             optimizer = AdamW(model, optimizer_config(blocks.recipe()), num_deferred=0)
@@ -289,10 +294,10 @@ def measure_memory(blocks: Blocks, known: Rates, tokens: int) -> dict[str, Any]:
     finally:
         limit_memory(device, total)
     found = {
-        "cap": cap, "forecast": plan.device_bytes, "allocated": peak.allocated, "reserved": peak.reserved,
-        "driver": max(0, free - left), "tokens": tokens, "width": blocks.width,
+        "cap": cap, "allocator_limit": limit, "forecast": plan.device_bytes, "allocated": peak.allocated,
+        "reserved": peak.reserved, "driver": max(0, free - left), "tokens": tokens, "width": blocks.width,
     }  # fmt: skip
-    if peak.reserved > cap * (1 + RESERVE):
+    if peak.reserved > limit:
         raise CapExceeded(f"{gigabytes(peak.reserved)} were taken under a cap of {gigabytes(cap)}")
     return found
 

@@ -1,0 +1,162 @@
+"""Devices that are not there, too small or fail: one line that says what to do, its exit code, and nothing lost."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptj_ft.checkpoints.base_model import tiny_model
+from gptj_ft.config.options import Recipe
+from gptj_ft.generation import hf_model
+from gptj_ft.streaming import step
+from gptj_ft.system.machine import choose_device
+from gptj_ft.training import finetune, loop
+
+ROWS = "--recipe summarization --data rows.jsonl"
+TRAIN = f"finetune {ROWS} --model tiny --max-steps 3 --batch-size 4 --device cpu"
+OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 7.78 GiB of which 1.00 MiB is "
+    "free. Process 4711 has 7.70 GiB memory in use.\nSee documentation for Memory Management"
+)
+TOO_OLD = (
+    "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040). Please update your GPU "
+    "driver by downloading and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx "
+    "(Triggered internally at CUDAFunctions.cpp:119.)"
+)
+
+
+@pytest.fixture
+def lines(rows_file: Path) -> list[str]:
+    """Each command that names a device, with all that it needs."""
+    model = tiny_model(Recipe(), rows_file)
+    return [
+        "doctor",
+        f"finetune {ROWS} --model tiny --output out",
+        f"plan {ROWS} --model tiny",
+        "plan --recipe summarization",
+        f"evaluate {model} {ROWS}",
+        f"generate prompt --model {model}",
+        f"generate --input rows.jsonl --output answers.jsonl --model {model} --recipe summarization",
+    ]
+
+
+def check(done, code: int, says: str) -> None:
+    assert (done.code, len(done.err.strip().splitlines())) == (code, 1), done.err
+    assert says in done.err, done.err
+    assert done.out == ""
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:7", "xpu", "mps"])
+def test_a_device_that_is_not_there_is_named_by_every_command(name: str, shell, lines: list[str]) -> None:
+    for line in lines:
+        check(
+            shell(f"{line} --device {name} --quiet"), 2, f"--device {name}: torch sees no such device here; use --dev"
+        )
+    assert not Path("out").exists()
+    assert not Path("answers.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "", "meta"])
+def test_a_name_of_no_device_is_told_those_there_are(name: str, shell, rows_file: Path) -> None:
+    for command in ("doctor", f"finetune {ROWS} --model tiny"):
+        check(shell(f"{command} --quiet --device", name), 2, f"unknown device '{name}': auto, cpu, or an accelerator")
+
+
+def test_a_driver_too_old_for_the_build_is_said_in_a_line(shell, monkeypatch, caplog) -> None:
+    def warn() -> bool:
+        warnings.warn(TOO_OLD, stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", warn)
+    says = "(The NVIDIA driver on your system is too old (found version 11040)); use --device cpu, or update its driver"
+    check(shell("plan --recipe summarization --quiet --device cuda"), 2, says)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: warn() or None)
+    assert choose_device("auto") == torch.device("cpu")
+    assert "--device auto takes the CPU: The NVIDIA driver on your system is too old" in caplog.messages[0]
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two CUDA devices of 8 GB, the second of which is taken."""
+
+    def take(device: torch.device) -> None:
+        if device.index == 1:
+            raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nCUDA kernel errors might")
+
+    for name, value in (("is_available", True), ("current_device", 0), ("device_count", 2)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "set_device", take)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * 10**9, 8 * 10**9))
+
+
+def test_a_cap_above_the_card_an_index_too_large_and_a_device_that_is_busy_are_refused(
+    shell, lines: list[str], card
+) -> None:
+    for line in lines[1:]:
+        check(shell(f"{line} --quiet --device cuda --device-memory 99GB"), 2, "99.0 GB: cuda:0 has 8.0 GB; name less")
+    for line in lines:
+        check(shell(f"{line} --quiet --device cuda:2"), 2, "no such device here; there are cuda:0, cuda:1")
+        check(shell(f"{line} --quiet --device cuda:1"), 4, "cuda:1 cannot be used: CUDA error: all CUDA-capable")
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (
+            torch.OutOfMemoryError(OUT_OF_MEMORY),
+            "device memory ran out: CUDA out of memory. Tried to allocate 20.00 MiB;",
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            "memory ran out: ",
+        ),
+        (
+            torch.AcceleratorError("CUDA error: unspecified launch failure\nCompile with"),
+            "`gptj-ft doctor` tells whether",
+        ),
+    ],
+)
+def test_a_device_that_fails_while_training_costs_a_line_and_the_run_goes_on(
+    error: Exception, says: str, shell, rows_file: Path, monkeypatch
+) -> None:
+    train_step, steps = loop.train_step, []
+
+    def fail(*arguments: object) -> object:
+        steps.append(1)
+        if len(steps) == 2:
+            raise error
+        return train_step(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", fail)
+        done = shell(f"{TRAIN} --output out --quiet")
+    assert done.code == 4, done.err
+    first, *rest = done.err.strip().splitlines()
+    assert says in first
+    assert "--resume out" in " ".join(rest), done.err
+    assert shell("finetune --resume out --quiet").code == 0
+
+
+def test_a_device_that_fails_while_reading_costs_a_line(shell, lines: list[str], monkeypatch) -> None:
+    def fail(*arguments: object, **named: object) -> object:
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+    monkeypatch.setattr(step, "forward", fail)
+    monkeypatch.setattr(hf_model, "forward", fail)
+    for line in lines[-3:]:
+        done = shell(f"{line} --quiet --device cpu")
+        assert done.code == 4, done.err
+        assert "device memory ran out: CUDA out of memory. Tried to allocate 20.00 MiB;" in done.err.splitlines()[0]
+
+
+def test_the_check_up_is_offered_once_on_a_device_that_was_never_seen(shell, rows_file: Path, monkeypatch) -> None:
+    offer = "first run on this device: `gptj-ft doctor` checks it in two minutes"
+    assert offer not in shell(f"{TRAIN} --dry-run").err
+    monkeypatch.setattr(finetune, "is_accelerator", lambda device: True)
+    monkeypatch.setenv("GPTJ_FT_HOME", "another-home")
+    assert offer in shell(f"{TRAIN} --dry-run").err
+    assert offer not in shell(f"{TRAIN} --dry-run").err

@@ -1,0 +1,55 @@
+"""Every part of the check-up runs on the simulated device, passes there, and finds what is planted for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[dict[str, Any]]:
+    path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
+    done = subprocess.run(
+        [sys.executable, "-m", "support.simulated_checkup"], capture_output=True, text=True, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}, cwd=TESTS.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_an_accelerator_passes_every_part_without_a_race(lines: list[dict[str, Any]]) -> None:
+    found = lines[0]
+    assert found["works"], found["verdict"]
+    assert found["races"] == 0
+    parts = {part["name"]: part for part in found["parts"]}
+    assert {name for name, part in parts.items() if part["state"] != "passed"} == {"sanitizer"}  # of CUDA alone
+    assert found["verdict"][0].endswith("the same bits in every placement, and under 3 shaken schedules")
+    device = found["facts"]["device"]
+    assert (device["name"], device["lockable"], device["is_in_build"]) == ("simulated accelerator", 1 << 31, True)
+    memory = parts["memory"]["found"]
+    assert 0 < memory["allocated"] <= memory["reserved"] <= memory["cap"]
+    assert [step["tokens"] for step in parts["overlap"]["found"]["steps"]] == [64, 128]
+    assert parts["attention"]["found"]["256"]["kernel"] == "ragged"
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "says"),
+    [
+        ("copies wait for nothing", 1, "with random waits of seed"),
+        ("a loss is off", 1, "the loss differs from the CPU's by 0.01 (relative)"),
+        ("more memory than planned", 4, "out of memory under a cap of"),
+        ("a cap that nothing enforces", 4, "were taken under a cap of"),
+    ],
+)
+def test_a_fault_of_an_accelerator_is_found(fault: str, code: int, says: str, lines: list[dict[str, Any]]) -> None:
+    (part,) = (line for line in lines[1:] if line["fault"] == fault)
+    assert (part["state"], part["exit_code"]) == ("failed", code)
+    assert says in part["problem"]

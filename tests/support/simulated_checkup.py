@@ -1,0 +1,103 @@
+"""Check the simulated device up; for a process of its own.
+
+``python -m support.simulated_checkup`` prints the report as JSON, with the number of races that were seen, and then a
+line for each fault of `FAULTS`: its name, and the part that should find it, run once more with the fault planted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from support.accelerator import NAME, Faults, install, now, start
+
+from gptj_ft.planning import probe
+from gptj_ft.planning.probe import ComputeRates, DiskRates
+from gptj_ft.streaming.stores import host
+from gptj_ft.training.doctor import checkup, parity, speed, trial
+from gptj_ft.training.doctor.checkup import Checkup, Effort, check_up, run_part
+from gptj_ft.training.doctor.speed import Blocks
+from gptj_ft.training.doctor.trial import Outcome
+
+RATES = ComputeRates(
+    fp32=1e11, bf16=2e11, fp32_narrow=1e11, bf16_narrow=2e11, memory=2e10, near_memory=2e10, gelu=1e18, attention=1e18,
+    to_device=1e10, from_device=1e10,
+)  # fmt: skip
+LINK_BYTES = 1 << 20
+CHUNK_NUMEL = 4096
+SHAPES = {
+    "gptj": {"vocab_size": 101, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 1, "rotary_dim": 16},
+    "gpt2": {
+        "vocab_size": 101, "n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 3, "activation_function": "gelu",
+    },
+}  # fmt: skip
+HOARDED = 1 << 30
+start("random", faults=Faults(lockable_bytes=1 << 31))
+install()
+DEVICE = torch.device(NAME, 0)
+QUICK = Effort(num_steps=1, is_thorough=False, num_seeds=3, blocks=Blocks(DEVICE, 256, "bf16", (64, 128)))
+copy, run, take_steps = host.copy, parity.run, speed.take_steps
+
+
+def off_by_a_hundredth(model: Any, of: trial.Trial) -> Outcome:
+    outcome = run(model, of)
+    if of.device != DEVICE:
+        return outcome
+    return Outcome(tuple(1.01 * loss for loss in outcome.losses), outcome.norms, outcome.weights)
+
+
+def greedy(model: Any, *more: Any) -> Any:
+    hoard = torch.zeros(HOARDED, dtype=torch.uint8, device=DEVICE)
+    return take_steps(model, *more), hoard
+
+
+# What is planted: the part that should find it, and what stands where instead.
+FAULTS: dict[str, tuple[str, list[Any]]] = {
+    "copies wait for nothing": ("streams", [partial(patch.object, host, "copy", lambda a, b, after=(): copy(a, b))]),
+    "a loss is off": ("placements", [partial(patch.object, parity, "run", off_by_a_hundredth)]),
+    "more memory than planned": ("memory", [partial(patch.object, speed, "take_steps", greedy)]),
+    "a cap that nothing enforces": (
+        "memory",
+        [
+            partial(patch.object, speed, "take_steps", greedy),
+            partial(patch.object, speed, "limit_memory", lambda device, num_bytes: None),
+        ],
+    ),
+}
+
+
+def find(part: str, planted: list[Callable[[], Any]], folder: Path) -> dict[str, Any]:
+    """Run a part with faults planted."""
+    patches = [plant() for plant in planted]
+    for each in patches:
+        each.start()
+    try:
+        return run_part(part, Checkup(DEVICE, QUICK, folder).parts()[part][1]).to_dict()
+    finally:
+        for each in patches:
+            each.stop()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    probe.measure_compute = lambda device: RATES
+    probe.measure_disk = lambda folder: DiskRates(read=2e9, write=1e9, mixed=1.5e9)
+    checkup.MODEL = "cerebras/Cerebras-GPT-111M"  # planned sooner than GPT-J
+    speed.LINK_BYTES, parity.SHAPES, trial.CHUNK_NUMEL = LINK_BYTES, SHAPES, CHUNK_NUMEL
+    found = check_up(DEVICE, effort=QUICK)
+    print(json.dumps({**found.to_dict(), "races": len(now().races)}), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (part, planted) in FAULTS.items():
+            print(json.dumps({"fault": name, **find(part, planted, Path(folder))}), flush=True)
+    os._exit(0)  # threads of a device that is not there need not be waited for
+
+
+if __name__ == "__main__":
+    main()
