@@ -394,7 +394,7 @@ def with_dropout_seeds(
     if recipe.method != "lora" or not recipe.lora.dropout:
         return [batch.to(device) for batch in batches]
     seeds = (seed_of((recipe.seed, step, number)) for number in range(len(batches)))
-    return [replace(batch.to(device), dropout_seed=seed) for batch, seed in zip(batches, seeds, strict=True)]
+    return [replace(batch, dropout_seed=seed).to(device) for batch, seed in zip(batches, seeds, strict=True)]
 
 
 def guarded_step(

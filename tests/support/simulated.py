@@ -1,8 +1,9 @@
 """Train, score and write on the simulated device, in every placement and schedule; for a process of its own.
 
 ``python -m support.simulated [--all | --only NAME ...]`` prints a JSON line for each case: its names, a digest of its
-numbers, the races that were found and between which places, the program's waits, and what went wrong. Cases of one
-group must give the same digest. Without options it takes the reduced matrix of every test run.
+numbers, the races that were found and between which places, and what went wrong. Cases of one group must give the same
+digest. Without options it takes the reduced matrix of every test run, and adds losses beside those of the CPU, and the
+program's waits for the device.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
@@ -27,6 +30,7 @@ from typing import Any
 import torch
 from support import accelerator
 from support.accelerator import SCHEDULES, Schedule
+from support.accelerator.ghost import forget_tensors
 
 DEVICE = f"{accelerator.NAME}:0"
 CPU = torch.device("cpu")
@@ -34,13 +38,19 @@ LENGTHS, PROMPTS = (5, 9, 12, 3, 7), (2, 3, 1, 0, 2)  # tokens of the rows
 MICRO_BATCH_TOKENS = 16
 STEPS = 3  # the first checks what moved, and waits so often that it hides races
 PLACES = ("device", "host", "disk")
-MIXED = (("device", "host", "device"), ("host", "device", "host"), ("disk", "host", "disk"))
+MIXED = (
+    ("device", "host", "device"),
+    ("host", "device", "host"),
+    ("disk", "host", "disk"),
+    ("device", "device", "host"),
+)
 EVERYWHERE = (*((place,) * 3 for place in PLACES), *MIXED)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPES = {
     "gptj": {"vocab_size": 61, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 2, "rotary_dim": 4},
     "gpt2": {"vocab_size": 61, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 2},
 }
+SHAPES["deep gptj"] = {**SHAPES["gptj"], "n_layer": 5}
 LORA = {"rank": 4, "alpha": 6, "targets": ["q_proj", "v_proj", "mlp.fc_out"], "dropout": 0.1}
 
 
@@ -68,12 +78,13 @@ def model_folder(name: str) -> Path:
     """Return the folder of a random model of one of the `SHAPES`, made once in the process."""
     from conftest import random_gpt2, random_gptj
 
-    folder = Path(tempfile.mkdtemp(prefix=f"simulated-{name}-", dir=_memory()))
-    (random_gptj if name == "gptj" else random_gpt2)(**SHAPES[name]).save_pretrained(folder)
+    folder = Path(tempfile.mkdtemp(prefix="simulated-model-", dir=memory()))
+    (random_gpt2 if name == "gpt2" else random_gptj)(**SHAPES[name]).save_pretrained(folder)
     return folder
 
 
-def _memory() -> str | None:
+def memory() -> str | None:
+    """Return a folder in memory, if this system has one."""
     return "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
@@ -99,6 +110,7 @@ class Training:
         kept: blocks whose activations are kept.
         late: blocks whose updates are deferred.
         fp16_exponent: of the loss scale in fp16, doubled after every step: so large that a later one is skipped.
+        micro_batch_tokens: tokens of a micro-batch.
     """
 
     model: str = "gptj"
@@ -110,9 +122,31 @@ class Training:
     kept: int = 0
     late: int = 0
     fp16_exponent: int = 18
+    micro_batch_tokens: int = MICRO_BATCH_TOKENS
 
-    def __call__(self, device: torch.device, steps: int = STEPS) -> Any:
+    def __call__(self, device: torch.device) -> Any:
         """Train; return losses, gradient norms and digests of the state."""
+        with self.opened(device) as (model, optimizer, take_step):
+            curve = [take_step(step) for step in range(STEPS)]
+            optimizer.flush()
+            state = [_digest(model.read_chunks(kind, layer)) for layer in model.trained for kind in _state(model)]
+        return curve, state
+
+    def waits(self, device: torch.device) -> list[tuple[str, int]]:
+        """Return where the program waits for the device in a step of the steady state, and how often."""
+        with self.opened(device) as (model, _, take_step):
+            for step in range(STEPS - 1):
+                take_step(step)
+                _ = model.waited_seconds  # as the loop reads it after each step
+            before = accelerator.now().waits.copy()
+            take_step(STEPS - 1)
+            _ = model.waited_seconds
+            found = accelerator.now().waits - before
+        return [(f"{what} at {where}", count) for (what, thread, where), count in found.items() if "Main" in thread]
+
+    @contextmanager
+    def opened(self, device: torch.device) -> Iterator[tuple[Any, Any, Callable[[int], tuple[float, float]]]]:
+        """Open the model; yield it, its optimizer, and what takes a step and returns its loss and gradient norm."""
         from gptj_ft.checkpoints.model_folder import open_checkpoint
         from gptj_ft.config.resolve import build
         from gptj_ft.data.batches import micro_batches
@@ -132,7 +166,7 @@ class Training:
         placement = Placement(*self.places, frozen=self.frozen)  # type: ignore[arg-type]
         moments = torch.bfloat16 if self.narrow else torch.float32
         gradients = torch.float32 if recipe.clip_norm is None else moments
-        with tempfile.TemporaryDirectory(dir=_memory()) as tmp, open_checkpoint(folder) as checkpoint:
+        with tempfile.TemporaryDirectory(dir=memory()) as tmp, open_checkpoint(folder) as checkpoint:
             model = open_for_training(
                 architecture, placement, training_dtypes(DTYPES[self.dtype], moments, gradients), device,
                 Path(tmp) / "state", BufferBudget(num_chunks=3, chunk_numel=1024, num_kept_layers=self.kept),
@@ -142,29 +176,21 @@ class Training:
             try:
                 open_frozen(model, architecture, checkpoint, placement.of("frozen"))
                 load_weights(model, architecture, checkpoint, recipe.seed)
-                optimizer, curve = AdamW(model, optimizer_config(recipe), num_deferred=self.late), []
+                optimizer = AdamW(model, optimizer_config(recipe), num_deferred=self.late)
                 if optimizer.loss_scale:
                     optimizer.loss_scale = LossScale(2.0**self.fp16_exponent, growth_interval=1)
-                accelerator.now().waits.clear()
-                for step in range(steps):
+
+                def take_step(step: int) -> tuple[float, float]:
                     optimizer.begin_step(1e-2 * (step + 1) / 10)
-                    packed = list(micro_batches(documents(), PROMPTS, MICRO_BATCH_TOKENS))
-                    seed = 7 * step if recipe.method == "lora" else None
-                    batches = [
-                        replace(batch.to(device), dropout_seed=None if seed is None else seed + number)
-                        for number, batch in enumerate(packed)
-                    ]
-                    if step == steps - 1:
-                        accelerator.now().waits.clear()
-                    loss = train_step(model, optimizer, batches)
-                    curve.append((loss.mean, optimizer.finish_step()))
-                waits = accelerator.now().waits.copy()
-                optimizer.flush()
-                accelerator.now().waits = waits  # of the last step alone
-                state = [_digest(model.read_chunks(kind, layer)) for layer in model.trained for kind in _state(model)]
+                    packed = list(micro_batches(documents(), PROMPTS, self.micro_batch_tokens))
+                    if recipe.method == "lora":
+                        packed = [replace(batch, dropout_seed=7 * step + at) for at, batch in enumerate(packed)]
+                    batches = [batch.to(device) for batch in packed]
+                    return train_step(model, optimizer, batches).mean, optimizer.finish_step()
+
+                yield model, optimizer, take_step
             finally:
                 model.close()
-        return curve, state
 
 
 def _state(model: Any) -> list[Any]:
@@ -183,23 +209,23 @@ CLIPPING = {"clipped": 0.1, "not clipped": None}
 
 
 def full(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
-    """Full fine-tuning: placements, kept activations, deferred updates, with clipping and without."""
+    """Full fine-tuning: placements, kept activations, deferred updates, with clipping and without.
+
+    Where boundaries leave the device there are also models of more layers than there are buffers for boundaries.
+    """
     for dtype, (words, clip) in product(dtypes, CLIPPING.items()):
         for number, places in enumerate(EVERYWHERE):
             for kept, late in (KEPT_LATE[number % 2 * 2], KEPT_LATE[number % 2 * 2 + 1]):
-                options = {"clip_norm": clip}
-                run = Training(
-                    options=options, places=places, dtype=dtype, narrow=dtype != "fp32", kept=kept, late=late
-                )
+                model = "deep gptj" if places[2] != "device" and not kept else "gptj"
+                run = Training(model, {"clip_norm": clip}, places, None, dtype, dtype != "fp32", kept, late)
                 label = f"{'/'.join(places)}, {kept} kept, {late} late"
-                yield from _cases("full", f"{dtype}, {words}", label, run, schedules)
+                yield from _cases("full", f"{model}, {dtype}, {words}", label, run, schedules)
 
 
 def tied(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
     """GPT-2, whose embedding is its head, too."""
     for dtype, (words, clip), places in product(dtypes, CLIPPING.items(), EVERYWHERE[:4]):
-        options = {"clip_norm": clip}
-        run = Training(model="gpt2", options=options, places=places, dtype=dtype, kept=1, fp16_exponent=19)
+        run = Training("gpt2", {"clip_norm": clip}, places, dtype=dtype, kept=1, fp16_exponent=19)
         yield from _cases("tied", f"{dtype}, {words}", "/".join(places), run, schedules)
 
 
@@ -207,8 +233,7 @@ def lora(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]
     """Adapters with dropout, the frozen weights in each place: from a folder they come by the reader's own threads."""
     for dtype, frozen, (state, kept) in product(dtypes, PLACES, (("device", 0), ("disk", 1))):
         options = {"method": "lora", "lora": LORA}
-        places = state, state, "device"
-        run = Training(options=options, places=places, frozen=frozen, dtype=dtype, kept=kept, fp16_exponent=20)
+        run = Training("gptj", options, (state, state, "device"), frozen, dtype, kept=kept, fp16_exponent=20)
         yield from _cases("lora", dtype, f"frozen on {frozen}, state on {state}, {kept} kept", run, schedules)
 
 
@@ -216,8 +241,7 @@ def part(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]
     """Some of the parameters, by ``--train``: a block, and parts of others."""
     for dtype, frozen, state in product(dtypes, PLACES, ("host", "disk")):
         options = {"train": ["h.1.*", "h.2.mlp.*", "ln_f.*"]}
-        places = state, state, "host"
-        run = Training(options=options, places=places, frozen=frozen, dtype=dtype, fp16_exponent=20)
+        run = Training("gptj", options, (state, state, "host"), frozen, dtype, fp16_exponent=20)
         yield from _cases("part", dtype, f"frozen on {frozen}, state on {state}", run, schedules)
 
 
@@ -239,7 +263,7 @@ def read(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]
 
         return losses
 
-    for dtype, model, weights in product(dtypes, SHAPES, PLACES):
+    for dtype, model, weights in product(dtypes, ("gptj", "gpt2"), PLACES):
         yield from _cases("read", f"{model}, {dtype}", f"on {weights}", run(model, dtype, weights), schedules)
 
 
@@ -323,7 +347,7 @@ class WholeRun:
 
         from gptj_ft.training import loop
 
-        with tempfile.TemporaryDirectory(dir=_memory()) as tmp:
+        with tempfile.TemporaryDirectory(dir=memory()) as tmp:
             options = {
                 "weights": self.state, "optimizer_state": self.state, "device": str(device), "precision": self.dtype,
                 "validate_every": 2, "save_every": 2, **self.options,
@@ -377,12 +401,12 @@ def reduced() -> list[Case]:
     """Return the cases of every test run: each scenario, place and schedule at least once, and late most often."""
     found: list[Case] = []
     for name, scenario in SCENARIOS.items():
-        cases = list(scenario(("fp32", "bf16"), ("late",)))
-        step = {"full": 4, "tied": 7, "lora": 3, "part": 5, "read": 5, "write": 5, "run": 3}[name]
+        cases = list(scenario(tuple(DTYPES), ("late",)))
+        step = {"full": 8, "tied": 9, "lora": 5, "part": 7, "read": 7, "write": 8, "run": 4}[name]
         for number, case in enumerate(cases[::step]):
             schedule = SCHEDULES[number // 2 % len(SCHEDULES)] if number % 2 else "late"
             found.append(replace(case, schedule=schedule))
-    return [*found, *list(full(("fp16",), ("late",)))[::9]]
+    return found
 
 
 def prepare() -> None:
@@ -392,7 +416,7 @@ def prepare() -> None:
     logging.disable(logging.WARNING)
     import conftest
 
-    os.environ["GPTJ_FT_HOME"] = tempfile.mkdtemp(prefix="simulated-home-", dir=_memory())
+    os.environ["GPTJ_FT_HOME"] = tempfile.mkdtemp(prefix="simulated-home-", dir=memory())
     from gptj_ft.planning import probe
 
     rates = conftest.assumed_rates()
@@ -401,19 +425,9 @@ def prepare() -> None:
     gc.freeze()
 
 
-def _forget() -> None:
-    """Drop what the program keeps of an earlier case's device."""
-    from gptj_ft.models import attention
-    from gptj_ft.streaming import adamw
-
-    for cached in (attention._inv_freq, attention.takes_ragged, adamw._noise):
-        cached.cache_clear()
-    gc.collect()
-
-
 def run_case(case: Case, device: str = DEVICE, **options: Any) -> dict[str, Any]:
     """Run a case in a simulation of its own; return what was found."""
-    _forget()
+    forget_tensors()
     simulation = accelerator.start(case.schedule, seed=1, **options)
     found: dict[str, Any] = {
         "scenario": case.scenario, "group": case.group, "case": case.label, "schedule": case.schedule,
@@ -425,16 +439,38 @@ def run_case(case: Case, device: str = DEVICE, **options: Any) -> dict[str, Any]
     except BaseException as error:
         found["error"] = "".join(traceback.format_exception(error)[-3:])
     found["races"] = [f"{a} | {b}: {simulation.examples[a, b]}" for a, b in simulation.races]
-    found["waits"] = [[*key, count] for key, count in simulation.waits.items()]
     found["pageable"] = [[*key, count] for key, count in simulation.pageable.items()]
     found["events"] = simulation.num_operations
+    return found
+
+
+def clean_up() -> None:
+    """Remove what `prepare` and `model_folder` made."""
+    for name in SHAPES:  # those that were made, and the others in a moment
+        shutil.rmtree(model_folder(name), ignore_errors=True)
+    shutil.rmtree(os.environ["GPTJ_FT_HOME"], ignore_errors=True)
+
+
+def count_waits() -> list[dict[str, Any]]:
+    """Return the program's waits in a step, for models and micro-batches of several numbers."""
+    found = []
+    lora = {"method": "lora", "lora": LORA}
+    for model, options, tokens, micro_batches in (
+        ("gptj", {}, 16, 3), ("deep gptj", {}, 16, 3), ("gptj", {}, 64, 1), ("gptj", lora, 16, 3),
+    ):  # fmt: skip
+        accelerator.start("late")
+        places = ("device",) * 3 if options else ("host",) * 3
+        run = Training(model, options, places, micro_batch_tokens=tokens)  # type: ignore[arg-type]
+        waits = run.waits(torch.device(DEVICE))
+        method = "lora" if options else "full"
+        found.append({"method": method, "model": model, "micro_batches": micro_batches, "waits": waits})
     return found
 
 
 def agreement(dtype: str) -> list[list[float]]:
     """Return losses and gradient norms of the device, and those of the CPU."""
     accelerator.start("random")
-    both = [Training(dtype=dtype)(torch.device(device))[0] for device in (DEVICE, "cpu")]
+    both = [Training(dtype=dtype, fp16_exponent=8)(torch.device(device))[0] for device in (DEVICE, "cpu")]
     return [[number for pair in curve for number in pair] for curve in both]
 
 
@@ -442,28 +478,23 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="the full matrix")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, help="these scenarios, all of their cases")
-    parser.add_argument("--dtypes", nargs="+", default=[*DTYPES], choices=DTYPES)
-    parser.add_argument("--agreement", action="store_true", help="losses and norms beside those of the CPU")
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--part", default="0/1", help="I/N: every N-th case from the I-th on")
     chosen = parser.parse_args(arguments)
     faulthandler.enable()
     prepare()
-    if chosen.agreement:
-        print(json.dumps({dtype: agreement(dtype) for dtype in chosen.dtypes}), flush=True)
-        os._exit(0)
     cases = every_case(chosen.dtypes) if chosen.all or chosen.only else reduced()
     cases = [case for case in cases if not chosen.only or case.scenario in chosen.only]
     first, stride = map(int, chosen.part.split("/"))
     try:
         for case in cases[first::stride]:
             print(json.dumps(run_case(case)), flush=True)
+        if not (chosen.all or chosen.only):
+            print(json.dumps({"agreement": {dtype: agreement(dtype) for dtype in chosen.dtypes}}), flush=True)
+            print(json.dumps({"waits": count_waits()}), flush=True)
     except BrokenPipeError:
         pass
-    import shutil
-
-    for name in SHAPES:
-        shutil.rmtree(model_folder(name), ignore_errors=True)
-    shutil.rmtree(os.environ["GPTJ_FT_HOME"], ignore_errors=True)
+    clean_up()
     os._exit(0)  # threads of a device that is not there need not be waited for
 
 

@@ -10,7 +10,9 @@ process of its own, as everything that registers the device.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,16 @@ class Ledger:
     num_operations: int = 0
 
 
+def forget_tensors() -> None:
+    """Drop the tensors that the product keeps of an earlier simulation's device."""
+    from gptj_ft.models import attention
+    from gptj_ft.streaming import adamw
+
+    for cached in (attention._inv_freq, attention.takes_ragged, adamw._noise):
+        cached.cache_clear()
+    gc.collect()
+
+
 def ghost_step(
     shape: Mapping[str, Any],
     placement: Any,
@@ -71,6 +83,7 @@ def ghost_step(
     family: str = "gptj",
     compute: torch.dtype = torch.bfloat16,
     warm_up: int = 1,
+    ghost: bool = True,
 ) -> tuple[Ledger, Trace]:
     """Run optimizer steps without numbers; return the ledger and the trace of the last.
 
@@ -85,9 +98,10 @@ def ghost_step(
         family: type of the model.
         compute: type of the computation.
         warm_up: steps before the one that counts; after the first the pools are filled and updates are pending.
+        ghost: without numbers; with them, for small shapes, the ledger is the same.
     """
     accelerator.install()
-    simulation = accelerator.start("eager", ghost=True, total_bytes=1 << 50)
+    simulation = accelerator.start("eager", ghost=ghost, total_bytes=1 << 50)
     from gptj_ft.config.resolve import build
     from gptj_ft.data.batches import micro_batches
     from gptj_ft.models.registry import Architecture, families
@@ -103,6 +117,8 @@ def ghost_step(
     from gptj_ft.system.dtypes import PRECISIONS
     from gptj_ft.training.restore import optimizer_config
 
+    forget_tensors()
+
     def nowhere(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="meta")
 
@@ -115,11 +131,12 @@ def ghost_step(
     boundary = boundary_layout(batch.tokens, shape["n_embd"], num_rows)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, shape["vocab_size"], (num_rows, batch.row_tokens), generator=generator).tolist()
-    with (
-        patch.object(host, "allocate", nowhere),
-        patch.object(host, "pin", lambda *_: lambda: None),
-        torch.autograd.set_multithreading_enabled(False),  # the order of issue is that of one thread, as on a device
-    ):
+    with ExitStack() as context:
+        if ghost:
+            context.enter_context(patch.object(host, "allocate", nowhere))
+            context.enter_context(patch.object(host, "pin", lambda *_: lambda: None))
+        # The order of issue is that of one thread, as on a device.
+        context.enter_context(torch.autograd.set_multithreading_enabled(False))
         model = open_for_training(
             architecture, placement, dtypes, device, Path("none"), budget,
             keeps_gradients(recipe, placement, compute), boundary, selection,

@@ -102,10 +102,9 @@ def _fail_if_full(simulation: Simulation, index: int, num_bytes: int) -> None:
     allowed = min(device.total_bytes * device.limit, device.total_bytes - device.taken)
     is_chosen = simulation.num_allocations == faults.failing_allocation
     if is_chosen or device.allocated + num_bytes > allowed:
-        raise torch.OutOfMemoryError(
-            f"CUDA out of memory. Tried to allocate {num_bytes} bytes. GPU {index} has a total capacity of "
-            f"{device.total_bytes} bytes of which {device.total_bytes - device.taken - device.allocated} are free."
-        )
+        free = device.total_bytes - device.taken - device.allocated
+        text = f"CUDA out of memory. Tried to allocate {num_bytes} bytes. GPU {index} has a total capacity of "
+        simulation.fail(torch.OutOfMemoryError(f"{text}{device.total_bytes} bytes of which {free} are free."))
 
 
 def _give_back(

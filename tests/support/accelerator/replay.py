@@ -32,6 +32,7 @@ class TraceEvent(NamedTuple):
         label: name of the operation.
         flops, num_bytes: its arithmetic, and what it moves.
         after: number of the operation of another stream that it waits for; 0: none.
+        priority: of the stream; lower goes first.
     """
 
     thread: str
@@ -43,6 +44,7 @@ class TraceEvent(NamedTuple):
     flops: int = 0
     num_bytes: int = 0
     after: int = 0
+    priority: int = 0
 
 
 Trace = Sequence[TraceEvent]
@@ -56,7 +58,7 @@ def read_trace(recorded: Sequence[tuple[str, str, Any]]) -> Trace:
             events.append(
                 TraceEvent(
                     thread, "put", what.number, what.stream.id, what.kind, what.label, what.flops, what.num_bytes,
-                    what.after,
+                    what.after, what.stream.priority,
                 )
             )  # fmt: skip
         elif action == "wait":
@@ -99,7 +101,7 @@ class DeviceRates:
 
 
 RATES = {  # data sheets: FLOP/s without sparsity; links as measured with PCIe 4.0 x8, x16 and 5.0 x16
-    "RTX 4060 8GB": DeviceRates(60e12, 272e9, 12.5e9),
+    "RTX 4060 8GB": DeviceRates(30.2e12, 272e9, 12.5e9),
     "RTX 4090 24GB": DeviceRates(165e12, 1008e9, 25e9),
     "H100 80GB": DeviceRates(989e12, 3350e9, 50e9, reached=0.65),
     "H200 141GB": DeviceRates(989e12, 4800e9, 50e9, reached=0.65),
@@ -144,7 +146,7 @@ class _Replay:
         self._ended: set[tuple[str, int]] = set()
         self._waiting: dict[tuple[str, int], list[Callable[[], None]]] = defaultdict(list)
         self._queues: dict[int, deque[TraceEvent]] = defaultdict(deque)
-        self._engines: dict[str, deque[TraceEvent]] = defaultdict(deque)
+        self._engines: dict[str, list[TraceEvent]] = defaultdict(list)
         self._working: set[str] = set()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -214,7 +216,8 @@ class _Replay:
     def _serve(self, engine: str) -> None:
         if engine in self._working or not self._engines[engine]:
             return
-        event = self._engines[engine].popleft()
+        event = min(self._engines[engine], key=lambda event: event.priority)  # of the first, the one that came first
+        self._engines[engine].remove(event)
         self._working.add(engine)
         took = self._rates.seconds(event)
         self._busy[engine] += took

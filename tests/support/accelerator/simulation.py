@@ -87,6 +87,7 @@ class Stream:
             self.last: Operation | None = None
             self.name = name or threading.current_thread().name
             self.is_default = name is not None
+            self.priority = priority  # lower is first
             simulation.streams.append(self)
 
     @property
@@ -147,7 +148,8 @@ class Stream:
     def synchronize(self) -> None:
         with LOCK:
             self.simulation.check()
-            self.simulation.note_wait("Stream.synchronize, spinning")
+            if self.queue:
+                self.simulation.note_wait("Stream.synchronize, spinning")
             self.finish()
 
     def finish(self, operation: Operation | None = None) -> None:
@@ -211,8 +213,9 @@ class Event:
         with LOCK:
             simulation = now()
             simulation.check()
-            simulation.note_wait(f"Event.synchronize, {'blocking' if self._blocking else 'spinning'}")
             if self.operation is not None:
+                if not self.operation.done:
+                    simulation.note_wait(f"Event.synchronize, {'blocking' if self._blocking else 'spinning'}")
                 self.operation.stream.finish(self.operation)
                 merge(simulation.clock(), self.clock)
 
@@ -331,6 +334,7 @@ class Simulation:
         self.at_peak: Counter[Site] = Counter()
         self.num_operations = self.num_allocations = 0
         self.lost: str | None = None
+        self._failed: Exception | None = None
         self._random = random.Random(seed)
         self._local = threading.local()
         self._codes: dict[CodeType, str | None] = {}
@@ -422,9 +426,19 @@ class Simulation:
         self.lost = self.lost or reason
 
     def check(self) -> None:
-        """Raise if the device is lost."""
-        if self.lost:
-            raise torch.AcceleratorError(f"CUDA error: {self.lost}")
+        """Raise if the device is lost, or if something failed in backward."""
+        if self._failed is not None or self.lost:
+            error, self._failed = self._failed, None
+            self.fail(error or torch.AcceleratorError(f"CUDA error: {self.lost}"))
+
+    def fail(self, error: Exception) -> None:
+        """Raise an error; inside of backward, by the first call after it.
+
+        There torch calls Python again while it unwinds, for the device's guard, and that ends the process.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            raise error
+        self._failed = self._failed or error
 
     def set_last_error(self, message: str | None) -> None:
         """Leave an error in the runtime, as a call of it that failed does."""
@@ -435,7 +449,7 @@ class Simulation:
         error = getattr(self._local, "last_error", None)
         if error is not None:
             self._local.last_error = None
-            raise torch.AcceleratorError(f"CUDA error: {error}")
+            self.fail(torch.AcceleratorError(f"CUDA error: {error}"))
 
     # -------------------------------------------------------------- findings
 

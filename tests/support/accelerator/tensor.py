@@ -91,7 +91,8 @@ class SimTensor(torch.Tensor):
         return f"SimTensor({tuple(self.shape)}, {self.dtype}, {self.device})"
 
     def tolist(self) -> Any:
-        return self.cpu().tolist()
+        host = self.cpu()
+        return torch.ones(host.shape).tolist() if host.is_meta else host.tolist()
 
     def record_stream(self, stream: Any) -> None:
         raise NotImplementedError("record_stream is not simulated")
