@@ -18,7 +18,7 @@ from gptj_ft.config.presets import load_options
 from gptj_ft.config.resolve import build
 from gptj_ft.errors import DataError, GptjFtError, UsageError
 from gptj_ft.system.digests import digest_of, read_json, read_sealed, write_sealed
-from gptj_ft.system.files import appending, discard, disk_errors, replace_text, require_plain
+from gptj_ft.system.files import appending, discard, disk_errors, replace_text, require_plain, sync_path
 from gptj_ft.system.jsonl import JsonLines
 from gptj_ft.system.paths import RUNS, is_tuned
 from gptj_ft.system.plain_text import command_line, one_line, without_secrets
@@ -112,6 +112,7 @@ class Run:
         """
         record, saved = self.record(), str(path.relative_to(self.folder)) if path else None
         if record["saved"] != saved:
+            sync_path(self.folder)  # the name of the folder that it is in must not be lost with the note kept
             write_sealed(self.record_file, {**record, "saved": saved})
 
     def check_saved(self) -> None:
