@@ -28,7 +28,7 @@ from gptj_ft.system.units import gigabytes
 from gptj_ft.training.doctor import facts, parity, speed, streams
 from gptj_ft.training.doctor.parity import Mismatch, Skipped
 from gptj_ft.training.doctor.speed import Blocks
-from gptj_ft.training.doctor.trial import SmallModel
+from gptj_ft.training.doctor.trial import SmallModel, single_thread
 from gptj_ft.training.finetune import forecast_run
 from gptj_ft.training.reporter import Reporter
 
@@ -257,7 +257,8 @@ class Checkup:
 
     def compare_with_transformers(self) -> dict[str, Any]:
         """Compare with `transformers` on the CPU."""
-        return parity.check_transformers(self.folder, self.effort.num_steps)
+        with single_thread():
+            return parity.check_transformers(self.folder, self.effort.num_steps)
 
     def compare_placements(self) -> dict[str, Any]:
         """Compare placements with each other, and a device with the CPU."""
@@ -271,7 +272,8 @@ class Checkup:
             ]
             if not has_streams(self.device) and is_accelerator(self.device):
                 groups = [group[:1] for group in groups]
-            found[family] = parity.check_placements(self.small_model(family), groups)
+            with single_thread():
+                found[family] = parity.check_placements(self.small_model(family), groups)
         return found
 
     def compare_attention(self) -> dict[str, Any]:
@@ -286,7 +288,8 @@ class Checkup:
         if not hasattr(module_of(self.device), "_sleep"):
             raise Skipped("torch cannot make this device wait")
         trials = streams.shaken_trials(self.device, self.precision, self.effort.num_steps)
-        return streams.check_shaken(self.small_model(), trials, self.effort.num_seeds, SHAKING_SECONDS)
+        with single_thread():
+            return streams.check_shaken(self.small_model(), trials, self.effort.num_seeds, SHAKING_SECONDS)
 
     def sanitize(self) -> dict[str, Any]:
         """Look for races with torch's sanitizer."""

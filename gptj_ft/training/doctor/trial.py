@@ -38,6 +38,17 @@ RESIDENT = Placement("device", "device")
 Wrap = Callable[[LayerStore], LayerStore]
 
 
+@contextmanager
+def single_thread() -> Iterator[None]:
+    """Compute with one thread of the CPU: small products gain nothing by more, and those starve on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @dataclass(frozen=True)
 class SmallModel:
     """A small model in a folder, and the rows of every step.
