@@ -1,0 +1,115 @@
+"""What a user sees when a device fails, by the command line: each fault and the command after it, as JSON.
+
+For a process of its own; every command has a simulation of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from support import accelerator
+from support.accelerator import Faults, Simulation
+from support.accelerator.__main__ import assume_rates
+from support.accelerator.ghost import forget_tensors
+
+LINE = (
+    "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 2 --max-steps 4 "
+    "--save-every 2 --precision fp32 --device sim"
+)
+PLACES = {
+    "device": "--weights device --optimizer-state device",
+    "host": "--weights host --optimizer-state host",
+    "disk": "--weights disk --optimizer-state disk",
+}
+
+
+def command(line: str, **options: Any) -> tuple[dict[str, Any], Simulation]:
+    """Run ``gptj-ft`` with the words of a line; return its code and what it said, and the simulation."""
+    from gptj_ft.cli import app
+
+    forget_tensors()
+    simulation = accelerator.start("random", seed=1, **options)
+    out, err = io.StringIO(), io.StringIO()
+    sys.argv, code = ["gptj-ft", *line.split()], 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            app.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        except BaseException as error:  # which a user would see as a traceback
+            code, _ = -1, err.write(f"Traceback: {type(error).__name__}: {error}")
+    found = {"code": code, "said": err.getvalue() + out.getvalue(), "races": len(simulation.races)}
+    return found, simulation
+
+
+def digest(run: str) -> str:
+    """Return the digest of a run's tuned model."""
+    found = hashlib.sha256()
+    for path in sorted(Path(run, "model").glob("*.safetensors")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def cases(places: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield each fault with what was said, and the numbers of the run in the end."""
+    for place in places:
+        options = PLACES[place]
+        line = f"{LINE} {options} --output {place}"
+        straight, counted = command(line)
+        total = {"allocation": counted.num_allocations, "operation": counted.num_operations}
+        yield {"fault": "none", "place": place, **straight, "numbers": digest(place)}
+        for number, (fault, faults, more) in enumerate(_faults(place, total)):
+            name = f"{place}-{number}"
+            failed, _ = command(f"{LINE} {options} --output {name}", faults=faults, **more)
+            found = {"fault": fault, "place": place, **failed, "after": None}
+            if failed["code"]:
+                again = f"finetune --resume {name}" if Path(name).is_dir() else f"{LINE} {options} --output {name}"
+                found["after"], _ = command(again)
+            yield {**found, "numbers": digest(name)}
+    for device in ("sim:9", "sim:1", "cuda:0"):
+        refused, _ = command(f"{LINE} --output none".replace("--device sim", f"--device {device}"))
+        yield {"fault": f"--device {device}", "place": "none", **refused, "numbers": None, "after": None}
+
+
+def _faults(place: str, total: dict[str, int]) -> Iterator[tuple[str, Faults, dict[str, Any]]]:
+    allocations, operations = total["allocation"], total["operation"]
+    if place == "host":
+        yield "no memory is locked", Faults(lockable_bytes=4096), {}
+        yield "some memory is locked", Faults(lockable_bytes=300_000), {}
+        yield "memory is taken", Faults(taken=(allocations // 2, (80 << 30) - 4096)), {}
+    if place != "device":
+        yield "out of memory at once", Faults(failing_allocation=3), {}
+    yield "out of memory", Faults(failing_allocation=allocations * 7 // 10), {}
+    yield "lost", Faults(lost_after=operations * 7 // 10), {}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    accelerator.install()
+    folder = tempfile.mkdtemp(prefix="faults-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+    os.environ["GPTJ_FT_HOME"] = f"{folder}/home"
+    os.chdir(folder)
+    assume_rates()
+    logging.raiseExceptions = False
+    places = sys.argv[1:] or list(PLACES)
+    rows = [{"note": f"Room {n} is cold and dark at night.", "summary": f"Room {n} is cold."} for n in range(10)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    try:
+        for case in cases(places):
+            print(json.dumps(case), file=sys.__stdout__, flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    sys.__stdout__.flush()
+    os._exit(0)
