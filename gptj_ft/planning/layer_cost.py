@@ -211,6 +211,27 @@ def measure_block(layer: nn.Module, trained: Layout, given: LayerInput, is_above
     return LayerCost(pieces, tuple(meter.kernels[0]), kept, forward.peak, graph, meter.peak)
 
 
+def measure_blocks(
+    layers: Sequence[nn.Module], layouts: Sequence[Layout], given: LayerInput, lowest_trained: int
+) -> list[LayerCost]:
+    """Measure the blocks of a model; those that are alike, once.
+
+    Args:
+        layers: all layers on the ``meta`` device, embedding and head included.
+        layouts: layout of the trained parameters of each.
+        given: what each block gets.
+        lowest_trained: the layer at which backward ends.
+    """
+    alike: dict[Any, nn.Module] = {}
+    costs = []
+    for index in range(1, len(layers) - 1):
+        layer, trained, is_above = layers[index], layouts[index], index > lowest_trained
+        shapes = tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
+        first = alike.setdefault((type(layer), shapes, trained, is_above), layer)
+        costs.append(measure_block(first, trained, given, is_above))
+    return costs
+
+
 def embedding_cost(trained: Layout, given: LayerInput) -> LayerCost:
     """Return the cost of the embedding, which reads rows, and in backward makes whole tables of gradients.
 

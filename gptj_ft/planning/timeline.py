@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.models.layout import Kind
-from gptj_ft.planning.layer_cost import Kernel, LayerCost, LayerInput, embedding_cost, measure_block, measure_head
+from gptj_ft.planning.layer_cost import Kernel, LayerCost, LayerInput, embedding_cost, measure_blocks, measure_head
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.traffic import META, CountedUpdates, bytes_to_update, model_without_data
 from gptj_ft.planning.virtual_machine import Clock, Hazards, Link, Processor, VirtualQueue, VirtualStore, Work
@@ -223,7 +223,7 @@ class _Replay:
         row = min(tokens, max(1, round(2 * load.attended) if load.attended else load.longest_row))
         number, rest = divmod(tokens, row)
         given = LayerInput((row,) * number + ((rest,) if rest else ()), load.width, load.dtype)
-        blocks = [measure_block(load.layers[i], load.layouts[i], given, i > load.lowest_trained) for i in range(1, top)]
+        blocks = measure_blocks(load.layers, load.layouts, given, load.lowest_trained)
         head = measure_head(load.layers[top], load.layouts[top], head_chunk(load), False, top > load.lowest_trained)
         return [embedding_cost(load.layouts[0], given), *blocks, head]
 

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from gptj_ft.planning.layer_cost import LayerCost, LayerInput, embedding_cost, measure_block, measure_head
+from gptj_ft.planning.layer_cost import LayerCost, LayerInput, embedding_cost, measure_blocks, measure_head
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.activations import NUM_BUFFERS
 from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
@@ -55,11 +55,8 @@ class WorkingMemory:
     @cached_property
     def blocks(self) -> list[LayerCost]:
         """Cost of each block on the largest micro-batch."""
-        load, given = self.load, micro_batch(self.load)
-        return [
-            measure_block(load.layers[index], load.layouts[index], given, index > load.lowest_trained)
-            for index in range(1, len(load.layers) - 1)
-        ]
+        load = self.load
+        return measure_blocks(load.layers, load.layouts, micro_batch(load), load.lowest_trained)
 
     @cached_property
     def embedding(self) -> LayerCost:
