@@ -20,7 +20,7 @@ from torch import Tensor
 from gptj_ft.models.attention import attend
 from gptj_ft.models.batch import PackedBatch
 from gptj_ft.streaming.stores.state_file import digest
-from gptj_ft.system.accelerator import empty_cache, is_accelerator, shares_memory, supports_bf16, timed
+from gptj_ft.system.accelerator import empty_cache, is_accelerator, pin, shares_memory, supports_bf16, timed
 from gptj_ft.system.direct_io import open_direct, read_direct, write_bytes
 from gptj_ft.system.memory import allocate
 
@@ -143,8 +143,11 @@ def measure_compute(device: torch.device) -> ComputeRates:
     copy = to_device = from_device = _copy_rate(one, other)
     near = max(copy, _copy_rate(one[:NEAR_BYTES], other[:NEAR_BYTES]))
     if not shares_memory(device):
-        pinned = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-        to_device, from_device = _copy_rate(pinned, one), _copy_rate(one, pinned)
+        host = allocate(_COPY_BYTES, torch.uint8, torch.device("cpu"))
+        unpin = pin(host, device)  # as stores do, where the device takes it
+        to_device, from_device = _copy_rate(host, one), _copy_rate(one, host)
+        if unpin is not None:
+            unpin()
     del one, other
     half = torch.bfloat16 if supports_bf16(device) else torch.float16
     dtypes = (torch.float32, half)
