@@ -34,7 +34,7 @@ def test_a_few_blocks_take_the_memory_that_was_forecast_and_the_seconds() -> Non
     found = forecasts("memory", *({"cap": 6, "tokens": 4096, "method": each, "layers": 2} for each in ("full", "lora")))
     for case in found:
         check_memory(case)
-    (step,) = forecasts("time", {"device": "RTX 4060 8GB", "tokens": 4096, "layers": 2})
+    (step,) = forecasts("time", {"device": "RTX 4060 8GB", "tokens": 8192, "layers": 3})
     assert step["forecast"] == pytest.approx(step["replay"], rel=0.05)
 
 
