@@ -38,9 +38,9 @@ AFTER = re.compile(
     r"(after|events|zeroed|store\.zeroed|self\._earlier|(lease|slot|buffer|chunk)\.transfers"
     r"|(tuple|list)\((after|self\._earlier|(slot|buffer|lease)\.transfers)\))"
 )
-# The first two measure time: what they wait for is nobody's memory. What is drained is on its way to a disk; whether it
-# gets there is what power cuts and kills are for.
-NOT_OURS = {"StallTimer", "synchronize", "drain"}
+# The first three measure time: what they wait for is nobody's memory. What is drained is on its way to a disk; whether
+# it gets there is what power cuts and kills are for.
+NOT_OURS = {"StallTimer", "synchronize", "timed", "drain"}
 # By function, what is done and where: changes that change nothing, and why. A transfer of another thread blocks the
 # program until its bytes are there; only events leave something to wait for on a stream.
 OWN_EVENTS = "the events are that stream's own, the transfers block the program"
@@ -55,6 +55,7 @@ EQUIVALENT = {
         "the layer waits for the transfer itself; the mark is for a step that is broken off in between"
     ),
     ("HostStore.read_rows", "what it comes after is left out", "after"): "copied on the stream that zeroed the rows",
+    ("FolderStore.read_rows", "what it comes after is left out", "after"): "likewise, where no threads read blocks",
 }
 SEAM = "__import__('gptj_ft.system.accelerator', fromlist=['x'])"
 HANGS_AFTER = 150.0  # seconds for a case
@@ -215,10 +216,10 @@ def cases_for(path: str) -> Iterator[simulated.Case]:
     seen = set()
     telling = list(_telling())
     words = {
-        "host.py": "host", "disk.py": "disk", "folder.py": "frozen on disk", "block_reader.py": "frozen on disk",
+        "host.py": "host", "disk.py": "disk", "folder.py": "strided", "block_reader.py": "frozen on disk",
         "device.py": "frozen on device", "open.py": "frozen on", "activations.py": "device/device/host",
     }.get(Path(path).name, "")  # fmt: skip
-    telling.sort(key=lambda case: words not in f"{case.scenario} {case.label}")
+    telling.sort(key=lambda case: words not in f"{case.scenario} {case.group} {case.label}")
     for case in (*telling, *simulated.reduced()):
         key = case.scenario, case.group, case.label, case.schedule
         if key not in seen:
