@@ -424,7 +424,8 @@ def prepare() -> None:
     logging.disable(logging.WARNING)
     import conftest
 
-    os.environ["GPTJ_FT_HOME"] = tempfile.mkdtemp(prefix="simulated-home-", dir=memory())
+    if "simulated-home-" not in os.environ.get("GPTJ_FT_HOME", ""):  # a fork has its parent's
+        os.environ["GPTJ_FT_HOME"] = tempfile.mkdtemp(prefix="simulated-home-", dir=memory())
     from gptj_ft.planning import probe
 
     rates = conftest.assumed_rates()
