@@ -88,10 +88,10 @@ def test_a_slow_disk_is_not_measured_for_longer_than_it_takes_to_know(tmp_path: 
 
 
 def test_matmul_rate_counts_two_flops_for_each_weight_and_token(monkeypatch) -> None:
-    monkeypatch.setattr(probe, "_seconds", lambda work, device: 0.625)
+    monkeypatch.setattr(probe, "timed", lambda work, device: 0.625)
     # That is long enough to stop at the first size, of 16 tokens; else it goes up to 1,024.
     assert matmul_rate(CPU, torch.float32, width=8, inner=4) == 2 * 16 * 8 * 4 / 0.625
-    monkeypatch.setattr(probe, "_seconds", lambda work, device: 1e-6)
+    monkeypatch.setattr(probe, "timed", lambda work, device: 1e-6)
     assert matmul_rate(CPU, torch.float32, width=8, inner=4) == pytest.approx(2 * 1024 * 8 * 4 / 1e-6)
     monkeypatch.undo()
     assert matmul_rate(CPU, torch.bfloat16, width=64, inner=64) > 0

@@ -174,10 +174,11 @@ def test_a_signal_at_60_random_calls_of_functions_loses_nothing(
 def test_a_command_that_is_stopped_before_its_run_begins_says_that_nothing_was_trained(
     number: int, shell, rows_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gptj_ft.training import finetune, setup
+    from gptj_ft.planning import resources
+    from gptj_ft.training import finetune
 
     command = "finetune --recipe summarization --data rows.jsonl --model tiny --max-steps 2 --output 'a run'"
-    for owner, name in ((finetune, "gather"), (setup, "rates"), (finetune, "save_dataset")):
+    for owner, name in ((finetune, "gather"), (resources, "rates"), (finetune, "save_dataset")):
         with monkeypatch.context() as patch:
             signal_at(patch, owner, name, 1, number)
             done = shell(command)
