@@ -122,3 +122,35 @@ def test_the_built_wheel_finds_its_recipes(tmp_path: Path) -> None:
     location, *names = done.stdout.split()
     assert location.startswith(str(tmp_path)), "this tested the checkout, not the wheel"
     assert "summarization" in names
+
+
+def documented_arguments(node: ast.FunctionDef | ast.ClassDef) -> set[str]:
+    """Return the names under ``Args`` in a docstring."""
+    section = (ast.get_docstring(node) or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+    entries = [line.partition(":")[0] for line in section.splitlines() if re.match(r"    [*\w]", line)]
+    return {name.strip(" *") for entry in entries for name in entry.split(",")}
+
+
+def arguments(node: ast.FunctionDef | ast.ClassDef) -> set[str]:
+    """Return the parameters of a function, or of what makes an object of a class."""
+    if isinstance(node, ast.FunctionDef):
+        given = node.args
+        return {
+            each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg) if each
+        }
+    makers = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+    fields = {
+        each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    return arguments(makers[0]) if makers else fields
+
+
+def test_docstrings_name_the_arguments_that_there_are() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {name}"
+        for path in sorted((ROOT / "gptj_ft").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        for name in sorted(documented_arguments(node) - arguments(node))
+    ]
+    assert wrong == []

@@ -65,7 +65,7 @@ class KVCache:
             layer: number of the layer.
             k_TNH, v_TNH: keys and values of documents that begin with prompts.
             cu_seqlens: cumulative lengths of the documents.
-            trees: which of the prompts announced they are; none: the first ones.
+            groups: numbers of the prompts among those announced; none: the first ones.
         """
         if layer not in self._layers:
             shape = (len(self._counts), k_TNH.shape[1], self.num_slots + MORE_ROOM, k_TNH.shape[2])

@@ -136,7 +136,7 @@ def cost(
         recipe: recipe, for the intervals of validations and checkpoints.
         stored: the kinds that have a store, and their types; without ``grad`` updates are applied in backward.
         rates: rates of the machine.
-        room: how much of the model is on the device at once.
+        budget: buffer budget.
         is_late: whether updates are applied in forward and again in backward, to be written there.
     """
     forward, backward, flush = training_passes(placement, load, stored, budget, is_late)

@@ -350,14 +350,14 @@ class VirtualStore:
         queue: its threads.
         link: what they use.
         hazards: the device's memory.
-        part_numel: elements of a part that passes through host memory on its way from or to a disk; 0: host memory.
+        chunk_numel: elements of a part that passes through host memory on its way from or to a disk; 0: host memory.
         events: returns the work that transfers of layer inputs come after.
     """
 
     def __init__(
-        self, queue: VirtualQueue, link: Link, hazards: Hazards, part_numel: int, events: Callable[[], list[Work]]
+        self, queue: VirtualQueue, link: Link, hazards: Hazards, chunk_numel: int, events: Callable[[], list[Work]]
     ) -> None:
-        self._queue, self._link, self._hazards, self._part, self._events = queue, link, hazards, part_numel, events
+        self._queue, self._link, self._hazards, self._part, self._events = queue, link, hazards, chunk_numel, events
 
     def own(self, kind: Kind, layer: int) -> Tensor | None:
         return None

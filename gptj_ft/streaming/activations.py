@@ -91,7 +91,7 @@ class OffloadedActivations:
     Args:
         store: store with the kind ``boundary`` of each layer.
         numel: elements that the store has for a layer.
-        part_numel: elements that are moved at once, or a multiple of it.
+        chunk_numel: elements that are moved at once, or a multiple of it.
         dtype: data type of the computation.
         device: device of the computation.
         meter: counter of the transfers.
@@ -106,7 +106,7 @@ class OffloadedActivations:
         device: torch.device,
         meter: TransferCounter,
     ) -> None:
-        self._store, self._numel, self._part_numel, self._meter = store, numel, chunk_numel, meter
+        self._store, self._numel, self._chunk_numel, self._meter = store, numel, chunk_numel, meter
         self._device = device
         self._buffers = BufferPool(NUM_BUFFERS, numel, dtype, device)
         self._tokens: dict[int, list[Tensor]] = {}
@@ -127,7 +127,7 @@ class OffloadedActivations:
             self._tokens[layer] = inputs
             return
         self._count += 1
-        part, used = self._part_numel, sum(_room(x.shape) for x in inputs)
+        part, used = self._chunk_numel, sum(_room(x.shape) for x in inputs)
         entry = SavedInputs([x.shape for x in inputs], min(-(-used // part) * part, self._numel), (layer, self._count))
         buffer, _ = self._buffers.acquire(entry.content)
         self._wait(buffer)

@@ -65,7 +65,7 @@ class OffloadedModel:
         dtypes: the kinds that exist and their types; ``weight`` is of the type of the computation.
         stores: store of each kind; a kind without a store exists in buffers only.
         device: device that computes.
-        room: buffer budget.
+        budget: buffer budget.
         layouts: layout of the trained parameters of each layer, which have state; default: all of them.
         frozen: layout of the frozen parameters of each layer.
         bytes_read, bytes_written: between the stores and the device, so far.

@@ -51,7 +51,7 @@ def open_for_training(
         dtypes: data type of each kind, see `training_dtypes`.
         device: device that computes.
         folder: for what lives on disk.
-        room: buffer budget.
+        budget: buffer budget.
         keep_gradients: whether updates wait for the global norm, so that gradients need a store.
         boundary: layout of a layer's inputs; needed where the placement keeps them off the device.
         selection: trained parameters; default: all.
@@ -73,7 +73,7 @@ def open_frozen(model: OffloadedModel, architecture: Architecture, checkpoint: C
     """Open the store of the frozen weights, if there are any.
 
     Args:
-        stack: the model.
+        model: the offloaded model.
         architecture: architecture of the model.
         checkpoint: checkpoint that has them.
         place: place of the weights; ``disk``: read from the checkpoint each time.
@@ -117,7 +117,7 @@ def load_weights(
     """Fill a training stack layer by layer.
 
     Args:
-        stack: offloaded model.
+        model: the offloaded model.
         architecture: architecture of the model.
         checkpoint: checkpoint with the weights.
         seed: seed of the adapters' first values.
@@ -149,7 +149,7 @@ def fill_layer(
     """Give a layer its first state.
 
     Args:
-        stack: the model.
+        model: the offloaded model.
         layer: number of the layer.
         fill: called with each parameter's name and a view, fp32, to put its values into.
         fill_moment: the same for each of the two moments; ``None``: they are zeros.

@@ -92,8 +92,8 @@ class Prefetcher:
             load = self._loading.popleft()
             self._visited.append(load)
             load.finish()
-            if load.task.gradient and not self.model.gradients(load.index).has_free(None):
-                self._end_updates(wait=True)
+            if self._updating and not self.model.gradients(load.index).has_free(None):
+                self._end_updates(wait=True)  # one of them has the buffer that this layer's gradient is to be summed in
             if load.is_reusable:
                 self._reusable[load.index] = load
             yield load

@@ -375,7 +375,7 @@ def score_tokens(
     """Score token queries; at most `HEAD_CHUNK_BYTES` of logits exist at once.
 
     Args:
-        stack: the model; nothing of it is trained.
+        model: the offloaded model; nothing of it is trained.
         batches: which share a pass over the weights.
         wanted: token queries of each batch.
 

@@ -69,3 +69,19 @@ def test_without_clipping_what_an_update_needs_is_asked_for_before_the_gradient_
     }
     assert gradients.keys() == first.keys() == {*range(len(layouts))}
     assert all(first[layer] < gradients[layer] for layer in gradients)
+
+
+def test_gradients_that_stay_on_the_device_take_no_buffers_beside() -> None:
+    layouts = [Layout.of(layer) for layer in build_layers(GPTJConfig())]
+    workload = Workload(layouts, 4096, torch.float32, 512, 512, 512.0, 512.0, None)
+    none = CountingStore()
+    model = counting_model(
+        Placement("device", "device"), workload, training_dtypes(torch.float32), BufferBudget(),
+        {"host": none, "disk": none},
+    )  # fmt: skip
+    updates = CountedUpdates(model, 0)
+    for load in Prefetcher(model, training_tasks(model, updates.updates), updates):
+        if load.task.gradient:
+            load.gradients()
+            load.use_gradient(1)
+    assert not model._pools

@@ -51,7 +51,7 @@ class DiskStore:
         self._new: dict[int, tuple[int, Digests]] = {}  # layer -> descriptor and digests of the file being written
         self._spare = sorted(prefix.parent.glob(f"{prefix.name}-*{SPARE}"))  # files that were replaced
         self._lock = Lock()
-        self._part_numel, self._staging = chunk_numel, local()
+        self._chunk_numel, self._staging = chunk_numel, local()
         self._unpin: list[Callable[[], None]] = []
         self._unchecked: dict[int, Digests | None] = dict.fromkeys(range(len(layouts)))  # found, not written here
         keep_folder(prefix.parent)
@@ -151,10 +151,10 @@ class DiskStore:
             yield start, values, values
             return
         if not hasattr(self._staging, "memory"):
-            self._staging.memory = allocate(self._part_numel, torch.float32, torch.device("cpu"))
+            self._staging.memory = allocate(self._chunk_numel, torch.float32, torch.device("cpu"))
             if unpin := pin(self._staging.memory, values.device):
                 self._unpin.append(unpin)
-        for span in chunks(len(values), self._part_numel):
+        for span in chunks(len(values), self._chunk_numel):
             host = self._staging.memory.view(values.dtype)[: span.stop - span.start]
             yield start + span.start, values[span], host
 

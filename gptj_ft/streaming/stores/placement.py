@@ -80,7 +80,7 @@ def open_stores(
         dtypes: the kinds to keep.
         device: for what lives there.
         folder: for what lives on disk.
-        part_numel: elements that are moved at once.
+        chunk_numel: elements that are moved at once.
     """
     stores: dict[Kind, LayerStore] = {}
     # One queue for all that is on disk: a gradient replaces the one before only when the update by that one is there.
@@ -119,7 +119,7 @@ def open_boundaries(
         dtype: data type of the computation.
         device: device that computes.
         folder: for what lives on disk.
-        part_numel: elements that are moved at once.
+        chunk_numel: elements that are moved at once.
     """
     kinds: dict[Kind, torch.dtype] = {"boundary": dtype}
     if placement.boundaries == "host":
