@@ -19,7 +19,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 _Place = Literal["device", "host", "disk", "auto"]
+Task = Literal[
+    "language-model", "classification", "multi-label", "regression", "token-labels", "spans", "sentences"
+]  # fmt: skip
 Shape = Literal["linear", "cosine", "constant"]
+NamedShape = Literal[Shape, "inverse_sqrt"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -253,6 +257,11 @@ class Recipe(Options):
     source: str = ""
     """where its hyper-parameters come from"""
 
+    task: Task = "language-model"
+    """what is predicted: the next token; a label of a text, or several, or a number; a label of each word; the span of
+    an answer in a text; the sentences of a summary
+    """
+
     # What on
     model: str | None = None
     """folder or name of a model; default: the downloaded one. 'tiny' makes a small random one"""
@@ -293,10 +302,14 @@ class Recipe(Options):
     """text before the answer, with {{ fields }} (Jinja), or @FILE; empty: train on every token"""
     completion: str = "{{ text }}"
     """the text that is trained on, with {{ fields }} (Jinja), or @FILE; EOS follows"""
+    pair: str = ""
+    """second text, with {{ fields }}, of a task about two; the prompt is the first"""
     fields: dict[str, tuple[str, ...]] = {"text": ("text", "content", "body", "article", "document")}
     """for each field of the templates, the column names recognised, best first"""
     labels: dict[str, str] = {}
-    """what the field {label} may say, and the word to train on; rows with another label are left out"""
+    """what the field {label} may say, and the word to train on; rows with another label are left out. Of a task with
+    labels: their names in order; none: as found in the rows
+    """
     no_answer: str = ""
     """what to answer where the data has no answer (SQuAD v2.0); empty: such rows are left out"""
     sentences: tuple[str, ...] = ("highlights",)
@@ -313,6 +326,25 @@ class Recipe(Options):
     """
     max_length: int = Field(2048, ge=2)
     """tokens of prompt, answer and EOS together; of rows that come as tokens, inputs"""
+
+    stride: int = Field(128, ge=0)
+    """tokens that the windows of a long text share, of a task about its parts"""
+
+    # How the head's output is read
+    class_weights: Literal["none", "balanced"] = "none"
+    """balanced: a row counts by how rare its label is"""
+    label_threshold: Fraction = 0.5
+    """multi-label: probability from which a label is given"""
+    max_answer_tokens: int = Field(30, ge=1)
+    """spans: longest answer"""
+    num_best: int = Field(20, ge=1)
+    """spans: starts and ends looked at, and answers listed"""
+    null_threshold: float = 0.0
+    """spans: how much better than any answer no answer has to score"""
+    num_sentences: int = Field(3, ge=1)
+    """sentences: how many make a summary"""
+    block_trigrams: bool = True
+    """sentences: leave out one that shares three words in a row with the summary so far"""
 
     # How it is judged
     metrics: tuple[Literal["rouge", "squad", "accuracy", "relations"], ...] = ()
@@ -338,15 +370,15 @@ class Recipe(Options):
     lr: float = Field(1e-5, gt=0.0)
     """peak learning rate"""
     schedule: Annotated[
-        Annotated[Shape, Tag("(shape)")] | Annotated[Pieces, Tag("(pieces)")],
+        Annotated[NamedShape, Tag("(shape)")] | Annotated[Pieces, Tag("(pieces)")],
         Discriminator(
             lambda value: {str: "(shape)", list: "(pieces)", tuple: "(pieces)"}.get(type(value)),
             custom_error_type="schedule",
             custom_error_message="linear, cosine, constant or a list of pieces is needed",
         ),
     ] = "cosine"
-    """linear, cosine or constant after the warm-up; or a list of pieces (shape, start, end, steps), in place of warmup
-    and final_lr
+    """linear, cosine, constant or inverse_sqrt after the warm-up; or a list of pieces (shape, start, end, steps), in
+    place of warmup and final_lr
     """
     warmup: float = Field(0.1, ge=0.0)
     """below 1: share of all steps; 1 and above: steps"""
@@ -364,6 +396,15 @@ class Recipe(Options):
     """weight of log(Z)^2 beside the loss; GPT-J's pre-training: 1e-4"""
     seed: int = Field(0, ge=0, lt=2**63)
     """order of the rows, the held-out share, the tiny model"""
+
+    dropout: Decay | None = None
+    """share of a model's activations that is dropped in training; null: as its config.json says"""
+    attention_dropout: Decay | None = None
+    """the same of attention's weights; null: as config.json says, or dropout if that is 0"""
+    layer_decay: float = Field(1.0, gt=0.0, le=1.0)
+    """the learning rate of each layer is that of the layer above, times this"""
+    bias_correction: bool = True
+    """whether Adam divides its moments by 1 - beta ** step; false: as BERT was tuned"""
 
     # Where it runs
     device: str = "auto"

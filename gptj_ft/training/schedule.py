@@ -6,23 +6,30 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gptj_ft.config.options import Recipe, SchedulePiece, Shape
+from gptj_ft.config.options import NamedShape, Recipe, SchedulePiece
 from gptj_ft.errors import UsageError
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a schedule: from ``start``, the rate of its first step, towards ``end``, that of the step after it."""
+    """Part of a schedule: from ``start``, the rate of its first step, towards ``end``, that of the step after it.
 
-    shape: Shape
+    ``inverse_sqrt`` falls with the root of the step, counted with the ``before`` steps that precede the segment, and
+    has no end (https://arxiv.org/abs/1706.03762, section 5.3).
+    """
+
+    shape: NamedShape
     start: float
     end: float
     steps: int
+    before: int = 0
 
     def lr(self, since: int) -> float:
         """Return the learning rate ``since`` steps after the first one of the segment."""
         if self.shape == "constant":
             return self.end
+        if self.shape == "inverse_sqrt":
+            return self.start * math.sqrt(max(self.before, 1) / (max(self.before, 1) + since + 1))
         progress = since / self.steps
         if self.shape == "cosine":
             progress = (1 - math.cos(math.pi * progress)) / 2
@@ -73,7 +80,7 @@ def _as_written(pieces: Sequence[SchedulePiece], peak: float) -> tuple[Segment, 
     return tuple(segments)
 
 
-def _stretched(recipe: Recipe, shape: Shape, num_steps: int) -> tuple[Segment, ...]:
+def _stretched(recipe: Recipe, shape: NamedShape, num_steps: int) -> tuple[Segment, ...]:
     """Stretch a named shape over a run: warm-up, peak, decay. A warm-up below 1 is a share of the steps.
 
     The warm-up does not start at 0, which would waste a step, and its last step has the peak rate; the step after the
@@ -82,7 +89,9 @@ def _stretched(recipe: Recipe, shape: Shape, num_steps: int) -> tuple[Segment, .
     peak = recipe.lr
     warmup = recipe.num_warmup_steps(num_steps)
     rise = [Segment("linear", peak / warmup, peak, warmup - 1), Segment("constant", peak, peak, 1)] if warmup else []
-    fall = Segment(shape, peak, peak if shape == "constant" else peak * recipe.final_lr, max(1, num_steps - warmup))
+    fall = Segment(
+        shape, peak, peak if shape == "constant" else peak * recipe.final_lr, max(1, num_steps - warmup), warmup
+    )
     return (*rise, fall)
 
 
