@@ -1,24 +1,21 @@
-"""Save and load prepared data (a table of tokens with its report); check it against a recipe and a model."""
+"""Save and load prepared data (a table of tokens with its report); check it against a recipe."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow
 import xxhash
-from numpy.typing import NDArray
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.columns import is_column_for
 from gptj_ft.data.readers.rows import Occurrences
 from gptj_ft.data.readers.source import ROWS_MANIFEST, is_prepared
-from gptj_ft.data.table import TokenTable, bounds_of, numbers_of
+from gptj_ft.data.table import TokenTable
 from gptj_ft.data.template import fields_of
 from gptj_ft.data.tokenization import RowTokenizer, tokenizer_digest
 from gptj_ft.errors import DataError, UsageError
@@ -29,7 +26,8 @@ from gptj_ft.system.plain_text import shortened
 
 _ROWS = "rows.arrow"
 # Raised whenever the same rows and recipe would give other tokens or columns, or the folder gets another form.
-VERSION = 7
+VERSION = 8
+READABLE = (7, VERSION)  # of rows without labels, 7 is the same
 ROWS_DIGESTS = "rows_xxh3_128"  # in the manifest: file of rows -> digest
 # Those that say how a file is read, and nothing of rows that were read before.
 FILE_SETTINGS = ("delimiter", "encoding", "sheet")
@@ -48,6 +46,8 @@ SETTINGS = (
     "labels",
     "no_answer",
 )
+# And those of tasks with labels.
+TASK_SETTINGS = ("task", "pair", "stride")
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,14 @@ class Report:
         tokens_cut: that were lost so.
         windows: documents in the data set; more than ``rows_kept`` if plain text was split.
         tokens: of all documents, EOS included.
-        target_tokens: those that are trained on.
+        target_tokens: those that are trained on; of tasks with labels, what has one: texts, words, sentences, windows.
         longest: tokens of the longest document.
         columns: field -> column.
         data_sha256: of the file.
         tokenizer_sha256: see `tokenizer_digest`.
         notes: what is odd about the files.
         settings: the options in `SETTINGS`.
+        labels: names of the classes in the order of their ids; empty where there are none.
         version: of this layout.
     """
 
@@ -93,6 +94,7 @@ class Report:
     tokenizer_sha256: str
     notes: tuple[str, ...]
     settings: Mapping[str, Any]
+    labels: tuple[str, ...] = ()
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -110,8 +112,8 @@ class Report:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Report:
         """Restore from the values of `to_dict`."""
-        known = {name: values[name] for name in cls.__dataclass_fields__}
-        known |= {name: tuple(known[name]) for name in ("files", "notes")}
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name != "labels" or name in values}
+        known |= {name: tuple(known.get(name, ())) for name in ("files", "notes", "labels")}
         for name in ("rows_skipped", "warnings"):
             known[name] = {reason: Occurrences(**each) for reason, each in known[name].items()}
         return cls(**known)
@@ -124,7 +126,11 @@ class Prepared:
     Attributes:
         rows: ``input_ids`` (int32 list), ``prompt_length``, ``references`` (acceptable completions, for scoring),
             ``source``, ``line``, ``group`` (see `document_hash`), ``label`` (empty where there is none), ``untrained``
-            (see `Encoded`), ``continues`` (whether it begins with the token that the one before ends with).
+            (see `Encoded`), ``continues`` (whether it begins with the token that the one before ends with; of tasks
+            with labels, whether it is a later window of the same row). Of tasks with labels also ``borders`` (tokens
+            at which the token type flips), ``marks`` (tokens that the head reads; none: all), ``targets`` (class ids
+            of the marks; of spans, start and end token), ``values`` (0 or 1 for each label, or one number), ``texts``
+            (context, words or sentences) and ``offsets`` (of each token, its characters in the context).
         report: counts and digests.
     """
 
@@ -134,7 +140,8 @@ class Prepared:
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
     """Return the options that decide how a row becomes tokens."""
-    return {name: value for name, value in recipe.to_dict().items() if name in SETTINGS}
+    names = SETTINGS if recipe.task == "language-model" else (*SETTINGS, *TASK_SETTINGS)
+    return {name: value for name, value in recipe.to_dict().items() if name in names}
 
 
 def save_dataset(prepared: Prepared, folder: Path) -> None:
@@ -164,7 +171,7 @@ def load_dataset(folder: Path) -> Prepared:
     again = "prepare the data again, or put back a copy"
     try:
         manifest = read_json(folder / ROWS_MANIFEST)
-        if manifest.get("version") != VERSION:
+        if manifest.get("version") not in READABLE:
             raise DataError(f"{folder}: prepared by version {manifest.get('version')}, this is {VERSION}; {again}")
         report = Report.from_dict(unsealed(manifest, folder / ROWS_MANIFEST))
         ((name, digest),) = manifest[ROWS_DIGESTS].items()
@@ -217,71 +224,3 @@ def document_hash(recipe: Recipe, values: Mapping[str, Any]) -> int:
 def content_hash(content: bytes) -> int:
     """Hash content to a signed 64-bit integer."""
     return xxhash.xxh3_64_intdigest(content) - 2**63
-
-
-CHECKED = ("input_ids", "prompt_length", "untrained")
-
-
-def check_tokens(prepared: Prepared, where: Path, vocab_size: int, max_length: int) -> None:
-    """Check token ids, lengths and masks of prepared rows against a model.
-
-    Args:
-        prepared: the rows.
-        where: their folder.
-        vocab_size: token ids that the model has.
-        max_length: inputs of a row; its last target may be one token beyond.
-
-    Raises:
-        DataError: the first bad row, what is wrong with it, and how many more there are.
-    """
-    bad, targetless, first, start = 0, 0, "", 0
-    for batch in prepared.rows.batches(*CHECKED):
-        problems = dict(_problems(batch, vocab_size, max_length))
-        if problems and not first:
-            row = min(problems)
-            first = f"{where}:{start + row + 1}: {problems[row]}"
-        bad += len(problems)
-        targetless += sum(what == _NO_TARGET for what in problems.values())
-        start += batch.num_rows
-    if start and targetless == start:
-        raise DataError(f"{where}: no row has a token to train on")
-    if bad:
-        more = f"; {bad - 1:,} more bad row{'s' if bad > 2 else ''}" if bad > 1 else ""
-        raise DataError(f"{first}{more}\nthese rows were not made for this model, or are damaged: prepare them again")
-
-
-_NO_TARGET = "no token that is trained on"
-
-
-def _problems(batch: pyarrow.RecordBatch, vocab_size: int, max_length: int) -> Iterator[tuple[int, str]]:
-    """Yield (row, problem); of several problems of a row the most basic comes last."""
-    tokens, prompts, untrained = (batch.column(name) for name in CHECKED)
-    starts, gap_starts = bounds_of(tokens), bounds_of(untrained)
-    ids = numbers_of(tokens.flatten())
-    borders = numbers_of(untrained.flatten()).astype(np.int64)
-    lengths, counts = np.diff(starts), np.diff(gap_starts)
-    first_target = np.maximum(numbers_of(prompts), 1)
-
-    of = np.repeat(np.arange(len(counts)), counts)  # the row that each border is of
-    later = of[1:] == of[:-1]
-    steps = np.diff(borders)
-    is_odd = counts % 2 == 1
-    is_wrong = is_odd.copy()
-    is_wrong[of[1:][later & (steps < 0)]] = True
-    is_wrong[of[(borders < first_target[of]) | (borders > lengths[of])]] = True
-    signs = np.where(np.arange(len(borders)) - (gap_starts[:-1] - gap_starts[0])[of] & 1, 1, -1)
-    left_out = np.bincount(of, borders * signs, len(counts))
-    yield from _each(lengths - first_target - left_out < 1, _NO_TARGET)
-    yield from _each(is_wrong, "its untrained tokens are no (start, end) pairs in order, after the prompt")
-    yield from _each(numbers_of(prompts) < 0, "a prompt of fewer than no tokens")
-    yield from _each(lengths > max_length + 1, f"longer than max_length ({max_length})")
-    yield from _each(lengths < 1, "no tokens")
-    wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    rows = np.searchsorted(starts - starts[0], wrong, side="right") - 1
-    for row, id_ in dict(zip(rows[::-1].tolist(), ids[wrong[::-1]].tolist(), strict=True)).items():
-        yield row, f"token id {id_}, but the model's ids are 0 to {vocab_size - 1}"
-
-
-def _each(is_bad: NDArray[Any], what: str) -> Iterator[tuple[int, str]]:
-    for row in np.flatnonzero(is_bad).tolist():
-        yield row, what

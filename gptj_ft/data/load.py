@@ -14,7 +14,6 @@ from gptj_ft.data.dataset import (
     VERSION,
     Prepared,
     check_compatible,
-    check_tokens,
     load_dataset,
     save_dataset,
     settings_of,
@@ -22,6 +21,7 @@ from gptj_ft.data.dataset import (
 from gptj_ft.data.hub_dataset import is_reference, local_folder
 from gptj_ft.data.prepare import tokenize_rows
 from gptj_ft.data.readers.source import ROWS_MANIFEST, FileOptions, Source, identify, is_prepared
+from gptj_ft.data.token_checks import check_tokens
 from gptj_ft.data.tokenization import RowTokenizer, tokenizer_digest
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.system.digests import read_json

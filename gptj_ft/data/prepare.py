@@ -22,7 +22,7 @@ from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings, Occurrences, Row
 from gptj_ft.data.readers.source import FileOptions, Source, identify
 from gptj_ft.data.readers.tables import check_headers
-from gptj_ft.data.table import SCHEMA, TableWriter, to_arrow
+from gptj_ft.data.table import LABELLED, SCHEMA, TableWriter, empty_lists, to_arrow
 from gptj_ft.data.tokenization import RowTokenizer, Tokens, tokenize_by, tokenizer_digest
 from gptj_ft.data.validation import Checks
 from gptj_ft.errors import DataError, RowSkipped
@@ -79,8 +79,9 @@ class RowEncoder:
         documents: list[tuple[Any, ...]] = []
         for texts in rendered:
             documents += self._documents(texts, list(islice(tokens, len(texts.parts))))
-        columns = list(zip(*documents, strict=True)) or [()] * len(SCHEMA)
-        arrays = [to_arrow(field.type, values) for field, values in zip(SCHEMA, columns, strict=True)]
+        columns = list(zip(*documents, strict=True)) or [()] * (len(SCHEMA) - len(LABELLED))
+        arrays = [to_arrow(field.type, values) for field, values in zip(SCHEMA, columns, strict=False)]
+        arrays += [empty_lists(SCHEMA.field(name).type, len(documents)) for name in LABELLED]
         return pyarrow.RecordBatch.from_arrays(arrays, schema=SCHEMA)
 
     def skip(self, where: str, reason: str) -> None:
@@ -204,6 +205,7 @@ def tokenize_rows(
             data_sha256=digest,
             tokenizer_sha256=tokenizer_digest(tokenizer),
             settings=settings_of(recipe),
+            labels=(),
             **encoder.counts,
         )
         if not report.rows_kept:

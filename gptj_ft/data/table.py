@@ -35,8 +35,17 @@ SCHEMA = pyarrow.schema(
         "group": pyarrow.int64(),
         "label": pyarrow.string(),
         "continues": pyarrow.bool_(),
+        # What a head that labels reads and learns; of language modelling, empty lists.
+        "borders": pyarrow.list_(pyarrow.int32()),
+        "marks": pyarrow.list_(pyarrow.int32()),
+        "targets": pyarrow.list_(pyarrow.int32()),
+        "values": pyarrow.list_(pyarrow.float64()),
+        "texts": pyarrow.list_(pyarrow.string()),
+        "offsets": pyarrow.list_(pyarrow.int32()),
     }
 )
+LABELLED = SCHEMA.names[SCHEMA.get_field_index("borders") :]
+_UNLABELLED = pyarrow.schema([SCHEMA.field(name) for name in SCHEMA.names if name not in LABELLED])  # before they came
 READ_ROWS = 10_000  # rows converted at a time
 BATCH_BYTES = 16 * 2**20  # opening a file reads the header of every record batch, and maps the pages around it
 COPY_ROWS = 1000
@@ -44,7 +53,7 @@ UNSAVED = ".rows-"  # prefix of files that have not been saved
 
 
 def to_arrow(kind: pyarrow.DataType, values: Sequence[Any] | NDArray[Any]) -> pyarrow.Array:
-    """Convert values, none of them ``None``, to an Arrow array: integers, booleans, texts, or lists of them."""
+    """Convert values, none of them ``None``, to an Arrow array: numbers, booleans, texts, or lists of them."""
     children = []
     if pyarrow.types.is_list(kind):
         is_packed = len(values) and isinstance(values[0], array)
@@ -58,6 +67,12 @@ def to_arrow(kind: pyarrow.DataType, values: Sequence[Any] | NDArray[Any]) -> py
     else:
         buffers = [None, pyarrow.py_buffer(np.asarray(values, kind.to_pandas_dtype()))]
     return pyarrow.Array.from_buffers(kind, len(values), buffers, 0, children=children)
+
+
+def empty_lists(kind: pyarrow.DataType, count: int) -> pyarrow.Array:
+    """Return an Arrow array of so many empty lists."""
+    offsets = pyarrow.py_buffer(np.zeros(count + 1, np.int32))
+    return pyarrow.Array.from_buffers(kind, count, [None, offsets], 0, children=[to_arrow(kind.value_type, [])])
 
 
 def _offsets(values: Iterable[Sized]) -> pyarrow.Buffer:
@@ -106,16 +121,16 @@ class TokenTable:
 
     @classmethod
     def open(cls, path: Path) -> TokenTable:
-        """Map a file of rows into memory.
+        """Map a file of rows into memory; in one from before there were labels, all rows have none.
 
         Raises:
             OSError, ValueError: not there, or damaged.
         """
         try:
             with pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) as stream:
-                if not stream.schema.equals(SCHEMA):
+                if not stream.schema.equals(SCHEMA) and not stream.schema.equals(_UNLABELLED):
                     raise ValueError(f"{path} has other columns than prepared data")
-                return cls([batch for batch in stream if batch.num_rows], path)
+                return cls([_with_labels(batch) for batch in stream if batch.num_rows], path)
         except pyarrow.ArrowException as error:  # some of which are no ValueErrors
             raise ValueError(str(error)) from error
 
@@ -192,11 +207,14 @@ class TokenTable:
         return np.concatenate([np.empty(0, dtype), *(numbers_of(each.column(0)) for each in self.batches(name))])
 
     def num_targets(self) -> int:
-        """Count the tokens that are trained on."""
+        """Count what is trained on: tokens, marks, or windows in which a span is looked for."""
         total = int(self.lengths().sum()) - int(np.maximum(self.numbers("prompt_length"), 1).sum())
         for batch in self.batches("untrained"):
             borders = numbers_of(batch.column(0).flatten())  # pairs of each row, so pairs of all of them
             total -= int(borders[1::2].sum()) - int(borders[::2].sum())
+        for batch in self.batches("marks", "targets"):
+            marks, targets = (np.diff(bounds_of(column)) for column in batch.columns)
+            total += int(marks.sum()) + int(((targets > 0) & (marks == 0)).sum())
         return total
 
     def value(self, name: str, number: int) -> Any:
@@ -204,6 +222,12 @@ class TokenTable:
         at = number if self._indices is None else int(self._indices[number])
         batch = bisect_right(self._starts, at) - 1
         return to_python(self._batches[batch].column(name).slice(at - self._starts[batch], 1))[0]
+
+
+def _with_labels(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
+    """Return a batch with empty lists in the columns that it lacks."""
+    lacking = [empty_lists(field.type, batch.num_rows) for field in SCHEMA if field.name not in batch.schema.names]
+    return pyarrow.RecordBatch.from_arrays([*batch.columns, *lacking], schema=SCHEMA) if lacking else batch
 
 
 class Column(Sequence[Any]):

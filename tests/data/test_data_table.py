@@ -14,7 +14,7 @@ from support.tables import COLUMNS, table_of
 
 from gptj_ft.data import table as table_module
 from gptj_ft.data.loss_mask import num_targets
-from gptj_ft.data.table import TableWriter, TokenTable, to_arrow, to_python
+from gptj_ft.data.table import LABELLED, SCHEMA, TableWriter, TokenTable, to_arrow, to_python
 
 
 def rows_of(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
@@ -28,6 +28,7 @@ VALUES = {
     pyarrow.string(): st.text(max_size=5),
     pyarrow.bool_(): st.booleans(),
     pyarrow.list_(pyarrow.int32()): st.lists(st.integers(0, 9), max_size=3),
+    pyarrow.list_(pyarrow.float64()): st.lists(st.floats(allow_nan=False), max_size=3),
     pyarrow.list_(pyarrow.string()): st.lists(st.text(max_size=2), max_size=3),
 }
 
@@ -57,6 +58,9 @@ def test_datasets_opens_the_file(tmp_path: Path) -> None:
         "group": "Value('int64')",
         "label": "Value('string')",
         "continues": "Value('bool')",
+        **dict.fromkeys(("borders", "marks", "targets", "offsets"), "List(Value('int32'))"),
+        "values": "List(Value('float64'))",
+        "texts": "List(Value('string'))",
     }
     datasets.disable_progress_bars()
     assert len(loaded.filter(lambda row: row["line"] > 2, keep_in_memory=True)) == 3
@@ -79,10 +83,22 @@ def test_some_rows_are_these_rows_in_this_order(repeats: int, tmp_path: Path, mo
     assert chosen.numbers("line").tolist() == [row["line"] for row in wanted]
     some = table.select(row for row in range(len(rows)) if rows[row]["input_ids"])
     targets = [num_targets(len(row["input_ids"]), row["prompt_length"], row["untrained"]) for row in some]
-    assert some.num_targets() == sum(targets)
+    labelled = [len(row["marks"]) or int(bool(row["targets"])) for row in some]
+    assert some.num_targets() == sum(targets) + sum(labelled)
     chosen.save(tmp_path / "chosen.arrow")
     assert list(TokenTable.open(tmp_path / "chosen.arrow").validate()) == wanted
     assert list(table.select([])) == []
     for outside in (-1, len(rows)):
         with pytest.raises(IndexError):
             table.select([outside])
+
+
+def test_a_file_from_before_there_were_labels_opens_with_none(tmp_path: Path) -> None:
+    (batch,) = table_of(**{name: COLUMNS[name] for name in COLUMNS if name not in LABELLED}).batches()
+    old = batch.select([name for name in SCHEMA.names if name not in LABELLED])
+    with pyarrow.ipc.new_stream(tmp_path / "rows.arrow", old.schema) as stream:
+        stream.write_batch(old)
+    table = TokenTable.open(tmp_path / "rows.arrow").validate()
+    assert list(table) == [{**row, **{name: [] for name in LABELLED}} for row in ROWS]
+    table.select([3, 1]).save(tmp_path / "some.arrow")
+    assert list(TokenTable.open(tmp_path / "some.arrow").validate()) == list(table.select([3, 1]))

@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.cli_runner import Shell
 
-from gptj_ft.data.dataset import Prepared, check_tokens
+from gptj_ft.data.dataset import Prepared, Report
 from gptj_ft.data.loss_mask import num_targets
-from gptj_ft.data.table import SCHEMA, TokenTable, to_arrow
+from gptj_ft.data.table import LABELLED, SCHEMA, TokenTable, to_arrow
+from gptj_ft.data.token_checks import check_tokens
 from gptj_ft.errors import DataError
 
 VOCABULARY, LENGTH = 100, 12
@@ -29,8 +30,8 @@ def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return Shell(monkeypatch, capsys)
 
 
-def batch_of(rows: list[Row]) -> pyarrow.RecordBatch:
-    columns = {
+def batch_of(rows: list[Row], **labelled: list[Any]) -> pyarrow.RecordBatch:
+    columns: dict[str, Any] = {
         "input_ids": [array("i", ids) for ids, _, _ in rows],
         "prompt_length": [prompt for _, prompt, _ in rows],
         "untrained": [borders for _, _, borders in rows],
@@ -38,6 +39,8 @@ def batch_of(rows: list[Row]) -> pyarrow.RecordBatch:
         **{name: ["x"] * len(rows) for name in ("source", "label")},
         **{name: list(range(len(rows))) for name in ("line", "group")},
         "continues": [False] * len(rows),
+        **{name: [[]] * len(rows) for name in LABELLED},
+        **labelled,
     }
     arrays = [to_arrow(field.type, columns[field.name]) for field in SCHEMA]
     return pyarrow.RecordBatch.from_arrays(arrays, schema=SCHEMA)
@@ -47,8 +50,14 @@ def checked(*rows: Row) -> str:
     """Return what is said of rows, in two batches; empty of good ones."""
     batches = [batch_of([*rows[:2]]), batch_of([*rows[2:]])]
     table = TokenTable([batch for batch in batches if batch.num_rows])
+    return said_of(table)
+
+
+def said_of(table: TokenTable, *labels: str) -> str:
+    """Return what is said of rows, and of labels that are so many."""
+    report = Report((), 0, 0, {}, {}, 0, 0, 0, 0, 0, 0, {}, "", "", (), {}, labels)
     try:
-        check_tokens(Prepared(table, None), Path("rows"), VOCABULARY, LENGTH)  # type: ignore[arg-type]
+        check_tokens(Prepared(table, report), Path("rows"), VOCABULARY, LENGTH)
     except DataError as error:
         return str(error).partition("\n")[0]
     return ""
@@ -131,6 +140,43 @@ def test_a_row_is_refused_exactly_if_it_is_bad(rows: list[Row]) -> None:
 @given(rows=ROWS)
 def test_thousands_of_rows_are_refused_exactly_if_they_are_bad(rows: list[Row]) -> None:
     agrees(rows)
+
+
+LABELLED_ROW: dict[str, list[int] | list[float]] = {"marks": [0, 2], "targets": [2, 0], "borders": [1, 3]}
+SPAN: dict[str, list[int] | list[float]] = {"targets": [1, 2], "offsets": [-1, -1, 0, 3, 3, 5, -1, -1]}
+
+
+@pytest.mark.parametrize(
+    ("labelled", "said"),
+    [
+        (LABELLED_ROW, ""),
+        (SPAN, ""),
+        (SPAN | {"targets": [0, 0]}, ""),
+        ({"marks": [0], "targets": [0], "values": [0.0, 1.0, 1.0]}, ""),
+        (LABELLED_ROW | {"targets": [2]}, "not one label for each token that has one"),
+        ({"marks": [0]}, "no token that is trained on"),
+        (LABELLED_ROW | {"targets": [3, 0]}, "a label that is none of the 3"),
+        (LABELLED_ROW | {"targets": [2, -1]}, "a label that is none of the 3"),
+        (LABELLED_ROW | {"marks": [2, 2]}, "its labelled tokens do not rise inside the row"),
+        (LABELLED_ROW | {"marks": [0, 4]}, "its labelled tokens do not rise inside the row"),
+        (LABELLED_ROW | {"borders": [3, 1]}, "its borders of token types do not rise inside the row"),
+        (LABELLED_ROW | {"borders": [-1, 1]}, "its borders of token types do not rise inside the row"),
+        (SPAN | {"targets": [2, 1]}, "an answer that is not in its window"),
+        (SPAN | {"targets": [1, 4]}, "an answer that is not in its window"),
+        (SPAN | {"offsets": [0, 1]}, "not two offsets for each token"),
+        (SPAN | {"offsets": [-2, 1] * 4}, "offsets below -1"),
+        ({"marks": [0], "targets": [0], "values": [float("nan")]}, "a value that is no number"),
+    ],
+)
+def test_a_labelled_row_that_no_preparing_makes_is_named_with_what_is_wrong(labelled: Any, said: str) -> None:
+    rows: list[Row] = [([5, 6, 7, 8], 4, [])] * 3
+    columns = {name: [LABELLED_ROW.get(name, []), labelled.get(name, []), []] for name in LABELLED}
+    columns |= {
+        "targets": [[2, 0], labelled.get("targets", []), [0]],
+        "marks": [[0, 2], labelled.get("marks", []), [0]],
+    }
+    table = TokenTable([batch_of(rows, **columns)])
+    assert said_of(table, "a", "b", "c") == (f"rows:2: {said}" if said else "")
 
 
 def test_damaged_offsets_and_missing_values_are_found_before_anything_is_read() -> None:

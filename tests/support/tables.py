@@ -18,6 +18,12 @@ COLUMNS: dict[str, list[Any]] = {
     "group": [-(2**63), 2**63 - 1, 0, 0, 7],
     "label": ["", "yes", "", "no", "yes"],
     "continues": [False, True, False, False, True],
+    "borders": [[], [], [], [1, 3], []],
+    "marks": [[], [], [], [0, 2], []],
+    "targets": [[], [], [], [1, 0], [0, 1]],
+    "values": [[], [], [], [0.0, 1.0], [-2.5]],
+    "texts": [[], [], [], ["é", ""], ["a"]],
+    "offsets": [[], [], [], [], [-1, -1, 0, 5]],
 }
 
 

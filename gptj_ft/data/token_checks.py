@@ -1,0 +1,139 @@
+"""Check rows that are tokens already against a model: whoever made them, they are only numbers in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow
+from numpy.typing import NDArray
+
+from gptj_ft.data.dataset import Prepared
+from gptj_ft.data.table import bounds_of, numbers_of
+from gptj_ft.errors import DataError
+
+CHECKED = ("input_ids", "prompt_length", "untrained", "borders", "marks", "targets", "values", "offsets")
+_NO_TARGET = "no token that is trained on"
+_Numbers = NDArray[Any]
+_Flags = NDArray[np.bool_]
+
+
+def check_tokens(prepared: Prepared, where: Path, vocab_size: int, max_length: int) -> None:
+    """Check token ids, lengths, masks and labels of prepared rows against a model.
+
+    Args:
+        prepared: the rows.
+        where: their folder.
+        vocab_size: token ids that the model has.
+        max_length: inputs of a row; its last target may be one token beyond.
+
+    Raises:
+        DataError: the first bad row, what is wrong with it, and how many more there are.
+    """
+    bad, targetless, first, start = 0, 0, "", 0
+    for batch in prepared.rows.batches(*CHECKED):
+        problems = dict(_problems(batch, vocab_size, max_length, len(prepared.report.labels)))
+        if problems and not first:
+            row = min(problems)
+            first = f"{where}:{start + row + 1}: {problems[row]}"
+        bad += len(problems)
+        targetless += sum(what == _NO_TARGET for what in problems.values())
+        start += batch.num_rows
+    if start and targetless == start:
+        raise DataError(f"{where}: no row has a token to train on")
+    if bad:
+        more = f"; {bad - 1:,} more bad row{'s' if bad > 2 else ''}" if bad > 1 else ""
+        raise DataError(f"{first}{more}\nthese rows were not made for this model, or are damaged: prepare them again")
+
+
+class _Lists(NamedTuple):
+    """A column of lists of numbers.
+
+    Attributes:
+        flat: the numbers of all rows.
+        of: the row that each is of.
+        counts: numbers of each row.
+    """
+
+    flat: _Numbers
+    of: _Numbers
+    counts: _Numbers
+
+    @classmethod
+    def read(cls, column: pyarrow.Array) -> _Lists:
+        counts = np.diff(bounds_of(column))
+        flat = numbers_of(column.flatten())
+        return cls(flat.astype(np.int64) if flat.dtype == np.int32 else flat, np.repeat(np.arange(len(counts)), counts),
+                   counts)  # fmt: skip
+
+    def rows_where(self, is_wrong: _Flags) -> _Flags:
+        """Return the rows of which a number is wrong."""
+        rows = np.zeros(len(self.counts), np.bool_)
+        rows[self.of[is_wrong]] = True
+        return rows
+
+    def rows_where_pairs(self, are_wrong: Callable[[_Numbers, _Numbers], _Flags]) -> _Flags:
+        """Return the rows of which a number and the next one are wrong together."""
+        rows = np.zeros(len(self.counts), np.bool_)
+        rows[self.of[1:][(self.of[1:] == self.of[:-1]) & are_wrong(self.flat[:-1], self.flat[1:])]] = True
+        return rows
+
+
+def _problems(
+    batch: pyarrow.RecordBatch, vocab_size: int, max_length: int, num_labels: int
+) -> Iterator[tuple[int, str]]:
+    """Yield (row, problem); of several problems of a row the most basic comes last."""
+    prompts = numbers_of(batch.column("prompt_length"))
+    untrained, targets = _Lists.read(batch.column("untrained")), _Lists.read(batch.column("targets"))
+    tokens = batch.column("input_ids")
+    starts = bounds_of(tokens)
+    ids, lengths = numbers_of(tokens.flatten()), np.diff(starts)
+    first_target = np.maximum(prompts, 1)
+
+    of, borders = untrained.of, untrained.flat
+    gap_starts = bounds_of(batch.column("untrained"))
+    is_wrong = untrained.counts % 2 == 1
+    is_wrong |= untrained.rows_where_pairs(lambda one, next_: next_ < one)
+    is_wrong |= untrained.rows_where((borders < first_target[of]) | (borders > lengths[of]))
+    signs = np.where(np.arange(len(borders)) - (gap_starts[:-1] - gap_starts[0])[of] & 1, 1, -1)
+    left_out = np.bincount(of, borders * signs, len(untrained.counts))
+    yield from _problems_of_labels(batch, lengths, targets, num_labels)
+    yield from _each((lengths - first_target - left_out < 1) & (targets.counts == 0), _NO_TARGET)
+    yield from _each(is_wrong, "its untrained tokens are no (start, end) pairs in order, after the prompt")
+    yield from _each(prompts < 0, "a prompt of fewer than no tokens")
+    yield from _each(lengths > max_length + 1, f"longer than max_length ({max_length})")
+    yield from _each(lengths < 1, "no tokens")
+    wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    rows = np.searchsorted(starts - starts[0], wrong, side="right") - 1
+    for row, id_ in dict(zip(rows[::-1].tolist(), ids[wrong[::-1]].tolist(), strict=True)).items():
+        yield row, f"token id {id_}, but the model's ids are 0 to {vocab_size - 1}"
+
+
+def _problems_of_labels(
+    batch: pyarrow.RecordBatch, lengths: _Numbers, targets: _Lists, num_labels: int
+) -> Iterator[tuple[int, str]]:
+    """Yield the problems of what a head that labels reads and learns."""
+    marks, borders = _Lists.read(batch.column("marks")), _Lists.read(batch.column("borders"))
+    values, offsets = _Lists.read(batch.column("values")), _Lists.read(batch.column("offsets"))
+    is_span = (marks.counts == 0) & (targets.counts == 2)
+    yield from _each(~is_span & (marks.counts != targets.counts), "not one label for each token that has one")
+    in_span = is_span[targets.of]
+    ends = np.where(in_span, lengths[targets.of], max(num_labels, 2))
+    is_wrong = targets.rows_where((targets.flat < 0) | (targets.flat >= ends))
+    is_wrong |= is_span & targets.rows_where_pairs(lambda one, next_: next_ < one)
+    yield from _each(is_wrong & ~is_span, f"a label that is none of the {max(num_labels, 2)}")
+    yield from _each(is_wrong & is_span, "an answer that is not in its window")
+    for what, lists in (("labelled tokens", marks), ("borders of token types", borders)):
+        is_wrong = lists.rows_where((lists.flat < 0) | (lists.flat >= lengths[lists.of]))
+        is_wrong |= lists.rows_where_pairs(lambda one, next_: next_ <= one)
+        yield from _each(is_wrong, f"its {what} do not rise inside the row")
+    yield from _each(values.rows_where(~np.isfinite(values.flat)), "a value that is no number")
+    yield from _each((offsets.counts > 0) & (offsets.counts != 2 * lengths), "not two offsets for each token")
+    yield from _each(offsets.rows_where(offsets.flat < -1), "offsets below -1")
+
+
+def _each(is_bad: _Flags, what: str) -> Iterator[tuple[int, str]]:
+    for row in np.flatnonzero(is_bad).tolist():
+        yield row, what
