@@ -8,12 +8,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 
+from gptj_ft.data.wordpiece import CLASSES, VOCABULARY, load_wordpiece, normalizer_as_said, splits_at_blanks
 from gptj_ft.errors import UsageError
 from gptj_ft.models.supported import MODEL_TYPES
 from gptj_ft.system.digests import check_file
@@ -62,7 +63,7 @@ RowTokenizer: TypeAlias = "PreTrainedTokenizerFast | NoTokenizer"
 def no_tokenizer(folder: Path) -> UsageError:
     """Return the error of a model folder that has no tokenizer where one is needed."""
     return UsageError(
-        f"{folder} has no tokenizer: neither tokenizer.json nor vocab.json with merges.txt\n"
+        f"{folder} has no tokenizer: neither tokenizer.json nor vocab.json with merges.txt nor vocab.txt\n"
         "copy these files from the original model (for GPT-J: `gptj-ft download` has them); only rows that are tokens "
         "already need none"
     )
@@ -70,9 +71,8 @@ def no_tokenizer(folder: Path) -> UsageError:
 
 def has_tokenizer(folder: Path) -> bool:
     """Tell whether a model folder has the files of a tokenizer."""
-    return (folder / "tokenizer.json").exists() or all(
-        (folder / name).exists() for name in ("vocab.json", "merges.txt")
-    )
+    sets = (("tokenizer.json",), ("vocab.json", "merges.txt"), (VOCABULARY,))
+    return any(all((folder / name).exists() for name in names) for names in sets)
 
 
 def load_row_tokenizer(folder: Path) -> RowTokenizer:
@@ -100,7 +100,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     for name in TOKENIZER_FILES:
         check_file(folder / name)
     try:
-        tokenizer = _loader(folder, present).from_pretrained(str(folder), local_files_only=True)
+        tokenizer = _read(folder, present)
+    except UsageError:
+        raise
     except Exception as error:  # The Rust library raises bare Exception on a broken tokenizer.json.
         reason = str(error).strip().split("\n")[0]
         raise UsageError(f"cannot read the tokenizer in {folder}: {reason}") from error
@@ -111,30 +113,41 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _loader(folder: Path, present: set[str]) -> Any:
-    """Return the class that reads a folder's tokenizer."""
-    if present >= {"tokenizer.json", "tokenizer_config.json"} and _class_of(folder) in GENERIC:
+def _read(folder: Path, present: set[str]) -> PreTrainedTokenizerFast:
+    """Read a folder's tokenizer by the class that it needs."""
+    config = _config_of(folder)
+    name = config.get("tokenizer_class")
+    is_bert = name in CLASSES
+    if "tokenizer.json" not in present and VOCABULARY in present and (is_bert or name is None):
+        return load_wordpiece(folder, config)
+    if present >= {"tokenizer.json", "tokenizer_config.json"} and (is_bert or name in GENERIC):
         # All of it is in tokenizer.json, and this class comes without torch, which takes seconds to load.
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        if is_bert:
+            backend = tokenizer.backend_tokenizer
+            backend.normalizer = normalizer_as_said(backend.normalizer, config)
+        return tokenizer
     from transformers import AutoTokenizer, GPT2TokenizerFast
 
     # Without one of these AutoTokenizer cannot know the class; bare vocabulary and merges are GPT-2's, as GPT-J's are.
-    return AutoTokenizer if present & {"tokenizer_config.json", "config.json", "tokenizer.json"} else GPT2TokenizerFast
+    is_known = present & {"tokenizer_config.json", "config.json", "tokenizer.json"}
+    return (AutoTokenizer if is_known else GPT2TokenizerFast).from_pretrained(str(folder), local_files_only=True)
 
 
-def _class_of(folder: Path) -> str | None:
+def _config_of(folder: Path) -> dict[str, Any]:
+    """Return what tokenizer_config.json says; nothing if it is not there or no JSON."""
     try:
         config = json.loads(read_text(folder / "tokenizer_config.json"))
     except (ValueError, OSError):
-        return None
-    return str(config.get("tokenizer_class")) if isinstance(config, dict) else None
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 @lru_cache(maxsize=4)
 def tokenizer_digest(tokenizer: RowTokenizer) -> str:
-    """Return the SHA-256 of a tokenizer: vocabulary, merges, text splitting and EOS id.
+    """Return the SHA-256 of a tokenizer: vocabulary, merges, text splitting, EOS id and the tokens that frame texts.
 
     Of none it is empty.
     """
@@ -142,7 +155,47 @@ def tokenizer_digest(tokenizer: RowTokenizer) -> str:
         return ""
     saved = json.loads(tokenizer.backend_tokenizer.to_str())
     parts = {name: saved.get(name) for name in _PARTS} | {"eos": tokenizer.eos_token_id}
+    if (frame := frame_of(tokenizer)).is_there:
+        parts["frame"] = list(frame)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+class Frame(NamedTuple):
+    """Special tokens that stand around texts: [CLS] a [SEP], or [CLS] a [SEP] b [SEP].
+
+    Attributes:
+        first: before the text.
+        last: after it, and after the second of two.
+        middle: between two.
+        has_types: whether the second text, and what follows it, is of another token type.
+    """
+
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    middle: tuple[int, ...]
+    has_types: bool
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there are such tokens on both sides; those of GPT's kind have none, and the last token stands."""
+        return bool(self.first and self.last)
+
+
+@lru_cache(maxsize=4)
+def frame_of(tokenizer: RowTokenizer) -> Frame:
+    """Find the special tokens that a tokenizer puts around texts.
+
+    Args:
+        tokenizer: BERT's or RoBERTa's has them; GPT's has not.
+    """
+    pair = backend_of(tokenizer).encode("a", "b", add_special_tokens=True)
+    of = pair.sequence_ids  # the text that each token is of
+    if 0 not in of or 1 not in of:
+        return Frame((), (), (), False)
+    ends = of.index(0), len(of) - of[::-1].index(0), of.index(1), len(of) - of[::-1].index(1)
+    first, middle, last = pair.ids[: ends[0]], pair.ids[ends[1] : ends[2]], pair.ids[ends[3] :]
+    has_types = bool(last) and pair.type_ids[ends[2]] != pair.type_ids[ends[0]]
+    return Frame(tuple(first), tuple(last), tuple(middle), has_types)
 
 
 def vocab_size_of(folder: Path) -> int:
@@ -282,7 +335,7 @@ Tokenize: TypeAlias = "Callable[[Sequence[str]], list[Tokens]]"
 
 def tokenize_by(tokenizer: RowTokenizer) -> Tokenize:
     """Return a function like `tokenize` that caches words where the tokenizer splits texts before blanks."""
-    if splits_before_blanks(tokenizer):
+    if splits_before_blanks(tokenizer) or splits_at_blanks(tokenizer):
         return WordCache(tokenizer)
     return lambda texts: [array("i", ids) for ids in tokenize(tokenizer, texts)]
 
@@ -300,7 +353,7 @@ class EndsInBlank(Exception):
 class WordCache(dict[str, bytes]):
     """Tokenizes texts through a table: a word with the blanks before it -> the bytes of its token ids.
 
-    Needs `splits_before_blanks`; not thread-safe.
+    Needs `splits_before_blanks` or `splits_at_blanks`; not thread-safe.
     """
 
     def __init__(self, tokenizer: RowTokenizer) -> None:

@@ -18,6 +18,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "vocab.json",
     "merges.txt",
+    "vocab.txt",
     "special_tokens_map.json",
     "added_tokens.json",
 )
