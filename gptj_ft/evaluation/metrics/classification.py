@@ -1,4 +1,4 @@
-"""Classification metrics: accuracy and macro-averaged F1."""
+"""Accuracy and macro-averaged F1 of labels that are texts, such as generated ones."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gptj_ft.evaluation.metrics.statistic import Ratio, Statistic, percent
+from gptj_ft.evaluation.metrics.statistic import Statistic, precision_recall_f1
 
 RELATION_SCORES = ("relations_precision", "relations_recall", "relations_f1")
 
@@ -25,13 +25,7 @@ def relations(predictions: Sequence[str], references: Sequence[Sequence[str]]) -
         right = max((_facts(target) for target in targets or [""]), key=lambda target: _dice(facts, target))
         counts.append((len(facts & right), len(facts), len(right)))
     both_N, written_N, expected_N = np.asarray(counts, dtype=np.float64).T
-    is_nothing = not (written_N.any() or expected_N.any())
-    empty = 1.0 if is_nothing else 0.0
-    return {
-        "relations_precision": Ratio(both_N, written_N, percent, empty),
-        "relations_recall": Ratio(both_N, expected_N, percent, empty),
-        "relations_f1": Ratio(2.0 * both_N, written_N + expected_N, percent, 1.0),
-    }
+    return precision_recall_f1("relations_", both_N, written_N, expected_N)
 
 
 def _facts(text: str) -> frozenset[tuple[str, ...]]:

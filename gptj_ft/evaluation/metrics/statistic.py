@@ -37,6 +37,13 @@ def percent(values: Vector) -> Vector:
     return 100.0 * values
 
 
+def divided(above: Vector, below: Vector, empty: float = np.nan) -> Vector:
+    """Divide; where the divisor is 0 the quotient is ``empty``."""
+    quotient: Vector = np.full(np.shape(above), empty)
+    np.divide(above, below, out=quotient, where=below != 0)
+    return quotient
+
+
 @dataclass(frozen=True)
 class Ratio:
     """A ratio of two sums over rows: means, micro-averages, perplexities.
@@ -61,17 +68,35 @@ class Ratio:
         return self._quotient(self.above_N, self.below_N)
 
     def _quotient(self, above: Vector, below: Vector) -> Vector:
-        quotient = np.full(below.shape, self.empty)
-        np.divide(above, below, out=quotient, where=below != 0)
         with np.errstate(over="ignore"):  # a perplexity beyond what a float holds is infinite
-            return self.finish(quotient)
+            return self.finish(divided(above, below, self.empty))
 
 
-def mean(values: Sequence[float], of: Sequence[bool] | None = None) -> Ratio:
+def mean(values: Sequence[float] | Vector, of: Sequence[bool] | None = None) -> Ratio:
     """Build the mean over rows, or over a subset."""
     values_N = np.asarray(values, dtype=np.float64)
     counted_N = np.ones_like(values_N) if of is None else np.asarray(of, dtype=np.float64)
     return Ratio(values_N * counted_N, counted_N)
+
+
+def precision_recall_f1(name: str, both: Vector, given: Vector, expected: Vector) -> dict[str, Statistic]:
+    """Build micro-averaged precision, recall and F1 of things found, times 100: tp / given, tp / expected, and
+    2 tp / (given + expected).
+
+    A quotient with the divisor 0 is 0, but all are 100 where nothing was given and nothing expected.
+
+    Args:
+        name: text before the names of the scores.
+        both: for each row, number of things that are given and expected.
+        given: number of things that are given.
+        expected: number of things that are expected.
+    """
+    empty = 0.0 if given.any() or expected.any() else 1.0
+    return {
+        f"{name}precision": Ratio(both, given, percent, empty),
+        f"{name}recall": Ratio(both, expected, percent, empty),
+        f"{name}f1": Ratio(2.0 * both, given + expected, percent, 1.0),
+    }
 
 
 @dataclass(frozen=True)
@@ -104,10 +129,7 @@ class MacroF1:
         there = of_label_BL > 0
         # tp + fn are the rows of a label, tp + fp the rows that were given it.
         f1_BL = np.divide(2 * right_BL, of_label_BL + of_answer_BL, out=np.zeros_like(right_BL), where=there)
-        num_there = there.sum(-1)
-        mean_B: Vector = np.full(len(f1_BL), np.nan)
-        np.divide(100.0 * f1_BL.sum(-1), num_there, out=mean_B, where=num_there > 0)
-        return mean_B
+        return divided(100.0 * f1_BL.sum(-1), there.sum(-1))
 
     @cached_property
     def _codes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -1,0 +1,88 @@
+"""Scores of numbers: correlations and errors.
+
+Axis letters: N rows, B samples of the rows, U distinct numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from gptj_ft.evaluation.metrics.statistic import Statistic, Vector, divided, mean
+
+REGRESSION_SCORES = ("pearson", "spearman", "mse", "mae")
+
+
+def regression(numbers: ArrayLike, predictions: ArrayLike) -> dict[str, Statistic]:
+    """Compute the correlations of Pearson and Spearman, times 100, and the mean squared and absolute error.
+
+    Args:
+        numbers: number that was expected of each row; [N].
+        predictions: number that the model gives; [N].
+    """
+    expected_N, given_N = (np.asarray(each, dtype=np.float64) for each in (numbers, predictions))
+    errors_N = given_N - expected_N
+    return {
+        "pearson": Pearson(expected_N, given_N),
+        "spearman": Spearman(expected_N, given_N),
+        "mse": mean(errors_N * errors_N),
+        "mae": mean(np.abs(errors_N)),
+    }
+
+
+@dataclass(frozen=True)
+class Pearson:
+    """Pearson's correlation coefficient, times 100; undefined where one side is the same in all rows.
+
+    Attributes:
+        x_N: numbers of one side.
+        y_N: numbers of the other side.
+    """
+
+    x_N: Vector
+    y_N: Vector
+    rows_N: Vector | None = None
+
+    def evaluate(self, weights_BN: Vector) -> Vector:
+        return _correlation(self.x_N[None], self.y_N[None], weights_BN)
+
+
+@dataclass(frozen=True)
+class Spearman:
+    """Spearman's correlation of ranks, times 100; equal numbers share the mean of their ranks.
+
+    A row that stands several times in a sample has as many ranks, which are equal as well.
+
+    Attributes:
+        x_N: numbers of one side.
+        y_N: numbers of the other side.
+    """
+
+    x_N: Vector
+    y_N: Vector
+    rows_N: Vector | None = None
+
+    def evaluate(self, weights_BN: Vector) -> Vector:
+        x_BN, y_BN = (_ranks(codes_N, weights_BN) for codes_N in self._codes)
+        return _correlation(x_BN, y_BN, weights_BN)
+
+    @cached_property
+    def _codes(self) -> list[NDArray[np.int64]]:
+        """Place of each number among the distinct ones, for both sides."""
+        return [np.unique(each, return_inverse=True)[1] for each in (self.x_N, self.y_N)]
+
+
+def _ranks(codes_N: NDArray[np.int64], weights_BN: Vector) -> Vector:
+    times_BU = np.stack([np.bincount(codes_N, each) for each in weights_BN])
+    ranks_BU: Vector = times_BU.cumsum(-1) - (times_BU - 1.0) / 2
+    return ranks_BU[:, codes_N]
+
+
+def _correlation(x_BN: Vector, y_BN: Vector, weights_BN: Vector) -> Vector:
+    rows_B1 = weights_BN.sum(-1, keepdims=True)
+    x_BN, y_BN = (each - divided((weights_BN * each).sum(-1, keepdims=True), rows_B1) for each in (x_BN, y_BN))
+    xy_B, xx_B, yy_B = ((weights_BN * a * b).sum(-1) for a, b in ((x_BN, y_BN), (x_BN, x_BN), (y_BN, y_BN)))
+    return 100.0 * divided(xy_B, np.sqrt(xx_B * yy_B))
