@@ -13,10 +13,10 @@ import numpy as np
 
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.evaluation.evaluate import Evaluation
-from gptj_ft.evaluation.metrics import METRICS
+from gptj_ft.evaluation.metrics import score_by_row
 from gptj_ft.evaluation.metrics.bootstrap import Estimate, PairedEstimates, estimate_scores
 
-LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity", "byte_perplexity")
+LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity", "byte_perplexity", "ece", "mse", "mae")
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt,
 }  # fmt: skip
@@ -102,9 +102,7 @@ def compare_models(
         )
         for file in (names if 1 < len(names) <= MOST_FILES else ())
     }
-    main = METRICS[metrics[0]].main if metrics else "loss"
-    main = main if main in model.figures else "loss"
-    by_row = _by_row(main, model, baseline) if baseline else None
+    by_row = _by_row(score_by_row(metrics, model.figures), model, baseline) if baseline else None
     return ModelComparison(model, baseline, estimate_scores(model.figures, other, model.rows, seed), by_file, by_row)
 
 
@@ -196,6 +194,7 @@ def _to_dict(found: Evaluation, estimates: Mapping[str, Estimate], texts: bool) 
         "scores": scores,
         "intervals": {name: [each.low, each.high] for name, each in estimates.items()},
         "notes": found.notes,
+        **({"labels": found.labels.to_dict()} if found.labels else {}),
     }
     return {**own, "answers": found.answers, "references": found.references} if texts else own
 

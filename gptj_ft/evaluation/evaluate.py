@@ -22,6 +22,7 @@ from gptj_ft.evaluation.eval_set import EvalSet, make_eval_set, with_short_answe
 from gptj_ft.evaluation.likelihood import label_candidates, losses, passes
 from gptj_ft.evaluation.metrics import Statistic
 from gptj_ft.evaluation.metrics import rouge as rouge_metric
+from gptj_ft.evaluation.metrics.label_scores import LabelScores
 from gptj_ft.evaluation.metrics.language_model import RowLoss, language_model
 from gptj_ft.evaluation.metrics.statistic import values
 from gptj_ft.evaluation.predict import Predictor, scores_of
@@ -57,6 +58,7 @@ class Evaluation:
         references: accepted answers of each row.
         notes: warnings on the scores.
         target_tokens: tokens the loss is over; 0 if there is none.
+        labels: scores of each label; ``None`` where the answers are no labels of a head.
     """
 
     model: str
@@ -66,6 +68,7 @@ class Evaluation:
     references: list[list[str]]
     notes: tuple[str, ...] = ()
     target_tokens: int = 0
+    labels: LabelScores | None = None
 
     @property
     def rows(self) -> int:

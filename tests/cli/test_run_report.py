@@ -8,6 +8,7 @@ import math
 import re
 import shlex
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +35,7 @@ from gptj_ft.evaluation.comparison import compare_models
 from gptj_ft.evaluation.evaluate import Evaluation
 from gptj_ft.evaluation.metrics import score
 from gptj_ft.evaluation.metrics.bootstrap import Estimate, PairedEstimates
+from gptj_ft.evaluation.metrics.label_scores import scores_of_rows
 from gptj_ft.system.digests import read_json
 
 
@@ -297,6 +299,15 @@ def test_an_evaluation_is_on_the_page_and_texts_only_if_asked_for(tmp_path: Path
     assert "a secret text" in shown.text
     assert "f:0: better, rougeL 0 → 100" in shown.text, "by how much"
     assert comparison_in(read_json(run.folder / "evaluation.json")) == verdict.comparison
+
+
+def test_scores_of_labels_are_on_the_page_of_the_run(tmp_path: Path) -> None:
+    run, verdict = make_run(tmp_path / "run"), verdict_on(["a text", "another"])
+    labels = scores_of_rows([0, 1], [[0.9, 0.1], [0.6, 0.4]], ["bad", "good"])
+    record(run.folder, replace(verdict, model=replace(verdict.model, labels=labels)), "gptj-ft evaluate run")
+    page = page_of(run).text
+    assert "always answering 'bad' is right for 50.00 % of the rows" in page
+    assert "Labels, down, and the answers to them, across" in page
 
 
 def test_markdown_has_texts_as_they_are_and_a_page_escapes_them() -> None:

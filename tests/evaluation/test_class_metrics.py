@@ -74,7 +74,7 @@ TAGS = ("O", "B-PER", "I-PER", "B-ORG", "I-ORG", "E-ORG", "S-PER")
 SINGLE = {
     2: {
         "accuracy": 0.8833333333333333, "macro_f1": 0.8588235294117648, "micro_f1": 0.8833333333333333,
-        "weighted_f1": 0.888235294117647, "mcc": 0.7348469228349535, "f1": 0.8, "roc_auc": 0.9688888888888889,
+        "weighted_f1": 0.888235294117647, "mcc": 0.7348469228349535, "positive_f1": 0.8, "roc_auc": 0.9688888888888889,
     },
     3: {
         "accuracy": 0.8, "macro_f1": 0.5149535423925667, "micro_f1": 0.8, "weighted_f1": 0.841572299651568,
@@ -170,7 +170,7 @@ def test_every_score_has_an_interval_around_it(kind: str) -> None:
 def test_f1_of_two_classes_is_that_of_the_class_with_id_1() -> None:
     # tp 1, fp 1, fn 0 of class 1: 2/3. Macro: (2/3 + 4/5)/2 is another number.
     found = values(single_label([0, 0, 0, 1], [[1, 0], [1, 0], [0, 1], [0, 1]]), 4)
-    assert found["f1"] == pytest.approx(200 / 3)
+    assert found["positive_f1"] == pytest.approx(200 / 3)
     assert found["macro_f1"] == pytest.approx(100 * (2 / 3 + 4 / 5) / 2)
 
 

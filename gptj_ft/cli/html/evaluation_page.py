@@ -15,11 +15,13 @@ from markupsafe import Markup
 
 from gptj_ft.cli.html import fill_template, to_json
 from gptj_ft.cli.html.charts import Change, change_strip
+from gptj_ft.cli.html.label_tables import label_facts
 from gptj_ft.cli.html.names import apart_names, model_name, place_name, portable
 from gptj_ft.config.run_folder import write_json
 from gptj_ft.evaluation.comparison import LOWER_IS_BETTER, ModelComparison
-from gptj_ft.evaluation.metrics import METRICS
+from gptj_ft.evaluation.metrics import main_score
 from gptj_ft.evaluation.metrics.bootstrap import Estimate, PairedEstimates
+from gptj_ft.evaluation.metrics.label_scores import LabelScores
 from gptj_ft.system.digests import read_json
 
 SAMPLE_CHARACTERS = 1000
@@ -27,7 +29,7 @@ LONG_CHARACTERS, LONG_LINES = 200, 6  # from which on a page folds a text
 WORD = re.compile(r"\w+|[^\w\s]")
 RECORD = "evaluation.json"  # in a run's folder
 RECORDED = 20  # rows of each kind
-DIGITS = {"loss": 4, "perplexity": 3, "word_perplexity": 3, "byte_perplexity": 3}  # others 2
+DIGITS = {"loss": 4, "perplexity": 3, "word_perplexity": 3, "byte_perplexity": 3, "mse": 4, "mae": 4}  # others 2
 POWERS_FROM = 10_000  # what is larger, as perplexities of an untrained model are, has three digits and a power of ten
 EVALUATION_SUFFIXES = (".json", ".md", ".html")
 VERDICTS = {"better": "better", "worse": "worse", "unclear": "no clear change"}
@@ -45,6 +47,7 @@ def evaluation_facts(verdict: ModelComparison, command: str, num_samples: int) -
         "target_tokens": verdict.model.target_tokens,
         **_compared_facts(verdict.comparison, by_row.to_dict() if by_row else None, rows),
         "by_file": {name: table_of(found) for name, found in files},
+        "labels": label_facts(verdict.model.labels, baseline.labels if baseline else None),
         "lines": lines_of(verdict),
         "samples": samples_of(verdict, range(min(num_samples, rows))),
         "command": command,
@@ -54,7 +57,7 @@ def evaluation_facts(verdict: ModelComparison, command: str, num_samples: int) -
 
 def _compared_facts(comparison: PairedEstimates, by_row: Facts | None, rows: int) -> dict[str, Any]:
     """Return the main score, the verdict, the changes, and the scores as a table."""
-    main = main_score(comparison, by_row["score"] if by_row else None)
+    main = by_row["score"] if by_row else main_score(comparison.scores)
     return {
         "main": main,
         "headline": headline_of(comparison, main, rows),
@@ -62,12 +65,6 @@ def _compared_facts(comparison: PairedEstimates, by_row: Facts | None, rows: int
         "by_row": by_row,
         "table": table_of(comparison),
     }
-
-
-def main_score(comparison: PairedEstimates, by_row: str | None) -> str:
-    """Return the name of the score that says most: that of the wins and losses, else a recipe's main one."""
-    mains = [metric.main for metric in METRICS.values() if metric.main in comparison.scores]
-    return next(filter(None, [by_row, *mains]), next(iter(comparison.scores), ""))
 
 
 def headline_of(comparison: PairedEstimates, main: str, rows: int) -> dict[str, str]:
@@ -142,6 +139,10 @@ def comparison_in(record: Facts) -> PairedEstimates:
     return PairedEstimates(read(record["model"]), read(record["baseline"]), differences)
 
 
+def _labels_in(found: Facts | None) -> LabelScores | None:
+    return LabelScores.from_dict(found["labels"]) if found and "labels" in found else None
+
+
 def _estimate(value: float | None, low: float | None, high: float | None) -> Estimate:
     return Estimate(math.nan if value is None else value, low, high)
 
@@ -174,6 +175,7 @@ def recorded_facts(run: Path) -> dict[str, Any] | None:
         "comparison": comparison,
         "rows": model["rows"],
         "baseline": model_name(baseline["model"]) if baseline else None,
+        "labels": label_facts(*(_labels_in(each) for each in (model, baseline))),
         "notes": model["notes"],
         "samples": record["samples"],
         "command": record["command"],

@@ -13,6 +13,7 @@ from rich.text import Text
 from gptj_ft.cli.html import write_new
 from gptj_ft.cli.html.evaluation_page import Facts, cut_text, evaluation_facts, evaluation_report, record
 from gptj_ft.cli.html.run_page import write_page
+from gptj_ft.cli.terminal.labels import show_labels
 from gptj_ft.cli.terminal.output import Output
 from gptj_ft.cli.terminal.screen import next_steps, panel, say, table, whole
 from gptj_ft.config.run_folder import Run
@@ -104,6 +105,8 @@ def show_comparison(console: Console, facts: Facts, written: Sequence[Path] = ()
         _show_table(console, f"rows of {file}", rows, facts)
     for line in facts["lines"]:
         say(console, line, "  ")
+    if facts["labels"]:
+        show_labels(console, facts["labels"])
     for sample in facts["samples"]:
         texts = [(name, cut_text(text, SHOWN_CHARACTERS)) for name, text in sample["texts"].items()]
         panel(console, sample["place"], texts)

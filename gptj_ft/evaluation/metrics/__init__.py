@@ -6,19 +6,36 @@
     relations   precision, recall and F1 of all facts of all rows together
 
 A row counts its best reference. All times 100. Loss, perplexity and token accuracy are in `language_model`.
+
+These are of texts. What a head with labels or numbers predicts has the scores of `TASK_SCORES`, by the recipe's task.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from gptj_ft.errors import DataError
 from gptj_ft.evaluation.metrics import classification, relations, rouge, squad
+from gptj_ft.evaluation.metrics.entities import ENTITY_SCORES
+from gptj_ft.evaluation.metrics.multi_label import MULTI_LABEL_SCORES
+from gptj_ft.evaluation.metrics.regression import REGRESSION_SCORES
+from gptj_ft.evaluation.metrics.single_label import SINGLE_LABEL_SCORES
 from gptj_ft.evaluation.metrics.statistic import Statistic, Vector
 
-__all__ = ["METRICS", "Metric", "Statistic", "Vector", "score", "score_names"]
+__all__ = [
+    "METRICS",
+    "TASK_SCORES",
+    "Metric",
+    "Statistic",
+    "TaskScores",
+    "Vector",
+    "main_score",
+    "score",
+    "score_by_row",
+    "score_names",
+]
 
 Scorer = Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, Statistic]]
 
@@ -46,6 +63,51 @@ METRICS: Mapping[str, Metric] = {
     "accuracy": Metric(("accuracy", "macro_f1"), "accuracy", classification.accuracy, needs_reference=True),
     "relations": Metric(relations.RELATION_SCORES, "relations_f1", relations.relations, needs_reference=False),
 }
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """Scores of what a head predicts.
+
+    Attributes:
+        names: names of the scores, including those that need certain data.
+        main: the one that says most.
+        by_row: the one that says most of each row.
+    """
+
+    names: tuple[str, ...]
+    main: str
+    by_row: str
+
+
+TASK_SCORES: Mapping[str, TaskScores] = {
+    "classification": TaskScores(SINGLE_LABEL_SCORES, "accuracy", "accuracy"),
+    "multi-label": TaskScores(MULTI_LABEL_SCORES, "micro_f1", "micro_f1"),
+    "regression": TaskScores(REGRESSION_SCORES, "pearson", "mse"),
+    "token-labels": TaskScores(ENTITY_SCORES, "entity_f1", "word_accuracy"),
+}
+"""Scores by `Recipe.task`; the answers of other tasks are texts, with the metrics of texts."""
+
+
+def main_score(names: Collection[str]) -> str:
+    """Choose the score that says most; empty if there is none.
+
+    Args:
+        names: names of the scores that there are.
+    """
+    mains = [*(metric.main for metric in METRICS.values()), *(each.main for each in TASK_SCORES.values())]
+    return next((main for main in mains if main in names), next(iter(names), ""))
+
+
+def score_by_row(metrics: Sequence[str], names: Collection[str]) -> str:
+    """Choose the score that rows are compared by: the first metric's main one, else the task's, else the loss.
+
+    Args:
+        metrics: keys of `METRICS`.
+        names: names of the scores that there are.
+    """
+    mains = [*(METRICS[metric].main for metric in metrics[:1]), *(each.by_row for each in TASK_SCORES.values())]
+    return next((main for main in mains if main in names), "loss")
 
 
 def score_names(metrics: Sequence[str]) -> list[str]:

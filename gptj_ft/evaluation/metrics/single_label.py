@@ -16,7 +16,7 @@ from gptj_ft.evaluation.metrics.class_counts import ClassCounts
 from gptj_ft.evaluation.metrics.statistic import Ratio, Statistic, Vector, divided, mean, percent
 
 SINGLE_LABEL_SCORES = (
-    "accuracy", "macro_f1", "micro_f1", "weighted_f1", "mcc", "f1", "roc_auc", "top5_accuracy", "ece",
+    "accuracy", "macro_f1", "micro_f1", "weighted_f1", "mcc", "positive_f1", "roc_auc", "top5_accuracy", "ece",
 )  # fmt: skip
 NUM_BINS = 15
 _MANY_CLASSES = 10  # above which the five most likely ones are worth a score
@@ -46,7 +46,7 @@ def single_label(labels: ArrayLike, probabilities: ArrayLike) -> dict[str, Stati
     }
     if num_classes == 2:
         both_N = (labels_N * answers_N).astype(np.float64)
-        scores["f1"] = Ratio(2.0 * both_N, (labels_N + answers_N).astype(np.float64), percent, 0.0)
+        scores["positive_f1"] = Ratio(2.0 * both_N, (labels_N + answers_N).astype(np.float64), percent, 0.0)
         scores["roc_auc"] = RocAuc(labels_N == 1, probabilities_NC[:, 1])
     if num_classes > _MANY_CLASSES:
         best_N5 = np.argsort(-probabilities_NC, axis=-1, kind="stable")[:, :5]
