@@ -20,7 +20,7 @@ from gptj_ft.checkpoints.download import SOURCE, read_origin
 from gptj_ft.checkpoints.formats.safetensors import open_shard, write_safetensors
 from gptj_ft.checkpoints.formats.tensor_info import Shard, TensorInfo
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.models.registry import Architecture, Family, full_name
+from gptj_ft.models.registry import Architecture, Family, families, full_name
 from gptj_ft.system.atomic import atomic_folder
 from gptj_ft.system.block_reader import Extent
 from gptj_ft.system.digests import FOLDER_DIGESTS, folder_digests, read_json
@@ -133,7 +133,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         UsageError: the folder holds no weights.
         DataError: a file is truncated, corrupt or missing, or the index and the shards contradict each other.
     """
-    return Checkpoint(folder, weights_of(folder))
+    config = folder / "config.json"
+    model_type = read_json(config).get("model_type") if config.is_file() else None
+    return Checkpoint(folder, weights_of(folder), partial(full_name, family=families().get(str(model_type))))
 
 
 def weights_of(folder: Path) -> dict[str, Shard]:
@@ -199,6 +201,8 @@ def check_tensors(architecture: Architecture, checkpoint: Checkpoint) -> list[st
             dropped.append(name)
             if ties[name] in present and not _are_equal(checkpoint, name, ties[name]):
                 problems.append(f"{name} in {where} is not {ties[name]}, as tie_word_embeddings in config.json says")
+        elif name in architecture.new or (name not in expected and is_of_other_head(architecture, name)):
+            dropped.append(name)
         elif name not in expected:
             if is_dropped(family, name, len(layers)):
                 dropped.append(name)
@@ -208,12 +212,40 @@ def check_tensors(architecture: Architecture, checkpoint: Checkpoint) -> list[st
             problems.append(f"{name} in {where} has shape {list(found)}, config.json says {list(expected[name])}")
         elif not checkpoint.dtype(name).is_floating_point:
             problems.append(f"{name} in {where} is {checkpoint.dtype(name)}, not floating point")
-    problems += [f"{name} of shape {list(expected[name])} is missing" for name in expected if name not in present]
+    known = present | architecture.new
+    problems += [f"{name} of shape {list(expected[name])} is missing" for name in expected if name not in known]
     if problems:
         shown = "; ".join(problems[:PROBLEMS_SHOWN])
         more = f"; and {len(problems) - PROBLEMS_SHOWN} more" if len(problems) > PROBLEMS_SHOWN else ""
         raise DataError(f"{checkpoint.folder}: the weights do not fit config.json: {shown}{more}")
     return dropped
+
+
+def with_new(architecture: Architecture, checkpoint: Checkpoint, source: Architecture) -> Architecture:
+    """Return a model with another head, which knows what of that head a checkpoint does not have.
+
+    Args:
+        architecture: the model, with the head that it is to be trained with.
+        checkpoint: the weights that training begins with.
+        source: the model that they are of.
+    """
+    if architecture.head is None:
+        return architecture
+    layers, head = architecture.layers(), architecture.head
+    is_same = (architecture.task, architecture.labels) == (source.task, source.labels)
+    new = set()
+    for local, like in layers[-1].state_dict().items():
+        name = architecture.family.name_of(len(layers) - 1, local, len(layers))
+        is_there = name in checkpoint.names and checkpoint.shape(name) == tuple(like.shape)
+        if local not in head.kept and (not is_there or (not is_same and local.startswith(f"{head.output}."))):
+            new.add(name)
+    return replace(architecture, new=frozenset(new))
+
+
+def is_of_other_head(architecture: Architecture, name: str) -> bool:
+    """Tell whether a tensor is one of a head that the family has, and this model not."""
+    home = architecture.family.keys.get(name)
+    return architecture.task is not None and home is not None and home[0] == "head"
 
 
 def _are_equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
@@ -346,7 +378,7 @@ def write_companions(folder: Path, architecture: Architecture, stored: torch.dty
     # transformers 5 reads `dtype`, version 4 `torch_dtype`. Last, for a folder without config.json is no model.
     name = str(stored).removeprefix("torch.")
     raw = {key: value for key, value in architecture.raw.items() if key != "_name_or_path"}  # somebody's folder
-    own = {"architectures": [architecture.family.class_name], "dtype": name, "torch_dtype": name}
+    own = {"architectures": [architecture.class_name], "dtype": name, "torch_dtype": name}
     write_json_file(folder / "config.json", {**raw, **own})
 
 

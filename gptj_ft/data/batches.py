@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -14,7 +14,7 @@ from gptj_ft.data.loss_mask import num_inputs, num_targets
 from gptj_ft.data.table import TokenTable
 
 if TYPE_CHECKING:
-    from gptj_ft.models.batch import PackedBatch
+    from gptj_ft.models.batch import Marks, PackedBatch
 
 Packing = Literal["off", "apart", "joined"]
 Slice = tuple[int, int, int]  # a document, and which of its tokens: the first, and the one after the last
@@ -28,12 +28,14 @@ class Document(NamedTuple):
         prompt_length: tokens at its start that are not trained on.
         untrained: what else is not, as (start, end) pairs in one flat list.
         window: most inputs, see `num_inputs`.
+        marks: what is predicted, where that is not the next tokens.
     """
 
     ids: Sequence[int]
     prompt_length: int = 0
     untrained: Sequence[int] = ()
     window: int | None = None
+    marks: Marks | None = None
 
     @property
     def num_inputs(self) -> int:
@@ -53,6 +55,7 @@ class Rows:
         known_lengths: tokens of each document, if they have been counted.
         is_joined: whether a window is one document, so that attention goes across its pieces.
         most_inputs: of a document, see `num_inputs`.
+        marks: what is predicted of each document, where that is not its next tokens.
     """
 
     documents: Sequence[Sequence[int]]
@@ -62,6 +65,7 @@ class Rows:
     known_lengths: Sequence[int] | None = None
     is_joined: bool = False
     most_inputs: int | None = None
+    marks: Sequence[Marks] | None = None
 
     @classmethod
     def of(cls, rows: TokenTable | None, packing: Packing = "off", length: int | None = None) -> Rows:
@@ -106,6 +110,8 @@ class Rows:
         if self.windows is not None:
             firsts = len(self.windows) if self.is_joined else sum(map(len, self.windows))
             return sum(end - start for window in self.windows for _, start, end in window) - firsts
+        if self.marks is not None:
+            return sum(len(mark.marks) or tokens for mark, tokens in zip(self.marks, self._tokens, strict=True))
         untrained = self.untrained or [()] * len(self._tokens)
         return sum(map(num_targets, self._tokens, self.prompt_lengths, untrained))
 
@@ -113,7 +119,8 @@ class Rows:
         """Return the documents of a row: one, if rows are not packed into windows."""
         if self.windows is None:
             untrained = self.untrained[index] if self.untrained else ()
-            return [Document(self.documents[index], self.prompt_lengths[index], untrained, self.most_inputs)]
+            marks = self.marks[index] if self.marks is not None else None
+            return [Document(self.documents[index], self.prompt_lengths[index], untrained, self.most_inputs, marks)]
         pieces = [self.documents[document][start:end] for document, start, end in self.windows[index]]
         if self.is_joined:
             pieces = [[token for piece in pieces for token in piece]]
@@ -124,11 +131,21 @@ class Rows:
         ids, untrained = self.documents[index], self.untrained[index] if self.untrained else ()
         return ids[: untrained[-1] if untrained else self.prompt_lengths[index]]
 
-    def batches(self, rows: Iterable[int], budget_tokens: int) -> list[PackedBatch]:
-        """Return some rows as micro-batches; see `micro_batches`."""
+    def batches(
+        self, rows: Iterable[int], budget_tokens: int, seed: Callable[[int], int] | None = None
+    ) -> list[PackedBatch]:
+        """Return some rows as micro-batches; see `micro_batches`.
+
+        Args:
+            rows: numbers of the rows.
+            budget_tokens: tokens computed at once.
+            seed: number of a document among those of the rows -> its seed for dropout; ``None``: nothing is dropped.
+        """
         documents = [document for row in rows for document in self.row(row)]
-        ids, prompts, untrained, _ = zip(*documents, strict=True) if documents else ((), (), (), ())
-        return micro_batches(ids, prompts, budget_tokens, untrained, self.most_inputs)
+        ids, prompts, untrained, _, marks = zip(*documents, strict=True) if documents else ((), (), (), (), ())
+        seeds = None if seed is None else [seed(number) for number in range(len(documents))]
+        given = None if self.marks is None else marks
+        return micro_batches(ids, prompts, budget_tokens, untrained, self.most_inputs, given, seeds)
 
 
 def steps_per_epoch(num_rows: int, batch_size: int) -> int:
@@ -169,6 +186,8 @@ def micro_batches(
     budget_tokens: int,
     untrained: Sequence[Sequence[int]] | None = None,
     window: int | None = None,
+    marks: Sequence[Marks] | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> list[PackedBatch]:
     """Pack documents into micro-batches of at most ``budget_tokens`` tokens by first fit decreasing; no padding.
 
@@ -182,17 +201,22 @@ def micro_batches(
         budget_tokens: tokens computed at once.
         untrained: what else of each is not, as (start, end) pairs in one flat list.
         window: most inputs of a document, see `num_inputs`.
+        marks: what is predicted of each, where that is not its next tokens.
+        seeds: of what is dropped of each; ``None``: nothing is.
     """
-    from gptj_ft.models.batch import pack
+    from gptj_ft.models.batch import pack, pack_marked
 
     gaps = untrained or [()] * len(documents)
-    inputs = [num_inputs(len(ids), window) for ids in documents]
+    inputs = [len(ids) if marks is not None else num_inputs(len(ids), window) for ids in documents]
     batches = []
     for group in first_fit(inputs, budget_tokens):
-        whole = pack(
-            [documents[i] for i in group], [prompt_lengths[i] for i in group], untrained=[gaps[i] for i in group]
-        )
-        batches.append(whole.up_to([inputs[i] for i in group]))
+        chosen = [documents[i] for i in group]
+        if marks is not None:
+            batch = pack_marked(chosen, [marks[i] for i in group])
+        else:
+            whole = pack(chosen, [prompt_lengths[i] for i in group], untrained=[gaps[i] for i in group])
+            batch = whole.up_to([inputs[i] for i in group])
+        batches.append(batch if seeds is None else replace(batch, seeds=tuple(seeds[i] for i in group)))
     return batches
 
 

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from gptj_ft.data.batches import first_fit
 from gptj_ft.errors import DataError, NotFinite
-from gptj_ft.models.batch import PackedBatch, pack
+from gptj_ft.models.batch import HeadRows, PackedBatch, pack
 from gptj_ft.models.kv_cache import KVCache
 from gptj_ft.models.registry import Architecture
 from gptj_ft.streaming.model import OffloadedModel
@@ -56,7 +56,7 @@ class ForwardPasses:
         parameters = head.parameters()
         with torch.inference_mode():
             after_SD = torch.cat([x_TD[at] for x_TD, at in zip(hidden, positions, strict=True)])
-            logits = head.run(parameters, after_SD, "decoding")
+            logits = head.run(parameters, after_SD, HeadRows("decoding"))
             scores = score_hidden(head, hidden, wanted, "decoding") if wanted else []
         self._layers = layers
         return logits, scores

@@ -1,18 +1,20 @@
-"""Rotary positions and causal attention inside the documents of a packed batch.
+"""Rotary positions and attention inside the documents of a packed batch: causal, or both ways.
 
-Axis letters: T tokens of a packed batch, N heads, H head width, R rotary width.
+Axis letters: T tokens of a packed batch, N heads, H head width, R rotary width, G documents of a bucket, L its length.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptj_ft.models.batch import PackedBatch
+from gptj_ft.models.batch import Bucket, PackedBatch
+from gptj_ft.models.dropout import Dropout, NoiseSpan
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +79,12 @@ def takes_ragged(device: torch.device, dtype: torch.dtype, head_width: int) -> b
 
 
 def attend_ragged(
-    q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, batch: PackedBatch, scale: float | None = None
+    q_TNH: Tensor,
+    k_TNH: Tensor,
+    v_TNH: Tensor,
+    batch: PackedBatch,
+    scale: float | None = None,
+    is_causal: bool = True,
 ) -> Tensor:
     """`attend` by one kernel for all documents, without a cache; see `takes_ragged`."""
     from torch.nn.attention.varlen import varlen_attn
@@ -85,14 +92,20 @@ def attend_ragged(
     ends = batch.cu_seqlens_T
     out = varlen_attn(
         q_TNH.contiguous(), k_TNH.contiguous(), v_TNH.contiguous(), ends, ends, batch.longest, batch.longest,
-        scale=scale, window_size=(-1, 0),
+        scale=scale, window_size=(-1, 0 if is_causal else -1),
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out
 
 
 def attend(
-    q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, batch: PackedBatch, layer: int, scale: float | None = None
+    q_TNH: Tensor,
+    k_TNH: Tensor,
+    v_TNH: Tensor,
+    batch: PackedBatch,
+    layer: int,
+    scale: float | None = None,
+    dropout: Dropout | None = None,
 ) -> Tensor:
     """Causal attention inside each document only; scores scaled, by 1/sqrt(H) unless told otherwise; softmax in fp32.
 
@@ -100,6 +113,8 @@ def attend(
 
     Returns: [T, N, H].
     """
+    if dropout is not None and dropout.rate and batch.seeds is not None:
+        return attend_in_buckets(q_TNH, k_TNH, v_TNH, batch, scale, dropout, is_causal=True)
     if batch.cache is not None:
         if batch.is_decode_step:
             return batch.cache.attend(layer, q_TNH, k_TNH, v_TNH, scale)
@@ -112,3 +127,67 @@ def attend(
         out = F.scaled_dot_product_attention(q, k, v, is_causal=end - start > 1, scale=scale)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
+
+
+def attend_both_ways(
+    q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, batch: PackedBatch, dropout: Dropout | None = None
+) -> Tensor:
+    """Attention of each token to all tokens of its document; scores scaled by 1/sqrt(H), softmax in fp32.
+
+    Returns: [T, N, H].
+    """
+    drops = dropout is not None and dropout.rate and batch.seeds is not None
+    if not drops and takes_ragged(q_TNH.device, q_TNH.dtype, q_TNH.shape[-1]):
+        return attend_ragged(q_TNH, k_TNH, v_TNH, batch, is_causal=False)
+    return attend_in_buckets(q_TNH, k_TNH, v_TNH, batch, None, dropout if drops else None)
+
+
+def attend_in_buckets(
+    q_TNH: Tensor,
+    k_TNH: Tensor,
+    v_TNH: Tensor,
+    batch: PackedBatch,
+    scale: float | None = None,
+    dropout: Dropout | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Attend by one call for all documents of about the same length: a call for each is what short ones would wait for.
+
+    Args:
+        q_TNH, k_TNH, v_TNH: queries, keys and values.
+        batch: micro-batch.
+        scale: of the scores; default 1/sqrt(H).
+        dropout: dropout of the weights, which no fused kernel has by documents; default: none.
+        is_causal: whether a token sees no later ones.
+    """
+    buckets, places_T = batch.buckets
+    outputs = []
+    for bucket in buckets:
+        q, k, v = (
+            x[bucket.rows_GL.flatten()].unflatten(0, bucket.rows_GL.shape).transpose(1, 2)
+            for x in (q_TNH, k_TNH, v_TNH)
+        )
+        length = bucket.rows_GL.shape[1]
+        seen_GLL = bucket.is_token_GL[:, None, None].expand(-1, 1, length, -1)
+        if is_causal:
+            seen_GLL = seen_GLL & torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+        if dropout is None:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen_GLL, scale=scale)
+        else:
+            scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+            weights = scores.masked_fill(~seen_GLL, -math.inf).softmax(-1, dtype=torch.float32).to(v.dtype)
+            out = dropout.apply_mask(weights, _kept(bucket, batch, dropout, q.shape[1])) @ v
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)[places_T]
+
+
+def _kept(bucket: Bucket, batch: PackedBatch, dropout: Dropout, num_heads: int) -> Tensor:
+    """Draw which attention weights stay, bool [G, N, L, L]: of each document by itself."""
+    assert batch.seeds is not None
+    device, padded = bucket.rows_GL.device, bucket.rows_GL.shape[1]
+    kept = torch.zeros(len(bucket.documents), num_heads, padded, padded, dtype=torch.bool, device=device)
+    for place, document in enumerate(bucket.documents):
+        length = batch.cu_seqlens[document + 1] - batch.cu_seqlens[document]
+        span = NoiseSpan(batch.seeds[document], 0, num_heads, num_heads)
+        kept[place, :, :length, :length] = dropout.mask(span, (length, length), device)
+    return kept

@@ -5,17 +5,74 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gptj_ft.models.dropout import Noise, NoiseSpan
 from gptj_ft.models.kv_cache import KVCache
 from gptj_ft.models.linear import Kernel
 
 NO_TARGET = -100
 Poll = Callable[[], None]
 """Called by a layer between its operations: lets the next layers' weights come nearer; see `prefetch.Prefetcher`."""
+
+
+class Marks(NamedTuple):
+    """What is predicted of a document, where that is not its next tokens.
+
+    Attributes:
+        borders: tokens at which the token type changes, from 0 to 1 and back; none: all are of type 0.
+        marks: tokens that the head reads; none: all of them.
+        targets: an integer for each mark; where all tokens are read, the first and the last of an answer.
+        values: numbers for each mark, where what is predicted are numbers.
+    """
+
+    borders: Sequence[int] = ()
+    marks: Sequence[int] = ()
+    targets: Sequence[int] = ()
+    values: Sequence[float] = ()
+
+
+class Bucket(NamedTuple):
+    """Documents whose attention is computed together, each filled up to the same length.
+
+    Attributes:
+        documents: numbers of the documents, G of them.
+        rows_GL: token of the batch in each place; where there is none, the document's first.
+        is_token_GL: whether there is one.
+    """
+
+    documents: tuple[int, ...]
+    rows_GL: Tensor
+    is_token_GL: Tensor
+
+
+def padded_length(length: int) -> int:
+    """Return the length that a document is filled up to for attention: by its own length alone, a few for all.
+
+    >>> [padded_length(length) for length in (1, 8, 13, 70, 300)]
+    [8, 8, 16, 96, 320]
+    """
+    step = 8 if length <= 32 else 16 if length <= 64 else 32 if length <= 256 else 64
+    return -(-length // step) * step
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Rows of hidden states that a head takes, those of one document after another.
+
+    Attributes:
+        kernel: how products are computed.
+        noise: random numbers of dropout; ``None``: nothing is dropped.
+        ends: where the rows of each document end; known where a document is never cut.
+    """
+
+    kernel: Kernel = "training"
+    noise: Noise | None = None
+    ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -25,11 +82,14 @@ class PackedBatch:
     Attributes:
         tokens_T: token ids, int64.
         positions_T: position of each token in its own document, int64.
-        targets_T: the token to predict at each position, ``NO_TARGET`` where there is no loss, int64.
+        targets_T: what to predict at each position, ``NO_TARGET`` where there is no loss, int64: the next token, or as
+            `Marks` has it; where the head reads all tokens, 1 at the first of an answer and 2, added, at the last.
         cu_seqlens: cumulative lengths: document ``d`` is ``cu_seqlens[d]:cu_seqlens[d + 1]``.
         cache: when decoding, what keeps the keys and values.
         is_decode_step: whether the documents began in an earlier pass, whose keys and values the cache holds.
-        dropout_seed: seed of what training drops of this batch; ``None``: nothing is dropped.
+        seeds: seed of what training drops of each document; ``None``: nothing is dropped.
+        types_T: type of each token, int64; ``None``: all are of type 0.
+        values_SC: numbers to predict for each mark, fp32; ``None``: what is predicted are no numbers.
         document_ids: numbers of its documents among all batches of a pass that share a cache; default: from 0 on.
     """
 
@@ -39,8 +99,10 @@ class PackedBatch:
     cu_seqlens: tuple[int, ...]
     cache: KVCache | None = None
     is_decode_step: bool = False
-    dropout_seed: int | None = None
     document_ids: tuple[int, ...] = ()
+    seeds: tuple[int, ...] | None = None
+    types_T: Tensor | None = None
+    values_SC: Tensor | None = None
     rotary_cache: dict[tuple[int, float], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -56,6 +118,52 @@ class PackedBatch:
     def target_positions_T(self) -> Tensor:
         """The positions that carry a target, in order, int64 [S]."""
         return (self.targets_T != NO_TARGET).nonzero().squeeze(-1)
+
+    @cached_property
+    def noise(self) -> Noise | None:
+        """Random numbers of dropout, for all of its tokens."""
+        if self.seeds is None:
+            return None
+        lengths = [end - start for start, end in pairwise(self.cu_seqlens)]
+        return tuple(NoiseSpan(seed, 0, length, length) for seed, length in zip(self.seeds, lengths, strict=True))
+
+    @cached_property
+    def row_ends(self) -> tuple[int, ...]:
+        """Where the rows that the head takes of each document end."""
+        before = (self.on_host("targets_T") != NO_TARGET).cumsum(0)
+        return tuple(before[torch.tensor(self.cu_seqlens[1:]) - 1].tolist())
+
+    @cached_property
+    def buckets(self) -> tuple[list[Bucket], Tensor]:
+        """Documents of about the same length, and where the tokens of the batch are in all buckets together."""
+        lengths = [end - start for start, end in pairwise(self.cu_seqlens)]
+        groups: dict[int, list[int]] = {}
+        for document, length in enumerate(lengths):
+            groups.setdefault(padded_length(length), []).append(document)
+        buckets, places_T, before = [], torch.empty(self.cu_seqlens[-1], dtype=torch.int64), 0
+        for padded, documents in sorted(groups.items()):
+            starts = torch.tensor([self.cu_seqlens[document] for document in documents])[:, None]
+            of_G = torch.tensor([lengths[document] for document in documents])[:, None]
+            slots_L = torch.arange(padded)
+            is_token_GL = slots_L < of_G
+            rows_GL = torch.where(is_token_GL, starts + slots_L, starts)
+            places_T[rows_GL[is_token_GL]] = before + is_token_GL.flatten().nonzero().squeeze(-1)
+            before += rows_GL.numel()
+            device = self.tokens_T.device
+            buckets.append(Bucket(tuple(documents), rows_GL.to(device), is_token_GL.to(device)))
+        return buckets, places_T.to(self.tokens_T.device)
+
+    def head_rows(self, start: int, stop: int, with_ends: bool = False) -> HeadRows:
+        """Describe some of the rows that carry a target, for the head; with the ends of documents, if it asks."""
+        ends = self.row_ends if with_ends else ()
+        if self.seeds is None:
+            return HeadRows(ends=ends)
+        spans = [
+            NoiseSpan(seed, max(start - first, 0), min(stop, end) - first, end - first)
+            for seed, (first, end) in zip(self.seeds, pairwise((0, *self.row_ends)), strict=True)
+            if first < stop and end > start
+        ]
+        return HeadRows(noise=tuple(spans), ends=ends)
 
     def on_host(self, name: str) -> Tensor:
         """Return a tensor of the batch on the CPU; where the batch comes from there, nothing is waited for."""
@@ -77,6 +185,7 @@ class PackedBatch:
         ends = self.cu_seqlens
         if all(end - start == count for start, end, count in zip(ends, ends[1:], counts, strict=False)):
             return self
+        assert self.types_T is None, "of documents that are read as a whole none is cut"
         kept_T = self.positions_T < torch.tensor(counts).repeat_interleave(torch.tensor(ends).diff())
         tokens_T, positions_T, targets_T = (x[kept_T] for x in (self.tokens_T, self.positions_T, self.targets_T))
         cu_seqlens = tuple(accumulate(counts, initial=0))
@@ -86,10 +195,19 @@ class PackedBatch:
         """Return the batch on a device: one copy for all of it, for each makes the program wait for the device."""
         if self.tokens_T.device == device:
             return self
-        here = (self.tokens_T, self.positions_T, self.targets_T, self.target_positions_T, torch.tensor(self.cu_seqlens))
+        here = [self.tokens_T, self.positions_T, self.targets_T, self.target_positions_T, torch.tensor(self.cu_seqlens)]
+        here += [] if self.types_T is None else [self.types_T]
         there: tuple[Tensor, ...] = torch.cat(here).to(device).split_with_sizes([len(x) for x in here])
-        tokens_T, positions_T, targets_T, target_positions_T, ends = there
-        moved = replace(self, tokens_T=tokens_T, positions_T=positions_T, targets_T=targets_T, rotary_cache={})
+        tokens_T, positions_T, targets_T, target_positions_T, ends, *types = there
+        moved = replace(
+            self,
+            tokens_T=tokens_T,
+            positions_T=positions_T,
+            targets_T=targets_T,
+            types_T=types[0] if types else None,
+            values_SC=None if self.values_SC is None else self.values_SC.to(device),
+            rotary_cache={},
+        )
         vars(moved).update(_source=self, target_positions_T=target_positions_T, cu_seqlens_T=ends.to(torch.int32))
         return moved
 
@@ -127,3 +245,34 @@ def pack(
         cu_seqlens.append(len(tokens))
     tokens_T, positions_T, targets_T = (torch.tensor(x, dtype=torch.int64) for x in (tokens, positions, targets))
     return PackedBatch(tokens_T, positions_T, targets_T, tuple(cu_seqlens), cache, document_ids=tuple(document_ids))
+
+
+def pack_marked(documents: Sequence[Sequence[int]], marks: Sequence[Marks]) -> PackedBatch:
+    """Pack documents of which something else is predicted than their next tokens.
+
+    Args:
+        documents: token ids of each.
+        marks: what is predicted of each.
+    """
+    lengths = [len(ids) for ids in documents]
+    cu_seqlens = tuple(accumulate(lengths, initial=0))
+    types_T = torch.zeros(cu_seqlens[-1], dtype=torch.int64)
+    targets_T = torch.full_like(types_T, NO_TARGET)
+    for start, end, mark in zip(cu_seqlens, cu_seqlens[1:], marks, strict=False):
+        for border in mark.borders:
+            types_T[start + border : end] ^= 1
+        if mark.marks:
+            targets_T[start + torch.tensor(mark.marks)] = torch.tensor(mark.targets)
+        else:
+            targets_T[start:end] = 0
+            for code, token in enumerate(mark.targets, 1):
+                targets_T[start + token] += code
+    values = [mark.values for mark in marks]
+    return PackedBatch(
+        torch.tensor([token for ids in documents for token in ids], dtype=torch.int64),
+        torch.cat([torch.arange(length) for length in lengths]),
+        targets_T,
+        cu_seqlens,
+        types_T=types_T if any(mark.borders for mark in marks) else None,
+        values_SC=torch.tensor(values, dtype=torch.float32) if any(values) else None,
+    )

@@ -34,7 +34,9 @@ class Embedding(nn.Module):
 
     weight: Tensor | EmbeddingRows
 
-    def __init__(self, num_rows: int, width: int, index: Literal["tokens_T", "positions_T"] = "tokens_T") -> None:
+    def __init__(
+        self, num_rows: int, width: int, index: Literal["tokens_T", "positions_T", "types_T"] = "tokens_T"
+    ) -> None:
         super().__init__()
         self.index, self.num_embeddings = index, num_rows
         self.weight = nn.Parameter(torch.empty(num_rows, width))

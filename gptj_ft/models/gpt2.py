@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from gptj_ft.errors import DataError
 from gptj_ft.models.attention import attend
-from gptj_ft.models.batch import PackedBatch, Poll
+from gptj_ft.models.batch import HeadRows, PackedBatch, Poll
+from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.embedding import Embedding
-from gptj_ft.models.linear import Conv1D, Kernel, Linear, TiedLinear
+from gptj_ft.models.linear import Conv1D, Linear, TiedLinear
 from gptj_ft.models.registry import Family, Leaf, check_numbers
 
 # "gelu" is the exact form, by the error function; OpenAI's models have the other.
@@ -90,6 +91,9 @@ class GPT2Config:
     activation_function: str = "gelu_new"
     layer_norm_epsilon: float = 1e-5
     initializer_range: float = 0.02
+    embd_pdrop: float = 0.1
+    attn_pdrop: float = 0.1
+    resid_pdrop: float = 0.1
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
     tie_word_embeddings: bool = True
@@ -133,9 +137,10 @@ class Embed(nn.Module):
         super().__init__()
         self.wte = Embedding(config.vocab_size, config.n_embd)
         self.wpe = Embedding(config.n_positions, config.n_embd, "positions_T")
+        self.dropout = Dropout(config.embd_pdrop, "embedding")
 
     def forward(self, tokens_T: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
-        out: Tensor = self.wte(tokens_T) + self.wpe(batch.positions_T)
+        out: Tensor = self.dropout(self.wte(tokens_T) + self.wpe(batch.positions_T), batch.noise)
         return out
 
 
@@ -147,29 +152,32 @@ class Attention(nn.Module):
         self.num_heads, self.scale, self.index = config.n_head, config.attention_scale(index), index
         self.c_attn = Conv1D(config.n_embd, 3 * config.n_embd)
         self.c_proj = Conv1D(config.n_embd, config.n_embd)
+        self.weight_dropout = Dropout(config.attn_pdrop, index, "attention weights")
+        self.dropout = Dropout(config.resid_pdrop, index, "attention")
 
     def forward(self, x_TD: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
-        q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in self.c_attn(x_TD, batch.kernel).chunk(3, dim=-1))
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in self.c_attn(x_TD, batch).chunk(3, dim=-1))
         poll()
-        attended_TD = attend(q, k, v, batch, self.index, self.scale).flatten(-2)
+        attended_TD = attend(q, k, v, batch, self.index, self.scale, self.weight_dropout).flatten(-2)
         poll()
-        out: Tensor = self.c_proj(attended_TD, batch.kernel)
+        out: Tensor = self.dropout(self.c_proj(attended_TD, batch), batch.noise)
         return out
 
 
 class MLP(nn.Module):
     """Two linear layers with the config's activation between them."""
 
-    def __init__(self, config: GPT2Config) -> None:
+    def __init__(self, config: GPT2Config, index: int) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[config.activation_function]
         self.c_fc = Conv1D(config.n_embd, config.d_inner)
         self.c_proj = Conv1D(config.d_inner, config.n_embd)
+        self.dropout = Dropout(config.resid_pdrop, index, "mlp")
 
     def forward(self, x_TD: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
-        inner_TI = self.activation(self.c_fc(x_TD, batch.kernel))
+        inner_TI = self.activation(self.c_fc(x_TD, batch))
         poll()
-        out: Tensor = self.c_proj(inner_TI, batch.kernel)
+        out: Tensor = self.dropout(self.c_proj(inner_TI, batch), batch.noise)
         return out
 
 
@@ -181,7 +189,7 @@ class Block(nn.Module):
         self.ln_1 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.attn = Attention(config, index)
         self.ln_2 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, index)
 
     def forward(self, x_TD: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
         x_TD = x_TD + self.attn(self.ln_1(x_TD), batch, poll)
@@ -203,8 +211,8 @@ class Head(nn.Module):
             else Linear(width, num_rows, bias=False)
         )
 
-    def forward(self, x_SD: Tensor, kernel: Kernel = "training") -> Tensor:
-        logits_SV: Tensor = self.lm_head(self.ln_f(x_SD), kernel).float()
+    def forward(self, x_SD: Tensor, rows: HeadRows) -> Tensor:
+        logits_SV: Tensor = self.lm_head(self.ln_f(x_SD), rows).float()
         return logits_SV
 
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from gptj_ft.errors import DataError
 from gptj_ft.models.attention import apply_rotary, attend, rotary_freqs
-from gptj_ft.models.batch import PackedBatch, Poll
+from gptj_ft.models.batch import HeadRows, PackedBatch, Poll
+from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.embedding import Embedding
-from gptj_ft.models.linear import Kernel, Linear, project_by_all
+from gptj_ft.models.linear import Linear, project_by_all
 from gptj_ft.models.registry import Family, Leaf, check_numbers
 
 # https://github.com/kingoflolz/mesh-transformer-jax, version 1 of its checkpoints; each module's name stands behind
@@ -83,6 +84,9 @@ class GPTJConfig:
     activation_function: str = "gelu_new"
     layer_norm_epsilon: float = 1e-5
     initializer_range: float = 0.02
+    embd_pdrop: float = 0.0
+    attn_pdrop: float = 0.0
+    resid_pdrop: float = 0.0
     tie_word_embeddings: bool = False
     bos_token_id: int | None = 50256
     eos_token_id: int | None = 50256
@@ -120,9 +124,10 @@ class Embed(nn.Module):
     def __init__(self, config: GPTJConfig) -> None:
         super().__init__()
         self.wte = Embedding(config.vocab_size, config.n_embd)
+        self.dropout = Dropout(config.embd_pdrop, "embedding")
 
     def forward(self, tokens_T: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
-        out: Tensor = self.wte(tokens_T)
+        out: Tensor = self.dropout(self.wte(tokens_T), batch.noise)
         return out
 
 
@@ -136,30 +141,33 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.n_embd, config.n_embd, bias=False)
         self.v_proj = Linear(config.n_embd, config.n_embd, bias=False)
         self.out_proj = Linear(config.n_embd, config.n_embd, bias=False)
+        self.weight_dropout = Dropout(config.attn_pdrop, index, "attention weights")
+        self.dropout = Dropout(config.resid_pdrop, index, "attention")
 
     def forward(self, projected: Iterator[Tensor], batch: PackedBatch, poll: Poll) -> Tensor:
         q, k, v = (x_TD.view(x_TD.shape[0], self.num_heads, -1) for x_TD in islice(projected, 3))
         poll()
         freqs, in_place = rotary_freqs(batch, self.rotary_dim), batch.kernel == "decoding"
         q, k = apply_rotary(q, freqs, in_place), apply_rotary(k, freqs, in_place)
-        attended = attend(q, k, v, batch, self.index).flatten(-2)
+        attended = attend(q, k, v, batch, self.index, dropout=self.weight_dropout).flatten(-2)
         poll()
-        out: Tensor = self.out_proj(attended, batch.kernel)
+        out: Tensor = self.dropout(self.out_proj(attended, batch), batch.noise)
         return out
 
 
 class MLP(nn.Module):
     """Two linear layers; takes what the first one gives, and goes on with the tanh form of GELU."""
 
-    def __init__(self, config: GPTJConfig) -> None:
+    def __init__(self, config: GPTJConfig, index: int) -> None:
         super().__init__()
         self.fc_in = Linear(config.n_embd, config.d_inner)
         self.fc_out = Linear(config.d_inner, config.n_embd)
+        self.dropout = Dropout(config.resid_pdrop, index, "mlp")
 
     def forward(self, inner_TI: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
         inner_TI = F.gelu(inner_TI, approximate="tanh")
         poll()
-        out: Tensor = self.fc_out(inner_TI, batch.kernel)
+        out: Tensor = self.dropout(self.fc_out(inner_TI, batch), batch.noise)
         return out
 
 
@@ -176,11 +184,11 @@ class Block(nn.Module):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.attn = Attention(config, index)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, index)
 
     def forward(self, x_TD: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
         attn, mlp = self.attn, self.mlp
-        projected = project_by_all(self.ln_1(x_TD), (attn.q_proj, attn.k_proj, attn.v_proj, mlp.fc_in), batch.kernel)
+        projected = project_by_all(self.ln_1(x_TD), (attn.q_proj, attn.k_proj, attn.v_proj, mlp.fc_in), batch)
         attended_TD = attn(projected, batch, poll)
         poll()
         out: Tensor = x_TD + attended_TD + mlp(next(projected), batch, poll)
@@ -195,8 +203,8 @@ class Head(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.lm_head = Linear(config.n_embd, config.vocab_size)
 
-    def forward(self, x_SD: Tensor, kernel: Kernel = "training") -> Tensor:
-        logits_SV: Tensor = self.lm_head(self.ln_f(x_SD), kernel).float()
+    def forward(self, x_SD: Tensor, rows: HeadRows) -> Tensor:
+        logits_SV: Tensor = self.lm_head(self.ln_f(x_SD), rows).float()
         return logits_SV
 
 

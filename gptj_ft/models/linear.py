@@ -6,16 +6,28 @@ Axis letters: T tokens, D their width.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gptj_ft.models.dropout import Noise
+
 Kernel = Literal["training", "decoding"]
 """Which product computes: the BLAS always, or one that is faster for few tokens on a CPU and rounds differently."""
 FEW_TOKENS = 32  # for fewer, weights are better on the left of a product
 MANY_TOKENS = 128  # for more, the BLAS is as fast
+
+
+class RowContext(Protocol):
+    """What a linear layer is told of the rows that it computes: how, and the random numbers of dropout."""
+
+    @property
+    def kernel(self) -> Kernel: ...
+
+    @property
+    def noise(self) -> Noise | None: ...
 
 
 def project(x_TD: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel) -> Tensor:
@@ -41,7 +53,7 @@ def takes_few(x_TD: Tensor) -> bool:
     return is_kind and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 
-def project_by_all(x_TD: Tensor, linears: Sequence[Linear], kernel: Kernel) -> Iterator[Tensor]:
+def project_by_all(x_TD: Tensor, linears: Sequence[Linear], rows: RowContext) -> Iterator[Tensor]:
     """Yield the outputs of several linear layers for the same inputs, in one product where that is faster.
 
     One product where few tokens are decoded and the weights lie side by side: they are read faster together.
@@ -49,12 +61,12 @@ def project_by_all(x_TD: Tensor, linears: Sequence[Linear], kernel: Kernel) -> I
     is_plain = all(type(linear) is Linear for linear in linears)  # no adapters
     first, *others = weights = [linear.weight for linear in linears]
     ends = [weight.data_ptr() + weight.nbytes for weight in weights]
-    is_few = kernel == "decoding" and x_TD.shape[0] <= MANY_TOKENS and takes_few(x_TD)
+    is_few = rows.kernel == "decoding" and x_TD.shape[0] <= MANY_TOKENS and takes_few(x_TD)
     if not (is_plain and is_few and [weight.data_ptr() for weight in others] == ends[:-1]):
-        yield from (linear(x_TD, kernel) for linear in linears)
+        yield from (linear(x_TD, rows) for linear in linears)
         return
     heights = [weight.shape[0] for weight in weights]
-    whole = project(x_TD, first.as_strided((sum(heights), x_TD.shape[-1]), first.stride()), None, kernel)
+    whole = project(x_TD, first.as_strided((sum(heights), x_TD.shape[-1]), first.stride()), None, rows.kernel)
     for part, linear in zip(whole.split_with_sizes(heights, dim=-1), linears, strict=True):
         yield part if linear.bias is None else part + linear.bias
 
@@ -62,8 +74,8 @@ def project_by_all(x_TD: Tensor, linears: Sequence[Linear], kernel: Kernel) -> I
 class Linear(nn.Linear):
     """`torch.nn.Linear` by way of `project`."""
 
-    def forward(self, input: Tensor, kernel: Kernel = "training") -> Tensor:
-        return project(input, self.weight, self.bias, kernel)
+    def forward(self, input: Tensor, rows: RowContext) -> Tensor:
+        return project(input, self.weight, self.bias, rows.kernel)
 
 
 class Conv1D(nn.Module):
@@ -74,8 +86,8 @@ class Conv1D(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_in, num_out))
         self.bias = nn.Parameter(torch.empty(num_out))
 
-    def forward(self, x_TI: Tensor, kernel: Kernel = "training") -> Tensor:
-        return project(x_TI, self.weight.t(), self.bias, kernel)
+    def forward(self, x_TI: Tensor, rows: RowContext) -> Tensor:
+        return project(x_TI, self.weight.t(), self.bias, rows.kernel)
 
 
 class TiedLinear(nn.Module):
@@ -96,5 +108,5 @@ class TiedLinear(nn.Module):
         self.source = source
         self.register_buffer("weight", torch.empty(shape), persistent=False)
 
-    def forward(self, x: Tensor, kernel: Kernel = "training") -> Tensor:
-        return project(x, self.weight, None, kernel)
+    def forward(self, x: Tensor, rows: RowContext) -> Tensor:
+        return project(x, self.weight, None, rows.kernel)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptj_ft.models.linear import Conv1D, Kernel, project
+from gptj_ft.models.dropout import Dropout, seed_of
+from gptj_ft.models.linear import Conv1D, RowContext, project
 from gptj_ft.models.registry import Architecture, Family
 
 A, B = "lora_A", "lora_B"
@@ -33,13 +33,13 @@ class LoRALinear(nn.Module):
     Args:
         linear: the linear layer that it is built from, `Linear` or `Conv1D`.
         rank: width in between, and scaling.
-        dropout: rate of dropout on the inputs of ``lora_A``.
+        dropout: dropout of the inputs of ``lora_A``.
     """
 
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, linear: nn.Module, rank: Rank, dropout: float) -> None:
+    def __init__(self, linear: nn.Module, rank: Rank, dropout: Dropout) -> None:
         super().__init__()
         width, height = widths(linear)
         self.scaling, self.dropout, self.is_transposed = rank.scaling, dropout, isinstance(linear, Conv1D)
@@ -50,11 +50,11 @@ class LoRALinear(nn.Module):
         self.lora_A = nn.Parameter(torch.empty(rank.rank, width, device="meta"))
         self.lora_B = nn.Parameter(torch.empty(height, rank.rank, device="meta"))
 
-    def forward(self, x: Tensor, kernel: Kernel = "training") -> Tensor:
+    def forward(self, x: Tensor, rows: RowContext) -> Tensor:
         weight = self.weight.t() if self.is_transposed else self.weight
         # In this order: autograd sums the gradients of x in the reverse one, and another order rounds otherwise.
-        output = project(x, weight, self.bias, kernel)
-        narrow = F.linear(F.dropout(x, self.dropout, self.training), self.lora_A)
+        output = project(x, weight, self.bias, rows.kernel)
+        narrow = F.linear(self.dropout(x, rows.noise), self.lora_A)
         return output + F.linear(narrow, self.lora_B) * self.scaling
 
 
@@ -98,7 +98,7 @@ def adapted_layers(architecture: Architecture, adapters: Mapping[str, Rank], dro
         index, local = places[name]
         parent, _, own = local.rpartition(".")
         linear = layers[index].get_submodule(local)
-        setattr(layers[index].get_submodule(parent), own, LoRALinear(linear, rank, dropout))
+        setattr(layers[index].get_submodule(parent), own, LoRALinear(linear, rank, Dropout(dropout, index, local)))
     return layers
 
 
@@ -116,11 +116,6 @@ def initialise(name: str, view: Tensor, key: tuple[object, ...]) -> None:
     values = torch.empty(view.shape)
     nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=torch.Generator().manual_seed(seed_of((*key, name))))
     view.copy_(values)
-
-
-def seed_of(key: tuple[object, ...]) -> int:
-    """Return the seed that belongs to a key."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "little")
 
 
 def name_of(family: Family, layer: int, local: str, num_layers: int) -> str:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gptj_ft.models.batch import PackedBatch
+from gptj_ft.models.batch import HeadRows, PackedBatch
 from gptj_ft.models.functional import FunctionalLayer
 from gptj_ft.models.layout import Layout
 
@@ -260,7 +260,7 @@ def measure_head(
         for _ in range(2):
             meter.kernels = [[]]
             x = hidden[positions].requires_grad_(is_above_trained)
-            logits = run(parameters, x)
+            logits = run(parameters, x, HeadRows())
             loss = F.cross_entropy(logits, positions, reduction="sum")
             if has_z_loss:
                 loss = loss + logits.logsumexp(-1).square().sum()

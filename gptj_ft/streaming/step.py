@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
@@ -27,15 +26,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptj_ft.errors import NotFinite
-from gptj_ft.models.batch import PackedBatch, Poll
+from gptj_ft.models.batch import HeadRows, PackedBatch, Poll
 from gptj_ft.models.embedding import EmbeddingRows
 from gptj_ft.models.linear import Kernel
 from gptj_ft.streaming.activations import Activations
 from gptj_ft.streaming.loss_scale import LossScale
 from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.objective import CrossEntropy, Objective
 from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher, Updater
 from gptj_ft.streaming.schedule import PendingUpdates, inference_tasks, training_tasks
-from gptj_ft.system.accelerator import fork_rng
 
 HEAD_CHUNK_BYTES = 128 * 2**20  # of fp32 logits
 
@@ -52,33 +51,41 @@ class Optimizer(Updater, Protocol):
 
 @dataclass(frozen=True)
 class StepLoss:
-    """Sum of the losses of the target tokens, how many there were, and the sum of their z-losses, kept apart."""
+    """Sum of the losses of the targets, what it is divided by, and the sum of what training adds, kept apart.
+
+    Attributes:
+        total: sum of the losses.
+        weight: number of the targets, or of the numbers in them; with class weights, the sum of these.
+        z_total: sum of the z-losses.
+        num_targets: rows that the head has computed.
+    """
 
     total: float
-    num_targets: int
+    weight: float
     z_total: float = 0.0
+    num_targets: int = 0
 
     @property
     def mean(self) -> float:
-        return self.total / self.num_targets if self.num_targets else math.nan
+        return self.total / self.weight if self.weight else math.nan
 
     @property
     def z_mean(self) -> float:
-        return self.z_total / self.num_targets if self.num_targets else math.nan
+        return self.z_total / self.weight if self.weight else math.nan
 
 
 def train_step(
-    model: OffloadedModel, optimizer: Optimizer, batches: Sequence[PackedBatch], z_loss: float = 0.0
+    model: OffloadedModel, optimizer: Optimizer, batches: Sequence[PackedBatch], objective: Objective = CrossEntropy()
 ) -> StepLoss:
     """Run forward, loss and backward for the micro-batches of one optimizer step.
 
-    The loss is the sum over target tokens divided by the target tokens of the whole step, whatever the micro-batches.
+    The loss is the sum over targets divided by the targets of the whole step, whatever the micro-batches.
 
     Args:
         model: the offloaded model.
         optimizer: optimizer that takes the gradients, and updates layers while they are loaded.
         batches: the micro-batches.
-        z_loss: weight of the z-loss; see `head_gradients`.
+        objective: what is learned; default: the next token.
     """
     top = len(model.layers) - 1
     layers = Prefetcher(model, training_tasks(model, optimizer.updates), optimizer)
@@ -87,7 +94,7 @@ def train_step(
     model.boundaries.begin()
     hidden = forward(layers, batches, kept, model.boundaries)
     head = next(layers)
-    loss, gradients = head_gradients(head, hidden, batches, z_loss, optimizer.loss_scale)
+    loss, gradients = head_gradients(head, hidden, batches, objective, optimizer.loss_scale)
     if head.task.gradient:
         optimizer.add_gradient(head)
     backward(layers, optimizer, batches, gradients, kept)
@@ -187,23 +194,7 @@ def run_layer(
 ) -> Tensor:
     """Run a layer below the head on a micro-batch."""
     poll()
-    with dropout_rng(loaded, batch):
-        return loaded.run(parameters, x, batch, poll)
-
-
-@contextmanager
-def dropout_rng(loaded: LayerLoad, batch: PackedBatch, chunk: int = 0) -> Iterator[None]:
-    """Seed dropout by layer and batch, so that recomputation draws the same mask."""
-    if batch.dropout_seed is None:
-        yield
-        return
-    with fork_rng(batch.tokens_T.device):
-        torch.manual_seed(batch.dropout_seed + (chunk << 20) + loaded.index)
-        loaded.module.train()
-        try:
-            yield
-        finally:
-            loaded.module.eval()
+    return loaded.run(parameters, x, batch, poll)
 
 
 def backward(
@@ -274,7 +265,7 @@ def head_gradients(
     head: LayerLoad,
     hidden: list[Tensor],
     batches: Sequence[PackedBatch],
-    z_loss: float = 0.0,
+    objective: Objective = CrossEntropy(),
     loss_scale: LossScale | None = None,
 ) -> tuple[StepLoss, list[Tensor]]:
     """Compute the loss, the head's gradient and the gradients of its inputs.
@@ -283,13 +274,12 @@ def head_gradients(
         head: the head.
         hidden: the head's inputs, one [T, D] per micro-batch; freed on the way.
         batches: the micro-batches of the whole step.
-        z_loss: weight of log(Z)^2, Z the sum of a token's exponentiated logits, which keeps logits from drifting
-            (https://arxiv.org/abs/2204.02311, section 5; GPT-J was pre-trained with 1e-4). 0: not computed.
+        objective: what is learned.
         loss_scale: factor of all gradients, in fp16. A loss that is not finite is then for the optimizer to see, by its
             gradients.
 
     Returns:
-        The loss of the step, and for each micro-batch d(mean loss + mean z-loss)/d(hidden), [T, D].
+        The loss of the step, and for each micro-batch d(mean loss + mean of what is added)/d(hidden), [T, D].
 
     Raises:
         NotFinite: the loss, without a scale; no weight has been touched by this step.
@@ -298,22 +288,20 @@ def head_gradients(
     parameters = trainable_leaves(head)
     if head.is_trained:
         sum_gradients(head, parameters)
-    num_targets = sum(batch.num_targets for batch in batches)
+    weight = sum(objective.weight(batch) for batch in batches)
     gradients: list[Tensor] = []
     losses, z_losses = [torch.zeros((), device=head.device)], [torch.zeros((), device=head.device)]
     for b, batch in enumerate(batches):
         gradient_TD = torch.zeros_like(hidden[b])
-        for number, positions_S in enumerate(target_chunks(head, batch)):
+        for positions_S, rows in head_pieces(head, batch, objective):
             x_SD = hidden[b][positions_S].requires_grad_(head.is_above_trained)
-            with dropout_rng(head, batch, number):
-                logits_SV = head.run(parameters, x_SD)
-            loss = F.cross_entropy(logits_SV, batch.targets_T[positions_S], reduction="sum")
+            output_SC = head.run(parameters, x_SD, rows)
+            loss, added = objective.loss(output_SC, batch, positions_S)
             losses.append(loss.detach())
-            if z_loss:
-                z = z_loss * logits_SV.logsumexp(-1).square().sum()
-                z_losses.append(z.detach())
-                loss = loss + z
-            (loss / num_targets * scale).backward()  # type: ignore[no-untyped-call]
+            if added is not None:
+                z_losses.append(added.detach())
+                loss = loss + added
+            (loss / weight * scale).backward()  # type: ignore[no-untyped-call]
             if x_SD.grad is not None:
                 gradient_TD[positions_S] = x_SD.grad
         gradients.append(gradient_TD)
@@ -321,7 +309,7 @@ def head_gradients(
     total, z_total = sums(losses, z_losses)
     if loss_scale is None and not math.isfinite(total + z_total):
         raise NotFinite("the loss is not finite")
-    return StepLoss(total, num_targets, z_total), gradients
+    return StepLoss(total, weight, z_total, sum(batch.num_targets for batch in batches)), gradients
 
 
 def sums(*series: Sequence[Tensor]) -> list[float]:
@@ -330,9 +318,19 @@ def sums(*series: Sequence[Tensor]) -> list[float]:
     return [reduce(add, islice(values, len(each)), 0.0) for each in series]
 
 
-def target_chunks(head: LayerLoad, batch: PackedBatch) -> Sequence[Tensor]:
-    """Return the positions that carry a target, in chunks whose logits stay below `HEAD_CHUNK_BYTES`."""
-    return torch.split(batch.target_positions_T, _chunk_size(head)) if batch.num_targets else ()
+def head_pieces(head: LayerLoad, batch: PackedBatch, objective: Objective) -> Iterator[tuple[Tensor, HeadRows]]:
+    """Yield the positions that carry a target, in chunks whose logits stay below `HEAD_CHUNK_BYTES`, if they may be
+    cut; and what the head is told of each.
+    """
+    if not batch.num_targets:
+        return
+    if objective.reads_documents:
+        yield batch.target_positions_T, batch.head_rows(0, batch.num_targets, with_ends=True)
+        return
+    start = 0
+    for positions_S in torch.split(batch.target_positions_T, _chunk_size(head)):
+        yield positions_S, batch.head_rows(start, start + len(positions_S))
+        start += len(positions_S)
 
 
 def _chunk_size(head: LayerLoad) -> int:
@@ -340,12 +338,34 @@ def _chunk_size(head: LayerLoad) -> int:
     return max(1, HEAD_CHUNK_BYTES // (4 * vocabulary))
 
 
-def evaluate_losses(model: OffloadedModel, batches: Sequence[PackedBatch]) -> list[StepLoss]:
+def evaluate_losses(
+    model: OffloadedModel, batches: Sequence[PackedBatch], objective: Objective = CrossEntropy()
+) -> list[StepLoss]:
     """Return the loss of each batch; nothing is trained."""
-    return [
-        StepLoss(-float(found.log_probabilities_S.double().sum()), len(found.log_probabilities_S))
-        for found in score_tokens(model, batches, [target_queries(batch) for batch in batches])
-    ]
+    if isinstance(objective, CrossEntropy) and not objective.class_weights:
+        return [
+            StepLoss(-float(found.log_probabilities_S.double().sum()), count, num_targets=count)
+            for found in score_tokens(model, batches, [target_queries(batch) for batch in batches])
+            for count in [len(found.log_probabilities_S)]
+        ]
+    losses = []
+    for batch, output_SC in zip(batches, head_outputs(model, batches, objective), strict=True):
+        loss, _ = objective.loss(output_SC, batch, batch.target_positions_T)
+        losses.append(StepLoss(float(loss), objective.weight(batch), num_targets=batch.num_targets))
+    return losses
+
+
+def head_outputs(model: OffloadedModel, batches: Sequence[PackedBatch], objective: Objective) -> Iterator[Tensor]:
+    """Yield what the head gives for the rows of each batch that carry a target, fp32 [S, C] on the device.
+
+    It is for heads of few outputs: those of a vocabulary are never all there at once, see `score_tokens`.
+    """
+    hidden, head = forward_trunk(model, batches)
+    parameters = head.parameters()
+    for x_TD, batch in zip(hidden, batches, strict=True):
+        with torch.no_grad():
+            pieces = [head.run(parameters, x_TD[at], rows) for at, rows in head_pieces(head, batch, objective)]
+            yield torch.cat(pieces) if pieces else x_TD.new_empty(0, 1, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -396,7 +416,7 @@ def score_hidden(
         for start in range(0, len(asked.positions_S), size):
             positions_S, tokens_S = asked.positions_S[start : start + size], asked.tokens_S[start : start + size]
             with torch.no_grad():
-                logits_SV = head.run(parameters, x_TD[positions_S], kernel)
+                logits_SV = head.run(parameters, x_TD[positions_S], HeadRows(kernel))
                 log_probabilities.append(-F.cross_entropy(logits_SV, tokens_S, reduction="none").cpu())
                 likeliest.append((logits_SV.argmax(-1) == tokens_S).cpu())
         scores.append(TokenScores(torch.cat(log_probabilities), torch.cat(likeliest)))

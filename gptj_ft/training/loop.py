@@ -17,7 +17,7 @@ from gptj_ft.config.run_folder import Run, record_environment, resume_command, w
 from gptj_ft.data.batches import rows_of_step
 from gptj_ft.errors import DataError, GptjFtError, Interrupted, NotFinite, OutOfTime
 from gptj_ft.models.batch import PackedBatch
-from gptj_ft.models.lora import seed_of
+from gptj_ft.models.dropout import seed_of
 from gptj_ft.planning.flops import count_flops
 from gptj_ft.planning.working_memory import allocator_limit
 from gptj_ft.streaming.adamw import AdamW
@@ -203,7 +203,7 @@ class Training:
         self.reporter.on_activity(f"validating on {len(rows):,} rows")
         self.flush()
         with self.deadline.measure("validation"):
-            measure = partial(validate, self.stack, rows, recipe.micro_batch_tokens)
+            measure = partial(validate, self.stack, rows, recipe.micro_batch_tokens, objective=self.setup.objective)
             loss = measure(self.stop_if_asked).mean
             if not math.isfinite(loss):
                 raise explain_loss("validation loss", step, self.setup, self.stack, measure)
@@ -373,8 +373,8 @@ def compute_step(setup: TrainSetup, stack: OffloadedModel, optimizer: AdamW) -> 
     """
     recipe, stopwatch = setup.recipe, Stopwatch(stack)
     rows = rows_of_step(optimizer.step, len(setup.train), recipe.batch_size, recipe.seed)
-    batches = setup.train.batches(rows, recipe.micro_batch_tokens)
-    batches = with_dropout_seeds(recipe, optimizer.step, batches, setup.device)
+    seed = (lambda document: seed_of((recipe.seed, optimizer.step, document))) if setup.drops else None
+    batches = [batch.to(setup.device) for batch in setup.train.batches(rows, recipe.micro_batch_tokens, seed)]
     # As in the Trainer of `transformers`, a skipped step takes its rows and its number, but no place in the schedule.
     lr, scale = setup.schedule.lr(optimizer.num_updates + 1), optimizer.loss_scale
     optimizer.begin_step(lr)
@@ -387,16 +387,6 @@ def compute_step(setup: TrainSetup, stack: OffloadedModel, optimizer: AdamW) -> 
     )
 
 
-def with_dropout_seeds(
-    recipe: Recipe, step: int, batches: Sequence[PackedBatch], device: torch.device
-) -> list[PackedBatch]:
-    """Return the micro-batches of a step on the device, with the seeds of their dropout if there is any."""
-    if recipe.method != "lora" or not recipe.lora.dropout:
-        return [batch.to(device) for batch in batches]
-    seeds = (seed_of((recipe.seed, step, number)) for number in range(len(batches)))
-    return [replace(batch, dropout_seed=seed).to(device) for batch, seed in zip(batches, seeds, strict=True)]
-
-
 def guarded_step(
     setup: TrainSetup, stack: OffloadedModel, optimizer: AdamW, batches: Sequence[PackedBatch]
 ) -> tuple[StepLoss, float]:
@@ -407,16 +397,16 @@ def guarded_step(
         DataError: a weight of the model that training starts from.
     """
     try:
-        loss = train_step(stack, optimizer, batches, setup.recipe.z_loss)
+        loss = train_step(stack, optimizer, batches, setup.objective)
     except NotFinite:
         optimizer.flush()
-        again = partial(evaluate_losses, stack, batches)
+        again = partial(evaluate_losses, stack, batches, setup.objective)
         raise explain_loss("loss", optimizer.step, setup, stack, again) from None
     try:
         return loss, optimizer.finish_step()
     except GptjFtError as error:
         if not math.isfinite(loss.mean):  # so forward overflows fp16, where no scale of the loss is of any help
-            done, again = optimizer.step - 1 if optimizer.num_updates else 0, partial(evaluate_losses, stack, batches)
+            done, again = optimizer.step - 1 if optimizer.num_updates else 0, partial(evaluate_losses, stack, batches, setup.objective)
             raise explain_loss("loss", done, setup, stack, again) from None
         raise explain_gradient(error, setup, stack) from error
 

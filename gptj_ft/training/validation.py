@@ -16,6 +16,7 @@ from gptj_ft.evaluation.likelihood import passes
 from gptj_ft.evaluation.metrics.statistic import values
 from gptj_ft.planning.inference_plan import InferenceWorkload, token_budget_within
 from gptj_ft.streaming.model import PASS_TOKENS, OffloadedModel
+from gptj_ft.streaming.objective import CrossEntropy, Objective
 from gptj_ft.streaming.step import StepLoss, evaluate_losses
 from gptj_ft.system.files import keep_folder, replace_text
 from gptj_ft.training.setup import TrainSetup
@@ -37,7 +38,11 @@ class ValidationSample:
 
 
 def validate(
-    stack: OffloadedModel, rows: Rows, budget_tokens: int, before_pass: Callable[[], None] = lambda: None
+    stack: OffloadedModel,
+    rows: Rows,
+    budget_tokens: int,
+    before_pass: Callable[[], None] = lambda: None,
+    objective: Objective = CrossEntropy(),
 ) -> StepLoss:
     """Compute the loss over rows; nothing is trained.
 
@@ -49,14 +54,15 @@ def validate(
         rows: rows to compute the loss of.
         budget_tokens: most tokens of a micro-batch.
         before_pass: called before each pass over the weights; may raise to stop.
+        objective: what is learned; default: the next token.
     """
     losses: list[StepLoss] = []
     for span in passes(rows.lengths, PASS_TOKENS):
         batches = rows.batches(span, budget_tokens)
         for some in passes([len(batch.tokens_T) for batch in batches], stack.budget.pass_tokens):
             before_pass()
-            losses += evaluate_losses(stack, [batches[number].to(stack.device) for number in some])
-    return StepLoss(sum(loss.total for loss in losses), sum(loss.num_targets for loss in losses))
+            losses += evaluate_losses(stack, [batches[number].to(stack.device) for number in some], objective)
+    return StepLoss(sum(loss.total for loss in losses), sum(loss.weight for loss in losses))
 
 
 class ValidationSamples:

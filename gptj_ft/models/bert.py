@@ -1,0 +1,318 @@
+"""BERT (https://arxiv.org/abs/1810.04805): an encoder, in which each token sees all tokens of its document.
+
+x <- LN(x + attention(x)); x <- LN(x + mlp(x)); embeddings of word, position and type, summed and normed; biases
+everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptj_ft.errors import DataError
+from gptj_ft.models.attention import attend_both_ways
+from gptj_ft.models.batch import HeadRows, PackedBatch, Poll
+from gptj_ft.models.dropout import Dropout
+from gptj_ft.models.embedding import Embedding
+from gptj_ft.models.linear import Linear
+from gptj_ft.models.registry import LARGEST, Family, HeadForm, Home
+
+# "gelu" is the exact form, by the error function; "gelu_new" and "gelu_pytorch_tanh" are one.
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+ONLY: Mapping[str, tuple[Any, ...]] = {  # fields that would change what is computed, and the values that are known here
+    "position_embedding_type": ("absolute", None),
+    "is_decoder": (False, None),
+    "add_cross_attention": (False, None),
+}
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """Hugging Face's field names and defaults, so that ``config.json`` loads unchanged."""
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    classifier_dropout: float | None = None
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-12
+    pad_token_id: int | None = 0
+
+    first_position = 0
+
+    @property
+    def n_embd(self) -> int:
+        return self.hidden_size
+
+    @property
+    def n_layer(self) -> int:
+        return self.num_hidden_layers
+
+    @property
+    def n_head(self) -> int:
+        return self.num_attention_heads
+
+    @property
+    def n_positions(self) -> int:
+        """Most tokens of a document."""
+        return self.max_position_embeddings - self.first_position
+
+    @property
+    def head_dropout(self) -> float:
+        """Rate of dropout before the classifier."""
+        return self.hidden_dropout_prob if self.classifier_dropout is None else self.classifier_dropout
+
+
+def read_config(raw: Mapping[str, Any], kind: type[BertConfig] = BertConfig) -> BertConfig:
+    """Read ``config.json``, or Google's ``bert_config.json``.
+
+    Raises:
+        DataError: a value that is not supported: it would silently compute something else.
+    """
+    names = {field.name for field in fields(kind)}
+    config = kind(**{key: value for key, value in raw.items() if key in names})
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    for name in (*sizes, "max_position_embeddings", "type_vocab_size"):
+        value = getattr(config, name)
+        most = LARGEST["n_layer"] if name == "num_hidden_layers" else 2**31
+        if type(value) is not int or not 1 <= value <= most:
+            raise DataError(f"{name} must be a positive integer that a model can have, not {value!r}")
+    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
+        rate = getattr(config, name)
+        if rate is not None and not (type(rate) in (int, float) and 0 <= rate < 1):
+            raise DataError(f"{name} must be a number from 0 to below 1, not {rate!r}")
+    if type(config.layer_norm_eps) not in (int, float) or not 0 <= config.layer_norm_eps < 1:
+        raise DataError(f"layer_norm_eps must be a number from 0 to 1, not {config.layer_norm_eps!r}")
+    if config.hidden_size % config.num_attention_heads:
+        raise DataError(
+            f"hidden_size {config.hidden_size} is not a multiple of num_attention_heads {config.num_attention_heads}"
+        )
+    if config.n_positions < 1:
+        raise DataError(f"max_position_embeddings {config.max_position_embeddings} leaves no position for a token")
+    if config.hidden_act not in ACTIVATIONS:
+        raise DataError(f"hidden_act '{config.hidden_act}' is not supported; known are {', '.join(ACTIVATIONS)}")
+    for name, values in ONLY.items():
+        if raw.get(name) not in (*values, None):
+            raise DataError(f"{name} {raw[name]!r} is not supported: what is computed here has {name} {values[0]!r}")
+    return config
+
+
+class Embed(nn.Module):
+    """Sum of the embeddings of token, position and type, normed."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.first_position = config.first_position
+        self.word = Embedding(config.vocab_size, width)
+        self.position = Embedding(config.max_position_embeddings, width, "positions_T")
+        self.type = Embedding(config.type_vocab_size, width, "types_T")
+        self.norm = nn.LayerNorm(width, config.layer_norm_eps)
+        self.dropout = Dropout(config.hidden_dropout_prob, "embedding")
+
+    def forward(self, tokens_T: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
+        types_T = torch.zeros_like(tokens_T) if batch.types_T is None else batch.types_T
+        # In this order: it is how the sum is rounded where these models come from.
+        x_TD = self.word(tokens_T) + self.type(types_T)
+        x_TD = x_TD + self.position(batch.positions_T + self.first_position)
+        return self.dropout(self.norm(x_TD), batch.noise)
+
+
+class Attention(nn.Module):
+    """Attention of all tokens of a document to each other, and the projections around it."""
+
+    def __init__(self, config: BertConfig, index: int) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.num_heads = config.num_attention_heads
+        self.query, self.key, self.value = (Linear(width, width) for _ in range(3))
+        self.output = Linear(width, width)
+        self.weight_dropout = Dropout(config.attention_probs_dropout_prob, index, "attention weights")
+        self.dropout = Dropout(config.hidden_dropout_prob, index, "attention")
+
+    def forward(self, x_TD: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
+        linears = (self.query, self.key, self.value)
+        q, k, v = (linear(x_TD, batch).unflatten(-1, (self.num_heads, -1)) for linear in linears)
+        poll()
+        attended_TD = attend_both_ways(q, k, v, batch, self.weight_dropout).flatten(-2)
+        poll()
+        return self.dropout(self.output(attended_TD, batch), batch.noise)
+
+
+class MLP(nn.Module):
+    """Two linear layers with the config's activation between them."""
+
+    def __init__(self, config: BertConfig, index: int) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.intermediate = Linear(config.hidden_size, config.intermediate_size)
+        self.output = Linear(config.intermediate_size, config.hidden_size)
+        self.dropout = Dropout(config.hidden_dropout_prob, index, "mlp")
+
+    def forward(self, x_TD: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
+        inner_TI = self.activation(self.intermediate(x_TD, batch))
+        poll()
+        return self.dropout(self.output(inner_TI, batch), batch.noise)
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each with a sum around it and a layer norm after that."""
+
+    def __init__(self, config: BertConfig, index: int) -> None:
+        super().__init__()
+        self.attention = Attention(config, index)
+        self.attention_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.mlp = MLP(config, index)
+        self.mlp_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+
+    def forward(self, x_TD: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
+        x_TD = self.attention_norm(x_TD + self.attention(x_TD, batch, poll))
+        poll()
+        out: Tensor = self.mlp_norm(x_TD + self.mlp(x_TD, batch, poll))
+        return out
+
+
+class Pooler(nn.Module):
+    """Linear layer and tanh on the first token, as BERT was pre-trained with for pairs of sentences."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.pooler = Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x_SD: Tensor, rows: HeadRows) -> Tensor:
+        return torch.tanh(self.pooler(x_SD, rows)).float()
+
+
+class PooledClassifier(nn.Module):
+    """Pooler and classifier, on the first token of a text; logits in fp32."""
+
+    def __init__(self, config: BertConfig, num_outputs: int) -> None:
+        super().__init__()
+        self.pooler = Linear(config.hidden_size, config.hidden_size)
+        self.dropout = Dropout(config.head_dropout, "classifier")
+        self.classifier = Linear(config.hidden_size, num_outputs)
+
+    def forward(self, x_SD: Tensor, rows: HeadRows) -> Tensor:
+        pooled_SD = torch.tanh(self.pooler(x_SD, rows))
+        logits_SC: Tensor = self.classifier(self.dropout(pooled_SD, rows.noise), rows).float()
+        return logits_SC
+
+
+class Classifier(nn.Module):
+    """Classifier of each of its rows, without a pooler; logits in fp32."""
+
+    def __init__(self, config: BertConfig, num_outputs: int) -> None:
+        super().__init__()
+        self.dropout = Dropout(config.head_dropout, "classifier")
+        self.classifier = Linear(config.hidden_size, num_outputs)
+
+    def forward(self, x_SD: Tensor, rows: HeadRows) -> Tensor:
+        logits_SC: Tensor = self.classifier(self.dropout(x_SD, rows.noise), rows).float()
+        return logits_SC
+
+
+class SpanOutputs(nn.Module):
+    """Two numbers a token: how well an answer begins there, and how well it ends there; in fp32."""
+
+    def __init__(self, config: BertConfig, num_outputs: int) -> None:
+        super().__init__()
+        self.qa_outputs = Linear(config.hidden_size, num_outputs)
+
+    def forward(self, x_SD: Tensor, rows: HeadRows) -> Tensor:
+        logits_SC: Tensor = self.qa_outputs(x_SD, rows).float()
+        return logits_SC
+
+
+def build_layers(config: BertConfig) -> list[nn.Module]:
+    """Return ``Embed``, the blocks, ``Pooler`` on the ``meta`` device: shapes without memory."""
+    with torch.device("meta"):
+        return [Embed(config), *(Block(config, index) for index in range(config.n_layer)), Pooler(config)]
+
+
+def with_parts(names: Mapping[str, tuple[str, str]]) -> dict[str, Home | None]:
+    """Return the homes of the weight and the bias of modules, given those of the modules."""
+    return {
+        f"{theirs}.{part}": (layer, f"{ours}.{part}")
+        for theirs, (layer, ours) in names.items()
+        for part in ("weight", "bias")
+    }
+
+
+def trunk_keys(prefix: str) -> dict[str, Home | None]:
+    """Return the homes of the tensors of embedding and blocks."""
+    block = f"{prefix}encoder.layer.{{}}."
+    return {
+        f"{prefix}embeddings.word_embeddings.weight": ("embed", "word.weight"),
+        f"{prefix}embeddings.position_embeddings.weight": ("embed", "position.weight"),
+        f"{prefix}embeddings.token_type_embeddings.weight": ("embed", "type.weight"),
+        f"{prefix}embeddings.position_ids": None,  # a buffer of old files, as is the next
+        f"{prefix}embeddings.token_type_ids": None,
+        **with_parts({
+            f"{prefix}embeddings.LayerNorm": ("embed", "norm"),
+            f"{block}attention.self.query": ("block", "attention.query"),
+            f"{block}attention.self.key": ("block", "attention.key"),
+            f"{block}attention.self.value": ("block", "attention.value"),
+            f"{block}attention.output.dense": ("block", "attention.output"),
+            f"{block}attention.output.LayerNorm": ("block", "attention_norm"),
+            f"{block}intermediate.dense": ("block", "mlp.intermediate"),
+            f"{block}output.dense": ("block", "mlp.output"),
+            f"{block}output.LayerNorm": ("block", "mlp_norm"),
+        }),
+    }  # fmt: skip
+
+
+PRETRAINING = (  # heads of pre-training, which no task here has a use for
+    "cls.predictions.bias", "cls.predictions.transform.dense.weight", "cls.predictions.transform.dense.bias",
+    "cls.predictions.transform.LayerNorm.weight", "cls.predictions.transform.LayerNorm.bias",
+    "cls.predictions.decoder.weight", "cls.predictions.decoder.bias",
+    "cls.seq_relationship.weight", "cls.seq_relationship.bias",
+)  # fmt: skip
+
+FAMILY = Family(
+    model_type="bert",
+    class_name="BertModel",
+    read_config=read_config,
+    build_layers=build_layers,
+    keys={
+        **trunk_keys("bert."),
+        **with_parts({
+            "bert.pooler.dense": ("head", "pooler"),
+            "classifier": ("head", "classifier"),
+            "qa_outputs": ("head", "qa_outputs"),
+        }),
+        **dict.fromkeys(PRETRAINING),
+    },
+    lora_targets=("query", "value"),  # PEFT's for BERT
+    heads=(
+        HeadForm(
+            "BertForSequenceClassification", PooledClassifier, "classifier", (),
+            ("classification", "multi-label", "regression"),
+        ),
+        HeadForm("BertForTokenClassification", Classifier, "classifier", (), ("token-labels",)),
+        HeadForm("BertForQuestionAnswering", SpanOutputs, "qa_outputs", (), ("spans",)),
+    ),
+    prefix="bert.",
+    trunk=frozenset({"embeddings", "encoder", "pooler"}),
+    aliases={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+    dropouts=(("hidden_dropout_prob", "classifier_dropout"), ("attention_probs_dropout_prob",)),
+    is_encoder=True,
+)  # fmt: skip
