@@ -136,6 +136,8 @@ class Run:
             DataError: one is not; names it.
         """
         began, now = self.record()["recipe"], deciding_options(recipe)
+        default = deciding_options(Recipe())
+        began = {**{key: default[key] for key in now.keys() - began.keys()}, **began}  # options younger than the run
         for key in sorted(began.keys() | now.keys()):
             if began.get(key) != now.get(key):
                 raise DataError(

@@ -78,6 +78,13 @@ class Rows:
         """
         if rows is None:
             return cls([], [])
+        if any(rows["targets"]):
+            from gptj_ft.models.batch import Marks
+
+            columns = (list(rows[name]) for name in ("borders", "marks", "targets", "values"))
+            marks = [Marks(*row) for row in zip(*columns, strict=True)]
+            lengths = rows.lengths().tolist()
+            return cls(rows["input_ids"], lengths, (), None, lengths, marks=marks)
         prompts = list(rows["prompt_length"])
         untrained = list(rows["untrained"])
         lengths = rows.lengths().tolist()

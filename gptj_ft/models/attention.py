@@ -163,10 +163,7 @@ def attend_in_buckets(
     buckets, places_T = batch.buckets
     outputs = []
     for bucket in buckets:
-        q, k, v = (
-            x[bucket.rows_GL.flatten()].unflatten(0, bucket.rows_GL.shape).transpose(1, 2)
-            for x in (q_TNH, k_TNH, v_TNH)
-        )
+        q, k, v = (x[bucket.rows_GL].transpose(1, 2) for x in (q_TNH, k_TNH, v_TNH))
         length = bucket.rows_GL.shape[1]
         seen_GLL = bucket.is_token_GL[:, None, None].expand(-1, 1, length, -1)
         if is_causal:

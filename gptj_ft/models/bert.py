@@ -125,16 +125,17 @@ class Embed(nn.Module):
         self.first_position = config.first_position
         self.word = Embedding(config.vocab_size, width)
         self.position = Embedding(config.max_position_embeddings, width, "positions_T")
-        self.type = Embedding(config.type_vocab_size, width, "types_T")
+        self.token_type = Embedding(config.type_vocab_size, width, "types_T")
         self.norm = nn.LayerNorm(width, config.layer_norm_eps)
         self.dropout = Dropout(config.hidden_dropout_prob, "embedding")
 
     def forward(self, tokens_T: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
         types_T = torch.zeros_like(tokens_T) if batch.types_T is None else batch.types_T
         # In this order: it is how the sum is rounded where these models come from.
-        x_TD = self.word(tokens_T) + self.type(types_T)
+        x_TD = self.word(tokens_T) + self.token_type(types_T)
         x_TD = x_TD + self.position(batch.positions_T + self.first_position)
-        return self.dropout(self.norm(x_TD), batch.noise)
+        out: Tensor = self.dropout(self.norm(x_TD), batch.noise)
+        return out
 
 
 class Attention(nn.Module):
@@ -155,7 +156,8 @@ class Attention(nn.Module):
         poll()
         attended_TD = attend_both_ways(q, k, v, batch, self.weight_dropout).flatten(-2)
         poll()
-        return self.dropout(self.output(attended_TD, batch), batch.noise)
+        out: Tensor = self.dropout(self.output(attended_TD, batch), batch.noise)
+        return out
 
 
 class MLP(nn.Module):
@@ -171,7 +173,8 @@ class MLP(nn.Module):
     def forward(self, x_TD: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
         inner_TI = self.activation(self.intermediate(x_TD, batch))
         poll()
-        return self.dropout(self.output(inner_TI, batch), batch.noise)
+        out: Tensor = self.dropout(self.output(inner_TI, batch), batch.noise)
+        return out
 
 
 class Block(nn.Module):
@@ -263,7 +266,7 @@ def trunk_keys(prefix: str) -> dict[str, Home | None]:
     return {
         f"{prefix}embeddings.word_embeddings.weight": ("embed", "word.weight"),
         f"{prefix}embeddings.position_embeddings.weight": ("embed", "position.weight"),
-        f"{prefix}embeddings.token_type_embeddings.weight": ("embed", "type.weight"),
+        f"{prefix}embeddings.token_type_embeddings.weight": ("embed", "token_type.weight"),
         f"{prefix}embeddings.position_ids": None,  # a buffer of old files, as is the next
         f"{prefix}embeddings.token_type_ids": None,
         **with_parts({

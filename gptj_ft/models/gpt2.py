@@ -20,6 +20,7 @@ from gptj_ft.models.attention import attend
 from gptj_ft.models.batch import HeadRows, PackedBatch, Poll
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.embedding import Embedding
+from gptj_ft.models.heads import decoder_heads
 from gptj_ft.models.linear import Conv1D, Linear, TiedLinear
 from gptj_ft.models.registry import Family, Leaf, check_numbers
 
@@ -247,7 +248,13 @@ FAMILY = Family(
         "transformer.ln_f.weight": ("head", "ln_f.weight"),
         "transformer.ln_f.bias": ("head", "ln_f.bias"),
         "lm_head.weight": ("head", "lm_head.weight"),  # in a file of its own only where it is not tied
+        "score.weight": ("head", "score.weight"),
+        "qa_outputs.weight": ("head", "qa_outputs.weight"),
+        "qa_outputs.bias": ("head", "qa_outputs.bias"),
+        "classifier.weight": ("head", "classifier.weight"),
+        "classifier.bias": ("head", "classifier.bias"),
     },
     cerebras=CEREBRAS,
     lora_targets=("c_attn",),  # PEFT's for GPT-2
+    heads=decoder_heads("GPT2", has_token_labels=True),
 )

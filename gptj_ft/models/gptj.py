@@ -19,6 +19,7 @@ from gptj_ft.models.attention import apply_rotary, attend, rotary_freqs
 from gptj_ft.models.batch import HeadRows, PackedBatch, Poll
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.embedding import Embedding
+from gptj_ft.models.heads import decoder_heads
 from gptj_ft.models.linear import Linear, project_by_all
 from gptj_ft.models.registry import Family, Leaf, check_numbers
 
@@ -237,8 +238,12 @@ FAMILY = Family(
         "transformer.ln_f.bias": ("head", "ln_f.bias"),
         "lm_head.weight": ("head", "lm_head.weight"),
         "lm_head.bias": ("head", "lm_head.bias"),
+        "score.weight": ("head", "score.weight"),
+        "qa_outputs.weight": ("head", "qa_outputs.weight"),
+        "qa_outputs.bias": ("head", "qa_outputs.bias"),
     },
     mesh=MESH,
     cerebras=CEREBRAS,
     lora_targets=("q_proj", "v_proj"),  # https://arxiv.org/abs/2106.09685, section 7.1; PEFT's for GPT-J, too
+    heads=decoder_heads("GPTJ", has_token_labels=False),
 )

@@ -74,7 +74,7 @@ def project_by_all(x_TD: Tensor, linears: Sequence[Linear], rows: RowContext) ->
 class Linear(nn.Linear):
     """`torch.nn.Linear` by way of `project`."""
 
-    def forward(self, input: Tensor, rows: RowContext) -> Tensor:
+    def forward(self, input: Tensor, rows: RowContext) -> Tensor:  # type: ignore[override]
         return project(input, self.weight, self.bias, rows.kernel)
 
 

@@ -59,16 +59,30 @@ def select(architecture: Architecture, recipe: Recipe) -> Selection:
         targets = recipe.lora.targets or architecture.family.lora_targets
         chosen = match(targets, lora.linear_layers(architecture), "--set lora.targets", "linear layer")
         rank = lora.Rank(recipe.lora.rank, recipe.lora.alpha / recipe.lora.rank)
-        return adapted(architecture, dict.fromkeys(chosen, rank), recipe.lora.dropout)
+        selection = adapted(architecture, dict.fromkeys(chosen, rank), recipe.lora.dropout)
+        if not architecture.new:
+            return selection
+        # A head that begins as random numbers is trained beside the adapters, as PEFT's modules_to_save.
+        places = places_of(architecture)
+        new = {places[name] for name in architecture.new}
+        with_head = Selection.of(
+            selection.build, lambda layer, name: (layer, name) in new or lora.is_adapter_parameter(name)
+        )
+        return replace(with_head, adapters=selection.adapters)
+    names = places_of(architecture)
+    patterns = recipe.train or ("*",)
+    trained = {names[name] for name in (*match(patterns, names, "--train", "parameter"), *architecture.new)}
+    return Selection.of(architecture.layers, lambda *place: place in trained)
+
+
+def places_of(architecture: Architecture) -> dict[str, tuple[int, str]]:
+    """Return the layer and the name in it of each parameter, by Hugging Face's name."""
     layers = architecture.layers()
-    names = {
+    return {
         architecture.family.name_of(index, local, len(layers)): (index, local)
         for index, layer in enumerate(layers)
         for local, _ in layer.named_parameters()
     }
-    patterns = recipe.train or ("*",)
-    trained = {names[name] for name in match(patterns, names, "--train", "parameter")}
-    return Selection.of(architecture.layers, lambda *place: place in trained)
 
 
 def adapted(architecture: Architecture, adapters: Mapping[str, lora.Rank], dropout: float = 0.0) -> Selection:

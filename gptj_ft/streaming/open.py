@@ -14,6 +14,7 @@ from torch import Tensor
 from gptj_ft.checkpoints.formats.peft import Adapter, base_folder, open_adapter
 from gptj_ft.checkpoints.metadata import check_base
 from gptj_ft.checkpoints.model_folder import Checkpoint, check_tensors, layer_tensor, open_checkpoint, tensor_source
+from gptj_ft.models.heads import initialise_head
 from gptj_ft.models.layout import MOMENTS, Kind, Layout
 from gptj_ft.models.lora import A, B, initialise, is_adapter_parameter, linear_layers
 from gptj_ft.models.registry import Architecture, read_architecture
@@ -120,13 +121,15 @@ def load_weights(
         model: the offloaded model.
         architecture: architecture of the model.
         checkpoint: checkpoint with the weights.
-        seed: seed of the adapters' first values.
+        seed: seed of the first values of adapters, and of a head that the checkpoint lacks.
         moments: first values of each moment, by parameter name; default: zeros.
     """
 
     def load(layer: int, name: str, view: Tensor) -> None:
         if is_adapter_parameter(name):
             initialise(name, view, (seed, layer))
+        elif architecture.family.name_of(layer, name, len(model.layers)) in architecture.new:
+            initialise_head(architecture, name, view, (seed, layer))
         else:
             view.copy_(layer_tensor(architecture, checkpoint, layer, name))
 

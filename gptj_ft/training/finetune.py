@@ -434,4 +434,5 @@ def _setup(
         train.report.data_sha256,
         folder,
         target,
+        train.report.labels,
     )

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run, record_environment, resume_command, what_is_saved
 from gptj_ft.data.batches import rows_of_step
 from gptj_ft.errors import DataError, GptjFtError, Interrupted, NotFinite, OutOfTime
@@ -406,7 +405,8 @@ def guarded_step(
         return loss, optimizer.finish_step()
     except GptjFtError as error:
         if not math.isfinite(loss.mean):  # so forward overflows fp16, where no scale of the loss is of any help
-            done, again = optimizer.step - 1 if optimizer.num_updates else 0, partial(evaluate_losses, stack, batches, setup.objective)
+            done = optimizer.step - 1 if optimizer.num_updates else 0
+            again = partial(evaluate_losses, stack, batches, setup.objective)
             raise explain_loss("loss", done, setup, stack, again) from None
         raise explain_gradient(error, setup, stack) from error
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
+from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint, with_new
 from gptj_ft.checkpoints.optimizer_state import has_moments, open_moments
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run, steps_done
@@ -17,6 +19,7 @@ from gptj_ft.models.trainable import Selection, select
 from gptj_ft.planning.plan import Plan, choose, replayed
 from gptj_ft.planning.resources import Target, check_lengths
 from gptj_ft.planning.workload import Workload
+from gptj_ft.streaming.objective import Objective, objective_of
 from gptj_ft.system.digests import check_weights
 from gptj_ft.training.schedule import Schedule
 
@@ -42,7 +45,14 @@ class TrainSetup:
     device: torch.device
     dtype: torch.dtype
     plan: Plan
+    objective: Objective
     updates_before: int | None = None
+
+    @property
+    def drops(self) -> bool:
+        """Whether training drops activations, of the model or of adapters' inputs."""
+        recipe = self.recipe
+        return bool(self.architecture.dropout) or (recipe.method == "lora" and recipe.lora.dropout > 0)
 
 
 def make_setup(
@@ -53,6 +63,7 @@ def make_setup(
     data_sha256: str,
     folder: Path,
     target: Target | None = None,
+    labels: Sequence[str] = (),
 ) -> TrainSetup:
     """Derive the steps of a run and plan where everything goes.
 
@@ -64,15 +75,18 @@ def make_setup(
         data_sha256: digest of the file the rows came from.
         folder: the run folder, for the space and rate of its disk, and the steps done if it is resumed.
         target: what it is planned for; default: this machine.
+        labels: names of the classes, of a task with labels.
 
     Raises:
         ResourceError: it cannot fit.
         UsageError, DataError: a model folder that cannot be used, or a schedule that ends before the run.
     """
-    architecture = read_architecture(model)
+    source = read_architecture(model)
+    architecture = source.with_head(recipe.task, labels).with_dropout(recipe.dropout, recipe.attention_dropout)
     check_lengths(recipe, architecture)
     check_weights(model)
     with open_checkpoint(model) as weights:
+        architecture = with_new(architecture, weights, source)
         check_tensors(architecture, weights)
     selection = select(architecture, recipe)
     target = target or Target.here(recipe, folder)
@@ -98,7 +112,9 @@ def make_setup(
         num_steps=num_steps - steps_done(Run(folder)),
         context=architecture.config.n_positions,
         longest_row=max(lengths),
-        attended=sum(length * length for length in lengths) / sum(lengths) / 2,
+        attended=sum(length * length for length in lengths)
+        / sum(lengths)
+        / (1 if architecture.family.is_encoder else 2),
         validation_tokens=sum(validation.lengths),
         validation_targets=validation.num_targets,
     )
@@ -108,7 +124,8 @@ def make_setup(
     recipe = recipe.model_copy(update={"precision": plan.precision})
     return TrainSetup(
         recipe, model, architecture, selection, train, validation, data_sha256, num_steps, most_step_tokens,
-        schedule, target.device, target.dtype, plan, updates_before(recipe, model, architecture),
+        schedule, target.device, target.dtype, plan, objective_of(recipe, class_weights(recipe, train, len(labels))),
+        updates_before(recipe, model, architecture),
     )  # fmt: skip
 
 
@@ -124,3 +141,12 @@ def updates_before(recipe: Recipe, model: Path, architecture: Architecture) -> i
     for checkpoint in moments.checkpoints.values():
         check_tensors(architecture, checkpoint)
     return moments.updates
+
+
+def class_weights(recipe: Recipe, rows: Rows, num_classes: int) -> tuple[float, ...]:
+    """Return the weight of the rows of each class, the mean over the rows 1; none where all are alike."""
+    if recipe.class_weights == "none" or recipe.task not in ("classification", "token-labels"):
+        return ()
+    counts = Counter(target for mark in rows.marks or () for target in mark.targets)
+    total = sum(counts.values())
+    return tuple(total / (len(counts) * counts[number]) if counts[number] else 0.0 for number in range(num_classes))
