@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gptj_ft.system.accelerator import seeded
+
 STEPS = 2**16  # of a rate: what is drawn is 16 bits an element, four at a time
 
 
@@ -65,10 +67,13 @@ class Dropout(nn.Module):
 def draw(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
     """Draw uniform 16-bit integers, four from each number of a generator; int16 of a shape."""
     numel = torch.Size(shape).numel()
-    bits = torch.empty(-(-numel // 4), dtype=torch.int64, device=device)
-    if device.type != "meta":
-        bits.random_(-(2**63), None, generator=torch.Generator(device).manual_seed(seed))
-    return bits.view(torch.int16)[:numel].view(shape)
+    numbers = -(-numel // 4)
+    if device.type == "meta":
+        return torch.empty(shape, dtype=torch.int16, device=device)
+    generator = seeded(device, seed)
+    bits = torch.empty(numbers, dtype=torch.int64, device=generator.device)
+    bits.random_(-(2**63), None, generator=generator)
+    return bits.view(torch.int16)[:numel].view(shape).to(device)
 
 
 class _Masked(torch.autograd.Function):

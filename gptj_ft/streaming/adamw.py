@@ -27,6 +27,7 @@ from gptj_ft.streaming.schedule import LayerTask, PendingUpdates, flush_tasks
 from gptj_ft.streaming.update_check import UnchangedParameters
 from gptj_ft.system.memory import allocate
 
+UNCORRECTED = 10**9
 NOISE = (1 << 20) + 7  # places; not a divisor of anything, so that parts and steps meet it differently
 
 
@@ -66,6 +67,8 @@ class AdamWConfig:
         weight_decay: decoupled decay of matrices; biases and norms have none.
         clip_norm: limit of the global gradient norm; ``None``: no clipping.
         seed: seed of the stochastic rounding of moments in bf16.
+        layer_decay: factor of a layer's learning rate to that of the layer above; the head has the whole rate.
+        corrects_bias: whether the moments are divided by 1 - beta ** step (https://arxiv.org/abs/1412.6980).
     """
 
     betas: tuple[float, float]
@@ -73,6 +76,8 @@ class AdamWConfig:
     weight_decay: float
     clip_norm: float | None
     seed: int
+    layer_decay: float = 1.0
+    corrects_bias: bool = True
 
 
 class AdamW:
@@ -207,14 +212,17 @@ class AdamW:
         if (factor := update.clip / update.scale) != 1.0:  # unscaled and clipped in one pass
             gradient = torch.mul(gradient, factor, out=self._scratch_for("grad", len(gradient)))
         first, second = (self._in_fp32(kind, tensors[kind]) for kind in MOMENTS)
-        step = torch.full((), float(self._updates_before + update.number), device=parameter.device)
+        # Behind so many updates the correction is 1.
+        number = self._updates_before + update.number if config.corrects_bias else UNCORRECTED
+        step = torch.full((), float(number), device=parameter.device)
+        lr = update.lr * config.layer_decay ** (len(self._model.layers) - 1 - task.layer)
         before = parameter.clone() if self._unchanged and update.number == 1 and task.writes and update.lr > 0 else None
         split = min(max(self._model.layouts[task.layer].num_decayed - span.start, 0), len(parameter))
         for part, decay in ((slice(0, split), config.weight_decay), (slice(split, None), 0.0)):
             if parameter[part].numel():
                 torch._fused_adamw_(
                     [parameter[part]], [gradient[part]], [first[part]], [second[part]], [], [step],
-                    lr=update.lr, beta1=config.betas[0], beta2=config.betas[1], weight_decay=decay, eps=config.eps,
+                    lr=lr, beta1=config.betas[0], beta2=config.betas[1], weight_decay=decay, eps=config.eps,
                     amsgrad=False, maximize=False,
                 )  # fmt: skip
         if before is not None and self._unchanged is not None:

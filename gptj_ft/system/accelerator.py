@@ -318,6 +318,15 @@ def fork_rng(device: torch.device) -> AbstractContextManager[None]:
     return torch.random.fork_rng([device.index or 0], device_type=device.type)
 
 
+def seeded(device: torch.device, seed: int) -> torch.Generator:
+    """Return a generator of a device with a seed; of the CPU, where the device has none."""
+    try:
+        generator = torch.Generator(device)
+    except RuntimeError:
+        generator = torch.Generator()
+    return generator.manual_seed(seed)
+
+
 def default_accelerator() -> str | None:
     """Return the type of this machine's accelerator, as torch chooses among several; ``None``: there is none."""
     current = torch.accelerator.current_accelerator(check_available=True)

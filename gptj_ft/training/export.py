@@ -148,11 +148,11 @@ def export_checkpoint(run: Run, name: str, target: Path) -> int:
         raise UsageError(
             f"the model that {run.folder} started from is not in {source} any more: its tokenizer is needed"
         )
-    architecture = read_architecture(source)
+    report = load_dataset(run.data / "train").report
+    architecture = trained_architecture(recipe, source, report.labels)
     selection = select(architecture, recipe)
     if damage := list(Checker(run, selection.trained).checkpoint(step)):
         raise DataError("\n".join(damage))
-    report = load_dataset(run.data / "train").report
     losses = {line["step"]: line["validation_loss"] for line in run.metrics() if "validation_loss" in line}
     held_out = run.data / "validation"
     data = {

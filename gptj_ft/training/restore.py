@@ -126,7 +126,10 @@ def make_optimizer(setup: TrainSetup, stack: OffloadedModel, state: RunState) ->
 
 def optimizer_config(recipe: Recipe) -> AdamWConfig:
     """Return the hyperparameters of a recipe's optimizer."""
-    return AdamWConfig(recipe.betas, recipe.eps, recipe.weight_decay, recipe.clip_norm, recipe.seed)
+    return AdamWConfig(
+        recipe.betas, recipe.eps, recipe.weight_decay, recipe.clip_norm, recipe.seed,
+        recipe.layer_decay, recipe.bias_correction,
+    )  # fmt: skip
 
 
 def resume_optimizer(setup: TrainSetup, run: Run, stack: OffloadedModel, commit: dict[str, Any]) -> AdamW:

@@ -81,13 +81,9 @@ def make_setup(
         ResourceError: it cannot fit.
         UsageError, DataError: a model folder that cannot be used, or a schedule that ends before the run.
     """
-    source = read_architecture(model)
-    architecture = source.with_head(recipe.task, labels).with_dropout(recipe.dropout, recipe.attention_dropout)
-    check_lengths(recipe, architecture)
     check_weights(model)
-    with open_checkpoint(model) as weights:
-        architecture = with_new(architecture, weights, source)
-        check_tensors(architecture, weights)
+    architecture = trained_architecture(recipe, model, labels)
+    check_lengths(recipe, architecture)
     selection = select(architecture, recipe)
     target = target or Target.here(recipe, folder)
     per_epoch = steps_per_epoch(len(train), recipe.batch_size)
@@ -127,6 +123,25 @@ def make_setup(
         schedule, target.device, target.dtype, plan, objective_of(recipe, class_weights(recipe, train, len(labels))),
         updates_before(recipe, model, architecture),
     )  # fmt: skip
+
+
+def trained_architecture(recipe: Recipe, model: Path, labels: Sequence[str]) -> Architecture:
+    """Return the architecture that a run trains: that of the model it starts from, with the head of its task.
+
+    Args:
+        recipe: task and dropout.
+        model: folder of the model to start from.
+        labels: names of the classes, of a task with labels.
+
+    Raises:
+        UsageError, DataError: the family has no such head, or the weights do not fit.
+    """
+    source = read_architecture(model)
+    architecture = source.with_head(recipe.task, labels).with_dropout(recipe.dropout, recipe.attention_dropout)
+    with open_checkpoint(model) as weights:
+        architecture = with_new(architecture, weights, source)
+        check_tensors(architecture, weights)
+    return architecture
 
 
 def updates_before(recipe: Recipe, model: Path, architecture: Architecture) -> int | None:

@@ -63,7 +63,7 @@ def verify(run: Run, progress: _Progress | None = None) -> Verification:
             f"elsewhere now, write so under `model:` in {run.recipe_file}"
         )
     with locked(run.folder, "verifying"):
-        checker = Checker(run, select(read_architecture(base), recipe).trained, progress)
+        checker = Checker(run, select(_architecture(run, recipe, base), recipe).trained, progress)
         problems, notes = list(checker.problems()), list[str]()
         if is_tuned(run.model) and not run.record_file.is_file():
             notes.append(f"{run.folder} was trained by an earlier version of gptj-ft: model and rows have no digests")
@@ -216,6 +216,13 @@ def _check_model(folder: Path) -> None:
         return
     with open_checkpoint(folder) as checkpoint:
         check_tensors(read_architecture(folder), checkpoint)
+
+
+def _architecture(run: Run, recipe: Recipe, base: Path) -> Architecture:
+    """Return what the run trains, of the model that it started from or of the one that it has made."""
+    if recipe.task == "language-model" or base == run.model:
+        return read_architecture(base)
+    return trained_architecture(recipe, base, load_dataset(run.data / "train").report.labels)
 
 
 def _said(check_tensors: Callable[[], object]) -> list[str]:

@@ -37,7 +37,8 @@ from gptj_ft.config.resolve import resolve
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.models.batch import pack
-from gptj_ft.models.lora import linear_layers, name_of, seed_of
+from gptj_ft.models.dropout import Dropout, seed_of
+from gptj_ft.models.lora import linear_layers, name_of
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.models.trainable import select
 from gptj_ft.planning.traffic import training_passes
@@ -147,8 +148,11 @@ def test_first_values_are_those_of_peft_and_of_the_seed(folders, tmp_path: Path)
     assert len({float(matrix.sum()) for name, matrix in first.items() if "lora_A" in name}) == len(first) // 2
 
 
-def with_dropout_seeds(batches):
-    return [replace(batch, dropout_seed=seed_of((0, number))) for number, batch in enumerate(batches)]
+def with_seeds(batches, *key: int):
+    return [
+        replace(batch, seeds=tuple(seed_of((*key, number, n)) for n in range(len(batch.cu_seqlens) - 1)))
+        for number, batch in enumerate(batches)
+    ]
 
 
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])
@@ -156,7 +160,7 @@ def with_dropout_seeds(batches):
 def test_placement_kept_activations_and_late_updates_never_change_a_bit(
     shape: str, dropout: float, folders, tmp_path: Path
 ) -> None:
-    batches_of = (lambda *rest: with_dropout_seeds(micro_batches(*rest))) if dropout else micro_batches
+    batches_of = (lambda *rest: with_seeds(micro_batches(*rest))) if dropout else micro_batches
     recipe = lora(shape, dropout=dropout)
     expected = train(open_training(folders[shape], tmp_path / "resident", recipe), recipe, batches_of=batches_of)
     for number, (placement, places, budget, late) in enumerate(
@@ -214,7 +218,7 @@ def test_nothing_is_dropped_where_a_loss_is_measured_between_steps(folders, tmp_
     before = [loss.total for loss in evaluate_losses(stack, batches)]
     optimizer = AdamW(stack, optimizer_config(recipe))
     optimizer.begin_step(0.0)
-    train_step(stack, optimizer, with_dropout_seeds(batches))
+    train_step(stack, optimizer, with_seeds(batches))
     assert [loss.total for loss in evaluate_losses(stack, batches)] == before
     stack.close()
 
@@ -227,7 +231,8 @@ def test_dropout_drops_in_training_only_and_differs_by_its_seed(folders, tmp_pat
         stack = open_training(folders["narrow"], tmp_path / name, recipe)
         for layer in stack.trained:  # B is zero at first, and then nothing is seen of A
             stack.stores["weight"].own("weight", layer).fill_(0.1)
-        batches = [replace(batch, dropout_seed=noise) for batch in micro_batches(docs, PROMPTS, 40)]
+        batches = micro_batches(docs, PROMPTS, 40)
+        batches = batches if noise is None else with_seeds(batches, noise)
         before = torch.random.get_rng_state()
         optimizer = AdamW(stack, optimizer_config(recipe))
         optimizer.begin_step(1e-3)
@@ -235,7 +240,7 @@ def test_dropout_drops_in_training_only_and_differs_by_its_seed(folders, tmp_pat
         assert torch.equal(torch.random.get_rng_state(), before)
         if noise is None:
             assert evaluate_losses(stack, batches)[0].mean == pytest.approx(
-                evaluate_losses(stack, [replace(batch, dropout_seed=None) for batch in batches])[0].mean
+                evaluate_losses(stack, [replace(batch, seeds=None) for batch in batches])[0].mean
             )
         stack.close()
     assert losses["without"] == losses["off"]
@@ -245,20 +250,19 @@ def test_dropout_drops_in_training_only_and_differs_by_its_seed(folders, tmp_pat
 def test_each_layer_and_micro_batch_drops_other_inputs_and_recomputing_drops_the_same(
     folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dropout, masks = torch.nn.functional.dropout, []
+    apply_mask, masks = Dropout.apply_mask, []
 
-    def watched(x: torch.Tensor, *rest: object) -> torch.Tensor:
-        out = dropout(x, *rest)
-        masks.append((tuple(x.shape), (out == 0).flatten().tolist()))
-        return out
+    def watched(self: Dropout, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        masks.append((tuple(x.shape), (~keep).flatten().tolist()))
+        return apply_mask(self, x, keep)
 
-    monkeypatch.setattr(torch.nn.functional, "dropout", watched)
+    monkeypatch.setattr(Dropout, "apply_mask", watched)
     recipe = lora(dropout=0.5).model_copy(
         update={"lora": lora(dropout=0.5).lora.model_copy(update={"targets": ["q_proj"]})}
     )
     stack = open_training(folders["narrow"], tmp_path, recipe)
     docs = [documents(101)[1]] * 2  # two micro-batches of one shape
-    batches = with_dropout_seeds(micro_batches(docs, [0, 0], len(docs[0])))
+    batches = with_seeds(micro_batches(docs, [0, 0], len(docs[0])))
     optimizer = AdamW(stack, optimizer_config(recipe))
     optimizer.begin_step(1e-3)
     train_step(stack, optimizer, batches)

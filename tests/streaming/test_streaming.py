@@ -46,6 +46,7 @@ from gptj_ft.streaming.activations import NUM_BUFFERS, DeviceActivations, bounda
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.buffers import Buffer, BufferPool
 from gptj_ft.streaming.model import BufferBudget
+from gptj_ft.streaming.objective import CrossEntropy
 from gptj_ft.streaming.open import load_weights, open_for_inference, open_for_training
 from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher
 from gptj_ft.streaming.schedule import LayerTask, inference_tasks, training_tasks
@@ -133,7 +134,9 @@ def test_z_loss_and_its_gradients_match_autograd_and_leave_the_loss_as_it_is(
     expected = oracle_loss(oracle, docs, z_loss)
     expected.backward()
     stack = open_training(model_folder, tmp_path)
-    loss = train_step(stack, AdamW(stack, optimizer_config(Recipe())), micro_batches(docs, PROMPTS, 40), z_loss)
+    loss = train_step(
+        stack, AdamW(stack, optimizer_config(Recipe())), micro_batches(docs, PROMPTS, 40), CrossEntropy(z_loss)
+    )
     assert loss.mean == pytest.approx(plain, rel=1e-6)
     assert loss.z_mean == pytest.approx(expected.item() - plain, rel=1e-5)
     assert loss.z_mean > 0.1 * plain, "too small for this test to see"

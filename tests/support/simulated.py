@@ -158,6 +158,7 @@ class Training:
         from gptj_ft.checkpoints.model_folder import open_checkpoint
         from gptj_ft.config.resolve import build
         from gptj_ft.data.batches import micro_batches
+        from gptj_ft.models.dropout import seed_of
         from gptj_ft.models.registry import read_architecture
         from gptj_ft.models.trainable import select
         from gptj_ft.streaming.activations import boundary_layout
@@ -192,7 +193,12 @@ class Training:
                     optimizer.begin_step(1e-2 * (step + 1) / 10)
                     packed = list(micro_batches(documents(), PROMPTS, self.micro_batch_tokens))
                     if recipe.method == "lora":
-                        packed = [replace(batch, dropout_seed=7 * step + at) for at, batch in enumerate(packed)]
+                        packed = [
+                            replace(
+                                batch, seeds=tuple(seed_of((step, at, n)) for n in range(len(batch.cu_seqlens) - 1))
+                            )
+                            for at, batch in enumerate(packed)
+                        ]
                     batches = [batch.to(device) for batch in packed]
                     return train_step(model, optimizer, batches).mean, optimizer.finish_step()
 
