@@ -372,7 +372,8 @@ def write_companions(folder: Path, architecture: Architecture, stored: torch.dty
     """
     if source is not None:
         copy_files(source, folder, (*TOKENIZER_FILES, GENERATION_CONFIG))
-    if source is None or not (source / GENERATION_CONFIG).is_file():
+    is_encoder = architecture.family.is_encoder
+    if not is_encoder and (source is None or not (source / GENERATION_CONFIG).is_file()):
         tokens = {key: getattr(architecture.config, key, None) for key in ("bos_token_id", "eos_token_id")}
         write_json_file(folder / GENERATION_CONFIG, {key: value for key, value in tokens.items() if value is not None})
     # transformers 5 reads `dtype`, version 4 `torch_dtype`. Last, for a folder without config.json is no model.

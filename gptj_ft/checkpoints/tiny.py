@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 
 from gptj_ft.checkpoints.formats.shapes import GPT2, GPTJ_6B
@@ -31,7 +31,14 @@ SIZES: Mapping[str, int | float] = {
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gptj": {**GPTJ_6B, "rotary_dim": 12},
     "gpt2": {**GPT2, "activation_function": "gelu"},
-}
+    "bert": {
+        "model_type": "bert", "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 384, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
+        "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12, "pad_token_id": 0,
+        "initializer_range": 0.05,
+    },
+}  # fmt: skip
+PIECES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # BERT's special tokens
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_MULTIPLE = 64  # GPT-J, too, has more rows (50400) than tokens (50257)
 
@@ -45,7 +52,7 @@ def make_tiny(
     vocab_target: int = VOCAB_TARGET,
     **sizes: int | float,
 ) -> Path:
-    """Write a model folder with random fp32 weights and a byte-level BPE tokenizer learned from texts.
+    """Write a model folder with random fp32 weights and a tokenizer learned from texts: byte-level BPE, or WordPiece.
 
     Args:
         folder: target, which must not exist.
@@ -53,7 +60,7 @@ def make_tiny(
         seed: seed of the weights.
         model_type: family, one of `FAMILIES`; default ``gptj``.
         vocab_target: most tokens; at least 257, the bytes and ``<|endoftext|>``; default 1536.
-        sizes: fields of ``config.json`` in place of those in `SIZES`.
+        sizes: fields of ``config.json`` in place of those here.
 
     Returns: the folder.
 
@@ -61,14 +68,15 @@ def make_tiny(
         UsageError: the folder exists, or cannot be written.
         ResourceError: the disk is full.
     """
-    tokenizer = train_tokenizer(texts, vocab_target)
-    num_tokens, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(END_OF_TEXT)
-    ids = {"bos_token_id": end, "eos_token_id": end, "vocab_size": -(-num_tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE}
-    raw = {**FAMILIES[model_type], **SIZES, **sizes, **ids}
     family = families()[model_type]
+    tokenizer = (train_wordpiece if family.is_encoder else train_tokenizer)(texts, vocab_target)
+    num_tokens, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(END_OF_TEXT)
+    ends = {} if family.is_encoder else {"bos_token_id": end, "eos_token_id": end}
+    ids = {**ends, "vocab_size": -(-num_tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE}
+    raw = {**FAMILIES[model_type], **({} if family.is_encoder else SIZES), **sizes, **ids}
     architecture = Architecture(family, family.read_config(raw), raw)
     with tempfile.TemporaryDirectory() as temporary:
-        _save_tokenizer(Path(temporary), tokenizer, int(raw["n_positions"]))
+        _save_tokenizer(Path(temporary), tokenizer, architecture.config.n_positions)
         write_model(
             folder, architecture, _random_layers(architecture, seed), dtype=torch.float32, source=Path(temporary)
         )
@@ -91,7 +99,26 @@ def train_tokenizer(texts: Iterable[str], vocab_target: int) -> Tokenizer:
     return tokenizer
 
 
+def train_wordpiece(texts: Iterable[str], vocab_target: int) -> Tokenizer:
+    """Return a WordPiece tokenizer like that of BERT for lower-cased texts."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token=PIECES[1]))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_target, min_frequency=2, special_tokens=list(PIECES), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
 def _save_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> None:
+    if isinstance(tokenizer.model, models.WordPiece):
+        vocabulary = tokenizer.get_vocab()
+        lines = "".join(f"{token}\n" for token in sorted(vocabulary, key=vocabulary.__getitem__))
+        (folder / "vocab.txt").write_text(lines, encoding="utf-8")
+        said = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "model_max_length": max_length}
+        (folder / "tokenizer_config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        return
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}
     settings = {
@@ -114,7 +141,7 @@ def _random_layers(architecture: Architecture, seed: int) -> Iterator[dict[str, 
         for name, like in layer.state_dict().items():
             if name.endswith("bias"):
                 tensors[name] = torch.zeros(like.shape)
-            elif name.startswith("ln_"):
+            elif "ln_" in name or "norm" in name:
                 tensors[name] = torch.ones(like.shape)
             else:
                 tensors[name] = torch.empty(like.shape).normal_(0.0, std, generator=generator)

@@ -488,6 +488,11 @@ FREE_ON_RESUME = frozenset((
     "device", "weights", "optimizer_state", "device_memory", "host_memory", "disk_space", "activations", "boundaries",
     "read_ahead", "save_every", "save_minutes", "max_time", "keep", "export", "report_to", "output",
 ))  # fmt: skip
+# Options younger than runs that can still be resumed: those had what is the default.
+YOUNGER = frozenset((
+    "task", "pair", "stride", "class_weights", "label_threshold", "max_answer_tokens", "num_best", "null_threshold",
+    "num_sentences", "block_trigrams", "dropout", "attention_dropout", "layer_decay", "bias_correction",
+))  # fmt: skip
 GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "lora": LoRA, "schedule": SchedulePiece}
 STRETCHING = ("warmup", "final_lr")  # what a schedule of pieces has no use for
 

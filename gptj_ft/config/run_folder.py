@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gptj_ft import __version__
-from gptj_ft.config.options import FREE_ON_RESUME, Recipe
+from gptj_ft.config.options import FREE_ON_RESUME, YOUNGER, Recipe
 from gptj_ft.config.presets import load_options
 from gptj_ft.config.resolve import build
 from gptj_ft.errors import DataError, GptjFtError, UsageError
@@ -136,8 +136,6 @@ class Run:
             DataError: one is not; names it.
         """
         began, now = self.record()["recipe"], deciding_options(recipe)
-        default = deciding_options(Recipe())
-        began = {**{key: default[key] for key in now.keys() - began.keys()}, **began}  # options younger than the run
         for key in sorted(began.keys() | now.keys()):
             if began.get(key) != now.get(key):
                 raise DataError(
@@ -250,8 +248,12 @@ def stopped(run: Run | None) -> str:
 
 
 def deciding_options(recipe: Recipe) -> dict[str, Any]:
-    """Return the options of a recipe that decide numbers, as JSON has them; the model has digests of its own."""
-    options = {key: value for key, value in recipe.to_dict().items() if key not in FREE_ON_RESUME | {"model"}}
+    """Return the options of a recipe that decide numbers, as JSON has them; the model has digests of its own.
+
+    Options that came later than runs that can be resumed count where they are not the default.
+    """
+    unset = {name for name in YOUNGER if getattr(recipe, name) == Recipe.model_fields[name].default}
+    options = {key: value for key, value in recipe.to_dict().items() if key not in FREE_ON_RESUME | unset | {"model"}}
     return json.loads(json.dumps(options))  # type: ignore[no-any-return]
 
 

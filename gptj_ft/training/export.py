@@ -16,7 +16,6 @@ from gptj_ft.config.run_folder import MERGED, Run
 from gptj_ft.data.dataset import load_dataset
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.lora import is_transposed, linear_layers, name_of
-from gptj_ft.models.registry import read_architecture
 from gptj_ft.models.trainable import Selection, select
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.open import trained_parameters, whole_layers
@@ -25,7 +24,7 @@ from gptj_ft.system.paths import is_model
 from gptj_ft.training.checkpoint import parameters
 from gptj_ft.training.retention import find_checkpoint
 from gptj_ft.training.run_state import RunState
-from gptj_ft.training.setup import TrainSetup
+from gptj_ft.training.setup import TrainSetup, trained_architecture
 from gptj_ft.training.verify import Checker
 
 

@@ -382,8 +382,8 @@ def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Repo
         raise UsageError("the tiny model is made from the rows: add --data FILE")
     published = find_published(recipe.model or DEFAULT_REPOSITORY)
     architecture = _architecture(recipe, published)
-    if recipe.task != "language-model":
-        architecture = architecture.with_head(recipe.task, tuple(recipe.labels.values()) or ("0", "1"))
+    architecture = architecture.with_head(recipe.task, tuple(recipe.labels.values()) or ("0", "1"))
+    architecture = architecture.with_dropout(recipe.dropout, recipe.attention_dropout)
     target = Target.of(recipe, folder)
     length = min(recipe.max_length, architecture.config.n_positions)
     tokens = recipe.batch_size * length

@@ -12,11 +12,12 @@ from gptj_ft.checkpoints.formats.peft import base_folder, open_adapter
 from gptj_ft.checkpoints.formats.safetensors import open_shard
 from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
+from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import COMMIT, MANIFEST, MERGED, Run, steps_done
 from gptj_ft.data.dataset import load_dataset
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.layout import Layout
-from gptj_ft.models.registry import read_architecture
+from gptj_ft.models.registry import Architecture, read_architecture
 from gptj_ft.models.trainable import select
 from gptj_ft.streaming.loss_scale import LossScale
 from gptj_ft.streaming.stores.base import CHUNK_NUMEL
@@ -25,6 +26,7 @@ from gptj_ft.system.digests import FOLDER_DIGESTS, damaged_files, read_json, rea
 from gptj_ft.system.lock import locked
 from gptj_ft.system.paths import is_adapter, is_model, is_tuned
 from gptj_ft.training.run_state import RunState
+from gptj_ft.training.setup import trained_architecture
 
 STATE_KINDS = {"weight", "exp_avg", "exp_avg_sq"}  # and ``master``, where the computation is not in fp32
 _Progress = Callable[[int, int | None], None]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
 from gptj_ft.checkpoints.tiny import FAMILIES, SIZES, make_tiny
@@ -17,6 +17,7 @@ from gptj_ft.errors import UsageError
 from gptj_ft.models.registry import read_architecture
 
 TEXTS = ["The clinic opens at eight. The nurse called the patient twice, and the patient called back.\n"] * 3
+DECODERS = [family for family in FAMILIES if family != "bert"]
 SMALL = {"n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4}
 
 
@@ -47,7 +48,20 @@ def test_texts_and_seed_decide_every_byte_in_any_process(tmp_path: Path) -> None
     assert digest(tmp_path / "here") != digest(tmp_path / "other")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_opens_an_encoder_and_its_tokenizer(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "tiny", TEXTS, 0, model_type="bert")
+    model, tokenizer = AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert not (folder / "generation_config.json").exists()
+    assert model.config.architectures == ["BertModel"]
+    assert (model.embeddings.LayerNorm.weight == 1).all()
+    assert not model.pooler.dense.bias.any()
+    assert tokenizer.convert_ids_to_tokens(tokenizer("The nurse", "called").input_ids) == [
+        "[CLS]", "the", "nurse", "[SEP]", "called", "[SEP]",
+    ]  # fmt: skip
+    assert tokenizer.model_max_length == 512
+
+
+@pytest.mark.parametrize("family", DECODERS)
 def test_transformers_opens_model_and_tokenizer(tmp_path: Path, family: str) -> None:
     folder = make_tiny(tmp_path / "tiny", TEXTS, 0, model_type=family)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -89,7 +103,7 @@ def test_the_tokenizer_stops_at_its_target(tmp_path: Path) -> None:
     assert len(AutoTokenizer.from_pretrained(folder)) == 300
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DECODERS)
 def test_weights_start_as_those_of_transformers(tmp_path: Path, family: str) -> None:
     folder = make_tiny(tmp_path / "tiny", TEXTS, 0, model_type=family, initializer_range=0.1)
     with open_checkpoint(folder) as checkpoint:

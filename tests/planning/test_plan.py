@@ -526,12 +526,15 @@ def test_plan_knows_published_models_without_a_download(shell) -> None:
     assert shell("plan --recipe summarization --model cerebras/Cerebras-GPT-112M").code == 2
 
 
-def test_dropout_that_a_config_asks_for_is_said_not_to_be_applied(shell, tmp_path: Path) -> None:
+def test_dropout_that_a_config_asks_for_is_said_and_can_be_turned_off(shell, tmp_path: Path) -> None:
     model = random_gpt2(**GPT2_SHAPES["gpt2"])
     model.config.attn_pdrop = 0.1
     model.save_pretrained(tmp_path / "model")
     done = shell("plan --recipe summarization --model model --max-length 64 --json")
-    assert done.json["notes"] == ["dropout in config.json (attn_pdrop 0.1) is not applied: training here is without"]
+    said = "trained with dropout, as config.json says (attn_pdrop 0.1); --set dropout=0 turns it off"
+    assert done.json["notes"] == [said]
+    done = shell("plan --recipe summarization --model model --max-length 64 --set dropout=0 --json")
+    assert done.json["notes"] == []
 
 
 def test_on_a_cpu_the_work_of_transfers_is_part_of_the_computation(six_b: Workload) -> None:

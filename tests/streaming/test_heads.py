@@ -1,0 +1,310 @@
+"""Heads that label: losses, gradients and steps as `transformers` and torch have them; dropout by documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from support.small_stack import CPU, LITTLE
+from torch import Tensor
+
+from gptj_ft.checkpoints.model_folder import open_checkpoint
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.batches import micro_batches
+from gptj_ft.models.batch import Marks, PackedBatch
+from gptj_ft.models.dropout import Dropout, NoiseSpan, seed_of
+from gptj_ft.models.trainable import select
+from gptj_ft.streaming.adamw import AdamW
+from gptj_ft.streaming.model import BufferBudget, OffloadedModel
+from gptj_ft.streaming.objective import objective_of
+from gptj_ft.streaming.open import load_weights, open_for_training
+from gptj_ft.streaming.prefetch import Prefetcher
+from gptj_ft.streaming.schedule import inference_tasks
+from gptj_ft.streaming.step import evaluate_losses, train_step
+from gptj_ft.streaming.stores.placement import Placement, training_dtypes
+from gptj_ft.training.restore import optimizer_config
+from gptj_ft.training.setup import trained_architecture
+
+LENGTHS = (5, 17, 33, 8, 48, 9, 2)
+LABELS = ("no", "perhaps", "yes")
+SIZES = {"vocab_size": 211, "max_position_embeddings": 48, "hidden_size": 32, "num_hidden_layers": 3}
+BERT = {**SIZES, "num_attention_heads": 4, "intermediate_size": 64, "hidden_dropout_prob": 0.0}
+GPT2 = {"vocab_size": 211, "n_positions": 48, "n_embd": 32, "n_layer": 3, "n_head": 4}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+TASKS = ("classification", "multi-label", "regression", "token-labels", "spans")
+CLASSES = {
+    "classification": "ForSequenceClassification",
+    "multi-label": "ForSequenceClassification",
+    "regression": "ForSequenceClassification",
+    "token-labels": "ForTokenClassification",
+    "spans": "ForQuestionAnswering",
+}
+Oracle = Any
+
+
+def documents() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, SIZES["vocab_size"], (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def marks_of(task: str, is_encoder: bool = True) -> list[Marks]:
+    """Return what is predicted of each of the documents, something else of each."""
+    marks = []
+    for number, length in enumerate(LENGTHS):
+        borders = (length // 2,) if is_encoder else ()
+        at = (0,) if is_encoder else (length - 1,)
+        if task == "classification":
+            marks.append(Marks(borders, at, (number % 3,)))
+        elif task == "multi-label":
+            marks.append(Marks(borders, at, (0,), (float(number % 2), float(number % 3 == 0), 1.0)))
+        elif task == "regression":
+            marks.append(Marks(borders, at, (0,), (number / 3 - 1,)))
+        elif task == "token-labels":
+            marks.append(Marks((), tuple(range(1, length, 3)), tuple(place % 3 for place in range(1, length, 3))))
+        else:
+            marks.append(Marks(borders, (), (length // 3, length // 2)))
+    return marks
+
+
+def make(folder: Path, task: str, family: str) -> Oracle:
+    """Write a random model of `transformers` that has the task's head, and return it."""
+    problem = {"multi-label": "multi_label_classification", "regression": "regression"}.get(task)
+    labels = {0: "score"} if task == "regression" else dict(enumerate(LABELS))
+    more = {"id2label": labels, "label2id": {name: number for number, name in labels.items()}, "problem_type": problem}
+    more = {} if task == "spans" else more
+    config: Any = (
+        transformers.BertConfig(**BERT, attention_probs_dropout_prob=0.0, **more)
+        if family == "Bert"
+        else transformers.GPT2Config(**GPT2, **NO_DROPOUT, pad_token_id=0, **more)
+    )
+    torch.manual_seed(0)
+    oracle = getattr(transformers, family + CLASSES[task])(config).eval()
+    for name, parameter in oracle.named_parameters():
+        parameter.data += torch.randn(parameter.shape) * (0.1 if "orm" in name or "ln_" in name else 0.05)
+    oracle.save_pretrained(folder)
+    return oracle
+
+
+def open_training(
+    folder: Path,
+    scratch: Path,
+    recipe: Recipe,
+    places: tuple[str, ...] = ("device", "device"),
+    budget: BufferBudget = BufferBudget(),
+) -> OffloadedModel:
+    labels = () if recipe.task in ("regression", "spans") else LABELS
+    architecture = trained_architecture(recipe, folder, labels)
+    placement: Any = Placement(*places)
+    selection = select(architecture, recipe)
+    dtypes = training_dtypes(torch.float32)
+    stack = open_for_training(architecture, placement, dtypes, CPU, scratch, budget, selection=selection, boundary=None)
+    with open_checkpoint(folder) as checkpoint:
+        load_weights(stack, architecture, checkpoint, recipe.seed)
+    return stack
+
+
+def batches_of(task: str, budget: int = 60, is_encoder: bool = True) -> list[PackedBatch]:
+    docs = documents()
+    return micro_batches(docs, [len(ids) for ids in docs], budget, marks=marks_of(task, is_encoder))
+
+
+def oracle_loss(oracle: Oracle, task: str, is_encoder: bool = True) -> Tensor:
+    """Return the loss of `transformers` on padded rows, as its own forward computes it."""
+    docs, marks, longest = documents(), marks_of(task, is_encoder), max(LENGTHS)
+    rows = len(docs)
+    ids, mask, types = (torch.zeros(rows, longest, dtype=torch.int64) for _ in range(3))
+    words = torch.full((rows, longest), -100)
+    for row, (tokens, mark) in enumerate(zip(docs, marks, strict=True)):
+        ids[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(tokens), 1
+        for border in mark.borders:
+            types[row, border : len(tokens)] = 1
+        if task == "token-labels":
+            words[row, list(mark.marks)] = torch.tensor(mark.targets)
+    inputs = {"input_ids": ids, "attention_mask": mask, **({"token_type_ids": types} if is_encoder else {})}
+    if task == "spans":
+        first, last = (torch.tensor([mark.targets[end] for mark in marks]) for end in (0, 1))
+        out = oracle(**inputs)  # its loss counts padding among the places where an answer may begin
+        scores = [logits.masked_fill(mask == 0, -1e30) for logits in (out.start_logits, out.end_logits)]
+        return (F.cross_entropy(scores[0], first) + F.cross_entropy(scores[1], last)) / 2
+    if task == "token-labels":
+        return oracle(**inputs, labels=words).loss
+    values = torch.tensor([mark.values for mark in marks])
+    classes = torch.tensor([mark.targets[0] for mark in marks])
+    labels = {"classification": classes, "multi-label": values, "regression": values.flatten()}[task]
+    return oracle(**inputs, labels=labels).loss
+
+
+FORMS = [("Bert", task) for task in TASKS] + [("GPT2", task) for task in TASKS]
+
+
+@pytest.mark.parametrize(("family", "task"), FORMS)
+def test_losses_and_ten_steps_are_those_of_transformers(family: str, task: str, tmp_path: Path) -> None:
+    oracle = make(tmp_path / "model", task, family)
+    recipe = Recipe.model_validate({"task": task, "weight_decay": 0.01, "clip_norm": 1.0})
+    stack = open_training(tmp_path / "model", tmp_path, recipe)
+    objective, is_encoder = objective_of(recipe), family == "Bert"
+    optimizer = AdamW(stack, optimizer_config(recipe))
+    parameters = list(oracle.parameters())
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.01},
+            {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        eps=recipe.eps,
+        betas=recipe.betas,
+    )
+    for step in range(10):
+        lr = 1e-3 * (step + 1)
+        batches = batches_of(task, 60, is_encoder)
+        measured = evaluate_losses(stack, batches, objective)
+        optimizer.begin_step(lr)
+        loss = train_step(stack, optimizer, batches, objective)
+        norm = optimizer.finish_step()
+        theirs.zero_grad()
+        expected = oracle_loss(oracle, task, is_encoder)
+        expected.backward()
+        expected_norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        for group in theirs.param_groups:
+            group["lr"] = lr
+        theirs.step()
+        assert loss.mean == pytest.approx(expected.item(), rel=1e-5)
+        assert norm == pytest.approx(expected_norm.item(), rel=1e-4)
+        total = sum(each.total for each in measured) / sum(each.weight for each in measured)
+        if step == 0:
+            assert total == pytest.approx(loss.mean, rel=1e-5)
+    optimizer.flush()
+    stack.close()
+
+
+def train(
+    folder: Path, scratch: Path, recipe: Recipe, places: tuple[str, ...], budget: BufferBudget, tokens: int
+) -> tuple[list[float], list[dict[str, Tensor]]]:
+    """Take three steps with dropout; return their losses and the weights."""
+    stack = open_training(folder, scratch, recipe, places, budget)
+    optimizer, objective, losses = AdamW(stack, optimizer_config(recipe)), objective_of(recipe), []
+    docs = documents()
+    for step in range(3):
+        seeds = [seed_of((0, step, number)) for number in range(len(docs))]
+        batches = micro_batches(docs, LENGTHS, tokens, marks=marks_of(recipe.task), seeds=seeds)
+        optimizer.begin_step(1e-2)
+        losses.append(train_step(stack, optimizer, batches, objective).mean)
+        optimizer.finish_step()
+    optimizer.flush()
+    loads: Iterator[Any] = Prefetcher(stack, inference_tasks(range(len(stack.layers))))
+    weights = [{name: view.clone() for name, view in load.parameters().items()} for load in loads]
+    stack.close()
+    return losses, weights
+
+
+def test_dropout_is_the_same_wherever_weights_are_and_whatever_is_recomputed(tmp_path: Path) -> None:
+    make(tmp_path / "model", "classification", "Bert")
+    recipe = Recipe.model_validate({"task": "classification", "dropout": 0.2, "attention_dropout": 0.2})
+    expected = train(tmp_path / "model", tmp_path / "one", recipe, ("device", "device"), BufferBudget(), 60)
+    for number, (places, budget) in enumerate(
+        [(("host", "disk"), LITTLE), (("disk", "disk"), replace(LITTLE, num_kept_layers=3))]
+    ):
+        losses, weights = train(tmp_path / "model", tmp_path / str(number), recipe, places, budget, 60)
+        assert losses == expected[0]
+        for ours, others in zip(weights, expected[1], strict=True):
+            assert all(torch.equal(ours[name], others[name]) for name in others)
+
+
+def test_dropout_does_not_depend_on_who_shares_a_micro_batch(tmp_path: Path) -> None:
+    make(tmp_path / "model", "token-labels", "Bert")
+    recipe = Recipe.model_validate({"task": "token-labels", "dropout": 0.2, "attention_dropout": 0.1})
+    results = [
+        train(tmp_path / "model", tmp_path / str(tokens), recipe, ("device", "device"), BufferBudget(), tokens)
+        for tokens in (48, 1000)
+    ]
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    without = recipe.model_copy(update={"dropout": 0.0, "attention_dropout": 0.0})
+    other = train(tmp_path / "model", tmp_path / "off", without, ("device", "device"), BufferBudget(), 1000)
+    assert abs(other[0][0] - results[0][0][0]) > 1e-3
+
+
+def test_steps_with_dropout_are_those_of_transformers_given_the_same_masks(tmp_path: Path, monkeypatch) -> None:
+    oracle = make(tmp_path / "model", "classification", "Bert")
+    recipe = Recipe.model_validate({"task": "classification", "dropout": 0.25, "attention_dropout": 0.0})
+    stack = open_training(tmp_path / "model", tmp_path, recipe)
+    docs, marks = documents(), marks_of("classification")
+    seeds = [seed_of((3, number)) for number in range(len(docs))]
+    batches = micro_batches(docs, LENGTHS, 60, marks=marks, seeds=seeds)
+    optimizer = AdamW(stack, optimizer_config(recipe))
+    optimizer.begin_step(0.0)
+    loss = train_step(stack, optimizer, batches, objective_of(recipe)).mean
+    norm = optimizer.finish_step()
+    stack.close()
+
+    sites: list[tuple[object, ...]] = [("embedding",)]
+    sites += [(layer, what) for layer in range(3) for what in ("attention", "mlp")]
+    sites += [("classifier",)]
+    calls: Iterator[tuple[object, ...]] = iter(sites)
+
+    def masked(module: torch.nn.Dropout, x: Tensor) -> Tensor:
+        if x.ndim == 4:
+            return x
+        site, keep = next(calls), torch.zeros_like(x)
+        for row, (seed, length) in enumerate(zip(seeds, LENGTHS, strict=True)):
+            rows = 1 if x.ndim == 2 else length
+            mask = Dropout(0.25, *site).mask(NoiseSpan(seed, 0, rows, rows), (x.shape[-1],), CPU)
+            if x.ndim == 2:
+                keep[row] = mask[0]
+            else:
+                keep[row, :length] = mask
+        return x * keep / 0.75
+
+    monkeypatch.setattr(torch.nn.Dropout, "forward", masked)
+    expected = oracle_loss(oracle, "classification")
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    total = torch.nn.utils.clip_grad_norm_(oracle.parameters(), 1e9)
+    assert norm == pytest.approx(total.item(), rel=1e-5)
+
+
+def test_masks_drop_their_rate_and_differ_by_document_layer_and_step() -> None:
+    shape, masks = (64,), {}
+    for seed in (seed_of((0, 1, 2)), seed_of((0, 2, 2)), seed_of((0, 1, 3))):
+        for site in ((0, "mlp"), (1, "mlp"), (0, "attention")):
+            masks[seed, site] = Dropout(0.1, *site).mask(NoiseSpan(seed, 0, 400, 400), shape, CPU)
+    for mask in masks.values():
+        dropped = 1 - mask.float().mean().item()
+        assert abs(dropped - 0.1) < 5 * (0.1 * 0.9 / mask.numel()) ** 0.5
+    for one, other in zip(list(masks.values()), list(masks.values())[1:], strict=False):
+        both = (~one & ~other).float().mean().item()
+        assert abs(both - 0.01) < 5 * (0.01 / one.numel()) ** 0.5
+
+
+def test_class_weights_are_those_of_torch(tmp_path: Path) -> None:
+    make(tmp_path / "model", "classification", "Bert")
+    recipe = Recipe.model_validate({"task": "classification"})
+    stack = open_training(tmp_path / "model", tmp_path, recipe)
+    batches, weights = batches_of("classification", 60), (0.5, 2.0, 1.0)
+    losses = [evaluate_losses(stack, batches, objective_of(recipe, given)) for given in ((), weights)]
+    stack.close()
+    assert sum(each.weight for each in losses[0]) == len(LENGTHS)
+    counted = sum(weights[mark.targets[0]] for mark in marks_of("classification"))
+    assert sum(each.weight for each in losses[1]) == pytest.approx(counted)
+
+
+def test_a_head_that_a_model_lacks_begins_as_random_numbers_of_the_seed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    transformers.BertModel(transformers.BertConfig(**BERT)).save_pretrained(tmp_path / "base")
+    recipe = Recipe.model_validate({"task": "classification", "seed": 5})
+    architecture = trained_architecture(recipe, tmp_path / "base", LABELS)
+    assert architecture.new == {"classifier.weight", "classifier.bias"}
+    heads = []
+    for number, seed in enumerate((5, 5, 6)):
+        stack = open_training(tmp_path / "base", tmp_path / str(number), recipe.model_copy(update={"seed": seed}))
+        *_, head = Prefetcher(stack, inference_tasks(range(len(stack.layers))))
+        heads.append({name: view.clone() for name, view in head.parameters().items()})
+        stack.close()
+    assert torch.equal(heads[0]["classifier.weight"], heads[1]["classifier.weight"])
+    assert not torch.equal(heads[0]["classifier.weight"], heads[2]["classifier.weight"])
+    assert not heads[0]["classifier.bias"].any()
+    assert torch.equal(heads[0]["pooler.weight"], heads[2]["pooler.weight"])
