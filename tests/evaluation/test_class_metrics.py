@@ -174,6 +174,16 @@ def test_f1_of_two_classes_is_that_of_the_class_with_id_1() -> None:
     assert found["macro_f1"] == pytest.approx(100 * (2 / 3 + 4 / 5) / 2)
 
 
+def test_a_label_that_no_row_has_and_none_was_given_is_left_out_of_averages() -> None:
+    three, two = (values(single_label([0, 1, 1], np.eye(number)[[0, 1, 0]]), 3) for number in (3, 2))
+    assert three["macro_f1"] == two["macro_f1"] == pytest.approx(200 / 3)
+    assert three["weighted_f1"] == two["weighted_f1"]
+
+
+def test_a_label_is_given_from_the_threshold_on() -> None:
+    assert values(multi_label([[1, 0]], [[0.5, 0.49]], 0.5), 1)["subset_accuracy"] == 100
+
+
 def test_matthews_is_0_where_all_answers_are_the_same_and_100_where_all_are_right() -> None:
     labels = [0, 1, 2, 1]
     right = np.eye(3)[labels]
