@@ -44,9 +44,14 @@ class FieldTexts(NamedTuple):
 
 
 def recipe_fields(recipe: Recipe) -> tuple[str, ...]:
-    """Return the fields of both templates that the data has to fill, in order."""
-    names = dict.fromkeys(fields_of(recipe.prompt) + fields_of(recipe.completion))
+    """Return the fields of all templates that the data has to fill, in order."""
+    names = dict.fromkeys(input_fields(recipe) + fields_of(recipe.completion))
     return tuple(name for name in names if name != REPLY or not is_chat(recipe))
+
+
+def input_fields(recipe: Recipe) -> tuple[str, ...]:
+    """Return the fields of what a model reads."""
+    return tuple(dict.fromkeys(fields_of(recipe.prompt) + fields_of(recipe.pair)))
 
 
 class UnknownColumn(DataError):

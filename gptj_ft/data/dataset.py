@@ -46,6 +46,7 @@ SETTINGS = (
     "labels",
     "no_answer",
 )
+_LATER = ("labels", "label_counts")  # what reports of older folders lack
 # And those of tasks with labels.
 TASK_SETTINGS = ("task", "pair", "stride")
 
@@ -75,6 +76,7 @@ class Report:
         notes: what is odd about the files.
         settings: the options in `SETTINGS`.
         labels: names of the classes in the order of their ids; empty where there are none.
+        label_counts: of each, the rows that have it; of words that are labelled, the words.
         version: of this layout.
     """
 
@@ -95,6 +97,7 @@ class Report:
     notes: tuple[str, ...]
     settings: Mapping[str, Any]
     labels: tuple[str, ...] = ()
+    label_counts: tuple[int, ...] = ()
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -112,8 +115,8 @@ class Report:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Report:
         """Restore from the values of `to_dict`."""
-        known = {name: values[name] for name in cls.__dataclass_fields__ if name != "labels" or name in values}
-        known |= {name: tuple(known.get(name, ())) for name in ("files", "notes", "labels")}
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values or name not in _LATER}
+        known |= {name: tuple(known.get(name, ())) for name in ("files", "notes", *_LATER)}
         for name in ("rows_skipped", "warnings"):
             known[name] = {reason: Occurrences(**each) for reason, each in known[name].items()}
         return cls(**known)

@@ -23,6 +23,16 @@ from gptj_ft.data.tokenization import NoTokenizer, RowTokenizer, no_tokenizer, t
 from gptj_ft.data.truncation import shorten
 from gptj_ft.errors import DataError, RowSkipped, UsageError, did_you_mean
 
+# The recipe to begin with, by task.
+PRESETS = {
+    "classification": "classification",
+    "multi-label": "multi-label",
+    "regression": "regression",
+    "token-labels": "token-labels",
+    "spans": "squad-bert",
+    "sentences": "bertsum",
+}
+
 TextPart = tuple[str, bool]  # a text of a row, and whether it is trained on
 
 
@@ -57,7 +67,12 @@ def check_templates(recipe: Recipe) -> None:
         UsageError: `shorten` names no field of the prompt, the completion has no field, or `split` is asked for with
             a prompt.
     """
+    if recipe.task != "language-model":
+        _check_task_templates(recipe)
+        return
     cuttable = fields_of(recipe.prompt or recipe.completion)
+    if recipe.pair:
+        raise UsageError("pair: a second text is for a task that labels two, e.g. task=classification")
     if not fields_of(recipe.completion):
         raise UsageError(f"completion: there is no field in {recipe.completion!r}, so nothing to train on")
     if is_chat(recipe) and REPLY not in fields_of(recipe.completion):
@@ -67,6 +82,37 @@ def check_templates(recipe: Recipe) -> None:
         raise UsageError(f"shorten: '{recipe.shorten}' is no field of the prompt{hint}; it has: {', '.join(cuttable)}")
     if recipe.on_long == "split" and recipe.prompt:
         raise UsageError("on_long: 'split' is for plain text (an empty prompt); use shorten, skip or error")
+
+
+def _check_task_templates(recipe: Recipe) -> None:
+    """Check the templates of a task with labels.
+
+    Raises:
+        UsageError: a template is missing, or one that has no use; or a length policy that the task has not.
+    """
+    task, inputs = recipe.task, (*fields_of(recipe.prompt), *fields_of(recipe.pair))
+    if not fields_of(recipe.prompt):
+        raise UsageError(
+            f"prompt: task={task} needs a text to read, e.g. prompt: '{{{{ text }}}}' and completion: '{{{{ label }}}}'"
+            f"\nor begin with the recipe {PRESETS[task]}"
+        )
+    if not fields_of(recipe.completion):
+        raise UsageError(f"completion: there is no field in {recipe.completion!r}, so nothing to predict")
+    if recipe.pair and task in ("token-labels", "sentences"):
+        raise UsageError(f"pair: task={task} is about one text")
+    if not recipe.pair and task == "spans":
+        raise UsageError("pair: task=spans looks for the answer in it, e.g. prompt: '{{ question }}', pair: "
+                         "'{{ context }}'")  # fmt: skip
+    if is_chat(recipe):
+        raise UsageError(f"prompt: conversations are for task=language-model, not {task}")
+    if recipe.shorten and recipe.shorten not in inputs:
+        hint = did_you_mean(recipe.shorten, inputs)
+        raise UsageError(f"shorten: '{recipe.shorten}' is no field of prompt or pair{hint}; these have: "
+                         f"{', '.join(inputs)}")  # fmt: skip
+    if recipe.cut == "answer":
+        raise UsageError(f"cut: 'answer' is for task=language-model, not {task}; use end, start or middle")
+    if recipe.packing != "off":
+        raise UsageError(f"packing: windows of several documents are for task=language-model, not {task}")
 
 
 def parts(recipe: Recipe, values: Mapping[str, Any]) -> list[TextPart]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.dataset import (
@@ -19,6 +20,7 @@ from gptj_ft.data.dataset import (
     settings_of,
 )
 from gptj_ft.data.hub_dataset import is_reference, local_folder
+from gptj_ft.data.labelled.encoder import with_labels
 from gptj_ft.data.prepare import tokenize_rows
 from gptj_ft.data.readers.source import ROWS_MANIFEST, FileOptions, Source, identify, is_prepared
 from gptj_ft.data.token_checks import check_tokens
@@ -45,16 +47,28 @@ def prepare_once(
     source: Path | Source,
     vocab_size: int,
     progress: Callable[[int], None] | None = None,
+    *,
+    labels: Sequence[str] = (),
+    known_labels: Sequence[str] = (),
+    needs_target: bool = True,
 ) -> Prepared:
     """Return prepared rows from the cache; else prepare them, and add them to the cache.
 
     What cannot be kept (no space, no permission) is made all the same. Where another process has made the same
-    meanwhile, that is taken.
+    meanwhile, that is taken. The arguments are those of `tokenize_rows`.
     """
     source = identify(source, FileOptions.of(recipe))
+
+    def prepare() -> Prepared:
+        return tokenize_rows(
+            recipe, tokenizer, source, vocab_size, progress,
+            labels=labels, known_labels=known_labels, needs_target=needs_target,
+        )  # fmt: skip
+
     if not recipe.cache:
-        return tokenize_rows(recipe, tokenizer, source, vocab_size, progress)
-    folder = cache_folder() / _key(recipe, tokenizer, source, vocab_size)
+        return prepare()
+    asked = [list(labels), list(known_labels), needs_target]
+    folder = cache_folder() / _key(recipe, tokenizer, source, vocab_size, asked)
     if is_prepared(folder):
         try:
             if not folder.is_symlink():
@@ -62,7 +76,7 @@ def prepare_once(
         except DataError:  # damaged
             pass
         discard(folder)
-    prepared = tokenize_rows(recipe, tokenizer, source, vocab_size, progress)
+    prepared = prepare()
     with suppress(ResourceError, UsageError, OSError):
         make_home()
         keep_folder(cache_folder())
@@ -99,7 +113,7 @@ def cache_folder() -> Path:
     return part_of_home("data")
 
 
-def _key(recipe: Recipe, tokenizer: RowTokenizer, source: Source, vocab_size: int) -> str:
+def _key(recipe: Recipe, tokenizer: RowTokenizer, source: Source, vocab_size: int, asked: Sequence[Any]) -> str:
     """Return the cache key: a digest of everything that the result depends on."""
     parts = {
         "version": VERSION,
@@ -111,6 +125,7 @@ def _key(recipe: Recipe, tokenizer: RowTokenizer, source: Source, vocab_size: in
         "map": dict(recipe.map),
         "max_bad_rows": recipe.max_bad_rows,
         "vocab_size": vocab_size,
+        "asked": asked if recipe.task != "language-model" else [],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -129,12 +144,34 @@ def data_path(data: str | None) -> Path:
     return local_folder(data) if is_reference(data) else Path(data).expanduser()
 
 
-def read_or_prepare(recipe: Recipe, tokenizer: RowTokenizer, vocab_size: int, source: Path | Source) -> Prepared:
-    """Load prepared rows and check that they fit recipe and tokenizer; prepare any others."""
+def read_or_prepare(
+    recipe: Recipe,
+    tokenizer: RowTokenizer,
+    vocab_size: int,
+    source: Path | Source,
+    *,
+    labels: Sequence[str] = (),
+    known_labels: Sequence[str] = (),
+    needs_target: bool = True,
+) -> Prepared:
+    """Load prepared rows and check that they fit recipe, tokenizer and labels; prepare any others.
+
+    Args:
+        recipe: of the run.
+        tokenizer: of the model.
+        vocab_size: rows of its embedding.
+        source: prepared rows, or others.
+        labels, known_labels, needs_target: as in `tokenize_rows`; prepared rows get their class ids in this order.
+
+    Raises:
+        UsageError, DataError: as `tokenize_rows`, `load_dataset` and the checks.
+    """
     source = identify(source, FileOptions.of(recipe))
     if source.is_prepared:
         prepared = load_dataset(source.path)
         check_compatible(prepared, recipe, tokenizer)
         check_tokens(prepared, source.path, vocab_size, recipe.max_length)
-        return prepared
-    return prepare_once(recipe, tokenizer, source, vocab_size)
+        return with_labels(prepared, labels, source.path) if labels else prepared
+    return prepare_once(
+        recipe, tokenizer, source, vocab_size, labels=labels, known_labels=known_labels, needs_target=needs_target
+    )

@@ -14,15 +14,27 @@ from typing import Any, NamedTuple
 import pyarrow
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.columns import LABEL, FieldReader, FieldTexts, UnknownColumn, choose_columns, recipe_fields
+from gptj_ft.data.columns import (
+    LABEL,
+    FieldReader,
+    FieldTexts,
+    UnknownColumn,
+    choose_columns,
+    input_fields,
+    recipe_fields,
+)
+from gptj_ft.data.counts import RowCounts
 from gptj_ft.data.dataset import Prepared, Report, content_hash, document_hash, settings_of
 from gptj_ft.data.encode import Encoded, TextPart, assemble, check_templates, eos_of, from_tokens, parts
+from gptj_ft.data.labelled.encoder import LabelledEncoder, Setting
+from gptj_ft.data.labelled.labels import LabelSet
+from gptj_ft.data.labelled.tasks import labelled_encoder
 from gptj_ft.data.loss_mask import num_targets
 from gptj_ft.data.readers.records import read_rows
-from gptj_ft.data.readers.rows import Findings, Occurrences, Row
+from gptj_ft.data.readers.rows import Findings, Row
 from gptj_ft.data.readers.source import FileOptions, Source, identify
 from gptj_ft.data.readers.tables import check_headers
-from gptj_ft.data.table import LABELLED, SCHEMA, TableWriter, empty_lists, to_arrow
+from gptj_ft.data.table import LABELLED, SCHEMA, TableWriter, TokenTable, empty_lists, to_arrow
 from gptj_ft.data.tokenization import RowTokenizer, Tokens, tokenize_by, tokenizer_digest
 from gptj_ft.data.validation import Checks
 from gptj_ft.errors import DataError, RowSkipped
@@ -35,7 +47,6 @@ CHUNK_ROWS = 500
 CHUNK_CHARACTERS = 2_000_000
 # Columns are chosen by the first rows: a name that turns up once in a million rows must not win.
 SURVEY_ROWS = 1000
-COUNTS = ("rows_read", "rows_kept", "rows_cut", "tokens_cut", "windows", "tokens", "target_tokens", "longest")
 
 
 class Texts(NamedTuple):
@@ -54,23 +65,23 @@ class RowEncoder:
         tokenizer: tokenizer of the model.
         reader: reader of the fields; ``None`` for rows that come as tokens.
         vocab_size: rows of the model's embedding; no token id may reach it.
+        checks: collector of warnings.
 
     Attributes:
-        counts: numbers of a `Report`.
-        skipped: skipped rows by reason.
-        checks: warnings.
+        counts: of rows, tokens and targets.
     """
 
-    def __init__(self, recipe: Recipe, tokenizer: RowTokenizer, reader: FieldReader | None, vocab_size: int) -> None:
+    def __init__(
+        self, recipe: Recipe, tokenizer: RowTokenizer, reader: FieldReader | None, vocab_size: int, checks: Checks
+    ) -> None:
         self._recipe, self._tokenizer, self._reader, self._vocab_size = recipe, tokenizer, reader, vocab_size
         self._known_ids = max(tokenizer.get_vocab().values(), default=vocab_size) + 1
         # The tokenizer's output needs no check if all of its tokens are the model's.
         self._needs_check = reader is None or self._known_ids > vocab_size
         self._tokenize = tokenize_by(tokenizer) if reader else lambda texts: []
         self._eos = eos_of(tokenizer) if reader else 0  # fails before all is read
-        self.checks = Checks(recipe)
-        self.counts = dict.fromkeys(COUNTS, 0)
-        self.skipped: dict[str, Occurrences] = {}
+        self._checks = checks
+        self.counts, self.labels = RowCounts(), LabelSet()
 
     def encode(self, rows: Sequence[Row]) -> pyarrow.RecordBatch:
         """Tokenize rows in one call of the tokenizer; return their documents."""
@@ -84,10 +95,9 @@ class RowEncoder:
         arrays += [empty_lists(SCHEMA.field(name).type, len(documents)) for name in LABELLED]
         return pyarrow.RecordBatch.from_arrays(arrays, schema=SCHEMA)
 
-    def skip(self, where: str, reason: str) -> None:
-        """Count a row that is left out."""
-        self.counts["rows_read"] += 1
-        self.skipped.setdefault(reason, Occurrences()).add(where)
+    def finish(self, writer: TableWriter) -> TokenTable:
+        """Return the rows that were written."""
+        return writer.table()
 
     def _render(self, row: Row) -> Texts | None:
         """Render a row by the templates; ``None`` if it is left out."""
@@ -97,10 +107,10 @@ class RowEncoder:
             found = self._reader.read(row.values)
             texts = parts(self._recipe, found.values)
         except RowSkipped as reason:
-            self.skip(row.where, str(reason))
+            self.counts.skip(row.where, str(reason))
             return None
         prompt = texts[0][0] if len(texts) == 2 else "".join(text for text, _ in texts[:-1])
-        self.checks.look(row, found, prompt, texts[-1][0])
+        self._checks.look(row, found, prompt, texts[-1][0])
         return Texts(row, found, texts)
 
     def _documents(self, texts: Texts, tokens: list[Tokens]) -> list[tuple[Any, ...]]:
@@ -116,7 +126,7 @@ class RowEncoder:
                 encoded = from_tokens(recipe, given, row.values.get(TRAINED))
                 group = content_hash(array("q", given).tobytes())
         except RowSkipped as reason:
-            self.skip(row.where, str(reason))
+            self.counts.skip(row.where, str(reason))
             return []
         except DataError as error:
             raise DataError(f"{row.where}: {error}") from error
@@ -126,12 +136,6 @@ class RowEncoder:
         return [(document, *rest, document is not first) for document in encoded.documents]
 
     def _count(self, row: Row, encoded: Encoded) -> None:
-        counts = self.counts
-        counts["rows_read"] += 1
-        counts["rows_kept"] += 1
-        counts["rows_cut"] += encoded.tokens_cut > 0
-        counts["tokens_cut"] += encoded.tokens_cut
-        counts["windows"] += len(encoded.documents)
         for ids in encoded.documents:
             if self._needs_check and (largest := max(ids)) >= self._vocab_size:
                 raise DataError(
@@ -139,10 +143,10 @@ class RowEncoder:
                     "the tokenizer is not this model's"
                 )
             if self._reader is None and max(ids) >= self._known_ids and ids is encoded.documents[0]:
-                self.checks.add(UNKNOWN_IDS, row.where)
-            counts["tokens"] += len(ids)
-            counts["target_tokens"] += num_targets(len(ids), encoded.prompt_length, encoded.untrained)
-            counts["longest"] = max(counts["longest"], len(ids))
+                self._checks.add(UNKNOWN_IDS, row.where)
+        sizes = [(len(ids), num_targets(len(ids), encoded.prompt_length, encoded.untrained))
+                 for ids in encoded.documents]  # fmt: skip
+        self.counts.keep(sizes, encoded.tokens_cut)
 
 
 def _tokens_of(row: Row) -> list[int]:
@@ -165,53 +169,73 @@ def tokenize_rows(
     source: Path | Source,
     vocab_size: int,
     progress: Callable[[int], None] | None = None,
+    *,
+    labels: Sequence[str] = (),
+    known_labels: Sequence[str] = (),
+    needs_target: bool = True,
 ) -> Prepared:
     """Tokenize the rows of files; report on every row: kept, cut, or skipped and why.
 
     The first rows are read twice: once to find the columns, before any work is done.
 
     Args:
-        recipe: templates, fields, length policy.
+        recipe: task, templates, fields, length policy.
         tokenizer: tokenizer of the model.
         source: path of a file or folder, a pattern, or the identified files.
         vocab_size: rows of the model's embedding; no token id may reach it.
         progress: called with the number of rows done.
+        labels: of a task with labels, their names in the order of ids, as the training rows have them; rows with other
+            labels are left out. Empty: found in the rows.
+        known_labels: names that the model has; their order holds if the rows have exactly these.
+        needs_target: whether rows without what is to be predicted are left out; else it is not looked for.
 
     Raises:
-        UsageError: no such file, templates that contradict each other, a tokenizer without EOS.
-        DataError: unreadable rows, a missing column, a token the model does not have, or no row left.
+        UsageError: no such file, templates that contradict each other, a tokenizer without EOS where one is needed.
+        DataError: unreadable rows, a missing column, a token the model does not have, no row left, or labels that
+            cannot be learnt.
     """
     check_templates(recipe)
     source = identify(source, FileOptions.of(recipe))
-    columns = find_columns(source, recipe)
-    reader = None if TOKENS in columns else FieldReader(columns, recipe)
-    encoder = RowEncoder(recipe, tokenizer, reader, vocab_size)
+    columns = find_columns(source, recipe, needs_target)
+    checks = Checks(recipe)
+    if recipe.task == "language-model":
+        reader = None if TOKENS in columns else FieldReader(columns, recipe)
+        encoder: RowEncoder | LabelledEncoder = RowEncoder(recipe, tokenizer, reader, vocab_size, checks)
+    else:
+        names = LabelSet(recipe.labels, labels, known_labels)
+        encoder = labelled_encoder(Setting(recipe, tokenizer, columns, names, checks, needs_target), vocab_size)
     digest = source.sha256  # before the rows are read
     findings = Findings(recipe.max_bad_rows)
+    counts = encoder.counts
     with _paused_garbage_collector(), TableWriter() as writer:
         for chunk in _chunks(read_rows(source, findings)):
             writer.write(encoder.encode(chunk))
             if progress:
-                progress(encoder.counts["rows_read"])
-        encoder.checks.close()
+                progress(counts.numbers["rows_read"])
+        checks.close()
         for where, problem in findings.bad:
-            encoder.skip(where, f"cannot be read: {problem}")
+            counts.skip(where, f"cannot be read: {problem}")
+        if not counts.numbers["rows_kept"]:
+            why = "; ".join(f"{why} ({of.count}, first at {of.first[0]})" for why, of in counts.skipped.items())
+            raise DataError(f"{source.path}: none of the {counts.numbers['rows_read']} rows can be trained on: {why}")
+        try:
+            table = encoder.finish(writer)
+        except DataError as error:
+            raise DataError(f"{source.path}: {error}") from error
         report = Report(
             files=tuple(str(file.path) for file in source.files),
             notes=tuple(findings.notes),
-            rows_skipped=encoder.skipped,
-            warnings=encoder.checks.found,
+            rows_skipped=counts.skipped,
+            warnings=checks.found,
             columns=columns,
             data_sha256=digest,
             tokenizer_sha256=tokenizer_digest(tokenizer),
             settings=settings_of(recipe),
-            labels=(),
-            **encoder.counts,
+            labels=encoder.labels.order(),
+            label_counts=encoder.labels.counts(),
+            **counts.numbers,
         )
-        if not report.rows_kept:
-            why = "; ".join(f"{why} ({of.count}, first at {of.first[0]})" for why, of in report.rows_skipped.items())
-            raise DataError(f"{source.path}: none of the {report.rows_read} rows can be trained on: {why}")
-        return Prepared(writer.table(), report)
+        return Prepared(table, report)
 
 
 @contextmanager
@@ -226,13 +250,19 @@ def _paused_garbage_collector() -> Iterator[None]:
             gc.enable()
 
 
-def find_columns(source: Source, recipe: Recipe) -> dict[str, str]:
+def find_columns(source: Source, recipe: Recipe, needs_target: bool = True) -> dict[str, str]:
     """Choose columns by the first rows, and by all only if those lack one.
+
+    Args:
+        source: the files.
+        recipe: its templates name the fields.
+        needs_target: whether there have to be columns for those of the answer.
 
     Raises:
         UnknownColumn: as `choose_columns`.
         DataError: unreadable rows among those that were looked at.
     """
+    fields = None if needs_target else input_fields(recipe)
     found: dict[str, None] = {}
     seen: dict[str, None] = {}  # with those that are null in every row
     findings, number = Findings(recipe.max_bad_rows), 0
@@ -243,13 +273,13 @@ def find_columns(source: Source, recipe: Recipe) -> dict[str, str]:
             number += 1
             seen.update(dict.fromkeys(row.values))
             found.update((column, None) for column, value in row.values.items() if value is not None)
-        if TOKENS in found and TOKENS not in recipe.fields and not recipe.map:
+        if TOKENS in found and recipe.task == "language-model" and TOKENS not in recipe.fields and not recipe.map:
             return {column: column for column in (TOKENS, TRAINED) if column in found}
         try:
-            return choose_columns(found, recipe)
+            return choose_columns(found, recipe, fields)
         except DataError as problem:
             error = problem
-    if empty := _empty_column(found, seen, recipe):
+    if empty := _empty_column(found, seen, recipe, fields):
         rows_seen = f"all {number:,} rows" if number > 1 else "its only row"
         raise DataError(f"{source.path}: column '{shortened(empty)}' is empty in {rows_seen}") from error
     if not isinstance(error, UnknownColumn):
@@ -258,10 +288,10 @@ def find_columns(source: Source, recipe: Recipe) -> dict[str, str]:
     raise UnknownColumn(f"{source.path}: {error}", error.field, error.choices) from error
 
 
-def _empty_column(found: Collection[str], seen: Collection[str], recipe: Recipe) -> str:
+def _empty_column(found: Collection[str], seen: Collection[str], recipe: Recipe, fields: Sequence[str] | None) -> str:
     """Return the column that would be chosen if it had a value in any row; empty if there is none."""
     with suppress(DataError):
-        return next((column for column in choose_columns(seen, recipe).values() if column not in found), "")
+        return next((column for column in choose_columns(seen, recipe, fields).values() if column not in found), "")
     return ""
 
 

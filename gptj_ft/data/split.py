@@ -37,7 +37,8 @@ def split(prepared: Prepared, holdout: float, seed: int) -> tuple[Prepared, Prep
     """Hold out a share of the rows; deterministic by seed, whatever the order of the rows.
 
     Rows that share a document stay together, and so do the windows of one, unless there is but one document. Where
-    rows have labels, each label is held out in its share. Each side gets at least one document.
+    rows have labels, each label is held out in its share; of a task with labels, none loses its only row to the held
+    ones, as it could not be learnt. Each side gets at least one document.
 
     Args:
         prepared: the data.
@@ -58,18 +59,29 @@ def split(prepared: Prepared, holdout: float, seed: int) -> tuple[Prepared, Prep
     if holdout == 0 or len(members) < 2:
         return prepared, None
     count = min(max(round(holdout * len(members)), 1), len(members) - 1)
-    is_held = _choose(members, labels, count, seed)[inverse]
+    is_held = _choose(members, labels, count, seed, keeps_one=bool(prepared.report.labels))[inverse]
     return select_rows(prepared, np.flatnonzero(~is_held)), select_rows(prepared, np.flatnonzero(is_held))
 
 
-def _choose(groups: _Numbers, labels: _Numbers, count: int, seed: int) -> NDArray[np.bool_]:
-    """Choose groups stratified by label; deterministic by seed and group."""
+def _choose(groups: _Numbers, labels: _Numbers, count: int, seed: int, keeps_one: bool) -> NDArray[np.bool_]:
+    """Choose groups stratified by label; deterministic by seed and group.
+
+    Args:
+        groups: hashes.
+        labels: of each, a number.
+        count: groups to choose.
+        seed: the recipe's.
+        keeps_one: whether of each label one is left, if there are other labels with more.
+    """
     sizes = np.bincount(labels)
+    most = sizes - 1 if keeps_one and (sizes - 1).sum() else sizes
+    count = min(count, int(most.sum()))
     shares = count * sizes / len(groups)
-    taken = shares.astype(np.int64)
+    taken = np.minimum(shares.astype(np.int64), most)
     # What rounding down has left goes to the labels that lost most by it.
-    for label in np.lexsort((np.arange(len(sizes)), taken - shares))[: count - int(taken.sum())]:
-        taken[label] += 1
+    while left := count - int(taken.sum()):
+        order = np.lexsort((np.arange(len(sizes)), taken - shares))
+        taken[order[taken[order] < most[order]][:left]] += 1
     order = np.lexsort((groups, _mixed(groups, seed), labels))
     place = np.arange(len(groups)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of each among those of its label
     chosen = np.zeros(len(groups), np.bool_)

@@ -33,9 +33,9 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     calls: list[Path] = []
     original = cache.tokenize_rows
 
-    def watched(recipe, tokenizer, source, *rest):
+    def watched(recipe, tokenizer, source, *rest, **asked):
         calls.append(source.path)
-        return original(recipe, tokenizer, source, *rest)
+        return original(recipe, tokenizer, source, *rest, **asked)
 
     monkeypatch.setattr(cache, "tokenize_rows", watched)
     return calls

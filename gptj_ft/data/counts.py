@@ -1,0 +1,45 @@
+"""Count rows, tokens and targets while rows are prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gptj_ft.data.readers.rows import Occurrences
+
+COUNTS = ("rows_read", "rows_kept", "rows_cut", "tokens_cut", "windows", "tokens", "target_tokens", "longest")
+
+
+class RowCounts:
+    """Counts what becomes of rows.
+
+    Attributes:
+        numbers: those of a `Report`, by its names.
+        skipped: skipped rows by reason.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = dict.fromkeys(COUNTS, 0)
+        self.skipped: dict[str, Occurrences] = {}
+
+    def skip(self, where: str, reason: str) -> None:
+        """Count a row that is left out."""
+        self.numbers["rows_read"] += 1
+        self.skipped.setdefault(reason, Occurrences()).add(where)
+
+    def keep(self, documents: Sequence[tuple[int, int]], tokens_cut: int) -> None:
+        """Count a row that is trained on.
+
+        Args:
+            documents: tokens and targets of each.
+            tokens_cut: how many tokens it has lost.
+        """
+        numbers = self.numbers
+        numbers["rows_read"] += 1
+        numbers["rows_kept"] += 1
+        numbers["rows_cut"] += tokens_cut > 0
+        numbers["tokens_cut"] += tokens_cut
+        numbers["windows"] += len(documents)
+        for tokens, targets in documents:
+            numbers["tokens"] += tokens
+            numbers["target_tokens"] += targets
+            numbers["longest"] = max(numbers["longest"], tokens)

@@ -1,0 +1,24 @@
+"""Choose the reader of a task's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gptj_ft.data.labelled.encoder import LabelledEncoder, Setting, TaskReader
+from gptj_ft.data.labelled.texts import NumberReader, SetReader, TextReader
+
+READERS: Mapping[str, type[TaskReader]] = {
+    "classification": TextReader,
+    "multi-label": SetReader,
+    "regression": NumberReader,
+}
+
+
+def labelled_encoder(setting: Setting, vocab_size: int) -> LabelledEncoder:
+    """Return what turns the rows of a task with labels into documents.
+
+    Args:
+        setting: what all rows have in common.
+        vocab_size: rows of the model's embedding; no token id may reach it.
+    """
+    return LabelledEncoder(setting, READERS[setting.recipe.task](setting), vocab_size)

@@ -1,0 +1,296 @@
+"""Read texts and pairs of texts that have a label, several labels, or a number."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow
+
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.columns import FieldReader, FieldTexts, cell_text, columns_of
+from gptj_ft.data.counts import RowCounts
+from gptj_ft.data.dataset import document_hash
+from gptj_ft.data.labelled.assembly import (
+    Document,
+    LabelledRow,
+    check_stride,
+    frame_tokens,
+    framed,
+    kept_of,
+    longest_first,
+    windows_of,
+)
+from gptj_ft.data.labelled.encoder import Setting, TaskReader, renumbered, with_columns
+from gptj_ft.data.labelled.labels import label_text
+from gptj_ft.data.readers.rows import Row
+from gptj_ft.data.table import SCHEMA, TokenTable, empty_lists, to_arrow, to_python
+from gptj_ft.data.template import fields_of, render
+from gptj_ft.data.tokenization import tokenize
+from gptj_ft.errors import DataError, RowSkipped, UsageError
+from gptj_ft.system.plain_text import shortened
+
+JOINT = "\n"  # between two texts, where a tokenizer has nothing to stand there
+SEPARATORS = (";", "|", ",")  # of labels in one text: the first that is there
+YES, NO = frozenset(("1", "1.0", "true", "yes", "y", "t")), frozenset(("0", "0.0", "false", "no", "n", "f", "", "-"))
+LONGEST_LIST = 100_000  # characters of a list that stands in a text
+
+
+class Answer(NamedTuple):
+    """What a row is labelled with.
+
+    Attributes:
+        names: its labels.
+        value: its number.
+    """
+
+    names: Sequence[str] = ()
+    value: float | None = None
+
+
+class _Read(NamedTuple):
+    found: FieldTexts
+    answer: Answer
+
+
+class TextReader(TaskReader):
+    """Reads texts or pairs that have one label each; the base of the readers of what else a text may have."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        recipe, frame = setting.recipe, setting.frame
+        self._is_pair = bool(recipe.pair)
+        inputs = {*fields_of(recipe.prompt), *fields_of(recipe.pair)}
+        self._inputs = FieldReader({name: of for name, of in setting.columns.items() if name in inputs}, recipe)
+        self._targets = {name: of for name, of in setting.columns.items() if name in fields_of(recipe.completion)}
+        self._cut_side = _cut_side(recipe)
+        if not frame.is_there:
+            frame = frame._replace(middle=tuple(tokenize(setting.tokenizer, [JOINT])[0]))
+        self._frame = frame
+        self._room = recipe.max_length - frame_tokens(frame, self._is_pair)
+        if self._room < 1 + self._is_pair:
+            raise UsageError(f"max_length: {recipe.max_length} tokens leave no room for a text")
+        if recipe.on_long == "split":
+            check_stride(recipe.stride, recipe.max_length, frame, self._is_pair)
+
+    def read(self, row: Row) -> tuple[list[str], _Read]:
+        recipe = self.setting.recipe
+        found = self._inputs.read(row.values)
+        for name in (*fields_of(recipe.prompt), *fields_of(recipe.pair)):
+            if not found.values[name].strip():
+                raise RowSkipped(f"the field '{name}' is empty")
+        texts = [render(template, found.values) for template in (recipe.prompt, recipe.pair) if template]
+        answer = self._answer(row, found.values) if self.setting.needs_target else Answer()
+        self.setting.checks.look(row, found, "\0".join(texts), ", ".join(answer.names))
+        return texts, _Read(found, answer)
+
+    def row_of(self, row: Row, read: _Read, tokens: list[Any]) -> LabelledRow:
+        pieces, tokens_cut = self._pieces(tokens)
+        documents = []
+        label, references, targets, values = self._labelled(row, read.answer)
+        for first, second in pieces:
+            ids, borders = framed(self._frame, first, second)
+            mark = 0 if self._frame.is_there else len(ids) - 1
+            documents.append(Document(ids, borders, (mark,), targets, values))
+        group = document_hash(self.setting.recipe, read.found.values)
+        return LabelledRow(documents, group, label, references, tokens_cut)
+
+    def finish(self, table: TokenTable, counts: RowCounts) -> TokenTable:
+        if not self.setting.needs_target:
+            return table
+        self.setting.labels.check(counts.numbers["rows_kept"])
+        return renumbered(table, self.setting.labels.renumbering())
+
+    def warnings(self) -> dict[str, Any]:
+        return self.setting.labels.warnings() if self.setting.needs_target else {}
+
+    def _answer(self, row: Row, values: Mapping[str, Any]) -> Answer:
+        """Read the label of a row.
+
+        Raises:
+            RowSkipped: it has none, or several, or one that is not known.
+        """
+        names = dict.fromkeys(self.setting.labels.name_of(text) for text in self._target_texts(row, values))
+        if len(names) > 1:
+            raise RowSkipped("several labels in one row, which is for task=multi-label")
+        return Answer(tuple(names))
+
+    def _labelled(self, row: Row, answer: Answer) -> tuple[str, Sequence[str], Sequence[int], Sequence[float]]:
+        """Return label, references, targets and values of a row that is kept; count its labels."""
+        if not answer.names:
+            return "", (), (0,), ()
+        (name,) = answer.names
+        return name, (name,), (self.setting.labels.add(name, row.where),), ()
+
+    def _target_texts(self, row: Row, values: Mapping[str, Any]) -> list[str]:
+        """Return what the template of the answer says: a text, or each of those in a list."""
+        cells = {}
+        for field, column in self._targets.items():
+            cell = row.values.get(column)
+            texts = [cell_text(item) for item in (cell if isinstance(cell, list) else [cell])]
+            cells[field] = [text for text in texts if text is not None and text.strip()]
+            if not cells[field]:
+                raise RowSkipped(f"no value for column '{shortened(column)}'")
+        count = max(map(len, cells.values()))
+        chosen = [{field: of[min(number, len(of) - 1)] for field, of in cells.items()} for number in range(count)]
+        return [render(self.setting.recipe.completion, {**values, **each}) for each in chosen]
+
+    def _pieces(self, tokens: list[Any]) -> tuple[list[tuple[Sequence[int], Sequence[int] | None]], int]:
+        """Return the tokens of the first and the second text of each document, and how many tokens are lost."""
+        first, second = tokens if self._is_pair else (tokens[0], None)
+        if not len(first) or (second is not None and not len(second)):
+            raise RowSkipped("no tokens")
+        recipe, room = self.setting.recipe, self._room
+        count = len(first) + len(second or ())
+        if count <= room:
+            return [(first, second)], 0
+        if recipe.on_long == "skip":
+            raise RowSkipped("longer than max_length")
+        if recipe.on_long == "error":
+            whole = recipe.max_length - room + count
+            raise DataError(
+                f"{whole} tokens, max_length is {recipe.max_length}; raise it, or set on_long to shorten, split or skip"
+            )
+        if recipe.on_long == "split":
+            if second is None:
+                return [(first[start:end], None) for start, end in windows_of(count, room, recipe.stride)], 0
+            spans = windows_of(len(second), room - len(first), recipe.stride)
+            return [(first, second[start:end]) for start, end in spans], 0
+        if second is None:
+            return [(kept_of(first, room, recipe.cut), None)], count - room
+        keep = self._lengths(len(first), len(second))
+        return [(kept_of(first, keep[0], recipe.cut), kept_of(second, keep[1], recipe.cut))], count - room
+
+    def _lengths(self, first: int, second: int) -> tuple[int, int]:
+        """Return how many tokens of a pair are kept: of the one that may be cut, or of the longer one."""
+        if self._cut_side is None:
+            return longest_first(first, second, self._room)
+        other = second if self._cut_side == 0 else first
+        if other >= self._room:
+            raise RowSkipped(f"too long: no room for any part of '{self.setting.recipe.shorten}'")
+        return (self._room - other, other) if self._cut_side == 0 else (other, self._room - other)
+
+
+def _cut_side(recipe: Recipe) -> int | None:
+    """Return which text of a pair is cut, 0 or 1; ``None``: the longer one."""
+    if not recipe.shorten:
+        return None
+    return 0 if recipe.shorten in fields_of(recipe.prompt) else 1
+
+
+class NumberReader(TextReader):
+    """Reads texts or pairs that have a number each."""
+
+    def _answer(self, row: Row, values: Mapping[str, Any]) -> Answer:
+        texts = self._target_texts(row, values)
+        try:
+            (number,) = map(float, texts)
+        except ValueError:
+            raise RowSkipped(f"'{shortened(texts[0].strip())}' is no number") from None
+        if not math.isfinite(number):
+            raise RowSkipped(f"'{texts[0].strip()}' is no finite number")
+        return Answer(value=number)
+
+    def _labelled(self, row: Row, answer: Answer) -> tuple[str, Sequence[str], Sequence[int], Sequence[float]]:
+        if answer.value is None:
+            return "", (), (0,), ()
+        return "", (repr(answer.value),), (0,), (answer.value,)
+
+    def finish(self, table: TokenTable, counts: RowCounts) -> TokenTable:
+        return table
+
+    def warnings(self) -> dict[str, Any]:
+        return {}
+
+
+class SetReader(TextReader):
+    """Reads texts or pairs that have any number of labels: in a list, in a text, or in a column each of yes and no."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        if setting.needs_target and len(self._targets) != 1:
+            raise UsageError(
+                "completion: of task=multi-label it is one field, e.g. {{ label }}; labels that have a column each are "
+                "named by --map label=first+second"
+            )
+
+    def _answer(self, row: Row, values: Mapping[str, Any]) -> Answer:
+        (column,) = self._targets.values()
+        several = columns_of(column, row.values)
+        if len(several) > 1:
+            self.setting.labels.expect(map(self.setting.labels.name_of, several))
+            found = [name for name in several if self._says_yes(name, row.values.get(name))]
+        else:
+            found = self._in_cell(row, column, row.values.get(column))
+        names = dict.fromkeys(self.setting.labels.name_of(text) for text in found)
+        return Answer(tuple(names))
+
+    def _in_cell(self, row: Row, column: str, cell: Any) -> list[str]:
+        """Return the labels in a cell: of a list, its items; of a text, what separators are between."""
+        if cell is None:
+            raise RowSkipped(f"no value for column '{shortened(column)}'")
+        if isinstance(cell, dict):
+            return [name for name, said in cell.items() if self._says_yes(name, said)]
+        if isinstance(cell, str):
+            cell = self._items_in(row, cell)
+        items = cell if isinstance(cell, list) else [cell]
+        texts = [text for item in items if (text := cell_text(item)) is not None]
+        return [text for text in texts if text.strip()]
+
+    def _items_in(self, row: Row, text: str) -> list[Any]:
+        stripped = text.strip()
+        if stripped.startswith("[") and len(stripped) < LONGEST_LIST:
+            for parse in (json.loads, ast.literal_eval):  # a list of Python, as pandas writes it into a table
+                try:
+                    items = parse(stripped)
+                except (ValueError, SyntaxError, RecursionError, MemoryError):
+                    continue
+                if isinstance(items, list):
+                    return items
+        if label_text(stripped) in self.setting.labels.found:  # a label with a comma in its name
+            return [stripped]
+        for separator in SEPARATORS:
+            if separator in stripped:
+                self.setting.checks.add(f"a text of several labels, which '{separator}' separates", row.where)
+                return stripped.split(separator)
+        return [stripped] if stripped else []
+
+    def _says_yes(self, name: str, said: Any) -> bool:
+        """Tell whether a cell of a label's own column says that a row has it.
+
+        Raises:
+            RowSkipped: it says neither.
+        """
+        text = "" if said is None else str(said).strip().casefold()
+        if text not in YES and text not in NO:
+            raise RowSkipped(f"column '{shortened(name)}' has '{shortened(text)}', which is neither 1 nor 0")
+        return text in YES
+
+    def _labelled(self, row: Row, answer: Answer) -> tuple[str, Sequence[str], Sequence[int], Sequence[float]]:
+        ids = [self.setting.labels.add(name, row.where) for name in answer.names]
+        names = tuple(answer.names)
+        return "; ".join(sorted(names)), names, ids, ()  # `finish` makes values of the ids, once it knows all labels
+
+    def finish(self, table: TokenTable, counts: RowCounts) -> TokenTable:
+        labels = self.setting.labels
+        if self.setting.needs_target:
+            labels.check(counts.numbers["rows_kept"], fewest=1)
+        count, ids = len(labels.found), labels.renumbering()
+
+        def change(columns: dict[str, pyarrow.Array]) -> dict[str, pyarrow.Array]:
+            targets = columns["targets"]
+            values = np.zeros((len(targets), count))
+            for row, found in enumerate(to_python(targets)):
+                values[row, ids[found]] = 1.0
+            kind = SCHEMA.field("values").type
+            has = self.setting.needs_target
+            return {
+                "targets": to_arrow(SCHEMA.field("targets").type, [(0,)] * len(targets)),
+                "values": to_arrow(kind, values.tolist()) if has else empty_lists(kind, len(targets)),
+            }
+
+        return with_columns(table, change)
