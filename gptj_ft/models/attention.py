@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptj_ft.models.batch import Bucket, PackedBatch
+from gptj_ft.models.batch import Bucket, Documents, PackedBatch
 from gptj_ft.models.dropout import Dropout, NoiseSpan
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def attend(
     Returns: [T, N, H].
     """
     if dropout is not None and dropout.rate and batch.seeds is not None:
-        return attend_in_buckets(q_TNH, k_TNH, v_TNH, batch, scale, dropout, is_causal=True)
+        return attend_in_buckets(q_TNH, k_TNH, v_TNH, batch.documents, scale, dropout, is_causal=True)
     if batch.cache is not None:
         if batch.is_decode_step:
             return batch.cache.attend(layer, q_TNH, k_TNH, v_TNH, scale)
@@ -139,14 +139,14 @@ def attend_both_ways(
     drops = dropout is not None and dropout.rate and batch.seeds is not None
     if not drops and takes_ragged(q_TNH.device, q_TNH.dtype, q_TNH.shape[-1]):
         return attend_ragged(q_TNH, k_TNH, v_TNH, batch, is_causal=False)
-    return attend_in_buckets(q_TNH, k_TNH, v_TNH, batch, None, dropout if drops else None)
+    return attend_in_buckets(q_TNH, k_TNH, v_TNH, batch.documents, None, dropout)
 
 
 def attend_in_buckets(
     q_TNH: Tensor,
     k_TNH: Tensor,
     v_TNH: Tensor,
-    batch: PackedBatch,
+    documents: Documents,
     scale: float | None = None,
     dropout: Dropout | None = None,
     is_causal: bool = False,
@@ -155,12 +155,13 @@ def attend_in_buckets(
 
     Args:
         q_TNH, k_TNH, v_TNH: queries, keys and values.
-        batch: micro-batch.
+        documents: where the documents are.
         scale: of the scores; default 1/sqrt(H).
         dropout: dropout of the weights, which no fused kernel has by documents; default: none.
         is_causal: whether a token sees no later ones.
     """
-    buckets, places_T = batch.buckets
+    buckets, places_T = documents.buckets
+    drops = dropout is not None and dropout.rate and documents.seeds is not None
     outputs = []
     for bucket in buckets:
         q, k, v = (x[bucket.rows_GL].transpose(1, 2) for x in (q_TNH, k_TNH, v_TNH))
@@ -168,23 +169,23 @@ def attend_in_buckets(
         seen_GLL = bucket.is_token_GL[:, None, None].expand(-1, 1, length, -1)
         if is_causal:
             seen_GLL = seen_GLL & torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-        if dropout is None:
+        if dropout is None or not drops:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen_GLL, scale=scale)
         else:
             scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
             weights = scores.masked_fill(~seen_GLL, -math.inf).softmax(-1, dtype=torch.float32).to(v.dtype)
-            out = dropout.apply_mask(weights, _kept(bucket, batch, dropout, q.shape[1])) @ v
+            out = dropout.apply_mask(weights, _kept(bucket, documents, dropout, q.shape[1])) @ v
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[places_T]
 
 
-def _kept(bucket: Bucket, batch: PackedBatch, dropout: Dropout, num_heads: int) -> Tensor:
+def _kept(bucket: Bucket, documents: Documents, dropout: Dropout, num_heads: int) -> Tensor:
     """Draw which attention weights stay, bool [G, N, L, L]: of each document by itself."""
-    assert batch.seeds is not None
-    device, padded = bucket.rows_GL.device, bucket.rows_GL.shape[1]
+    assert documents.seeds is not None
+    device, padded, ends = bucket.rows_GL.device, bucket.rows_GL.shape[1], documents.cu_seqlens
     kept = torch.zeros(len(bucket.documents), num_heads, padded, padded, dtype=torch.bool, device=device)
     for place, document in enumerate(bucket.documents):
-        length = batch.cu_seqlens[document + 1] - batch.cu_seqlens[document]
-        span = NoiseSpan(batch.seeds[document], 0, num_heads, num_heads)
+        length = ends[document + 1] - ends[document]
+        span = NoiseSpan(documents.seeds[document], 0, num_heads, num_heads)
         kept[place, :, :length, :length] = dropout.mask(span, (length, length), device)
     return kept

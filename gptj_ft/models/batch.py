@@ -36,6 +36,16 @@ class Marks(NamedTuple):
     values: Sequence[float] = ()
 
 
+def padded_length(length: int) -> int:
+    """Return the length that a document is filled up to for attention: by its own length alone, a few for all.
+
+    >>> [padded_length(length) for length in (1, 8, 13, 70, 300)]
+    [8, 8, 16, 96, 320]
+    """
+    step = 8 if length <= 32 else 16 if length <= 64 else 32 if length <= 256 else 64
+    return -(-length // step) * step
+
+
 class Bucket(NamedTuple):
     """Documents whose attention is computed together, each filled up to the same length.
 
@@ -50,14 +60,39 @@ class Bucket(NamedTuple):
     is_token_GL: Tensor
 
 
-def padded_length(length: int) -> int:
-    """Return the length that a document is filled up to for attention: by its own length alone, a few for all.
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of packed rows are, for attention inside each.
 
-    >>> [padded_length(length) for length in (1, 8, 13, 70, 300)]
-    [8, 8, 16, 96, 320]
+    Attributes:
+        cu_seqlens: cumulative lengths: document ``d`` is ``cu_seqlens[d]:cu_seqlens[d + 1]``; it may be empty.
+        seeds: seed of what training drops of each document; ``None``: nothing is dropped.
+        device: device of the rows.
     """
-    step = 8 if length <= 32 else 16 if length <= 64 else 32 if length <= 256 else 64
-    return -(-length // step) * step
+
+    cu_seqlens: tuple[int, ...]
+    seeds: tuple[int, ...] | None
+    device: torch.device
+
+    @cached_property
+    def buckets(self) -> tuple[list[Bucket], Tensor]:
+        """Documents of about the same length, and where the rows are in all buckets together."""
+        lengths = [end - start for start, end in pairwise(self.cu_seqlens)]
+        groups: dict[int, list[int]] = {}
+        for document, length in enumerate(lengths):
+            if length:
+                groups.setdefault(padded_length(length), []).append(document)
+        buckets, places_T, before = [], torch.empty(self.cu_seqlens[-1], dtype=torch.int64), 0
+        for padded, documents in sorted(groups.items()):
+            starts = torch.tensor([self.cu_seqlens[document] for document in documents])[:, None]
+            of_G = torch.tensor([lengths[document] for document in documents])[:, None]
+            slots_L = torch.arange(padded)
+            is_token_GL = slots_L < of_G
+            rows_GL = torch.where(is_token_GL, starts + slots_L, starts)
+            places_T[rows_GL[is_token_GL]] = before + is_token_GL.flatten().nonzero().squeeze(-1)
+            before += rows_GL.numel()
+            buckets.append(Bucket(tuple(documents), rows_GL.to(self.device), is_token_GL.to(self.device)))
+        return buckets, places_T.to(self.device)
 
 
 @dataclass(frozen=True)
@@ -134,24 +169,9 @@ class PackedBatch:
         return tuple(before[torch.tensor(self.cu_seqlens[1:]) - 1].tolist())
 
     @cached_property
-    def buckets(self) -> tuple[list[Bucket], Tensor]:
-        """Documents of about the same length, and where the tokens of the batch are in all buckets together."""
-        lengths = [end - start for start, end in pairwise(self.cu_seqlens)]
-        groups: dict[int, list[int]] = {}
-        for document, length in enumerate(lengths):
-            groups.setdefault(padded_length(length), []).append(document)
-        buckets, places_T, before = [], torch.empty(self.cu_seqlens[-1], dtype=torch.int64), 0
-        for padded, documents in sorted(groups.items()):
-            starts = torch.tensor([self.cu_seqlens[document] for document in documents])[:, None]
-            of_G = torch.tensor([lengths[document] for document in documents])[:, None]
-            slots_L = torch.arange(padded)
-            is_token_GL = slots_L < of_G
-            rows_GL = torch.where(is_token_GL, starts + slots_L, starts)
-            places_T[rows_GL[is_token_GL]] = before + is_token_GL.flatten().nonzero().squeeze(-1)
-            before += rows_GL.numel()
-            device = self.tokens_T.device
-            buckets.append(Bucket(tuple(documents), rows_GL.to(device), is_token_GL.to(device)))
-        return buckets, places_T.to(self.tokens_T.device)
+    def documents(self) -> Documents:
+        """Where its documents are."""
+        return Documents(self.cu_seqlens, self.seeds, self.tokens_T.device)
 
     def head_rows(self, start: int, stop: int, with_ends: bool = False) -> HeadRows:
         """Describe some of the rows that carry a target, for the head; with the ends of documents, if it asks."""
@@ -161,7 +181,7 @@ class PackedBatch:
         spans = [
             NoiseSpan(seed, max(start - first, 0), min(stop, end) - first, end - first)
             for seed, (first, end) in zip(self.seeds, pairwise((0, *self.row_ends)), strict=True)
-            if first < stop and end > start
+            if with_ends or (first < stop and end > start)
         ]
         return HeadRows(noise=tuple(spans), ends=ends)
 

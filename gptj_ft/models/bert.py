@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptj_ft.errors import DataError
+from gptj_ft.models import bertsum
 from gptj_ft.models.attention import attend_both_ways
 from gptj_ft.models.batch import HeadRows, PackedBatch, Poll
 from gptj_ft.models.dropout import Dropout
@@ -302,6 +303,7 @@ FAMILY = Family(
             "classifier": ("head", "classifier"),
             "qa_outputs": ("head", "qa_outputs"),
         }),
+        **bertsum.KEYS,
         **dict.fromkeys(PRETRAINING),
     },
     lora_targets=("query", "value"),  # PEFT's for BERT
@@ -312,6 +314,7 @@ FAMILY = Family(
         ),
         HeadForm("BertForTokenClassification", Classifier, "classifier", (), ("token-labels",)),
         HeadForm("BertForQuestionAnswering", SpanOutputs, "qa_outputs", (), ("spans",)),
+        bertsum.FORM,
     ),
     prefix="bert.",
     trunk=frozenset({"embeddings", "encoder", "pooler"}),

@@ -57,7 +57,7 @@ def decoder_heads(prefix: str, has_token_labels: bool) -> tuple[HeadForm, ...]:
 
 
 def initialise_head(architecture: Architecture, name: str, view: Tensor, key: tuple[object, ...]) -> None:
-    """Initialise a parameter of a head that a checkpoint lacks: matrices normal, as the config says, biases zero.
+    """Initialise a parameter of a head that a checkpoint lacks: as the head has it, or matrices normal, biases zero.
 
     Args:
         architecture: model.
@@ -65,9 +65,12 @@ def initialise_head(architecture: Architecture, name: str, view: Tensor, key: tu
         view: view of its memory.
         key: key of the random numbers; the same key gives the same numbers.
     """
-    if view.ndim < 2:
-        view.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
-        return
-    values = torch.empty(view.shape)
+    head, values = architecture.head, torch.empty(view.shape)
     generator = torch.Generator().manual_seed(seed_of((*key, name)))
-    view.copy_(values.normal_(0.0, architecture.config.initializer_range, generator=generator))
+    if head is not None and head.initialise is not None:
+        head.initialise(architecture.layers()[-1], name, values, generator)
+    elif view.ndim < 2:
+        values.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+    else:
+        values.normal_(0.0, architecture.config.initializer_range, generator=generator)
+    view.copy_(values)

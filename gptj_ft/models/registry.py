@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gptj_ft.config.options import Task
 from gptj_ft.errors import DataError, UsageError
@@ -59,6 +59,8 @@ class HeadForm:
         output: the module in it that gives the outputs: new wherever the labels are others.
         kept: its parameters that a pre-trained model must have; what else is missing there begins as new.
         tasks: what it can be trained for.
+        initialise: gives the parameter of that name in the head its first random values, by a generator; ``None``:
+            matrices normal, as the config says, biases zero.
     """
 
     class_name: str
@@ -66,6 +68,7 @@ class HeadForm:
     output: str
     kept: tuple[str, ...]
     tasks: tuple[Task, ...]
+    initialise: Callable[[nn.Module, str, Tensor, torch.Generator], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class Family:
         Raises:
             KeyError: the architecture has no such tensor.
         """
-        number = re.search(r"\.(\d+)\.", name)
+        number = None if name in self.keys else re.search(r"\.(\d+)\.", name)  # heads have numbered parts, too
         home = self.keys[name.replace(number[0], ".{}.", 1) if number else name]
         if home is None:
             return None

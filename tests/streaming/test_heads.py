@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from support.bertsum_reference import BertSumExt
 from support.small_stack import CPU, LITTLE
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from gptj_ft.streaming.objective import objective_of
 from gptj_ft.streaming.open import load_weights, open_for_training
 from gptj_ft.streaming.prefetch import Prefetcher
 from gptj_ft.streaming.schedule import inference_tasks
-from gptj_ft.streaming.step import evaluate_losses, train_step
+from gptj_ft.streaming.step import evaluate_losses, head_outputs, train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.training.restore import optimizer_config
 from gptj_ft.training.setup import trained_architecture
@@ -44,6 +45,7 @@ CLASSES = {
     "regression": "ForSequenceClassification",
     "token-labels": "ForTokenClassification",
     "spans": "ForQuestionAnswering",
+    "sentences": "SumExt",
 }
 Oracle = Any
 
@@ -65,6 +67,9 @@ def marks_of(task: str, is_encoder: bool = True) -> list[Marks]:
             marks.append(Marks(borders, at, (0,), (float(number % 2), float(number % 3 == 0), 1.0)))
         elif task == "regression":
             marks.append(Marks(borders, at, (0,), (number / 3 - 1,)))
+        elif task == "sentences":
+            places = tuple(range(0, length, 2 + number % 4))
+            marks.append(Marks(places[1:], places, tuple(place % 2 for place in places)))
         elif task == "token-labels":
             marks.append(Marks((), tuple(range(1, length, 3)), tuple(place % 3 for place in range(1, length, 3))))
         else:
@@ -77,14 +82,15 @@ def make(folder: Path, task: str, family: str) -> Oracle:
     problem = {"multi-label": "multi_label_classification", "regression": "regression"}.get(task)
     labels = {0: "score"} if task == "regression" else dict(enumerate(LABELS))
     more = {"id2label": labels, "label2id": {name: number for number, name in labels.items()}, "problem_type": problem}
-    more = {} if task == "spans" else more
+    more = {} if task in ("spans", "sentences") else more
     config: Any = (
         transformers.BertConfig(**BERT, attention_probs_dropout_prob=0.0, **more)
         if family == "Bert"
         else transformers.GPT2Config(**GPT2, **NO_DROPOUT, pad_token_id=0, **more)
     )
     torch.manual_seed(0)
-    oracle = getattr(transformers, family + CLASSES[task])(config).eval()
+    oracle = BertSumExt(config) if task == "sentences" else getattr(transformers, family + CLASSES[task])(config)
+    oracle.eval()
     for name, parameter in oracle.named_parameters():
         parameter.data += torch.randn(parameter.shape) * (0.1 if "orm" in name or "ln_" in name else 0.05)
     oracle.save_pretrained(folder)
@@ -98,7 +104,7 @@ def open_training(
     places: tuple[str, ...] = ("device", "device"),
     budget: BufferBudget = BufferBudget(),
 ) -> OffloadedModel:
-    labels = () if recipe.task in ("regression", "spans") else LABELS
+    labels = () if recipe.task in ("regression", "spans", "sentences") else LABELS
     architecture = trained_architecture(recipe, folder, labels)
     placement: Any = Placement(*places)
     selection = select(architecture, recipe)
@@ -123,7 +129,7 @@ def oracle_loss(oracle: Oracle, task: str, is_encoder: bool = True) -> Tensor:
     for row, (tokens, mark) in enumerate(zip(docs, marks, strict=True)):
         ids[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(tokens), 1
         for border in mark.borders:
-            types[row, border : len(tokens)] = 1
+            types[row, border : len(tokens)] ^= 1
         if task == "token-labels":
             words[row, list(mark.marks)] = torch.tensor(mark.targets)
     inputs = {"input_ids": ids, "attention_mask": mask, **({"token_type_ids": types} if is_encoder else {})}
@@ -134,13 +140,15 @@ def oracle_loss(oracle: Oracle, task: str, is_encoder: bool = True) -> Tensor:
         return (F.cross_entropy(scores[0], first) + F.cross_entropy(scores[1], last)) / 2
     if task == "token-labels":
         return oracle(**inputs, labels=words).loss
+    if task == "sentences":
+        return oracle(inputs, [mark.marks for mark in marks], [mark.targets for mark in marks])
     values = torch.tensor([mark.values for mark in marks])
     classes = torch.tensor([mark.targets[0] for mark in marks])
     labels = {"classification": classes, "multi-label": values, "regression": values.flatten()}[task]
     return oracle(**inputs, labels=labels).loss
 
 
-FORMS = [("Bert", task) for task in TASKS] + [("GPT2", task) for task in TASKS]
+FORMS = [("Bert", task) for task in (*TASKS, "sentences")] + [("GPT2", task) for task in TASKS]
 
 
 @pytest.mark.parametrize(("family", "task"), FORMS)
@@ -215,9 +223,10 @@ def test_dropout_is_the_same_wherever_weights_are_and_whatever_is_recomputed(tmp
             assert all(torch.equal(ours[name], others[name]) for name in others)
 
 
-def test_dropout_does_not_depend_on_who_shares_a_micro_batch(tmp_path: Path) -> None:
-    make(tmp_path / "model", "token-labels", "Bert")
-    recipe = Recipe.model_validate({"task": "token-labels", "dropout": 0.2, "attention_dropout": 0.1})
+@pytest.mark.parametrize("task", ["token-labels", "sentences"])
+def test_dropout_does_not_depend_on_who_shares_a_micro_batch(tmp_path: Path, task: str) -> None:
+    make(tmp_path / "model", task, "Bert")
+    recipe = Recipe.model_validate({"task": task, "dropout": 0.2, "attention_dropout": 0.1})
     results = [
         train(tmp_path / "model", tmp_path / str(tokens), recipe, ("device", "device"), BufferBudget(), tokens)
         for tokens in (48, 1000)
@@ -308,3 +317,31 @@ def test_a_head_that_a_model_lacks_begins_as_random_numbers_of_the_seed(tmp_path
     assert not torch.equal(heads[0]["classifier.weight"], heads[2]["classifier.weight"])
     assert not heads[0]["classifier.bias"].any()
     assert torch.equal(heads[0]["pooler.weight"], heads[2]["pooler.weight"])
+
+
+def test_the_head_for_sentences_begins_as_its_authors_make_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    transformers.BertModel(transformers.BertConfig(**BERT)).save_pretrained(tmp_path / "base")
+    stack = open_training(tmp_path / "base", tmp_path, Recipe.model_validate({"task": "sentences"}))
+    *_, head = Prefetcher(stack, inference_tasks(range(len(stack.layers))))
+    values = {name: view.clone() for name, view in head.parameters().items()}
+    stack.close()
+    inner, width = values["transformer_inter.1.feed_forward.w_1.weight"].shape
+    bounds = {"feed_forward.w_1.weight": (6 / (inner + width)) ** 0.5, "feed_forward.w_2.bias": inner**-0.5}
+    for name, bound in bounds.items():
+        largest = values[f"transformer_inter.1.{name}"].abs().max().item()
+        assert 0.8 * bound < largest <= bound
+    assert torch.equal(values["layer_norm.weight"], torch.ones(width))
+    assert not values["layer_norm.bias"].any()
+
+
+def test_sentences_of_one_document_do_not_see_those_of_another(tmp_path: Path) -> None:
+    make(tmp_path / "model", "sentences", "Bert")
+    recipe = Recipe.model_validate({"task": "sentences"})
+    stack = open_training(tmp_path / "model", tmp_path, recipe)
+    together, apart = (
+        torch.cat(list(head_outputs(stack, batches_of("sentences", budget), objective_of(recipe))))
+        for budget in (1000, 1)
+    )
+    stack.close()
+    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-6)
