@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from gptj_ft.data.readers.source import Source
 
 
+# Repositories of the Hub that have kept the names from before it had owners.
+WITHOUT_OWNER = r"(bert|roberta|xlm-roberta|gpt2)(-[a-z-]+)?"
+
+
 def find_model(name: str) -> Path:
     """Return the folder a user means by a model's, or an adapter's, name.
 
@@ -66,6 +70,7 @@ def _why_no_model(name: str, given: Path) -> str:
     hint = did_you_mean(name, [*known, *TINY_MODELS])
     owner, _, repository = name.partition("/")
     is_hub_name = all(re.fullmatch(r"\w[\w.-]*", part) for part in (owner, repository)) and not Path(owner).exists()
+    is_hub_name = is_hub_name or re.fullmatch(WITHOUT_OWNER, name) is not None
     download = f"; to fetch it from the Hub type `gptj-ft download {name}`" if is_hub_name else ""
     return f"no model '{name}': neither a folder nor a model in {models()}{hint}{download}"
 

@@ -26,6 +26,7 @@ from gptj_ft.checkpoints.model_folder import (
     check_tensors,
     copy_files,
     copy_origin,
+    heads_left_out,
     write_companions,
     write_json_file,
 )
@@ -85,7 +86,10 @@ class ConvertReport:
         parameters: number of parameters in them.
         bytes: size of the weights as stored, without moments.
         dtype: stored type, or ``mixed``.
-        dropped: names of the source's tensors that a model does not need (masks of old files).
+        dropped: names of the source's tensors that a model does not need (masks of old files, heads of pre-training).
+        left_out: names of those among them that are weights.
+        missing: names of tensors that files of a pre-trained model may lack: a run that needs them begins with random
+            ones.
         not_finite: names of tensors that hold NaN or infinity, which were carried over as they are.
         has_left_moments: whether optimizer moments of the source were left out.
         updates: number of updates that the converted moments have seen; ``None``: no moments were converted.
@@ -98,6 +102,8 @@ class ConvertReport:
     bytes: int
     dtype: str
     dropped: tuple[str, ...]
+    left_out: tuple[str, ...]
+    missing: tuple[str, ...]
     not_finite: tuple[str, ...]
     has_left_moments: bool
     updates: int | None
@@ -152,6 +158,10 @@ def convert(
             bytes=work.weights.bytes,
             dtype=dtype_name(work.weights.entries.values()),
             dropped=tuple(dropped),
+            left_out=heads_left_out(opened.architecture, dropped),
+            missing=tuple(sorted(opened.architecture.family.optional - work.weights.entries.keys()))
+            if opened.architecture.task is None
+            else (),
             not_finite=tuple(sorted(work.not_finite())),
             has_left_moments=opened.open_moments is not None and moments is None,
             updates=None if moments is None else moments.updates,

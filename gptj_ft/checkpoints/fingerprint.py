@@ -51,6 +51,8 @@ def sampled_digest(architecture: Architecture, checkpoint: Checkpoint) -> str:
     digest = xxhash.xxh3_128()
     for layer in range(len(architecture.layers())):
         for _, name in sorted(checkpoint.names_of(architecture, layer).items()):
+            if name in architecture.new or name not in checkpoint.names:
+                continue
             entry = checkpoint.entry(name)
             count = entry.rows_in(SAMPLE_BYTES)
             digest.update(f"{name} {entry.dtype} {entry.shape}".encode())

@@ -175,7 +175,7 @@ def _indexed(index: Path) -> dict[str, Shard]:
 def check_tensors(architecture: Architecture, checkpoint: Checkpoint) -> list[str]:
     """Check that every tensor is there, in its shape and of a floating point type, and that none is unknown.
 
-    A tied tensor may be there a second time, if that is the same.
+    A tied tensor may be there a second time, if that is the same. What files of pre-trained models may lack, they may.
 
     Returns: the names of the tensors that are dropped on purpose.
 
@@ -212,7 +212,7 @@ def check_tensors(architecture: Architecture, checkpoint: Checkpoint) -> list[st
             problems.append(f"{name} in {where} has shape {list(found)}, config.json says {list(expected[name])}")
         elif not checkpoint.dtype(name).is_floating_point:
             problems.append(f"{name} in {where} is {checkpoint.dtype(name)}, not floating point")
-    known = present | architecture.new
+    known = present | architecture.new | (family.optional if architecture.task is None else frozenset())
     problems += [f"{name} of shape {list(expected[name])} is missing" for name in expected if name not in known]
     if problems:
         shown = "; ".join(problems[:PROBLEMS_SHOWN])
@@ -240,6 +240,16 @@ def with_new(architecture: Architecture, checkpoint: Checkpoint, source: Archite
         if local not in head.kept and (not is_there or (not is_same and local.startswith(f"{head.output}."))):
             new.add(name)
     return replace(architecture, new=frozenset(new))
+
+
+def heads_left_out(architecture: Architecture, dropped: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of weights among those that are dropped on purpose: of another head, and no masks or copies."""
+    family, ties = architecture.family, architecture.ties()
+    return tuple(
+        name
+        for name in dropped
+        if name not in ties and (is_of_other_head(architecture, name) or not name.startswith(family.prefix))
+    )
 
 
 def is_of_other_head(architecture: Architecture, name: str) -> bool:

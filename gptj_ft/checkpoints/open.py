@@ -24,7 +24,7 @@ from gptj_ft.system.files import require_plain
 
 Opener = Callable[[], Moments]
 CheckpointFormat = Literal["huggingface", "mesh", "cerebras"]
-_CONFIG = "config.json"
+_CONFIG, GOOGLE_CONFIG = "config.json", "bert_config.json"
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def open_source(
     if path.is_dir():
         require_plain(path)
     if form == "huggingface":
-        own = None if config is None or (path / _CONFIG).is_file() else config
+        own = None if (path / _CONFIG).is_file() else config or _config_in([path], GOOGLE_CONFIG)
         architecture = architecture_of(read_foreign_config(own), own) if own else read_architecture(path)
         if optimizer_state.has_moments(path):
             opener = partial(optimizer_state.open_moments, path)
@@ -129,8 +129,8 @@ def _checkpoint(path: Path, shards: MeshShards) -> Checkpoint:
     return Checkpoint(path, dict.fromkeys(shards.entries, shards))
 
 
-def _config_in(folders: list[Path]) -> Path | None:
-    return next((folder / _CONFIG for folder in folders if (folder / _CONFIG).is_file()), None)
+def _config_in(folders: list[Path], name: str = _CONFIG) -> Path | None:
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
 def _architecture(config: Path | None, checkpoint: Checkpoint) -> Architecture:

@@ -48,7 +48,7 @@ class TensorTransfer:
 
         Args:
             architecture: the model's.
-            checkpoint: the source; it has all tensors of the model.
+            checkpoint: the source; it has all tensors of the model but for those that are optional.
             dtype: type to store; ``None``: each tensor's own.
             advance: called with the bytes written, and compared, since the last call.
             is_square: whether they are means of squares, so that a negative number is an error; default false.
@@ -56,7 +56,8 @@ class TensorTransfer:
         self.checkpoint, self._advance, self._is_square = checkpoint, advance, is_square
         self.layers: list[dict[str, TensorInfo]] = []
         for layer in range(len(architecture.layers())):
-            found = {name: checkpoint.entry(name) for name in checkpoint.names_of(architecture, layer).values()}
+            names = [name for name in checkpoint.names_of(architecture, layer).values() if name in checkpoint.names]
+            found = {name: checkpoint.entry(name) for name in names}
             self.layers.append({name: TensorInfo(dtype or entry.dtype, entry.shape) for name, entry in found.items()})
         self.entries = {name: entry for layer in self.layers for name, entry in layer.items()}
         self.bytes = sum(entry.num_bytes for entry in self.entries.values())
@@ -143,7 +144,7 @@ class TensorTransfer:
         room = 0
         for layer in self.layers:
             if shard_bytes is None:
-                groups.append(list(layer))
+                groups += [list(layer)] if layer else []
                 continue
             for name, entry in layer.items():
                 if entry.num_bytes > room or not groups:

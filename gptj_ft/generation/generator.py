@@ -26,6 +26,7 @@ from gptj_ft.planning.resources import free_resources
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.open import open_for_inference
 from gptj_ft.system import machine
+from gptj_ft.system.plain_text import command_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -94,6 +95,21 @@ class InferenceSetup:
         return open_for_inference(self.folder, self.device, self.dtype, weights, self.recipe.read_ahead, cap)
 
 
+def check_writes(setup: InferenceSetup) -> None:
+    """Check that a model can write texts.
+
+    Raises:
+        UsageError: it has another head, or is an encoder.
+    """
+    folder, task = setup.folder, setup.architecture.task
+    if task is not None:
+        raise UsageError(f"{folder} is for task '{task}' and writes no text: {command_line('predict', folder)} asks it")
+    if setup.architecture.family.is_encoder:
+        raise UsageError(
+            f"{folder} is an encoder, which writes no text: train it for a task, then ask it with `gptj-ft predict`"
+        )
+
+
 @dataclass(frozen=True)
 class GenerationSetup(InferenceSetup):
     """Model folder, template and search settings: everything that generation needs but the weights.
@@ -109,9 +125,11 @@ class GenerationSetup(InferenceSetup):
         """Read configuration and tokenizer of a model folder.
 
         Raises:
-            UsageError, DataError: as `read_architecture` and `load_tokenizer`.
+            UsageError, DataError: as `read_architecture` and `load_tokenizer`; or the model writes no text.
         """
-        return super().of(folder, recipe, tokenizer=load_tokenizer(tokenizer_folder(folder)), **more)
+        setup = super().of(folder, recipe, tokenizer=load_tokenizer(tokenizer_folder(folder)), **more)
+        check_writes(setup)
+        return setup
 
     @property
     def room(self) -> int:

@@ -321,4 +321,5 @@ FAMILY = Family(
     aliases={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
     dropouts=(("hidden_dropout_prob", "classifier_dropout"), ("attention_probs_dropout_prob",)),
     is_encoder=True,
+    optional=frozenset({"bert.pooler.dense.weight", "bert.pooler.dense.bias"}),
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """Models as they were published: their shapes, to plan with before anything is downloaded, and how they were trained.
 
 Sources: ``config.json`` and model card of each on huggingface.co, https://arxiv.org/abs/2304.03208 (Cerebras-GPT, and
-the loss of GPT-J on the Pile), https://github.com/kingoflolz/mesh-transformer-jax (GPT-J).
+the loss of GPT-J on the Pile), https://github.com/kingoflolz/mesh-transformer-jax (GPT-J),
+https://github.com/google-research/bert (BERT).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gptj_ft.models.bert import BertConfig
 from gptj_ft.models.gptj import GPTJConfig
 from gptj_ft.models.registry import Architecture, families
 
@@ -21,16 +23,16 @@ class Published:
     Attributes:
         repository: on the Hub.
         config: ``config.json``, as far as it matters.
-        tokens: tokens of its pre-training.
+        tokens: tokens of its pre-training; this and what follows ``None``, where that was on other texts.
         flops: FLOPs of its pre-training, as published.
         pile_loss: on the Pile's test set, in nats a token.
     """
 
     repository: str
     config: Mapping[str, Any]
-    tokens: float
-    flops: float
-    pile_loss: float
+    tokens: float | None = None
+    flops: float | None = None
+    pile_loss: float | None = None
 
     @property
     def architecture(self) -> Architecture:
@@ -55,6 +57,16 @@ CEREBRAS_GPT: Mapping[str, tuple[int, int, int, int, int, float, float]] = {
 }
 
 
+# Layers, width, heads; rows of the vocabulary.
+BERT: Mapping[str, tuple[int, int, int, int]] = {
+    "base-uncased": (12, 768, 12, 30522),
+    "base-cased": (12, 768, 12, 28996),
+    "base-multilingual-cased": (12, 768, 12, 119547),
+    "large-uncased": (24, 1024, 16, 30522),
+    "large-cased": (24, 1024, 16, 28996),
+}
+
+
 def find_published(name: str) -> Published | None:
     """Return the published model of a name, with or without its owner, in any case of letters."""
     wanted = name.lower()
@@ -73,6 +85,7 @@ def _published() -> list[Published]:
             Published(f"cerebras/Cerebras-GPT-{size}", _config(*shape), 2048.0 * batch * steps, flops, loss)
             for size, (*shape, batch, steps, flops, loss) in CEREBRAS_GPT.items()
         ),
+        *(Published(f"google-bert/bert-{name}", _bert_config(*shape)) for name, shape in BERT.items()),
     ]
 
 
@@ -92,3 +105,8 @@ def _config(n_layer: int, n_embd: int, n_head: int) -> dict[str, Any]:
         "embd_pdrop": 0.0,
         "resid_pdrop": 0.0,
     }
+
+
+def _bert_config(num_layers: int, width: int, num_heads: int, vocab_size: int) -> dict[str, Any]:
+    config = BertConfig(vocab_size, width, num_layers, num_heads, intermediate_size=4 * width)
+    return {"model_type": "bert", **asdict(config)}

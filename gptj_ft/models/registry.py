@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gptj_ft.config.options import Task
-from gptj_ft.errors import DataError, UsageError
+from gptj_ft.errors import DataError, UsageError, listed
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
 from gptj_ft.models.supported import unsupported_family
 from gptj_ft.system.digests import check_file
@@ -27,6 +27,7 @@ PROBLEM_TYPES: Mapping[Task, str] = {  # what `transformers` calls tasks that sh
 }
 LABEL_KEYS = ("id2label", "label2id", "problem_type")
 MOST_LABELS = 100_000
+NAMES_SHOWN = 4  # of tensors, in a note
 # Where a tensor of a checkpoint belongs: ("embed" | "block" | "head", name inside that layer).
 Home = tuple[str, str]
 LARGEST = {"n_layer": 10_000}  # ten times what anybody has trained; making so many takes seconds
@@ -93,6 +94,7 @@ class Family:
         aliases: endings of names in old files -> those of today.
         dropouts: fields of its config that are rates of dropout: of hidden states, and of attention's weights.
         is_encoder: whether each token sees those after it, so that nothing can be generated.
+        optional: tensors of the head of pre-training that files of a pre-trained model may lack.
     """
 
     model_type: str
@@ -109,6 +111,7 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     dropouts: tuple[tuple[str, ...], tuple[str, ...]] = (("resid_pdrop", "embd_pdrop"), ("attn_pdrop",))
     is_encoder: bool = False
+    optional: frozenset[str] = frozenset()
 
     def full_name(self, name: str) -> str:
         """Return a tensor's name in a whole model, given that in a file of whichever form."""
@@ -173,6 +176,7 @@ class Architecture:
         task: what the head is for; ``None``: as the family was pre-trained.
         labels: names of the head's classes, in the order of its outputs.
         new: names of tensors that the folder lacks, or has for other labels, and a run begins with random ones.
+        left_out: names of tensors of the folder that are of another head.
     """
 
     family: Family
@@ -181,6 +185,7 @@ class Architecture:
     task: Task | None = None
     labels: tuple[str, ...] = ()
     new: frozenset[str] = frozenset()
+    left_out: tuple[str, ...] = ()
 
     def layers(self) -> list[nn.Module]:
         """Return the layers on the ``meta`` device, in streaming order."""
@@ -246,10 +251,15 @@ class Architecture:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for users on how this model is treated here."""
-        if not self.dropout:
-            return ()
-        named = ", ".join(f"{name} {rate}" for name, rate in self.dropout.items())
-        return (f"trained with dropout, as config.json says ({named}); --set dropout=0 turns it off",)
+        notes = []
+        if self.new:
+            notes.append(f"begins as random numbers, for the model has none: {listed(sorted(self.new), NAMES_SHOWN)}")
+        if self.left_out:
+            notes.append(f"left out, of another head: {listed(self.left_out, NAMES_SHOWN)}")
+        if self.dropout:
+            named = ", ".join(f"{name} {rate}" for name, rate in self.dropout.items())
+            notes.append(f"trained with dropout, as config.json says ({named}); --set dropout=0 turns it off")
+        return tuple(notes)
 
     def ties(self) -> dict[str, str]:
         """Return the names of tensors that are others once more: a tied head's, and the embedding's that it is."""

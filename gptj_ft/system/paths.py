@@ -68,8 +68,11 @@ def models() -> Path:
 
 
 def download_folder(repository: str) -> Path:
-    """Return where the snapshot of a Hub repository goes: ``models/EleutherAI--gpt-j-6b``."""
-    return models() / repository.replace("/", "--")
+    """Return where the snapshot of a Hub repository goes: ``models/EleutherAI--gpt-j-6b``.
+
+    One without an owner goes where no converted model has its name: ``models/hub--bert-base-uncased``.
+    """
+    return models() / (repository.replace("/", "--") if "/" in repository else f"hub--{repository}")
 
 
 def model_folder(repository: str) -> Path:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint, with_new
+from gptj_ft.checkpoints.model_folder import check_tensors, heads_left_out, open_checkpoint, with_new
 from gptj_ft.checkpoints.optimizer_state import has_moments, open_moments
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run, steps_done
@@ -140,8 +140,8 @@ def trained_architecture(recipe: Recipe, model: Path, labels: Sequence[str]) -> 
     architecture = source.with_head(recipe.task, labels).with_dropout(recipe.dropout, recipe.attention_dropout)
     with open_checkpoint(model) as weights:
         architecture = with_new(architecture, weights, source)
-        check_tensors(architecture, weights)
-    return architecture
+        dropped = check_tensors(architecture, weights)
+    return replace(architecture, left_out=heads_left_out(architecture, dropped))
 
 
 def updates_before(recipe: Recipe, model: Path, architecture: Architecture) -> int | None:

@@ -31,6 +31,15 @@ GPTJ_6B: Mapping[str, Any] = {
     "eos_token_id": 50256,
     "use_cache": True,
 }
+# Of Google's bert_config.json, the fields that mean nothing to a model of the first token.
+BERT_UNUSED = (
+    "directionality",
+    "pooler_fc_size",
+    "pooler_num_attention_heads",
+    "pooler_num_fc_layers",
+    "pooler_size_per_head",
+    "pooler_type",
+)
 _NAMES = {"gptj": "GPT-J", "gpt2": "GPT-2"}
 MESH_FIELDS = {"layers": "n_layer", "d_model": "n_embd", "n_heads": "n_head", "n_vocab": "vocab_size"}
 MESH_FIELDS |= {"seq": "n_positions", "pe_rotary_dims": "rotary_dim"}
@@ -79,7 +88,7 @@ def read_foreign_config(path: Path) -> dict[str, Any]:
 
     Raises:
         UsageError: no such file, neither JSON nor YAML, or it does not say a shape.
-        DataError: a model that is neither GPT-J nor GPT-2.
+        DataError: a model that is neither GPT-J, GPT-2 nor BERT.
     """
     try:
         loaded = parse(path.read_text(encoding="utf-8"), str(path))  # JSON is YAML
@@ -89,6 +98,8 @@ def read_foreign_config(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: neither JSON nor YAML") from error
     if not isinstance(loaded, dict):
         raise DataError(f"{path}: expected an object, found {type(loaded).__name__}")
+    if "intermediate_size" in loaded and "num_attention_heads" in loaded:  # Google's, or what `transformers` has of it
+        return {"model_type": "bert", **{key: value for key, value in loaded.items() if key not in BERT_UNUSED}}
     if "n_embd" in loaded:
         return {"model_type": GPTJ_6B["model_type"], **loaded}
     if "d_model" in loaded:
@@ -102,8 +113,8 @@ def read_foreign_config(path: Path) -> dict[str, Any]:
         needed = (*needed, "max_position_embeddings")
         return _translated(path, model, CEREBRAS_FIELDS, CEREBRAS_GPT2_FORCED, needed, GPT2)
     raise UsageError(
-        f"{path} does not say the shape of a model: neither n_embd (Hugging Face), d_model (mesh-transformer-jax) nor "
-        "hidden_size (Cerebras) is in it"
+        f"{path} does not say the shape of a model: neither n_embd or intermediate_size (Hugging Face), d_model "
+        "(mesh-transformer-jax) nor hidden_size (Cerebras) is in it"
     )
 
 

@@ -91,14 +91,16 @@ def finetune(
             show_rows(notes, ready, show)
         if dry_run:
             plan, remarks = ready.setup.plan, ready.setup.architecture.notes
-            out.finish(plan.to_dict(), "", lambda console: show_plan(console, plan, remarks))
+            facts = {**plan.to_dict(), "notes": list(remarks)}
+            out.finish(facts, "", lambda console: show_plan(console, plan, remarks))
             return
         show_prepared_run(notes, ready, verbose)
         result = ready.train(reporter, Session(began, owns_process=True))
         run = Run(Path(result.run))
         _write_page(run, notes.print)
         measured_on = len(ready.setup.validation)
-        out.finish(result.to_dict(), result.model, lambda console: show_training(console, result, measured_on, verbose))
+        facts = {**result.to_dict(), "notes": list(ready.setup.architecture.notes)}
+        out.finish(facts, result.model, lambda console: show_training(console, result, measured_on, verbose))
 
 
 def _write_page(run: Run, say: Callable[[str], None]) -> None:

@@ -16,7 +16,8 @@ from gptj_ft.checkpoints.open import CheckpointFormat, open_source
 from gptj_ft.checkpoints.push import files_left_out, files_to_push, push
 from gptj_ft.cli.terminal.output import Output, print_note
 from gptj_ft.cli.terminal.screen import console_for, next_steps, panel, say, whole
-from gptj_ft.errors import UsageError
+from gptj_ft.errors import UsageError, listed
+from gptj_ft.models.registry import NAMES_SHOWN, read_architecture
 from gptj_ft.system import paths
 from gptj_ft.system.machine import free_disk
 from gptj_ft.system.plain_text import command_line
@@ -53,6 +54,10 @@ def show_conversion(console: Console, target: Path, report: ConvertReport, to: s
         ("tensors", f"{report.tensors}, {compared}"),
         ("parameters", f"{report.parameters:,} in {report.dtype}, {gigabytes(report.bytes)}"),
     ]
+    if report.left_out:
+        rows.append(("left out", f"{listed(report.left_out, NAMES_SHOWN)}: no task here has a use for them"))
+    if report.missing:
+        rows.append(("not there", f"{listed(report.missing, NAMES_SHOWN)}: a run that needs them makes random ones"))
     if report.updates is not None:
         rows.append(("optimizer", f"its moments after {report.updates:,} updates, with which a run begins"))
     panel(console, "Converted", rows)
@@ -60,7 +65,8 @@ def show_conversion(console: Console, target: Path, report: ConvertReport, to: s
         return
     if any((target / name).is_file() for name in paths.TOKENIZER_FILES):
         model = () if target == downloaded_model() else ("--model", target)
-        next_steps(console, command_line("finetune", "--recipe", "summarization", "--data", "my.jsonl", *model))
+        recipe = "classification" if read_architecture(target).family.is_encoder else "summarization"
+        next_steps(console, command_line("finetune", "--recipe", recipe, "--data", "my.jsonl", *model))
     else:
         say(console, "the source has no tokenizer: copy one's files there, or repeat with --tokenizer FOLDER")
 

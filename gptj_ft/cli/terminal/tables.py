@@ -138,7 +138,7 @@ def show_outlook(console: Console, outlook: ScalingForecast, published: Publishe
     fitted = f"fitted from {FITTED_FLOPS[0]:.2g} to {FITTED_FLOPS[1]:.2g} FLOPs, confirmed at {CONFIRMED_FLOPS:.2g}"
     there = "" if outlook.is_in_range else "; this is outside, so do not rely on it"
     lines = [f"From scratch, {tokens}, would take {result}, by the law of Cerebras-GPT ({fitted}){there}."]
-    if published:
+    if published and published.tokens and published.flops:
         trained = f"trained on {published.tokens:.3g} tokens, {published.flops:.2g} FLOPs"
         lines.append(f"{published.repository} was {trained}: loss on the Pile {published.pile_loss}.")
     for line in lines:

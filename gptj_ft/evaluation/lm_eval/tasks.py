@@ -28,7 +28,7 @@ from gptj_ft.evaluation.metrics import Statistic
 from gptj_ft.evaluation.metrics.bootstrap import Estimate, PairedEstimates, estimate_scores
 from gptj_ft.evaluation.metrics.statistic import Ratio, Vector
 from gptj_ft.evaluation.result_cache import ResultCache
-from gptj_ft.generation.generator import InferenceSetup
+from gptj_ft.generation.generator import InferenceSetup, check_writes
 from gptj_ft.generation.hf_model import StreamedModel
 from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.system.hub import open_network
@@ -220,6 +220,7 @@ def plan_on_tasks(folder: Path, recipe: Recipe, tasks: LoadedTasks, limit: int |
         ResourceError: it does not fit.
     """
     setup = InferenceSetup.of(folder, recipe)
+    check_writes(setup)
     longest = [setup.context]
     return TasksPlan(setup, tasks, limit, setup.plan(home(), documents=longest, prompts=longest))
 
