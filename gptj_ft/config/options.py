@@ -286,6 +286,8 @@ class Recipe(Options):
     """of texts, e.g. cp1252, utf-16, shift_jis; auto: UTF-8, UTF-16, or Windows-1252, which is said"""
     sheet: str = ""
     """sheet of a spreadsheet that is read; empty: the first"""
+    header: Names = ()
+    """names of the columns of a table whose first line is a row already; none: the first line has them"""
     max_record: Size = MOST_RECORD_BYTES
     """longest line, cell or record of a file, e.g. 1GiB; what is longer is taken for damage"""
     max_bad_rows: int = Field(0, ge=0)
@@ -492,6 +494,7 @@ FREE_ON_RESUME = frozenset((
 YOUNGER = frozenset((
     "task", "pair", "stride", "class_weights", "label_threshold", "max_answer_tokens", "num_best", "null_threshold",
     "num_sentences", "block_trigrams", "dropout", "attention_dropout", "layer_decay", "bias_correction",
+    "header",
 ))  # fmt: skip
 GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "lora": LoRA, "schedule": SchedulePiece}
 STRETCHING = ("warmup", "final_lr")  # what a schedule of pieces has no use for

@@ -124,6 +124,7 @@ def _key(recipe: Recipe, tokenizer: RowTokenizer, source: Source, vocab_size: in
         "fields": {name: list(columns) for name, columns in recipe.fields.items()},
         "map": dict(recipe.map),
         "max_bad_rows": recipe.max_bad_rows,
+        "header": list(recipe.header),
         "vocab_size": vocab_size,
         "asked": asked if recipe.task != "language-model" else [],
     }

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.tiny_tokenizer import encode, make_tokenizer
+from support.tiny_wordpiece import make_wordpiece
 
 from gptj_ft.config.presets import preset_names
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.columns import choose_columns, read_fields
 from gptj_ft.data.encode import check_templates, parts
+from gptj_ft.data.prepare import tokenize_rows
 from gptj_ft.errors import RowSkipped
 
 ROWS = {
@@ -35,8 +38,86 @@ ROWS = {
 }  # fmt: skip
 
 
+PAIR = {"sentence1": "It rains.", "sentence2": "It is wet."}
+# Of tasks with labels: a row, its texts, and its label or number.
+LABELLED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
+    "classification": ({"text": "It rains.", "category": "weather"}, ("It rains.",), "weather"),
+    "multi-label": ({"text": "It rains.", "labels": ["weather", "news"]}, ("It rains.",), "news; weather"),
+    "regression": ({"review": "Good.", "stars": 4}, ("Good.",), "4.0"),
+    "pairs": ({"question": "Why?", "answer": "So.", "label": 1}, ("Why?", "So."), "1"),
+    "sst2-bert": ({"sentence": "good .", "label": "1"}, ("good .",), "positive"),
+    "cola-bert": ({"source": "gj04", "label": "0", "star": "*", "sentence": "It it."}, ("It it.",), "unacceptable"),
+    "mrpc-bert": ({"Quality": "1", "#1 ID": "1", "#2 ID": "2", "#1 String": "It", "#2 String": "is"}, ("It", "is"),
+                  "equivalent"),
+    "stsb-bert": ({**PAIR, "score": "3.800"}, tuple(PAIR.values()), "3.8"),
+    "qqp-bert": ({"question1": "Why?", "question2": "How?", "is_duplicate": "0"}, ("Why?", "How?"), "not_duplicate"),
+    "mnli-bert": ({**PAIR, "label1": "neutral", "gold_label": "neutral"}, tuple(PAIR.values()), "neutral"),
+    "qnli-bert": ({"question": "Why?", "sentence": "So.", "label": "entailment"}, ("Why?", "So."), "entailment"),
+    "rte-bert": ({**PAIR, "label": "not_entailment"}, tuple(PAIR.values()), "not_entailment"),
+    "wnli-bert": ({**PAIR, "label": "1"}, tuple(PAIR.values()), "entailment"),
+}  # fmt: skip
+
+
 def test_every_preset_is_tried_here() -> None:
-    assert set(ROWS) == set(preset_names())
+    assert {*ROWS, *LABELLED} == set(preset_names())
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_a_preset_of_a_task_with_labels_reads_what_it_should(name: str, tmp_path: Path) -> None:
+    row, texts, label = LABELLED[name]
+    recipe = resolve({"recipe": name}, environment={}).recipe
+    assert recipe.about
+    assert recipe.source
+    assert (recipe.schedule, recipe.final_lr, recipe.on_long) == ("linear", 0.0, "shorten")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n", encoding="utf-8")
+    tokenizer = make_wordpiece(tmp_path)
+    names = () if recipe.task == "regression" else tuple(recipe.labels.values()) or ("1", "weather", "news")
+    done = tokenize_rows(recipe, tokenizer, tmp_path / "rows.jsonl", 1000, labels=names)
+    tokens = tokenizer(*texts)
+    (first, second) = done.rows
+    assert first["input_ids"] == second["input_ids"] == tokens["input_ids"]
+    assert (first["label"] or first["references"][0]) == label
+    if recipe.task == "classification":
+        assert names[first["targets"][0]] == label
+
+
+GLUE = {
+    "cola-bert": ("gj04\t1\t\tOur friends won't buy \"it\".\ngj04\t0\t*\tOne more and I'm.\n", 2, {}),
+    "mrpc-bert": ("\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t12\t34\tHe said \" no .\tHe said no .\n"
+                  "0\t12\t35\tShe\tIt\n", 2, {}),
+    "stsb-bert": ("index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
+                  "0\tmain\tvideo\t2012\t1\tnone\tnone\tA plane.\tAn air plane.\t5.000\n", 1, {}),
+    "qqp-bert": ("id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n1\t2\t3\tWhy?\tHow?\t0\n2\t3\tWhat\n"
+                 "4\t5\t6\tWhere?\tAt what place?\t1\n", 2, {"cannot be read: 3 cells, the header has 6": 1}),
+    "mnli-bert": ("index\tsentence1\tsentence2\tlabel1\tgold_label\n0\tIt\tis\tneutral\t-\n"
+                  "1\tIt\twas\tneutral\tneutral\n2\tThey\twere\tcontradiction\tcontradiction\n", 2,
+                  {"label '-' is none of 0, 1, 2": 1}),
+    "qnli-bert": ("index\tquestion\tsentence\tlabel\n0\tWhen?\tIn 1990.\tentailment\n"
+                  "1\tWho?\tIn 1990.\tnot_entailment\n", 2, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GLUE)
+def test_glues_files_are_read_as_they_are(name: str, tmp_path: Path) -> None:
+    text, kept, skipped = GLUE[name]
+    (tmp_path / "train.tsv").write_text(text, encoding="utf-8")
+    recipe = resolve({"recipe": name}, environment={}).recipe
+    report = tokenize_rows(recipe, make_wordpiece(tmp_path), tmp_path / "train.tsv", 1000).report
+    assert report.rows_kept == kept
+    assert {reason: of.count for reason, of in report.rows_skipped.items()} == skipped
+    assert report.labels == tuple(dict.fromkeys(recipe.labels.values()))
+
+
+def test_a_table_with_names_is_read_by_them_whatever_the_header_option_says(tmp_path: Path) -> None:
+    recipe = resolve({"recipe": "cola-bert"}, environment={}).recipe
+    (tmp_path / "test.tsv").write_text("index\tsentence\n0\tBill whistled.\n", encoding="utf-8")
+    done = tokenize_rows(recipe, make_wordpiece(tmp_path), tmp_path / "test.tsv", 1000, needs_target=False)
+    assert [row["line"] for row in done.rows] == [2]
+    (tmp_path / "named.tsv").write_text(
+        "source\tlabel\tstar\tsentence\ngj04\t1\t\tBill.\nx\t0\t\tB\n", encoding="utf-8"
+    )
+    done = tokenize_rows(recipe, make_wordpiece(tmp_path), tmp_path / "named.tsv", 1000)
+    assert [row["line"] for row in done.rows] == [2, 3]
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -92,8 +173,9 @@ def test_a_preset_is_copied_to_be_changed_and_never_over_a_file(shell, tmp_path:
 
 
 FILES = {
-    "sentiment/sst2/dev.tsv": ("sst2",),
-    "nli/mnli/dev_matched.tsv": ("mnli", "entailment"),
+    "sentiment/sst2/dev.tsv": ("sst2", "sst2-bert", "classification"),
+    "nli/mnli/dev_matched.tsv": ("mnli", "entailment", "mnli-bert", "pairs"),
+    "nli/mrpc-sample/train.tsv": ("mrpc-bert",),
     "summarization/dialogsum/val.jsonl": ("dialogsum", "summarization"),
     "summarization/scitldr-a/val.jsonl": ("summarization",),
     "summarization/mts-dialog/val.csv": ("summarization",),

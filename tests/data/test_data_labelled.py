@@ -353,7 +353,7 @@ def test_rows_to_predict_need_no_label(task: str, bert: Any) -> None:
 
 @pytest.mark.parametrize("task", ["classification", "multi-label"])
 def test_a_label_that_no_prepared_row_has_is_no_reason_to_refuse_them(task: str, bert: Any) -> None:
-    recipe = Recipe(task=task, **PLAIN, labels={"a": "a", "x": "x", "b": "b"})
+    recipe = Recipe(task=task, **PLAIN, labels={"a": "a", "b": "b", "x": "x"})
     save_dataset(tokenize_rows(recipe, bert, write(labelled("a", "b", "b")), VOCABULARY), Path("folder"))
     done = read_or_prepare(recipe, bert, VOCABULARY, Path("folder"), labels=("a", "b"))
     assert done.report.label_counts == (1, 2)

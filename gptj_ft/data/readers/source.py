@@ -170,6 +170,7 @@ class FileOptions:
     delimiter: str = AUTO
     encoding: str = AUTO
     sheet: str = ""
+    header: tuple[str, ...] = ()
     max_record: int = MOST_RECORD_BYTES
 
     @classmethod

@@ -55,6 +55,7 @@ class Header(NamedTuple):
 def read_table(file: File, findings: Findings) -> Iterator[Row]:
     """Read a table of cells separated by commas, tabs, semicolons or pipes.
 
+    The first line has the names of the columns, unless the options have them and the line has as many other cells.
     Quotes enclose cells that hold one of these, quotes or line breaks; in a TSV they are text, as in the published
     benchmarks, unless those around the names of the header say otherwise.
     """
@@ -71,7 +72,11 @@ def read_table(file: File, findings: Findings) -> Iterator[Row]:
         findings.note(f"{file.path} is separated by {what}")
     records = _records(file, dialect, number, chain(beginning, lines))
     number, header = next(records, (number, []))
-    check_header(file, Header(number, header, _cells(dialect, beginning)[1:], dialect.delimiter), findings)
+    told_names = list(file.options.header)
+    if len(told_names) == len(header) and told_names != header:  # else the table does have a line of names
+        records, header = chain([(number, header)], records), told_names
+    else:
+        check_header(file, Header(number, header, _cells(dialect, beginning)[1:], dialect.delimiter), findings)
     for line, cells in records:
         if len(cells) != len(header):
             findings.add(file, line, f"{len(cells)} cells, the header has {len(header)}")
@@ -162,7 +167,8 @@ def check_headers(findings: Findings, names: Sequence[str]) -> None:
     for path, delimiter in findings.headless.items():
         raise DataError(
             f"{path}: the first line looks like a row, not like names of columns: add a header line, e.g. "
-            f"{delimiter.join(names)}\n(or, if those are the names, say which are meant with --map)"
+            f"{delimiter.join(names)}, or say --set header={','.join(names)}\n"
+            "(or, if those are the names, say which are meant with --map)"
         )
 
 
