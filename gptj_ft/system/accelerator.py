@@ -29,6 +29,9 @@ from gptj_ft.system.memory import allocate
 
 Stream = Any  # torch.cuda.Stream, or what another module has in its place; ``None`` on a device without streams
 PORTABLE = 1  # cudaHostRegisterPortable: locked for every device, not only for the current one
+NARROW_SUMS = (
+    "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation",
+)  # fmt: skip
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -300,6 +303,19 @@ def device_name(device: torch.device) -> str:
     """Return an accelerator's name, as its maker calls it."""
     module = module_of(device)
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type.upper()
+
+
+def sum_in_fp32(device: torch.device) -> None:
+    """Have a device add up the products of bf16 and fp16 matrices in fp32 alone, from now on.
+
+    cuBLAS may cut a long sum in pieces, and torch lets it round these to the matrices' type before they are added:
+    sums of 16,384 products, as in GPT-J's MLP, would lose bits that no moment in fp32 brings back. XPU and MPS have no
+    such switch.
+    """
+    products = getattr(getattr(torch.backends, device.type, None), "matmul", None)
+    for name in NARROW_SUMS:
+        if hasattr(products, name):
+            setattr(products, name, False)
 
 
 def supports_bf16(device: torch.device) -> bool:

@@ -37,6 +37,9 @@ def bound_kernel_caches() -> None:
 def choose_device(name: str, cap: int | None = None) -> torch.device:
     """Return the device of a run, an accelerator with its number, and make it torch's current one.
 
+    Like the current device, the sums of its products are torch's state, of the whole process: they are in fp32 from
+    here on, for training, scores and answers alike (`accelerator.sum_in_fp32`).
+
     Args:
         name: ``auto``, ``cpu``, or the type of an accelerator, with or without a number.
         cap: most bytes of its memory that are to be used; default: what is free.
@@ -46,7 +49,14 @@ def choose_device(name: str, cap: int | None = None) -> torch.device:
     """
     import torch
 
-    from gptj_ft.system.accelerator import default_accelerator, free_and_total, has_streams, module_of, shares_memory
+    from gptj_ft.system.accelerator import (
+        default_accelerator,
+        free_and_total,
+        has_streams,
+        module_of,
+        shares_memory,
+        sum_in_fp32,
+    )
 
     if name == "auto":
         with _torch_warnings() as reasons:
@@ -87,6 +97,7 @@ def choose_device(name: str, cap: int | None = None) -> torch.device:
             f"--device-memory {gigabytes(cap)}: {device} has {gigabytes(total)}; name less, or leave it out to use "
             "what is free"
         )
+    sum_in_fp32(device)
     return device
 
 

@@ -10,9 +10,11 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from gptj_ft.errors import ResourceError, UsageError
 from gptj_ft.planning import machine_profile, probe
 from gptj_ft.planning.machine_profile import choose_dtype, compute_rates, disk_rates, reason_for
 from gptj_ft.planning.probe import ASSUMED_DISK, DiskRates, Rates, matmul_rate, measure_disk
+from gptj_ft.system.accelerator import NARROW_SUMS, sum_in_fp32
 from gptj_ft.system.direct_io import write_bytes
 from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.machine import choose_device
@@ -287,6 +290,37 @@ def test_a_cuda_device_is_known_by_a_number_that_is_there(monkeypatch: pytest.Mo
     )
     with pytest.raises(UsageError, match="cuda:2: there is no such device here; there are cuda:0, cuda:1"):
         choose_device("cuda:2")
+
+
+@pytest.fixture
+def narrow_sums() -> Iterator[None]:
+    """Let torch sum in narrow types on CUDA, all that it can be told to; it is told even where there is no CUDA."""
+    products = torch.backends.cuda.matmul
+    before = {name: getattr(products, name) for name in NARROW_SUMS}
+    for name in NARROW_SUMS:
+        setattr(products, name, True)
+    yield
+    for name, allowed in before.items():
+        setattr(products, name, allowed)
+
+
+@pytest.mark.usefixtures("narrow_sums")
+def test_products_are_summed_in_fp32_on_the_device_that_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = partial(map, partial(getattr, torch.backends.cuda.matmul))
+    assert choose_device("cpu") == torch.device("cpu")
+    assert all(allowed(NARROW_SUMS)), "another device's are left alone"
+    for name, value in (("is_available", True), ("current_device", 0), ("device_count", 1), ("set_device", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+    choose_device("cuda")
+    assert not any(allowed(NARROW_SUMS))
+
+
+def test_a_device_without_such_a_switch_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    sum_in_fp32(torch.device("mps"))
+    only = SimpleNamespace(allow_bf16_reduced_precision_reduction=True)  # an older torch knows no other
+    monkeypatch.setattr(torch.backends, "xpu", SimpleNamespace(matmul=only), raising=False)
+    sum_in_fp32(torch.device("xpu"))
+    assert vars(only) == {"allow_bf16_reduced_precision_reduction": False}
 
 
 def test_memory_does_not_grow_with_the_shapes_that_bf16_steps_ask_for() -> None:
