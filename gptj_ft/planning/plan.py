@@ -18,6 +18,7 @@ from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.scaling_law import ScalingForecast
 from gptj_ft.planning.suggestions import HARMLESS, TRAINING, Candidate, suggest
 from gptj_ft.planning.timeline import Schedule, Timeline, replay
+from gptj_ft.planning.traffic import Pass
 from gptj_ft.planning.working_memory import TOKEN_BYTES, WorkingMemory, reserve, usable
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.activations import NUM_BUFFERS
@@ -35,6 +36,8 @@ FREE_SHARE = 0.8  # of the memory that is left goes to kept activations at most
 SAVED_PER_TOKEN = 20  # tensors of [tokens, width] that one block keeps for its backward, the MLP's counted by 4
 DISK_STAGING_BYTES = 2 * 2 * TRANSFERS * 4 * CHUNK_NUMEL  # locked, by the threads of two stores that read and write
 UPDATE_BYTES = 4 * 4 * CHUNK_NUMEL  # on an accelerator: of resident moments in fp32, random bits, a first step's copies
+NUM_REPLAYED = 3  # placements, the fastest by their bytes and FLOPs; a replay takes up to a second
+SAME = 0.01  # of a step's seconds: what is no more than that faster, and moves more, is not taken
 FASTEST_FIRST: list[tuple[Place, Place]] = [
     ("device", "device"),
     ("device", "host"),
@@ -151,6 +154,7 @@ class Plan(Requirements):
         outlook: compute beside that of pre-training.
         timeline: a step replayed in virtual time, for an accelerator; the seconds of `costs` are then its.
         device: name of a device that is not here.
+        tokens_to_hide_stall: how many more tokens in a step would take as long to compute as its transfers take.
     """
 
     placement: Placement
@@ -169,26 +173,18 @@ class Plan(Requirements):
     outlook: ScalingForecast
     timeline: Timeline | None = None
     device: str = ""
+    tokens_to_hide_stall: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast for `--json`."""
-        apart = ("costs", "have", "timeline", "device")
+        apart = ("costs", "have", "timeline", "device", "tokens_to_hide_stall")
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
         own |= {"placement": asdict(self.placement), "rates": asdict(self.rates), "outlook": self.outlook.to_dict()}
         own = {("room" if name == "budget" else name): value for name, value in own.items()}
         own |= {"room": _budget_dict(self.budget), "needs": [asdict(need) for need in self.needs]}
-        replay = {"timeline": self.timeline.to_dict()} if self.timeline else {}
+        more = {"tokens_to_hide_stall": self.tokens_to_hide_stall}
+        replay = {"timeline": self.timeline.to_dict() | more} if self.timeline else {}
         return {**own, **self.costs.to_dict(), **replay, **({"device": self.device} if self.device else {})}
-
-    def tokens_to_hide_stall(self) -> int:
-        """Return how many more tokens in a step would take as long to compute as what the step waits for takes."""
-        passes = (self.costs.forward, self.costs.backward)
-        needed = max(
-            each.transfer_seconds(self.rates)
-            / max(1e-9, each.flops / self.rates.compute.matmul(PRECISIONS[self.precision]))
-            for each in passes
-        )
-        return max(0, math.ceil(self.tokens_per_step * (needed - 1) / 256) * 256)
 
 
 class DoesNotFit(ResourceError):
@@ -200,7 +196,7 @@ class DoesNotFit(ResourceError):
 
 
 def choose(recipe: Recipe, load: Workload, free: Free, rates: Rates, has_begun: bool = False) -> Plan:
-    """Choose the fastest placement that the recipe allows and that fits.
+    """Choose the fastest placement that the recipe allows and that fits; on an accelerator, of `NUM_REPLAYED`.
 
     Args:
         recipe: recipe with places (or ``auto``) and memory caps.
@@ -220,11 +216,14 @@ def choose(recipe: Recipe, load: Workload, free: Free, rates: Rates, has_begun: 
     def lack(recipe: Recipe, load: Workload) -> int:
         return min(each.lack for each in forecasts(recipe, load))
 
-    tried = []
+    tried: list[MemoryForecast] = []
+    fitting: list[MemoryForecast] = []
     for each in forecasts(recipe, load):
-        if not each.lack:
+        (tried if each.lack else fitting).append(each)
+        if fitting and not _is_replayed(free, load):
             return forecast(each.placement, load, recipe, rates, each.have)
-        tried.append(each)
+    if fitting:
+        return _fastest(fitting, load, recipe, rates)
     best = min(tried, key=lambda each: each.lack)
     nearest = forecast(best.placement, load, recipe, rates, best.have)
     lacks_disk_alone = [plan for plan in tried if [need.resource for need in plan.lacking] == ["disk"]]
@@ -232,6 +231,29 @@ def choose(recipe: Recipe, load: Workload, free: Free, rates: Rates, has_begun: 
     elsewhere = [f"--output on a disk with {gigabytes(least)} free"] if least > free.disk else []
     hint = suggest(Candidate(recipe, load), HARMLESS if has_begun else TRAINING, lack, elsewhere)
     raise DoesNotFit(nearest, f"does not fit: with {nearest.placement} {shortage(nearest.lacking, free)}; {hint}")
+
+
+def _is_replayed(have: Free, load: Workload) -> bool:
+    """Tell whether steps are replayed in virtual time: on accelerators, if it is known what layers compute there."""
+    return bool(load.layers) and not have.is_shared
+
+
+def _fastest(fitting: Sequence[MemoryForecast], load: Workload, recipe: Recipe, rates: Rates) -> Plan:
+    """Return the plan whose replay is fastest, of those that fit.
+
+    The first is not always it: what streams from host memory leaves the device's for activations that need not be
+    computed again. But no disk is as fast as the rest: what need not be there is elsewhere.
+    """
+    on_disk = fitting[0].placement.on_disk
+    plans = [
+        forecast(each.placement, load, recipe, rates, each.have)
+        for each in fitting
+        if each.placement.on_disk <= on_disk
+    ]
+    by_seconds = sorted(range(len(plans)), key=lambda number: plans[number].costs.seconds_per_step)
+    replays = [replayed(plans[number], load, recipe) for number in sorted(by_seconds[:NUM_REPLAYED])]
+    least = min(plan.costs.seconds_per_step for plan in replays)
+    return next(plan for plan in replays if plan.costs.seconds_per_step <= (1 + SAME) * least)
 
 
 def candidates(recipe: Recipe, free: Free) -> list[Placement]:
@@ -405,7 +427,7 @@ def replayed(plan: Plan, load: Workload, recipe: Recipe) -> Plan:
 
     Where the step waits for transfers, deferred updates are tried, too, and taken if that is faster.
     """
-    if plan.have.is_shared or not load.layers:
+    if not _is_replayed(plan.have, load):
         return plan
     stored, rates = _stored(plan.placement, load, recipe), plan.rates
 
@@ -418,11 +440,19 @@ def replayed(plan: Plan, load: Workload, recipe: Recipe) -> Plan:
     if is_late and (other := timeline(False)).seconds < best.seconds:
         is_late, best = False, other
     costs = cost(plan.placement, load, recipe, stored, rates, plan.budget, is_late)
-    moving = max(best.link_in, best.link_out, best.disk)
+    more = max(_tokens_to_hide(each, load, rates) for each in (costs.forward, costs.backward))
     costs = replace(
-        costs, seconds_per_step=best.seconds, compute_seconds=best.compute, transfer_seconds=moving,
-    )  # fmt: skip
-    return replace(plan, costs=costs, timeline=best)
+        costs, seconds_per_step=best.seconds, compute_seconds=best.step.compute, transfer_seconds=best.step.moving
+    )
+    return replace(plan, costs=costs, timeline=best, tokens_to_hide_stall=more)
+
+
+def _tokens_to_hide(moved: Pass, load: Workload, rates: Rates) -> int:
+    """Return how many more tokens in a step a pass could compute with while its bytes move."""
+    updates = moved.updated / rates.compute.memory  # which take as long, however many tokens there are
+    hidden = moved.transfer_seconds(rates) - moved.compute_seconds(load, rates)
+    tokens = load.mean_step_tokens * hidden / (moved.compute_seconds(load, rates) - updates)
+    return max(0, math.ceil(tokens / 256) * 256)
 
 
 def _budget_dict(budget: BufferBudget) -> dict[str, int]:

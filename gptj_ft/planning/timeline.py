@@ -36,35 +36,77 @@ STEPS = 2  # the first has no update pending
 
 
 @dataclass(frozen=True)
-class Timeline:
-    """A training step in virtual time.
+class PassTimes:
+    """A pass over the layers in virtual time.
 
     Attributes:
-        seconds: seconds of a step.
-        tokens: tokens of the step.
+        seconds: seconds of the pass.
         compute, link_in, link_out, disk: seconds of them that the processor, each direction of the link, and the disk
             work.
-        waits: seconds that the computation stands still, by what works meanwhile: ``disk``, ``link``, or the
-            ``program``, which gives the device its kernels.
     """
 
     seconds: float
-    tokens: float
     compute: float
     link_in: float
     link_out: float
     disk: float
-    waits: Mapping[str, float]
 
     @property
     def bound(self) -> float:
-        """Seconds that a step takes at least: those of what works longest."""
-        return max(self.compute, self.link_in, self.link_out, self.disk)
+        """Seconds that it takes at least: those of what works longest."""
+        return max(self.compute, self.moving)
+
+    @property
+    def moving(self) -> float:
+        """Seconds of what moves bytes longest."""
+        return max(self.link_in, self.link_out, self.disk)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A training step in virtual time.
+
+    Attributes:
+        tokens: tokens of the step.
+        forward: pass upwards, until the head begins.
+        backward: head and pass downwards.
+        waits: seconds that the computation stands still, by what works meanwhile: ``disk``, ``link``, or the
+            ``program``, which gives the device its kernels.
+    """
+
+    tokens: float
+    forward: PassTimes
+    backward: PassTimes
+    waits: Mapping[str, float]
+
+    @property
+    def step(self) -> PassTimes:
+        """Both passes together."""
+        first, second = asdict(self.forward), asdict(self.backward)
+        return PassTimes(**{name: first[name] + second[name] for name in first})
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return self.step.seconds
 
     @property
     def share_of_bound(self) -> float:
-        """The bound as a share of the seconds; 1: nothing could be overlapped better."""
-        return self.bound / self.seconds
+        """What works longest in the step, as a share of its seconds; 1: nothing could be overlapped better."""
+        return self.step.bound / self.seconds
+
+    @property
+    def bound_by_pass(self) -> float:
+        """Seconds that it takes at least if no pass does work of the other.
+
+        With clipping none can: updates need the norm of all gradients, so that the next forward pass makes them.
+        """
+        return self.forward.bound + self.backward.bound
+
+    @property
+    def share_by_pass(self) -> float:
+        """That bound as a share of the seconds."""
+        return self.bound_by_pass / self.seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -77,8 +119,13 @@ class Timeline:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it for ``--json``."""
-        derived = ("bound", "share_of_bound", "tokens_per_second", "stall")
-        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+        derived = ("share_of_bound", "bound_by_pass", "share_by_pass", "tokens_per_second", "stall")
+        return {
+            **asdict(self.step),
+            "bound": self.step.bound,
+            **asdict(self),
+            **{name: getattr(self, name) for name in derived},
+        }
 
 
 @dataclass(frozen=True)
@@ -185,6 +232,7 @@ class _Replay:
         self.prices = _Prices(load, rates)
         self._clock = clock = Clock()
         self._earlier: list[Work] = []  # that what is computed next comes after
+        self._turn: tuple[float, ...] = ()  # what had been done when the head began
         budget, placement = schedule.budget, schedule.placement
         self._link = Link(clock, rates.compute.to_device, rates.compute.from_device, rates.disk)
         self._processor, self._hazards = Processor(clock, self._link.at_work), Hazards(budget.chunk_numel)
@@ -229,16 +277,16 @@ class _Replay:
 
     def run(self) -> Timeline:
         """Replay steps up to the steady state, and return the last."""
-        before = self._counters()
         for _ in range(STEPS):
-            before = self._counters()
+            start = self._counters()
             self._processor.idle.clear()
             self._step()
-        now = self._counters()
-        seconds, compute, arriving, leaving, disk = (new - old for new, old in zip(now, before, strict=True))
+        forward, backward = _between(start, self._turn), _between(self._turn, self._counters())
         idle, total = self._processor.idle, sum(self._processor.idle.values())
-        waits = {name: max(0.0, seconds - compute) * each / total for name, each in idle.items()}
-        return Timeline(seconds, self._tokens, compute, arriving, leaving, disk, waits)
+        still = forward.seconds + backward.seconds - forward.compute - backward.compute
+        return Timeline(
+            self._tokens, forward, backward, {name: max(0.0, still) * each / total for name, each in idle.items()}
+        )
 
     def compute(self, piece: _Piece) -> None:
         """Give the compute stream kernels; the first after `use` come after what still touches that memory."""
@@ -276,8 +324,8 @@ class _Replay:
         kept = range(max(1, model.lowest_trained, top - model.budget.num_kept_layers), top)
         model.boundaries.begin()
         hidden = [
-            torch.empty(
-                max(1, round(self._tokens / self._micro_batches)), self._load.width, dtype=self._load.dtype, device=META
+            torch.empty(  # rounded down: together they have their place where an average step's are kept
+                max(1, int(self._tokens / self._micro_batches)), self._load.width, dtype=self._load.dtype, device=META
             )
             for _ in range(self._micro_batches)
         ]
@@ -285,6 +333,7 @@ class _Replay:
             index = load.index
             self.use(_weights(load))
             if index == top and not load.task.descends:
+                self._clock.after([self._processor.last["compute"], *self._earlier], self._note_turn)
                 self._head(load)
             elif not load.task.descends:
                 if index not in kept and load.is_in_backward and index:
@@ -299,6 +348,9 @@ class _Replay:
         updates.updates.step += 1
         if updates.updates.waits:
             updates.updates.layers = set(model.trained)
+
+    def _note_turn(self) -> None:
+        self._turn = self._counters()
 
     def _forward(self, load: LayerLoad, layers: Prefetcher) -> None:
         for _ in range(self._micro_batches):
@@ -348,6 +400,10 @@ class _Replay:
         engines = self._link.engines
         busy = (engines[name].busy for name in ("in", "out", "disk"))
         return self._clock.now, self._processor.busy, *busy
+
+
+def _between(before: Sequence[float], after: Sequence[float]) -> PassTimes:
+    return PassTimes(*(new - old for new, old in zip(after, before, strict=True)))
 
 
 def _weights(load: LayerLoad) -> list[Tensor]:

@@ -32,7 +32,7 @@ from gptj_ft.models.supported import DEFAULT_REPOSITORY, TINY_MODELS
 from gptj_ft.models.trainable import select
 from gptj_ft.planning.devices import is_published_name
 from gptj_ft.planning.machine_profile import are_known, is_known, rates
-from gptj_ft.planning.plan import DoesNotFit, Plan, choose, replayed
+from gptj_ft.planning.plan import DoesNotFit, Plan, choose
 from gptj_ft.planning.resources import Target
 from gptj_ft.planning.workload import Workload
 from gptj_ft.system.accelerator import is_accelerator
@@ -403,7 +403,7 @@ def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Repo
         longest_row=length,
     )
     try:
-        plan = replayed(choose(recipe, load_, target.free, target.rates), load_, recipe)
+        plan = choose(recipe, load_, target.free, target.rates)
     except DoesNotFit as problem:
         return Forecast(replace(problem.nearest, device=target.name), problem, architecture.notes, published)
     return Forecast(replace(plan, device=target.name), None, architecture.notes, published)

@@ -16,7 +16,7 @@ from gptj_ft.config.run_folder import Run, steps_done
 from gptj_ft.data.batches import Rows, rows_of_step, steps_per_epoch
 from gptj_ft.models.registry import Architecture, read_architecture
 from gptj_ft.models.trainable import Selection, select
-from gptj_ft.planning.plan import Plan, choose, replayed
+from gptj_ft.planning.plan import Plan, choose
 from gptj_ft.planning.resources import Target, check_lengths
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.objective import Objective, objective_of
@@ -115,7 +115,7 @@ def make_setup(
         validation_targets=validation.num_targets,
     )
     has_begun = Run(folder).recipe_file.is_file()
-    plan = replayed(choose(recipe, load, target.free, target.rates, has_begun), load, recipe)
+    plan = choose(recipe, load, target.free, target.rates, has_begun)
     # Another machine, or this one on another day, might choose another type in the middle of the run.
     recipe = recipe.model_copy(update={"precision": plan.precision})
     return TrainSetup(

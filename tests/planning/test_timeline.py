@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from gptj_ft.errors import UsageError
 from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import Layout
 from gptj_ft.planning.devices import DEVICES, LINKS, find_device
-from gptj_ft.planning.plan import Free, choose, replayed
+from gptj_ft.planning.plan import NUM_REPLAYED, SAME, Free, candidates, choose, forecast, forecast_memory, replayed
 from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
 from gptj_ft.planning.timeline import Schedule, Timeline, replay
 from gptj_ft.planning.traffic import training_passes
@@ -46,11 +46,11 @@ def schedule(placement: Placement = ON_HOST, clips: bool = True, **budget: int) 
 
 def test_a_model_that_stays_on_the_device_waits_for_nothing() -> None:
     found = replay(workload(8192), schedule(ON_DEVICE), RATES)
-    assert (found.link_in, found.link_out, found.disk) == (0, 0, 0)
+    assert (found.step.link_in, found.step.link_out, found.step.disk) == (0, 0, 0)
     assert found.stall < 0.01
-    assert found.seconds == pytest.approx(found.compute, rel=0.01)
+    assert found.seconds == pytest.approx(found.step.compute, rel=0.01)
     flops = workload(8192).flops().hardware
-    assert flops / 4e13 < found.compute < 1.6 * flops / 4e13, "products, attention, and what memory bounds"
+    assert flops / 4e13 < found.step.compute < 1.6 * flops / 4e13, "products, attention, and what memory bounds"
 
 
 @pytest.mark.parametrize("clips", [True, False])
@@ -58,18 +58,18 @@ def test_the_replay_moves_the_bytes_that_the_schedule_counts(clips: bool) -> Non
     load, asked = workload(2048), schedule(clips=clips)
     found = replay(load, asked, RATES)
     passes = training_passes(ON_HOST, load, dict(asked.stored), asked.budget, is_late=False)[:2]
-    assert found.link_in * 1e10 == pytest.approx(sum(each.read["host"] for each in passes), rel=0.01)
-    assert found.link_out * 1e10 == pytest.approx(sum(each.written.get("host", 0) for each in passes), rel=0.01)
+    assert found.step.link_in * 1e10 == pytest.approx(sum(each.read["host"] for each in passes), rel=0.01)
+    assert found.step.link_out * 1e10 == pytest.approx(sum(each.written.get("host", 0) for each in passes), rel=0.01)
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_where_bytes_are_slow_a_step_takes_as_long_as_they_do(place: Place) -> None:
     slow = replace(RATES, compute=replace(RATES.compute, to_device=2e9, from_device=2e9))
     found = replay(workload(2048), schedule(Placement(place, place)), slow)
-    assert found.bound == max(found.link_in, found.link_out, found.disk) > found.compute
+    assert found.step.bound == max(found.step.link_in, found.step.link_out, found.step.disk) > found.step.compute
     assert found.share_of_bound > 0.55, "each pass waits for its own transfers"
     assert max(found.waits, key=lambda name: found.waits[name]) == {"host": "link", "disk": "disk"}[place]
-    assert found.stall == pytest.approx(1 - found.compute / found.seconds, abs=0.02)
+    assert found.stall == pytest.approx(1 - found.step.compute / found.seconds, abs=0.02)
 
 
 def test_long_steps_hide_their_transfers_and_short_ones_say_how_many_tokens_would() -> None:
@@ -78,10 +78,10 @@ def test_long_steps_hide_their_transfers_and_short_ones_say_how_many_tokens_woul
 
     def planned(tokens: int) -> tuple[Timeline, int]:
         load = workload(tokens)
-        plan = replayed(choose(recipe, load, free, RATES), load, recipe)
+        plan = choose(recipe, load, free, RATES)
         assert plan.timeline is not None
         assert plan.costs.seconds_per_step == plan.timeline.seconds
-        return plan.timeline, plan.tokens_to_hide_stall()
+        return plan.timeline, plan.tokens_to_hide_stall
 
     short, more = planned(1024)
     assert short.stall > 0.2
@@ -92,20 +92,82 @@ def test_long_steps_hide_their_transfers_and_short_ones_say_how_many_tokens_woul
     assert none < 0.1 * more
 
 
+def gptj_6b(device: str, tokens: int = 16384, **options: object) -> tuple[Recipe, Workload, Free, Rates]:
+    """Rows of 1,024 tokens on a published device, in a machine with memory enough."""
+    card = find_device(device)
+    free = Free(card.memory_bytes, 256 * 10**9, 2 * 10**12, is_shared=False)
+    load = replace(workload(tokens, blocks=28), micro_batch_tokens=4096)
+    return Recipe.model_validate(options), load, free, Rates(card.rates(), RATES.disk)
+
+
+@pytest.mark.parametrize("device", ["RTX 4060 8GB", "RTX 4090 24GB", "A100 80GB", "H100 80GB", "H200 141GB"])
+def test_a_step_of_gptj_6b_takes_as_long_as_the_longer_of_what_each_pass_does(device: str) -> None:
+    timeline = choose(*gptj_6b(device)).timeline
+    assert timeline is not None
+    assert timeline.share_by_pass > 0.97
+    assert timeline.share_of_bound <= timeline.share_by_pass < 1.0001
+    for name, number in asdict(timeline.step).items():
+        assert number == pytest.approx(sum(getattr(each, name) for each in (timeline.forward, timeline.backward)))
+    if not timeline.step.moving:
+        return
+    forward = timeline.forward
+    assert forward.moving > timeline.backward.moving, "with clipping all updates are made there"
+    assert (timeline.share_of_bound > 0.95) == (forward.compute > forward.moving)
+
+
+def test_so_many_more_tokens_hide_the_transfers_of_gptj_6b() -> None:
+    plan = choose(*gptj_6b("RTX 4090 24GB"))
+    assert plan.timeline is not None
+    assert plan.timeline.stall > 0.1
+    assert 0 < plan.tokens_to_hide_stall < 16384
+    more = choose(*gptj_6b("RTX 4090 24GB", 16384 + plan.tokens_to_hide_stall)).timeline
+    assert more is not None
+    assert more.stall < 0.02
+
+
+@pytest.mark.parametrize("device", ["RTX 4090 24GB", "H200 141GB"])
+def test_of_the_placements_that_fit_an_accelerator_the_one_whose_replay_is_fastest_is_taken(device: str) -> None:
+    recipe, load, free, rates = gptj_6b(device)
+    plan = choose(recipe, load, free, rates)
+    assert not plan.placement.on_disk
+    seconds = {}
+    for each in candidates(recipe, free):
+        if not each.on_disk and not forecast_memory(each, load, recipe, free).lack:
+            seconds[each] = replayed(forecast(each, load, recipe, rates, free), load, recipe).costs.seconds_per_step
+    assert len(seconds) > NUM_REPLAYED
+    assert plan.costs.seconds_per_step == seconds[plan.placement] <= (1 + SAME) * min(seconds.values())
+    assert seconds[plan.placement] < 0.96 * next(iter(seconds.values())), "memory of the device is for activations"
+    asked = choose(recipe.model_copy(update={"weights": "device"}), load, free, rates)
+    assert asked.placement.weights == "device"
+
+
+def test_what_fits_elsewhere_is_not_put_on_a_disk() -> None:
+    recipe, load, free, rates = gptj_6b("RTX 4060 8GB")
+    placement = choose(recipe, load, replace(free, host=60 * 10**9), rates).placement
+    assert placement.on_disk == {"optimizer_state"}
+
+
+def test_micro_batches_that_are_not_alike_leave_the_device_too() -> None:
+    away = replay(workload(12799), schedule(replace(ON_HOST, boundaries="host")), RATES)
+    assert away.step.link_out == pytest.approx(
+        replay(workload(12800), schedule(replace(ON_HOST, boundaries="host")), RATES).step.link_out, rel=0.01
+    )
+
+
 def test_kept_activations_and_no_clipping_take_less() -> None:
     load = workload(4096)
     plain, kept, unclipped = (
         replay(load, each, RATES) for each in (schedule(), schedule(num_kept_layers=4), schedule(clips=False))
     )
-    assert kept.compute < 0.9 * plain.compute
-    assert unclipped.link_out < plain.link_out
+    assert kept.step.compute < 0.9 * plain.step.compute
+    assert unclipped.step.link_out < plain.step.link_out
 
 
 def test_inputs_that_wait_in_host_memory_cross_the_link() -> None:
     load = workload(8192)
     here, away = (replay(load, schedule(replace(ON_HOST, boundaries=place)), RATES) for place in ("device", "host"))
     moved = 4 * 8192 * 4096 * 2 / 1e10
-    assert away.link_out - here.link_out == pytest.approx(moved, rel=0.02)
+    assert away.step.link_out - here.step.link_out == pytest.approx(moved, rel=0.02)
 
 
 def test_a_replay_is_the_same_each_time() -> None:
@@ -150,7 +212,7 @@ def test_plan_forecasts_a_run_on_a_device_that_is_not_here(shell, tmp_path: Path
     assert memory["device memory"]["need"] <= memory["device memory"]["have"] < 8 * 2**30
     assert memory["host memory"]["have"] == 64 * 10**9
     said = shell(f"{sized} --device t4").said
-    for phrase in ("T4 16GB", "fp16", "tokens/s", "shares of published rates"):
+    for phrase in ("T4 16GB", "fp16", "tokens/s", "shares of published rates", "passes", "forward computing"):
         assert phrase in said, phrase
     for name, near in (("RTX 4061 8GB", "'RTX 4060 8GB'"), ("a100", "'A100 40GB'")):
         refused = shell(f"{line} --device '{name}'")

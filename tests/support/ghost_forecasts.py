@@ -48,11 +48,11 @@ def time(case: dict[str, Any]) -> dict[str, Any]:
     assert isinstance(plan, Plan)
     assert plan.timeline is not None
     _, trace = ghost_step(shape, plan.placement, plan.budget, batch(case), options)
-    result, timeline = replay(trace, rates), plan.timeline
+    result, timeline, busy = replay(trace, rates), plan.timeline, plan.timeline.step
     return {
         **case, "kept": plan.budget.num_kept_layers, "forecast": timeline.seconds, "replay": result.seconds,
         "share": timeline.share_of_bound, "share_of_replay": result.share_of_bound, "busy": result.busy,
-        "forecast_busy": {"compute": timeline.compute, "h2d": timeline.link_in, "d2h": timeline.link_out},
+        "forecast_busy": {"compute": busy.compute, "h2d": busy.link_in, "d2h": busy.link_out},
     }  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def planned(case: dict[str, Any], options: dict[str, Any], cap: int, device: Dev
     from gptj_ft.config.resolve import build
     from gptj_ft.models.registry import Architecture, families
     from gptj_ft.models.trainable import select
-    from gptj_ft.planning.plan import Free, choose, replayed
+    from gptj_ft.planning.plan import Free, choose
     from gptj_ft.planning.workload import Workload
 
     shape = {**GPTJ_6B, "n_layer": case.get("layers", GPTJ_6B["n_layer"])}
@@ -80,7 +80,7 @@ def planned(case: dict[str, Any], options: dict[str, Any], cap: int, device: Dev
     )  # fmt: skip
     free = Free(cap, 10**12, 10**15, is_shared=False)
     rates = rates_of(device)
-    return replayed(choose(recipe, load, free, rates), load, recipe), shape, options
+    return choose(recipe, load, free, rates), shape, options
 
 
 def rates_of(device: DeviceRates) -> Any:

@@ -106,7 +106,7 @@ def plan_rows(plan: Plan, notes: Sequence[str] = (), verbose: bool = True) -> li
     return [row for row in rows if verbose or row[0] not in ENGINE_ROWS]
 
 
-ENGINE_ROWS = {"moved per step", "validations", "checkpoints", "measured", "published", "training"}
+ENGINE_ROWS = {"moved per step", "validations", "checkpoints", "measured", "published", "training", "passes"}
 
 
 def show_reading(console: Console, title: str, about: Sequence[tuple[str, str]], plan: InferencePlan) -> None:
@@ -217,13 +217,19 @@ def _times(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _stall(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Say what the computation waits for, and what would hide it."""
-    if not plan.timeline or plan.timeline.stall < STALL_NOTICED:
+    """Say what the computation waits for, what would hide it, and how far the step is from what its passes allow."""
+    timeline = plan.timeline
+    if not timeline or timeline.stall < STALL_NOTICED:
         return
-    what = max(plan.timeline.waits, key=lambda name: plan.timeline.waits[name] if plan.timeline else 0.0)
-    more = plan.tokens_to_hide_stall()
+    what = max(timeline.waits, key=lambda name: timeline.waits[name])
+    more = plan.tokens_to_hide_stall
     hidden = f": {more:,} more tokens a step would hide it" if what != "program" and more else ""
-    yield "waiting", f"for the {what} {plan.timeline.stall:.0%} of a step{hidden}"
+    yield "waiting", f"for the {what} {timeline.stall:.0%} of a step{hidden}"
+    passes = "; ".join(
+        f"{name} computing {_seconds(times.compute)}, moving bytes {_seconds(times.moving)}"
+        for name, times in (("forward", timeline.forward), ("backward", timeline.backward))
+    )
+    yield "passes", f"{passes}: {timeline.share_by_pass:.0%} of the speed that the longer of each allows"
 
 
 def _measured(plan: Plan) -> str:
