@@ -54,6 +54,7 @@ LABELLED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "mnli-bert": ({**PAIR, "label1": "neutral", "gold_label": "neutral"}, tuple(PAIR.values()), "neutral"),
     "qnli-bert": ({"question": "Why?", "sentence": "So.", "label": "entailment"}, ("Why?", "So."), "entailment"),
     "rte-bert": ({**PAIR, "label": "not_entailment"}, tuple(PAIR.values()), "not_entailment"),
+    "token-labels": ({"tokens": ["It", "rains"], "ner_tags": ["O", "B-X"]}, ("It rains",), "O B-X"),
     "wnli-bert": ({**PAIR, "label": "1"}, tuple(PAIR.values()), "entailment"),
 }  # fmt: skip
 
@@ -68,10 +69,11 @@ def test_a_preset_of_a_task_with_labels_reads_what_it_should(name: str, tmp_path
     recipe = resolve({"recipe": name}, environment={}).recipe
     assert recipe.about
     assert recipe.source
-    assert (recipe.schedule, recipe.final_lr, recipe.on_long) == ("linear", 0.0, "shorten")
+    assert (recipe.schedule, recipe.final_lr) == ("linear", 0.0)
+    assert recipe.on_long == ("split" if recipe.task == "token-labels" else "shorten")
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n", encoding="utf-8")
     tokenizer = make_wordpiece(tmp_path)
-    names = () if recipe.task == "regression" else tuple(recipe.labels.values()) or ("1", "weather", "news")
+    names = () if recipe.task == "regression" else tuple(recipe.labels.values()) or ("1", "weather", "news", "O", "B-X")
     done = tokenize_rows(recipe, tokenizer, tmp_path / "rows.jsonl", 1000, labels=names)
     tokens = tokenizer(*texts)
     (first, second) = done.rows

@@ -120,12 +120,13 @@ class LabelSet:
         """Return how many rows have each label, in the order of their ids."""
         return tuple(self.found[name].count if name in self.found else 0 for name in self.order())
 
-    def check(self, rows: int, fewest: int = 2) -> None:
+    def check(self, rows: int, fewest: int = 2, what: str = "rows") -> None:
         """Check that the training rows can teach their labels.
 
         Args:
-            rows: those that are kept; words, if they are labelled.
+            rows: those that are kept.
             fewest: labels that are needed.
+            what: what has a label, if not a row.
 
         Raises:
             DataError: there are fewer labels, or so many that they are none.
@@ -135,12 +136,13 @@ class LabelSet:
             return
         if len(there) < fewest:
             only = f"all have the label '{shortened(there[0])}'" if there else "none has a label"
-            raise DataError(f"of the {rows:,} rows {only}: there is nothing to tell apart")
+            raise DataError(f"of the {rows:,} {what} {only}: there is nothing to tell apart")
         if not self._fixed and len(there) > max(MANY_LABELS, rows / FEW_ROWS_EACH):
             are_numbers = all(NUMBER.fullmatch(name) for name in there)
             other = "a measurement is learnt by --set task=regression" if are_numbers else "texts are no labels"
             raise DataError(
-                f"{len(there):,} labels in {rows:,} rows, e.g. {_listed(there[:3])}: most are there only once; {other}"
+                f"{len(there):,} labels in {rows:,} {what}, e.g. {_listed(there[:3])}: most are there only once; "
+                f"{other}"
             )
 
     def warnings(self, what: str = "rows") -> dict[str, Occurrences]:

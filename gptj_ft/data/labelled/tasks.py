@@ -6,11 +6,13 @@ from collections.abc import Mapping
 
 from gptj_ft.data.labelled.encoder import LabelledEncoder, Setting, TaskReader
 from gptj_ft.data.labelled.texts import NumberReader, SetReader, TextReader
+from gptj_ft.data.labelled.words import WordReader
 
 READERS: Mapping[str, type[TaskReader]] = {
     "classification": TextReader,
     "multi-label": SetReader,
     "regression": NumberReader,
+    "token-labels": WordReader,
 }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +25,7 @@ from gptj_ft.data.labelled.assembly import (
 )
 from gptj_ft.data.labelled.encoder import Setting, TaskReader, renumbered, with_columns
 from gptj_ft.data.labelled.labels import label_text
+from gptj_ft.data.labelled.words import parsed_list
 from gptj_ft.data.readers.rows import Row
 from gptj_ft.data.table import SCHEMA, TokenTable, empty_lists, to_arrow, to_python
 from gptj_ft.data.template import fields_of, render
@@ -37,7 +36,6 @@ from gptj_ft.system.plain_text import shortened
 JOINT = "\n"  # between two texts, where a tokenizer has nothing to stand there
 SEPARATORS = (";", "|", ",")  # of labels in one text: the first that is there
 YES, NO = frozenset(("1", "1.0", "true", "yes", "y", "t")), frozenset(("0", "0.0", "false", "no", "n", "f", "", "-"))
-LONGEST_LIST = 100_000  # characters of a list that stands in a text
 
 
 class Answer(NamedTuple):
@@ -243,14 +241,8 @@ class SetReader(TextReader):
 
     def _items_in(self, row: Row, text: str) -> list[Any]:
         stripped = text.strip()
-        if stripped.startswith("[") and len(stripped) < LONGEST_LIST:
-            for parse in (json.loads, ast.literal_eval):  # a list of Python, as pandas writes it into a table
-                try:
-                    items = parse(stripped)
-                except (ValueError, SyntaxError, RecursionError, MemoryError):
-                    continue
-                if isinstance(items, list):
-                    return items
+        if (items := parsed_list(stripped)) is not None:
+            return items
         if label_text(stripped) in self.setting.labels.found:  # a label with a comma in its name
             return [stripped]
         for separator in SEPARATORS:

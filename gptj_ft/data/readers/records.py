@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from gptj_ft.data.readers.conll import read_conll
 from gptj_ft.data.readers.hdf5 import read_samples
 from gptj_ft.data.readers.json import read_json_lines, read_json_rows
 from gptj_ft.data.readers.rows import Findings, Row, numbered_lines, too_long
@@ -87,6 +88,7 @@ _READERS: dict[str, Reader] = {
     "prepared": refuse_prepared,
     "dataset": read_saved_dataset,
     "txt": read_documents,
+    "conll": read_conll,
     "tfrecords": read_tfrecords,
     "hdf5": read_samples,
 }

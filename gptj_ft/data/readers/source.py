@@ -120,6 +120,9 @@ SUFFIXES = {
     ".xlsm": "xlsx",
     ".parquet": "parquet",
     ".txt": "txt",
+    ".conll": "conll",
+    ".iob": "conll",
+    ".bio": "conll",
     ".tfrecords": "tfrecords",
     ".tfrecord": "tfrecords",
     ".index": "tfindex",
@@ -171,6 +174,7 @@ class FileOptions:
     encoding: str = AUTO
     sheet: str = ""
     header: tuple[str, ...] = ()
+    task: str = "language-model"
     max_record: int = MOST_RECORD_BYTES
 
     @classmethod
@@ -298,6 +302,8 @@ def identify_file(path: Path, options: FileOptions = FileOptions()) -> File:
     if named and not compression and head:
         notes.append(f"{path} is not packed by {named} as its name says")
     by_content = _format_by_content(head)
+    if options.task == "token-labels" and suffix in (".txt", ".train", ".dev", ".test", ".testa", ".testb"):
+        by_content = "conll"  # as the published files are called
     if not by_content and (meant := _foreign(suffix, head, parts)):
         by_content = SUFFIXES.get(meant, "")
         if not by_content:
@@ -312,7 +318,7 @@ def identify_file(path: Path, options: FileOptions = FileOptions()) -> File:
             f"{path}: unknown suffix '{suffix}'; rows are read from {', '.join(SUFFIXES)}, also packed as "
             f"{', '.join(COMPRESSIONS)}"
         )
-    if by_name and format_ != by_name:
+    if by_name and format_ != by_name and format_ != "conll":
         notes.append(f"{path} is read as {format_}, which it is, not as the {by_name} of its name")
     if told and told == encoding and not by_content:
         notes.append(f"{path} is in {ENCODING_NAMES[told]}")

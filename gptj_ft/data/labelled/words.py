@@ -1,0 +1,168 @@
+"""Read words that have a label each: rows of two lists, split at a word where they are too long."""
+
+from __future__ import annotations
+
+import ast
+import json
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from gptj_ft.data.columns import FieldTexts
+from gptj_ft.data.counts import RowCounts
+from gptj_ft.data.dataset import content_hash
+from gptj_ft.data.labelled.assembly import Document, LabelledRow, frame_tokens, framed
+from gptj_ft.data.labelled.encoder import Setting, TaskReader, renumbered
+from gptj_ft.data.readers.rows import Occurrences, Row
+from gptj_ft.data.table import TokenTable
+from gptj_ft.data.template import fields_of
+from gptj_ft.data.tokenization import NoTokenizer
+from gptj_ft.data.wordpiece import splits_at_blanks
+from gptj_ft.errors import DataError, RowSkipped, UsageError
+from gptj_ft.system.plain_text import shortened
+
+LONGEST_LIST = 1_000_000  # characters of a list that stands in a text
+
+
+def parsed_list(text: str) -> list[Any] | None:
+    """Return the list that a text is in JSON, or in Python as pandas writes it into a table; ``None`` if it is none.
+
+    >>> parsed_list('["a", 1]'), parsed_list(" ['a', 'b'] "), parsed_list("[a]")
+    (['a', 1], ['a', 'b'], None)
+    """
+    text = text.strip()
+    if text.startswith("[") and text.endswith("]") and len(text) < LONGEST_LIST:
+        for parse in (json.loads, ast.literal_eval):
+            try:
+                found = parse(text)
+            except (ValueError, SyntaxError, RecursionError, MemoryError):
+                continue
+            if isinstance(found, list):
+                return found
+    return None
+
+
+class _Read(NamedTuple):
+    words: list[str]
+    names: list[str]
+
+
+class WordReader(TaskReader):
+    """Reads words and their labels; the first token of a word stands for it.
+
+    BERT's words are tokenized one by one; those of byte-level tokenizers with the blank before them. A word that has no
+    token at all, such as a control character, is the unknown one, so that each has its label.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        recipe = setting.recipe
+        self._words = _only_field(recipe.prompt, "prompt")
+        self._labels = _only_field(recipe.completion, "completion")
+        self._before = "" if splits_at_blanks(setting.tokenizer) else " "
+        self._frame = setting.frame
+        assert not isinstance(setting.tokenizer, NoTokenizer), "it has no frame, which was asked for"
+        self._unknown = int(setting.tokenizer.unk_token_id or 0)
+        self._room = recipe.max_length - frame_tokens(self._frame, is_pair=False)
+        if self._room < 1:
+            raise UsageError(f"max_length: {recipe.max_length} tokens leave no room for a word")
+
+    def read(self, row: Row) -> tuple[list[str], _Read]:
+        columns = self.setting.columns
+        words = _texts(columns[self._words], row.values.get(columns[self._words]))
+        if not words:
+            raise RowSkipped("no words")
+        names: list[str] = []
+        if self.setting.needs_target:
+            labels = _texts(columns[self._labels], row.values.get(columns[self._labels]))
+            if len(labels) != len(words):
+                raise RowSkipped("not as many labels as words")
+            known: dict[str, str] = {}
+            for label in labels:
+                if label not in known:
+                    known[label] = self.setting.labels.name_of(label)
+            names = [known[label] for label in labels]
+        text = " ".join(words)
+        self.setting.checks.look(row, FieldTexts({self._words: text}, []), text, " ".join(names))
+        return [self._before + word for word in words], _Read(words, names)
+
+    def row_of(self, row: Row, read: _Read, tokens: list[Any]) -> LabelledRow:
+        pieces = [ids if len(ids) else array("i", [self._unknown]) for ids in tokens]
+        pieces, tokens_cut = [ids[: self._room] for ids in pieces], sum(max(len(ids) - self._room, 0) for ids in pieces)
+        spans = self._spans([len(ids) for ids in pieces])
+        recipe = self.setting.recipe
+        if len(spans) > 1 and recipe.on_long == "shorten":
+            tokens_cut += sum(map(len, pieces[spans[0][1] :]))
+            del spans[1:]
+        targets = [self.setting.labels.add(name, row.where) for name in read.names[: spans[-1][1]]]
+        documents = [self._document(read, pieces, targets, *span) for span in spans]
+        group = content_hash("\0".join(read.words).encode())
+        return LabelledRow(documents, group, "", (" ".join(read.names),) if read.names else (), tokens_cut)
+
+    def finish(self, table: TokenTable, counts: RowCounts) -> TokenTable:
+        if not self.setting.needs_target:
+            return table
+        self.setting.labels.check(counts.numbers["target_tokens"], what="words")
+        return renumbered(table, self.setting.labels.renumbering())
+
+    def warnings(self) -> dict[str, Occurrences]:
+        return self.setting.labels.warnings("words") if self.setting.needs_target else {}
+
+    def _spans(self, lengths: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the words of each document, (first, end): as many as fit.
+
+        Raises:
+            RowSkipped: too long and not to be split.
+            DataError: too long, and the policy is `error`.
+        """
+        spans, start, used = list[tuple[int, int]](), 0, 0
+        for number, length in enumerate(lengths):
+            if used + length > self._room:
+                spans.append((start, number))
+                start, used = number, 0
+            used += length
+        spans.append((start, len(lengths)))
+        if len(spans) > 1 and self.setting.recipe.on_long == "skip":
+            raise RowSkipped("longer than max_length")
+        if len(spans) > 1 and self.setting.recipe.on_long == "error":
+            raise DataError(
+                f"{sum(lengths)} tokens, max_length leaves room for {self._room}; raise it, or set on_long to split, "
+                "shorten or skip"
+            )
+        return spans
+
+    def _document(
+        self, read: _Read, pieces: Sequence[Sequence[int]], targets: Sequence[int], first: int, end: int
+    ) -> Document:
+        flat, marks = list[int](), list[int]()
+        for ids in pieces[first:end]:
+            marks.append(len(self._frame.first) + len(flat))
+            flat.extend(ids)
+        ids, _ = framed(self._frame, flat, None)
+        return Document(ids, (), marks, targets[first:end] or [0] * len(marks), texts=read.words[first:end])
+
+
+def _only_field(template: str, option: str) -> str:
+    fields = fields_of(template)
+    if len(fields) != 1:
+        raise UsageError(f"{option}: of task=token-labels it is one field, a list, e.g. {{{{ tokens }}}}")
+    return fields[0]
+
+
+def _texts(column: str, cell: Any) -> list[str]:
+    """Return the texts of a list; of one in a text, what blanks separate.
+
+    Raises:
+        RowSkipped: there is no list, or not of texts and numbers.
+    """
+    items = (parsed_list(cell) or cell.split()) if isinstance(cell, str) else cell
+    if not isinstance(items, list):
+        raise RowSkipped(f"no list in column '{shortened(column)}'")
+    if not all(isinstance(item, str | int | float) for item in items):
+        raise RowSkipped(f"column '{shortened(column)}': a list of other things than words")
+    texts = [str(item) for item in items]
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        raise RowSkipped(f"column '{shortened(column)}': half a surrogate pair, which is no character") from None
+    return texts

@@ -1,0 +1,191 @@
+"""Words with a label each: lists in columns and CoNLL files, first tokens as marks, rows split at words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny_tokenizer import make_tokenizer
+from support.tiny_wordpiece import SPECIAL, make_wordpiece
+from transformers import BertTokenizer
+
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.dataset import Prepared
+from gptj_ft.data.load import read_or_prepare
+from gptj_ft.data.prepare import tokenize_rows
+from gptj_ft.data.token_checks import check_tokens
+from gptj_ft.data.tokenization import tokenize
+from gptj_ft.errors import DataError, UsageError
+
+TASK: dict[str, Any] = {"task": "token-labels", "prompt": "{{ tokens }}", "completion": "{{ tags }}", "max_length": 64}
+CLS, SEP, UNK = (SPECIAL.index(token) for token in ("[CLS]", "[SEP]", "[UNK]"))
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_wordpiece(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def prepared(tokenizer: Any, rows: list[dict[str, Any]] | Path, **options: Any) -> Prepared:
+    path = Path("rows.jsonl")
+    if isinstance(rows, Path):
+        path = rows
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    asked = {name: options.pop(name) for name in ("labels", "needs_target") if name in options and name != "labels"}
+    recipe = Recipe(**{**TASK, **options})
+    done = tokenize_rows(recipe, tokenizer, path, 1000, **asked)
+    check_tokens(done, Path("rows"), 1000, recipe.max_length)
+    assert done.rows.num_targets() == done.report.target_tokens
+    return done
+
+
+WORDS = ["The", "patients", "came", "from", "riverville", "(", "café", ")", "x1y2", "."]
+TAGS = ["O", "O", "O", "O", "B-LOC", "I-LOC", "I-LOC", "O", "B-ID", "O"]
+
+
+def test_tokens_and_first_pieces_are_those_of_transformers(bert: Any) -> None:
+    row = list(prepared(bert, [{"tokens": WORDS, "tags": TAGS}]).rows)[0:1][0]
+    theirs = BertTokenizer(vocab=bert.get_vocab())(WORDS, is_split_into_words=True)
+    assert row["input_ids"] == theirs["input_ids"]
+    of = theirs.word_ids()
+    assert row["marks"] == [of.index(word) for word in range(len(WORDS))]
+    names = ("B-ID", "B-LOC", "I-LOC", "O")
+    assert [names[target] for target in row["targets"]] == TAGS
+    assert (row["texts"], row["label"], row["references"]) == (WORDS, "", [" ".join(TAGS)])
+    assert len(row["input_ids"]) > len(WORDS) + 2, "some words have several pieces"
+
+
+def test_words_of_a_byte_level_tokenizer_have_the_blank_before_them() -> None:
+    tokenizer = make_tokenizer()
+    (row,) = prepared(tokenizer, [{"tokens": WORDS, "tags": TAGS}]).rows
+    assert tokenizer.decode(row["input_ids"]) == " " + " ".join(WORDS)
+    pieces = [tokenizer.decode(row["input_ids"][mark : mark + 1]) for mark in row["marks"]]
+    assert all(f" {word}".startswith(piece) for word, piece in zip(WORDS[:4], pieces, strict=False))
+
+
+def test_names_and_numbers_are_labels_and_the_recipe_names_numbers(bert: Any) -> None:
+    rows = [{"tokens": ["the", "river"], "tags": [0, 2]}, {"tokens": "a cough", "tags": "[0, 10]"}]
+    done = prepared(bert, rows)
+    assert (done.report.labels, done.report.label_counts) == (("0", "2", "10"), (2, 1, 1))
+    assert [row["targets"] for row in done.rows] == [[0, 1], [0, 2]]
+    done = prepared(bert, rows, labels={"0": "O", "2": "B-LOC", "10": "B-ILL"})
+    assert done.report.labels == ("O", "B-LOC", "B-ILL")
+    assert [row["targets"] for row in done.rows] == [[0, 1], [0, 2]]
+
+
+def test_long_rows_are_split_at_words_and_nothing_is_lost(bert: Any) -> None:
+    rows = [{"tokens": ["the", "riverville", "came"] * 4, "tags": ["O", "B-LOC", "O"] * 4}]
+    done = prepared(bert, rows, max_length=12)
+    parts = list(done.rows)
+    assert [word for row in parts for word in row["texts"]] == rows[0]["tokens"]
+    assert [row["continues"] for row in parts] == [False] + [True] * (len(parts) - 1)
+    assert len({row["group"] for row in parts}) == 1
+    for row in parts:
+        ids = row["input_ids"]
+        assert (ids[0], ids[-1]) == (CLS, SEP)
+        assert len(ids) <= 12
+        assert ids[1:-1] == [token for each in tokenize(bert, row["texts"]) for token in each]
+        assert len(row["targets"]) == len(row["marks"]) == len(row["texts"])
+    longer = len(tokenize(bert, [parts[1]["texts"][0]])[0])
+    assert len(parts[0]["input_ids"]) + longer > 12, "as many words as fit"
+    assert (done.report.rows_kept, done.report.windows, done.report.tokens_cut) == (1, len(parts), 0)
+
+
+def test_long_rows_are_cut_left_out_or_refused_if_asked_for(bert: Any) -> None:
+    rows = [{"tokens": ["the", "a"], "tags": ["O", "B"]}, {"tokens": ["the"] * 9, "tags": ["O"] * 9}]
+    done = prepared(bert, rows, on_long="shorten", max_length=6)
+    assert [len(row["texts"]) for row in done.rows] == [2, 4]
+    assert (done.report.rows_cut, done.report.tokens_cut) == (1, 5)
+    assert prepared(bert, rows, on_long="skip", max_length=6).report.rows_kept == 1
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: 9 tokens, max_length leaves room for 4"):
+        prepared(bert, rows, on_long="error", max_length=6)
+
+
+def test_a_word_without_tokens_is_the_unknown_one_and_a_very_long_one_is_cut(bert: Any) -> None:
+    rows = [{"tokens": ["the", "\u200b", "", "q" * 90], "tags": ["O", "B", "O", "B"]}]
+    (row, last) = prepared(bert, rows, max_length=20).rows
+    assert row["input_ids"][2:4] == [UNK, UNK]
+    assert row["marks"] == [1, 2, 3]
+    assert (last["marks"], len(last["input_ids"])) == ([1], 20)
+
+
+def test_rows_that_cannot_be_used_say_why(bert: Any) -> None:
+    rows = [
+        {"tokens": ["the", "a"], "tags": ["O", "B"]}, {"tokens": ["the"], "tags": ["O", "B"]},
+        {"tokens": [], "tags": []}, {"tokens": 5, "tags": ["O"]}, {"tokens": [["a"]], "tags": ["O"]},
+        {"tokens": ["the"]},
+    ]  # fmt: skip
+    assert {why: of.first for why, of in prepared(bert, rows).report.rows_skipped.items()} == {
+        "not as many labels as words": ["rows.jsonl:2"],
+        "no words": ["rows.jsonl:3"],
+        "no list in column 'tokens'": ["rows.jsonl:4"],
+        "column 'tokens': a list of other things than words": ["rows.jsonl:5"],
+        "no list in column 'tags'": ["rows.jsonl:6"],
+    }
+    with pytest.raises(DataError, match="of the 4 words all have the label 'O'"):
+        prepared(bert, [{"tokens": ["the", "a"], "tags": ["O", "O"]}] * 2)
+    with pytest.raises(UsageError, match="prompt: of task=token-labels it is one field"):
+        prepared(bert, rows, prompt="{{ tokens }} {{ tags }}")
+
+
+def test_rows_to_predict_are_lists_or_texts_without_labels(bert: Any) -> None:
+    done = prepared(bert, [{"tokens": "the river"}, {"tokens": ["a", "cough"]}], needs_target=False)
+    assert [(row["texts"], row["targets"]) for row in done.rows] == [
+        (["the", "river"], [0, 0]),
+        (["a", "cough"], [0, 0]),
+    ]
+
+
+CONLL = """-DOCSTART- -X- O O
+
+EU NNP I-NP I-ORG
+rejects VBZ I-VP O
+
+Peter NNP I-NP I-PER
+
+
+# the first of three comments
+Bonn\tNNP\tI-NP\tI-LOC
+"""
+
+
+@pytest.mark.parametrize("name", ["eng.testa", "train.txt", "data.conll", "train.iob"])
+def test_conll_files_are_sentences_with_the_tag_in_the_last_column(name: str, bert: Any) -> None:
+    Path(name).write_text(CONLL, encoding="utf-8")
+    done = prepared(bert, Path(name))
+    assert [(row["line"], row["texts"]) for row in done.rows] == [
+        (3, ["EU", "rejects"]),
+        (6, ["Peter"]),
+        (10, ["Bonn"]),
+    ]
+    assert done.report.labels == ("I-LOC", "I-ORG", "I-PER", "O")
+    assert done.report.columns == {"tokens": "tokens", "tags": "tags"}
+    again = read_or_prepare(Recipe(**TASK), bert, 1000, Path(name))
+    assert list(again.rows) == list(done.rows)
+
+
+def test_a_line_with_other_columns_is_named(bert: Any) -> None:
+    Path("data.conll").write_text("EU NNP O\nrejects O\n\nB X B\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"data\.conll:2: 2 columns, the line of the sentence's first word has 3"):
+        prepared(bert, Path("data.conll"))
+
+
+def test_words_alone_are_read_to_predict(bert: Any) -> None:
+    Path("data.conll").write_text("EU\nrejects\n\nBonn\n", encoding="utf-8")
+    done = prepared(bert, Path("data.conll"), needs_target=False)
+    assert [row["texts"] for row in done.rows] == [["EU", "rejects"], ["Bonn"]]
+
+
+def test_a_text_file_of_another_task_is_no_conll_file(bert: Any) -> None:
+    Path("rows.txt").write_text("EU NNP O\n", encoding="utf-8")
+    recipe = Recipe(task="classification", prompt="{{ text }}", completion="{{ label }}", on_long="skip")
+    done = tokenize_rows(recipe, bert, Path("rows.txt"), 1000, needs_target=False, labels=("a", "b"))
+    assert done.report.columns == {"text": "text"}
