@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gptj_ft.config.options import Recipe
     from gptj_ft.errors import GptjFtError
     from gptj_ft.evaluation.comparison import ModelComparison
+    from gptj_ft.evaluation.label_file import LabelResult
     from gptj_ft.evaluation.run import EvaluateRequest
     from gptj_ft.generation.batch import BatchResult
     from gptj_ft.generation.generator import Answer
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 _HOMES = {  # of what is not in `api`
     "Recipe": "config.options",
     "GptjFtError": "errors",
+    "LabelResult": "evaluation.label_file",
     "ModelComparison": "evaluation.comparison",
     "EvaluateRequest": "evaluation.run",
     "BatchResult": "generation.batch",
@@ -58,6 +60,7 @@ __all__ = [
     "EvaluateRequest",
     "Forecast",
     "GptjFtError",
+    "LabelResult",
     "Model",
     "ModelComparison",
     "Preparation",
@@ -76,6 +79,8 @@ __all__ = [
     "load",
     "plan",
     "plan_evaluation",
+    "predict",
+    "predict_file",
     "prepare",
     "prepare_run",
 ]

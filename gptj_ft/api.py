@@ -33,7 +33,9 @@ from gptj_ft.training.reporter import Reporter
 if TYPE_CHECKING:
     import torch
 
+    from gptj_ft.config.options import Recipe
     from gptj_ft.evaluation.comparison import ModelComparison
+    from gptj_ft.evaluation.label_file import LabelJob, LabelResult
     from gptj_ft.evaluation.run import EvaluateRequest, PairedEvaluation
     from gptj_ft.generation.batch import BatchJob, BatchResult
     from gptj_ft.generation.generator import Answer, GenerationSetup, Generator
@@ -447,6 +449,102 @@ def generate_file(
     folder = named_model(model, "generate")
     setup = GenerationSetup.of(folder, model_options(folder, options).recipe)
     return run_file(setup, plan_file(rows, output, setup, num_return), reporter or Reporter())
+
+
+def plan_predictions(
+    rows: str | os.PathLike[str], output: str | os.PathLike[str], folder: Path, recipe: Recipe, keep: Sequence[str] = ()
+) -> LabelJob:
+    """Read the rows of `predict_file`, and plan its passes. Arguments and errors: as there."""
+    from gptj_ft.evaluation.label_file import plan_labels
+    from gptj_ft.generation.generator import InferenceSetup
+
+    return plan_labels(InferenceSetup.of(folder, recipe), Path(rows), Path(output), keep)
+
+
+def run_predictions(job: LabelJob, reporter: Reporter) -> LabelResult:
+    """Label the rows of `plan_predictions`."""
+    from gptj_ft.evaluation.label_file import run_labels
+
+    stopped = "stopped; what was labelled so far is kept, and the same command goes on from there"
+    with stop_says(lambda: stopped):
+        return run_labels(job, lambda done, total: reporter.on_count("labelling", done, total, "rows"))
+
+
+def predict_file(
+    rows: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    model: str | os.PathLike[str] | None = None,
+    *,
+    keep: Sequence[str] = (),
+    reporter: Reporter | None = None,
+    **options: Any,
+) -> LabelResult:
+    """Label every row of a file, into JSON lines or CSV; the same call resumes an interrupted one.
+
+        >>> gptj_ft.predict_file("reviews.csv", "labels.jsonl", "runs/classification-1", keep=["id"]).rows
+
+    Args:
+        rows: rows, of any form that ``data`` takes; they need no labels.
+        output: ``.jsonl`` or ``.csv``, new or begun before.
+        model: model or run with a head; default: the newest run.
+        keep: columns that are passed through.
+        reporter: receiver of progress.
+        **options: fields of `Recipe` in place of what the model remembers; ``config`` is a YAML file of them.
+
+    Raises:
+        UsageError: the model has no head, or there is no such column.
+        DataError: rows that cannot be read.
+        ResourceError: it does not fit.
+        Interrupted: a signal; what was written is kept.
+    """
+    folder = named_model(model, "predict")
+    recipe = model_options(folder, options).recipe
+    return run_predictions(plan_predictions(rows, output, folder, recipe, keep), reporter or Reporter())
+
+
+def predict(
+    texts: Sequence[str | tuple[str, str] | Mapping[str, Any]],
+    model: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Label texts: ``label`` and ``probabilities`` of each, or ``score``, ``tokens``, ``answer``, ``sentences``.
+
+        >>> gptj_ft.predict(["a fine film"], "runs/classification-1")[0]["label"]
+
+    Args:
+        texts: texts; pairs of them, of a task about two, as a question and what it is about; or values by field of the
+            model's templates.
+        model: model or run with a head; default: the newest run.
+        **options: as in `predict_file`.
+
+    Raises:
+        UsageError: the model has no head.
+        DataError: a text cannot be read.
+    """
+    folder = named_model(model, "predict")
+    return label(texts, folder, model_options(folder, options).recipe)
+
+
+def label(
+    texts: Sequence[str | tuple[str, str] | Mapping[str, Any]], folder: Path, recipe: Recipe
+) -> list[dict[str, Any]]:
+    """Label texts with the model in a folder. Arguments and errors: as of `predict`."""
+    from gptj_ft.evaluation.label_file import label_texts, text_fields
+    from gptj_ft.generation.generator import InferenceSetup
+
+    setup = InferenceSetup.of(folder, recipe)
+    fields = text_fields(setup.recipe)
+
+    def values(text: str | tuple[str, str] | Mapping[str, Any]) -> Mapping[str, Any]:
+        if isinstance(text, Mapping):
+            return text
+        parts = (text,) if isinstance(text, str) else text
+        if len(parts) != 1 + bool(fields[1]):
+            wanted = f"pairs of texts: {fields[0]} and {fields[1]}" if fields[1] else "one text at a time"
+            raise UsageError(f"{folder} labels {wanted}; on the command line, the second is --pair TEXT")
+        return dict(zip(fields, parts, strict=False))
+
+    return [dict(answer.facts) for answer in label_texts(setup, [values(text) for text in texts])]
 
 
 def resolved_options(recipe: str | Resolved | None, options: Mapping[str, Any]) -> Resolved:

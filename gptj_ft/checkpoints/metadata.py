@@ -28,8 +28,27 @@ from gptj_ft.system.paths import name_in_home
 
 # The options of a recipe that say how texts become prompts and how answers are written and judged.
 TEMPLATE_KEYS = (
-    "recipe", "prompt", "completion", "fields", "map", "documents", "quotes", "sentences", "labels", "no_answer",
-    "shorten", "on_long", "cut", "max_length", "metrics", "stemming", "generation",
+    "recipe",
+    "prompt",
+    "completion",
+    "fields",
+    "map",
+    "documents",
+    "quotes",
+    "sentences",
+    "labels",
+    "no_answer",
+    "shorten",
+    "on_long",
+    "cut",
+    "max_length",
+    "metrics",
+    "stemming",
+    "generation",
+)
+HEAD_KEYS = (  # and of one that labels
+    "task", "pair", "stride", "label_threshold", "max_answer_tokens", "num_best", "null_threshold", "num_sentences",
+    "block_trigrams",
 )  # fmt: skip
 
 # The options that made the weights what they are; none of them can hold a name of the user's.
@@ -38,6 +57,15 @@ HYPER_PARAMETERS = (
     "warmup", "final_lr", "betas", "eps", "weight_decay", "clip_norm", "z_loss", "seed", "precision", "moments",
     "gradients",
 )  # fmt: skip
+PIPELINES = {  # what the Hub calls the tasks
+    "": "text-generation",
+    "classification": "text-classification",
+    "multi-label": "text-classification",
+    "regression": "text-classification",
+    "token-labels": "token-classification",
+    "spans": "question-answering",
+    "sentences": "summarization",
+}
 LOSSES = ("baseline_validation_loss", "validation_loss")
 
 
@@ -67,7 +95,8 @@ class ModelMetadata:
 def template_of(recipe: Recipe) -> dict[str, Any]:
     """Return the part of a recipe that a tuned model keeps."""
     options = recipe.model_dump(mode="json")
-    return {key: options[key] for key in TEMPLATE_KEYS}
+    keys = TEMPLATE_KEYS if recipe.task == "language-model" else (*TEMPLATE_KEYS, *HEAD_KEYS)
+    return {key: options[key] for key in keys}
 
 
 def read_metadata(model: Path) -> ModelMetadata | None:
@@ -138,15 +167,16 @@ def metadata_files(trained: TunedModel, is_adapter: bool = False) -> dict[str, s
         end, token = getattr(config, "eos_token_id", None), None
     begin = trained.architecture.raw.get("bos_token_id")
     settings = _generation_config(recipe.generation, end) | ({} if begin is None else {"bos_token_id": begin})
-    template = chat_template(recipe)
+    template = chat_template(recipe) if trained.architecture.task is None else ""
     base_digest = None
     if is_adapter:
         with open_checkpoint(trained.base) as checkpoint:
             base_digest = sampled_digest(trained.architecture, checkpoint)
     tuning = ModelMetadata(name_in_home(trained.base), template_of(recipe), trained.data, trained.metrics, base_digest)
+    writes = trained.architecture.task is None
     files = {
         METADATA_FILE: json.dumps(tuning.to_dict(), indent=2, ensure_ascii=False) + "\n",
-        GENERATION_CONFIG: json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
+        **({GENERATION_CONFIG: json.dumps(settings, indent=2, ensure_ascii=False) + "\n"} if writes else {}),
         "README.md": _model_card(trained, token, bool(template), is_adapter),
     }
     return files | ({"chat_template.jinja": template} if template else {})
@@ -184,7 +214,8 @@ def _model_card(trained: TunedModel, end: str | None, has_chat_template: bool, i
 
     recipe, origin = trained.recipe, read_origin(trained.base)
     library = "peft" if is_adapter else "transformers"
-    head: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["gptj-ft"]}
+    task = trained.architecture.task
+    head: dict[str, Any] = {"library_name": library, "pipeline_tag": PIPELINES.get(task or ""), "tags": ["gptj-ft"]}
     if origin is not None:
         head |= {"base_model": origin.repository, "license": origin.license or None}
         head["base_model_relation"] = "adapter" if is_adapter else "finetune"
@@ -192,7 +223,9 @@ def _model_card(trained: TunedModel, end: str | None, has_chat_template: bool, i
     losses = [] if before is None or after is None else [float(before), float(after)]
     written = ModelCard.from_template(
         ModelCardData(**head),
-        template_path=str(Path(__file__).with_name("model_card.md.jinja")),
+        template_path=str(Path(__file__).with_name("model_card_labels.md.jinja" if task else "model_card.md.jinja")),
+        labels=trained.architecture.labels,
+        class_name=trained.architecture.class_name,
         recipe=recipe,
         origin=origin,
         model_type=trained.architecture.family.model_type,

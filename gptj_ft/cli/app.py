@@ -25,6 +25,7 @@ from gptj_ft.cli.commands import (
     generate,
     models,
     plan,
+    predict,
     prepare_data,
     recipes,
     report,
@@ -74,6 +75,10 @@ _add(
 _add(
     START, generate.generate, 'generate "a text to be summarized"', "generate --input rows.jsonl --output answers.jsonl"
 )
+_add(
+    START, predict.predict, 'predict "a text to be labelled"',
+    "predict --input rows.csv --output labels.jsonl --keep id",
+)  # fmt: skip
 _add(DATA, prepare_data.prepare_data, "prepare-data --recipe summarization --data my.csv --show 3")
 _add(DATA, recipes.recipes_app, "recipes show summarization", name="recipes")
 _add(DATA, cache.cache_app, "cache list", name="cache")

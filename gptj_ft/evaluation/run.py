@@ -12,7 +12,15 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.data.load import data_path
 from gptj_ft.errors import UsageError
 from gptj_ft.evaluation.comparison import ModelComparison, compare_models
-from gptj_ft.evaluation.evaluate import Evaluation, choose_baseline, default_rows, fitted, plan_on_rows
+from gptj_ft.evaluation.evaluate import (
+    Evaluation,
+    EvaluationPlan,
+    choose_baseline,
+    default_rows,
+    fitted,
+    plan_on_rows,
+)
+from gptj_ft.evaluation.labelled import LabelledEvaluation, plan_labelled
 from gptj_ft.evaluation.lm_eval.tasks import LoadedTasks, compare_on_tasks, plan_on_tasks
 from gptj_ft.evaluation.predictions import score_predictions
 from gptj_ft.planning.inference_plan import InferencePlan
@@ -106,7 +114,11 @@ class PairedEvaluation:
         data = data_path(request.data) if request.data else default_rows(request.model)
         baseline, models = _models(request)
         recipe, asked = fitted(request.recipe, models.values(), data), request.recipe.max_length
-        runs = {name: plan_on_rows(each, recipe, data, request.limit) for name, each in models.items()}
+        runs: dict[str, EvaluationPlan | LabelledEvaluation]
+        if recipe.task == "language-model":
+            runs = {name: plan_on_rows(each, recipe, data, request.limit) for name, each in models.items()}
+        else:
+            runs = {name: plan_labelled(each, recipe, data, request.limit) for name, each in models.items()}
         note = ""
         if recipe.max_length < asked:
             length = f"{recipe.max_length:,}, the context of the model, and not {asked:,}"
@@ -154,8 +166,12 @@ class PairedEvaluation:
 
 
 def _models(request: EvaluateRequest | TasksRequest) -> tuple[Path | None, dict[str, Path]]:
-    """Return the baseline, if there is one, and the models to evaluate in their order."""
-    baseline = choose_baseline(request.model, request.baseline)
+    """Return the baseline, if there is one, and the models to evaluate in their order.
+
+    What a model with a head was tuned from has mostly none: it is no baseline unless it is named.
+    """
+    has_head, is_named = request.recipe.task != "language-model", request.baseline not in ("auto", "none")
+    baseline = None if has_head and not is_named else choose_baseline(request.model, request.baseline)
     return baseline, {"baseline": baseline, "model": request.model} if baseline else {"model": request.model}
 
 

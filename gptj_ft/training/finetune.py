@@ -89,9 +89,11 @@ def gather(recipe: Recipe) -> Inputs:
     model = choose_model(recipe, source)
     tokenizer = load_row_tokenizer(model)
     vocab_size = vocab_size_of(model)
-    rows = read_or_prepare(recipe, tokenizer, vocab_size, source)
+    known = read_architecture(model).labels if recipe.task != "language-model" else ()
+    rows = read_or_prepare(recipe, tokenizer, vocab_size, source, known_labels=known)
     if recipe.val_data is not None:
-        validation = read_or_prepare(recipe, tokenizer, vocab_size, data_path(recipe.val_data))
+        labels = rows.report.labels
+        validation = read_or_prepare(recipe, tokenizer, vocab_size, data_path(recipe.val_data), labels=labels)
         train = warn_of_shared(rows, validation)
         return Inputs(model, train, validation, train.report)
     train, held_out = split(rows, recipe.holdout, recipe.seed)

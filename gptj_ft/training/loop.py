@@ -38,7 +38,7 @@ from gptj_ft.training.schedule import is_multiple
 from gptj_ft.training.setup import TrainSetup
 from gptj_ft.training.throughput import StepCounts, Stopwatch, Throughput, summarize
 from gptj_ft.training.trackers import tracking
-from gptj_ft.training.validation import ValidationSamples, validate
+from gptj_ft.training.validation import LabelledValidation, ValidationSamples, samples_of, validate
 
 
 @dataclass(frozen=True)
@@ -132,14 +132,14 @@ def opened(setup: TrainSetup, run: Run, reporter: Reporter, session: Session) ->
     try:
         recent = RecentSteps(setup.num_steps, state.step, setup.plan.costs.seconds_per_step)
         retention = CheckpointRetention(setup, run, stack, optimizer)
-        samples = ValidationSamples(setup, run) if setup.recipe.sample_rows else None
+        samples = samples_of(setup, run)
         with (
             reporting(reporter, recent.progress),
             tracking(run, setup.recipe, partial(warn, run, reporter)) as record,
             StopRequest(reporter.on_stop_request, partial(what_is_saved, run), session.owns_process) as stop,
         ):
             losses = [line["loss"] for line in step_lines(run) if line["loss"] is not None]
-            watch = LossWatch(setup.architecture.config.vocab_size, losses)
+            watch = LossWatch(setup.num_classes, losses)
             training = Training(
                 setup, run, reporter, stack, optimizer, state, retention, samples, deadline, stop, record, watch, recent
             )
@@ -162,7 +162,7 @@ class Training:
         optimizer: optimizer with its pending update.
         state: step, losses and best, as the next commit or checkpoint will hold them.
         retention: checkpoints made and kept.
-        samples: validation rows that are answered; ``None`` if the recipe asks for none.
+        samples: validation rows that are answered, all of them where they are labelled; ``None``: none.
         deadline: time of the session.
         stop: whether a signal has asked to stop.
         record: writer of a line of ``metrics.jsonl``.
@@ -179,7 +179,7 @@ class Training:
     optimizer: AdamW
     state: RunState
     retention: CheckpointRetention
-    samples: ValidationSamples | None
+    samples: LabelledValidation | ValidationSamples | None
     deadline: Deadline
     stop: StopRequest
     record: Callable[[Mapping[str, Any]], None]
@@ -203,10 +203,15 @@ class Training:
         self.flush()
         with self.deadline.measure("validation"):
             measure = partial(validate, self.stack, rows, recipe.micro_batch_tokens, objective=self.setup.objective)
-            loss = measure(self.stop_if_asked).mean
+            if isinstance(self.samples, LabelledValidation):
+                found, sample = self.samples.measure(self.stack, self.stop_if_asked)
+                loss = found.mean
+            else:
+                loss, sample = measure(self.stop_if_asked).mean, None
             if not math.isfinite(loss):
                 raise explain_loss("validation loss", step, self.setup, self.stack, measure)
-            sample = self.samples.take(self.stack, step) if self.samples else None
+            if isinstance(self.samples, ValidationSamples):
+                sample = self.samples.take(self.stack, step)
         self.validation_loss = loss
         if step == 0:
             self.state = replace(self.state, loss_before=loss)

@@ -148,11 +148,12 @@ def check_keep(recipe: Recipe, num_validation_rows: int) -> None:
     """
     if recipe.patience and not (num_validation_rows and recipe.validate_every):
         raise UsageError("patience counts validations during the run: add --validate-every N, and rows to validate on")
-    if recipe.sample_rows and not (num_validation_rows and recipe.metrics):
+    if recipe.sample_rows and recipe.task == "language-model" and not (num_validation_rows and recipe.metrics):
         raise UsageError(
             "sample_rows are validation rows, scored by the recipe's metrics: there is none of the one or other"
         )
-    names = score_names(recipe.metrics) if recipe.sample_rows else []
+    is_labelled = recipe.task != "language-model"
+    names = score_names(recipe.metrics, recipe.task) if recipe.sample_rows or is_labelled else []
     if recipe.best_by != LOSS and recipe.best_by not in names:
         hint = did_you_mean(recipe.best_by, [LOSS, *names])
         more = "" if names else "; scores need --set sample_rows=N and a recipe with metrics"

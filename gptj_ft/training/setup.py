@@ -49,6 +49,13 @@ class TrainSetup:
     updates_before: int | None = None
 
     @property
+    def num_classes(self) -> int:
+        """Classes among which is chosen: tokens or labels; 2 where numbers are learned."""
+        if self.architecture.task is None:
+            return int(self.architecture.config.vocab_size)
+        return max(2, self.architecture.num_outputs)
+
+    @property
     def drops(self) -> bool:
         """Whether training drops activations, of the model or of adapters' inputs."""
         recipe = self.recipe

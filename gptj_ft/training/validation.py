@@ -14,7 +14,7 @@ from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import ResourceError
 from gptj_ft.evaluation.likelihood import passes
 from gptj_ft.evaluation.metrics.statistic import values
-from gptj_ft.planning.inference_plan import InferenceWorkload, token_budget_within
+from gptj_ft.planning.inference_plan import InferenceWorkload, TokenBudget, token_budget_within
 from gptj_ft.streaming.model import PASS_TOKENS, OffloadedModel
 from gptj_ft.streaming.objective import CrossEntropy, Objective
 from gptj_ft.streaming.step import StepLoss, evaluate_losses
@@ -63,6 +63,46 @@ def validate(
             before_pass()
             losses += evaluate_losses(stack, [batches[number].to(stack.device) for number in some], objective)
     return StepLoss(sum(loss.total for loss in losses), sum(loss.weight for loss in losses))
+
+
+class LabelledValidation:
+    """Validate a model with a head: loss and scores of its task on all validation rows, in one pass.
+
+    Args:
+        setup: task, objective and labels.
+        run: run that has the rows.
+    """
+
+    def __init__(self, setup: TrainSetup, run: Run) -> None:
+        from gptj_ft.evaluation.readout import reader_of
+
+        self._setup = setup
+        self._table = load_dataset(run.data / "validation").rows
+        self._reader = reader_of(setup.recipe, setup.architecture.labels)
+
+    def measure(self, stack: OffloadedModel, before_pass: Callable[[], None]) -> tuple[StepLoss, ValidationSample]:
+        """Compute the loss over the rows, and their scores; nothing is trained.
+
+        Args:
+            stack: model.
+            before_pass: called before each pass over the weights; may raise to stop.
+
+        Raises:
+            NotFinite: a loss.
+        """
+        from gptj_ft.evaluation.labelled import answer_rows
+        from gptj_ft.evaluation.outputs import outputs_of, row_outputs
+
+        setup, rows, losses = self._setup, self._setup.validation, list[StepLoss]()
+        together = TokenBudget(setup.recipe.micro_batch_tokens, stack.budget.pass_tokens)
+        outputs = outputs_of(stack, rows, setup.objective, together, before_pass, losses.append)
+        answered = answer_rows(setup.recipe, self._reader, list(row_outputs(self._table, rows, outputs)))
+        scores = values(answered.figures, len(answered.answers))
+        expected = " | ".join(answered.references[0]) if answered.references[0] else ""
+        sample = ValidationSample(
+            {name: value for name, value in scores.items() if name != "loss"}, expected, answered.answers[0].text
+        )
+        return StepLoss(sum(loss.total for loss in losses), sum(loss.weight for loss in losses)), sample
 
 
 class ValidationSamples:
@@ -116,3 +156,12 @@ class ValidationSamples:
             replace_text(folder / f"step-{step:06d}.jsonl", text)
         except OSError as error:
             raise ResourceError(f"cannot write {folder}: {error.strerror}") from error
+
+
+def samples_of(setup: TrainSetup, run: Run) -> LabelledValidation | ValidationSamples | None:
+    """Return what answers the validation rows of a run; ``None`` if nothing does."""
+    if not len(setup.validation):
+        return None
+    if setup.recipe.task != "language-model":
+        return LabelledValidation(setup, run)
+    return ValidationSamples(setup, run) if setup.recipe.sample_rows else None

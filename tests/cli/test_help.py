@@ -60,6 +60,7 @@ def test_commands_are_in_groups_and_a_first_run_is_the_example(shell) -> None:
         "finetune",
         "evaluate",
         "generate",
+        "predict",
     ]
     assert text.index("Start:") < text.index("Data:") < text.index("Keep house:") < text.index("Examples:")
     assert "gptj-ft finetune --recipe summarization --data my.jsonl --model tiny" in text
@@ -167,7 +168,7 @@ def test_the_shell_completes_commands_recipes_runs_and_models(shell, monkeypatch
         ("finetune --resume ru", {"runs/qa-1"}),
         ("finetune --model gp", {"gpt-j-6b"}),
         ("evaluate runs/", {"runs/qa-1"}),
-        ("generate --model t", {"tiny", "tiny-gpt2"}),
+        ("generate --model t", {"tiny", "tiny-gpt2", "tiny-bert"}),
         ("runs verify r", {"runs/qa-1"}),
         ("recipes show sq", {"squad"}),
     ):

@@ -130,7 +130,7 @@ def evaluate(
         asked = parse_gates(gates or (), loaded.score_names)
         evaluation = PairedEvaluation.of_tasks(TasksRequest(folder, recipe, loaded, baseline, limit))
     else:
-        asked = parse_gates(gates or (), [*LOSS_SCORES, *score_names(recipe.metrics)])
+        asked = parse_gates(gates or (), [*LOSS_SCORES, *score_names(recipe.metrics, recipe.task)])
         with TerminalReporter(notes) as reporter:
             evaluation = api.plan_evaluation(EvaluateRequest(folder, recipe, baseline, rows, limit), reporter)
     plan, about = evaluation.plan, rows_about(evaluation)
@@ -143,5 +143,6 @@ def evaluate(
     if tasks is not None:
         shown.conclude(found, asked)
         return
-    following = [*shown.record(folder, found), command_line("generate", "--model", folder) + ' "prompt"']
+    asks = ("generate" if recipe.task == "language-model" else "predict", "--model", folder)
+    following = [*shown.record(folder, found), command_line(*asks) + ' "text"']
     shown.conclude(found, asked, following)

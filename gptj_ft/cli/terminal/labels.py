@@ -1,15 +1,21 @@
-"""Show scores of labels: each label's own, what is taken for what, how sure the model is."""
+"""Show labels: those of a text or a file, and their scores: each one's own, what is taken for what, how sure it is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from gptj_ft import api
 from gptj_ft.cli.html.label_tables import MOST_CLASSES, LabelTable
-from gptj_ft.cli.terminal.screen import say, table
+from gptj_ft.cli.terminal.output import Output
+from gptj_ft.cli.terminal.progress import TerminalReporter
+from gptj_ft.cli.terminal.screen import panel, say, table, whole
+from gptj_ft.cli.terminal.tables import show_reading
+from gptj_ft.config.options import Recipe
 
 MOST_IN_ROW = 10  # labels of a confusion matrix on a terminal
 MOST_PAIRS = 10
@@ -40,3 +46,59 @@ def show_labels(console: Console, facts: Mapping[str, Any]) -> None:
 
 def _show(console: Console, shown: LabelTable) -> None:
     table(console, shown.title, [shown.head, *shown.rows], right=range(shown.num_names, len(shown.head)))
+
+
+def label_text(folder: Path, recipe: Recipe, text: str, pair: str | None, out: Output) -> None:
+    """Label a text, or a pair of them, and show what was found."""
+    with out.activity("reading the text"):
+        (facts,) = api.label([text if pair is None else (text, pair)], folder, recipe)
+    out.finish(facts, _in_words(facts), lambda console: _show_facts(console, facts))
+
+
+def label_file(
+    folder: Path, recipe: Recipe, rows: Path, output: Path, keep: Sequence[str], dry_run: bool, out: Output
+) -> None:
+    """Label the rows of a file, and say where the labels are; on a dry run, only show what it takes."""
+    with out.activity("reading the rows"):
+        job = api.plan_predictions(rows, output, folder, recipe, keep)
+    about = [("model", whole(str(folder))), ("rows", whole(str(rows))), ("labels", f"in {whole(str(output))}")]
+    if dry_run:
+        out.finish(job.plan.to_dict(), "", lambda console: show_reading(console, "The labels", about, job.plan))
+        return
+    show_reading(out.notes, "The labels", about, job.plan)
+    with TerminalReporter(out.notes) as reporter:
+        done = api.run_predictions(job, reporter)
+    skipped = {reason: each.count for reason, each in done.skipped.items()}
+    facts = {"model": str(folder), "output": str(output), "rows": done.rows, "found": done.found,
+             "windowed": done.windowed, "cut": done.cut, "skipped": skipped}  # fmt: skip
+    notes = [f"{done.found:,} of them were there"] * bool(done.found)
+    notes += [f"{done.windowed:,} read in several windows"] * bool(done.windowed)
+    notes += [f"{done.cut:,} cut to the length that the model reads"] * bool(done.cut)
+    notes += [f"{count:,} left out: {reason}" for reason, count in skipped.items()]
+    shown = [("rows", "; ".join([f"{done.rows:,}", *notes])), ("labels", whole(str(output)))]
+    out.finish(facts, str(output), lambda console: panel(console, "Labelled", shown))
+
+
+def _in_words(facts: Mapping[str, Any]) -> str:
+    """Return what was found, as a text."""
+    if "label" in facts:
+        label = facts["label"]
+        return label if isinstance(label, str) else ", ".join(label)
+    if "tokens" in facts:
+        return "\n".join(f"{token['text']}\t{token['label']}" for token in facts["tokens"])
+    if "sentences" in facts:
+        return "\n".join(facts["sentences"])
+    return str(facts["answer"]) if "answer" in facts else f"{facts['score']:.6g}"
+
+
+def _show_facts(console: Console, facts: Mapping[str, Any]) -> None:
+    for line in _in_words(facts).splitlines() or ["(no answer)"]:
+        console.print(line, markup=False, highlight=False)
+    likely = sorted(facts.get("probabilities", {}).items(), key=lambda each: -each[1])[:MOST_IN_ROW]
+    if likely:
+        table(
+            console,
+            "",
+            [("label", "probability, %"), *((name, f"{100 * each:.2f}") for name, each in likely)],
+            right=[1],
+        )

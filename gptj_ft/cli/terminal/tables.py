@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from gptj_ft.cli.terminal.screen import next_steps, panel, say, time_after, whole
+from gptj_ft.config.run_folder import Run
 from gptj_ft.planning.costs import WARRANTED_BYTES, Costs
 from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.planning.plan import Plan
@@ -173,7 +174,8 @@ def show_training(console: Console, result: TrainResult, num_validation: int, ve
     panel(console, f"Done: {result.steps:,} steps", [*rows, *(_engine_rows(counts, throughput) if verbose else ())])
     measure = command_line("evaluate", Path(result.run))
     measure += f"   # on the {num_validation:,} rows held out" if num_validation else " --data FILE"
-    next_steps(console, measure, 'gptj-ft generate "prompt"')
+    is_labelled = Run(Path(result.run)).recipe().task != "language-model"
+    next_steps(console, measure, 'gptj-ft predict "text"' if is_labelled else 'gptj-ft generate "prompt"')
 
 
 def _engine_rows(counts: StepCounts, throughput: Throughput) -> list[tuple[str, str]]:

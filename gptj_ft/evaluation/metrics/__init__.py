@@ -87,6 +87,7 @@ TASK_SCORES: Mapping[str, TaskScores] = {
     "token-labels": TaskScores(ENTITY_SCORES, "entity_f1", "word_accuracy"),
 }
 """Scores by `Recipe.task`; the answers of other tasks are texts, with the metrics of texts."""
+TASK_METRICS: Mapping[str, tuple[str, ...]] = {"spans": ("squad",), "sentences": ("rouge",)}
 
 
 def main_score(names: Collection[str]) -> str:
@@ -110,9 +111,11 @@ def score_by_row(metrics: Sequence[str], names: Collection[str]) -> str:
     return next((main for main in mains if main in names), "loss")
 
 
-def score_names(metrics: Sequence[str]) -> list[str]:
-    """List the names of all scores of some metrics."""
-    return [name for metric in metrics for name in METRICS[metric].names]
+def score_names(metrics: Sequence[str], task: str = "language-model") -> list[str]:
+    """List the names of all scores of some metrics, or of a task with labels."""
+    if task in TASK_SCORES:
+        return list(TASK_SCORES[task].names)
+    return [name for metric in TASK_METRICS.get(task, metrics) for name in METRICS[metric].names]
 
 
 def score(

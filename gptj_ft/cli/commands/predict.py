@@ -1,0 +1,75 @@
+"""The command `predict`: label a text, or the rows of a file, with a tuned head."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gptj_ft.cli.options import (
+    INFERENCE_OPTIONS,
+    TUNED_RECIPE,
+    Assignments,
+    Config,
+    Given,
+    Json,
+    Quiet,
+    complete_model,
+    flag,
+    takes_options,
+)
+from gptj_ft.cli.terminal.output import Output
+from gptj_ft.errors import UsageError
+
+
+@takes_options("recipe", "map", "max_bad_rows", *INFERENCE_OPTIONS, meanings={"recipe": TUNED_RECIPE})
+def predict(
+    *,
+    text: Annotated[str | None, typer.Argument(help="text to label; - reads standard input")] = None,
+    pair: Annotated[str | None, flag("second text, of a task about two: what a question is about")] = None,
+    model: Annotated[str | None, flag("model or run; default: the newest run", autocompletion=complete_model)] = None,
+    rows: Annotated[
+        Path | None, flag("rows to label, of any form that --data takes", "--input", metavar="FILE")
+    ] = None,
+    output: Annotated[
+        Path | None, flag("with --input: .jsonl or .csv; the same command goes on with it", metavar="FILE")
+    ] = None,
+    keep: Annotated[str | None, flag("with --input: columns to pass through", metavar="NAME,...")] = None,
+    options: Given,
+    config: Config = None,
+    assignments: Assignments = None,
+    dry_run: Annotated[bool, flag("with --input: show what it will take and stop", "--dry-run")] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Label a text, or the rows of a file, with a tuned head.
+
+    Given are a label with its probabilities, several labels, a number, a label for each word, the span that answers a
+    question, or the sentences that sum up a text. How a text is put to the model is what it was tuned with.
+    """
+    if rows is not None and text is not None:
+        raise UsageError("a text and --input are two ways of asking: use one")
+    is_piped = text == "-" or (text is None and rows is None and not sys.stdin.isatty())
+    given = sys.stdin.read() if is_piped else text
+    if rows is None and given is None:
+        raise UsageError('nothing to label: gptj-ft predict "text", or --input FILE --output FILE')
+    if (rows is None) != (output is None):
+        raise UsageError("--input and --output go together: --input rows.csv --output out.jsonl")
+    if rows is None and (keep or dry_run):
+        raise UsageError("--keep and --dry-run are about the rows of a file: add --input FILE --output FILE")
+    if rows is not None and pair is not None:
+        raise UsageError("the second texts of a file are a column of it: leave out --pair")
+    out = Output(as_json, quiet)
+    with out.activity():
+        from gptj_ft import api
+        from gptj_ft.cli.terminal.labels import label_file, label_text
+
+    folder = api.named_model(model, "predict")
+    recipe = api.model_options(folder, {**options, "config": config}, assignments=assignments).recipe
+    if rows is not None and output is not None:
+        columns = tuple(name.strip() for name in (keep or "").split(",") if name.strip())
+        label_file(folder, recipe, rows, output, columns, dry_run, out)
+    else:
+        label_text(folder, recipe, str(given), pair, out)

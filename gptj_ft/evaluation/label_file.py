@@ -1,0 +1,255 @@
+"""Label the rows of a file with a tuned head; the output file resumes after an interruption."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gptj_ft.checkpoints.metadata import template_of
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.batches import Rows
+from gptj_ft.data.dataset import Prepared
+from gptj_ft.data.readers.records import read_rows
+from gptj_ft.data.readers.rows import Findings, Occurrences
+from gptj_ft.data.readers.source import FileOptions, identify
+from gptj_ft.data.template import fields_of
+from gptj_ft.errors import DataError, UsageError, did_you_mean
+from gptj_ft.evaluation.labelled import check_head, read_labelled
+from gptj_ft.evaluation.outputs import outputs_of, parts_of, row_outputs
+from gptj_ft.evaluation.readout import Answer, reader_of
+from gptj_ft.generation.answers_file import AnswersFile
+from gptj_ft.generation.generator import InferenceSetup
+from gptj_ft.models.registry import Architecture
+from gptj_ft.planning.inference_plan import InferencePlan
+from gptj_ft.planning.resources import check_lengths
+from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.objective import objective_of
+from gptj_ft.system.files import discard, replace_text
+
+MOST_COLUMNS = 100  # of probabilities in a table
+_READ = "read"  # setting: tokens that share a pass over the weights
+
+
+@dataclass(frozen=True)
+class LabelJob:
+    """Rows to label, planned and not begun.
+
+    Attributes:
+        setup: model and options.
+        prepared: rows.
+        output: file of answers, ``.jsonl`` or ``.csv``.
+        kept: values of columns that are passed through, by file and line.
+        settings: what the answers depend on.
+        plan: memory and token budget.
+    """
+
+    setup: InferenceSetup
+    prepared: Prepared
+    output: Path
+    kept: Mapping[tuple[str, int], Mapping[str, Any]]
+    settings: Mapping[str, Any]
+    plan: InferencePlan
+
+    @property
+    def lines(self) -> Path:
+        """The JSON lines that are written: the output, or what a table is made of in the end."""
+        return self.output.with_name(f"{self.output.name}.partial.jsonl") if self.is_table else self.output
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the output is a table."""
+        return self.output.suffix.lower() == ".csv"
+
+
+@dataclass(frozen=True)
+class LabelResult:
+    """Counts of a file that has been labelled.
+
+    Attributes:
+        rows: rows labelled.
+        found: rows that were in the output before.
+        windowed: rows longer than the model reads at once, which were read in several windows.
+        cut: rows longer than that, which were cut.
+        skipped: rows left out, by reason.
+    """
+
+    rows: int
+    found: int
+    windowed: int
+    cut: int
+    skipped: Mapping[str, Occurrences]
+
+
+def plan_labels(setup: InferenceSetup, source: Path, output: Path, keep: Sequence[str] = ()) -> LabelJob:
+    """Read the rows of a file and plan the passes over them, or resume an earlier one.
+
+    Args:
+        setup: model and options.
+        source: file of rows, of any form that training takes; they need no labels.
+        output: new file, or one that was begun: ``.jsonl``, or ``.csv``.
+        keep: columns that are passed through.
+
+    Raises:
+        UsageError: the model has no head, or there is no such column.
+        DataError: rows that cannot be read.
+        ResourceError: it does not fit.
+    """
+    recipe = setup.recipe
+    check_head(setup.folder, recipe, setup.architecture)
+    check_lengths(recipe, setup.architecture)
+    if output.suffix.lower() == ".csv" and output.exists():
+        raise UsageError(f"{output} exists; name a new --output")
+    prepared = read_labelled(setup, source, needs_target=False)
+    kept = _kept_columns(recipe, source, keep) if keep else {}
+    job = LabelJob(setup, prepared, output, kept, {}, setup.plan(output.absolute().parent))
+    before = AnswersFile.setting_of(job.lines, _READ)
+    plan = setup.plan(output.absolute().parent, None, documents=prepared.rows.lengths().tolist())
+    if isinstance(before, int):
+        plan = replace(plan, together=replace(plan.together, read=before))
+    settings = {
+        "model": str(setup.folder.resolve()), "rows": prepared.report.data_sha256, _READ: plan.together.read,
+        "keep": list(keep), **template_of(recipe),
+    }  # fmt: skip
+    return replace(job, settings=settings, plan=plan)
+
+
+def run_labels(job: LabelJob, progress: Callable[[int, int], None] | None = None) -> LabelResult:
+    """Label the rows of a job, resuming where it was interrupted.
+
+    Args:
+        job: rows, model and output.
+        progress: callback for (rows done, rows); default: none.
+
+    Raises:
+        Interrupted: a signal; what was written is kept.
+        ResourceError: the disk is full.
+    """
+    table = job.prepared.rows
+    continues = list(table["continues"])
+    starts = [number for number, is_more in enumerate(continues) if not is_more]
+    row_of = {start: row for row, start in enumerate(starts)}
+    total = len(starts)
+    with AnswersFile(job.lines, job.settings) as file:
+        found = len(file.done)
+        with job.setup.open(job.plan.weights) as (architecture, stack):
+            for part in parts_of(table, job.plan.together.read):
+                first = row_of[part.start]
+                count = sum(not continues[number] for number in part)
+                if not file.done >= set(range(first, first + count)):
+                    lines = _answers(job, part, architecture, stack)
+                    file.append((first + place, line) for place, line in enumerate(lines))
+                if progress:
+                    progress(first + count, total)
+        file.finish()
+    if job.is_table:
+        replace_text(job.output, _table(job.lines))
+        discard(job.lines)
+        discard(job.lines.with_name(f"{job.lines.name}.settings.json"))
+    report = job.prepared.report
+    windowed = len({number for number, start in enumerate(starts) if start + 1 < len(table) and continues[start + 1]})
+    return LabelResult(total, found, windowed, report.rows_cut, report.rows_skipped)
+
+
+def label_texts(setup: InferenceSetup, texts: Sequence[Mapping[str, Any]]) -> list[Answer]:
+    """Label texts that are in no file.
+
+    Args:
+        setup: model and options.
+        texts: values by field of the model's templates.
+
+    Raises:
+        UsageError: the model has no head.
+        DataError: a text cannot be read.
+    """
+    recipe = setup.recipe
+    check_head(setup.folder, recipe, setup.architecture)
+    columns = {field: column_of(recipe, field) for field in {field for text in texts for field in text}}
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "rows.jsonl"
+        rows = [{columns[field]: value for field, value in text.items()} for text in texts]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        uncached = replace(setup, recipe=recipe.model_copy(update={"cache": False}))
+        prepared = read_labelled(uncached, path, needs_target=False)
+    plan = setup.plan(Path.cwd(), None, documents=prepared.rows.lengths().tolist())
+    rows_of_text = Rows.of(prepared.rows)
+    with setup.open(plan.weights) as (architecture, stack):
+        outputs = outputs_of(stack, rows_of_text, objective_of(recipe), plan.together)
+        reader = reader_of(recipe, architecture.labels)
+        answers = [reader.read(row) for row in row_outputs(prepared.rows, rows_of_text, outputs)]
+    if len(answers) != len(texts):
+        why = "; ".join(prepared.report.rows_skipped)
+        raise DataError(f"{len(texts) - len(answers)} of {len(texts)} texts cannot be labelled: {why}")
+    return answers
+
+
+def text_fields(recipe: Recipe) -> tuple[str, str]:
+    """Return the fields that a text and a second one are put into; the second is empty where there is none."""
+    first = fields_of(recipe.prompt)
+    second = fields_of(recipe.pair) if recipe.pair else ()
+    return (first[0] if first else "text", second[0] if second else "")
+
+
+def column_of(recipe: Recipe, field: str) -> str:
+    """Return the name of a column that a field is taken from."""
+    return recipe.map.get(field) or next(iter(recipe.fields.get(field, ())), field)
+
+
+def _answers(job: LabelJob, part: range, architecture: Architecture, stack: OffloadedModel) -> Iterator[dict[str, Any]]:
+    """Yield the line of each row of some documents."""
+    table, recipe = job.prepared.rows.select(part), job.setup.recipe
+    rows, reader = Rows.of(table), reader_of(recipe, architecture.labels)
+    outputs = outputs_of(stack, rows, objective_of(recipe), job.plan.together)
+    several = len(job.prepared.report.files) > 1
+    for row in row_outputs(table, rows, outputs):
+        source, _, line = row.place.rpartition(":")
+        head: dict[str, Any] = {"line": int(line), **({"file": source} if several else {})}
+        yield {**head, **job.kept.get((source, int(line)), {}), **reader.read(row).facts}
+
+
+def _kept_columns(recipe: Recipe, source: Path, keep: Sequence[str]) -> dict[tuple[str, int], dict[str, Any]]:
+    """Read the columns that are passed through, by file and line.
+
+    Raises:
+        UsageError: there is no such column.
+    """
+    kept: dict[tuple[str, int], dict[str, Any]] = {}
+    seen: dict[str, None] = {}
+    for row in read_rows(identify(source, FileOptions.of(recipe)), Findings(recipe.max_bad_rows)):
+        seen |= dict.fromkeys(row.values)
+        kept[row.source, row.line] = {name: row.values.get(name) for name in keep}
+    for name in keep:
+        if name not in seen:
+            raise UsageError(f"--keep {name}: no such column{did_you_mean(name, seen)}; there are {', '.join(seen)}")
+    return kept
+
+
+def _table(lines: Path) -> str:
+    """Return JSON lines as CSV: probabilities in columns of their own, lists as texts."""
+    rows: list[dict[str, Any]] = []
+    for line in lines.read_text(encoding="utf-8").splitlines():
+        values = json.loads(line)
+        values.pop("candidates", None)
+        probabilities = values.pop("probabilities", {})
+        if len(probabilities) <= MOST_COLUMNS:
+            values |= {f"probability of {name}": each for name, each in probabilities.items()}
+        if "tokens" in values:
+            values["tokens"] = " ".join(token["label"] for token in values["tokens"])
+        rows.append({name: _cell(value) for name, value in values.items()})
+    text = io.StringIO()
+    names = dict.fromkeys(name for row in rows for name in row)
+    writer = csv.DictWriter(text, list(names), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, list):
+        return "; ".join(map(str, value))
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value

@@ -1,0 +1,166 @@
+"""Evaluate a model with a head on labelled rows: loss, scores of its task, scores by label."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from gptj_ft.checkpoints.formats.peft import tokenizer_folder
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.batches import Rows
+from gptj_ft.data.dataset import Prepared
+from gptj_ft.data.load import read_or_prepare
+from gptj_ft.data.split import select_rows
+from gptj_ft.data.tokenization import load_row_tokenizer
+from gptj_ft.errors import NotFinite, UsageError
+from gptj_ft.evaluation.evaluate import Evaluation
+from gptj_ft.evaluation.metrics.label_scores import LabelScores
+from gptj_ft.evaluation.metrics.statistic import Ratio, Statistic
+from gptj_ft.evaluation.outputs import RowOutput, outputs_of, row_outputs
+from gptj_ft.evaluation.readout import Answer, Reader, loss_of, reader_of
+from gptj_ft.generation.generator import InferenceSetup
+from gptj_ft.models.registry import Architecture
+from gptj_ft.planning.inference_plan import InferencePlan
+from gptj_ft.planning.resources import check_lengths
+from gptj_ft.streaming.objective import objective_of
+from gptj_ft.system.paths import home
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Answers to rows that say what is right, with their scores.
+
+    Attributes:
+        answers: answer to each row.
+        places: file and line of each row.
+        references: accepted answers of each row.
+        figures: statistics by name, the loss included.
+        labels: scores of each label; ``None`` where there are none.
+        remark: what the scores do not say; mostly empty.
+    """
+
+    answers: list[Answer]
+    places: list[str]
+    references: list[list[str]]
+    figures: dict[str, Statistic]
+    labels: LabelScores | None
+    remark: str
+
+
+def answer_rows(recipe: Recipe, reader: Reader, rows: Sequence[RowOutput]) -> Answered:
+    """Read the answers to rows, and score them.
+
+    Raises:
+        NotFinite: a loss.
+    """
+    answers, losses = [reader.read(row) for row in rows], [loss_of(recipe.task, row) for row in rows]
+    for row, (total, _) in zip(rows, losses, strict=True):
+        if not np.isfinite(total):
+            why = "the model is damaged, or too large for fp16; try --precision fp32"
+            raise NotFinite(f"the loss of {row.place} is not a finite number: {why}")
+    references = [list(row.references) for row in rows]
+    total_N, weight_N = (np.array(column, np.float64) for column in zip(*losses, strict=True))
+    figures = {"loss": Ratio(total_N, weight_N), **reader.figures(answers, references)}
+    remark = reader.remark(answers, references)
+    return Answered(answers, [row.place for row in rows], references, figures, reader.by_label(answers), remark)
+
+
+@dataclass(frozen=True)
+class LabelledEvaluation:
+    """An evaluation of labelled rows, planned and not begun.
+
+    Attributes:
+        setup: model and options.
+        prepared: rows.
+        plan: memory and token budget.
+        notes: warnings on the rows.
+    """
+
+    setup: InferenceSetup
+    prepared: Prepared
+    plan: InferencePlan
+    notes: tuple[str, ...]
+
+    def with_note(self, note: str) -> LabelledEvaluation:
+        """Return a copy with one more note."""
+        return replace(self, notes=(*self.notes, note))
+
+    def run(self, progress: Callable[[int, int], None] | None = None) -> Evaluation:
+        """Evaluate the model on its rows.
+
+        Args:
+            progress: callback for (rows done, rows to do); default: none.
+
+        Raises:
+            NotFinite: a loss.
+        """
+        recipe, table = self.setup.recipe, self.prepared.rows
+        rows, found = Rows.of(table), list[RowOutput]()
+        total = len(table) - sum(table["continues"])
+        with self.setup.open(self.plan.weights) as (architecture, stack):
+            outputs = outputs_of(stack, rows, objective_of(recipe), self.plan.together)
+            for row in row_outputs(table, rows, outputs):
+                found.append(row)
+                if progress:
+                    progress(len(found), total)
+        answered = answer_rows(recipe, reader_of(recipe, architecture.labels), found)
+        notes = (*self.notes, answered.remark) if answered.remark else self.notes
+        return Evaluation(
+            str(self.setup.folder), answered.figures, answered.places, [each.text for each in answered.answers],
+            answered.references, notes, rows.num_targets, answered.labels,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Do nothing: there is no cache, since reading rows again takes as long as reading results would."""
+
+
+def plan_labelled(folder: Path, recipe: Recipe, data: Path, limit: int | None) -> LabelledEvaluation:
+    """Plan an evaluation of labelled rows.
+
+    Args:
+        folder: the model folder.
+        recipe: task, templates, device.
+        data: file of rows, or prepared data.
+        limit: most rows, the first ones; ``None``: all.
+
+    Raises:
+        UsageError: the model has no head for the task.
+        ResourceError: the model does not fit in memory.
+    """
+    setup = InferenceSetup.of(folder, recipe)
+    check_head(folder, recipe, setup.architecture)
+    check_lengths(recipe, setup.architecture)
+    prepared = read_labelled(setup, data)
+    skipped = prepared.report.rows_skipped.items()
+    notes = tuple(f"{skips.count:,} rows were left out: {reason}" for reason, skips in skipped)
+    if limit is not None:
+        prepared = select_rows(prepared, range(min(limit, len(prepared.rows))))
+    plan = setup.plan(home(), None, documents=prepared.rows.lengths().tolist())
+    return LabelledEvaluation(setup, prepared, plan, notes)
+
+
+def read_labelled(setup: InferenceSetup, data: Path, needs_target: bool = True) -> Prepared:
+    """Prepare rows for a model with a head, whose labels they have."""
+    tokenizer, architecture = load_row_tokenizer(tokenizer_folder(setup.folder)), setup.architecture
+    vocab_size = int(architecture.config.vocab_size)
+    labels = architecture.labels
+    return read_or_prepare(setup.recipe, tokenizer, vocab_size, data, labels=labels, needs_target=needs_target)
+
+
+def check_head(folder: Path, recipe: Recipe, architecture: Architecture) -> None:
+    """Check that a model has the head of a task.
+
+    Raises:
+        UsageError: it has none, or another.
+    """
+    if architecture.task == recipe.task != "language-model":
+        return
+    if recipe.task == "language-model" and not architecture.family.is_encoder:
+        raise UsageError(f"{folder} writes texts: ask it with `gptj-ft generate`")
+    has = f"one for {architecture.task}" if architecture.task else "none"
+    raise UsageError(
+        f"{folder} has no head for {recipe.task}, but {has}: train one with `gptj-ft finetune --model {folder}`"
+    )

@@ -1,0 +1,318 @@
+"""Read what heads give as answers, and score them: a reader for each task.
+
+Axis letters: N rows, S rows that the head reads in a window, C its outputs for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gptj_ft.config.options import Recipe, Task
+from gptj_ft.evaluation.metrics import score
+from gptj_ft.evaluation.metrics.entities import are_entity_tags, entities
+from gptj_ft.evaluation.metrics.label_scores import (
+    LabelScores,
+    scores_of_entities,
+    scores_of_label_sets,
+    scores_of_rows,
+    scores_of_words,
+)
+from gptj_ft.evaluation.metrics.multi_label import multi_label
+from gptj_ft.evaluation.metrics.probability import sigmoid, softmax
+from gptj_ft.evaluation.metrics.regression import regression
+from gptj_ft.evaluation.metrics.single_label import single_label
+from gptj_ft.evaluation.metrics.statistic import Statistic
+from gptj_ft.evaluation.outputs import RowOutput
+from gptj_ft.evaluation.sentences import select_sentences
+from gptj_ft.evaluation.spans import SpanAnswer, SpanSettings, Window, best_answer, best_thresholds
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a row.
+
+    Attributes:
+        text: as a text: the label, the labels with commas between them, the number, the span, the summary.
+        facts: what `predict` writes of it, as JSON has it.
+        expected: what was right, for the scores; empty where the row does not say.
+        given: what was answered, for the scores.
+    """
+
+    text: str
+    facts: Mapping[str, Any]
+    expected: Any = None
+    given: Any = None
+
+
+class Reader(Protocol):
+    """Interface of a task to predictions and scores."""
+
+    def read(self, row: RowOutput) -> Answer:
+        """Read the answer to a row."""
+
+    def figures(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
+        """Score the answers to rows that say what is right."""
+
+    def by_label(self, answers: Sequence[Answer]) -> LabelScores | None:
+        """Score each label; ``None`` where there are none."""
+
+    def remark(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> str:
+        """Say what the scores do not; mostly nothing."""
+
+
+def pooled(row: RowOutput) -> Numbers:
+    """Return the mean of the outputs of all windows of a text, [C]."""
+    means: Numbers = np.concatenate([output_SC[:1] for output_SC in row.outputs]).astype(np.float64).mean(0)
+    return means
+
+
+def by_name(names: Sequence[str], probabilities_C: Numbers) -> dict[str, float]:
+    """Return probabilities by the names of the labels."""
+    return {name: round(float(each), 6) for name, each in zip(names, probabilities_C, strict=True)}
+
+
+@dataclass(frozen=True)
+class ClassReader:
+    """One label of a text: the likeliest; logits of windows are averaged.
+
+    Attributes:
+        names: names of the labels.
+    """
+
+    names: tuple[str, ...]
+
+    def read(self, row: RowOutput) -> Answer:
+        probabilities_C = softmax(pooled(row))
+        label = self.names[int(probabilities_C.argmax())]
+        facts = {"label": label, "probabilities": by_name(self.names, probabilities_C)}
+        return Answer(label, facts, row.marks[0].targets[0], probabilities_C)
+
+    def figures(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
+        return single_label([each.expected for each in answers], np.stack([each.given for each in answers]))
+
+    def by_label(self, answers: Sequence[Answer]) -> LabelScores:
+        given = np.stack([each.given for each in answers])
+        return scores_of_rows([each.expected for each in answers], given, self.names)
+
+    def remark(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class LabelSetReader:
+    """Several labels of a text: those from a probability on.
+
+    Attributes:
+        names: names of the labels.
+        threshold: the probability.
+    """
+
+    names: tuple[str, ...]
+    threshold: float
+
+    def read(self, row: RowOutput) -> Answer:
+        probabilities_C = sigmoid(pooled(row))
+        labels = [name for name, each in zip(self.names, probabilities_C, strict=True) if each >= self.threshold]
+        facts = {"label": labels, "probabilities": by_name(self.names, probabilities_C)}
+        return Answer(", ".join(labels), facts, row.marks[0].values, probabilities_C)
+
+    def figures(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
+        return multi_label(*self._arrays(answers), self.threshold)
+
+    def by_label(self, answers: Sequence[Answer]) -> LabelScores:
+        return scores_of_label_sets(*self._arrays(answers), self.threshold, self.names)
+
+    @staticmethod
+    def _arrays(answers: Sequence[Answer]) -> tuple[Numbers, Numbers]:
+        return np.array([each.expected for each in answers], np.float64), np.stack([each.given for each in answers])
+
+    def remark(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class NumberReader:
+    """A number for a text; those of windows are averaged."""
+
+    def read(self, row: RowOutput) -> Answer:
+        number = float(pooled(row)[0])
+        values = row.marks[0].values
+        return Answer(f"{number:.6g}", {"score": number}, values[0] if len(values) else None, number)
+
+    def figures(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
+        return regression([each.expected for each in answers], [each.given for each in answers])
+
+    def by_label(self, answers: Sequence[Answer]) -> None:
+        return None
+
+    def remark(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class WordReader:
+    """A label for each word: the likeliest for its first piece; the windows of a row are put together again.
+
+    Attributes:
+        names: names of the labels.
+    """
+
+    names: tuple[str, ...]
+
+    def read(self, row: RowOutput) -> Answer:
+        probabilities_SC = softmax(np.concatenate(row.outputs).astype(np.float64))
+        given = probabilities_SC.argmax(-1).tolist()
+        expected = [target for mark in row.marks for target in mark.targets]
+        labels = [self.names[number] for number in given]
+        most = probabilities_SC.max(-1).tolist()
+        tokens = [
+            {"text": text, "label": label, "probability": round(each, 6)}
+            for text, label, each in zip(row.texts, labels, most, strict=False)
+        ]
+        return Answer(" ".join(labels), {"tokens": tokens}, expected, given)
+
+    def figures(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
+        return entities(*self._tags(answers), self.names)
+
+    def by_label(self, answers: Sequence[Answer]) -> LabelScores:
+        if are_entity_tags(self.names):
+            return scores_of_entities(*self._tags(answers))
+        expected, given = ([number for each in answers for number in getattr(each, of)] for of in ("expected", "given"))
+        return scores_of_words(expected, given, self.names)
+
+    def _tags(self, answers: Sequence[Answer]) -> tuple[list[list[str]], list[list[str]]]:
+        expected, given = (
+            [[self.names[number] for number in getattr(each, of)] for each in answers] for of in ("expected", "given")
+        )
+        return expected, given
+
+    def remark(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class SpanReader:
+    """The span of a text that answers a question.
+
+    Attributes:
+        settings: limits, and whether there may be no answer.
+    """
+
+    settings: SpanSettings
+
+    def read(self, row: RowOutput) -> Answer:
+        windows = [
+            Window(output_SC[:, 0], output_SC[:, 1], offsets)
+            for output_SC, offsets in zip(row.outputs, row.offsets, strict=True)
+        ]
+        found = best_answer(windows, row.texts[0], self.settings)
+        best = found.candidates[0] if found.text == found.candidates[0].text else found.best
+        facts: dict[str, Any] = {"answer": found.text, "probability": round(best.probability, 6)}
+        facts |= {"start": best.start, "end": best.end} if found.text else {}
+        facts |= {} if found.null_odds is None else {"null_odds": found.null_odds}
+        facts["candidates"] = [each.to_dict() for each in found.candidates]
+        return Answer(found.text, facts, row.references, found)
+
+    def figures(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
+        return score(("squad",), [each.text for each in answers], references)
+
+    def by_label(self, answers: Sequence[Answer]) -> None:
+        return None
+
+    def remark(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> str:
+        """Say which threshold would have scored best, where a question may have no answer."""
+        found: list[SpanAnswer] = [each.given for each in answers]
+        if not self.settings.may_abstain:
+            return ""
+        best = best_thresholds(found, references)
+        return (
+            f"on these rows null_threshold {best.best_f1_threshold:.4g} has the best f1, {best.best_f1:.2f}, and "
+            f"{best.best_exact_threshold:.4g} the best exact match, {best.best_exact:.2f}"
+        )
+
+
+@dataclass(frozen=True)
+class SentenceReader:
+    """The sentences of a text that make its summary.
+
+    Attributes:
+        num_sentences: how many.
+        block_trigrams: whether one that repeats three words of the summary is left out.
+    """
+
+    num_sentences: int
+    block_trigrams: bool
+
+    def read(self, row: RowOutput) -> Answer:
+        scores = sigmoid(np.concatenate(row.outputs)[:, 0].astype(np.float64))
+        texts = list(row.texts)[: len(scores)]
+        chosen = select_sentences(scores[: len(texts)].tolist(), texts, self.num_sentences, self.block_trigrams)
+        picked = [texts[number] for number in chosen]
+        facts = {"sentences": picked, "numbers": chosen, "scores": [round(float(each), 6) for each in scores]}
+        return Answer("\n".join(picked), facts, row.references, chosen)
+
+    def figures(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
+        return score(("rouge",), [each.text for each in answers], references)
+
+    def by_label(self, answers: Sequence[Answer]) -> None:
+        return None
+
+    def remark(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> str:
+        return ""
+
+
+def loss_of(task: Task, row: RowOutput) -> tuple[float, float]:
+    """Return the sum of the losses of a row's windows and what it is divided by, as `streaming.objective` has them."""
+    total = weight = 0.0
+    for output_SC, mark in zip(row.outputs, row.marks, strict=True):
+        logits = output_SC.astype(np.float64)
+        if task in ("classification", "token-labels"):
+            total += float((_log_sum(logits) - np.take_along_axis(logits, np.c_[list(mark.targets)], -1)[:, 0]).sum())
+            weight += len(mark.targets)
+        elif task == "spans":
+            norms = _log_sum(logits.T)
+            total += float(sum(norms - [logits[token, end] for end, token in enumerate(mark.targets)])) / 2
+            weight += 1
+        elif task == "regression":
+            total += float(((logits[0] - mark.values) ** 2).sum())
+            weight += len(mark.values)
+        else:
+            expected = np.asarray(mark.values if task == "multi-label" else mark.targets, np.float64)
+            given = logits[0] if task == "multi-label" else logits[:, 0]
+            total += float((np.logaddexp(0.0, given) - expected * given).sum())
+            weight += len(expected)
+    return total, weight
+
+
+def _log_sum(logits: Numbers) -> Numbers:
+    """Return the logarithm of the sum of exponentials along the last axis."""
+    most = logits.max(-1)
+    sums: Numbers = most + np.log(np.exp(logits - most[..., None]).sum(-1))
+    return sums
+
+
+def reader_of(recipe: Recipe, labels: Sequence[str]) -> Reader:
+    """Return the reader of a recipe's task.
+
+    Args:
+        recipe: task, and how its answers are read.
+        labels: names of the labels, in the order of the head's outputs.
+    """
+    names = tuple(labels)
+    spans = SpanSettings(recipe.num_best, recipe.max_answer_tokens, bool(recipe.no_answer), recipe.null_threshold)
+    readers: Mapping[str, Reader] = {
+        "classification": ClassReader(names),
+        "multi-label": LabelSetReader(names, recipe.label_threshold),
+        "regression": NumberReader(),
+        "token-labels": WordReader(names),
+        "spans": SpanReader(spans),
+        "sentences": SentenceReader(recipe.num_sentences, recipe.block_trigrams),
+    }
+    return readers[recipe.task]
