@@ -19,7 +19,7 @@ from gptj_ft.system.paths import RUNS, models
 MORE = "More options"
 SHOWS_ALL = "gptj_ft.help_all"  # in the `meta` of a command's context
 # Options that presets set: what stands in `Recipe` is then seldom the default that a user gets.
-SET_BY_PRESETS = {"lr", "epochs", "batch_size", "max_length", "on_long", "max_steps", "holdout"}
+SET_BY_PRESETS = {"lr", "epochs", "batch_size", "max_length", "on_long", "max_steps", "holdout", "max_bad_rows"}
 
 METAVARS = {
     "recipe": "NAME", "model": "MODEL", "data": "FILE", "val_data": "FILE", "output": "FOLDER", "max_time": "TIME",
