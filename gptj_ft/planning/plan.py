@@ -244,16 +244,21 @@ def _fastest(fitting: Sequence[MemoryForecast], load: Workload, recipe: Recipe, 
     The first is not always it: what streams from host memory leaves the device's for activations that need not be
     computed again. But no disk is as fast as the rest: what need not be there is elsewhere.
     """
-    on_disk = fitting[0].placement.on_disk
+    least_on_disk = kinds_on_disk(fitting[0].placement)
     plans = [
         forecast(each.placement, load, recipe, rates, each.have)
         for each in fitting
-        if each.placement.on_disk <= on_disk
+        if kinds_on_disk(each.placement) <= least_on_disk
     ]
     by_seconds = sorted(range(len(plans)), key=lambda number: plans[number].costs.seconds_per_step)
     replays = [replayed(plans[number], load, recipe) for number in sorted(by_seconds[:NUM_REPLAYED])]
     least = min(plan.costs.seconds_per_step for plan in replays)
     return next(plan for plan in replays if plan.costs.seconds_per_step <= (1 + SAME) * least)
+
+
+def kinds_on_disk(placement: Placement) -> set[str]:
+    """Return what a placement has on disk, by the names of its attributes."""
+    return {name for name, place in asdict(placement).items() if place == "disk"}
 
 
 def candidates(recipe: Recipe, free: Free) -> list[Placement]:

@@ -13,7 +13,17 @@ from gptj_ft.errors import UsageError
 from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import Layout
 from gptj_ft.planning.devices import DEVICES, LINKS, find_device
-from gptj_ft.planning.plan import NUM_REPLAYED, SAME, Free, candidates, choose, forecast, forecast_memory, replayed
+from gptj_ft.planning.plan import (
+    NUM_REPLAYED,
+    SAME,
+    Free,
+    candidates,
+    choose,
+    forecast,
+    forecast_memory,
+    kinds_on_disk,
+    replayed,
+)
 from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
 from gptj_ft.planning.timeline import Schedule, Timeline, replay
 from gptj_ft.planning.traffic import training_passes
@@ -129,10 +139,10 @@ def test_so_many_more_tokens_hide_the_transfers_of_gptj_6b() -> None:
 def test_of_the_placements_that_fit_an_accelerator_the_one_whose_replay_is_fastest_is_taken(device: str) -> None:
     recipe, load, free, rates = gptj_6b(device)
     plan = choose(recipe, load, free, rates)
-    assert not plan.placement.on_disk
+    assert not kinds_on_disk(plan.placement)
     seconds = {}
     for each in candidates(recipe, free):
-        if not each.on_disk and not forecast_memory(each, load, recipe, free).lack:
+        if not kinds_on_disk(each) and not forecast_memory(each, load, recipe, free).lack:
             seconds[each] = replayed(forecast(each, load, recipe, rates, free), load, recipe).costs.seconds_per_step
     assert len(seconds) > NUM_REPLAYED
     assert plan.costs.seconds_per_step == seconds[plan.placement] <= (1 + SAME) * min(seconds.values())
@@ -144,7 +154,7 @@ def test_of_the_placements_that_fit_an_accelerator_the_one_whose_replay_is_faste
 def test_what_fits_elsewhere_is_not_put_on_a_disk() -> None:
     recipe, load, free, rates = gptj_6b("RTX 4060 8GB")
     placement = choose(recipe, load, replace(free, host=60 * 10**9), rates).placement
-    assert placement.on_disk == {"optimizer_state"}
+    assert kinds_on_disk(placement) == {"optimizer_state"}
 
 
 def test_micro_batches_that_are_not_alike_leave_the_device_too() -> None:

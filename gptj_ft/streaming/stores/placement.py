@@ -49,11 +49,6 @@ class Placement:
         """Whether everything is on disk, so that the stores are their own checkpoint."""
         return self.weights == self.optimizer_state == "disk"
 
-    @property
-    def on_disk(self) -> set[str]:
-        """What of it is on disk, by the attributes' names."""
-        return {name for name, place in vars(self).items() if place == "disk"}
-
     def __str__(self) -> str:
         away = f", layer inputs on {self.boundaries}" if self.boundaries != "device" else ""
         if self.frozen is not None:
