@@ -151,10 +151,13 @@ def test_of_the_placements_that_fit_an_accelerator_the_one_whose_replay_is_faste
     assert asked.placement.weights == "device"
 
 
-def test_what_fits_elsewhere_is_not_put_on_a_disk() -> None:
-    recipe, load, free, rates = gptj_6b("RTX 4060 8GB")
-    placement = choose(recipe, load, replace(free, host=60 * 10**9), rates).placement
-    assert kinds_on_disk(placement) == {"optimizer_state"}
+def test_what_fits_elsewhere_is_not_put_on_a_disk_however_fast() -> None:
+    recipe, load, free, rates = gptj_6b("RTX 4090 24GB")
+    rates = replace(rates, disk=DiskRates(read=1e12, write=1e12, mixed=1e12))
+    found = {host: choose(recipe, load, replace(free, host=host * 10**9), rates).placement for host in (105, 60)}
+    assert (found[105].weights, found[105].optimizer_state) == ("device", "host"), "there is no room for both there"
+    assert not kinds_on_disk(found[105])
+    assert kinds_on_disk(found[60]) == {"optimizer_state"}
 
 
 def test_micro_batches_that_are_not_alike_leave_the_device_too() -> None:
