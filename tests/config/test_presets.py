@@ -55,6 +55,10 @@ LABELLED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "qnli-bert": ({"question": "Why?", "sentence": "So.", "label": "entailment"}, ("Why?", "So."), "entailment"),
     "rte-bert": ({**PAIR, "label": "not_entailment"}, tuple(PAIR.values()), "not_entailment"),
     "token-labels": ({"tokens": ["It", "rains"], "ner_tags": ["O", "B-X"]}, ("It rains",), "O B-X"),
+    "squad-bert": ({"question": " Why?", "context": "It rains.", "answers": {"text": ["rains"], "answer_start": [3]}},
+                   ("Why?", "It rains."), "rains"),
+    "squad2-bert": ({"question": "Why?", "context": "It rains.", "answers": {"text": [], "answer_start": []}},
+                    ("Why?", "It rains."), ""),
     "wnli-bert": ({**PAIR, "label": "1"}, tuple(PAIR.values()), "entailment"),
 }  # fmt: skip
 
@@ -70,10 +74,14 @@ def test_a_preset_of_a_task_with_labels_reads_what_it_should(name: str, tmp_path
     assert recipe.about
     assert recipe.source
     assert (recipe.schedule, recipe.final_lr) == ("linear", 0.0)
-    assert recipe.on_long == ("split" if recipe.task == "token-labels" else "shorten")
+    assert recipe.on_long == ("split" if recipe.task in ("token-labels", "spans") else "shorten")
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n", encoding="utf-8")
     tokenizer = make_wordpiece(tmp_path)
-    names = () if recipe.task == "regression" else tuple(recipe.labels.values()) or ("1", "weather", "news", "O", "B-X")
+    names = (
+        ()
+        if recipe.task in ("regression", "spans")
+        else tuple(recipe.labels.values()) or ("1", "weather", "news", "O", "B-X")
+    )
     done = tokenize_rows(recipe, tokenizer, tmp_path / "rows.jsonl", 1000, labels=names)
     tokens = tokenizer(*texts)
     (first, second) = done.rows
@@ -183,7 +191,7 @@ FILES = {
     "summarization/mts-dialog/val.csv": ("summarization",),
     "summarization/xsum-sample/sample.json": ("summarization",),
     "summarization/cnndm-sample/cnndm_sample.train.0.json": ("cnn-dailymail",),
-    "squad/hf-fixture-sample.json": ("squad",),
+    "squad/hf-fixture-sample.json": ("squad", "squad2-bert"),
     "lm/tinyshakespeare/input.txt": ("autocomplete",),
     "lm/wikitext-2/valid.txt": ("continuous-pretraining",),
 }

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from gptj_ft.data.tokenization import Frame
 from gptj_ft.errors import RowSkipped, UsageError
 
+JOINT = "\n"  # between two texts, where a tokenizer has nothing to stand there
+
 
 class Document(NamedTuple):
     """A text, a pair or a window as the model reads it; see the columns of `gptj_ft.data.table`.

@@ -14,6 +14,7 @@ from gptj_ft.data.columns import FieldReader, FieldTexts, cell_text, columns_of
 from gptj_ft.data.counts import RowCounts
 from gptj_ft.data.dataset import document_hash
 from gptj_ft.data.labelled.assembly import (
+    JOINT,
     Document,
     LabelledRow,
     check_stride,
@@ -33,7 +34,6 @@ from gptj_ft.data.tokenization import tokenize
 from gptj_ft.errors import DataError, RowSkipped, UsageError
 from gptj_ft.system.plain_text import shortened
 
-JOINT = "\n"  # between two texts, where a tokenizer has nothing to stand there
 SEPARATORS = (";", "|", ",")  # of labels in one text: the first that is there
 YES, NO = frozenset(("1", "1.0", "true", "yes", "y", "t")), frozenset(("0", "0.0", "false", "no", "n", "f", "", "-"))
 

@@ -1,0 +1,196 @@
+"""Read questions whose answers are spans of a passage: windows over it, as transformers' run_qa makes them.
+
+https://github.com/huggingface/transformers/blob/main/examples/pytorch/question-answering/run_qa.py
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gptj_ft.data.columns import FieldReader, FieldTexts, alternatives_of
+from gptj_ft.data.dataset import content_hash
+from gptj_ft.data.labelled.assembly import (
+    JOINT,
+    Document,
+    LabelledRow,
+    check_stride,
+    frame_tokens,
+    framed,
+    windows_of,
+)
+from gptj_ft.data.labelled.encoder import Setting, TaskReader
+from gptj_ft.data.readers.rows import Row
+from gptj_ft.data.template import fields_of, parse_template, render
+from gptj_ft.data.tokenization import backend_of, tokenize
+from gptj_ft.errors import DataError, RowSkipped, UsageError
+from gptj_ft.system.plain_text import shortened
+
+MISPLACED = "the answer does not stand where answer_start says: the nearest place is taken"
+SEARCHED = "no answer_start: the first place of the answer is taken"
+NO_SPAN = (0, 0)  # both at the first token
+
+
+class Located(NamedTuple):
+    """The tokens of a text, and their places in it.
+
+    Attributes:
+        ids: token ids.
+        spans: first and end character of each: [n, 2].
+    """
+
+    ids: Sequence[int]
+    spans: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class _Read(NamedTuple):
+    passage: str
+    answer: tuple[int, int] | None  # its characters
+    references: list[str]
+
+
+class SpanReader(TaskReader):
+    """Reads questions, passages and answers; of several right answers the first is learnt.
+
+    A question is never cut. A passage that is too long becomes windows that share `stride` tokens; where a window does
+    not hold the whole answer, there is none in it.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        recipe, frame = setting.recipe, setting.frame
+        (self._passage, *more), (self._answers, *other) = fields_of(recipe.pair), fields_of(recipe.completion)
+        if more or other or parse_template(recipe.pair).pieces != ((self._passage, True),):
+            raise UsageError(
+                "pair: of task=spans it is the passage alone, and the completion one field, e.g. {{ context }} and "
+                "{{ answers }}"
+            )
+        inputs = {name: of for name, of in setting.columns.items() if name != self._answers}
+        self._inputs = FieldReader(inputs, recipe)
+        if not frame.is_there:
+            frame = frame._replace(middle=tuple(tokenize(setting.tokenizer, [JOINT])[0]))
+        self._frame = frame
+        self._room = recipe.max_length - frame_tokens(frame, is_pair=True)
+        check_stride(recipe.stride, recipe.max_length, frame, is_pair=True)
+
+    def read(self, row: Row) -> tuple[list[str], _Read]:
+        recipe = self.setting.recipe
+        found = self._inputs.read(row.values)
+        for name in (*fields_of(recipe.prompt), self._passage):
+            if not found.values[name].strip():
+                raise RowSkipped(f"the field '{name}' is empty")
+        question, passage = render(recipe.prompt, found.values).lstrip(), found.values[self._passage]
+        answer, references = None, list[str]()
+        if self.setting.needs_target:
+            answer, references = self._answer(row, passage)
+        look = FieldTexts({**found.values, self._answers: references[0] if references else ""}, references)
+        self.setting.checks.look(row, look, f"{question}\0{passage}", "".join(references[:1]))
+        return [question, passage], _Read(passage, answer, references)
+
+    def tokenizer(self) -> Any:
+        backend = backend_of(self.setting.tokenizer)
+
+        def locate(texts: list[str]) -> list[Located]:
+            several = list(dict.fromkeys(texts))  # a passage has many questions
+            encodings = backend.encode_batch(several, add_special_tokens=False)
+            places = {
+                text: Located(array("i", each.ids), np.array(each.offsets, np.int32).reshape(-1, 2))
+                for text, each in zip(several, encodings, strict=True)
+            }
+            return [places[text] for text in texts]
+
+        return locate
+
+    def row_of(self, row: Row, read: _Read, tokens: list[Located]) -> LabelledRow:
+        question, passage = tokens
+        if not len(question) or not len(passage):
+            raise RowSkipped("no tokens")
+        recipe, room = self.setting.recipe, self._room - len(question)
+        spans, tokens_cut = [(0, len(passage))], 0
+        if len(passage) > room:
+            if recipe.on_long == "skip":
+                raise RowSkipped("longer than max_length")
+            if recipe.on_long == "error":
+                raise DataError(
+                    f"{len(question)} tokens of the question and {len(passage)} of the passage, max_length leaves room "
+                    f"for {self._room}; raise it, or set on_long to split, shorten or skip"
+                )
+            spans = windows_of(len(passage), room, recipe.stride)
+            if recipe.on_long == "shorten":
+                spans, tokens_cut = spans[:1], len(passage) - room
+        documents = [self._window(read, question, passage, first, end) for first, end in spans]
+        group = content_hash(read.passage.strip().encode())
+        return LabelledRow(documents, group, "", read.references, tokens_cut)
+
+    def _window(self, read: _Read, question: Located, passage: Located, first: int, end: int) -> Document:
+        ids, borders = framed(self._frame, question.ids, passage.ids[first:end])
+        before = len(self._frame.first) + len(question) + len(self._frame.middle)
+        offsets = np.full((len(ids), 2), -1, np.int32)
+        offsets[before : before + end - first] = passage.spans[first:end]
+        targets = NO_SPAN
+        if read.answer is not None and (span := tokens_of(passage.spans[first:end], *read.answer)):
+            targets = before + span[0], before + span[1]
+        return Document(ids, borders, (), targets, (), (read.passage,), offsets.ravel().tolist())
+
+    def _answer(self, row: Row, passage: str) -> tuple[tuple[int, int] | None, list[str]]:
+        """Return the characters of the first answer, and all answers as texts.
+
+        Raises:
+            RowSkipped: there is none, and none is not to be learnt; or it is not in the passage.
+        """
+        column = self.setting.columns[self._answers]
+        cell = row.values.get(column)
+        starts: Any
+        if isinstance(cell, list) and all(isinstance(each, dict) for each in cell):
+            starts = [each.get("answer_start") for each in cell]
+            cell = [each.get("text") for each in cell]
+        else:
+            starts = cell.get("answer_start") if isinstance(cell, dict) else None
+        references = [text for text in alternatives_of(cell) if text.strip()]
+        if not references:
+            if self.setting.recipe.no_answer:
+                return None, [""]
+            raise RowSkipped(f"no value for column '{shortened(column)}'")
+        text = references[0]
+        told = starts[0] if isinstance(starts, list) and starts else starts
+        if type(told) is int and passage.startswith(text, told) and told >= 0:
+            return (told, told + len(text)), references
+        places = _places(passage, text)
+        if not places:
+            raise RowSkipped("the answer is not in its passage")
+        self.setting.checks.add(MISPLACED if type(told) is int else SEARCHED, row.where)
+        start = min(places, key=lambda place: abs(place - told)) if type(told) is int else places[0]
+        return (start, start + len(text)), references
+
+
+def tokens_of(spans: NDArray[np.int32], start: int, end: int) -> tuple[int, int] | None:
+    """Return the first and the last token of a stretch of a text; ``None`` if the tokens do not hold all of it.
+
+    Of a character that is several tokens run_qa has the last as the first and the other way round: that is put right.
+
+    Args:
+        spans: first and end character of each token: [n, 2].
+        start: first character.
+        end: the one behind the last.
+    """
+    if spans[0, 0] > start or spans[-1, 1] < end:
+        return None
+    first = int(np.searchsorted(spans[:, 0], start, side="right")) - 1
+    last = int(np.searchsorted(spans[:, 1], end, side="left"))
+    return min(first, last), max(first, last)
+
+
+def _places(text: str, part: str) -> list[int]:
+    """Return where a text has a part."""
+    places, at = list[int](), text.find(part)
+    while at >= 0:
+        places.append(at)
+        at = text.find(part, at + 1)
+    return places
