@@ -16,7 +16,7 @@ import gptj_ft
 from gptj_ft.checkpoints import optimizer_state as moments_of_model
 from gptj_ft.checkpoints.formats import mesh_writer
 from gptj_ft.checkpoints.formats.mesh_writer import MeshWriter
-from gptj_ft.checkpoints.formats.peft import MergedCheckpoint, open_adapter
+from gptj_ft.checkpoints.formats.peft import MergedCheckpoint, open_adapter, with_head_of
 from gptj_ft.checkpoints.formats.tensor_info import dtype_name
 from gptj_ft.checkpoints.metadata import check_base
 from gptj_ft.checkpoints.model_folder import (
@@ -143,9 +143,12 @@ def convert(
         moments = _moments_of(opened, conversion)
         dropped = check_tensors(opened.architecture, opened.checkpoint)
         if conversion.merge is not None:
-            adapter = open_adapter(conversion.merge, opened.architecture)
-            check_base(conversion.merge, opened.architecture, opened.checkpoint)
-            opened = replace(opened, checkpoint=MergedCheckpoint(opened.checkpoint, adapter))
+            architecture = with_head_of(conversion.merge, opened.architecture)
+            adapter = open_adapter(conversion.merge, architecture)
+            check_base(conversion.merge, architecture, opened.checkpoint)
+            merged = MergedCheckpoint(opened.checkpoint, adapter)
+            opened = replace(opened, architecture=replace(architecture, new=frozenset()), checkpoint=merged)
+            dropped = check_tensors(opened.architecture, merged)
         work = _Work(opened, moments, target, conversion, progress)
         work.check_space(draft)
         work.write(draft)

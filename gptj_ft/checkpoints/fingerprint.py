@@ -47,11 +47,14 @@ def check_unchanged(folder: Path, began_with: dict[str, dict[str, Any]]) -> None
 
 
 def sampled_digest(architecture: Architecture, checkpoint: Checkpoint) -> str:
-    """Return the XXH3-128 digest of some rows of each tensor of a model, however they are divided into files."""
-    digest = xxhash.xxh3_128()
+    """Return the XXH3-128 digest of some rows of each tensor of a model, however they are divided into files.
+
+    What comes with an adapter is not counted, nor what the model lacks.
+    """
+    digest, whole = xxhash.xxh3_128(), architecture.trained_whole
     for layer in range(len(architecture.layers())):
         for _, name in sorted(checkpoint.names_of(architecture, layer).items()):
-            if name in architecture.new or name not in checkpoint.names:
+            if name in whole or name not in checkpoint.names:
                 continue
             entry = checkpoint.entry(name)
             count = entry.rows_in(SAMPLE_BYTES)

@@ -17,7 +17,7 @@ from gptj_ft import __version__
 from gptj_ft.checkpoints.download import read_origin
 from gptj_ft.checkpoints.fingerprint import sampled_digest
 from gptj_ft.checkpoints.model_folder import GENERATION_CONFIG, METADATA_FILE, Checkpoint, open_checkpoint
-from gptj_ft.config.options import Generation, Recipe
+from gptj_ft.config.options import Generation, Recipe, Task
 from gptj_ft.data.chat import chat_template, is_chat
 from gptj_ft.data.template import fields_of
 from gptj_ft.data.tokenization import load_tokenizer
@@ -28,24 +28,9 @@ from gptj_ft.system.paths import name_in_home
 
 # The options of a recipe that say how texts become prompts and how answers are written and judged.
 TEMPLATE_KEYS = (
-    "recipe",
-    "prompt",
-    "completion",
-    "fields",
-    "map",
-    "documents",
-    "quotes",
-    "sentences",
-    "labels",
-    "no_answer",
-    "shorten",
-    "on_long",
-    "cut",
-    "max_length",
-    "metrics",
-    "stemming",
-    "generation",
-)
+    "recipe", "prompt", "completion", "fields", "map", "documents", "quotes", "sentences", "labels", "no_answer",
+    "shorten", "on_long", "cut", "max_length", "metrics", "stemming", "generation",
+)  # fmt: skip
 HEAD_KEYS = (  # and of one that labels
     "task", "pair", "stride", "label_threshold", "max_answer_tokens", "num_best", "null_threshold", "num_sentences",
     "block_trigrams",
@@ -54,17 +39,15 @@ HEAD_KEYS = (  # and of one that labels
 # The options that made the weights what they are; none of them can hold a name of the user's.
 HYPER_PARAMETERS = (
     "method", "train", "epochs", "max_steps", "batch_size", "max_length", "on_long", "packing", "lr", "schedule",
-    "warmup", "final_lr", "betas", "eps", "weight_decay", "clip_norm", "z_loss", "seed", "precision", "moments",
-    "gradients",
+    "warmup", "final_lr", "betas", "eps", "weight_decay", "clip_norm", "z_loss", "class_weights", "dropout",
+    "attention_dropout", "layer_decay", "bias_correction", "seed", "precision", "moments", "gradients",
 )  # fmt: skip
-PIPELINES = {  # what the Hub calls the tasks
-    "": "text-generation",
+PIPELINES: Mapping[Task, str] = {  # of `transformers`, and so the Hub's names of what a model is for
     "classification": "text-classification",
     "multi-label": "text-classification",
     "regression": "text-classification",
     "token-labels": "token-classification",
     "spans": "question-answering",
-    "sentences": "summarization",
 }
 LOSSES = ("baseline_validation_loss", "validation_loss")
 
@@ -80,6 +63,7 @@ class ModelMetadata:
         data: number of rows trained on and held out, and digest of the data.
         metrics: validation loss before and after, steps.
         base_digest: of an adapter, `fingerprint.sampled_digest` of its base model; ``None`` for a model.
+        head: of an adapter with a head, its ``task`` and ``labels``, which ``config.json`` says of a model.
     """
 
     base_model: str
@@ -87,6 +71,7 @@ class ModelMetadata:
     data: Mapping[str, Any]
     metrics: Mapping[str, Any]
     base_digest: str | None = None
+    head: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": 1, **self.__dict__}
@@ -159,24 +144,30 @@ def metadata_files(trained: TunedModel, is_adapter: bool = False) -> dict[str, s
     Raises:
         DataError: the base's ``source.json`` is damaged.
     """
-    recipe, config = trained.recipe, trained.architecture.config
+    recipe, architecture = trained.recipe, trained.architecture
+    base_digest = None
+    if is_adapter:
+        with open_checkpoint(trained.base) as checkpoint:
+            base_digest = sampled_digest(architecture, checkpoint)
+    has_labels = is_adapter and architecture.task is not None
+    tuning = ModelMetadata(
+        name_in_home(trained.base), template_of(recipe), trained.data, trained.metrics, base_digest,
+        {"task": architecture.task, "labels": list(architecture.labels)} if has_labels else None,
+    )  # fmt: skip
+    metadata = json.dumps(tuning.to_dict(), indent=2, ensure_ascii=False) + "\n"
+    if architecture.task is not None:
+        return {METADATA_FILE: metadata, "README.md": _label_card(trained, is_adapter)}
     try:
         tokenizer = load_tokenizer(trained.base)
         end, token = tokenizer.eos_token_id, tokenizer.eos_token
     except UsageError:  # a model of token ids alone
-        end, token = getattr(config, "eos_token_id", None), None
-    begin = trained.architecture.raw.get("bos_token_id")
+        end, token = getattr(architecture.config, "eos_token_id", None), None
+    begin = architecture.raw.get("bos_token_id")
     settings = _generation_config(recipe.generation, end) | ({} if begin is None else {"bos_token_id": begin})
-    template = chat_template(recipe) if trained.architecture.task is None else ""
-    base_digest = None
-    if is_adapter:
-        with open_checkpoint(trained.base) as checkpoint:
-            base_digest = sampled_digest(trained.architecture, checkpoint)
-    tuning = ModelMetadata(name_in_home(trained.base), template_of(recipe), trained.data, trained.metrics, base_digest)
-    writes = trained.architecture.task is None
+    template = chat_template(recipe)
     files = {
-        METADATA_FILE: json.dumps(tuning.to_dict(), indent=2, ensure_ascii=False) + "\n",
-        **({GENERATION_CONFIG: json.dumps(settings, indent=2, ensure_ascii=False) + "\n"} if writes else {}),
+        METADATA_FILE: metadata,
+        GENERATION_CONFIG: json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
         "README.md": _model_card(trained, token, bool(template), is_adapter),
     }
     return files | ({"chat_template.jinja": template} if template else {})
@@ -210,37 +201,76 @@ def _model_card(trained: TunedModel, end: str | None, has_chat_template: bool, i
     Raises:
         DataError: the base's ``source.json`` is damaged.
     """
-    from huggingface_hub import ModelCard, ModelCardData
-
-    recipe, origin = trained.recipe, read_origin(trained.base)
-    library = "peft" if is_adapter else "transformers"
-    task = trained.architecture.task
-    head: dict[str, Any] = {"library_name": library, "pipeline_tag": PIPELINES.get(task or ""), "tags": ["gptj-ft"]}
-    if origin is not None:
-        head |= {"base_model": origin.repository, "license": origin.license or None}
-        head["base_model_relation"] = "adapter" if is_adapter else "finetune"
-    before, after = map(trained.metrics.get, LOSSES)
-    losses = [] if before is None or after is None else [float(before), float(after)]
-    written = ModelCard.from_template(
-        ModelCardData(**head),
-        template_path=str(Path(__file__).with_name("model_card_labels.md.jinja" if task else "model_card.md.jinja")),
-        labels=trained.architecture.labels,
-        class_name=trained.architecture.class_name,
-        recipe=recipe,
-        origin=origin,
-        model_type=trained.architecture.family.model_type,
+    recipe, losses = trained.recipe, _losses(trained)
+    return _card(
+        trained,
+        is_adapter,
+        "model_card.md.jinja",
+        "text-generation",
         end=end,
         has_chat_template=has_chat_template,
-        is_adapter=is_adapter,
-        version=__version__,
         is_chat=is_chat(recipe),
         fields=fields_of(recipe.prompt),
         prompt=repr(recipe.prompt),
         stop=", ".join(map(repr, recipe.generation.stop)),
+        perplexities=[math.exp(min(loss, 700.0)) for loss in losses],
+    )
+
+
+def _label_card(trained: TunedModel, is_adapter: bool) -> str:
+    """Return ``README.md`` of a model that labels, from ``model_card_labels.md.jinja``; raises what `_model_card` does."""
+    architecture = trained.architecture
+    assert architecture.task is not None
+    kind = PIPELINES.get(architecture.task)
+    return _card(
+        trained,
+        is_adapter,
+        "model_card_labels.md.jinja",
+        kind,
+        kind=kind,
+        task=architecture.task,
+        labels=architecture.labels,
+        class_name=architecture.class_name,
+        is_plain=re.fullmatch(r"\{\{ *\w+ *\}\}", trained.recipe.prompt.strip()) is not None,
+    )
+
+
+def _losses(trained: TunedModel) -> list[float]:
+    """Return the validation losses before and after; none, if one is not known."""
+    before, after = map(trained.metrics.get, LOSSES)
+    return [] if before is None or after is None else [float(before), float(after)]
+
+
+def _card(trained: TunedModel, is_adapter: bool, template: str, pipeline: str | None, **values: Any) -> str:
+    """Return ``README.md`` from a template.
+
+    Args:
+        trained: the state.
+        is_adapter: whether the folder holds an adapter in PEFT's format instead of a model.
+        template: name of the file.
+        pipeline: the Hub's name of the task.
+        **values: what the template needs besides.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    origin = read_origin(trained.base)
+    library = "peft" if is_adapter else "transformers"
+    head: dict[str, Any] = {"library_name": library, "pipeline_tag": pipeline, "tags": ["gptj-ft"]}
+    if origin is not None:
+        head |= {"base_model": origin.repository, "license": origin.license or None}
+        head["base_model_relation"] = "adapter" if is_adapter else "finetune"
+    written = ModelCard.from_template(
+        ModelCardData(**head),
+        template_path=str(Path(__file__).with_name(template)),
+        recipe=trained.recipe,
+        origin=origin,
+        model_type=trained.architecture.family.model_type,
+        is_adapter=is_adapter,
+        version=__version__,
         block=_block,
         training=_training(trained),
-        losses=losses,
-        perplexities=[math.exp(min(loss, 700.0)) for loss in losses],
+        losses=_losses(trained),
+        **values,
     )
     return f"{str(written).rstrip()}\n"
 

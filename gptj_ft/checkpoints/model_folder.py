@@ -19,6 +19,7 @@ from torch import Tensor
 from gptj_ft.checkpoints.download import SOURCE, read_origin
 from gptj_ft.checkpoints.formats.safetensors import open_shard, write_safetensors
 from gptj_ft.checkpoints.formats.tensor_info import Shard, TensorInfo
+from gptj_ft.data.wordpiece import is_cased, read_vocabulary
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.registry import Architecture, Family, families, full_name
 from gptj_ft.system.atomic import atomic_folder
@@ -31,6 +32,7 @@ from gptj_ft.system.prefetch import Task
 INDEX = "model.safetensors.index.json"
 METADATA_FILE = "gptj_ft.json"
 GENERATION_CONFIG = "generation_config.json"
+WORD_PIECES = "vocab.txt"
 DESCRIPTION = ("README.md", "LICENSE", "chat_template.jinja")
 # Best first: safetensors needs no unpickling and is checked against its own header.
 WEIGHTS = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -380,10 +382,12 @@ def write_companions(folder: Path, architecture: Architecture, stored: torch.dty
         stored: the type that holds every stored value.
         source: a folder whose tokenizer files and generation settings are copied, if it has them.
     """
+    writes = architecture.task is None and not architecture.family.is_encoder
     if source is not None:
-        copy_files(source, folder, (*TOKENIZER_FILES, GENERATION_CONFIG))
-    is_encoder = architecture.family.is_encoder
-    if not is_encoder and (source is None or not (source / GENERATION_CONFIG).is_file()):
+        copy_files(source, folder, (*TOKENIZER_FILES, *((GENERATION_CONFIG,) if writes else ())))
+    if architecture.family.is_encoder and (folder / WORD_PIECES).is_file():
+        _describe_word_pieces(folder, architecture)
+    if writes and (source is None or not (source / GENERATION_CONFIG).is_file()):
         tokens = {key: getattr(architecture.config, key, None) for key in ("bos_token_id", "eos_token_id")}
         write_json_file(folder / GENERATION_CONFIG, {key: value for key, value in tokens.items() if value is not None})
     # transformers 5 reads `dtype`, version 4 `torch_dtype`. Last, for a folder without config.json is no model.
@@ -391,6 +395,19 @@ def write_companions(folder: Path, architecture: Architecture, stored: torch.dty
     raw = {key: value for key, value in architecture.raw.items() if key != "_name_or_path"}  # somebody's folder
     own = {"architectures": [architecture.class_name], "dtype": name, "torch_dtype": name}
     write_json_file(folder / "config.json", {**raw, **own})
+
+
+def _describe_word_pieces(folder: Path, architecture: Architecture) -> None:
+    """Say in ``tokenizer_config.json`` what else nobody knows: the longest text, and whether capitals count."""
+    path = folder / "tokenizer_config.json"
+    said: dict[str, Any] = read_json(path) if path.is_file() else {"tokenizer_class": "BertTokenizer"}
+    longest = architecture.config.n_positions
+    if not isinstance(said.get("model_max_length"), int) or said["model_max_length"] > longest:
+        said["model_max_length"] = longest
+    if said.get("do_lower_case") is None and not (folder / "tokenizer.json").is_file():
+        said["do_lower_case"] = not is_cased(read_vocabulary(folder / WORD_PIECES))
+    if not path.is_file() or said != read_json(path):
+        write_json_file(path, said)
 
 
 def copy_origin(source: Path, folder: Path) -> None:

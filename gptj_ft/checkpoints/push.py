@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gptj_ft.checkpoints.download import SOURCE, read_origin
-from gptj_ft.checkpoints.formats.peft import ADAPTER_WEIGHTS, base_folder, open_adapter
+from gptj_ft.checkpoints.formats.peft import ADAPTER_WEIGHTS, base_folder, open_adapter, tuned_architecture
 from gptj_ft.checkpoints.model_folder import DESCRIPTION, INDEX, METADATA_FILE, check_tensors, open_checkpoint
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.registry import read_architecture
@@ -82,7 +82,7 @@ def _model_weights(folder: Path) -> list[str]:
 
 def _adapter_weights(folder: Path) -> list[str]:
     """Return the same of an adapter."""
-    open_adapter(folder, read_architecture(base_folder(folder)))
+    open_adapter(folder, tuned_architecture(folder))
     return [name for name in ADAPTER_WEIGHTS if (folder / name).is_file()][:1]
 
 

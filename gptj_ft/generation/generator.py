@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from gptj_ft.checkpoints.formats.peft import base_folder, tokenizer_folder, weight_bytes
+from gptj_ft.checkpoints.formats.peft import tokenizer_folder, tuned_architecture, weight_bytes
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.chat import MESSAGES, asked
 from gptj_ft.data.encode import Prompt, encode_prompt
@@ -18,7 +18,7 @@ from gptj_ft.data.template import fields_of, stripped
 from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.generation.decoding import StreamedModel, generate_tokens, text_of
-from gptj_ft.models.registry import Architecture, read_architecture
+from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.inference_plan import InferencePlan, InferenceWorkload, plan_inference
 from gptj_ft.planning.machine_profile import choose_dtype
 from gptj_ft.planning.plan import device_cap
@@ -64,11 +64,11 @@ class InferenceSetup:
         """Read the configuration of a model folder.
 
         Raises:
-            UsageError, DataError: as `read_architecture`.
+            UsageError, DataError: as `tuned_architecture`.
         """
         device = machine.choose_device(recipe.device, recipe.device_memory)
         dtype = choose_dtype(recipe.precision, device)
-        return cls(folder, recipe, read_architecture(base_folder(folder)), device, dtype, **more)
+        return cls(folder, recipe, tuned_architecture(folder), device, dtype, **more)
 
     @property
     def context(self) -> int:
@@ -125,7 +125,7 @@ class GenerationSetup(InferenceSetup):
         """Read configuration and tokenizer of a model folder.
 
         Raises:
-            UsageError, DataError: as `read_architecture` and `load_tokenizer`; or the model writes no text.
+            UsageError, DataError: as `tuned_architecture` and `load_tokenizer`; or the model writes no text.
         """
         setup = super().of(folder, recipe, tokenizer=load_tokenizer(tokenizer_folder(folder)), **more)
         check_writes(setup)

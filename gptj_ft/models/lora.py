@@ -85,6 +85,12 @@ def linear_layers(architecture: Architecture) -> dict[str, tuple[int, str]]:
     }
 
 
+def targets_in(architecture: Architecture) -> dict[str, tuple[int, str]]:
+    """Return those of the linear layers that get adapters: not those of the head, which are trained whole."""
+    whole = architecture.trained_whole
+    return {name: place for name, place in linear_layers(architecture).items() if f"{name}.weight" not in whole}
+
+
 def adapted_layers(architecture: Architecture, adapters: Mapping[str, Rank], dropout: float = 0.0) -> list[nn.Module]:
     """Return a model's layers with adapters.
 

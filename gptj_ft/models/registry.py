@@ -201,6 +201,16 @@ class Architecture:
         return None if self.task is None else self.family.head_for(self.task)
 
     @property
+    def trained_whole(self) -> frozenset[str]:
+        """Names of what is trained beside adapters, as PEFT does it: what is new, and the outputs of a head."""
+        if self.head is None:
+            return self.new
+        layers, name_of = self.layers(), self.family.name_of
+        names = {local: name_of(len(layers) - 1, local, len(layers)) for local in layers[-1].state_dict()}
+        outputs = {name for local, name in names.items() if local.startswith(f"{self.head.output}.")}
+        return self.new | outputs
+
+    @property
     def num_outputs(self) -> int:
         """Outputs of the head for each of its rows."""
         return {"spans": 2}.get(self.task or "", 1) if not self.labels else len(self.labels)

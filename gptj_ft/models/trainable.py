@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -57,18 +57,9 @@ def select(architecture: Architecture, recipe: Recipe) -> Selection:
                 "train chooses what of the model is trained, with --method full; with lora use lora.targets"
             )
         targets = recipe.lora.targets or architecture.family.lora_targets
-        chosen = match(targets, lora.linear_layers(architecture), "--set lora.targets", "linear layer")
+        chosen = match(targets, lora.targets_in(architecture), "--set lora.targets", "linear layer")
         rank = lora.Rank(recipe.lora.rank, recipe.lora.alpha / recipe.lora.rank)
-        selection = adapted(architecture, dict.fromkeys(chosen, rank), recipe.lora.dropout)
-        if not architecture.new:
-            return selection
-        # A head that begins as random numbers is trained beside the adapters, as PEFT's modules_to_save.
-        places = places_of(architecture)
-        new = {places[name] for name in architecture.new}
-        with_head = Selection.of(
-            selection.build, lambda layer, name: (layer, name) in new or lora.is_adapter_parameter(name)
-        )
-        return replace(with_head, adapters=selection.adapters)
+        return adapted(architecture, dict.fromkeys(chosen, rank), architecture.trained_whole, recipe.lora.dropout)
     names = places_of(architecture)
     patterns = recipe.train or ("*",)
     trained = {names[name] for name in (*match(patterns, names, "--train", "parameter"), *architecture.new)}
@@ -85,10 +76,21 @@ def places_of(architecture: Architecture) -> dict[str, tuple[int, str]]:
     }
 
 
-def adapted(architecture: Architecture, adapters: Mapping[str, lora.Rank], dropout: float = 0.0) -> Selection:
-    """Return a model with adapters on some of its linear layers, of which only these are trained."""
-    build = partial(lora.adapted_layers, architecture, adapters, dropout)
-    return replace(Selection.of(build, lambda _, name: lora.is_adapter_parameter(name)), adapters=adapters)
+def adapted(
+    architecture: Architecture, adapters: Mapping[str, lora.Rank], whole: Collection[str] = (), dropout: float = 0.0
+) -> Selection:
+    """Return a model with adapters on some of its linear layers, of which only these are trained.
+
+    Args:
+        architecture: architecture of the model.
+        adapters: the linear layers that have one, by Hugging Face's names.
+        whole: names of parameters that are trained, too: PEFT's ``modules_to_save``.
+        dropout: dropout probability of the adapters' inputs.
+    """
+    build, places = partial(lora.adapted_layers, architecture, adapters, dropout), places_of(architecture)
+    chosen = {places[name] for name in whole}
+    selection = Selection.of(build, lambda *place: place in chosen or lora.is_adapter_parameter(place[1]))
+    return replace(selection, adapters=adapters)
 
 
 def match(patterns: Sequence[str], names: Iterable[str], option: str, what: str) -> list[str]:

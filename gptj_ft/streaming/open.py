@@ -11,14 +11,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.peft import Adapter, base_folder, open_adapter
+from gptj_ft.checkpoints.formats.peft import Adapter, base_folder, open_adapter, tuned_architecture
 from gptj_ft.checkpoints.metadata import check_base
 from gptj_ft.checkpoints.model_folder import Checkpoint, check_tensors, layer_tensor, open_checkpoint, tensor_source
 from gptj_ft.models.heads import initialise_head
 from gptj_ft.models.layout import MOMENTS, Kind, Layout
 from gptj_ft.models.lora import A, B, initialise, is_adapter_parameter, linear_layers
-from gptj_ft.models.registry import Architecture, read_architecture
-from gptj_ft.models.trainable import Selection, adapted
+from gptj_ft.models.registry import Architecture
+from gptj_ft.models.trainable import Selection, adapted, places_of
 from gptj_ft.streaming.activations import OffloadedActivations
 from gptj_ft.streaming.model import BufferBudget, OffloadedModel
 from gptj_ft.streaming.stores.device import DeviceStore
@@ -215,15 +215,22 @@ def flat_views(model: OffloadedModel, kind: Kind, layer: int) -> dict[str, Tenso
 
 
 def load_adapter(model: OffloadedModel, architecture: Architecture, adapter: Adapter) -> None:
-    """Give a stack that is only read the matrices of its adapters, on the device."""
+    """Give a stack that is only read the matrices of its adapters, and the head that came with them, on the device."""
     store = DeviceStore(model.layouts, {"weight": model.compute_dtype}, model.device)
+
+    def views_of(layer: int) -> dict[str, Tensor]:
+        own = store.own("weight", layer)
+        assert own is not None
+        return model.layouts[layer].views(own)
+
     for module, (layer, local) in linear_layers(architecture).items():
         if module in adapter.ranks:
-            own = store.own("weight", layer)
-            assert own is not None
-            views = model.layouts[layer].views(own)
             for matrix in (A, B):
-                views[f"{local}.{matrix}"].copy_(adapter.read(module, matrix))
+                views_of(layer)[f"{local}.{matrix}"].copy_(adapter.read(module, matrix))
+    places = places_of(architecture)
+    for name in adapter.whole:
+        layer, local = places[name]
+        views_of(layer)[local].copy_(adapter.read_whole(name))
     model.stores = {**model.stores, "weight": store}
 
 
@@ -248,11 +255,9 @@ def open_for_inference(
         memory_cap: most bytes of the device to use, for ``auto``; ``None``: what is free.
 
     Raises:
-        UsageError, DataError: as `families.read_architecture`, `formats.huggingface.check_tensors` and
-            `formats.adapters.open_adapter`.
+        UsageError, DataError: as `peft.tuned_architecture`, `model_folder.check_tensors` and `peft.open_adapter`.
     """
-    base = base_folder(folder)
-    architecture = read_architecture(base)
+    base, architecture = base_folder(folder), tuned_architecture(folder)
     with open_checkpoint(base) as checkpoint:
         check_tensors(architecture, checkpoint)
         for used in {base, folder}:
@@ -260,7 +265,7 @@ def open_for_inference(
         adapter = open_adapter(folder, architecture) if base != folder else None
         if adapter:
             check_base(folder, architecture, checkpoint)
-        selection = adapted(architecture, adapter.ranks if adapter else {})
+        selection = adapted(architecture, adapter.ranks, adapter.whole) if adapter else adapted(architecture, {})
         dtypes: dict[Kind, torch.dtype] = {"weight": compute}
         if weights == "auto":
             size = sum(layout.numel for layout in selection.frozen) * compute.itemsize

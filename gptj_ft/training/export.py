@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.peft import MergedCheckpoint, open_adapter, write_adapter
+from gptj_ft.checkpoints.formats.peft import TASK_TYPES, MergedCheckpoint, open_adapter, write_adapter
 from gptj_ft.checkpoints.metadata import TunedModel, metadata_files
 from gptj_ft.checkpoints.model_folder import layer_tensors, open_checkpoint, write_model
 from gptj_ft.config.run_folder import MERGED, Run
 from gptj_ft.data.dataset import load_dataset
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.models.lora import is_transposed, linear_layers, name_of
+from gptj_ft.models.lora import is_transposed, name_of, targets_in
 from gptj_ft.models.trainable import Selection, select
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.open import trained_parameters, whole_layers
@@ -116,9 +116,13 @@ def peft_settings(trained: TunedModel, selection: Selection) -> dict[str, Any]:
     PEFT takes names of linear layers, whole or from any dot on, but no shell patterns.
     """
     lora, architecture = trained.recipe.lora, trained.architecture
-    targets, places = lora.targets or architecture.family.lora_targets, linear_layers(architecture)
+    targets, places = lora.targets or architecture.family.lora_targets, targets_in(architecture)
     matching = {name for name in places for target in targets if f".{name}".endswith(f".{target}")}
+    prefix = architecture.family.prefix
+    heads = sorted({name.removeprefix(prefix).partition(".")[0] for name in architecture.trained_whole})
     return {
+        "task_type": TASK_TYPES.get(architecture.task or "language-model"),
+        **({"modules_to_save": heads} if heads else {}),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,

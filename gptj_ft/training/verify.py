@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gptj_ft.checkpoints.fingerprint import check_unchanged
-from gptj_ft.checkpoints.formats.peft import base_folder, open_adapter
+from gptj_ft.checkpoints.formats.peft import open_adapter, tuned_architecture
 from gptj_ft.checkpoints.formats.safetensors import open_shard
 from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
@@ -214,7 +214,7 @@ def _check_base(run: Run, model: Path) -> None:
 
 def _check_model(folder: Path) -> None:
     if is_adapter(folder):
-        open_adapter(folder, read_architecture(base_folder(folder)))
+        open_adapter(folder, tuned_architecture(folder))
         return
     with open_checkpoint(folder) as checkpoint:
         check_tensors(read_architecture(folder), checkpoint)

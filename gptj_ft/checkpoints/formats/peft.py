@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -15,10 +15,12 @@ from torch import Tensor
 from gptj_ft.checkpoints.base_model import find_model
 from gptj_ft.checkpoints.formats.safetensors import open_shard, write_safetensors
 from gptj_ft.checkpoints.formats.tensor_info import Shard, TensorInfo
-from gptj_ft.checkpoints.model_folder import Checkpoint, copy_files, write_json_file
+from gptj_ft.checkpoints.model_folder import METADATA_FILE, Checkpoint, copy_files, write_json_file
+from gptj_ft.config.options import Task
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.lora import A, B, Rank, is_transposed, linear_layers, widths
-from gptj_ft.models.registry import Architecture
+from gptj_ft.models.registry import Architecture, read_architecture
+from gptj_ft.models.trainable import places_of
 from gptj_ft.system.atomic import atomic_folder
 from gptj_ft.system.digests import FOLDER_DIGESTS, check_file, folder_digests, read_json
 from gptj_ft.system.files import SHARED_FILE, require_plain, write_file
@@ -27,12 +29,14 @@ from gptj_ft.system.paths import ADAPTER_CONFIG, TOKENIZER_FILES, is_adapter, is
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."
 # What would compute something else than LoRA, and what it has to be for it not to.
-UNSUPPORTED = {
-    "use_dora": False,
-    "bias": "none",
-    "lora_bias": False,
-    "modules_to_save": None,
-    "layer_replication": None,
+UNSUPPORTED = {"use_dora": False, "bias": "none", "lora_bias": False, "layer_replication": None}
+TASK_TYPES: Mapping[Task, str] = {  # PEFT's
+    "language-model": "CAUSAL_LM",
+    "classification": "SEQ_CLS",
+    "multi-label": "SEQ_CLS",
+    "regression": "SEQ_CLS",
+    "token-labels": "TOKEN_CLS",
+    "spans": "QUESTION_ANS",
 }
 
 
@@ -45,12 +49,18 @@ class Adapter:
         ranks: rank and scaling of each adapted linear layer, by Hugging Face's names.
         shard: file of the matrices, under PEFT's names.
         transposed: linear layers whose weight is stored (in, out).
+        whole: parameters of the head that take the place of the model's, by Hugging Face's names.
     """
 
     folder: Path
     ranks: Mapping[str, Rank]
     shard: Shard
     transposed: frozenset[str] = frozenset()
+    whole: frozenset[str] = frozenset()
+
+    def read_whole(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return a parameter of the head, or its rows from ``start`` to ``stop``."""
+        return self.shard.read(f"{_PREFIX}{name}", start, stop)
 
     def read(self, module: str, matrix: str) -> Tensor:
         """Return a linear layer's matrix, `lora.A` or `lora.B`."""
@@ -67,19 +77,23 @@ class MergedCheckpoint(Checkpoint):
 
     def __init__(self, base: Checkpoint, adapter: Adapter) -> None:
         super().__init__(base.folder, {})
-        self._base, self._adapter, self.names = base, adapter, base.names
+        self._base, self._adapter = base, adapter
+        self.names = (*base.names, *sorted(adapter.whole - set(base.names)))
         self._change: tuple[str, Tensor] = "", torch.empty(0)  # the last one: a tensor may be read in pieces
 
     def entry(self, name: str) -> TensorInfo:
-        return self._base.entry(name)
+        whole, entries = self._adapter.whole, self._adapter.shard.entries
+        return entries[f"{_PREFIX}{name}"] if name in whole else self._base.entry(name)
 
     def file_of(self, name: str) -> Path:
-        return self._base.file_of(name)
+        return self._adapter.shard.path if name in self._adapter.whole else self._base.file_of(name)
 
     def rows_at_once(self, name: str) -> int:
-        return self._base.rows_at_once(name)
+        return self.entry(name).rows if name in self._adapter.whole else self._base.rows_at_once(name)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        if name in self._adapter.whole:
+            return self._adapter.read_whole(name, start, stop)
         tensor, module = self._base.read(name, start, stop), name.removesuffix(".weight")
         if module == name or module not in self._adapter.ranks:
             return tensor
@@ -92,6 +106,10 @@ class MergedCheckpoint(Checkpoint):
 def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
     """Open an adapter for a model.
 
+    Args:
+        folder: the adapter's folder.
+        architecture: the model's, with the head that the adapter has: see `tuned_architecture`.
+
     Raises:
         UsageError: no adapter, or of a kind that is not supported.
         DataError: damaged, or made for another model.
@@ -103,10 +121,8 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
     for key, plain in UNSUPPORTED.items():
         if config.get(key, plain) not in (plain, [] if plain is None else plain):
             raise UsageError(f"{folder / ADAPTER_CONFIG}: {key} {config[key]!r} is not supported")
-    path = next((folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
-    if path is None:
-        raise UsageError(f"{folder} holds no adapter's weights: looked for {', '.join(ADAPTER_WEIGHTS)}")
-    shard, places = open_shard(path), linear_layers(architecture)
+    shard, places = _open_weights(folder), linear_layers(architecture)
+    path = shard.path
     layers, ranks = architecture.layers(), {}
     transposed = frozenset(module for module, place in places.items() if is_transposed(architecture, *place))
     keys = set(shard.entries)
@@ -122,9 +138,84 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
                 f"{path}: the matrices for {module} do not fit: it takes {expected[0]} and gives {expected[1]}"
             )
         ranks[module] = Rank(rank, _scaling(config, module, rank))
+    whole = {
+        name: tuple(like.shape)
+        for local, like in layers[-1].state_dict().items()
+        if f"{_PREFIX}{(name := architecture.family.name_of(len(layers) - 1, local, len(layers)))}" in keys
+    }
+    for name, shape in whole.items():
+        keys.remove(f"{_PREFIX}{name}")
+        if (found := shard.entries[f"{_PREFIX}{name}"].shape) != shape:
+            raise DataError(f"{path}: {name} has shape {list(found)}, the model's head {list(shape)}")
+    others = (places_of(architecture).keys() | architecture.ties().keys()) - whole.keys()
+    for module in config.get("modules_to_save") or ():  # PEFT names modules there that no model has, too
+        if any(f".{module}." in f".{name}" for name in others):
+            raise UsageError(
+                f"{folder / ADAPTER_CONFIG}: modules_to_save {module!r} is not supported: only parts of a head are, "
+                "with all their weights in the file"
+            )
     if keys:
         raise DataError(f"{path}: {min(keys)} belongs to no linear layer of this {architecture.family.model_type}")
-    return Adapter(folder, ranks, shard, transposed)
+    return Adapter(folder, ranks, shard, transposed, frozenset(whole))
+
+
+def tuned_architecture(folder: Path) -> Architecture:
+    """Read the architecture of a model, or of an adapter's model with the head that the adapter has.
+
+    Raises:
+        UsageError, DataError: as `read_architecture`, `base_folder` and `with_head_of`.
+    """
+    base = base_folder(folder)
+    architecture = read_architecture(base)
+    return architecture if base == folder else with_head_of(folder, architecture)
+
+
+def with_head_of(folder: Path, architecture: Architecture) -> Architecture:
+    """Return a model with the head of an adapter that is for it.
+
+    What was trained here says its task and labels; of what comes from elsewhere, they are the model's own if that has
+    such a head, else the classes are named by their numbers.
+
+    Raises:
+        UsageError, DataError: the adapter is damaged, or has a head that the family does not.
+    """
+    kind, shard = _read_config(folder).get("task_type"), _open_weights(folder)
+    task = next((task for task, name in TASK_TYPES.items() if name == kind and kind != "CAUSAL_LM"), None)
+    path = folder / METADATA_FILE
+    said = read_json(path).get("head") if path.is_file() else None
+    labels: tuple[str, ...] = ()
+    if said is not None:
+        try:
+            task, labels = said["task"], tuple(map(str, said["labels"]))
+        except (TypeError, KeyError) as error:
+            raise DataError(f"{path} is damaged: head {said!r:.200}") from error
+        if task not in get_args(Task):
+            raise DataError(f"{path} is damaged: there is no task {task!r:.200}")
+    elif task is not None and (head := architecture.family.head_for(task)) is not None:
+        outputs = (f"{_PREFIX}{head.output}.weight", f"{_PREFIX}{head.output}.out_proj.weight")
+        num_outputs = next((shard.entries[name].shape[0] for name in outputs if name in shard.entries), 0)
+        if architecture.head is head and num_outputs in (0, architecture.num_outputs):
+            task, labels = architecture.task, architecture.labels
+        elif task == "classification" and num_outputs == 1:
+            task = "regression"
+        elif task != "spans":
+            labels = tuple(f"LABEL_{number}" for number in range(num_outputs))
+    if task is None:
+        return architecture
+    architecture = architecture.with_head(task, labels)
+    num_layers = len(architecture.layers())
+    names = {
+        architecture.family.name_of(num_layers - 1, local, num_layers)
+        for local in architecture.layers()[-1].state_dict()
+    }
+    return replace(architecture, new=frozenset(name for name in names if f"{_PREFIX}{name}" in shard.entries))
+
+
+def _open_weights(folder: Path) -> Shard:
+    path = next((folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
+    if path is None:
+        raise UsageError(f"{folder} holds no adapter's weights: looked for {', '.join(ADAPTER_WEIGHTS)}")
+    return open_shard(path)
 
 
 def base_folder(folder: Path) -> Path:
