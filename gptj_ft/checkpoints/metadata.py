@@ -42,12 +42,13 @@ HYPER_PARAMETERS = (
     "warmup", "final_lr", "betas", "eps", "weight_decay", "clip_norm", "z_loss", "class_weights", "dropout",
     "attention_dropout", "layer_decay", "bias_correction", "seed", "precision", "moments", "gradients",
 )  # fmt: skip
-PIPELINES: Mapping[Task, str] = {  # of `transformers`, and so the Hub's names of what a model is for
+PIPELINES: Mapping[Task, str] = {  # what the Hub, and `transformers`, call them
     "classification": "text-classification",
     "multi-label": "text-classification",
     "regression": "text-classification",
     "token-labels": "token-classification",
     "spans": "question-answering",
+    "sentences": "summarization",
 }
 LOSSES = ("baseline_validation_loss", "validation_loss")
 
@@ -218,7 +219,7 @@ def _model_card(trained: TunedModel, end: str | None, has_chat_template: bool, i
 
 
 def _label_card(trained: TunedModel, is_adapter: bool) -> str:
-    """Return ``README.md`` of a model that labels, from ``model_card_labels.md.jinja``; raises what `_model_card` does."""
+    """Return ``README.md`` of a model with a head, from ``model_card_labels.md.jinja``; raises as `_model_card`."""
     architecture = trained.architecture
     assert architecture.task is not None
     kind = PIPELINES.get(architecture.task)
@@ -227,10 +228,9 @@ def _label_card(trained: TunedModel, is_adapter: bool) -> str:
         is_adapter,
         "model_card_labels.md.jinja",
         kind,
-        kind=kind,
+        kind=None if architecture.task == "sentences" else kind,  # of which `transformers` has no class
         task=architecture.task,
         labels=architecture.labels,
-        class_name=architecture.class_name,
         is_plain=re.fullmatch(r"\{\{ *\w+ *\}\}", trained.recipe.prompt.strip()) is not None,
     )
 
