@@ -103,7 +103,8 @@ def check_writes(setup: InferenceSetup) -> None:
     """
     folder, task = setup.folder, setup.architecture.task
     if task is not None:
-        raise UsageError(f"{folder} is for task '{task}' and writes no text: {command_line('predict', folder)} asks it")
+        ask = command_line("predict", "--model", folder)
+        raise UsageError(f"{folder} is for task '{task}' and writes no text: {ask} \"text\" asks it")
     if setup.architecture.family.is_encoder:
         raise UsageError(
             f"{folder} is an encoder, which writes no text: train it for a task, then ask it with `gptj-ft predict`"

@@ -252,11 +252,15 @@ def model_without_data(
 
 
 def _embedding(workload: Workload) -> nn.Module:
-    """Return a layer with nothing but the first layer's embeddings: of these come rows, where they are not trained."""
-    layer = nn.Module()
-    with META:
-        for name, shape in (workload.frozen[0].shapes if workload.frozen else {}).items():
-            layer.add_module(name.removesuffix(".weight"), Embedding(*shape))
+    """Return a layer with nothing but the first layer's embeddings: of these come rows, where they are not trained.
+
+    One that has more, like the norm of an encoder's, is read whole: nothing is returned of it.
+    """
+    layer, frozen = nn.Module(), workload.frozen[0].shapes if workload.frozen else {}
+    if all(len(shape) == 2 for shape in (*frozen.values(), *workload.layouts[0].shapes.values())):
+        with META:
+            for name, (rows, width) in frozen.items():
+                layer.add_module(name.removesuffix(".weight"), Embedding(rows, width))
     return layer
 
 

@@ -52,6 +52,7 @@ TASKS = ("classification", "multi-label", "regression", "token-labels", "spans")
 CLASSES = {"token-labels": "AutoModelForTokenClassification", "spans": "AutoModelForQuestionAnswering"}
 TASK_TYPES = {"token-labels": "TOKEN_CLS", "spans": "QUESTION_ANS"}
 FORMS = [(family, task) for family in ("bert", "gpt2") for task in TASKS]
+WORDS = (("good", "pleased"), ("bad", "cross"))
 Model = Any
 
 
@@ -371,3 +372,19 @@ def test_a_shorter_limit_of_a_tokenizer_is_kept(tmp_path: Path) -> None:
     convert(base, tmp_path / "model")
     assert json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())["model_max_length"] == 16
     assert read_architecture(tmp_path / "model").config.n_positions == 48
+
+
+def test_adapters_on_an_encoder_from_the_command_line(shell, tmp_path: Path) -> None:
+    rows = [{"text": f"the {word} lift {n}", "label": label} for n in range(15) for word, label in WORDS]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = "--recipe classification --data rows.jsonl --model tiny-bert --method lora --lr 1e-2 --max-steps 2"
+    done = shell(f"finetune {options} --set max_length=64 --output run --json")
+    assert done.code == 0, done.err
+    assert any("classifier.weight" in note for note in done.json["notes"])
+    assert shell("runs verify run").code == 0
+    assert shell("predict --model run 'the good lift'").out.split()[0] in dict(WORDS).values()
+    assert shell("convert --merge run/model").code == 0
+    model = class_of("classification").from_pretrained(tmp_path / "run" / "model-merged")
+    assert set(model.config.label2id) == set(dict(WORDS).values())
+    done = shell("generate --model run 'the good lift'")
+    assert (done.code, "predict" in done.err) == (2, True)
