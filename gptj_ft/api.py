@@ -570,7 +570,19 @@ def model_options(
 
     metadata = None if plain else read_metadata(folder)
     base = (f"model {folder}", metadata.template) if metadata else None
+    if metadata is None and "recipe" not in options and (preset := _preset_of(folder)):
+        options = {**options, "recipe": preset}
     return resolve(*_split(options), assignments, base=base)
+
+
+def _preset_of(folder: Path) -> str | None:
+    """Return the preset for the head of a model from elsewhere; ``None`` if it has none, or is no model."""
+    from gptj_ft.data.encode import PRESETS
+    from gptj_ft.models.registry import read_architecture
+    from gptj_ft.system.paths import is_model
+
+    task = read_architecture(folder).task if is_model(folder) else None
+    return PRESETS.get(task) if task else None
 
 
 def named_model(model: str | os.PathLike[str] | None, command: str) -> Path:

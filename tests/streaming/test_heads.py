@@ -345,3 +345,62 @@ def test_sentences_of_one_document_do_not_see_those_of_another(tmp_path: Path) -
     )
     stack.close()
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-6)
+
+
+def steps_of(folder: Path, scratch: Path, **options: Any) -> list[dict[str, Tensor]]:
+    """Take two steps without decay and clipping; return the weights."""
+    fixed = {"task": "classification", "weight_decay": 0.0, "clip_norm": None}
+    recipe = Recipe.model_validate({**fixed, **options})
+    stack = open_training(folder, scratch, recipe)
+    optimizer = AdamW(stack, optimizer_config(recipe))
+    for _ in range(2):
+        optimizer.begin_step(1e-3)
+        train_step(stack, optimizer, batches_of("classification"), objective_of(recipe))
+        optimizer.finish_step()
+    optimizer.flush()
+    loads: Iterator[Any] = Prefetcher(stack, inference_tasks(range(len(stack.layers))))
+    weights = [{name: view.clone() for name, view in load.parameters().items()} for load in loads]
+    stack.close()
+    return weights
+
+
+def test_each_layer_learns_at_the_rate_of_the_layer_above_times_the_decay(tmp_path: Path) -> None:
+    oracle = make(tmp_path / "model", "classification", "Bert")
+    ours = steps_of(tmp_path / "model", tmp_path / "ours", layer_decay=0.5)
+    groups = [
+        {"params": list(oracle.bert.embeddings.parameters()), "lr": 1e-3 * 0.5**4},
+        *(
+            {"params": list(b.parameters()), "lr": 1e-3 * 0.5 ** (3 - n)}
+            for n, b in enumerate(oracle.bert.encoder.layer)
+        ),
+        {"params": [*oracle.bert.pooler.parameters(), *oracle.classifier.parameters()], "lr": 1e-3},
+    ]
+    theirs = torch.optim.AdamW(groups, weight_decay=0.0)
+    for _ in range(2):
+        theirs.zero_grad()
+        oracle_loss(oracle, "classification").backward()
+        theirs.step()
+    blocks = oracle.bert.encoder.layer
+    torch.testing.assert_close(ours[1]["mlp.output.weight"], blocks[0].output.dense.weight.data, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(ours[3]["mlp.output.weight"], blocks[2].output.dense.weight.data, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(ours[4]["classifier.weight"], oracle.classifier.weight.data, rtol=1e-5, atol=2e-6)
+
+
+def test_without_bias_correction_steps_are_those_of_googles_optimizer(tmp_path: Path) -> None:
+    oracle = make(tmp_path / "model", "classification", "Bert")
+    ours = steps_of(tmp_path / "model", tmp_path / "ours", bias_correction=False, eps=1e-6)
+    weight = oracle.bert.encoder.layer[0].output.dense.weight
+    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in oracle.named_parameters()}
+    for _ in range(2):
+        oracle.zero_grad()
+        oracle_loss(oracle, "classification").backward()
+        with torch.no_grad():
+            for name, parameter in oracle.named_parameters():
+                first, second = moments[name]
+                first.mul_(0.9).add_(0.1 * parameter.grad)
+                second.mul_(0.999).add_(0.001 * parameter.grad**2)
+                parameter -= 1e-3 * first / (second.sqrt() + 1e-6)
+    torch.testing.assert_close(ours[1]["mlp.output.weight"], weight.data, rtol=1e-4, atol=5e-5)
+    corrected = steps_of(tmp_path / "model", tmp_path / "other", eps=1e-6)
+    assert (corrected[1]["mlp.output.weight"] - weight).abs().max() > 1e-3

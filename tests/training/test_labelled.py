@@ -167,3 +167,13 @@ def test_a_decoder_learns_labels_too_and_transformers_opens_it(shell: Any, rows:
             logits = model(**tokenizer(words_of(number)[1], return_tensors="pt")).logits[0]
         assert model.config.id2label[int(logits.argmax())] == line["label"]
         assert logits.softmax(0).max().item() == pytest.approx(max(line["probabilities"].values()), abs=1e-4)
+
+
+def test_a_head_that_was_tuned_elsewhere_is_measured_and_asked(shell: Any, rows: Path, tmp_path: Path) -> None:
+    finetune(shell, "classification", f"--data rows.csv {TEXT} --set holdout=0.25")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/model")
+    model.save_pretrained(tmp_path / "theirs")
+    transformers.AutoTokenizer.from_pretrained(tmp_path / "run/model").save_pretrained(tmp_path / "theirs")
+    found = shell("evaluate theirs --data rows.csv --json").json["model"]
+    assert found["scores"]["accuracy"] == 100.0
+    assert shell('predict --model theirs "sky sea ink" --json').json["label"] == "blue"

@@ -160,3 +160,10 @@ def test_the_preset_that_names_trc2_has_its_schedule_and_lr_scales_it() -> None:
     assert build(preset.model_dump()) == preset
     scaled = resolve({"recipe": "continuous-pretraining", "lr": 3e-5}, environment={}).recipe
     assert Schedule.of(scaled, 60_000).lr(501) == 3e-5
+
+
+def test_the_rate_falls_with_the_root_of_the_step_as_bertsum_was_trained() -> None:
+    recipe = resolve({"lr": 2e-5}, assignments=("schedule=inverse_sqrt", "warmup=10000"), environment={}).recipe
+    schedule = Schedule.of(recipe, 50_000)
+    for step in (1, 500, 10_000, 10_001, 30_000, 50_000):
+        assert schedule.lr(step) == pytest.approx(2e-3 * min(step**-0.5, step * 10_000**-1.5))
