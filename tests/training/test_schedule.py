@@ -120,7 +120,7 @@ def test_a_run_whose_last_step_would_train_nothing_is_refused(num_steps: int) ->
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        ("cosin", "schedule: Input should be 'linear', 'cosine' or 'constant', not 'cosin'"),
+        ("cosin", "schedule: Input should be 'linear', 'cosine', 'constant' or 'inverse_sqrt', not 'cosin'"),
         ("5", "schedule: linear, cosine, constant or a list of pieces is needed, not 5"),
         ("[]", "one of them must be 1"),
         (
