@@ -39,6 +39,7 @@ ROWS = {
 
 
 PAIR = {"sentence1": "It rains.", "sentence2": "It is wet."}
+STORY = ["It rains on the whole village .", "The patient came with a cough .", "So it is good to rest ."]
 # Of tasks with labels: a row, its texts, and its label or number.
 LABELLED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "classification": ({"text": "It rains.", "category": "weather"}, ("It rains.",), "weather"),
@@ -59,6 +60,7 @@ LABELLED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
                    ("Why?", "It rains."), "rains"),
     "squad2-bert": ({"question": "Why?", "context": "It rains.", "answers": {"text": [], "answer_start": []}},
                     ("Why?", "It rains."), ""),
+    "bertsum": ({"article": STORY, "highlights": "It rains on the village."}, tuple(STORY), "It rains on the village."),
     "wnli-bert": ({**PAIR, "label": "1"}, tuple(PAIR.values()), "entailment"),
 }  # fmt: skip
 
@@ -73,7 +75,7 @@ def test_a_preset_of_a_task_with_labels_reads_what_it_should(name: str, tmp_path
     recipe = resolve({"recipe": name}, environment={}).recipe
     assert recipe.about
     assert recipe.source
-    assert (recipe.schedule, recipe.final_lr) == ("linear", 0.0)
+    assert recipe.schedule == ("inverse_sqrt" if recipe.task == "sentences" else "linear")
     assert recipe.on_long == ("split" if recipe.task in ("token-labels", "spans") else "shorten")
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n", encoding="utf-8")
     tokenizer = make_wordpiece(tmp_path)
@@ -83,9 +85,12 @@ def test_a_preset_of_a_task_with_labels_reads_what_it_should(name: str, tmp_path
         else tuple(recipe.labels.values()) or ("1", "weather", "news", "O", "B-X")
     )
     done = tokenize_rows(recipe, tokenizer, tmp_path / "rows.jsonl", 1000, labels=names)
-    tokens = tokenizer(*texts)
     (first, second) = done.rows
-    assert first["input_ids"] == second["input_ids"] == tokens["input_ids"]
+    if recipe.task == "sentences":
+        tokens = [token for text in texts for token in tokenizer(text)["input_ids"]]
+    else:
+        tokens = tokenizer(*texts)["input_ids"]
+    assert first["input_ids"] == second["input_ids"] == tokens
     assert (first["label"] or first["references"][0]) == label
     if recipe.task == "classification":
         assert names[first["targets"][0]] == label

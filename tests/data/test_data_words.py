@@ -132,7 +132,7 @@ def test_rows_that_cannot_be_used_say_why(bert: Any) -> None:
     }
     with pytest.raises(DataError, match="of the 4 words all have the label 'O'"):
         prepared(bert, [{"tokens": ["the", "a"], "tags": ["O", "O"]}] * 2)
-    with pytest.raises(UsageError, match="prompt: of task=token-labels it is one field"):
+    with pytest.raises(UsageError, match="prompt: of this task it is one field"):
         prepared(bert, rows, prompt="{{ tokens }} {{ tags }}")
 
 

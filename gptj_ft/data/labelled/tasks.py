@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gptj_ft.data.labelled.encoder import LabelledEncoder, Setting, TaskReader
+from gptj_ft.data.labelled.sentences import SentenceReader
 from gptj_ft.data.labelled.spans import SpanReader
 from gptj_ft.data.labelled.texts import NumberReader, SetReader, TextReader
 from gptj_ft.data.labelled.words import WordReader
@@ -15,6 +16,7 @@ READERS: Mapping[str, type[TaskReader]] = {
     "regression": NumberReader,
     "token-labels": WordReader,
     "spans": SpanReader,
+    "sentences": SentenceReader,
 }
 
 

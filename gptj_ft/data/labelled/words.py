@@ -57,8 +57,8 @@ class WordReader(TaskReader):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         recipe = setting.recipe
-        self._words = _only_field(recipe.prompt, "prompt")
-        self._labels = _only_field(recipe.completion, "completion")
+        self._words = only_field(recipe.prompt, "prompt", "{{ tokens }}")
+        self._labels = only_field(recipe.completion, "completion", "{{ tags }}")
         self._before = "" if splits_at_blanks(setting.tokenizer) else " "
         self._frame = setting.frame
         assert not isinstance(setting.tokenizer, NoTokenizer), "it has no frame, which was asked for"
@@ -142,10 +142,20 @@ class WordReader(TaskReader):
         return Document(ids, (), marks, targets[first:end] or [0] * len(marks), texts=read.words[first:end])
 
 
-def _only_field(template: str, option: str) -> str:
+def only_field(template: str, option: str, example: str) -> str:
+    """Return the field of a template that has to be of one alone, as it names a list.
+
+    Args:
+        template: it.
+        option: what it is called.
+        example: what it may be.
+
+    Raises:
+        UsageError: it has more.
+    """
     fields = fields_of(template)
     if len(fields) != 1:
-        raise UsageError(f"{option}: of task=token-labels it is one field, a list, e.g. {{{{ tokens }}}}")
+        raise UsageError(f"{option}: of this task it is one field, a list, e.g. {example}")
     return fields[0]
 
 

@@ -11,6 +11,7 @@ from gptj_ft.data.readers.json import read_json_lines, read_json_rows
 from gptj_ft.data.readers.rows import Findings, Row, numbered_lines, too_long
 from gptj_ft.data.readers.source import File, FileOptions, Source, identify
 from gptj_ft.data.readers.spreadsheets import read_workbook
+from gptj_ft.data.readers.stories import read_presumm, read_story
 from gptj_ft.data.readers.tables import read_parquet, read_saved_dataset, read_table
 from gptj_ft.data.readers.tfrecord import read_tfrecords
 from gptj_ft.errors import DataError, UsageError
@@ -89,6 +90,8 @@ _READERS: dict[str, Reader] = {
     "dataset": read_saved_dataset,
     "txt": read_documents,
     "conll": read_conll,
+    "story": read_story,
+    "presumm": read_presumm,
     "tfrecords": read_tfrecords,
     "hdf5": read_samples,
 }

@@ -120,6 +120,7 @@ SUFFIXES = {
     ".xlsm": "xlsx",
     ".parquet": "parquet",
     ".txt": "txt",
+    ".story": "story",
     ".conll": "conll",
     ".iob": "conll",
     ".bio": "conll",
@@ -128,6 +129,11 @@ SUFFIXES = {
     ".index": "tfindex",
     ".h5": "hdf5",
     ".hdf5": "hdf5",
+}
+# What a suffix stands for where a task has its own files, whatever they begin with.
+TASK_SUFFIXES = {
+    "token-labels": dict.fromkeys((".txt", ".train", ".dev", ".test", ".testa", ".testb"), "conll"),
+    "sentences": {".pt": "presumm"},
 }
 TOKEN_FORMATS = ("tfrecords", "tfindex", "hdf5")  # whose rows are tokens already
 # What a file may begin with, and what it is then.
@@ -261,7 +267,7 @@ def identify(source: Path | Source, options: FileOptions = FileOptions()) -> Sou
             return Source(source, (File(source, "prepared"),))
         if any((source / name).is_file() for name in DATASET_FILES):
             return Source(source, (File(source, "dataset"),))
-        files = [identify_file(path, options) for path in _files_in(source)]
+        files = [identify_file(path, options) for path in _files_in(source, options)]
     elif not source.exists() and glob.has_magic(str(source)):
         paths = [Path(name) for name in sorted(glob.glob(str(source), recursive=True)) if Path(name).is_file()]
         if not paths:
@@ -301,9 +307,8 @@ def identify_file(path: Path, options: FileOptions = FileOptions()) -> File:
         notes.append(f"{path} is packed by {compression}, which its name does not say")
     if named and not compression and head:
         notes.append(f"{path} is not packed by {named} as its name says")
-    by_content = _format_by_content(head)
-    if options.task == "token-labels" and suffix in (".txt", ".train", ".dev", ".test", ".testa", ".testb"):
-        by_content = "conll"  # as the published files are called
+    by_task = TASK_SUFFIXES.get(options.task, {}).get(suffix, "")
+    by_content = by_task or _format_by_content(head)
     if not by_content and (meant := _foreign(suffix, head, parts)):
         by_content = SUFFIXES.get(meant, "")
         if not by_content:
@@ -318,7 +323,7 @@ def identify_file(path: Path, options: FileOptions = FileOptions()) -> File:
             f"{path}: unknown suffix '{suffix}'; rows are read from {', '.join(SUFFIXES)}, also packed as "
             f"{', '.join(COMPRESSIONS)}"
         )
-    if by_name and format_ != by_name and format_ != "conll":
+    if by_name and format_ != by_name and not by_task:
         notes.append(f"{path} is read as {format_}, which it is, not as the {by_name} of its name")
     if told and told == encoding and not by_content:
         notes.append(f"{path} is in {ENCODING_NAMES[told]}")
@@ -372,12 +377,13 @@ def _require_file(path: Path) -> None:
         raise UsageError(f"no such file: {path}{hint}")
 
 
-def _files_in(folder: Path) -> list[Path]:
+def _files_in(folder: Path, options: FileOptions) -> list[Path]:
     """Return the files of rows in a folder and below; without hidden ones and those of unknown suffixes."""
     found: list[Path] = []
+    known = SUFFIXES.keys() | TASK_SUFFIXES.get(options.task, {}).keys()
     for path in sorted(folder.rglob("*")):
         suffix = suffixes_of(path)[1]
-        is_rows = suffix in SUFFIXES and suffix not in BESIDE_ROWS and path.name not in BESIDE_ROWS
+        is_rows = suffix in known and suffix not in BESIDE_ROWS and path.name not in BESIDE_ROWS
         # "~$": Excel's lock file of an open workbook
         is_hidden = any(part.startswith((".", "~$")) for part in path.relative_to(folder).parts)
         if is_rows and path.is_file() and not is_hidden:

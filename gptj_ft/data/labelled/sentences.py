@@ -1,0 +1,194 @@
+"""Read documents whose sentences are picked for a summary, as BERTSUM's preparation does.
+
+https://github.com/nlpyang/PreSumm (``data_builder.py``, ``data_loader.py``); Liu and Lapata 2019,
+https://arxiv.org/abs/1908.08345.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from gptj_ft.data.columns import FieldTexts
+from gptj_ft.data.dataset import content_hash
+from gptj_ft.data.labelled.assembly import Document, LabelledRow
+from gptj_ft.data.labelled.encoder import Setting, TaskReader
+from gptj_ft.data.labelled.words import only_field
+from gptj_ft.data.oracle import MAX_SENTENCES, oracle_sentences
+from gptj_ft.data.readers.rows import Row
+from gptj_ft.data.tokenization import backend_of
+from gptj_ft.data.wordpiece import splits_at_blanks
+from gptj_ft.errors import DataError, RowSkipped, UsageError
+from gptj_ft.system.plain_text import shortened
+
+SHORT_WORDS, LONG_WORDS = 5, 200  # sentences of so many words or fewer are left out; longer ones are cut
+FEWEST_SENTENCES, FEWEST_PIECES = 3, 5  # of a document, and of a summary with its two markers
+BREAK = "<q>"  # between the sentences of a summary in PreSumm's files
+SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+(?=[\"'“‘(\[]*[A-Z0-9])")
+# What a full stop follows inside a sentence: titles, initials, and what is shortened.
+ABBREVIATION = re.compile(
+    r"(?:\b(?:Mr|Mrs|Ms|Dr|Prof|Sen|Rep|Gov|Gen|Lt|Col|Sgt|Capt|St|Jr|Sr|vs|etc|No|Inc|Co|Corp|Ltd|Jan|Feb|Mar|Apr|Aug"
+    r"|Sept|Oct|Nov|Dec)|\b[A-Z])\.$"
+)
+
+
+def split_sentences(text: str) -> list[str]:
+    """Split a text into sentences: at line ends, and behind full stops that an upper-case letter or a number follows.
+
+    >>> split_sentences("It rains. Dr. J. Smith said: “Go!” He left at 5 p.m. today.\\nThe end")
+    ['It rains.', 'Dr. J. Smith said: “Go!”', 'He left at 5 p.m. today.', 'The end']
+    """
+    sentences = []
+    for line in text.split("\n"):
+        start = 0
+        for end in SENTENCE_END.finditer(line):
+            whole = line[start : end.end()].strip()
+            if not ABBREVIATION.search(whole):
+                sentences.append(whole)
+                start = end.end()
+        sentences.append(line[start:].strip())
+    return [sentence for sentence in sentences if sentence]
+
+
+class _Read(NamedTuple):
+    sentences: list[str]  # that are kept
+    labels: list[int]
+    summary: list[str]
+    are_words: bool  # whether blanks separate what pieces are made of
+
+
+class SentenceReader(TaskReader):
+    """Reads documents and summaries; the sentences that together are most like the summary are to be picked.
+
+    A document is a list of sentences, or of lists of words, or a text, which is split. Lists of words are turned into
+    pieces word by word, as in PreSumm; other texts as the tokenizer does it. Rows of PreSumm's prepared files are taken
+    as they are.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        recipe = setting.recipe
+        self._document = only_field(recipe.prompt, "prompt", "{{ document }}")
+        self._summary = only_field(recipe.completion, "completion", "{{ summary }}")
+        if not setting.frame.is_there:
+            raise UsageError(f"{setting.tokenizer.name_or_path} has no [CLS] and [SEP], which task=sentences needs")
+        if recipe.on_long == "split":
+            raise UsageError("on_long: 'split' is not for task=sentences; use shorten, skip or error")
+        self._pieces: dict[str, list[int]] = {}
+        self._backend = backend_of(setting.tokenizer)
+        self._is_lower = bool(getattr(self._backend.normalizer, "lowercase", False))
+        self._is_wordpiece = splits_at_blanks(setting.tokenizer)
+
+    def read(self, row: Row) -> tuple[list[str], Any]:
+        if _is_prepared(row):
+            return [], None
+        columns, needs_target = self.setting.columns, self.setting.needs_target
+        words = _sentences(columns[self._document], row.values.get(columns[self._document]))
+        every = [" ".join(sentence) for sentence in words]
+        summary, chosen = list[str](), set[int]()
+        if needs_target:
+            cell = row.values.get(columns[self._summary])
+            summary = [" ".join(sentence) for sentence in _sentences(columns[self._summary], cell)]
+            lower = [text.lower() for text in every]
+            chosen = set(oracle_sentences(lower, [text.lower() for text in summary]))
+        kept = [number for number, of in enumerate(words) if len(of) > SHORT_WORDS][:MAX_SENTENCES]
+        if len(kept) < FEWEST_SENTENCES and needs_target:
+            raise RowSkipped(f"fewer than {FEWEST_SENTENCES} sentences of more than {SHORT_WORDS} words")
+        kept = kept or list(range(min(len(words), MAX_SENTENCES)))
+        sentences = [" ".join(words[number][:LONG_WORDS]) for number in kept]
+        look = FieldTexts({self._document: "\n".join(every), self._summary: "\n".join(summary)}, summary)
+        self.setting.checks.look(row, look, "\n".join(every), "\n".join(summary))
+        labels = [int(number in chosen) for number in kept]
+        are_words = self._is_wordpiece and _are_words(row.values.get(columns[self._document]))
+        read = _Read(sentences, labels, summary, are_words)
+        return ([] if are_words else [*sentences, *summary]), read
+
+    def row_of(self, row: Row, read: Any, tokens: list[Any]) -> LabelledRow:
+        if read is None:
+            return self._prepared(row)
+        if read.are_words:
+            tokens = [self._by_word(text) for text in (*read.sentences, *read.summary)]
+        count, frame = len(read.sentences), self.setting.frame
+        pieces = sum(map(len, tokens[count:])) + len(read.summary) + 1  # markers begin, end and separate
+        if self.setting.needs_target and pieces < FEWEST_PIECES:
+            raise RowSkipped(f"a summary of fewer than {FEWEST_PIECES - 2} tokens")
+        ids, marks = list[int](), list[int]()
+        for each in tokens[:count]:
+            marks.append(len(ids))
+            ids += [*frame.first, *each, *frame.last]
+        return self._row(ids, marks, read.labels, read.sentences, "\n".join(read.summary))
+
+    def _by_word(self, text: str) -> list[int]:
+        """Return the pieces of each word between blanks, whatever its characters are; accents stay."""
+        ids: list[int] = []
+        for word in text.split():
+            found = self._pieces.get(word)
+            if found is None:
+                written = word.lower() if self._is_lower else word
+                found = self._pieces[word] = [piece.id for piece in self._backend.model.tokenize(written)]
+            ids += found
+        return ids
+
+    def _prepared(self, row: Row) -> LabelledRow:
+        """Return the document of a row of PreSumm's prepared files."""
+        values = row.values
+        summary = "\n".join(part.strip() for part in str(values.get("tgt_txt", "")).split(BREAK))
+        marks, sentences = values["clss"], [str(text) for text in values.get("src_txt", ())]
+        labels = values.get("src_sent_labels", values.get("labels", []))
+        if not (len(marks) == len(labels) == len(sentences)):
+            raise RowSkipped("not as many labels and texts as sentences")
+        return self._row(values["src"], marks, labels, sentences, summary)
+
+    def _row(
+        self, ids: Sequence[int], marks: Sequence[int], labels: Sequence[int], sentences: Sequence[str], summary: str
+    ) -> LabelledRow:
+        """Return a row, cut to `max_length` tokens, the last of which stays, with the sentences that begin before."""
+        recipe, lost = self.setting.recipe, max(len(ids) - self.setting.recipe.max_length, 0)
+        if lost and recipe.on_long == "skip":
+            raise RowSkipped("longer than max_length")
+        if lost and recipe.on_long == "error":
+            raise DataError(
+                f"{len(ids)} tokens, max_length is {recipe.max_length}; raise it, or set on_long to shorten or skip"
+            )
+        group = content_hash("\n".join(sentences).encode())
+        if lost:
+            ids = [*ids[: recipe.max_length - 1], ids[-1]]
+            marks = [mark for mark in marks if mark < len(ids)]
+        count = len(marks)
+        borders = marks[1:] if self.setting.frame.has_types else ()
+        targets = labels[:count] if self.setting.needs_target else [0] * count
+        document = Document(ids, borders, marks, targets, texts=sentences[:count])
+        return LabelledRow([document], group, "", (summary,) if self.setting.needs_target else (), lost)
+
+
+def _is_prepared(row: Row) -> bool:
+    """Tell whether a row is of PreSumm's prepared files: token ids, with the places of the [CLS]."""
+    lists = [row.values.get(name) for name in ("src", "clss")]
+    return all(isinstance(each, list) and each and all(type(one) is int for one in each) for each in lists)
+
+
+def _are_words(cell: Any) -> bool:
+    return isinstance(cell, list) and bool(cell) and all(isinstance(sentence, list) for sentence in cell)
+
+
+def _sentences(column: str, cell: Any) -> list[list[str]]:
+    """Return the words of each sentence in a cell.
+
+    Raises:
+        RowSkipped: there is none, or it is no text.
+    """
+    if isinstance(cell, str):
+        cell = split_sentences(cell.replace(BREAK, "\n"))
+    if not isinstance(cell, list):
+        raise RowSkipped(f"no value for column '{shortened(column)}'")
+    words = []
+    for sentence in cell:
+        parts = sentence if isinstance(sentence, list) else [sentence]
+        if not all(isinstance(part, str) for part in parts):
+            raise RowSkipped(f"column '{shortened(column)}': a list of other things than sentences")
+        words.append(" ".join(parts).split())
+    words = [sentence for sentence in words if sentence]
+    if not words:
+        raise RowSkipped(f"no value for column '{shortened(column)}'")
+    return words

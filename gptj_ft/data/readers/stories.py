@@ -1,0 +1,47 @@
+"""Read CNN/DailyMail's stories, and the files that PreSumm has prepared of them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+
+from gptj_ft.data.readers.rows import Findings, Row, numbered_lines, too_long
+from gptj_ft.data.readers.source import File, opened_file
+from gptj_ft.errors import DataError
+
+HIGHLIGHT = "@highlight"
+
+
+def read_story(file: File, findings: Findings) -> Iterator[Row]:
+    """Read a story: paragraphs, and the sentences of its summary, each behind a line that says so."""
+    article, highlights, size, is_next = list[str](), list[str](), 0, False
+    for _, line in numbered_lines(file, findings):
+        text = line.strip()
+        size += len(line)
+        if size > file.options.max_record:
+            raise too_long(file, 1)
+        if text == HIGHLIGHT:
+            is_next = True
+        elif text:
+            (highlights if is_next else article).append(text)
+    yield Row(str(file.path), 1, {"article": "\n".join(article), "highlights": highlights})
+
+
+def read_presumm(file: File, findings: Findings) -> Iterator[Row]:
+    """Read a list of documents that are tokens already, as PreSumm saves them; nothing that a file says is run.
+
+    Raises:
+        DataError: it is no such list, or has more in it than lists, texts and numbers.
+    """
+    import torch
+
+    try:
+        with opened_file(file) as opened:
+            found = torch.load(opened, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
+        reason = str(error).split("\n")[0]
+        raise DataError(f"{file.path}: not a file that PreSumm has prepared: {reason}") from error
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise DataError(f"{file.path}: not a file that PreSumm has prepared, which is a list of documents")
+    for number, values in enumerate(found, 1):
+        yield Row(str(file.path), number, {str(name): value for name, value in values.items()})
