@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptj_ft.models.batch import Bucket, Documents, PackedBatch
+from gptj_ft.models.batch import Bucket, Documents, PackedBatch, Places
 from gptj_ft.models.dropout import Dropout, NoiseSpan
 
 log = logging.getLogger(__name__)
@@ -160,32 +161,91 @@ def attend_in_buckets(
         dropout: dropout of the weights, which no fused kernel has by documents; default: none.
         is_causal: whether a token sees no later ones.
     """
-    buckets, places_T = documents.buckets
+    num_heads, width = q_TNH.shape[1:]
+    places, scale = documents.places(num_heads), width**-0.5 if scale is None else scale
+    q_PH, k_PH, v_PH = (_to_places(x_TNH.flatten(0, 1), places) for x_TNH in (q_TNH, k_TNH, v_TNH))
     drops = dropout is not None and dropout.rate and documents.seeds is not None
-    outputs = []
-    for bucket in buckets:
-        q, k, v = (x[bucket.rows_GL].transpose(1, 2) for x in (q_TNH, k_TNH, v_TNH))
-        length = bucket.rows_GL.shape[1]
-        seen_GLL = bucket.is_token_GL[:, None, None].expand(-1, 1, length, -1)
-        if is_causal:
-            seen_GLL = seen_GLL & torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    outputs, before = [], 0
+    for bucket in documents.buckets:
+        shape = len(bucket.documents), num_heads, bucket.longest, width
+        places_P = slice(before, before := before + math.prod(shape[:3]))
+        q, k, v = (x_PH[places_P].view(shape) for x_PH in (q_PH, k_PH, v_PH))
+        unseen = _unseen(bucket, is_causal, q.device)
         if dropout is None or not drops:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen_GLL, scale=scale)
+            seen = None if unseen is None else ~unseen
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
         else:
-            scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
-            weights = scores.masked_fill(~seen_GLL, -math.inf).softmax(-1, dtype=torch.float32).to(v.dtype)
-            out = dropout.apply_mask(weights, _kept(bucket, documents, dropout, q.shape[1])) @ v
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)[places_T]
+            kept = _kept(bucket, documents, dropout, num_heads)
+            out = _DroppedAttention.apply(q, k, v, unseen, kept, scale, dropout.scale)  # type: ignore[no-untyped-call]
+        outputs.append(out.reshape(-1, width))
+    out_TH: Tensor = _Gathered.apply(torch.cat(outputs), places.back_T, places.there_P, False)  # type: ignore[no-untyped-call]
+    return out_TH.view_as(q_TNH)
+
+
+def _unseen(bucket: Bucket, is_causal: bool, device: torch.device) -> Tensor | None:
+    """Return what is not attended to, for each token, bool [G, 1, 1 or L, L]; ``None``: everything is."""
+    unseen = None if bucket.is_token_GL is None else ~bucket.is_token_GL[:, None, None]
+    if is_causal:
+        later_LL = torch.ones(bucket.longest, bucket.longest, dtype=torch.bool, device=device).triu(1)
+        unseen = later_LL[None, None] if unseen is None else unseen | later_LL
+    return unseen
 
 
 def _kept(bucket: Bucket, documents: Documents, dropout: Dropout, num_heads: int) -> Tensor:
     """Draw which attention weights stay, bool [G, N, L, L]: of each document by itself."""
     assert documents.seeds is not None
-    device, padded, ends = bucket.rows_GL.device, bucket.rows_GL.shape[1], documents.cu_seqlens
-    kept = torch.zeros(len(bucket.documents), num_heads, padded, padded, dtype=torch.bool, device=device)
-    for place, document in enumerate(bucket.documents):
-        length = ends[document + 1] - ends[document]
-        span = NoiseSpan(documents.seeds[document], 0, num_heads, num_heads)
-        kept[place, :, :length, :length] = dropout.mask(span, (length, length), device)
-    return kept
+    noise = tuple(NoiseSpan(documents.seeds[document], 0, num_heads, num_heads) for document in bucket.documents)
+    return dropout.mask_squares(noise, bucket.lengths, bucket.longest, documents.device)
+
+
+def _to_places(x_TH: Tensor, places: Places) -> Tensor:
+    """Return the rows of each place; what fills documents up has no gradient, for nobody attends to it."""
+    x_PH: Tensor = _Gathered.apply(x_TH, places.there_P, places.back_T, True)  # type: ignore[no-untyped-call]
+    return x_PH
+
+
+class _Gathered(torch.autograd.Function):
+    """Take rows by their numbers, forward and backward: each row that has a gradient is taken once.
+
+    `torch.index_select` would add up gradients row by row, in one thread.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor, fills: bool) -> Tensor:
+        ctx.save_for_backward(there, back)
+        ctx.fills = fills
+        return x.index_select(0, there)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        there, back = ctx.saved_tensors
+        if ctx.fills:
+            return gradients[0].index_select(0, back), None, None, None
+        zeros = gradients[0].new_zeros(len(back), gradients[0].shape[1])
+        return zeros.index_copy_(0, there, gradients[0]), None, None, None
+
+
+class _DroppedAttention(torch.autograd.Function):
+    """Attention whose weights are dropped by a mask: as autograd has it, with less in memory and fewer passes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, unseen: Tensor | None, keep: Tensor, scale: float, kept: float
+    ) -> Tensor:
+        scores = (q @ k.transpose(-1, -2)).mul_(scale)
+        if unseen is not None:
+            scores.masked_fill_(unseen, -math.inf)
+        weights = scores.softmax(-1, dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, weights, keep)
+        ctx.scale, ctx.kept = scale, kept
+        return (weights.to(v.dtype) * keep).mul_(kept) @ v
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        q, k, v, weights, keep = ctx.saved_tensors
+        dropped = (weights.to(v.dtype) * keep).mul_(ctx.kept)
+        dv = dropped.transpose(-1, -2) @ gradients[0]
+        dweights = (gradients[0] @ v.transpose(-1, -2)).mul_(keep).mul_(ctx.kept).float()
+        dscores = torch._softmax_backward_data(dweights, weights, -1, torch.float32).to(q.dtype).mul_(ctx.scale)
+        dq, dk = dscores @ k, (q.transpose(-1, -2) @ dscores).transpose(-1, -2)
+        return dq, dk, dv, None, None, None, None

@@ -51,13 +51,27 @@ class Bucket(NamedTuple):
 
     Attributes:
         documents: numbers of the documents, G of them.
-        rows_GL: token of the batch in each place; where there is none, the document's first.
-        is_token_GL: whether there is one.
+        lengths: their lengths.
+        longest: length that they are filled up to.
+        is_token_GL: whether there is a row in each place; ``None``: everywhere.
     """
 
     documents: tuple[int, ...]
-    rows_GL: Tensor
-    is_token_GL: Tensor
+    lengths: tuple[int, ...]
+    longest: int
+    is_token_GL: Tensor | None
+
+
+class Places(NamedTuple):
+    """Where heads of rows are in all buckets together: those of one bucket after another's, [G, N, L] of each.
+
+    Attributes:
+        there_P: row and head, numbered by rows, in each place; where there is no row, that of the document's first.
+        back_T: place of each row and head, by rows.
+    """
+
+    there_P: Tensor
+    back_T: Tensor
 
 
 @dataclass(frozen=True)
@@ -73,26 +87,42 @@ class Documents:
     cu_seqlens: tuple[int, ...]
     seeds: tuple[int, ...] | None
     device: torch.device
+    known_places: dict[int, Places] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
-    def buckets(self) -> tuple[list[Bucket], Tensor]:
-        """Documents of about the same length, and where the rows are in all buckets together."""
-        lengths = [end - start for start, end in pairwise(self.cu_seqlens)]
-        groups: dict[int, list[int]] = {}
-        for document, length in enumerate(lengths):
-            if length:
-                groups.setdefault(padded_length(length), []).append(document)
-        buckets, places_T, before = [], torch.empty(self.cu_seqlens[-1], dtype=torch.int64), 0
-        for padded, documents in sorted(groups.items()):
-            starts = torch.tensor([self.cu_seqlens[document] for document in documents])[:, None]
-            of_G = torch.tensor([lengths[document] for document in documents])[:, None]
-            slots_L = torch.arange(padded)
-            is_token_GL = slots_L < of_G
-            rows_GL = torch.where(is_token_GL, starts + slots_L, starts)
-            places_T[rows_GL[is_token_GL]] = before + is_token_GL.flatten().nonzero().squeeze(-1)
-            before += rows_GL.numel()
-            buckets.append(Bucket(tuple(documents), rows_GL.to(self.device), is_token_GL.to(self.device)))
-        return buckets, places_T.to(self.device)
+    def buckets(self) -> list[Bucket]:
+        """Documents of about the same length."""
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for document, (start, end) in enumerate(pairwise(self.cu_seqlens)):
+            if end > start:
+                groups.setdefault(padded_length(end - start), []).append((document, end - start))
+        buckets = []
+        for longest, group in sorted(groups.items()):
+            documents, lengths = zip(*group, strict=True)
+            is_token_GL = torch.arange(longest) < torch.tensor(lengths)[:, None]
+            is_full = min(lengths) == longest
+            buckets.append(Bucket(documents, lengths, longest, None if is_full else is_token_GL.to(self.device)))
+        return buckets
+
+    def places(self, num_heads: int) -> Places:
+        """Return where so many heads of each row are in the buckets."""
+        if num_heads in self.known_places:
+            return self.known_places[num_heads]
+        heads_N1, there = torch.arange(num_heads)[:, None], []
+        back_TN, before = torch.empty(self.cu_seqlens[-1], num_heads, dtype=torch.int64), 0
+        for bucket in self.buckets:
+            starts_G1 = torch.tensor([self.cu_seqlens[document] for document in bucket.documents])[:, None]
+            slots_L = torch.arange(bucket.longest)
+            is_token_GL = slots_L < torch.tensor(bucket.lengths)[:, None]
+            rows_GL = torch.where(is_token_GL, starts_G1 + slots_L, starts_G1)
+            places_GNL = rows_GL[:, None] * num_heads + heads_N1
+            there.append(places_GNL.flatten())
+            numbers_GNL = before + torch.arange(places_GNL.numel()).view_as(places_GNL)
+            back_TN[rows_GL[is_token_GL]] = numbers_GNL.transpose(1, 2)[is_token_GL]
+            before += places_GNL.numel()
+        places = Places(torch.cat(there).to(self.device), back_TN.flatten().to(self.device))
+        self.known_places[num_heads] = places
+        return places
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ accelerator differ: masks are those of the type of device.
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +17,8 @@ from torch import Tensor, nn
 
 from gptj_ft.system.accelerator import seeded
 
-STEPS = 2**16  # of a rate: what is drawn is 16 bits an element, four at a time
+STEPS = 2**16  # of a rate: what is drawn is 16 bits an element
+PER_NUMBER = 4  # elements for which one number of a generator is enough
 
 
 class NoiseSpan(NamedTuple):
@@ -46,34 +49,77 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor, noise: Noise | None) -> Tensor:
         if noise is None or not self.rate:
             return x
-        parts = [self.mask(span, tuple(x.shape[1:]), x.device) for span in noise]
-        return self.apply_mask(x, torch.cat(parts))
+        return self.apply_mask(x, self.mask(noise, tuple(x.shape[1:]), x.device))
 
-    def mask(self, span: NoiseSpan, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Draw which elements of a document's rows stay, bool [rows, *shape]."""
-        drawn = draw((span.total, *shape), seed_of((span.seed, self.site)), device)
-        return (drawn >= self._threshold - STEPS // 2)[span.start : span.stop]
+    def mask(self, noise: Noise, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Draw which elements of the rows of documents stay, bool [rows, *shape]."""
+        width = math.prod(shape)
+        drawn = self._draw(noise, [span.total * width for span in noise], device)
+        if all(start == 0 and stop == total and total * width % PER_NUMBER == 0 for _, start, stop, total in noise):
+            drawn_N = drawn  # what was drawn for one document ends where that for the next begins
+        else:
+            sizes = [_numbers(span.total * width) * PER_NUMBER for span in noise]
+            parts = zip(drawn.split_with_sizes(sizes), noise, strict=True)
+            drawn_N = torch.cat([part[span.start * width : span.stop * width] for part, span in parts])
+        return (drawn_N >= self._least_kept).view(sum(stop - start for _, start, stop, _ in noise), *shape)
+
+    def mask_squares(self, noise: Noise, sides: Sequence[int], longest: int, device: torch.device) -> Tensor:
+        """Draw which elements of square matrices of documents stay, bool [documents, rows, longest, longest].
+
+        Args:
+            noise: rows of the documents, each row a matrix; as many of each.
+            sides: lengths of the matrices of each; what is outside of them does not stay.
+            longest: length of the matrices that they are put into.
+            device: device of the matrices.
+        """
+        rows = noise[0].total
+        kept = torch.zeros(len(noise), rows, longest, longest, dtype=torch.bool, device=device)
+        counts = [rows * side * side for side in sides]
+        drawn = self._draw(noise, counts, device).split_with_sizes([_numbers(count) * PER_NUMBER for count in counts])
+        for into, part, count, side in zip(kept, drawn, counts, sides, strict=True):
+            into[:, :side, :side] = part[:count].view(rows, side, side) >= self._least_kept
+        return kept
+
+    def _draw(self, noise: Noise, counts: Sequence[int], device: torch.device) -> Tensor:
+        """Draw uniform 16-bit integers of documents, four from each number of a generator, one document after another.
+
+        Args:
+            noise: seeds of the documents.
+            counts: how many of each; what its last number has more is drawn, too.
+            device: device of the numbers.
+        """
+        sizes = [_numbers(count) for count in counts]
+        if device.type == "meta":
+            return torch.empty(sum(sizes) * PER_NUMBER, dtype=torch.int16, device=device)
+        generator = seeded(device, 0)
+        numbers = torch.empty(sum(sizes), dtype=torch.int64, device=generator.device)
+        for span, part in zip(noise, numbers.split_with_sizes(sizes), strict=True):
+            generator.manual_seed(seed_of((span.seed, self.site)))
+            part.random_(-(2**63), None, generator=generator)
+        return numbers.view(torch.int16).to(device)
 
     def apply_mask(self, x: Tensor, keep: Tensor) -> Tensor:
         """Keep some elements; the expectation of each is what it was."""
-        dropped: Tensor = _Masked.apply(x, keep, STEPS / (STEPS - self._threshold))  # type: ignore[no-untyped-call]
+        dropped: Tensor = _Masked.apply(x, keep, self.scale)  # type: ignore[no-untyped-call]
         return dropped
+
+    @property
+    def scale(self) -> float:
+        """What is kept is multiplied by."""
+        return STEPS / (STEPS - self._threshold)
 
     @property
     def _threshold(self) -> int:
         return round(self.rate * STEPS)
 
+    @property
+    def _least_kept(self) -> int:
+        return self._threshold - STEPS // 2
 
-def draw(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
-    """Draw uniform 16-bit integers, four from each number of a generator; int16 of a shape."""
-    numel = torch.Size(shape).numel()
-    numbers = -(-numel // 4)
-    if device.type == "meta":
-        return torch.empty(shape, dtype=torch.int16, device=device)
-    generator = seeded(device, seed)
-    bits = torch.empty(numbers, dtype=torch.int64, device=generator.device)
-    bits.random_(-(2**63), None, generator=generator)
-    return bits.view(torch.int16)[:numel].view(shape).to(device)
+
+def _numbers(count: int) -> int:
+    """Return how many numbers of a generator so many 16-bit integers are made of."""
+    return -(-count // PER_NUMBER)
 
 
 class _Masked(torch.autograd.Function):

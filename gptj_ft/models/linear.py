@@ -6,7 +6,7 @@ Axis letters: T tokens, D their width.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ def project(x_TD: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel) -
     they can be read; 2 to 32, with weights on the left, 1.5 to 5 times; up to 128, 0.9 to 1.7 times. It rounds
     differently, so training, which runs forward twice, does without.
     """
-    if kernel == "training" or x_TD.shape[0] > MANY_TOKENS or not takes_few(x_TD):
+    if kernel == "training" or x_TD.shape[0] > MANY_TOKENS or not has_onednn(x_TD):
         return F.linear(x_TD, weight, bias)
     multiply = torch.ops.mkldnn._linear_pointwise.default
     if 1 < x_TD.shape[0] <= FEW_TOKENS and weight.is_contiguous():
@@ -47,8 +47,8 @@ def project(x_TD: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel) -
     return out
 
 
-def takes_few(x_TD: Tensor) -> bool:
-    """Tell whether there are products for few tokens: in fp32, on a CPU with oneDNN."""
+def has_onednn(x_TD: Tensor) -> bool:
+    """Tell whether oneDNN has products for them: in fp32, on a CPU."""
     is_kind = x_TD.device.type == "cpu" and x_TD.dtype == torch.float32
     return is_kind and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
@@ -61,7 +61,7 @@ def project_by_all(x_TD: Tensor, linears: Sequence[Linear], rows: RowContext) ->
     is_plain = all(type(linear) is Linear for linear in linears)  # no adapters
     first, *others = weights = [linear.weight for linear in linears]
     ends = [weight.data_ptr() + weight.nbytes for weight in weights]
-    is_few = rows.kernel == "decoding" and x_TD.shape[0] <= MANY_TOKENS and takes_few(x_TD)
+    is_few = rows.kernel == "decoding" and x_TD.shape[0] <= MANY_TOKENS and has_onednn(x_TD)
     if not (is_plain and is_few and [weight.data_ptr() for weight in others] == ends[:-1]):
         yield from (linear(x_TD, rows) for linear in linears)
         return
@@ -76,6 +76,45 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor, rows: RowContext) -> Tensor:  # type: ignore[override]
         return project(input, self.weight, self.bias, rows.kernel)
+
+
+class OneDNNLinear(Linear):
+    """`Linear` whose products are oneDNN's in training, too, by way of `project_by_onednn`."""
+
+    def forward(self, input: Tensor, rows: RowContext) -> Tensor:  # type: ignore[override]
+        return project_by_onednn(input, self.weight, self.bias)
+
+
+def project_by_onednn(x_TD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute `torch.nn.functional.linear`, in fp32 on a CPU by oneDNN, forward and backward.
+
+    Measured (torch 2.13, whose MKL uses AVX2 on an AMD EPYC with AVX-512; 430 and 2048 tokens, widths 384 to 3072): 1.8
+    to 2.4 times the rate of the BLAS. A number of tokens that was not met before costs half a millisecond a shape.
+    """
+    if not has_onednn(x_TD):
+        return F.linear(x_TD, weight, bias)
+    out: Tensor = _OneDNNProduct.apply(x_TD, weight, bias)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _OneDNNProduct(torch.autograd.Function):
+    """oneDNN's product, and those of its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        multiply = torch.ops.mkldnn._linear_pointwise.default
+        (x, weight), (gradient,), (for_x, for_weight, for_bias) = ctx.saved_tensors, gradients, ctx.needs_input_grad
+        return (
+            multiply(gradient, weight.t(), None, "none", [], "") if for_x else None,
+            multiply(gradient.t(), x.t(), None, "none", [], "") if for_weight else None,
+            gradient.sum(0) if for_bias else None,
+        )
 
 
 class Conv1D(nn.Module):

@@ -55,5 +55,5 @@ def test_seeds_and_first_adapters_are_those_of_every_version() -> None:
 
 
 def test_what_a_layer_drops_is_that_of_every_version() -> None:
-    mask = Dropout(0.3, 13, "mlp").mask(NoiseSpan(5, 1, 3, 4), (10,), torch.device("cpu"))
+    mask = Dropout(0.3, 13, "mlp").mask((NoiseSpan(5, 1, 3, 4),), (10,), torch.device("cpu"))
     assert [int("".join(str(int(kept)) for kept in row), 2) for row in mask] == DROPPED

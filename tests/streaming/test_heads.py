@@ -261,7 +261,7 @@ def test_steps_with_dropout_are_those_of_transformers_given_the_same_masks(tmp_p
         site, keep = next(calls), torch.zeros_like(x)
         for row, (seed, length) in enumerate(zip(seeds, LENGTHS, strict=True)):
             rows = 1 if x.ndim == 2 else length
-            mask = Dropout(0.25, *site).mask(NoiseSpan(seed, 0, rows, rows), (x.shape[-1],), CPU)
+            mask = Dropout(0.25, *site).mask((NoiseSpan(seed, 0, rows, rows),), (x.shape[-1],), CPU)
             if x.ndim == 2:
                 keep[row] = mask[0]
             else:
@@ -280,7 +280,7 @@ def test_masks_drop_their_rate_and_differ_by_document_layer_and_step() -> None:
     shape, masks = (64,), {}
     for seed in (seed_of((0, 1, 2)), seed_of((0, 2, 2)), seed_of((0, 1, 3))):
         for site in ((0, "mlp"), (1, "mlp"), (0, "attention")):
-            masks[seed, site] = Dropout(0.1, *site).mask(NoiseSpan(seed, 0, 400, 400), shape, CPU)
+            masks[seed, site] = Dropout(0.1, *site).mask((NoiseSpan(seed, 0, 400, 400),), shape, CPU)
     for mask in masks.values():
         dropped = 1 - mask.float().mean().item()
         assert abs(dropped - 0.1) < 5 * (0.1 * 0.9 / mask.numel()) ** 0.5

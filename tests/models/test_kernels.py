@@ -1,0 +1,88 @@
+"""What layers compute by ways of their own is what torch computes: products, look-ups, attention, masks."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gptj_ft.models.attention import attend_in_buckets
+from gptj_ft.models.batch import Documents
+from gptj_ft.models.dropout import Dropout, NoiseSpan
+from gptj_ft.models.embedding import Embedding
+from gptj_ft.models.linear import project_by_onednn
+
+CPU = torch.device("cpu")
+LENGTHS = (5, 17, 0, 33, 8, 48, 9, 1, 70)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_products_by_onednn_and_their_gradients_are_those_of_torch(has_bias: bool) -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(61, 40), torch.randn(24, 40), *([torch.randn(24)] if has_bias else [])]
+    gradient = torch.randn(61, 24)
+    results = []
+    for product in (project_by_onednn, F.linear):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        output = product(*leaves, *([] if has_bias else [None]))
+        output.backward(gradient)
+        results.append([output.detach(), *(leaf.grad for leaf in leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_rows_that_were_looked_up_has_the_bits_of_a_whole_table_s(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    embedding = Embedding(300, 16)
+    indices = (torch.rand(400) ** 3 * 300).long()
+    table, before, gradient = torch.randn(300, 16).to(dtype), torch.randn(300, 16), torch.randn(400, 16).to(dtype)
+    sums = []
+    for look_up in (embedding, lambda indices: F.embedding(indices, embedding.weight)):
+        embedding.weight = torch.nn.Parameter(table.clone())
+        look_up(indices).backward(gradient)
+        assert embedding.weight.grad is not None
+        sums.append(before.clone().add_(embedding.weight.grad))
+    assert torch.equal(*sums)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rate", [0.0, 0.2])
+def test_attention_in_buckets_is_that_of_each_document_with_its_own_mask(rate: float, is_causal: bool) -> None:
+    torch.manual_seed(0)
+    ends, heads, width = tuple(accumulate(LENGTHS, initial=0)), 3, 5
+    documents = Documents(ends, tuple(range(70, 70 + len(LENGTHS))), CPU)
+    dropout, tensors = Dropout(rate, 4, "weights"), [torch.randn(ends[-1], heads, width) for _ in range(4)]
+    results = []
+    for is_ours in (True, False):
+        q, k, v = (tensor.clone().requires_grad_() for tensor in tensors[:3])
+        if is_ours:
+            output = attend_in_buckets(q, k, v, documents, None, dropout, is_causal)
+        else:
+            parts = []
+            for seed, (start, end) in zip(documents.seeds or (), pairwise(ends), strict=True):
+                scores = torch.einsum("qnh,knh->nqk", q[start:end], k[start:end]) * width**-0.5
+                if is_causal:
+                    scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
+                length = end - start
+                keep = dropout.mask((NoiseSpan(seed, 0, heads, heads),), (length, length), CPU) if rate else 1.0
+                weights = scores.softmax(-1) * keep * (dropout.scale if rate else 1.0)
+                parts.append(torch.einsum("nqk,knh->qnh", weights, v[start:end]))
+            output = torch.cat(parts)
+        output.backward(tensors[3])
+        results.append([output.detach(), q.grad, k.grad, v.grad])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [7, 8])
+def test_masks_of_documents_that_are_drawn_together_are_those_of_each(width: int) -> None:
+    dropout = Dropout(0.3, 2, "mlp")
+    for start, short in ((0, 0), (1, 0), (0, 1)):
+        noise = tuple(
+            NoiseSpan(seed, min(start, length), max(length - short, 0), length) for seed, length in enumerate(LENGTHS)
+        )
+        together = dropout.mask(noise, (width,), CPU)
+        assert torch.equal(together, torch.cat([dropout.mask((span,), (width,), CPU) for span in noise]))
