@@ -449,3 +449,21 @@ def test_a_vocabulary_larger_than_the_models_is_refused(tmp_path: Path) -> None:
         tokenize_rows(Recipe(task="classification", **PLAIN), tokenizer, write(labelled("a", "b")), 10)
     report = prepared(tokenizer, labelled("a", "b")).report
     assert replace(report) == report
+
+
+def test_the_terminal_shows_labels_and_their_counts(bert: Any) -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    from gptj_ft.cli.terminal.data_tables import show_data, show_lengths
+
+    done = prepared(bert, labelled(*"aab", "b" * 3), max_length=5)
+    console = Console(file=StringIO(), width=200)
+    show_data(console, done.report)
+    show_lengths(console, done, Recipe(task="classification", **PLAIN))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "a 2, b 1, bbb 1" in text
+    assert "4 places labelled" in text
+    assert "4 rows by 4 tokens to fit" in text
+    assert "answer" not in text

@@ -14,6 +14,7 @@ from gptj_ft.data.batches import steps_per_epoch
 from gptj_ft.data.lengths import Lengths, histogram
 from gptj_ft.data.loss_mask import num_targets, spans_of
 from gptj_ft.data.readers.rows import format_places
+from gptj_ft.errors import listed
 from gptj_ft.system.plain_text import command_line, shortened
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from gptj_ft.training.prepare_data import Preparation
 
 FILES_SHOWN = 3
+LABELS_SHOWN = 12
 LINES_SHOWN = 6  # of a row, its heading aside
 
 
@@ -32,16 +34,22 @@ def show_data(console: Console, report: Report) -> None:
     files = ", ".join(report.files[:FILES_SHOWN]) + (
         f" and {len(report.files) - FILES_SHOWN} more" if len(report.files) > FILES_SHOWN else ""
     )
-    counts = f"{report.tokens:,}, {report.target_tokens:,} of them trained on; longest row {report.longest:,}"
+    is_text = "task" not in report.settings  # what is learnt is tokens, not labels
+    trained = f"{report.target_tokens:,} of them trained on" if is_text else f"{report.target_tokens:,} places labelled"
+    counts = f"{report.tokens:,}, {trained}; longest row {report.longest:,}"
     rows = [
         ("file" + "s" * (len(report.files) > 1), whole(files)),
         ("rows", f"{report.rows_read:,} read, {report.rows_kept:,} kept"),
         ("columns", ", ".join(_column(field, column) for field, column in report.columns.items())),
         ("tokens", counts),
     ]
+    if report.labels:
+        counted = zip(report.labels, report.label_counts, strict=False)
+        rows.append(("labels", listed((f"{shortened(name)} {count:,}" for name, count in counted), LABELS_SHOWN)))
     if report.rows_cut:
-        what = report.settings["shorten"] or "oldest messages"
-        rows.append(("shortened", f"{report.rows_cut:,} rows by {report.tokens_cut:,} tokens of '{what}' to fit"))
+        field = report.settings["shorten"] or ("oldest messages" if is_text else "")
+        what = f" of '{field}'" if field else ""
+        rows.append(("shortened", f"{report.rows_cut:,} rows by {report.tokens_cut:,} tokens{what} to fit"))
     if report.windows > report.rows_kept:
         rows.append(("split", f"into {report.windows:,} windows of at most {report.settings['max_length']:,} tokens"))
     for reason, skips in report.rows_skipped.items():
@@ -85,6 +93,8 @@ def show_lengths(console: Console, prepared: Prepared, recipe: Recipe) -> None:
     lengths = Lengths.of(prepared, recipe.packing)
     rows = len(lengths.steps)
     named = [("prompt", lengths.prompts), ("answer", lengths.answers)] if recipe.prompt else [("text", lengths.answers)]
+    if recipe.task != "language-model":
+        named = [("text", lengths.prompts)]
     unit = "rows" if recipe.packing == "off" else "windows of several documents"
     for name, of in named:
         console.print(Text(f"\nTokens of the {name}, rows", style="bold"))
