@@ -55,7 +55,7 @@ def test_help_and_completion_import_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert "--recipe" in done.stdout
-    assert done.stdout.endswith("tiny\ntiny-gpt2\ntiny-bert\n")
+    assert done.stdout.endswith("tiny\ntiny-gpt2\ntiny-bert\ntiny-roberta\ntiny-xlm-roberta\n")
 
 
 def test_rows_are_prepared_without_torch_and_datasets(tmp_path: Path) -> None:

@@ -385,8 +385,8 @@ def write_companions(folder: Path, architecture: Architecture, stored: torch.dty
     writes = architecture.task is None and not architecture.family.is_encoder
     if source is not None:
         copy_files(source, folder, (*TOKENIZER_FILES, *((GENERATION_CONFIG,) if writes else ())))
-    if architecture.family.is_encoder and (folder / WORD_PIECES).is_file():
-        _describe_word_pieces(folder, architecture)
+    if architecture.family.is_encoder and any((folder / name).is_file() for name in TOKENIZER_FILES):
+        _describe_tokenizer(folder, architecture)
     if writes and (source is None or not (source / GENERATION_CONFIG).is_file()):
         tokens = {key: getattr(architecture.config, key, None) for key in ("bos_token_id", "eos_token_id")}
         write_json_file(folder / GENERATION_CONFIG, {key: value for key, value in tokens.items() if value is not None})
@@ -397,14 +397,17 @@ def write_companions(folder: Path, architecture: Architecture, stored: torch.dty
     write_json_file(folder / "config.json", {**raw, **own})
 
 
-def _describe_word_pieces(folder: Path, architecture: Architecture) -> None:
+def _describe_tokenizer(folder: Path, architecture: Architecture) -> None:
     """Say in ``tokenizer_config.json`` what else nobody knows: the longest text, and whether capitals count."""
-    path = folder / "tokenizer_config.json"
-    said: dict[str, Any] = read_json(path) if path.is_file() else {"tokenizer_class": "BertTokenizer"}
+    path, has_vocabulary = folder / "tokenizer_config.json", (folder / WORD_PIECES).is_file()
+    is_alone = has_vocabulary and not (folder / "tokenizer.json").is_file()
+    said: dict[str, Any] = (
+        read_json(path) if path.is_file() else {"tokenizer_class": "BertTokenizer"} if is_alone else {}
+    )
     longest = architecture.config.n_positions
     if not isinstance(said.get("model_max_length"), int) or said["model_max_length"] > longest:
         said["model_max_length"] = longest
-    if said.get("do_lower_case") is None and not (folder / "tokenizer.json").is_file():
+    if said.get("do_lower_case") is None and is_alone:
         said["do_lower_case"] = not is_cased(read_vocabulary(folder / WORD_PIECES))
     if not path.is_file() or said != read_json(path):
         write_json_file(path, said)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
 
 from gptj_ft.checkpoints.formats.shapes import GPT2, GPTJ_6B
@@ -27,17 +27,25 @@ SIZES: Mapping[str, int | float] = {
     "n_positions": 2048,
     "initializer_range": 0.05,
 }
+BERT: Mapping[str, Any] = {
+    "model_type": "bert", "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 384, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
+    "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12, "pad_token_id": 0,
+    "initializer_range": 0.05,
+}  # fmt: skip
+ROBERTA: Mapping[str, Any] = {
+    "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5, "pad_token_id": 1, "bos_token_id": 0,
+    "eos_token_id": 2,
+}  # fmt: skip
 # Where the config of a family differs: GPT-J's, and those of Cerebras-GPT.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gptj": {**GPTJ_6B, "rotary_dim": 12},
     "gpt2": {**GPT2, "activation_function": "gelu"},
-    "bert": {
-        "model_type": "bert", "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "intermediate_size": 384, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
-        "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12, "pad_token_id": 0,
-        "initializer_range": 0.05,
-    },
-}  # fmt: skip
+    "bert": BERT,
+    "roberta": {**BERT, **ROBERTA, "model_type": "roberta"},
+    "xlm-roberta": {**BERT, **ROBERTA, "model_type": "xlm-roberta"},
+}
+MARKS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask>"}
 PIECES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # BERT's special tokens
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_MULTIPLE = 64  # GPT-J, too, has more rows (50400) than tokens (50257)
@@ -69,7 +77,8 @@ def make_tiny(
         ResourceError: the disk is full.
     """
     family = families()[model_type]
-    tokenizer = (train_wordpiece if family.is_encoder else train_tokenizer)(texts, vocab_target)
+    train = {"bert": train_wordpiece, "roberta": train_framed, "xlm-roberta": train_framed}
+    tokenizer = train.get(model_type, train_tokenizer)(texts, vocab_target)
     num_tokens, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(END_OF_TEXT)
     ends = {} if family.is_encoder else {"bos_token_id": end, "eos_token_id": end}
     ids = {**ends, "vocab_size": -(-num_tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE}
@@ -83,7 +92,17 @@ def make_tiny(
     return folder
 
 
-def train_tokenizer(texts: Iterable[str], vocab_target: int) -> Tokenizer:
+def train_framed(texts: Iterable[str], vocab_target: int) -> Tokenizer:
+    """Return a byte-level BPE tokenizer like RoBERTa's, which puts ``<s>`` and ``</s>`` around texts."""
+    tokenizer = train_tokenizer(texts, vocab_target, tuple(MARKS.values()))
+    ends = [(tokenizer.token_to_id(MARKS[role]), MARKS[role]) for role in ("bos_token", "eos_token")]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[(name, number) for number, name in ends]
+    )
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], vocab_target: int, special: tuple[str, ...] = (END_OF_TEXT,)) -> Tokenizer:
     """Return a byte-level BPE tokenizer like GPT-2's, with ``<|endoftext|>`` as its only special token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -91,7 +110,7 @@ def train_tokenizer(texts: Iterable[str], vocab_target: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_target,
         min_frequency=2,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=list(special),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -121,6 +140,8 @@ def _save_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> None
         return
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}
+    if tokenizer.token_to_id(END_OF_TEXT) is None:
+        special = {**MARKS, "cls_token": MARKS["bos_token"], "sep_token": MARKS["eos_token"]}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,

@@ -58,7 +58,10 @@ class BertConfig:
     layer_norm_eps: float = 1e-12
     pad_token_id: int | None = 0
 
-    first_position = 0
+    @property
+    def first_position(self) -> int:
+        """Row of the first token's position."""
+        return 0
 
     @property
     def n_embd(self) -> int:
@@ -131,7 +134,8 @@ class Embed(nn.Module):
         self.dropout = Dropout(config.hidden_dropout_prob, "embedding")
 
     def forward(self, tokens_T: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
-        types_T = torch.zeros_like(tokens_T) if batch.types_T is None else batch.types_T
+        has_types = batch.types_T is not None and self.token_type.num_embeddings > 1
+        types_T = batch.types_T if has_types else torch.zeros_like(tokens_T)
         # In this order: it is how the sum is rounded where these models come from.
         x_TD = self.word(tokens_T) + self.token_type(types_T)
         x_TD = x_TD + self.position(batch.positions_T + self.first_position)

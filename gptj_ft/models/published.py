@@ -2,7 +2,7 @@
 
 Sources: ``config.json`` and model card of each on huggingface.co, https://arxiv.org/abs/2304.03208 (Cerebras-GPT, and
 the loss of GPT-J on the Pile), https://github.com/kingoflolz/mesh-transformer-jax (GPT-J),
-https://github.com/google-research/bert (BERT).
+https://github.com/google-research/bert (BERT), https://github.com/facebookresearch/fairseq (RoBERTa, XLM-R).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from gptj_ft.models.bert import BertConfig
 from gptj_ft.models.gptj import GPTJConfig
 from gptj_ft.models.registry import Architecture, families
+from gptj_ft.models.roberta import RobertaConfig
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,14 @@ BERT: Mapping[str, tuple[int, int, int, int]] = {
 }
 
 
+ROBERTA: Mapping[str, tuple[str, int, int, int, int]] = {
+    "FacebookAI/roberta-base": ("roberta", 12, 768, 12, 50265),
+    "FacebookAI/roberta-large": ("roberta", 24, 1024, 16, 50265),
+    "FacebookAI/xlm-roberta-base": ("xlm-roberta", 12, 768, 12, 250002),
+    "FacebookAI/xlm-roberta-large": ("xlm-roberta", 24, 1024, 16, 250002),
+}
+
+
 def find_published(name: str) -> Published | None:
     """Return the published model of a name, with or without its owner, in any case of letters."""
     wanted = name.lower()
@@ -86,6 +95,7 @@ def _published() -> list[Published]:
             for size, (*shape, batch, steps, flops, loss) in CEREBRAS_GPT.items()
         ),
         *(Published(f"google-bert/bert-{name}", _bert_config(*shape)) for name, shape in BERT.items()),
+        *(Published(name, _roberta_config(*shape)) for name, shape in ROBERTA.items()),
     ]
 
 
@@ -110,3 +120,8 @@ def _config(n_layer: int, n_embd: int, n_head: int) -> dict[str, Any]:
 def _bert_config(num_layers: int, width: int, num_heads: int, vocab_size: int) -> dict[str, Any]:
     config = BertConfig(vocab_size, width, num_layers, num_heads, intermediate_size=4 * width)
     return {"model_type": "bert", **asdict(config)}
+
+
+def _roberta_config(model_type: str, num_layers: int, width: int, num_heads: int, vocab_size: int) -> dict[str, Any]:
+    config = RobertaConfig(vocab_size, width, num_layers, num_heads, intermediate_size=4 * width)
+    return {"model_type": model_type, **asdict(config)}

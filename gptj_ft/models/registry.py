@@ -311,9 +311,10 @@ def full_name(name: str, family: Family | None = None) -> str:
 
 def families() -> dict[str, Family]:
     """Return the supported architectures by ``model_type``."""
-    from gptj_ft.models import bert, gpt2, gptj
+    from gptj_ft.models import bert, gpt2, gptj, roberta
 
-    return {family.model_type: family for family in (gptj.FAMILY, gpt2.FAMILY, bert.FAMILY)}
+    known = (gptj.FAMILY, gpt2.FAMILY, bert.FAMILY, roberta.ROBERTA, roberta.XLM_ROBERTA)
+    return {family.model_type: family for family in known}
 
 
 def read_architecture(folder: Path) -> Architecture:

@@ -7,9 +7,12 @@ from pathlib import Path
 from gptj_ft.errors import UsageError
 from gptj_ft.system.plain_text import one_line
 
-MODEL_TYPES = ("gptj", "gpt2", "bert")  # keys of `registry.families`
+MODEL_TYPES = ("gptj", "gpt2", "bert", "roberta", "xlm-roberta")  # keys of `registry.families`
 # Made from the rows of a run: name -> ``model_type``.
-TINY_MODELS = {"tiny": "gptj", "tiny-gpt2": "gpt2", "tiny-bert": "bert"}
+TINY_MODELS = {
+    "tiny": "gptj", "tiny-gpt2": "gpt2", "tiny-bert": "bert", "tiny-roberta": "roberta",
+    "tiny-xlm-roberta": "xlm-roberta",
+}  # fmt: skip
 DEFAULT_REPOSITORY = "EleutherAI/gpt-j-6b"
 DEFAULTS = (DEFAULT_REPOSITORY, f"{DEFAULT_REPOSITORY}-fp16")  # as `download --variant fp16` calls its folder
 
@@ -18,6 +21,6 @@ def unsupported_family(config: Path, model_type: object) -> UsageError:
     """Return the error for a model that is not of a supported family."""
     what = f"this is a {one_line(str(model_type))} model" if model_type else "it names no model_type"
     return UsageError(
-        f"{config}: {what}; supported: {', '.join(MODEL_TYPES)} (GPT-J, GPT-2, Cerebras-GPT, BERT)\n"
+        f"{config}: {what}; supported: {', '.join(MODEL_TYPES)} (GPT-J, GPT-2, Cerebras-GPT, BERT, RoBERTa, XLM-R)\n"
         "for other models there are TRL, LLaMA-Factory, Axolotl and, on a Mac, mlx-lm"
     )

@@ -20,7 +20,7 @@ from gptj_ft.checkpoints.push import files_to_push
 from gptj_ft.config.options import Recipe
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.generation.generator import InferenceSetup, check_writes
-from gptj_ft.models.published import BERT, find_published
+from gptj_ft.models.published import find_published
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.system.paths import download_folder, model_folder
 from gptj_ft.training.models import models_in_home
@@ -140,6 +140,29 @@ def test_what_a_head_begins_with_and_what_is_left_out_is_said(shape: str, task: 
     assert ("left out" in said) == bool(architecture.left_out)
 
 
+@pytest.mark.parametrize("kind", ["Roberta", "XLMRoberta"])
+def test_files_of_roberta_become_a_folder_that_transformers_opens(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**CONFIG, "max_position_embeddings": 26, "type_vocab_size": 1})
+    model = getattr(transformers, f"{kind}ForMaskedLM")(config)
+    model.save_pretrained(tmp_path / "source")
+    report = convert(tmp_path / "source", tmp_path / "model")
+    assert report.missing == ("roberta.pooler.dense.bias", "roberta.pooler.dense.weight")
+    assert {name.partition(".")[0] for name in report.left_out} == {"lm_head"}
+    theirs = transformers.AutoModel.from_pretrained(tmp_path / "model", add_pooling_layer=False)
+    assert type(theirs).__name__ == f"{kind}Model"
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(tensor, model.roberta.state_dict()[name]), name
+    assert read_architecture(tmp_path / "model").config.n_positions == 24
+
+
+def test_roberta_without_a_token_to_pad_with_is_refused(tmp_path: Path) -> None:
+    raw = {"model_type": "roberta", **CONFIG, "pad_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(DataError, match="pad_token_id must be the number of a token"):
+        read_architecture(tmp_path)
+
+
 def test_a_weight_of_the_trunk_that_is_missing_is_an_error(tmp_path: Path) -> None:
     source = write(tmp_path / "source", "pre-training")
     tensors, _ = files_of("pre-training")
@@ -208,12 +231,14 @@ def test_a_repository_without_owner_does_not_take_the_place_of_its_converted_for
         ("large-uncased", 335_141_888),
         ("large-cased", 333_579_264),
         ("base-multilingual-cased", 177_853_440),
+        ("FacebookAI/roberta-base", 124_645_632),
+        ("FacebookAI/xlm-roberta-base", 278_043_648),
     ],
 )
 def test_published_encoders_have_as_many_parameters_as_was_published(name: str, parameters: int) -> None:
-    published = find_published(f"bert-{name}")
+    repository = name if "/" in name else f"google-bert/bert-{name}"
+    published = find_published(repository)
     assert published is not None
-    assert published == find_published(f"google-bert/bert-{name}")
-    assert name in BERT
+    assert published == find_published(repository.partition("/")[2])
     layers = published.architecture.layers()
     assert sum(tensor.numel() for layer in layers for tensor in layer.state_dict().values()) == parameters

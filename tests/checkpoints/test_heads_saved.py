@@ -46,12 +46,14 @@ from gptj_ft.training.setup import trained_architecture
 VOCABULARY, LENGTHS, LABELS = 211, (5, 17, 9, 24), ("no", "perhaps", "yes")
 BERT = {"vocab_size": VOCABULARY, "max_position_embeddings": 48, "hidden_size": 32, "num_hidden_layers": 2}
 BERT |= {"num_attention_heads": 4, "intermediate_size": 64}
+ROBERTA = {**BERT, "max_position_embeddings": 50, "type_vocab_size": 1, "pad_token_id": 1}
 GPT2 = {"vocab_size": VOCABULARY, "n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 4}
 GPT2 |= {"bos_token_id": 210, "eos_token_id": 210}
 TASKS = ("classification", "multi-label", "regression", "token-labels", "spans")
 CLASSES = {"token-labels": "AutoModelForTokenClassification", "spans": "AutoModelForQuestionAnswering"}
 TASK_TYPES = {"token-labels": "TOKEN_CLS", "spans": "QUESTION_ANS"}
 FORMS = [(family, task) for family in ("bert", "gpt2") for task in TASKS]
+FORMS += [("roberta", "classification"), ("roberta", "token-labels"), ("xlm-roberta", "classification")]
 WORDS = (("good", "pleased"), ("bad", "cross"))
 Model = Any
 
@@ -67,8 +69,9 @@ def labels_of(task: str) -> tuple[str, ...]:
 def base_model(folder: Path, family: str) -> Path:
     """Write a random model as it was pre-trained."""
     torch.manual_seed(0)
-    config = transformers.BertConfig(**BERT) if family == "bert" else transformers.GPT2Config(**GPT2)
-    model = transformers.BertModel(config) if family == "bert" else transformers.GPT2LMHeadModel(config)
+    own = {"bert": BERT, "gpt2": GPT2}.get(family, ROBERTA)
+    config = transformers.AutoConfig.for_model(family, **own)
+    model = (transformers.AutoModelForCausalLM if family == "gpt2" else transformers.AutoModel).from_config(config)
     for parameter in model.parameters():
         parameter.data += torch.randn(parameter.shape) * 0.05
     model.save_pretrained(folder)
@@ -77,14 +80,14 @@ def base_model(folder: Path, family: str) -> Path:
 
 def documents() -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(1, VOCABULARY - 1, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [torch.randint(2, VOCABULARY - 1, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
 def batches_of(task: str, family: str) -> list[PackedBatch]:
     """Return documents with something to predict of each; a text's label is read from one end of it."""
     marks = []
     for number, length in enumerate(LENGTHS):
-        at = (0,) if family == "bert" else (length - 1,)
+        at = (length - 1,) if family == "gpt2" else (0,)
         values = {"multi-label": (1.0, float(number % 2), 0.0), "regression": (number / 2,)}.get(task, ())
         targets: tuple[int, ...] = (number % 3,) if task == "classification" else (0,)
         if task == "token-labels":
@@ -151,7 +154,7 @@ def places_of(number: int, family: str, task: str) -> list[int]:
     length = LENGTHS[number]
     if task == "token-labels":
         return list(range(1, length, 2))
-    return list(range(length)) if task == "spans" else [0 if family == "bert" else length - 1]
+    return list(range(length)) if task == "spans" else [length - 1 if family == "gpt2" else 0]
 
 
 def logits_there(model: Model, family: str, task: str) -> list[Tensor]:
@@ -202,9 +205,10 @@ def test_an_adapter_with_its_head_gives_the_same_logits_here_in_peft_and_merged(
     assert_equal(ours, logits_there(theirs, family, task), 1e-5)
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["task_type"] == TASK_TYPES.get(task, "SEQ_CLS")
-    output = "qa_outputs" if task == "spans" else "classifier" if family == "bert" or task in CLASSES else "score"
+    output = "qa_outputs" if task == "spans" else "classifier" if family != "gpt2" or task in CLASSES else "score"
     assert config["modules_to_save"] == [output]
-    assert f"base_model.model.{output}.weight" in load_file(folder / "adapter_model.safetensors")
+    last = ".out_proj" if "roberta" in family and task not in CLASSES else ""
+    assert f"base_model.model.{output}{last}.weight" in load_file(folder / "adapter_model.safetensors")
     assert not damaged_files(folder)
     convert(base, tmp_path / "converted", Conversion(merge=folder))
     for merged in (tmp_path / "merged", tmp_path / "converted"):
@@ -218,7 +222,7 @@ def test_an_adapter_with_its_head_gives_the_same_logits_here_in_peft_and_merged(
 
 
 @pytest.mark.parametrize(("family", "task"), [("bert", "classification"), ("gpt2", "classification"), ("bert", "spans"),
-    ("gpt2", "token-labels")])  # fmt: skip
+    ("gpt2", "token-labels"), ("roberta", "classification"), ("roberta", "token-labels")])  # fmt: skip
 def test_adapters_that_peft_made_open_with_their_head(family: str, task: str, tmp_path: Path) -> None:
     base = base_model(tmp_path / "base", family)
     more = {} if task == "spans" else {"num_labels": 3}

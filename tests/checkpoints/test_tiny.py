@@ -14,10 +14,10 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
 from gptj_ft.checkpoints.tiny import FAMILIES, SIZES, make_tiny
 from gptj_ft.errors import UsageError
-from gptj_ft.models.registry import read_architecture
+from gptj_ft.models.registry import families, read_architecture
 
 TEXTS = ["The clinic opens at eight. The nurse called the patient twice, and the patient called back.\n"] * 3
-DECODERS = [family for family in FAMILIES if family != "bert"]
+DECODERS = [name for name in FAMILIES if not families()[name].is_encoder]
 SMALL = {"n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4}
 
 
@@ -59,6 +59,20 @@ def test_transformers_opens_an_encoder_and_its_tokenizer(tmp_path: Path) -> None
         "[CLS]", "the", "nurse", "[SEP]", "called", "[SEP]",
     ]  # fmt: skip
     assert tokenizer.model_max_length == 512
+
+
+@pytest.mark.parametrize("family", ["roberta", "xlm-roberta"])
+def test_transformers_opens_an_encoder_that_frames_texts_as_roberta_does(tmp_path: Path, family: str) -> None:
+    folder = make_tiny(tmp_path / "tiny", TEXTS, 0, model_type=family)
+    model, tokenizer = AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.config.model_type == family
+    assert (model.config.pad_token_id, tokenizer.pad_token_id) == (1, 1)
+    found = tokenizer("The nurse", " called")
+    assert tokenizer.decode(found.input_ids) == "<s>The nurse</s></s> called</s>"
+    assert not any(found.get("token_type_ids", []))
+    assert tokenizer.model_max_length == 512
+    with torch.no_grad():
+        assert model(**tokenizer("nurse " * 900, truncation=True, return_tensors="pt")).pooler_output.shape == (1, 96)
 
 
 @pytest.mark.parametrize("family", DECODERS)

@@ -17,6 +17,7 @@ from gptj_ft.config.options import GROUPS, Recipe
 from gptj_ft.config.presets import load_preset, preset_names
 from gptj_ft.config.resolve import PEERS_NAMES, resolve
 from gptj_ft.errors import UsageError
+from gptj_ft.models.supported import TINY_MODELS
 
 SUMMARY_WIDTH = 58
 
@@ -168,9 +169,9 @@ def test_the_shell_completes_commands_recipes_runs_and_models(shell, monkeypatch
         ("finetune --resume ru", {"runs/qa-1"}),
         ("finetune --model gp", {"gpt-j-6b"}),
         ("evaluate runs/", {"runs/qa-1"}),
-        ("generate --model t", {"tiny", "tiny-gpt2", "tiny-bert"}),
+        ("generate --model t", set(TINY_MODELS)),
         ("runs verify r", {"runs/qa-1"}),
-        ("recipes show sq", {"squad"}),
+        ("recipes show summ", {"summarization"}),
     ):
         line = f"gptj-ft {words}"
         monkeypatch.setenv("COMP_WORDS", line)

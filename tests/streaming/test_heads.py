@@ -36,6 +36,8 @@ LENGTHS = (5, 17, 33, 8, 48, 9, 2)
 LABELS = ("no", "perhaps", "yes")
 SIZES = {"vocab_size": 211, "max_position_embeddings": 48, "hidden_size": 32, "num_hidden_layers": 3}
 BERT = {**SIZES, "num_attention_heads": 4, "intermediate_size": 64, "hidden_dropout_prob": 0.0}
+BERT |= {"attention_probs_dropout_prob": 0.0}
+ROBERTA = {**BERT, "max_position_embeddings": 50, "type_vocab_size": 1, "pad_token_id": 1}
 GPT2 = {"vocab_size": 211, "n_positions": 48, "n_embd": 32, "n_layer": 3, "n_head": 4}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 TASKS = ("classification", "multi-label", "regression", "token-labels", "spans")
@@ -83,11 +85,8 @@ def make(folder: Path, task: str, family: str) -> Oracle:
     labels = {0: "score"} if task == "regression" else dict(enumerate(LABELS))
     more = {"id2label": labels, "label2id": {name: number for number, name in labels.items()}, "problem_type": problem}
     more = {} if task in ("spans", "sentences") else more
-    config: Any = (
-        transformers.BertConfig(**BERT, attention_probs_dropout_prob=0.0, **more)
-        if family == "Bert"
-        else transformers.GPT2Config(**GPT2, **NO_DROPOUT, pad_token_id=0, **more)
-    )
+    own = {"Bert": BERT, "GPT2": {**GPT2, **NO_DROPOUT, "pad_token_id": 0}}.get(family, ROBERTA)
+    config: Any = getattr(transformers, f"{family}Config")(**own, **more)
     torch.manual_seed(0)
     oracle = BertSumExt(config) if task == "sentences" else getattr(transformers, family + CLASSES[task])(config)
     oracle.eval()
@@ -122,9 +121,11 @@ def batches_of(task: str, budget: int = 60, is_encoder: bool = True) -> list[Pac
 
 def oracle_loss(oracle: Oracle, task: str, is_encoder: bool = True) -> Tensor:
     """Return the loss of `transformers` on padded rows, as its own forward computes it."""
+    config = (oracle.bert if task == "sentences" else oracle).config
+    padding, has_types = config.pad_token_id, getattr(config, "type_vocab_size", 1) > 1
     docs, marks, longest = documents(), marks_of(task, is_encoder), max(LENGTHS)
     rows = len(docs)
-    ids, mask, types = (torch.zeros(rows, longest, dtype=torch.int64) for _ in range(3))
+    ids, mask, types = (torch.full((rows, longest), each) for each in (padding, 0, 0))
     words = torch.full((rows, longest), -100)
     for row, (tokens, mark) in enumerate(zip(docs, marks, strict=True)):
         ids[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(tokens), 1
@@ -132,7 +133,7 @@ def oracle_loss(oracle: Oracle, task: str, is_encoder: bool = True) -> Tensor:
             types[row, border : len(tokens)] ^= 1
         if task == "token-labels":
             words[row, list(mark.marks)] = torch.tensor(mark.targets)
-    inputs = {"input_ids": ids, "attention_mask": mask, **({"token_type_ids": types} if is_encoder else {})}
+    inputs = {"input_ids": ids, "attention_mask": mask, **({"token_type_ids": types} if has_types else {})}
     if task == "spans":
         first, last = (torch.tensor([mark.targets[end] for mark in marks]) for end in (0, 1))
         out = oracle(**inputs)  # its loss counts padding among the places where an answer may begin
@@ -148,7 +149,8 @@ def oracle_loss(oracle: Oracle, task: str, is_encoder: bool = True) -> Tensor:
     return oracle(**inputs, labels=labels).loss
 
 
-FORMS = [("Bert", task) for task in (*TASKS, "sentences")] + [("GPT2", task) for task in TASKS]
+FORMS = [(family, task) for family in ("Bert", "GPT2", "Roberta", "XLMRoberta") for task in TASKS]
+FORMS.append(("Bert", "sentences"))
 
 
 @pytest.mark.parametrize(("family", "task"), FORMS)
@@ -156,7 +158,7 @@ def test_losses_and_ten_steps_are_those_of_transformers(family: str, task: str, 
     oracle = make(tmp_path / "model", task, family)
     recipe = Recipe.model_validate({"task": task, "weight_decay": 0.01, "clip_norm": 1.0})
     stack = open_training(tmp_path / "model", tmp_path, recipe)
-    objective, is_encoder = objective_of(recipe), family == "Bert"
+    objective, is_encoder = objective_of(recipe), family != "GPT2"
     optimizer = AdamW(stack, optimizer_config(recipe))
     parameters = list(oracle.parameters())
     theirs = torch.optim.AdamW(
