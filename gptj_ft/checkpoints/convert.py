@@ -30,7 +30,7 @@ from gptj_ft.checkpoints.model_folder import (
     write_companions,
     write_json_file,
 )
-from gptj_ft.checkpoints.open import CheckpointFormat, CheckpointSource, open_source
+from gptj_ft.checkpoints.open import CheckpointFormat, CheckpointSource, files_of, open_source
 from gptj_ft.checkpoints.optimizer_state import Moments
 from gptj_ft.checkpoints.transfer import TensorTransfer
 from gptj_ft.errors import DataError, ResourceError, UsageError
@@ -282,7 +282,7 @@ def _moments_of(source: CheckpointSource, conversion: Conversion) -> Moments | N
 
 def _plan(source: Path, conversion: Conversion) -> dict[str, Any]:
     """Return all that decides what is written, the versions of the source's files by size and time."""
-    files = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
+    files = files_of(source)
     files += sorted(conversion.merge.iterdir()) if conversion.merge else []
     found = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.is_file()]
     chosen = {key: str(value) for key, value in asdict(conversion).items() if key != "verify"}

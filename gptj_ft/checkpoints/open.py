@@ -15,6 +15,7 @@ from gptj_ft.checkpoints.formats.cerebras_hdf5 import is_hdf5
 from gptj_ft.checkpoints.formats.mesh_archive import is_archive, unpack
 from gptj_ft.checkpoints.formats.mesh_reader import MeshShards, find_step, open_mesh
 from gptj_ft.checkpoints.formats.shapes import GPTJ_6B, read_foreign_config
+from gptj_ft.checkpoints.formats.tensorflow import find_bundle, open_tensorflow
 from gptj_ft.checkpoints.model_folder import WEIGHTS, Checkpoint, check_tensors, open_checkpoint
 from gptj_ft.checkpoints.optimizer_state import Moments
 from gptj_ft.errors import DataError, UsageError
@@ -23,7 +24,7 @@ from gptj_ft.models.registry import Architecture, architecture_of, families, rea
 from gptj_ft.system.files import require_plain
 
 Opener = Callable[[], Moments]
-CheckpointFormat = Literal["huggingface", "mesh", "cerebras"]
+CheckpointFormat = Literal["huggingface", "mesh", "cerebras", "tensorflow"]
 _CONFIG, GOOGLE_CONFIG = "config.json", "bert_config.json"
 
 
@@ -62,14 +63,25 @@ def form_of(path: Path) -> CheckpointFormat:
         return "cerebras"
     if is_archive(path) or (path.is_dir() and find_step(path) is not None):
         return "mesh"
+    if find_bundle(path) is not None:
+        return "tensorflow"
     if path.is_dir() and (path / _CONFIG).is_file():
         return "huggingface"  # which will say what it lacks
     if not path.exists():
         raise UsageError(f"{path} does not exist")
     raise UsageError(
         f"{path} is no checkpoint that is known: neither a Hugging Face folder (config.json with safetensors or .bin), "
-        "nor step_N/shard_0 of mesh-transformer-jax (in a folder or a tar archive), nor a .mdl of Cerebras"
+        "nor step_N/shard_0 of mesh-transformer-jax (in a folder or a tar archive), nor a .mdl of Cerebras, nor one "
+        "X.index of TensorFlow with its data"
     )
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files of a checkpoint, and what else is in its folder if that was named."""
+    index = find_bundle(path)
+    if path.is_dir():
+        return sorted(each for each in path.rglob("*") if each.is_file())
+    return [path] if index is None else sorted(each for each in index.parent.iterdir() if each.stem == index.stem)
 
 
 @contextmanager
@@ -108,6 +120,8 @@ def open_source(
         if mdl and optimizer_state.has_cerebras_moments(mdl):
             opener = partial(optimizer_state.read_cerebras_moments, mdl, family)
         yield CheckpointSource(path, form, architecture, checkpoint, path, step or 0, opener)
+    elif form == "tensorflow":
+        yield _open_tensorflow(path, config)
     else:
         if is_archive(path):
             unpack(path, scratch)
@@ -123,6 +137,25 @@ def open_source(
             loaded = Moments(mesh.updates, dict(zip(MOMENTS, checkpoints, strict=True))) if mesh.moments else None
             opener = (lambda: loaded) if loaded else None
             yield CheckpointSource(path, form, architecture, checkpoint, home, mesh.step, opener)
+
+
+def _open_tensorflow(path: Path, config: Path | None) -> CheckpointSource:
+    """Open a checkpoint of google-research/bert, with the head that its tensors are of."""
+    index = find_bundle(path)
+    if index is None:
+        raise UsageError(f"{path} holds no checkpoint of TensorFlow, or several: name one as X.index")
+    folder = index.parent
+    config = config or _config_in([folder], GOOGLE_CONFIG) or _config_in([folder])
+    if config is None:
+        raise UsageError(f"{folder} has no {GOOGLE_CONFIG}: name the JSON of the model's shape with --config")
+    raw = read_foreign_config(config)
+    checkpoint, step = open_tensorflow(index, architecture_of(raw, config).family)
+    if "classifier.weight" in checkpoint.names:
+        count = checkpoint.entry("classifier.weight").rows
+        raw |= {"architectures": ["BertForSequenceClassification"], "num_labels": count}
+    elif "qa_outputs.weight" in checkpoint.names:
+        raw |= {"architectures": ["BertForQuestionAnswering"]}
+    return CheckpointSource(path, "tensorflow", architecture_of(raw, config), checkpoint, folder, step)
 
 
 def _checkpoint(path: Path, shards: MeshShards) -> Checkpoint:

@@ -24,7 +24,7 @@ def convert(
     target: Annotated[
         Path | None, typer.Argument(metavar="[DEST]", help="folder to write; default: in the home of models")
     ] = None,
-    source_form: Annotated[str, flag("auto, huggingface, mesh or cerebras", "--from")] = "auto",
+    source_form: Annotated[str, flag("auto, huggingface, mesh, cerebras or tensorflow", "--from")] = "auto",
     to: Annotated[str, flag("folder (one shard per layer), huggingface (usual files) or mesh (slim)")] = "folder",
     dtype: Annotated[str, flag("keep, fp32, bf16 or fp16")] = "keep",
     config: Annotated[Path | None, flag("shape of the model, in the JSON or YAML of any of these systems")] = None,
@@ -110,7 +110,7 @@ def _downloaded() -> Path:
 
 
 def _form_of(name: str) -> CheckpointFormat | None:
-    named = _one_of("--from", name, ("auto", "huggingface", "mesh", "cerebras"))
+    named = _one_of("--from", name, ("auto", "huggingface", "mesh", "cerebras", "tensorflow"))
     return None if named == "auto" else named  # type: ignore[return-value]
 
 
