@@ -66,6 +66,8 @@ def _why_no_model(name: str, given: Path) -> str:
     if given.parent.resolve() == RUNS.resolve():
         there = sorted(str(path.parent) for path in RUNS.glob("*/recipe.yaml"))
         return f"no such run '{name}'; there are: {', '.join(there) or 'none here'}{did_you_mean(name, there)}"
+    if name in TINY_MODELS:
+        return f"'{name}' is made of the rows that it is trained on: name the run or the model folder"
     known = [path.name for path in models().glob("*") if is_model(path)] if models().is_dir() else []
     hint = did_you_mean(name, [*known, *TINY_MODELS])
     owner, _, repository = name.partition("/")
@@ -160,7 +162,8 @@ def tiny_model(recipe: Recipe, source: Path | Source) -> Path:
         findings = Findings(recipe.max_bad_rows)
         rows = read_rows(source, findings)
         values = (value for row in rows for value in row.values.values())
-        texts = (value for value in values if isinstance(value, str))
+        items = (item for value in values for item in (value if isinstance(value, list) else [value]))  # lists of words
+        texts = (item for item in items if isinstance(item, str))
         from gptj_ft.checkpoints.tiny import make_tiny
 
         make_home()

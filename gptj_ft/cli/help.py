@@ -15,7 +15,7 @@ ELSEWHERE = {
     "train": "gptj-ft finetune",
     "eval": "gptj-ft evaluate",
     "chat": "gptj-ft generate --chat",
-    "predict": "gptj-ft generate --input FILE --output FILE",
+    "classify": "gptj-ft predict",
     "infer": "gptj-ft generate",
     "merge": "gptj-ft convert --merge RUN",
     "push": "gptj-ft convert RUN --push owner/name",

@@ -120,9 +120,9 @@ def _recognised(field: str, free: Sequence[str], names: Sequence[str]) -> str:
     found = map(known, names)
     matches = list(dict.fromkeys(match for match in found if match is not None))
     if not matches:
+        there = f"there are: {_listed(free)}" if free else "there is no other column"
         raise UnknownColumn(
-            f"no column for '{field}': looked for {', '.join(names)}; there are: {_listed(free)}\n"
-            f"{_how_to_name(field, free)}",
+            f"no column for '{field}': looked for {', '.join(names)}; {there}\n{_how_to_name(field, free)}",
             field,
             free,
         )

@@ -217,7 +217,8 @@ def tokenize_rows(
             counts.skip(where, f"cannot be read: {problem}")
         if not counts.numbers["rows_kept"]:
             why = "; ".join(f"{why} ({of.count}, first at {of.first[0]})" for why, of in counts.skipped.items())
-            raise DataError(f"{source.path}: none of the {counts.numbers['rows_read']} rows can be trained on: {why}")
+            what = "trained on" if needs_target else "labelled"
+            raise DataError(f"{source.path}: none of the {counts.numbers['rows_read']} rows can be {what}: {why}")
         try:
             table = encoder.finish(writer)
         except DataError as error:

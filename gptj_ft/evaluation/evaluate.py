@@ -27,7 +27,7 @@ from gptj_ft.evaluation.metrics.language_model import RowLoss, language_model
 from gptj_ft.evaluation.metrics.statistic import values
 from gptj_ft.evaluation.predict import Predictor, scores_of
 from gptj_ft.evaluation.result_cache import ResultCache
-from gptj_ft.generation.generator import InferenceSetup
+from gptj_ft.generation.generator import InferenceSetup, check_writes
 from gptj_ft.models.registry import Architecture, read_architecture
 from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.planning.resources import check_lengths
@@ -141,6 +141,7 @@ def plan_on_rows(folder: Path, recipe: Recipe, data: Path, limit: int | None) ->
         ResourceError: the model does not fit in memory.
     """
     setup, own = InferenceSetup.of(folder, recipe), tokenizer_folder(folder)
+    check_writes(setup)
     tokenizer = load_tokenizer(own) if has_tokenizer(own) else None
     check_lengths(recipe, setup.architecture)
     task = make_eval_set(recipe, tokenizer or NoTokenizer(own), folder, data, limit)

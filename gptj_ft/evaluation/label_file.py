@@ -23,7 +23,7 @@ from gptj_ft.errors import DataError, UsageError, did_you_mean
 from gptj_ft.evaluation.labelled import check_head, read_labelled
 from gptj_ft.evaluation.outputs import outputs_of, parts_of, row_outputs
 from gptj_ft.evaluation.readout import Answer, reader_of
-from gptj_ft.generation.answers_file import AnswersFile
+from gptj_ft.generation.answers_file import ROW, AnswersFile
 from gptj_ft.generation.generator import InferenceSetup
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.inference_plan import InferencePlan
@@ -32,6 +32,9 @@ from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.objective import objective_of
 from gptj_ft.system.files import discard, replace_text
 
+FILE_AND_LINE = ("file", "line")
+FORMS = (".jsonl", ".csv")
+KEPT = "kept_"  # before the name of a column that has that of a part of the answer
 MOST_COLUMNS = 100  # of probabilities in a table
 _READ = "read"  # setting: tokens that share a pass over the weights
 
@@ -103,6 +106,8 @@ def plan_labels(setup: InferenceSetup, source: Path, output: Path, keep: Sequenc
     recipe = setup.recipe
     check_head(setup.folder, recipe, setup.architecture)
     check_lengths(recipe, setup.architecture)
+    if output.suffix.lower() not in FORMS:
+        raise UsageError(f"{output}: labels are written as JSON lines or CSV: name a file that ends in .jsonl or .csv")
     if output.suffix.lower() == ".csv" and output.exists():
         raise UsageError(f"{output} exists; name a new --output")
     prepared = read_labelled(setup, source, needs_target=False)
@@ -114,7 +119,7 @@ def plan_labels(setup: InferenceSetup, source: Path, output: Path, keep: Sequenc
         plan = replace(plan, together=replace(plan.together, read=before))
     settings = {
         "model": str(setup.folder.resolve()), "rows": prepared.report.data_sha256, _READ: plan.together.read,
-        "keep": list(keep), **template_of(recipe),
+        "keep": list(keep), "precision": str(setup.dtype).removeprefix("torch."), **template_of(recipe),
     }  # fmt: skip
     return replace(job, settings=settings, plan=plan)
 
@@ -169,13 +174,21 @@ def label_texts(setup: InferenceSetup, texts: Sequence[Mapping[str, Any]]) -> li
     """
     recipe = setup.recipe
     check_head(setup.folder, recipe, setup.architecture)
+    for number, text in enumerate(texts, 1):
+        if not all(str(value).strip() for value in text.values()):
+            which = f"text {number} of {len(texts)}" if len(texts) > 1 else "the text"
+            raise DataError(f"{which} is empty: there is nothing to label")
     columns = {field: column_of(recipe, field) for field in {field for text in texts for field in text}}
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "rows.jsonl"
         rows = [{columns[field]: value for field, value in text.items()} for text in texts]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         uncached = replace(setup, recipe=recipe.model_copy(update={"cache": False}))
-        prepared = read_labelled(uncached, path, needs_target=False)
+        try:
+            prepared = read_labelled(uncached, path, needs_target=False)
+        except DataError as error:
+            said = str(error).replace(f"{path}: ", "")
+            raise DataError(said.replace(f"{path}:", "text ")) from error  # a line of the file is a text
     plan = setup.plan(Path.cwd(), None, documents=prepared.rows.lengths().tolist())
     rows_of_text = Rows.of(prepared.rows)
     with setup.open(plan.weights) as (architecture, stack):
@@ -209,7 +222,9 @@ def _answers(job: LabelJob, part: range, architecture: Architecture, stack: Offl
     for row in row_outputs(table, rows, outputs):
         source, _, line = row.place.rpartition(":")
         head: dict[str, Any] = {"line": int(line), **({"file": source} if several else {})}
-        yield {**head, **job.kept.get((source, int(line)), {}), **reader.read(row).facts}
+        facts = reader.read(row).facts
+        taken, kept = {ROW, *FILE_AND_LINE, *facts}, job.kept.get((source, int(line)), {})
+        yield {**head, **{KEPT * (name in taken) + name: value for name, value in kept.items()}, **facts}
 
 
 def _kept_columns(recipe: Recipe, source: Path, keep: Sequence[str]) -> dict[tuple[str, int], dict[str, Any]]:

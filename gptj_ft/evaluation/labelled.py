@@ -160,7 +160,7 @@ def check_head(folder: Path, recipe: Recipe, architecture: Architecture) -> None
         return
     if recipe.task == "language-model" and not architecture.family.is_encoder:
         raise UsageError(f"{folder} writes texts: ask it with `gptj-ft generate`")
-    has = f"one for {architecture.task}" if architecture.task else "none"
-    raise UsageError(
-        f"{folder} has no head for {recipe.task}, but {has}: train one with `gptj-ft finetune --model {folder}`"
-    )
+    task = "a task" if recipe.task == "language-model" else recipe.task
+    has = f", but one for {architecture.task}" if architecture.task else ""
+    train = f"gptj-ft finetune --recipe R --data FILE --model {folder}"
+    raise UsageError(f"{folder} has no head for {task}{has}: train one with `{train}`")

@@ -20,7 +20,7 @@ from gptj_ft.config.run_folder import START, Run, choose_folder, steps_done, sto
 from gptj_ft.data.batches import Rows
 from gptj_ft.data.dataset import Prepared, Report, load_dataset, save_dataset
 from gptj_ft.data.load import data_path, read_or_prepare
-from gptj_ft.data.readers.rows import PLACES_SHOWN, Occurrences
+from gptj_ft.data.readers.rows import PLACES_SHOWN, Occurrences, format_places
 from gptj_ft.data.readers.source import FileOptions, identify
 from gptj_ft.data.split import split
 from gptj_ft.data.token_checks import check_tokens
@@ -87,6 +87,7 @@ def gather(recipe: Recipe) -> Inputs:
     """
     source = identify(data_path(recipe.data), FileOptions.of(recipe))
     model = choose_model(recipe, source)
+    read_architecture(model).family.head_for(recipe.task)
     tokenizer = load_row_tokenizer(model)
     vocab_size = vocab_size_of(model)
     known = read_architecture(model).labels if recipe.task != "language-model" else ()
@@ -94,10 +95,19 @@ def gather(recipe: Recipe) -> Inputs:
     if recipe.val_data is not None:
         labels = rows.report.labels
         validation = read_or_prepare(recipe, tokenizer, vocab_size, data_path(recipe.val_data), labels=labels)
-        train = warn_of_shared(rows, validation)
+        train = warn_of_shared(note_left_out(rows, validation), validation)
         return Inputs(model, train, validation, train.report)
     train, held_out = split(rows, recipe.holdout, recipe.seed)
     return Inputs(model, train, held_out, rows.report)
+
+
+def note_left_out(train: Prepared, validation: Prepared) -> Prepared:
+    """Return the training rows with a note in their report on each reason why validation rows were left out."""
+    notes = tuple(
+        f"validation rows left out, {skips.count:,}: {reason} ({format_places(skips.first, skips.count)})"
+        for reason, skips in validation.report.rows_skipped.items()
+    )
+    return replace(train, report=replace(train.report, notes=(*train.report.notes, *notes)))
 
 
 def warn_of_shared(train: Prepared, validation: Prepared) -> Prepared:

@@ -17,6 +17,7 @@ from gptj_ft.cli.terminal.data_tables import in_few_lines
 from gptj_ft.cli.terminal.progress import TerminalReporter
 from gptj_ft.cli.terminal.screen import panel, table, whole
 from gptj_ft.cli.terminal.tables import show_training
+from gptj_ft.config.options import Recipe
 from gptj_ft.training.loop import TrainResult
 from gptj_ft.training.reporter import RecentSteps, StepReport
 from gptj_ft.training.throughput import StepCounts, Throughput
@@ -119,12 +120,12 @@ def test_the_closing_summary_tells_what_the_engine_did_to_those_who_ask(verbose:
     console, counts = console_of(80), StepCounts(2048, 600, 649.0, 3.0, 10**11, 10**11, 6 * 10**9, 0)
     throughput = Throughput(0.9, 3.2, 20.0, 30.0, 0.5, 0.6, 0.005)
     result = TrainResult("-run", "-run/model", 9, 9, 2.5, 2.25, None, None, 700.0, counts, throughput)
-    show_training(console, result, 20, verbose)
+    show_training(console, result, Recipe(), 20, verbose)
     text = " ".join(printed(console).split())
     assert "validation loss 2.5000 before, 2.2500 after; lower is better time 11 min of steps, 3.2 tokens/s" in text
     for phrase in ("GFLOP/s 30.0", "without recomputation", "waiting 0.5%", "moved 100.0 GB read"):
         assert (phrase in text) == verbose
-    show_training(none := console_of(80), result, 0)
+    show_training(none := console_of(80), result, Recipe(), 0)
     assert "evaluate ./-run --data FILE" in printed(none)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,88 @@ def test_what_cannot_be_labelled_is_one_line(shell: Any, rows: Path, line: str, 
     done = shell(line)
     assert done.code == code, done.said
     assert said in done.said
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def texts_with(labels: Sequence[Any]) -> list[dict[str, Any]]:
+    return [{"text": words_of(number)[1], "label": label} for number, label in enumerate(labels)]
+
+
+@pytest.mark.parametrize(
+    ("rows_of", "recipe", "model", "code", "said"),
+    [
+        (texts_with(["same"] * 9), "classification", "tiny-bert", 3, "all have the label 'same': there is nothing to"),
+        (texts_with([""] * 9), "classification", "tiny-bert", 3, "none of the 9 rows can be trained on: no value for"),
+        ([{"text": "red sky"}] * 9, "classification", "tiny-bert", 3, "target, output; there is no other column"),
+        (texts_with(["much"] * 9), "regression", "tiny-bert", 3, "'much' is no number (9, first at bad.jsonl:1)"),
+        ([{"tokens": ["a", "b"], "tags": ["O"]}] * 9, "token-labels", "tiny-bert", 3, "not as many labels as words"),
+        ([{"tokens": ["a", "b"], "tags": ["O"]}] * 9, "token-labels", "tiny", 2, "a gptj model cannot be trained for"),
+        ([{"text": "A. B.", "summary": "A."}] * 9, "bertsum", "tiny-gpt2", 2, "cannot be trained for task 'sentences'"),
+        ([{"text": "A. B.", "summary": "A."}] * 9, "summarization", "tiny-bert", 2, "for task 'language-model'"),
+        (texts_with([n % 2 for n in range(9)]), "squad-bert", "tiny-bert", 3, "no column for 'question'"),
+    ],
+)
+def test_rows_that_teach_no_label_are_one_line_and_leave_nothing(
+    shell: Any, tmp_path: Path, rows_of: list[dict[str, Any]], recipe: str, model: str, code: int, said: str
+) -> None:
+    write_lines(tmp_path / "bad.jsonl", rows_of)
+    done = shell(f"finetune --recipe {recipe} --data bad.jsonl --model {model} --output run")
+    assert done.code == code, done.said
+    assert said in done.said
+    assert done.err.count("\n") <= 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_to_validate_on_with_other_labels_are_left_out_and_counted(shell: Any, tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", texts_with([words_of(number)[0] for number in range(30)]))
+    line = f"finetune --recipe classification --data train.jsonl --val-data val.jsonl {FEW} --dry-run"
+    write_lines(tmp_path / "val.jsonl", texts_with(["red", "violet", "blue", "violet"]))
+    done = shell(line)
+    assert done.code == 0, done.said
+    assert "validation rows left out, 2: label 'violet' is none of 'blue', 'green', 'red'" in done.said
+    write_lines(tmp_path / "val.jsonl", texts_with(["violet", "pink"]))
+    done = shell(line)
+    assert done.code == 3
+    assert "label 'pink' is none of 'blue', 'green', 'red', the labels of the training rows" in done.said
+
+
+def test_predictions_of_odd_rows_are_one_line_or_counted(shell: Any, rows: Path, tmp_path: Path) -> None:
+    finetune(shell, "classification", f"--data rows.csv {TEXT} --set holdout=0", steps=1)
+    odd = [{"text": "", "label": "red", "row": "a"}, {"text": 'sky; "ink",\nsea', "label": "blue", "row": "b"}]
+    write_lines(tmp_path / "odd.jsonl", [*odd, {"label": "green", "row": "c"}])
+    ask = "predict --model run --input odd.jsonl --output"
+    for output, read in (
+        ("out.jsonl", lines_of),
+        ("out.csv", lambda path: list(csv.DictReader(path.open(newline="")))),
+    ):
+        done = shell(f"{ask} {output} --keep label,row,text")
+        assert done.code == 0, done.said
+        assert "1; 1 left out: the field 'text' is empty; 1 left out: no value" in done.said
+        (line,) = read(tmp_path / output)
+        assert (str(line["row"]), str(line["line"]), line["kept_row"], line["kept_label"]) == ("0", "2", "b", "blue")
+        assert line["text"] == odd[1]["text"]
+        assert line["label"] in COLOURS
+    again = shell(f"{ask} out.jsonl --keep label,row,text --quiet")
+    assert (again.code, len(lines_of(tmp_path / "out.jsonl"))) == (0, 1)
+    for line, code, said in (
+        ('predict --model run " "', 3, "the text is empty"),
+        (f"{ask} out.txt", 2, "ends in .jsonl or .csv"),
+        (f"{ask} odd.jsonl", 2, "odd.jsonl is there already, and not of this command"),
+        (f"{ask} out.csv", 2, "out.csv exists"),
+        (f"{ask} out.jsonl --keep row", 2, "made with other keep"),
+        (f"{ask} out.jsonl --keep label,row,text --precision bf16", 2, "made with other precision"),
+        (f"{ask} none/out.jsonl", 2, "cannot write none/out.jsonl"),
+        ("predict --model tiny-bert text", 2, "name the run or the model folder"),
+        ("generate --model run text", 2, "writes no text"),
+        ("evaluate run --recipe summarization --data rows.csv", 2, "writes no text"),
+        ("finetune --resume run --data odd.jsonl", 2, "run is finished"),
+    ):
+        done = shell(line)
+        assert (done.code, said in done.said) == (code, True), (line, done.said)
+    assert len(lines_of(tmp_path / "odd.jsonl")) == 3
 
 
 def test_a_decoder_learns_labels_too_and_transformers_opens_it(shell: Any, rows: Path, tmp_path: Path) -> None:

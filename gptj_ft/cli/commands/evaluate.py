@@ -26,7 +26,7 @@ from gptj_ft.cli.options import (
 from gptj_ft.cli.terminal.output import Output
 from gptj_ft.config.resolve import resolve
 from gptj_ft.errors import UsageError
-from gptj_ft.system.plain_text import command_line, without_secrets
+from gptj_ft.system.plain_text import without_secrets
 
 
 @takes_options(
@@ -89,7 +89,7 @@ def evaluate(
         from gptj_ft.cli.html.evaluation_page import EVALUATION_SUFFIXES
         from gptj_ft.cli.terminal.evaluation import EvaluationOutput, rows_about
         from gptj_ft.cli.terminal.progress import TerminalReporter
-        from gptj_ft.cli.terminal.tables import show_reading
+        from gptj_ft.cli.terminal.tables import ask, show_reading
         from gptj_ft.evaluation.comparison import parse_gates
         from gptj_ft.evaluation.lm_eval.tasks import TaskSelection, load_tasks
         from gptj_ft.evaluation.metrics import score_names
@@ -133,16 +133,14 @@ def evaluate(
         asked = parse_gates(gates or (), [*LOSS_SCORES, *score_names(recipe.metrics, recipe.task)])
         with TerminalReporter(notes) as reporter:
             evaluation = api.plan_evaluation(EvaluateRequest(folder, recipe, baseline, rows, limit), reporter)
-    plan, about = evaluation.plan, rows_about(evaluation)
+    plan, about, writes = evaluation.plan, rows_about(evaluation), recipe.task == "language-model"
     if dry_run:
-        out.finish(plan.to_dict(), "", lambda console: show_reading(console, "The evaluation", about, plan))
+        out.finish(plan.to_dict(), "", lambda console: show_reading(console, "The evaluation", about, plan, writes))
         return
-    show_reading(notes, "The evaluation", about, plan)
+    show_reading(notes, "The evaluation", about, plan, writes)
     with TerminalReporter(notes) as reporter:
         found = evaluation.run(reporter.on_count)
     if tasks is not None:
         shown.conclude(found, asked)
         return
-    asks = ("generate" if recipe.task == "language-model" else "predict", "--model", folder)
-    following = [*shown.record(folder, found), command_line(*asks) + ' "text"']
-    shown.conclude(found, asked, following)
+    shown.conclude(found, asked, [*shown.record(folder, found), ask(recipe, folder)])

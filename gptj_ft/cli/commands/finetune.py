@@ -100,7 +100,8 @@ def finetune(
         _write_page(run, notes.print)
         measured_on = len(ready.setup.validation)
         facts = {**result.to_dict(), "notes": list(ready.setup.architecture.notes)}
-        out.finish(facts, result.model, lambda console: show_training(console, result, measured_on, verbose))
+        asked = (ready.setup.recipe, measured_on, verbose)
+        out.finish(facts, result.model, lambda console: show_training(console, result, *asked))
 
 
 def _write_page(run: Run, say: Callable[[str], None]) -> None:

@@ -32,7 +32,7 @@ COUNTED = {
     "tokens_cut": "tokens that were cut off them",
     "windows": "documents the model is given (a long text makes several)",
     "tokens": "tokens, each row's end included",
-    "target_tokens": "tokens trained on: the answers",
+    "target_tokens": "tokens trained on: the answers, or what has a label",
     "longest": "tokens of the longest document",
     "steps_per_epoch": "steps in one pass over the rows",
     "steps": "steps in all",
@@ -51,7 +51,8 @@ def data_facts(prepared: Prepared, recipe: Recipe) -> dict[str, Any]:
     """Return what there is to say of prepared rows: their report, lengths, what padding would cost, and the split."""
     lengths = Lengths.of(prepared, recipe.packing)
     whole = {"whole row": lengths.prompts + lengths.answers}
-    parts = {"prompt": lengths.prompts, "answer": lengths.answers} if recipe.prompt else {}
+    has_parts = recipe.prompt and recipe.task == "language-model"
+    parts = {"prompt": lengths.prompts, "answer": lengths.answers} if has_parts else {}
     train, held = split(prepared, 0.0 if recipe.val_data else recipe.holdout, recipe.seed)
     num_rows = len(Rows.of(train.rows, recipe.packing, recipe.max_length))
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -159,10 +160,12 @@ def show_examples(
     """
     for row in prepared.rows.select(range(min(count, len(prepared.rows)))):
         ids, prompt = row["input_ids"], row["prompt_length"]
-        trained = num_targets(len(ids), prompt, row["untrained"])
+        expected = row["label"] or next(iter(row["references"]), "")
+        trained = f", {num_targets(len(ids), prompt, row['untrained'])} in «» trained on"
+        what = f"; expected: {shortened(expected)}" if row["targets"] else trained
         place = f"\n{row['source']}:{row['line']} as the model sees it"
-        text = Text.assemble((f"{place}: {len(ids)} tokens, {trained} in «» trained on\n", "bold"))
-        for span, is_trained_on in spans_of(row, decode):
+        text = Text.assemble((f"{place}: {len(ids)} tokens{what}\n", "bold"))
+        for span, is_trained_on in filter(itemgetter(0), spans_of(row, decode)):
             text.append(f"«{span}»" if is_trained_on else span, style="bold" if is_trained_on else "dim")
         # On a terminal, words are not torn apart; a log has the text as it is.
         console.print(in_few_lines(text, console) if cut else text, soft_wrap=not console.is_terminal)

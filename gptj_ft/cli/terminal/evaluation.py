@@ -83,10 +83,12 @@ def rows_about(evaluation: PairedEvaluation) -> list[tuple[str, str]]:
     models = [("model", whole(str(request.model))), ("baseline", whole(str(baseline)) if baseline else "none")]
     if isinstance(request, TasksRequest):
         return [*models, ("tasks", ", ".join(request.tasks.names))]
-    if baseline is None and request.baseline == "auto":
+    is_labelled = request.recipe.task != "language-model"
+    if baseline is None and request.baseline == "auto" and not is_labelled:
         models[1] = ("baseline", "none: what this model was tuned from is not there; --baseline names one")
     rows = whole(str(evaluation.data)) + (f", the first {request.limit:,}" if request.limit else "")
     measured = ", ".join(("loss and perplexity", *request.recipe.metrics))
+    measured = f"loss, scores of {request.recipe.task}" if is_labelled else measured
     note = [("note", evaluation.note)] if evaluation.note else []
     return [*models, ("rows", rows), ("measured", measured), *note]
 

@@ -63,9 +63,11 @@ def label_file(
         job = api.plan_predictions(rows, output, folder, recipe, keep)
     about = [("model", whole(str(folder))), ("rows", whole(str(rows))), ("labels", f"in {whole(str(output))}")]
     if dry_run:
-        out.finish(job.plan.to_dict(), "", lambda console: show_reading(console, "The labels", about, job.plan))
+        out.finish(
+            job.plan.to_dict(), "", lambda console: show_reading(console, "The labels", about, job.plan, writes=False)
+        )
         return
-    show_reading(out.notes, "The labels", about, job.plan)
+    show_reading(out.notes, "The labels", about, job.plan, writes=False)
     with TerminalReporter(out.notes) as reporter:
         done = api.run_predictions(job, reporter)
     skipped = {reason: each.count for reason, each in done.skipped.items()}

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from gptj_ft.cli.terminal.screen import next_steps, panel, say, time_after, whole
-from gptj_ft.config.run_folder import Run
 from gptj_ft.planning.costs import WARRANTED_BYTES, Costs
 from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.planning.plan import Plan
@@ -21,6 +20,7 @@ from gptj_ft.training.run_state import LOSS, BestState
 from gptj_ft.training.throughput import describe_throughput
 
 if TYPE_CHECKING:
+    from gptj_ft.config.options import Recipe
     from gptj_ft.models.published import Published
     from gptj_ft.training.finetune import PreparedRun
     from gptj_ft.training.loop import TrainResult
@@ -110,13 +110,25 @@ def plan_rows(plan: Plan, notes: Sequence[str] = (), verbose: bool = True) -> li
 ENGINE_ROWS = {"moved per step", "validations", "checkpoints", "measured", "published", "training", "passes"}
 
 
-def show_reading(console: Console, title: str, about: Sequence[tuple[str, str]], plan: InferencePlan) -> None:
-    """Show what it takes to measure a model, or to answer the rows of a file; ``about`` says which and what."""
+def show_reading(
+    console: Console, title: str, about: Sequence[tuple[str, str]], plan: InferencePlan, writes: bool = True
+) -> None:
+    """Show what it takes to measure a model, or to answer the rows of a file.
+
+    Args:
+        console: terminal or log.
+        title: heading of the panel.
+        about: rows that say which model, and what is asked.
+        plan: memory and token budget.
+        writes: whether the model writes texts; one with a head only reads.
+    """
     together = plan.together
     rows = [
         ("weights", f"{_WHERE[plan.weights]}, in {plan.precision}"),
         *((each.resource, f"needs about {gigabytes(each.need)} of {gigabytes(each.have)}") for each in plan.needs),
-        ("together", f"{together.written:,} tokens while writing, {together.read:,} while only reading"),
+        ("together", f"{together.written:,} tokens while writing, {together.read:,} while only reading")
+        if writes
+        else ("together", f"{together.read:,} tokens"),
         ("to stop", "Ctrl-C; the same command goes on where it was"),
     ]
     panel(console, title, [*about, *rows])
@@ -150,12 +162,15 @@ def _share_trained(plan: Plan) -> str:
     return "all trained" if plan.num_trained == plan.num_parameters else f"{plan.num_trained:,} of them trained"
 
 
-def show_training(console: Console, result: TrainResult, num_validation: int, verbose: bool = False) -> None:
+def show_training(
+    console: Console, result: TrainResult, recipe: Recipe, num_validation: int, verbose: bool = False
+) -> None:
     """Show what came of a run, where the model is, and what to type next.
 
     Args:
         console: terminal or log.
         result: result of the run.
+        recipe: what it was trained with.
         num_validation: rows that it was measured on.
         verbose: whether the rates of the engine are shown; default false.
     """
@@ -174,8 +189,21 @@ def show_training(console: Console, result: TrainResult, num_validation: int, ve
     panel(console, f"Done: {result.steps:,} steps", [*rows, *(_engine_rows(counts, throughput) if verbose else ())])
     measure = command_line("evaluate", Path(result.run))
     measure += f"   # on the {num_validation:,} rows held out" if num_validation else " --data FILE"
-    is_labelled = Run(Path(result.run)).recipe().task != "language-model"
-    next_steps(console, measure, 'gptj-ft predict "text"' if is_labelled else 'gptj-ft generate "prompt"')
+    next_steps(console, measure, ask(recipe))
+
+
+def ask(recipe: Recipe, model: Path | None = None) -> str:
+    """Return the command that asks a model.
+
+    Args:
+        recipe: what it was trained with.
+        model: its folder; default: that of the newest run.
+    """
+    named = ("--model", model) if model else ()
+    if recipe.task == "language-model":
+        return f'{command_line("generate", *named)} "prompt"'
+    second = ' --pair "text"' if recipe.pair else ""
+    return f'{command_line("predict", *named)} "text"{second}'
 
 
 def _engine_rows(counts: StepCounts, throughput: Throughput) -> list[tuple[str, str]]:
