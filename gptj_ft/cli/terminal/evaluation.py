@@ -87,7 +87,9 @@ def rows_about(evaluation: PairedEvaluation) -> list[tuple[str, str]]:
     if baseline is None and request.baseline == "auto" and not is_labelled:
         models[1] = ("baseline", "none: what this model was tuned from is not there; --baseline names one")
     rows = whole(str(evaluation.data)) + (f", the first {request.limit:,}" if request.limit else "")
-    measured = ", ".join(("loss and perplexity", *request.recipe.metrics))
+    task = request.recipe.task
+    writes = ", ".join(("loss and perplexity", *request.recipe.metrics))
+    measured = writes if task == "language-model" else f"loss and scores of {task}"
     measured = f"loss, scores of {request.recipe.task}" if is_labelled else measured
     note = [("note", evaluation.note)] if evaluation.note else []
     return [*models, ("rows", rows), ("measured", measured), *note]
