@@ -15,6 +15,8 @@ from gptj_ft.errors import NotFinite, UsageError
 from gptj_ft.generation.decoding import StreamedModel, cut_at, generate_tokens
 from gptj_ft.generation.hf_model import RaggedCache
 from gptj_ft.models import linear as products_of
+from gptj_ft.models.batch import HeadRows
+from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.functional import FunctionalLayer
 from gptj_ft.models.linear import Conv1D, Linear, project_by_all
 from gptj_ft.models.lora import LoRALinear, Rank
@@ -317,14 +319,14 @@ def test_products_of_few_tokens_are_what_torch_makes_of_them(count: int) -> None
         expected = [F.linear(x, weight) for weight in flat]
         with_bias = F.linear(x, biased.weight, biased.bias)
     with torch.inference_mode():
-        together = list(project_by_all(x, linears, "decoding"))
+        together = list(project_by_all(x, linears, HeadRows("decoding")))
         torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(transposed(x, "decoding"), expected[1] + 0.5, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(biased(x, "decoding"), with_bias, rtol=1e-5, atol=1e-5)
-        adapted = LoRALinear(linears[2], Rank(1, 2.0), 0.0)
+        torch.testing.assert_close(transposed(x, HeadRows("decoding")), expected[1] + 0.5, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(biased(x, HeadRows("decoding")), with_bias, rtol=1e-5, atol=1e-5)
+        adapted = LoRALinear(linears[2], Rank(1, 2.0), Dropout(0.0, "adapter"))
         adapted.lora_A, adapted.lora_B = (torch.nn.Parameter(torch.ones(shape)) for shape in ((1, 48), (48, 1)))
         with_adapter = expected[2] + 2 * x.sum(1, keepdim=True)
-        apart = list(project_by_all(x, [*linears[:2], adapted], "decoding"))
+        apart = list(project_by_all(x, [*linears[:2], adapted], HeadRows("decoding")))
         torch.testing.assert_close(apart[2], with_adapter, rtol=1e-5, atol=1e-4)
 
 
