@@ -210,7 +210,7 @@ class Training:
                 loss, sample = measure(self.stop_if_asked).mean, None
             if not math.isfinite(loss):
                 raise explain_loss("validation loss", step, self.setup, self.stack, measure)
-            if isinstance(self.samples, ValidationSamples):
+            if self.samples and not isinstance(self.samples, LabelledValidation):
                 sample = self.samples.take(self.stack, step)
         self.validation_loss = loss
         if step == 0:

@@ -94,7 +94,7 @@ def test_no_two_fields_take_the_same_column():
         "answer": "output",
     }
     same = Recipe(prompt="{{ a }}", completion="{{ b }}", fields={"a": ("x",), "b": ("x",)})
-    with pytest.raises(DataError, match="no column for 'b': looked for x; there are: none"):
+    with pytest.raises(DataError, match="no column for 'b': looked for x; there is no other column"):
         choose_columns(["x"], same)
 
 

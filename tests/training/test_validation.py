@@ -63,7 +63,7 @@ def test_answers_are_written_down_at_each_validation_and_are_in_no_log(shell, ro
 def test_training_ends_when_patience_does_and_the_best_state_is_chosen_by_a_score(
     shell, rows_file: Path, monkeypatch
 ) -> None:
-    from gptj_ft.training import loop
+    from gptj_ft.training import validation
     from gptj_ft.training.validation import ValidationSample
 
     scores = {
@@ -81,7 +81,7 @@ def test_training_ends_when_patience_does_and_the_best_state_is_chosen_by_a_scor
         def take(self, stack, step: int) -> ValidationSample:
             return ValidationSample({"rougeL": scores[step]}, "", "")
 
-    monkeypatch.setattr(loop, "ValidationSamples", Told)
+    monkeypatch.setattr(validation, "ValidationSamples", Told)
     options = "--validate-every 1 --set sample_rows=1 --set best_by=rougeL --set patience=2 --export best"
     done = shell(f"{LINE} --max-steps 9 --output run {options} --json".replace("--max-steps 4 ", ""))
     assert done.code == 0, done.err
