@@ -21,6 +21,10 @@ OPTIONS = (
     "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 2 --set holdout=0.2 "
     "--max-steps 6 --validate-every 2 --save-every 2 --keep best,all --precision fp32 --output run"
 )
+LABELLED = (
+    "finetune --map text=note --data rows.jsonl --model tiny-bert --lr 1e-2 --batch-size 2 --set holdout=0.2 "
+    "--max-steps 6 --validate-every 2 --save-every 2 --keep best,all --precision fp32 --set dropout=0.2 --output run"
+)
 LORA = "--method lora --set lora.dropout=0.1"
 KILL = (signal.SIGKILL,)
 PLACES = ("--weights disk --optimizer-state disk", "--weights host --optimizer-state device", "--weights device")
@@ -46,7 +50,10 @@ def run_straight(server: ForkServer, folder: Path, options: str) -> Run:
 
 def new_folder(folder: Path) -> Path:
     folder.mkdir()
-    rows = [{"note": f"Room {n} is cold and dark at night.", "summary": f"Room {n} is cold."} for n in range(10)]
+    rows = [
+        {"note": f"Room {n} is cold and dark at night.", "summary": f"Room {n} is cold.", "label": n % 2}
+        for n in range(10)
+    ]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
     return folder
 
@@ -131,3 +138,36 @@ def test_adapters_interrupted_at_60_random_instants_end_the_same(
 ) -> None:
     options = f"{OPTIONS} {LORA}"
     interrupt_at_random(server, run_straight(server, tmp_path, options), tmp_path, 60, numbers, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["classification", "multi-label", "regression"])
+def test_labels_learned_with_dropout_interrupted_at_40_random_instants_end_the_same(
+    server: ForkServer, tmp_path: Path, recipe: str
+) -> None:
+    options = f"{LABELLED} --recipe {recipe} --map label=label"
+    interrupt_at_random(server, run_straight(server, tmp_path, options), tmp_path, 40, SIGNALS, options)
+
+
+@pytest.mark.slow
+def test_predictions_interrupted_at_40_random_instants_are_those_of_a_command_never_stopped(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    folder = run_straight(server, tmp_path, f"{LABELLED} --recipe classification").folder.parent
+    rows = [{"id": n, "note": f"Room {n} is cold and dark {'at night ' * (n % 9)}."} for n in range(9000)]
+    (folder / "many.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    line = "predict --model run --input many.jsonl --keep id --quiet --output"
+    seconds = max(server.run(f"{line} whole{suffix}", folder)[1] for suffix in (".jsonl", ".csv"))
+    draw, ends = random.Random(7), 0
+    for trial in range(40):
+        output, number = f"out{trial}{('.jsonl', '.csv')[trial % 2]}", (*KILL, *SIGNALS)[trial // 2 % 5]
+        code, tries = 1, 0
+        while code != 0:
+            sent = [(draw.uniform(0.0, seconds), number)] if tries < 3 else []
+            code, tries = server.run(f"{line} {output}", folder, *sent)[0], tries + 1
+            assert code in (0, -9, 130), output_of(folder)
+            ends += code != 0
+        assert (folder / output).read_bytes() == (folder / f"whole{Path(output).suffix}").read_bytes(), (output, number)
+        (folder / output).unlink()
+    assert "Traceback" not in output_of(folder)
+    assert ends > 10, "most were over before they were to be interrupted"

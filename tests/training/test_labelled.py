@@ -125,10 +125,15 @@ def test_predictions_that_were_interrupted_go_on_and_tables_are_whole(shell: Any
     finetune(shell, "classification", f"--data rows.csv {TEXT} --set holdout=0", steps=2)
     assert shell("predict --model run --input rows.csv --output whole.jsonl --quiet").code == 0
     lines = (tmp_path / "whole.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "part.jsonl").write_text("".join(lines[:0]))
-    (tmp_path / "part.jsonl.settings.json").write_text((tmp_path / "whole.jsonl.settings.json").read_text())
-    assert shell("predict --model run --input rows.csv --output part.jsonl --quiet").code == 0
-    assert (tmp_path / "part.jsonl").read_text() == "".join(lines)
+    settings = json.loads((tmp_path / "whole.jsonl.settings.json").read_text()) | {"read": 64}  # tokens a pass
+    given = b""
+    for cut in (0, 1, 5000, 9000, 9001):  # bytes that a kill has left
+        (tmp_path / "part.jsonl").write_bytes(given[:cut])
+        (tmp_path / "part.jsonl.settings.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+        assert shell("predict --model run --input rows.csv --output part.jsonl --quiet").code == 0
+        given = given or (tmp_path / "part.jsonl").read_bytes()
+        assert len(given) > 9001
+        assert (tmp_path / "part.jsonl").read_bytes() == given, cut
     assert shell("predict --model run --input rows.csv --output out.csv --keep id --quiet").code == 0
     with (tmp_path / "out.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
