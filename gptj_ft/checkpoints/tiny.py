@@ -120,13 +120,25 @@ def train_tokenizer(texts: Iterable[str], vocab_target: int, special: tuple[str,
 
 def train_wordpiece(texts: Iterable[str], vocab_target: int) -> Tokenizer:
     """Return a WordPiece tokenizer like that of BERT for lower-cased texts."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token=PIECES[1]))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    normalizer, pre_tokenizer, texts = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer(), list(texts)
+
+    def with_model(model: models.WordPiece) -> Tokenizer:
+        tokenizer = Tokenizer(model)
+        tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
+        return tokenizer
+
+    # The trainer numbers the letters inside words as a hash table has them, another order each time, and merges of equal
+    # counts by these numbers. What it is given as special tokens comes first, in this order.
+    normal = (normalizer.normalize_str(text) for text in texts)
+    words = {word for text in normal for word, _ in pre_tokenizer.pre_tokenize_str(text)}
+    inner = sorted({f"##{letter}" for word in words for letter in word[1:]})
+    trained = with_model(models.WordPiece(unk_token=PIECES[1]))
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_target, min_frequency=2, special_tokens=list(PIECES), show_progress=False
+        vocab_size=vocab_target, min_frequency=2, special_tokens=[*PIECES, *inner], show_progress=False
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    trained.train_from_iterator(texts, trainer)
+    tokenizer = with_model(models.WordPiece(vocab=trained.get_vocab(), unk_token=PIECES[1]))
+    tokenizer.add_special_tokens(list(PIECES))
     return tokenizer
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
-from gptj_ft.checkpoints.tiny import FAMILIES, SIZES, make_tiny
+from gptj_ft.checkpoints.tiny import FAMILIES, SIZES, make_tiny, train_wordpiece
 from gptj_ft.errors import UsageError
 from gptj_ft.models.registry import families, read_architecture
 
@@ -46,6 +46,13 @@ def test_texts_and_seed_decide_every_byte_in_any_process(tmp_path: Path) -> None
     assert digest(tmp_path / "here") == digest(tmp_path / "there")
     make_tiny(tmp_path / "other", TEXTS, 8, **SMALL)
     assert digest(tmp_path / "here") != digest(tmp_path / "other")
+
+
+def test_pieces_of_words_are_numbered_the_same_each_time() -> None:
+    texts = [f"Room {n} is cold and dark at night." for n in range(30)]
+    vocabularies = [train_wordpiece(texts, 200).get_vocab() for _ in range(6)]
+    assert all(each == vocabularies[0] for each in vocabularies)
+    assert vocabularies[0].keys() >= {"[PAD]", "##2", "night", "cold"}
 
 
 def test_transformers_opens_an_encoder_and_its_tokenizer(tmp_path: Path) -> None:

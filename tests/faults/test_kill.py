@@ -145,7 +145,7 @@ def test_adapters_interrupted_at_60_random_instants_end_the_same(
 def test_labels_learned_with_dropout_interrupted_at_40_random_instants_end_the_same(
     server: ForkServer, tmp_path: Path, recipe: str
 ) -> None:
-    options = f"{LABELLED} --recipe {recipe} --map label=label"
+    options = f"{LABELLED} --recipe {recipe}"
     interrupt_at_random(server, run_straight(server, tmp_path, options), tmp_path, 40, SIGNALS, options)
 
 
