@@ -127,8 +127,8 @@ def train_wordpiece(texts: Iterable[str], vocab_target: int) -> Tokenizer:
         tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
         return tokenizer
 
-    # The trainer numbers the letters inside words as a hash table has them, another order each time, and merges of equal
-    # counts by these numbers. What it is given as special tokens comes first, in this order.
+    # The trainer numbers the letters inside words as a hash table has them, in another order each time, and takes pairs
+    # of equal counts by these numbers. What it is given as special tokens comes first, in this order.
     normal = (normalizer.normalize_str(text) for text in texts)
     words = {word for text in normal for word, _ in pre_tokenizer.pre_tokenize_str(text)}
     inner = sorted({f"##{letter}" for word in words for letter in word[1:]})

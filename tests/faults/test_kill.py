@@ -102,7 +102,7 @@ def check_said(run: Run, said: str) -> None:
     if run.model.is_dir():
         assert words.endswith("all steps are done, and the tuned model is in run/model"), said
     elif not run.folder.exists():
-        assert words.endswith(("nothing was trained yet", "before anything was done")), said
+        assert words.endswith(("nothing was trained yet", "before anything was done", "or begins again")), said
     else:
         assert words.endswith("go on with\ngptj-ft finetune --resume run"), said
         assert steps_done(run) == done, said
