@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The main job on what this repository ships: prepare, fine-tune a tiny random GPT-J, evaluate, generate. No download.
+# The main jobs on what this repository ships: a tiny random GPT-J learns to summarize, a tiny random BERT to label.
+# No download.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rm -rf .demo
@@ -23,7 +24,18 @@ run gptj-ft evaluate .demo/run --data examples/clinic_notes_heldout.jsonl --show
 say "4. One summary"
 run gptj-ft generate --model .demo/run "$(sed -n 1p examples/clinic_notes_heldout.jsonl | python -c 'import json, sys; print(json.load(sys.stdin)["note"])')"
 
+say "5. Labels instead of texts: a tiny random BERT learns them from 72 messages and is measured on 18 others"
+run gptj-ft finetune --recipe classification --data examples/support_messages.csv --model tiny-bert --output .demo/labels \
+    --lr 1e-3 --epochs 15 --batch-size 16 --set holdout=0.2
+run gptj-ft evaluate .demo/labels
+
+say "6. The label of a message, and those of the rows of a file: what the row said, what the model says, how sure it is"
+run gptj-ft predict --model .demo/labels "The driver never came and my parcel is lost."
+run gptj-ft predict --model .demo/labels --input examples/support_messages.csv --output .demo/labels.csv --keep id,label --quiet
+head -n 6 .demo/labels.csv
+
 say "Where everything is"
 echo "run folder    .demo/run   (recipe.yaml, metrics.jsonl, log.txt)"
 echo "tuned model   .demo/run/model   (opens with transformers.AutoModelForCausalLM.from_pretrained)"
-echo "base model    $(echo .demo/home/models/*)"
+echo "labels        .demo/labels/model   (opens with transformers.pipeline('text-classification', ...)), .demo/labels.csv"
+echo "base models   $(echo .demo/home/models/*)"
