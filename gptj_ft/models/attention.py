@@ -163,13 +163,13 @@ def attend_in_buckets(
     """
     num_heads, width = q_TNH.shape[1:]
     places, scale = documents.places(num_heads), width**-0.5 if scale is None else scale
-    q_PH, k_PH, v_PH = (_to_places(x_TNH.flatten(0, 1), places) for x_TNH in (q_TNH, k_TNH, v_TNH))
+    shapes = [(len(bucket.documents), num_heads, bucket.longest, width) for bucket in documents.buckets]
+    sizes = [math.prod(shape[:3]) for shape in shapes]
+    parts = (_to_places(x_TNH.flatten(0, 1), places).split_with_sizes(sizes) for x_TNH in (q_TNH, k_TNH, v_TNH))
     drops = dropout is not None and dropout.rate and documents.seeds is not None
-    outputs, before = [], 0
-    for bucket in documents.buckets:
-        shape = len(bucket.documents), num_heads, bucket.longest, width
-        places_P = slice(before, before := before + math.prod(shape[:3]))
-        q, k, v = (x_PH[places_P].view(shape) for x_PH in (q_PH, k_PH, v_PH))
+    outputs = []
+    for bucket, shape, *taken in zip(documents.buckets, shapes, *parts, strict=True):
+        q, k, v = (part.view(shape) for part in taken)
         unseen = _unseen(bucket, is_causal, q.device)
         if dropout is None or not drops:
             seen = None if unseen is None else ~unseen
@@ -232,20 +232,24 @@ class _DroppedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, unseen: Tensor | None, keep: Tensor, scale: float, kept: float
     ) -> Tensor:
-        scores = (q @ k.transpose(-1, -2)).mul_(scale)
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # of documents and heads, as the kernels of products have it
+        scores = torch.bmm(q, k.transpose(1, 2)).mul_(scale).view(keep.shape)
         if unseen is not None:
             scores.masked_fill_(unseen, -math.inf)
-        weights = scores.softmax(-1, dtype=torch.float32)
+        weights = scores.softmax(-1, dtype=torch.float32).flatten(0, 1)
+        keep = keep.flatten(0, 1)
         ctx.save_for_backward(q, k, v, weights, keep)
-        ctx.scale, ctx.kept = scale, kept
-        return (weights.to(v.dtype) * keep).mul_(kept) @ v
+        ctx.scale, ctx.kept, ctx.num_heads = scale, kept, scores.shape[1]
+        return torch.bmm(keep.to(v.dtype).mul_(kept).mul_(weights.to(v.dtype)), v)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         q, k, v, weights, keep = ctx.saved_tensors
-        dropped = (weights.to(v.dtype) * keep).mul_(ctx.kept)
-        dv = dropped.transpose(-1, -2) @ gradients[0]
-        dweights = (gradients[0] @ v.transpose(-1, -2)).mul_(keep).mul_(ctx.kept).float()
+        (gradient,) = gradients
+        scaled = keep.to(v.dtype).mul_(ctx.kept)
+        dv = torch.bmm((weights.to(v.dtype) * scaled).transpose(1, 2), gradient)
+        dweights = torch.bmm(gradient, v.transpose(1, 2)).mul_(scaled).float()
         dscores = torch._softmax_backward_data(dweights, weights, -1, torch.float32).to(q.dtype).mul_(ctx.scale)
-        dq, dk = dscores @ k, (q.transpose(-1, -2) @ dscores).transpose(-1, -2)
-        return dq, dk, dv, None, None, None, None
+        dq, dk = torch.bmm(dscores, k), torch.bmm(q.transpose(1, 2), dscores).transpose(1, 2)
+        shape = len(keep) // ctx.num_heads, ctx.num_heads, *q.shape[1:]
+        return dq.view(shape), dk.reshape(shape), dv.view(shape), None, None, None, None

@@ -16,6 +16,9 @@ from gptj_ft.models.kv_cache import KVCache
 from gptj_ft.models.linear import Kernel
 
 NO_TARGET = -100
+BUCKET_PAIRS = (
+    2**17
+)  # of tokens, a weight of attention each: few enough that those of all heads stay near the processor
 Poll = Callable[[], None]
 """Called by a layer between its operations: lets the next layers' weights come nearer; see `prefetch.Prefetcher`."""
 
@@ -97,7 +100,13 @@ class Documents:
             if end > start:
                 groups.setdefault(padded_length(end - start), []).append((document, end - start))
         buckets = []
-        for longest, group in sorted(groups.items()):
+        full = [
+            (longest, group[start : start + size])
+            for longest, group in sorted(groups.items())
+            for size in [max(1, BUCKET_PAIRS // longest**2)]
+            for start in range(0, len(group), size)
+        ]
+        for longest, group in full:
             documents, lengths = zip(*group, strict=True)
             is_token_GL = torch.arange(longest) < torch.tensor(lengths)[:, None]
             is_full = min(lengths) == longest

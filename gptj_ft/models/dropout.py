@@ -77,7 +77,7 @@ class Dropout(nn.Module):
         counts = [rows * side * side for side in sides]
         drawn = self._draw(noise, counts, device).split_with_sizes([_numbers(count) * PER_NUMBER for count in counts])
         for into, part, count, side in zip(kept, drawn, counts, sides, strict=True):
-            into[:, :side, :side] = part[:count].view(rows, side, side) >= self._least_kept
+            torch.ge(part[:count].view(rows, side, side), self._least_kept, out=into[:, :side, :side])
         return kept
 
     def _draw(self, noise: Noise, counts: Sequence[int], device: torch.device) -> Tensor:

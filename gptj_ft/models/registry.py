@@ -259,6 +259,11 @@ class Architecture:
         return {name: rate for name, rate in rates.items() if rate}
 
     @property
+    def drops_attention(self) -> bool:
+        """Whether training drops weights of attention."""
+        return any(getattr(self.config, name) for name in self.family.dropouts[1])
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Notes for users on how this model is treated here."""
         notes = []

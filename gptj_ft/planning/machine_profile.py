@@ -26,7 +26,7 @@ from gptj_ft.system.files import write_file
 from gptj_ft.system.machine import existing_folder, free_disk
 from gptj_ft.system.paths import home, make_home
 
-METHOD = 7  # of measuring: figures from another one are not used
+METHOD = 8  # of measuring: figures from another one are not used
 SLOWEST, FASTEST = 1e3, 1e21  # FLOP or bytes a second
 BF16_GAIN = 1.3  # how much faster bf16 must be to be worth its rounding
 

@@ -34,6 +34,10 @@ from gptj_ft.system.units import gigabytes
 PROCESS_BYTES = 500 * 2**20  # the interpreter, torch, transformers, the rows
 FREE_SHARE = 0.8  # of the memory that is left goes to kept activations at most
 SAVED_PER_TOKEN = 20  # tensors of [tokens, width] that one block keeps for its backward, the MLP's counted by 4
+# Holes in the heap, left by graphs of small blocks that come and go with micro-batches of many lengths; measured with
+# encoders, whose blocks are small. Where graphs are kept, they fill them.
+HOLES, MOST_HOLES = 6, 260 * 10**6
+HEAP_SHARE = 0.05  # and what else is between their tensors, kernels that oneDNN makes for shapes included
 DISK_STAGING_BYTES = 2 * 2 * TRANSFERS * 4 * CHUNK_NUMEL  # locked, by the threads of two stores that read and write
 UPDATE_BYTES = 4 * 4 * CHUNK_NUMEL  # on an accelerator: of resident moments in fp32, random bits, a first step's copies
 NUM_REPLAYED = 3  # placements, the fastest by their bytes and FLOPs; a replay takes up to a second
@@ -365,7 +369,8 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     placement, load, recipe, hidden = demand.placement, demand.load, demand.recipe, demand.hidden_bytes
     # Its gradient, before that is added to the others.
     biggest_matrix = max(shape.numel() for layout in load.layouts for shape in layout.shapes.values())
-    activations = SAVED_PER_TOKEN * hidden * min(load.micro_batch_tokens, load.step_tokens)
+    graph = SAVED_PER_TOKEN * hidden * min(load.micro_batch_tokens, load.step_tokens)
+    activations = graph + load.weights_bytes(load.micro_batch_pairs) + load.bucket_bytes
     # Beside those of the blocks there are what the head takes, its gradient, and what a block is just giving; where the
     # others are elsewhere, there are buffers.
     beside = 3 + (NUM_BUFFERS if placement.boundaries != "device" else 0)
@@ -375,10 +380,13 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     fixed = by_place["device"] + biggest_matrix * 4 + activations + boundaries + head
     free = have.device - fixed - (by_place["host"] + PROCESS_BYTES if have.is_shared else 0)
     budget, buffers = demand.buffers_within(free)
-    per_block = SAVED_PER_TOKEN * hidden * load.step_tokens
+    per_block = SAVED_PER_TOKEN * hidden * load.step_tokens + load.weights_bytes(load.step_pairs)
     room = int(FREE_SHARE * (free - buffers))
     kept = _kept_within(recipe, load.num_backward_blocks, lambda kept: kept * per_block <= room)
     device = fixed + buffers + kept * per_block
+    if load.step_pairs:
+        device += min(MOST_HOLES, HOLES * graph) if kept < load.num_backward_blocks else 0
+        device += int(HEAP_SHARE * device)
     # A validation has the place of a step's hidden states and kept activations, and some of what is free.
     of_step = boundaries - (beside - 3) * hidden * load.step_tokens + kept * per_block
     of_step += load.boundary_bytes() if placement.boundaries == "device" else 0

@@ -56,7 +56,7 @@ class Pass:
         compute = rates.compute
         between = (self.updated + self.touched) / compute.memory + self.times * load.seconds_between_products(compute)
         moving = rates.disk.cpu_seconds(self.read.get("disk", 0), self.written.get("disk", 0)) if rates.on_cpu else 0.0
-        return self.flops / compute.matmul(load.dtype, load.width) + between + moving
+        return self.flops / compute.matmul(load.dtype, load.width, load.by_onednn and rates.on_cpu) + between + moving
 
     def transfer_seconds(self, rates: Rates) -> float:
         """Return the seconds of the transfers alone: over the disk, and beside that over the link."""

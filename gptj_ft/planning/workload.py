@@ -12,7 +12,9 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from gptj_ft.models.batch import BUCKET_PAIRS, padded_length
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
+from gptj_ft.models.linear import OneDNNLinear
 from gptj_ft.planning.flops import Flops, count_flops
 from gptj_ft.planning.probe import ComputeRates
 
@@ -23,6 +25,8 @@ TOUCHED_LOGITS = 12  # tensors of [targets, vocabulary], fp32: softmax, loss and
 SUMMED = 3  # passes over a gradient by which autograd adds that of a micro-batch
 WHOLE = 6  # and those once a step that set it to zero, four times as slow as a copy, and take its norm
 INNER = 4  # times as wide as the model is its MLP
+WEIGHT_BYTES = 4 + 1  # of an attention weight that is dropped or not: in fp32, and whether it stays
+WEIGHT_COPIES = 4  # of the weights that are computed with at once: scores, weights, those that stay, gradients
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,9 @@ class Workload:
         validation_targets: target tokens of the validation rows.
         context: context length of the model, in tokens.
         attended: tokens that a token attends to, on average over the tokens; 0: half of the longest row.
+        step_pairs: pairs of tokens of one document in the largest step, with what fills documents up; 0: attention is
+            causal, by kernels that keep no weights.
+        dropped_heads: heads of a block whose attention weights are dropped, and kept for backward; 0: none are.
         frozen: layout of the frozen parameters of each layer; empty if everything is trained.
         layers: the layers on the ``meta`` device, for what an accelerator computes and keeps.
     """
@@ -60,6 +67,8 @@ class Workload:
     validation_targets: int = 0
     context: int = 2048
     attended: float = 0.0
+    step_pairs: int = 0
+    dropped_heads: int = 0
     frozen: Sequence[Layout] = ()
     layers: Sequence[nn.Module] = field(default=(), compare=False, repr=False)
 
@@ -146,6 +155,25 @@ class Workload:
     def hidden_bytes(self) -> float:
         """Bytes of the hidden states of an average micro-batch."""
         return self.width * self.dtype.itemsize * min(self.micro_batch_tokens, self.mean_step_tokens)
+
+    @cached_property
+    def by_onednn(self) -> bool:
+        """Whether the products of blocks are oneDNN's in fp32 on a CPU."""
+        return any(isinstance(module, OneDNNLinear) for layer in self.layers for module in layer.modules())
+
+    def weights_bytes(self, pairs: int) -> int:
+        """Bytes of the attention weights that a block keeps for backward, of so many pairs of tokens."""
+        return WEIGHT_BYTES * self.dropped_heads * pairs
+
+    @property
+    def micro_batch_pairs(self) -> int:
+        """Most pairs of tokens that attend to each other in a micro-batch."""
+        return min(self.step_pairs, self.micro_batch_tokens * padded_length(self.longest_row))
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of what attention whose weights are dropped makes on the way, for the documents computed together."""
+        return WEIGHT_COPIES * 4 * self.dropped_heads * max(BUCKET_PAIRS, padded_length(self.longest_row) ** 2)
 
     def seconds_between_products(self, rates: ComputeRates) -> float:
         """Return how long the blocks' operations between products with weights take in one pass over a step."""

@@ -14,6 +14,7 @@ from gptj_ft.checkpoints.optimizer_state import has_moments, open_moments
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run, steps_done
 from gptj_ft.data.batches import Rows, rows_of_step, steps_per_epoch
+from gptj_ft.models.batch import padded_length
 from gptj_ft.models.registry import Architecture, read_architecture
 from gptj_ft.models.trainable import Selection, select
 from gptj_ft.planning.plan import Plan, choose
@@ -97,10 +98,12 @@ def make_setup(
     num_steps = recipe.num_steps(len(train))
     schedule = Schedule.of(recipe, num_steps)
     lengths = train.lengths
-    sizes = [
-        sum(lengths[row] for row in rows_of_step(step, len(train), recipe.batch_size, recipe.seed))
-        for step in range(min(num_steps, per_epoch))
+    steps = range(min(num_steps, per_epoch))
+    chosen = [
+        [lengths[row] for row in rows_of_step(step, len(train), recipe.batch_size, recipe.seed)] for step in steps
     ]
+    sizes = [sum(each) for each in chosen]
+    is_encoder, drops = architecture.family.is_encoder, architecture.drops_attention
     most_step_tokens = sum(sorted(lengths)[-recipe.batch_size :])
     load = Workload(
         layouts=selection.trained,
@@ -115,9 +118,11 @@ def make_setup(
         num_steps=num_steps - steps_done(Run(folder)),
         context=architecture.config.n_positions,
         longest_row=max(lengths),
-        attended=sum(length * length for length in lengths)
-        / sum(lengths)
-        / (1 if architecture.family.is_encoder else 2),
+        attended=sum(length * length for length in lengths) / sum(lengths) / (1 if is_encoder else 2),
+        step_pairs=max(sum(padded_length(length) ** 2 for length in each) for each in chosen)
+        if is_encoder or drops
+        else 0,
+        dropped_heads=architecture.config.n_head if drops else 0,
         validation_tokens=sum(validation.lengths),
         validation_targets=validation.num_targets,
     )

@@ -1,0 +1,76 @@
+"""Encoders in a plan: attention weights that dropout has kept, and products by oneDNN."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from conftest import assumed_rates
+from torch import Tensor
+
+from gptj_ft.config.options import Recipe
+from gptj_ft.models.attention import attend_in_buckets
+from gptj_ft.models.batch import Documents, padded_length
+from gptj_ft.models.bert import FAMILY, read_config
+from gptj_ft.models.dropout import Dropout
+from gptj_ft.models.layout import Layout
+from gptj_ft.planning.costs import cost
+from gptj_ft.planning.plan import Free, forecast_memory
+from gptj_ft.planning.probe import Rates
+from gptj_ft.planning.workload import Workload
+from gptj_ft.streaming.model import BufferBudget
+from gptj_ft.streaming.stores.placement import Placement, training_dtypes
+
+LENGTHS, HEADS, HEAD_WIDTH = (100, 30, 64, 1), 4, 12
+RESIDENT = Placement("device", "device")
+
+
+def workload(**different: int) -> Workload:
+    layers = FAMILY.build_layers(read_config({"hidden_size": 64, "num_attention_heads": HEADS, "num_hidden_layers": 3}))
+    layouts = [Layout.of(layer) for layer in layers]
+    pairs = sum(padded_length(length) ** 2 for length in LENGTHS)
+    load = Workload(layouts, 64, torch.float32, 2048, 195, 195, 4, 1, max(LENGTHS), step_pairs=pairs, layers=layers)
+    return replace(load, **different)
+
+
+def test_the_attention_weights_that_a_plan_counts_are_those_that_a_graph_keeps() -> None:
+    ends, kept = tuple(accumulate(LENGTHS, initial=0)), dict[int, int]()
+    inputs = [torch.randn(ends[-1], HEADS, HEAD_WIDTH, requires_grad=True) for _ in range(3)]
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.ndim == 3 and tensor.shape[1] == tensor.shape[2]:  # of the weights' shape
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = attend_in_buckets(*inputs, Documents(ends, (1, 2, 3, 4), torch.device("cpu")), None, Dropout(0.1, 1))
+    load = workload(dropped_heads=HEADS)
+    assert sum(kept.values()) == load.weights_bytes(load.step_pairs)
+    assert output.requires_grad
+
+
+def test_memory_grows_by_the_attention_weights_of_each_block_that_is_kept() -> None:
+    have = Free(device=10**12, host=10**12, disk=10**12, is_shared=True)
+    recipe = Recipe.model_validate({"activations": "keep"})
+    needs = [
+        forecast_memory(RESIDENT, workload(dropped_heads=heads), recipe, have).device_bytes for heads in (0, HEADS)
+    ]
+    load = workload(dropped_heads=HEADS)
+    kept = load.num_backward_blocks * load.weights_bytes(load.step_pairs)
+    assert needs[1] - needs[0] >= kept + load.weights_bytes(load.micro_batch_pairs)
+
+
+def test_blocks_of_encoders_take_the_time_of_the_products_that_they_compute_by() -> None:
+    rates, load, recipe = assumed_rates(), workload(), Recipe()
+    stored = training_dtypes(torch.float32)
+    assert load.by_onednn
+
+    def seconds(rates: Rates, load: Workload) -> float:
+        return cost(RESIDENT, load, recipe, stored, rates, BufferBudget()).compute_seconds
+
+    faster = replace(rates, compute=replace(rates.compute, fp32_onednn=2 * rates.compute.fp32))
+    products = load.flops().hardware / rates.compute.fp32
+    assert abs(seconds(rates, load) - seconds(faster, load) - products / 2) < 0.01 * products
+    without = replace(load, layers=())
+    assert seconds(rates, without) == seconds(faster, without)
