@@ -37,6 +37,7 @@ from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher, Updater
 from gptj_ft.streaming.schedule import PendingUpdates, inference_tasks, training_tasks
 
 HEAD_CHUNK_BYTES = 128 * 2**20  # of fp32 logits
+FREED = torch.empty(0)  # in the place of a tensor that is not needed any more
 
 
 class Optimizer(Updater, Protocol):
@@ -215,16 +216,17 @@ def backward(
         if graph is not None:
             graph.load(loaded)
         parameters = graph.parameters if graph else trainable_leaves(loaded)
-        for b in reversed(range(len(batches))):
+        for b, batch in enumerate(batches):
             if graph is not None:
-                x, output = inputs.pop(), graph.outputs.pop()
+                x, output = inputs[b], graph.outputs[b]
+                inputs[b] = graph.outputs[b] = FREED
                 layers.poll()
             else:
                 x = inputs[b].detach()
                 x.requires_grad_(loaded.is_above_trained)
-                output = run_layer(loaded, parameters, x, batches[b], layers.poll)
+                output = run_layer(loaded, parameters, x, batch, layers.poll)
             # Not before: while the first micro-batch was recomputed, the gradient above could leave.
-            if b == len(batches) - 1 and loaded.is_trained:
+            if b == 0 and loaded.is_trained:
                 sum_gradients(loaded, parameters)
             torch.autograd.backward(output, gradients[b])
             if x.grad is not None:

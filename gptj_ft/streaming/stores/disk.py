@@ -49,7 +49,9 @@ class DiskStore:
         self._files = [StateFile(layout, kinds, chunk_numel) for layout in layouts]
         self._paths = [layer_path(prefix, layer) for layer in range(len(layouts))]
         self._new: dict[int, tuple[int, Digests]] = {}  # layer -> descriptor and digests of the file being written
-        self._spare = sorted(prefix.parent.glob(f"{prefix.name}-*{SPARE}"))  # files that were replaced
+        # Files that were replaced. Those of layers that are not kept here are another process's.
+        kept = [path for path, layout in zip(self._paths, layouts, strict=True) if layout.numel]
+        self._kept, self._spare = kept, [spare for path in kept if (spare := path.with_suffix(SPARE)).exists()]
         self._lock = Lock()
         self._chunk_numel, self._staging = chunk_numel, local()
         self._unpin: list[Callable[[], None]] = []
@@ -134,7 +136,7 @@ class DiskStore:
         # A write failed, or the run was cut off before the commit: then there are files that nothing will complete.
         for descriptor, _ in self._new.values():
             os.close(descriptor)
-        for path in (*(path.with_suffix(suffix) for path in self._paths for suffix in (".new", SPARE)), *self._spare):
+        for path in (*(path.with_suffix(suffix) for path in self._kept for suffix in (".new", SPARE)), *self._spare):
             path.unlink(missing_ok=True)
         self._new.clear()
         self._spare.clear()
