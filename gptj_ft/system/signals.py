@@ -2,12 +2,17 @@
 
 Ctrl-C (SIGINT), SIGTERM, SIGHUP (the terminal is gone) and SIGUSR1 (what Slurm's ``--signal`` sends ahead of its time
 limit) ask alike: the command says what is kept and exits with 130. Imported before everything else, so it is light.
+
+Python runs the handler of a signal in the middle of whatever the main thread does. Where that is a ``__del__``, the
+callback of a weak reference or a library's ``except: pass``, the error that the handler raises gets lost, and the
+command would run on to its end. So a timer asks again until the error is on its way to those who wait for it.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +28,8 @@ SIGNALS = [
 FROM_PEOPLE = (signal.SIGINT, signal.SIGTERM)
 # `timeout` signals its child and then its group, a launcher hands on the Ctrl-C that the whole group has got: one wish.
 SAME_WISH_SECONDS = 0.5
+ASK_AGAIN_SECONDS = 0.1
+_TIMER: int | None = getattr(signal, "SIGALRM", None)  # Windows has no timer
 _STDERR = 2
 
 
@@ -65,6 +72,7 @@ class StopRequest:
         self._on_first, self._saved, self._owns_process = on_first, saved, owns_process
         self._first: tuple[int, float] | None = None
         self._previous: dict[int, Any] = {}
+        self._previous_hook: Any = None
 
     @property
     def requested(self) -> bool:
@@ -77,24 +85,66 @@ class StopRequest:
         for number in SIGNALS if self._owns_process else (signal.SIGINT,):
             if number in FROM_PEOPLE or signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._receive)
+        if self._owns_process:
+            self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._report_lost
+            if _TIMER is not None:
+                self._previous[_TIMER] = signal.signal(_TIMER, self._ask_again)
 
     def __enter__(self) -> StopRequest:
         self.take()
         return self
 
     def __exit__(self, *error: object) -> None:
+        # One that was lost just before goes on to whoever takes the signals outside this.
+        if _TIMER in self._previous and (_is_on_its_way() or self._previous[_TIMER] == signal.SIG_DFL):
+            _set_timer(0.0)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self._owns_process:
+            sys.unraisablehook = self._previous_hook
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._first is None:
-            self._first = number, now
-            self._on_first()
+            self._ask(number)
         elif now - self._first[1] >= SAME_WISH_SECONDS and _insists(self._first[0], number):
             if not self._owns_process:
                 interrupt()
             end_at_once(self._saved())
+
+    def _ask(self, number: int) -> None:
+        self._first = self._first or (number, time.monotonic())
+        if self._owns_process:
+            _set_timer(ASK_AGAIN_SECONDS)
+        self._on_first()
+        if self._owns_process:
+            _set_timer(0.0)  # nothing was raised that could get lost
+
+    def _ask_again(self, number: int, frame: FrameType | None) -> None:
+        if not _is_on_its_way():  # else it would end what cleans up
+            self._ask(number)
+
+    def _report_lost(self, lost: sys.UnraisableHookArgs) -> None:
+        """Say nothing of a `Stopping` that Python cannot raise: it is raised again."""
+        if not isinstance(lost.exc_value, Stopping):
+            self._previous_hook(lost)
+
+
+def _set_timer(seconds: float) -> None:
+    if _TIMER is not None:
+        signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+
+
+def _is_on_its_way() -> bool:
+    """Tell whether a `Stopping`, or an error that has come of it, ends what is being done.
+
+    For as long as it passes through ``finally``, ``except`` and ``with``, it is the error that they handle, or the
+    context of that: no clean-up on its way is disturbed.
+    """
+    error = sys.exception()
+    while error is not None and not isinstance(error, Stopping):
+        error = error.__context__
+    return error is not None
 
 
 def _insists(first: int, number: int) -> bool:
@@ -142,5 +192,6 @@ def every_ctrl_c() -> Iterator[None]:
 
 def ignore_signals() -> None:
     """Take no notice any more: everything is done and said, and the exit code is to tell so."""
+    _set_timer(0.0)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

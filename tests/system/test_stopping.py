@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
 from types import FrameType
@@ -328,6 +329,96 @@ def test_a_signal_on_which_the_clean_up_of_a_library_fails_is_still_a_signal() -
         raise error
     with pytest.raises(RuntimeError, match="a bug"), signals.stop_says(lambda: "kept"):
         raise RuntimeError("a bug")
+
+
+def lose_in_del() -> None:
+    class Library:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Library()
+
+
+def lose_in_weakref_callback() -> None:
+    class Library:
+        pass
+
+    library = Library()
+    reference = weakref.ref(library, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    del library
+    assert reference() is None
+
+
+def lose_in_except() -> None:
+    with suppress(BaseException):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+LOSERS = (lose_in_del, lose_in_weakref_callback, lose_in_except)
+
+
+@pytest.mark.parametrize("lose", LOSERS)
+def test_a_signal_that_is_lost_where_errors_are_ignored_stops_all_the_same_and_nothing_is_said_of_it(
+    lose: Callable[[], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command() -> None:
+        with signals.stop_says(lambda: "kept"), StopRequest():
+            lose()
+            time.sleep(1)
+
+    with pytest.raises(Interrupted, match="kept"):
+        command()
+    assert capsys.readouterr().err == ""
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("lose", LOSERS)
+def test_a_signal_that_is_lost_before_training_is_heard_by_the_training(lose: Callable[[], None]) -> None:
+    asked: list[bool] = []
+    with StopRequest():
+        lose()
+        with StopRequest(lambda: asked.append(True)) as training:
+            time.sleep(3 * signals.ASK_AGAIN_SECONDS)
+    assert (asked, training.requested) == ([True], True)
+
+
+def test_what_cleans_up_after_a_signal_is_not_disturbed_however_long_it_takes() -> None:
+    ended = []
+
+    @contextmanager
+    def slow() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            time.sleep(3 * signals.ASK_AGAIN_SECONDS)
+            ended.append("a context")
+
+    def command() -> None:
+        with signals.stop_says(lambda: "kept"), StopRequest(), slow():
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(1)
+            except KeyboardInterrupt:
+                time.sleep(3 * signals.ASK_AGAIN_SECONDS)
+                ended.append("an except")
+                raise RuntimeError("another error has come of it") from None
+
+    with pytest.raises(Interrupted):
+        command()
+    assert ended == ["an except", "a context"]
+
+
+def test_other_errors_that_python_ignores_are_still_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    class Library:
+        def __del__(self) -> None:
+            raise ValueError("a bug in a library")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+        with StopRequest():
+            Library()
+        assert sys.unraisablehook is sys.__unraisablehook__
+    assert "a bug in a library" in capsys.readouterr().err
 
 
 def test_nohup_is_heeded_and_handlers_are_given_back() -> None:
