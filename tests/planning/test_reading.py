@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -78,15 +80,8 @@ def status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
-def test_memory_of_an_evaluation_is_within_its_plan(tmp_path: Path) -> None:
-    try:
-        CLEAR_REFS.write_text("5")
-    except OSError:
-        pytest.skip("the peak of this process's memory cannot be set back here")
-    sizes = {"n_embd": 256, "n_layer": 2, "n_head": 4, "rotary_dim": 16, "n_positions": 512}
-    folder = make_tiny(tmp_path / "model", ["A note of some words. "] * 20, seed=0, vocab_target=300, **sizes)
-    rows = [{"document": "A note of some words. " * 8 + str(n), "summary": f"Note {n}."} for n in range(120)]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def evaluate_and_measure(folder: Path) -> tuple[int, int]:
+    """Evaluate a model on ``rows.jsonl``; return by how many bytes the process grew, and by how many it might."""
     recipe = build({**load_preset("summarization"), "max_length": 512, "weights": "disk", "precision": "fp32",
                     "micro_batch_tokens": 8192, "generation": {"max_new_tokens": 6}})  # fmt: skip
     planned = plan_on_rows(folder, recipe, Path("rows.jsonl"), None)
@@ -94,11 +89,25 @@ def test_memory_of_an_evaluation_is_within_its_plan(tmp_path: Path) -> None:
     CLEAR_REFS.write_text("5")
     before = status("VmRSS")
     planned.run()
-    growth = status("VmHWM") - before
-    allowed = sum(need.need for need in planned.plan.needs if need.resource == "memory") - PROCESS_BYTES
+    needs = sum(need.need for need in planned.plan.needs if need.resource == "memory")
+    return status("VmHWM") - before, needs - PROCESS_BYTES
+
+
+def test_memory_of_an_evaluation_is_within_its_plan(tmp_path: Path) -> None:
+    try:
+        CLEAR_REFS.write_text("5")
+    except OSError:
+        pytest.skip("the peak of a process's memory cannot be set back here")
+    sizes = {"n_embd": 256, "n_layer": 2, "n_head": 4, "rotary_dim": 16, "n_positions": 512}
+    folder = make_tiny(tmp_path / "model", ["A note of some words. "] * 20, seed=0, vocab_target=300, **sizes)
+    rows = [{"document": "A note of some words. " * 8 + str(n), "summary": f"Note {n}."} for n in range(120)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    # This process has memory left of the tests before, which it would use without growing.
+    with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
+        growth, allowed = fresh.submit(evaluate_and_measure, folder).result()
     assert growth > 20e6, "something is measured"
     assert growth <= allowed
-    assert allowed < 6 * growth, "a plan that allows anything is none"
+    assert allowed < 3 * growth, "a plan that allows anything is none"
 
 
 def test_a_file_is_answered_as_planned_and_gone_on_with_as_it_was_begun(shell, tmp_path: Path) -> None:
