@@ -135,6 +135,8 @@ def takes_options(
 
         def call(help_all: bool = False, **values: Any) -> None:
             given = {field: values.pop(name) for name, field in names.items()}
+            if given.get("map") is not None:
+                given["map"] = ",".join(given["map"]) or None  # a flag that is given again adds to it
             command(options={field: value for field, value in given.items() if value is not None}, **values)
 
         call.__name__, call.__doc__ = command.__name__, command.__doc__
@@ -150,6 +152,8 @@ def _flag_of(field: str, meaning: str | None, more: bool) -> Any:
     if field == "cache":
         switch = flag(meaning_of(field), "--cache/--no-cache", show_default=False, more=True)
         return Annotated[bool | None, switch]
+    if field == "map":
+        return Annotated[list[str] | None, option_of(field, meaning, more)]
     annotation = field_of(field).annotation
     kinds = [kind for kind in (get_args(annotation) or (annotation,)) if kind is not NoneType]
     kind = kinds[0] if len(kinds) == 1 and kinds[0] in (int, float) else str

@@ -212,7 +212,14 @@ def _read_map(value: Any) -> Any:
     pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
     if not all(field.strip() and equals and column.strip() for field, equals, column in pairs):
         raise PydanticCustomError("map", "field=column pairs are needed, e.g. document=body,summary=tl_dr")
-    return {field.strip(): column.strip() for field, _, column in pairs}
+    columns: dict[str, str] = {}
+    for field, column in ((field.strip(), column.strip()) for field, _, column in pairs):
+        if columns.setdefault(field, column) != column:
+            raise PydanticCustomError(
+                "map", "{field} is {first} and {column}: name one; several right answers are {field}={first}+{column}",
+                {"field": field, "first": columns[field], "column": column},
+            )  # fmt: skip
+    return columns
 
 
 DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "\\t": "\t", "pipe": "|", "space": " "}

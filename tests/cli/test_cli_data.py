@@ -40,6 +40,17 @@ def test_a_script_is_told_the_columns_that_may_be_meant_and_what_to_type(shell) 
     assert "document = column 'body'" in done.said
 
 
+def test_columns_may_be_named_one_by_one_and_a_field_once(shell) -> None:
+    write("notes.jsonl", NOTES)
+    command = "prepare-data --data notes.jsonl --recipe summarization --model tiny"
+    named = shell(f"{command} --map document=body --map summary=tl_dr")
+    assert named.code == 0, named.said
+    assert load_dataset(Path("notes.jsonl.prepared")).report.columns == {"document": "body", "summary": "tl_dr"}
+    twice = shell(f"{command} --map document=body --map document=article")
+    assert twice.code == 2
+    assert "document is body and article: name one; several right answers are document=body+article" in twice.err
+
+
 def test_on_a_terminal_the_user_is_asked_for_columns_that_are_not_clear(shell, monkeypatch) -> None:
     write("notes.jsonl", NOTES)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
