@@ -108,12 +108,10 @@ def plan_labels(setup: InferenceSetup, source: Path, output: Path, keep: Sequenc
     check_lengths(recipe, setup.architecture)
     if output.suffix.lower() not in FORMS:
         raise UsageError(f"{output}: labels are written as JSON lines or CSV: name a file that ends in .jsonl or .csv")
-    if output.suffix.lower() == ".csv" and output.exists():
-        raise UsageError(f"{output} exists; name a new --output")
     prepared = read_labelled(setup, source, needs_target=False)
     kept = _kept_columns(recipe, source, keep) if keep else {}
     job = LabelJob(setup, prepared, output, kept, {}, setup.plan(output.absolute().parent))
-    before = AnswersFile.setting_of(job.lines, _READ)
+    before = AnswersFile.setting_of(output, _READ)
     plan = setup.plan(output.absolute().parent, None, documents=prepared.rows.lengths().tolist())
     if isinstance(before, int):
         plan = replace(plan, together=replace(plan.together, read=before))
@@ -132,33 +130,40 @@ def run_labels(job: LabelJob, progress: Callable[[int, int], None] | None = None
         progress: callback for (rows done, rows); default: none.
 
     Raises:
+        UsageError: the output is of something else.
         Interrupted: a signal; what was written is kept.
         ResourceError: the disk is full.
     """
-    table = job.prepared.rows
-    continues = list(table["continues"])
+    continues, report = list(job.prepared.rows["continues"]), job.prepared.report
     starts = [number for number, is_more in enumerate(continues) if not is_more]
+    with AnswersFile(job.lines, job.settings, job.output) as file:
+        if job.is_table and job.output.exists():
+            found = len(starts)
+        else:
+            found = len(file.done)
+            _label(job, file, starts, progress)
+            if job.is_table:
+                replace_text(job.output, _table(job.lines))
+        if job.is_table:
+            discard(job.lines)
+    windowed = sum(start + 1 < len(continues) and continues[start + 1] for start in starts)
+    return LabelResult(len(starts), found, windowed, report.rows_cut, report.rows_skipped)
+
+
+def _label(
+    job: LabelJob, file: AnswersFile, starts: Sequence[int], progress: Callable[[int, int], None] | None
+) -> None:
+    """Label the rows that are not in a file yet; each row's first document is given."""
     row_of = {start: row for row, start in enumerate(starts)}
-    total = len(starts)
-    with AnswersFile(job.lines, job.settings) as file:
-        found = len(file.done)
-        with job.setup.open(job.plan.weights) as (architecture, stack):
-            for part in parts_of(table, job.plan.together.read):
-                first = row_of[part.start]
-                count = sum(not continues[number] for number in part)
-                if not file.done >= set(range(first, first + count)):
-                    lines = _answers(job, part, architecture, stack)
-                    file.append((first + place, line) for place, line in enumerate(lines))
-                if progress:
-                    progress(first + count, total)
-        file.finish()
-    if job.is_table:
-        replace_text(job.output, _table(job.lines))
-        discard(job.lines)
-        discard(job.lines.with_name(f"{job.lines.name}.settings.json"))
-    report = job.prepared.report
-    windowed = len({number for number, start in enumerate(starts) if start + 1 < len(table) and continues[start + 1]})
-    return LabelResult(total, found, windowed, report.rows_cut, report.rows_skipped)
+    with job.setup.open(job.plan.weights) as (architecture, stack):
+        for part in parts_of(job.prepared.rows, job.plan.together.read):
+            first, count = row_of[part.start], sum(number in row_of for number in part)
+            if not file.done >= set(range(first, first + count)):
+                lines = _answers(job, part, architecture, stack)
+                file.append((first + place, line) for place, line in enumerate(lines))
+            if progress:
+                progress(first + count, len(starts))
+    file.finish()
 
 
 def label_texts(setup: InferenceSetup, texts: Sequence[Mapping[str, Any]]) -> list[Answer]:

@@ -23,6 +23,7 @@ class AnswersFile:
     Args:
         path: the file; new, or begun with the same settings.
         settings: rows, model and options that the answers depend on.
+        output: what the lines are made into in the end, which the settings are beside then; default: the file itself.
 
     Attributes:
         done: rows that are in the file.
@@ -32,9 +33,10 @@ class AnswersFile:
         DataError: it has been changed.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any], output: Path | None = None) -> None:
         self.path, self._lines = path, JsonLines(path, mode=SHARED_FILE)
-        self._settings_path = _settings_path(path)
+        self._output = output or path
+        self._settings_path = _settings_path(self._output)
         self._text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
         self._check_settings()
         with disk_errors(path, other=UsageError):
@@ -75,16 +77,17 @@ class AnswersFile:
             self._lines.replace(line for _, line in ordered)
 
     def _check_settings(self) -> None:
+        is_there = self.path.exists() or self._output.exists()
         if self._settings_path.is_file():
             there = read_text(self._settings_path)
-            if there != self._text and self.path.exists():
+            if there != self._text and is_there:
                 raise UsageError(
-                    f"{self.path} is there and was made {_difference(there, self._text)}; name a new --output"
+                    f"{self._output} is there and was made {_difference(there, self._text)}; name a new --output"
                 )
             if there == self._text:
                 return
-        elif self.path.exists():
-            raise UsageError(f"{self.path} is there already, and not of this command; name a new --output")
+        elif is_there:
+            raise UsageError(f"{self._output} is there already, and not of this command; name a new --output")
         with disk_errors(self._settings_path, other=UsageError):
             write_file(self._settings_path, self._text, SHARED_FILE)
 
