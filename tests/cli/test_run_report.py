@@ -222,7 +222,7 @@ def test_a_page_begins_with_the_verdict_and_a_chart_of_changes(tmp_path: Path) -
     record(run.folder, verdict_on(["a secret text"] * 2 + ["another"] * 2 + ["a text"] * 2), "gptj-ft evaluate run")
     text = write_run_page(run).read_text(encoding="utf-8")
     page = page_of(run)
-    assert page.first("h1") == "Summarization, run 1: better. rougeL 0.00 → 60.00 on 6 rows"
+    assert page.first("h1") == "Summarization, run 1: better. ROUGE-L 0.00 → 60.00 on 6 rows"
     order = [
         "<h1>",
         'class="strip better"',
@@ -371,7 +371,7 @@ def test_the_table_of_a_terminal_fits_80_columns_and_the_verdict_comes_last() ->
         "one line each"
     )
     assert not any("word_perplexity" in line for line in lines)
-    assert lines[-1] == "Better: rougeL 0.00 -> 80.00 on 2 rows"
+    assert lines[-1] == "Better: ROUGE-L 0.00 -> 80.00 on 2 rows"
 
 
 def luminance(colour: str) -> float:

@@ -221,13 +221,18 @@ def test_predictions_of_odd_rows_are_one_line_or_counted(shell: Any, rows: Path,
         assert (str(line["row"]), str(line["line"]), line["kept_row"], line["kept_label"]) == ("0", "2", "b", "blue")
         assert line["text"] == odd[1]["text"]
         assert line["label"] in COLOURS
-    again = shell(f"{ask} out.jsonl --keep label,row,text --quiet")
-    assert (again.code, len(lines_of(tmp_path / "out.jsonl"))) == (0, 1)
+        before = (tmp_path / output).read_bytes()
+        again = shell(f"{ask} {output} --keep label,row,text")
+        assert (again.code, "1; 1 of them were there; 1 left out" in again.said) == (0, True), again.said
+        assert (tmp_path / output).read_bytes() == before
+    assert {path.name for path in tmp_path.glob("out.csv*")} == {"out.csv", "out.csv.settings.json"}
+    (tmp_path / "table.csv").write_text("mine")
     for line, code, said in (
         ('predict --model run " "', 3, "the text is empty"),
         (f"{ask} out.txt", 2, "ends in .jsonl or .csv"),
         (f"{ask} odd.jsonl", 2, "odd.jsonl is there already, and not of this command"),
-        (f"{ask} out.csv", 2, "out.csv exists"),
+        (f"{ask} out.csv", 2, "out.csv is there and was made with other keep; name a new --output"),
+        (f"{ask} table.csv", 2, "table.csv is there already, and not of this command; name a new --output"),
         (f"{ask} out.jsonl --keep row", 2, "made with other keep"),
         (f"{ask} out.jsonl --keep label,row,text --precision bf16", 2, "made with other precision"),
         (f"{ask} none/out.jsonl", 2, "cannot write none/out.jsonl"),
@@ -265,3 +270,6 @@ def test_a_head_that_was_tuned_elsewhere_is_measured_and_asked(shell: Any, rows:
     found = shell("evaluate theirs --data rows.csv --json").json["model"]
     assert found["scores"]["accuracy"] == 100.0
     assert shell('predict --model theirs "sky sea ink" --json').json["label"] == "blue"
+    converted = shell("convert theirs mine")
+    following = 'next: gptj-ft predict --model mine "text"\n      gptj-ft evaluate mine --data test.jsonl\n'
+    assert (converted.code, converted.out.endswith(following)) == (0, True), converted.out

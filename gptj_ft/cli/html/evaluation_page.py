@@ -32,6 +32,12 @@ RECORDED = 20  # rows of each kind
 DIGITS = {"loss": 4, "perplexity": 3, "word_perplexity": 3, "byte_perplexity": 3, "mse": 4, "mae": 4}  # others 2
 POWERS_FROM = 10_000  # what is larger, as perplexities of an untrained model are, has three digits and a power of ten
 EVALUATION_SUFFIXES = (".json", ".md", ".html")
+# Scores in a sentence, where their names for --gate and programs are no words.
+SCORE_WORDS = {
+    "rougeL": "ROUGE-L", "f1": "F1", "micro_f1": "micro-F1", "macro_f1": "macro-F1", "relations_f1": "F1 of relations",
+    "entity_f1": "F1 of entities", "word_accuracy": "accuracy by words", "pearson": "Pearson correlation",
+    "mse": "mean squared error",
+}  # fmt: skip
 VERDICTS = {"better": "better", "worse": "worse", "unclear": "no clear change"}
 Facts = Mapping[str, Any]
 
@@ -72,7 +78,7 @@ def headline_of(comparison: PairedEstimates, main: str, rows: int) -> dict[str, 
     if main not in comparison.scores:
         return {"verdict": "", "words": "", "figures": f"{rows:,} rows"}
     verdict = _verdict(main, comparison.differences.get(main))
-    figures = f"{main} {_pair(comparison, main)} on {rows:,} row{'s' * (rows != 1)}"
+    figures = f"{SCORE_WORDS.get(main, main)} {_pair(comparison, main)} on {rows:,} row{'s' * (rows != 1)}"
     return {"verdict": verdict, "words": VERDICTS.get(verdict, ""), "figures": figures}
 
 

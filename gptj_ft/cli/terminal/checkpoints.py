@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
+from gptj_ft import api
 from gptj_ft.checkpoints.base_model import downloaded_model
 from gptj_ft.checkpoints.compare import diff_checkpoints
 from gptj_ft.checkpoints.convert import Conversion, ConvertReport
@@ -16,6 +17,7 @@ from gptj_ft.checkpoints.open import CheckpointFormat, open_source
 from gptj_ft.checkpoints.push import files_left_out, files_to_push, push
 from gptj_ft.cli.terminal.output import Output, print_note
 from gptj_ft.cli.terminal.screen import console_for, next_steps, panel, say, whole
+from gptj_ft.cli.terminal.tables import ask
 from gptj_ft.errors import UsageError, listed
 from gptj_ft.models.registry import NAMES_SHOWN, read_architecture
 from gptj_ft.system import paths
@@ -64,11 +66,20 @@ def show_conversion(console: Console, target: Path, report: ConvertReport, to: s
     if to == "mesh":
         return
     if any((target / name).is_file() for name in paths.TOKENIZER_FILES):
-        model = () if target == downloaded_model() else ("--model", target)
-        recipe = "classification" if read_architecture(target).family.is_encoder else "summarization"
-        next_steps(console, command_line("finetune", "--recipe", recipe, "--data", "my.jsonl", *model))
+        next_steps(console, *_uses(target, has_all=not report.missing))
     else:
         say(console, "the source has no tokenizer: copy one's files there, or repeat with --tokenizer FOLDER")
+
+
+def _uses(folder: Path, has_all: bool) -> tuple[str, ...]:
+    """Return commands for a model that was converted: use its head if that is trained, else train."""
+    architecture = read_architecture(folder)
+    if architecture.task is not None and has_all:
+        recipe = api.model_options(folder, {}).recipe
+        return ask(recipe, folder), command_line("evaluate", folder, "--data", "test.jsonl")
+    model = () if folder == downloaded_model() else ("--model", folder)
+    recipe_name = "classification" if architecture.family.is_encoder else "summarization"
+    return (command_line("finetune", "--recipe", recipe_name, "--data", "my.jsonl", *model),)
 
 
 def compare_checkpoints(
