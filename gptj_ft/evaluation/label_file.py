@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings, Occurrences
 from gptj_ft.data.readers.source import FileOptions, identify
+from gptj_ft.data.table import TokenTable
 from gptj_ft.data.template import fields_of
 from gptj_ft.errors import DataError, UsageError, did_you_mean
 from gptj_ft.evaluation.labelled import check_head, read_labelled
@@ -33,7 +35,8 @@ from gptj_ft.streaming.objective import objective_of
 from gptj_ft.system.files import discard, replace_text
 
 FILE_AND_LINE = ("file", "line")
-FORMS = (".jsonl", ".csv")
+FORMS = (".jsonl", ".csv", ".json")
+ID = "id"  # column with the name of a question
 KEPT = "kept_"  # before the name of a column that has that of a part of the answer
 MOST_COLUMNS = 100  # of probabilities in a table
 _READ = "read"  # setting: tokens that share a pass over the weights
@@ -46,8 +49,8 @@ class LabelJob:
     Attributes:
         setup: model and options.
         prepared: rows.
-        output: file of answers, ``.jsonl`` or ``.csv``.
-        kept: values of columns that are passed through, by file and line.
+        output: file of answers, ``.jsonl``, ``.csv``, or ``.json`` for answers by id.
+        kept: values of columns that are passed through, of each row.
         settings: what the answers depend on.
         plan: memory and token budget.
     """
@@ -55,19 +58,19 @@ class LabelJob:
     setup: InferenceSetup
     prepared: Prepared
     output: Path
-    kept: Mapping[tuple[str, int], Mapping[str, Any]]
+    kept: Sequence[Mapping[str, Any]]
     settings: Mapping[str, Any]
     plan: InferencePlan
 
     @property
     def lines(self) -> Path:
-        """The JSON lines that are written: the output, or what a table is made of in the end."""
-        return self.output.with_name(f"{self.output.name}.partial.jsonl") if self.is_table else self.output
+        """The JSON lines that are written: the output, or what it is made of in the end."""
+        return self.output if self.form == ".jsonl" else self.output.with_name(f"{self.output.name}.partial.jsonl")
 
     @property
-    def is_table(self) -> bool:
-        """Whether the output is a table."""
-        return self.output.suffix.lower() == ".csv"
+    def form(self) -> str:
+        """One of `FORMS`."""
+        return self.output.suffix.lower()
 
 
 @dataclass(frozen=True)
@@ -95,21 +98,30 @@ def plan_labels(setup: InferenceSetup, source: Path, output: Path, keep: Sequenc
     Args:
         setup: model and options.
         source: file of rows, of any form that training takes; they need no labels.
-        output: new file, or one that was begun: ``.jsonl``, or ``.csv``.
+        output: new file, or one that was begun: ``.jsonl``, ``.csv``, or ``.json`` as SQuAD's scripts take it.
         keep: columns that are passed through.
 
     Raises:
-        UsageError: the model has no head, or there is no such column.
+        UsageError: the model has no head, there is no such column, or the rows have no ids for ``.json``.
         DataError: rows that cannot be read.
         ResourceError: it does not fit.
     """
     recipe = setup.recipe
     check_head(setup.folder, recipe, setup.architecture)
     check_lengths(recipe, setup.architecture)
-    if output.suffix.lower() not in FORMS:
+    form = output.suffix.lower()
+    if form not in FORMS:
         raise UsageError(f"{output}: labels are written as JSON lines or CSV: name a file that ends in .jsonl or .csv")
+    if form == ".json" and (recipe.task != "spans" or keep):
+        raise UsageError(
+            f"{output}: .json is for answers to questions, by id and without --keep: name a .jsonl or .csv"
+        )
     prepared = read_labelled(setup, source, needs_target=False)
-    kept = _kept_columns(recipe, source, keep) if keep else {}
+    kept = _kept_columns(recipe, source, (ID,) if form == ".json" else keep, prepared.rows)
+    if form == ".json":
+        _check_ids(source, kept)
+        if null_odds_file(output).exists() and AnswersFile.setting_of(output, "model") is None:
+            raise UsageError(f"{null_odds_file(output)} is there already, and not of this command; name a new --output")
     job = LabelJob(setup, prepared, output, kept, {}, setup.plan(output.absolute().parent))
     before = AnswersFile.setting_of(output, _READ)
     plan = setup.plan(output.absolute().parent, None, documents=prepared.rows.lengths().tolist())
@@ -137,14 +149,16 @@ def run_labels(job: LabelJob, progress: Callable[[int, int], None] | None = None
     continues, report = list(job.prepared.rows["continues"]), job.prepared.report
     starts = [number for number, is_more in enumerate(continues) if not is_more]
     with AnswersFile(job.lines, job.settings, job.output) as file:
-        if job.is_table and job.output.exists():
+        if job.form != ".jsonl" and job.output.exists():
             found = len(starts)
         else:
             found = len(file.done)
             _label(job, file, starts, progress)
-            if job.is_table:
+            if job.form == ".csv":
                 replace_text(job.output, _table(job.lines))
-        if job.is_table:
+            elif job.form == ".json":
+                _write_by_id(job)
+        if job.form != ".jsonl":
             discard(job.lines)
     windowed = sum(start + 1 < len(continues) and continues[start + 1] for start in starts)
     return LabelResult(len(starts), found, windowed, report.rows_cut, report.rows_skipped)
@@ -159,7 +173,7 @@ def _label(
         for part in parts_of(job.prepared.rows, job.plan.together.read):
             first, count = row_of[part.start], sum(number in row_of for number in part)
             if not file.done >= set(range(first, first + count)):
-                lines = _answers(job, part, architecture, stack)
+                lines = _answers(job, part, first, architecture, stack)
                 file.append((first + place, line) for place, line in enumerate(lines))
             if progress:
                 progress(first + count, len(starts))
@@ -218,35 +232,79 @@ def column_of(recipe: Recipe, field: str) -> str:
     return recipe.map.get(field) or next(iter(recipe.fields.get(field, ())), field)
 
 
-def _answers(job: LabelJob, part: range, architecture: Architecture, stack: OffloadedModel) -> Iterator[dict[str, Any]]:
-    """Yield the line of each row of some documents."""
+def _answers(
+    job: LabelJob, part: range, first: int, architecture: Architecture, stack: OffloadedModel
+) -> Iterator[dict[str, Any]]:
+    """Yield the line of each row of some documents, from the first row's number on."""
     table, recipe = job.prepared.rows.select(part), job.setup.recipe
     rows, reader = Rows.of(table), reader_of(recipe, architecture.labels)
     outputs = outputs_of(stack, rows, objective_of(recipe), job.plan.together)
     several = len(job.prepared.report.files) > 1
-    for row in row_outputs(table, rows, outputs):
+    for number, row in enumerate(row_outputs(table, rows, outputs), first):
         source, _, line = row.place.rpartition(":")
         head: dict[str, Any] = {"line": int(line), **({"file": source} if several else {})}
         facts = reader.read(row).facts
-        taken, kept = {ROW, *FILE_AND_LINE, *facts}, job.kept.get((source, int(line)), {})
+        taken, kept = {ROW, *FILE_AND_LINE, *facts}, job.kept[number] if job.kept else {}
         yield {**head, **{KEPT * (name in taken) + name: value for name, value in kept.items()}, **facts}
 
 
-def _kept_columns(recipe: Recipe, source: Path, keep: Sequence[str]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Read the columns that are passed through, by file and line.
+def _kept_columns(recipe: Recipe, source: Path, keep: Sequence[str], table: TokenTable) -> list[dict[str, Any]]:
+    """Read the columns that are passed through, of each row that is labelled.
 
     Raises:
-        UsageError: there is no such column.
+        UsageError: there is no such column, or a row of several on a line was left out, and none knows which.
     """
-    kept: dict[tuple[str, int], dict[str, Any]] = {}
+    if not keep:
+        return []
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     seen: dict[str, None] = {}
     for row in read_rows(identify(source, FileOptions.of(recipe)), Findings(recipe.max_bad_rows)):
         seen |= dict.fromkeys(row.values)
-        kept[row.source, row.line] = {name: row.values.get(name) for name in keep}
+        found.setdefault((row.source, row.line), []).append({name: row.values.get(name) for name in keep})
     for name in keep:
         if name not in seen:
             raise UsageError(f"--keep {name}: no such column{did_you_mean(name, seen)}; there are {', '.join(seen)}")
-    return kept
+    columns = zip(table["source"], table["line"], table["continues"], strict=True)
+    places = [(file, line) for file, line, continues in columns if not continues]
+    for (file, line), count in Counter(places).items():
+        if count != len(found[file, line]) != 1:  # all questions of an article of SQuAD may be on one
+            raise UsageError(
+                f"{file}:{line}: {len(found[file, line])} rows are on this line, and some of them are left out: which "
+                "column is whose cannot be told; write a row a line"
+            )
+    kept = {place: iter(rows) for place, rows in found.items()}
+    return [next(kept[place]) for place in places]
+
+
+def _check_ids(source: Path, kept: Sequence[Mapping[str, Any]]) -> None:
+    """Check that each question has an id of its own.
+
+    Raises:
+        UsageError: one has not.
+    """
+    ids = Counter(str(row[ID]) if isinstance(row[ID], str | int) else "" for row in kept)
+    again = next((name for name, count in ids.items() if not name or count > 1), None)
+    if again is not None:
+        what = f"{ids[again]} questions have the id {again!r}" if again else f"{ids['']} questions have no id"
+        raise UsageError(f"{source}: {what}, by which .json names answers: name a .jsonl or .csv")
+
+
+def null_odds_file(output: Path) -> Path:
+    """Return the file beside answers by id that has the odds that there is no answer, as `--na-prob-file` takes it."""
+    return output.with_name(f"{output.stem}.null_odds.json")
+
+
+def _write_by_id(job: LabelJob) -> None:
+    """Write answers by id, and where there may be none, the odds of that first: it is done when the answers are there.
+
+    This is the form of SQuAD's official scripts (https://rajpurkar.github.io/SQuAD-explorer).
+    """
+    lines = [json.loads(line) for line in job.lines.read_text(encoding="utf-8").splitlines()]
+    odds = {str(line[ID]): line["null_odds"] for line in lines if "null_odds" in line}
+    answers = {str(line[ID]): line["answer"] for line in lines}
+    for path, values in ((null_odds_file(job.output), odds), (job.output, answers)):
+        if values:
+            replace_text(path, json.dumps(values, indent=4, ensure_ascii=False) + "\n")
 
 
 def _table(lines: Path) -> str:

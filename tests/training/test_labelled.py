@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import string
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -244,6 +246,98 @@ def test_predictions_of_odd_rows_are_one_line_or_counted(shell: Any, rows: Path,
         done = shell(line)
         assert (done.code, said in done.said) == (code, True), (line, done.said)
     assert len(lines_of(tmp_path / "odd.jsonl")) == 3
+
+
+def write_squad(path: Path) -> dict[str, list[str]]:
+    """Write questions in SQuAD v2.0's form, an article a line; return the answers by id."""
+    truth: dict[str, list[str]] = {}
+    articles = []
+    for article in range(3):
+        paragraphs = []
+        for number in range(2):
+            text = (
+                f"Room {article} on floor {number} has {article + number} beds. " + "Nobody sleeps in it. " * 9 * number
+            )
+            questions = [
+                {"id": f"q{article}{number}{n}", "question": question, "is_impossible": not start, "answers": [
+                    {"text": text[start:start + 6], "answer_start": start}] if start else []}
+                for n, (question, start) in enumerate([("Which room?", 0), ("Which floor?", 10), ("How?", 21)])
+            ]  # fmt: skip
+            truth |= {each["id"]: [answer["text"] for answer in each["answers"]] for each in questions}
+            paragraphs.append({"context": text, "qas": questions})
+        articles.append(json.dumps({"title": "rooms", "paragraphs": paragraphs}))
+    path.write_text('{"version": "v2.0", "data": [\n' + ",\n".join(articles) + "]}\n", encoding="utf-8")
+    return truth
+
+
+def official_squad2(predictions: dict[str, str], truth: dict[str, list[str]]) -> dict[str, float]:
+    """Score as evaluate-v2.0.py: a question without an answer wants an empty one."""
+
+    def words(text: str) -> list[str]:
+        kept = "".join(each for each in text.lower() if each not in string.punctuation)
+        return [word for word in kept.split() if word not in ("a", "an", "the")]
+
+    def f1(given: list[str], right: list[str]) -> float:
+        if not given or not right:
+            return float(given == right)
+        same = sum((Counter(given) & Counter(right)).values())
+        return 2 * same / (len(given) + len(right))
+
+    exact = [float(any(words(predictions[id]) == words(each) for each in texts or [""])) for id, texts in truth.items()]
+    overlap = [max(f1(words(predictions[id]), words(each)) for each in texts or [""]) for id, texts in truth.items()]
+    return {"exact_match": 100 * sum(exact) / len(exact), "f1": 100 * sum(overlap) / len(overlap)}
+
+
+def test_answers_by_id_score_in_squads_official_script_what_evaluate_says(shell: Any, tmp_path: Path) -> None:
+    truth = write_squad(tmp_path / "dev.json")
+    line = f"finetune --recipe squad2-bert --data dev.json --val-data dev.json {FEW} --max-steps 30 --set lr=3e-3"
+    done = shell(f"{line} --set stride=8 --output run --quiet")
+    assert done.code == 0, done.said
+    ask = "predict --model run --input dev.json --output"
+    assert shell(f"{ask} predictions.json").code == 0
+    given = json.loads((tmp_path / "predictions.json").read_text(encoding="utf-8"))
+    odds = json.loads((tmp_path / "predictions.null_odds.json").read_text(encoding="utf-8"))
+    assert list(given) == list(odds) == list(truth)
+    assert [text == "" for text in given.values()] == [each > 0 for each in odds.values()]
+    assert {"", *given.values()} != {""}
+    official = official_squad2(given, truth)
+    for told in (
+        shell("evaluate run --data dev.json --json").json["model"]["scores"],
+        shell("evaluate --predictions predictions.json --data dev.json --recipe squad --json").json["model"]["scores"],
+    ):
+        assert {name: told[name] for name in official} == pytest.approx(official)
+
+    assert shell(f"{ask} lines.jsonl --keep id").code == 0
+    assert [line["id"] for line in lines_of(tmp_path / "lines.jsonl")] == list(truth), "an article is one line"
+    before = (tmp_path / "predictions.json").read_bytes()
+    again = shell(f"{ask} predictions.json")
+    assert (again.code, f"{len(truth)} of them were there" in again.said) == (0, True)
+    assert (tmp_path / "predictions.json").read_bytes() == before
+
+
+def test_answers_by_id_need_ids_and_questions(shell: Any, rows: Path, tmp_path: Path) -> None:
+    write_squad(tmp_path / "dev.json")
+    questions = [{"question": "Which?", "context": "A room.", "id": id} for id in ("a", "b", "a")]
+    write_lines(tmp_path / "twice.jsonl", questions)
+    write_lines(tmp_path / "none.jsonl", [{name: row[name] for name in ("question", "context")} for row in questions])
+    text = (tmp_path / "dev.json").read_text(encoding="utf-8")
+    (tmp_path / "empty.json").write_text(text.replace("Which floor?", " ", 1), encoding="utf-8")
+    line = f"finetune --recipe squad2-bert --data dev.json {FEW} --max-steps 1 --set stride=8 --set holdout=0 --output asked"
+    assert shell(line).code == 0
+    finetune(shell, "classification", f"--data rows.csv {TEXT} --set holdout=0", steps=1)
+    (tmp_path / "there.null_odds.json").write_text("mine")
+    for line, said in (
+        ("predict --model asked --input twice.jsonl --output out.json", "2 questions have the id 'a'"),
+        ("predict --model asked --input none.jsonl --output out.json", "no such column"),
+        ("predict --model asked --input dev.json --output out.json --keep title", "without --keep"),
+        ("predict --model asked --input dev.json --output there.json", "there.null_odds.json is there already"),
+        ("predict --model asked --input empty.json --output out.json", "empty.json:2: 6 rows are on this line"),
+        ("predict --model run --input rows.csv --output out.json", ".json is for answers to questions"),
+    ):
+        done = shell(line)
+        assert (done.code, said in done.said) == (2, True), (line, done.said)
+    assert not list(tmp_path.glob("out.json*"))
+    assert (tmp_path / "there.null_odds.json").read_text() == "mine"
 
 
 def test_a_decoder_learns_labels_too_and_transformers_opens_it(shell: Any, rows: Path, tmp_path: Path) -> None:

@@ -34,7 +34,12 @@ def predict(
         Path | None, flag("rows to label, of any form that --data takes", "--input", metavar="FILE")
     ] = None,
     output: Annotated[
-        Path | None, flag("with --input: .jsonl or .csv; the same command goes on with it", metavar="FILE")
+        Path | None,
+        flag(
+            "with --input: .jsonl, .csv, or .json for answers by id as SQuAD's scripts take them; the same command "
+            "goes on with it",
+            metavar="FILE",
+        ),
     ] = None,
     keep: Annotated[str | None, flag("with --input: columns to pass through", metavar="NAME,...")] = None,
     options: Given,
