@@ -11,6 +11,7 @@ measured (benchmarks/RESULTS.md). No GPU has run the program yet.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from gptj_ft.config.resolve import resolve
 from gptj_ft.models.published import find_published
@@ -93,6 +94,7 @@ MACHINES = [
 ]
 
 
+@cache
 def plan_for(machine: Machine, method: str) -> Plan:
     """Return the plan of the run on a machine."""
     options = {"recipe": "summarization", "method": method, "batch_size": BATCH, "epochs": 1.0}

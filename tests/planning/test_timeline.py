@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from gptj_ft.planning.plan import (
     NUM_REPLAYED,
     SAME,
     Free,
+    Plan,
     candidates,
     choose,
     forecast,
@@ -110,9 +112,14 @@ def gptj_6b(device: str, tokens: int = 16384, **options: object) -> tuple[Recipe
     return Recipe.model_validate(options), load, free, Rates(card.rates(), RATES.disk)
 
 
+@cache
+def plan_of_gptj_6b(device: str) -> Plan:
+    return choose(*gptj_6b(device))
+
+
 @pytest.mark.parametrize("device", ["RTX 4060 8GB", "RTX 4090 24GB", "A100 80GB", "H100 80GB", "H200 141GB"])
 def test_a_step_of_gptj_6b_takes_as_long_as_the_longer_of_what_each_pass_does(device: str) -> None:
-    timeline = choose(*gptj_6b(device)).timeline
+    timeline = plan_of_gptj_6b(device).timeline
     assert timeline is not None
     assert timeline.share_by_pass > 0.97
     assert timeline.share_of_bound <= timeline.share_by_pass < 1.0001
@@ -126,7 +133,7 @@ def test_a_step_of_gptj_6b_takes_as_long_as_the_longer_of_what_each_pass_does(de
 
 
 def test_so_many_more_tokens_hide_the_transfers_of_gptj_6b() -> None:
-    plan = choose(*gptj_6b("RTX 4090 24GB"))
+    plan = plan_of_gptj_6b("RTX 4090 24GB")
     assert plan.timeline is not None
     assert plan.timeline.stall > 0.1
     assert 0 < plan.tokens_to_hide_stall < 16384
@@ -138,7 +145,7 @@ def test_so_many_more_tokens_hide_the_transfers_of_gptj_6b() -> None:
 @pytest.mark.parametrize("device", ["RTX 4090 24GB", "H200 141GB"])
 def test_of_the_placements_that_fit_an_accelerator_the_one_whose_replay_is_fastest_is_taken(device: str) -> None:
     recipe, load, free, rates = gptj_6b(device)
-    plan = choose(recipe, load, free, rates)
+    plan = plan_of_gptj_6b(device)
     assert not kinds_on_disk(plan.placement)
     seconds = {}
     for each in candidates(recipe, free):
