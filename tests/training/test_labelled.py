@@ -322,8 +322,8 @@ def test_answers_by_id_need_ids_and_questions(shell: Any, rows: Path, tmp_path: 
     write_lines(tmp_path / "none.jsonl", [{name: row[name] for name in ("question", "context")} for row in questions])
     text = (tmp_path / "dev.json").read_text(encoding="utf-8")
     (tmp_path / "empty.json").write_text(text.replace("Which floor?", " ", 1), encoding="utf-8")
-    line = f"finetune --recipe squad2-bert --data dev.json {FEW} --max-steps 1 --set stride=8 --set holdout=0 --output asked"
-    assert shell(line).code == 0
+    line = f"finetune --recipe squad2-bert --data dev.json {FEW} --max-steps 1 --set stride=8 --set holdout=0"
+    assert shell(f"{line} --output asked").code == 0
     finetune(shell, "classification", f"--data rows.csv {TEXT} --set holdout=0", steps=1)
     (tmp_path / "there.null_odds.json").write_text("mine")
     for line, said in (
