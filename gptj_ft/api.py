@@ -24,6 +24,7 @@ from gptj_ft.checkpoints.base_model import default_model, find_model
 from gptj_ft.config.resolve import Resolved, resolve
 from gptj_ft.data.hub_dataset import fetch, is_reference
 from gptj_ft.errors import UsageError
+from gptj_ft.system.group import ALONE, Group
 from gptj_ft.system.machine import bound_kernel_caches
 from gptj_ft.system.signals import stop_says
 from gptj_ft.training.prepare_data import Preparation, Targets, prepare_rows
@@ -91,9 +92,12 @@ def prepare_run(
     start: str | None = None,
     offline: bool = False,
     reporter: Reporter | None = None,
+    group: Group = ALONE,
     **options: Any,
 ) -> PreparedRun:
     """Read model and rows of a run, and plan it; nothing is written. Arguments and errors: as `finetune`.
+
+    Several processes share it if it is given their ``group``, see `gptj_ft.system.launch.joined`.
 
     >>> run = gptj_ft.prepare_run("summarization", data="my.jsonl", model="tiny")
     >>> run.setup.plan.costs.seconds_per_step
@@ -107,8 +111,8 @@ def prepare_run(
     if resume is not None:
         given = recipe if isinstance(recipe, Resolved) else options_on_resume(*_split(options, recipe))
         reporter.on_activity("reading the run")
-        return resume_run(Path(resume), given, start)
-    return read_run(fetched(resolved_options(recipe, options), offline, reporter), reporter)
+        return resume_run(Path(resume), given, start, group)
+    return read_run(fetched(resolved_options(recipe, options), offline, reporter), reporter, group=group)
 
 
 def finetune(

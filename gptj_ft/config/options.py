@@ -444,6 +444,11 @@ class Recipe(Options):
     """where the inputs of recomputed layers wait for backward"""
     read_ahead: int = Field(1, ge=0, le=8)
     """layers read before they are needed"""
+    share: Literal["auto", "layers", "rows"] = "auto"
+    """of several processes, what each has: some layers with their state, or some rows of each step and a whole model"""
+    lanes: int | None = Field(None, ge=1)
+    """sums that a step's gradient is made of, one for each process with share: rows, or several; null: one for each
+    """
 
     # What it leaves behind
     validate_every: int = Field(0, ge=0)
@@ -495,13 +500,13 @@ class Recipe(Options):
 # Options of the environment, which may change on resume without changing a number of the run.
 FREE_ON_RESUME = frozenset((
     "device", "weights", "optimizer_state", "device_memory", "host_memory", "disk_space", "activations", "boundaries",
-    "read_ahead", "save_every", "save_minutes", "max_time", "keep", "export", "report_to", "output",
+    "read_ahead", "share", "save_every", "save_minutes", "max_time", "keep", "export", "report_to", "output",
 ))  # fmt: skip
 # Options younger than runs that can still be resumed: those had what is the default.
 YOUNGER = frozenset((
     "task", "pair", "stride", "class_weights", "label_threshold", "max_answer_tokens", "num_best", "null_threshold",
     "num_sentences", "block_trigrams", "dropout", "attention_dropout", "layer_decay", "bias_correction",
-    "header",
+    "header", "lanes",
 ))  # fmt: skip
 GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "lora": LoRA, "schedule": SchedulePiece}
 STRETCHING = ("warmup", "final_lr")  # what a schedule of pieces has no use for

@@ -43,10 +43,11 @@ class Run:
         state: folder of what only an unfinished run needs.
         checkpoints: folder of the checkpoints.
         model: folder of the tuned model.
+        writes: whether this process writes what the run has once; of several processes that share it, one does.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, writes: bool = True) -> None:
+        self.folder, self.writes = folder, writes
         self.recipe_file, self.record_file = folder / "recipe.yaml", folder / "run.json"
         self.base_file, self.metrics_file = folder / "base.json", folder / "metrics.jsonl"
         self.data, self.state = folder / "data", folder / "state"
@@ -110,6 +111,8 @@ class Run:
 
         It is written once for a run on disk, and for each checkpoint of another.
         """
+        if not self.writes:
+            return
         record, saved = self.record(), str(path.relative_to(self.folder)) if path else None
         if record["saved"] != saved:
             sync_path(self.folder)  # the name of the folder that it is in must not be lost with the note kept
@@ -157,10 +160,13 @@ class Run:
 
     def discard_state(self) -> None:
         """Remove what only an unfinished run needs: the model holds the result."""
-        discard(self.state)
+        if self.writes:
+            discard(self.state)
 
     def log(self, line: str) -> None:
         """Add a line, with the time, to ``log.txt``."""
+        if not self.writes:
+            return
         with appending(self.folder / "log.txt") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {one_line(line)}\n")
 
@@ -170,7 +176,8 @@ class Run:
         Raises:
             ResourceError: the disk is full, or fails.
         """
-        JsonLines(self.metrics_file, is_sealed=True).append(values)
+        if self.writes:
+            JsonLines(self.metrics_file, is_sealed=True).append(values)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of ``metrics.jsonl``, except those that `metrics_problems` reports."""
@@ -202,6 +209,8 @@ class Run:
 
     def forget_metrics_after(self, step: int) -> None:
         """Drop the lines that a run resumed after a step will write again."""
+        if not self.writes:
+            return
         kept = [
             line
             for line, values in self._metrics_lines()
@@ -301,6 +310,8 @@ def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str,
     """
     from importlib.metadata import version
 
+    if not run.writes:
+        return
     packages = ("torch", "transformers", "tokenizers", "datasets")
     facts = {
         "gptj_ft": __version__,

@@ -25,7 +25,7 @@ from gptj_ft.models.registry import Architecture
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.prefetch import Prefetcher
 from gptj_ft.streaming.schedule import inference_tasks
-from gptj_ft.streaming.step import TokenQuery, TokenScores, forward, score_hidden
+from gptj_ft.streaming.step import TokenQuery, TokenScores, forward, route_up, score_hidden
 
 COMPUTED_TOKENS = 2048
 
@@ -51,7 +51,7 @@ class ForwardPasses:
         if layers is None or not layers.is_active:
             self._stack.take_slots()  # memory that is first taken while decoding could not be trained with afterwards
             layers = Prefetcher(self._stack, inference_tasks(cycle(range(len(self._stack.layers)))))
-        hidden = forward(layers, batches)
+        hidden = forward(layers, batches, route_up(layers.model, batches))
         head = next(layers)
         parameters = head.parameters()
         with torch.inference_mode():

@@ -368,7 +368,7 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     """Return the same where it is the host's memory, which one process need not have to itself: by a rule of thumb."""
     placement, load, recipe, hidden = demand.placement, demand.load, demand.recipe, demand.hidden_bytes
     # Its gradient, before that is added to the others.
-    biggest_matrix = max(shape.numel() for layout in load.layouts for shape in layout.shapes.values())
+    biggest_matrix = max((shape.numel() for layout in load.layouts for shape in layout.shapes.values()), default=0)
     graph = SAVED_PER_TOKEN * hidden * min(load.micro_batch_tokens, load.step_tokens)
     activations = graph + load.weights_bytes(load.micro_batch_pairs) + load.bucket_bytes
     # Beside those of the blocks there are what the head takes, its gradient, and what a block is just giving; where the

@@ -39,15 +39,17 @@ class Target:
     name: str = ""
 
     @classmethod
-    def here(cls, recipe: Recipe, folder: Path) -> Target:
-        """Return this machine, for a run in a folder.
+    def here(cls, recipe: Recipe, folder: Path, processes: int = 1) -> Target:
+        """Return this machine, or the share of it that each of several processes has, for a run in a folder.
 
         Raises:
             UsageError: there is no such device.
         """
         device = machine.choose_device(recipe.device, recipe.device_memory)
         dtype = choose_dtype(recipe.precision, device)
-        return cls(device, dtype, free_resources(device, folder), rates(device, folder))
+        free = free_resources(device, folder)
+        share = Free(free.device // processes, free.host // processes, free.disk // processes, free.is_shared)
+        return cls(device, dtype, share, rates(device, folder))
 
     @classmethod
     def of(cls, recipe: Recipe, folder: Path) -> Target:

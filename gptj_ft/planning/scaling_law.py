@@ -96,6 +96,6 @@ def pretraining_flops(layouts: Sequence[Layout], width: int, context: int, token
     That is, with a product for the embedding, and with attention scores that are computed in whole windows and not
     masked. For the models of Cerebras-GPT this gives 88 to 94 % of the published numbers.
     """
-    vocabulary = max(shape[0] for shape in layouts[-1].used_shapes.values())
+    vocabulary = max((shape[0] for shape in layouts[-1].used_shapes.values()), default=0)
     forward = 2.0 * vocabulary * width + 4.0 * context * width * (len(layouts) - 2)
     return count_flops(layouts, tokens, tokens).model + 3.0 * forward * tokens

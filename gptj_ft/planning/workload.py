@@ -103,7 +103,7 @@ class Workload:
 
     @property
     def vocabulary(self) -> int:
-        return max(shape[0] for layout in self.whole_layers[-1] for shape in layout.used_shapes.values())
+        return max((shape[0] for layout in self.whole_layers[-1] for shape in layout.used_shapes.values()), default=0)
 
     @property
     def frozen_elements(self) -> int:
@@ -138,7 +138,7 @@ class Workload:
 
     @property
     def head_parameters(self) -> int:
-        """Parameters that the head computes with, those that it shares with the embedding included."""
+        """Parameters that the head computes with, those that it shares with the embedding included; 0: none here."""
         return sum(layout.num_used for layout in self.whole_layers[-1])
 
     @cached_property

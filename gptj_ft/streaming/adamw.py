@@ -146,19 +146,18 @@ class AdamW:
         """
         self.updates.step += 1
         self._torn.clear()
-        of_layers = torch.stack(list(self._layer_norms.values())).tolist()  # one wait for the device, not one a layer
+        of_layers = self._norms_of_all()
         before = self.loss_scale
         scale = before.scale if before else 1.0
         # Unscaled before it is compared with the limit, as with `torch.amp.GradScaler`. Sums of squares of fp16
         # gradients are far inside fp32: a norm that is not finite is that of an element that is not.
-        norm = math.sqrt(math.fsum(value**2 for value in of_layers)) / scale
+        norm = math.sqrt(math.fsum(value**2 for value in of_layers.values())) / scale
         is_skipped = before is not None and not math.isfinite(norm)
         if before is not None:
             self.loss_scale = before.after_step(is_skipped)
         if not math.isfinite(norm) and (self.loss_scale is None or self.loss_scale.scale < 1.0):
             tried = "" if before is None else f" in fp16, whatever the loss is multiplied by, down to {scale:g}"
-            found = zip(self._layer_norms, of_layers, strict=True)
-            first = max(layer for layer, value in found if not math.isfinite(value))
+            first = max(layer for layer, value in of_layers.items() if not math.isfinite(value))
             raise GptjFtError(
                 f"the gradient of step {self.step} is not finite{tried}, first in layer {first} counted from the "
                 "embedding; stopped before using it"
@@ -170,6 +169,14 @@ class AdamW:
             self._update = Update(self.step, self._lr, clip, scale, self.step - self.num_updates, is_skipped)
             self.updates.layers = set(self._model.trained)
         return norm
+
+    def _norms_of_all(self) -> dict[int, float]:
+        """Return the gradient norm of each trained layer, whichever process has it."""
+        norms = list(self._layer_norms.values())
+        values = torch.stack(norms).tolist() if norms else []  # one wait for the device, not one a layer
+        own = dict(zip(self._layer_norms, values, strict=True))
+        every = self._model.relay.group.gather("norms", {str(layer): value for layer, value in own.items()})
+        return {int(layer): value for each in every for layer, value in each.items()}
 
     @property
     def is_whole(self) -> bool:

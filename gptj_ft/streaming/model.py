@@ -18,6 +18,7 @@ from gptj_ft.models.functional import FunctionalLayer
 from gptj_ft.models.layout import MOMENTS, TIED_SOURCE_LAYER, Kind, Layout
 from gptj_ft.streaming.activations import Activations, DeviceActivations
 from gptj_ft.streaming.buffers import BufferPool, Lease
+from gptj_ft.streaming.relay import ONE_PROCESS, Relay
 from gptj_ft.streaming.stores.base import CHUNK_NUMEL, LayerStore, chunks
 from gptj_ft.system.accelerator import (
     StallTimer,
@@ -68,6 +69,8 @@ class OffloadedModel:
         budget: buffer budget.
         layouts: layout of the trained parameters of each layer, which have state; default: all of them.
         frozen: layout of the frozen parameters of each layer.
+        relay: which process has which layer; default: this one all. Layouts of the layers of others are empty.
+        lowest_trained: layer at which backward ends, whoever has it; one above the head if nothing is trained.
         bytes_read, bytes_written: between the stores and the device, so far.
     """
 
@@ -78,12 +81,17 @@ class OffloadedModel:
     budget: BufferBudget = BufferBudget()
     layouts: Sequence[Layout] = ()
     frozen: Sequence[Layout] = ()
+    relay: Relay = ONE_PROCESS
+    lowest_trained: int = -1
     bytes_read: int = field(default=0, init=False)
     bytes_written: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.layouts = self.layouts or [Layout.of(layer) for layer in self.layers]
         self.frozen = self.frozen or [Layout.of(layer, ()) for layer in self.layers]
+        self.relay = self.relay if self.relay.owners else Relay.alone(len(self.layers))
+        if self.lowest_trained < 0:
+            self.lowest_trained = min(self.trained, default=len(self.layers))
         self._waited_seconds = 0.0
         self._stall_timer = StallTimer(self.device) if has_streams(self.device) else None
         self.compute_stream = current_stream(self.device)
@@ -102,13 +110,13 @@ class OffloadedModel:
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
-        """The layers that have something to train."""
+        """The layers that have something to train, of those that this process has."""
         return tuple(index for index, layout in enumerate(self.layouts) if layout.numel)
 
     @property
-    def lowest_trained(self) -> int:
-        """The layer at which backward ends; one above the head if nothing is trained."""
-        return min(self.trained, default=len(self.layers))
+    def own_layers(self) -> list[int]:
+        """The layers that this process has."""
+        return [layer for layer in range(len(self.layers)) if self.relay.has(layer)]
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -21,6 +21,7 @@ from gptj_ft.models.registry import Architecture
 from gptj_ft.models.trainable import Selection, adapted, places_of
 from gptj_ft.streaming.activations import OffloadedActivations
 from gptj_ft.streaming.model import BufferBudget, OffloadedModel
+from gptj_ft.streaming.relay import ONE_PROCESS, Relay, restricted
 from gptj_ft.streaming.stores.device import DeviceStore
 from gptj_ft.streaming.stores.folder import FolderStore
 from gptj_ft.streaming.stores.host import HostStore
@@ -41,6 +42,8 @@ def open_for_training(
     keep_gradients: bool = True,
     boundary: Layout | None = None,
     selection: Selection | None = None,
+    relay: Relay = ONE_PROCESS,
+    lowest_trained: int = -1,
 ) -> OffloadedModel:
     """Open empty stores for training a model; `load_weights` or a checkpoint fills them.
 
@@ -56,16 +59,21 @@ def open_for_training(
         keep_gradients: whether updates wait for the global norm, so that gradients need a store.
         boundary: layout of a layer's inputs; needed where the placement keeps them off the device.
         selection: trained parameters; default: all.
+        relay: which process has which layer; default: this one all.
+        lowest_trained: layer at which backward ends, if another process has it.
     """
     if selection is None:
         selection = Selection.of(architecture.layers, lambda *_: True)
     stored = {kind: dtype for kind, dtype in dtypes.items() if kind != "grad" or keep_gradients}
     stores = open_stores(placement, selection.trained, stored, device, folder, budget.chunk_numel)
-    model = OffloadedModel(selection.build(), dtypes, stores, device, budget, selection.trained, selection.frozen)
+    model = OffloadedModel(
+        selection.build(), dtypes, stores, device, budget, selection.trained, selection.frozen, relay, lowest_trained
+    )
     if placement.boundaries != "device":
         assert boundary is not None
         compute, chunk_numel = model.compute_dtype, budget.chunk_numel
-        store = open_boundaries(placement, boundary, len(model.layers), compute, device, folder, chunk_numel)
+        layouts = restricted([boundary] * len(model.layers), model.relay.owners, model.relay.group.rank)
+        store = open_boundaries(placement, layouts, compute, device, folder, chunk_numel)
         model.boundaries = OffloadedActivations(store, boundary.numel, chunk_numel, compute, device, model)
     return model
 

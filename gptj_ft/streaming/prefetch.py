@@ -315,6 +315,16 @@ class LayerLoad:
         self._tied_gradients = [begun]
         return {**own, **self._tied_views(begun.tensor.zero_())}
 
+    @property
+    def is_tied_source(self) -> bool:
+        """Whether another layer computes with trained parameters of this one, and has begun its gradient."""
+        return self._model.is_tied_source(self.index)
+
+    def gradient_sums(self) -> list[Tensor]:
+        """Return the flat tensors that `gradients` are parts of."""
+        own = [self.tensors["grad"]] if self.layout.numel else []
+        return [*own, *(lease.tensor for lease in self._tied_gradients)]
+
     def use_gradient(self, step: int) -> None:
         """Store the gradient, or update the layer with it, as the task says."""
         if self.task.gradient == "write":

@@ -73,12 +73,14 @@ class PendingUpdates:
 
 
 def training_tasks(model: OffloadedModel, pending: PendingUpdates) -> list[LayerTask]:
-    """Schedule a training step: all layers upwards, then down from the block below the head to the lowest trained."""
-    top = len(model.layers) - 1
-    down = reversed(range(model.lowest_trained, top))
+    """Schedule a training step: all layers upwards, then down from the block below the head to the lowest trained.
+
+    Of a model whose layers are shared between processes, those of this one.
+    """
+    own, top = model.own_layers, len(model.layers) - 1
     return [
-        *(_forward_task(model, pending, layer) for layer in range(top + 1)),
-        *(_backward_task(model, pending, layer) for layer in down),
+        *(_forward_task(model, pending, layer) for layer in own),
+        *(_backward_task(model, pending, layer) for layer in reversed(own) if model.lowest_trained <= layer < top),
     ]
 
 

@@ -14,8 +14,8 @@ the layers between their operations.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import reduce
 from itertools import islice
 from operator import add
@@ -30,10 +30,12 @@ from gptj_ft.models.batch import HeadRows, PackedBatch, Poll
 from gptj_ft.models.embedding import EmbeddingRows
 from gptj_ft.models.linear import Kernel
 from gptj_ft.streaming.activations import Activations
+from gptj_ft.streaming.lanes import LaneSums
 from gptj_ft.streaming.loss_scale import LossScale
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.objective import CrossEntropy, Objective
 from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher, Updater
+from gptj_ft.streaming.relay import Route
 from gptj_ft.streaming.schedule import PendingUpdates, inference_tasks, training_tasks
 
 HEAD_CHUNK_BYTES = 128 * 2**20  # of fp32 logits
@@ -76,7 +78,11 @@ class StepLoss:
 
 
 def train_step(
-    model: OffloadedModel, optimizer: Optimizer, batches: Sequence[PackedBatch], objective: Objective = CrossEntropy()
+    model: OffloadedModel,
+    optimizer: Optimizer,
+    batches: Sequence[PackedBatch],
+    objective: Objective = CrossEntropy(),
+    lanes: LaneSums | None = None,
 ) -> StepLoss:
     """Run forward, loss and backward for the micro-batches of one optimizer step.
 
@@ -87,19 +93,40 @@ def train_step(
         optimizer: optimizer that takes the gradients, and updates layers while they are loaded.
         batches: the micro-batches.
         objective: what is learned; default: the next token.
+        lanes: sums of gradients that the step has, where these batches are not all, or not one sum.
     """
-    top = len(model.layers) - 1
+    relay, top = model.relay, len(model.layers) - 1
     layers = Prefetcher(model, training_tasks(model, optimizer.updates), optimizer)
     first_kept = max(1, model.lowest_trained, top - model.budget.num_kept_layers)
-    kept = {layer: KeptActivations() for layer in range(first_kept, top)}
+    kept = {layer: KeptActivations() for layer in range(first_kept, top) if relay.has(layer)}
     model.boundaries.begin()
-    hidden = forward(layers, batches, kept, model.boundaries)
-    head = next(layers)
-    loss, gradients = head_gradients(head, hidden, batches, objective, optimizer.loss_scale)
-    if head.task.gradient:
-        optimizer.add_gradient(head)
-    backward(layers, optimizer, batches, gradients, kept)
-    return loss
+    up, down = route_up(model, batches), route_down(model, batches)
+    hidden = forward(layers, batches, up, kept, model.boundaries)
+    loss, gradients = None, list[Tensor]()
+    if relay.has_head:
+        head = next(layers)
+        arriving = up.arriving(top, hidden)
+        loss, gradients = head_gradients(head, arriving, batches, objective, optimizer.loss_scale, down, lanes)
+        if head.task.gradient:
+            optimizer.add_gradient(head)
+    backward(layers, optimizer, batches, gradients, kept, down, lanes)
+    up.end()
+    down.end()
+    (found,) = relay.from_head("loss", [asdict(loss)] if loss else None)
+    return StepLoss(**found)  # type: ignore[arg-type]
+
+
+def route_up(model: OffloadedModel, batches: Sequence[PackedBatch]) -> Route:
+    """Return the way of hidden states, from the embedding to the head."""
+    tokens = [len(batch.tokens_T) for batch in batches]
+    return model.relay.route(range(len(model.layers)), tokens, model.compute_dtype, model.device)
+
+
+def route_down(model: OffloadedModel, batches: Sequence[PackedBatch]) -> Route:
+    """Return the way of their gradients, from the head to the lowest layer that is trained."""
+    tokens = [len(batch.tokens_T) for batch in batches]
+    layers = range(len(model.layers) - 1, model.lowest_trained - 1, -1)
+    return model.relay.route(layers, tokens, model.compute_dtype, model.device)
 
 
 class SavedView(NamedTuple):
@@ -125,18 +152,20 @@ class KeptActivations:
         self._weights: tuple[Tensor, ...] = ()
 
     def run(
-        self, loaded: LayerLoad, inputs: Sequence[Tensor], batches: Sequence[PackedBatch], poll: Poll
+        self, loaded: LayerLoad, arriving: Iterable[Tensor], batches: Sequence[PackedBatch], poll: Poll, up: Route
     ) -> list[Tensor]:
-        """Run the layer on every micro-batch; return its outputs, without history."""
+        """Run the layer on every micro-batch; return its outputs, without history, unless they were handed on."""
         self.load(loaded)
         self.parameters = trainable_leaves(loaded)
-        self.inputs = [x.detach().requires_grad_(loaded.is_above_trained) for x in inputs]
+        here = []
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            self.outputs = [
-                run_layer(loaded, self.parameters, x, batch, poll)
-                for x, batch in zip(self.inputs, batches, strict=True)
-            ]
-        return [output.detach() for output in self.outputs]
+            for values, batch in zip(arriving, batches, strict=True):
+                x = values.detach().requires_grad_(loaded.is_above_trained)
+                self.inputs.append(x)
+                self.outputs.append(run_layer(loaded, self.parameters, x, batch, poll))
+                if not up.hand_on(loaded.index, self.outputs[-1]):
+                    here.append(self.outputs[-1].detach())
+        return here
 
     def load(self, loaded: LayerLoad) -> None:
         """Note where the layer's weights are now."""
@@ -160,33 +189,44 @@ class KeptActivations:
 def forward(
     layers: Prefetcher,
     batches: Sequence[PackedBatch],
+    up: Route,
     kept: Mapping[int, KeptActivations] | None = None,
     boundaries: Activations | None = None,
 ) -> list[Tensor]:
-    """Run the layers below the head on every micro-batch.
+    """Run the layers below the head, those that this process has, on every micro-batch.
 
     Args:
         layers: the layers as they come; the head is left for the caller.
         batches: the micro-batches.
+        up: what hands on their outputs.
         kept: for training, the layers whose activations are kept, by number; default: none.
         boundaries: for training, where the inputs of the others go; default: nowhere.
 
     Returns:
-        The head's inputs, [T, D] per micro-batch.
+        The outputs of the last of them, [T, D] per micro-batch; empty if another process has got them.
     """
     hidden: list[Tensor] = [batch.tokens_T for batch in batches]
-    for loaded in islice(layers, len(layers.model.layers) - 1):
+    relay = layers.model.relay
+    for loaded in islice(layers, relay.owners[:-1].count(relay.group.rank)):
+        arriving = up.arriving(loaded.index, hidden)
         if kept and loaded.index in kept:
-            hidden = kept[loaded.index].run(loaded, hidden, batches, layers.poll)
+            hidden = kept[loaded.index].run(loaded, arriving, batches, layers.poll, up)
             continue
-        if boundaries is not None and loaded.is_in_backward:
-            boundaries.put(loaded.index, hidden)
-        parameters = loaded.parameters_for(batches)
+        keeps = boundaries is not None and loaded.is_in_backward
+        parameters = loaded.parameters_for(batches) if batches else {}
+        inputs, here = list[Tensor](), list[Tensor]()
         # Nothing that decoding leaves behind is ever trained on, so that autograd need not hear of it at all.
-        with torch.no_grad() if batches[0].kernel == "training" else torch.inference_mode():
-            hidden = [
-                run_layer(loaded, parameters, x, batch, layers.poll) for x, batch in zip(hidden, batches, strict=True)
-            ]
+        is_decoding = bool(batches) and batches[0].kernel == "decoding"
+        with torch.inference_mode() if is_decoding else torch.no_grad():
+            for x, batch in zip(arriving, batches, strict=True):
+                output = run_layer(loaded, parameters, x, batch, layers.poll)
+                if not up.hand_on(loaded.index, output):
+                    here.append(output)
+                if keeps:
+                    inputs.append(x)
+        if boundaries is not None and inputs:
+            boundaries.put(loaded.index, inputs)
+        hidden = here
     return hidden
 
 
@@ -204,6 +244,8 @@ def backward(
     batches: Sequence[PackedBatch],
     gradients: list[Tensor],
     kept: dict[int, KeptActivations],
+    down: Route,
+    lanes: LaneSums | None = None,
 ) -> None:
     """Carry the gradients of the head's inputs down through the layers, recomputing those that are not kept.
 
@@ -211,11 +253,14 @@ def backward(
     """
     boundaries = layers.model.boundaries
     for loaded in layers:
+        arriving, here = down.arriving(loaded.index, gradients), list[Tensor]()
         graph = kept.pop(loaded.index, None)
-        inputs = boundaries.take(loaded.index) if graph is None else graph.inputs
+        inputs = graph.inputs if graph else boundaries.take(loaded.index) if batches else []
         if graph is not None:
             graph.load(loaded)
-        parameters = graph.parameters if graph else trainable_leaves(loaded)
+        parameters, begun = graph.parameters if graph else trainable_leaves(loaded), None
+        if not batches and loaded.is_trained:  # all rows of the step are other processes'
+            begun = sum_gradients(loaded, parameters, lanes)
         for b, batch in enumerate(batches):
             if graph is not None:
                 x, output = inputs[b], graph.outputs[b]
@@ -227,10 +272,15 @@ def backward(
                 output = run_layer(loaded, parameters, x, batch, layers.poll)
             # Not before: while the first micro-batch was recomputed, the gradient above could leave.
             if b == 0 and loaded.is_trained:
-                sum_gradients(loaded, parameters)
-            torch.autograd.backward(output, gradients[b])
-            if x.grad is not None:
-                gradients[b] = x.grad
+                begun = sum_gradients(loaded, parameters, lanes)
+            torch.autograd.backward(output, next(arriving))
+            if lanes and loaded.is_trained:
+                lanes.close(loaded.gradient_sums(), b + 1)
+            if x.grad is not None and not down.hand_on(loaded.index, x.grad):
+                here.append(x.grad)
+        gradients = here
+        if lanes and loaded.is_trained:
+            add_lanes(loaded, lanes, begun)
         if loaded.task.gradient:
             optimizer.add_gradient(loaded)
 
@@ -241,17 +291,36 @@ def trainable_leaves(loaded: LayerLoad) -> dict[str, Tensor]:
     return {**loaded.parameters(), **trained}
 
 
-def sum_gradients(loaded: LayerLoad, parameters: dict[str, Tensor]) -> None:
+def sum_gradients(loaded: LayerLoad, parameters: dict[str, Tensor], lanes: LaneSums | None = None) -> Tensor | None:
     """Have autograd sum the gradients of these leaves into the layer's flat gradient, in fp32.
 
     Those of borrowed parameters go into the flat gradient of the layer that they are of.
+
+    Returns:
+        With lanes, what another layer has begun the sum with: it is of all lanes already, and is added at their end.
     """
-    for name, total in loaded.gradients().items():
+    begun = None
+    totals = loaded.gradients()
+    if lanes:
+        if loaded.is_tied_source:
+            begun = loaded.tensors["grad"].clone()
+            loaded.tensors["grad"].zero_()
+        lanes.begin(loaded.gradient_sums())
+        lanes.close(loaded.gradient_sums(), 0)
+    for name, total in totals.items():
         parameter = parameters[name]
         if parameter.dtype == total.dtype:
             parameter.grad = total
         else:
             parameter.register_post_accumulate_grad_hook(_adder(total))  # type: ignore[no-untyped-call]
+    return begun
+
+
+def add_lanes(loaded: LayerLoad, lanes: LaneSums, begun: Tensor | None) -> None:
+    """Put the sums over all lanes into a layer's gradients."""
+    lanes.total(loaded.gradient_sums())
+    if begun is not None:
+        loaded.tensors["grad"].add_(begun)
 
 
 def _adder(total: Tensor) -> Callable[[Tensor], None]:
@@ -265,23 +334,28 @@ def _adder(total: Tensor) -> Callable[[Tensor], None]:
 
 def head_gradients(
     head: LayerLoad,
-    hidden: list[Tensor],
+    hidden: Iterable[Tensor],
     batches: Sequence[PackedBatch],
-    objective: Objective = CrossEntropy(),
-    loss_scale: LossScale | None = None,
+    objective: Objective,
+    loss_scale: LossScale | None,
+    down: Route,
+    lanes: LaneSums | None = None,
 ) -> tuple[StepLoss, list[Tensor]]:
     """Compute the loss, the head's gradient and the gradients of its inputs.
 
     Args:
         head: the head.
-        hidden: the head's inputs, one [T, D] per micro-batch; freed on the way.
+        hidden: the head's inputs, one [T, D] per micro-batch, as they come.
         batches: the micro-batches of the whole step.
         objective: what is learned.
         loss_scale: factor of all gradients, in fp16. A loss that is not finite is then for the optimizer to see, by its
             gradients.
+        down: what hands on the gradients of its inputs.
+        lanes: sums of gradients that the step has.
 
     Returns:
-        The loss of the step, and for each micro-batch d(mean loss + mean of what is added)/d(hidden), [T, D].
+        The loss of the step, and for each micro-batch d(mean loss + mean of what is added)/d(hidden), [T, D]; nothing
+        if another process has got them.
 
     Raises:
         NotFinite: the loss, without a scale; no weight has been touched by this step.
@@ -289,14 +363,14 @@ def head_gradients(
     scale = loss_scale.scale if loss_scale else 1.0
     parameters = trainable_leaves(head)
     if head.is_trained:
-        sum_gradients(head, parameters)
-    weight = sum(objective.weight(batch) for batch in batches)
+        sum_gradients(head, parameters, lanes)
+    weight = lanes.weight if lanes else sum(objective.weight(batch) for batch in batches)
     gradients: list[Tensor] = []
     losses, z_losses = [torch.zeros((), device=head.device)], [torch.zeros((), device=head.device)]
-    for b, batch in enumerate(batches):
-        gradient_TD = torch.zeros_like(hidden[b])
+    for b, (batch, x_TD) in enumerate(zip(batches, hidden, strict=True)):
+        gradient_TD = torch.zeros_like(x_TD)
         for positions_S, rows in head_pieces(head, batch, objective):
-            x_SD = hidden[b][positions_S].requires_grad_(head.is_above_trained)
+            x_SD = x_TD[positions_S].requires_grad_(head.is_above_trained)
             output_SC = head.run(parameters, x_SD, rows)
             loss, added = objective.loss(output_SC, batch, positions_S)
             losses.append(loss.detach())
@@ -306,18 +380,24 @@ def head_gradients(
             (loss / weight * scale).backward()  # type: ignore[no-untyped-call]
             if x_SD.grad is not None:
                 gradient_TD[positions_S] = x_SD.grad
-        gradients.append(gradient_TD)
-        hidden[b] = gradient_TD.new_empty(0)
-    total, z_total = sums(losses, z_losses)
+        if not down.hand_on(head.index, gradient_TD):
+            gradients.append(gradient_TD)
+        if lanes and head.is_trained:
+            lanes.close(head.gradient_sums(), b + 1)
+    if lanes and head.is_trained:
+        add_lanes(head, lanes, None)
+    total, z_total = sums(losses, z_losses, lanes=lanes)
     if loss_scale is None and not math.isfinite(total + z_total):
         raise NotFinite("the loss is not finite")
-    return StepLoss(total, weight, z_total, sum(batch.num_targets for batch in batches)), gradients
+    num_targets = lanes.num_targets if lanes else sum(batch.num_targets for batch in batches)
+    return StepLoss(total, weight, z_total, num_targets), gradients
 
 
-def sums(*series: Sequence[Tensor]) -> list[float]:
+def sums(*series: Sequence[Tensor], lanes: LaneSums | None = None) -> list[float]:
     """Return the sum of each series of scalars, in fp64, in their order; the program waits once for all of them."""
     values = iter(torch.stack([value for values in series for value in values]).tolist())
-    return [reduce(add, islice(values, len(each)), 0.0) for each in series]
+    found = [list(islice(values, len(each))) for each in series]
+    return [reduce(add, each, 0.0) for each in (lanes.losses(found) if lanes else found)]
 
 
 def head_pieces(head: LayerLoad, batch: PackedBatch, objective: Objective) -> Iterator[tuple[Tensor, HeadRows]]:
@@ -344,6 +424,13 @@ def evaluate_losses(
     model: OffloadedModel, batches: Sequence[PackedBatch], objective: Objective = CrossEntropy()
 ) -> list[StepLoss]:
     """Return the loss of each batch; nothing is trained."""
+    losses = _losses_here(model, batches, objective)
+    found = model.relay.from_head("losses", [asdict(loss) for loss in losses] if model.relay.has_head else None)
+    return [StepLoss(**each) for each in found]  # type: ignore[arg-type]
+
+
+def _losses_here(model: OffloadedModel, batches: Sequence[PackedBatch], objective: Objective) -> list[StepLoss]:
+    """Return the same in the process that has the head, in others nothing."""
     if isinstance(objective, CrossEntropy) and not objective.class_weights:
         return [
             StepLoss(-float(found.log_probabilities_S.double().sum()), count, num_targets=count)
@@ -363,6 +450,8 @@ def head_outputs(model: OffloadedModel, batches: Sequence[PackedBatch], objectiv
     It is for heads of few outputs: those of a vocabulary are never all there at once, see `score_tokens`.
     """
     hidden, head = forward_trunk(model, batches)
+    if head is None:
+        return
     parameters = head.parameters()
     for x_TD, batch in zip(hidden, batches, strict=True):
         with torch.no_grad():
@@ -404,7 +493,7 @@ def score_tokens(
     Returns: the scores of each batch, on the CPU, in the order asked.
     """
     hidden, head = forward_trunk(model, batches)
-    return score_hidden(head, hidden, wanted)
+    return score_hidden(head, hidden, wanted) if head else []
 
 
 def score_hidden(
@@ -425,8 +514,13 @@ def score_hidden(
     return scores
 
 
-def forward_trunk(model: OffloadedModel, batches: Sequence[PackedBatch]) -> tuple[list[Tensor], LayerLoad]:
-    """Run the layers below the head; return the head's inputs, and the head."""
-    layers = Prefetcher(model, inference_tasks(range(len(model.layers))))
-    hidden = forward(layers, batches)
-    return hidden, next(layers)
+def forward_trunk(model: OffloadedModel, batches: Sequence[PackedBatch]) -> tuple[list[Tensor], LayerLoad | None]:
+    """Run the layers below the head; return the head's inputs, and the head, if this process has it."""
+    layers, up = Prefetcher(model, inference_tasks(model.own_layers)), route_up(model, batches)
+    here = forward(layers, batches, up)
+    head, hidden = None, list[Tensor]()
+    if model.relay.has_head:
+        hidden = list(up.arriving(len(model.layers) - 1, here))
+        head = next(layers)
+    up.end()
+    return hidden, head

@@ -50,6 +50,7 @@ from gptj_ft.system.files import (
     remove_folder,
     sync_path,
 )
+from gptj_ft.system.group import Group, from_first
 from gptj_ft.system.memory import allocate
 from gptj_ft.training.run_state import RunState
 
@@ -65,7 +66,21 @@ def commit(run: Run, state: RunState, update: Update | None) -> None:
     Raises:
         ResourceError: the disk is full or fails; the commit before this one stands.
     """
-    write_sealed(run.state / COMMIT, {**state.to_dict(), "update": asdict(update) if update else None})
+    if run.writes:
+        write_sealed(run.state / COMMIT, {**state.to_dict(), "update": asdict(update) if update else None})
+
+
+def commit_together(run: Run, group: Group, state: RunState, update: Update | None) -> None:
+    """Make a step permanent that several processes have computed, when the gradients of all are on the disk.
+
+    No process goes on to write what is of this step before its commit is there. Args and errors: as `commit`.
+
+    Raises:
+        PeerFailed: another process has failed; then the commit before this one may be the last.
+    """
+    group.gather("prepared", {"step": state.step})
+    commit(run, state, update)
+    group.gather("committed", {"step": state.step})
 
 
 def layers_behind(run: Run, stack: OffloadedModel, step: int) -> set[int]:
@@ -99,8 +114,9 @@ def save(run: Run, stack: OffloadedModel, state: RunState) -> None:
     Raises:
         ResourceError: no space, or the disk fails; earlier checkpoints are still there.
     """
-    if not _is_there(run, state):
-        with _new_checkpoint(run, state) as folder:
+    group = stack.relay.group
+    if not _is_there(run, group, state):
+        with _new_checkpoint(run, group, state) as folder:
             _write_layers(folder, stack, state.step)
     run.note_saved(run.checkpoint(state.step) / MANIFEST)
 
@@ -110,8 +126,9 @@ def link(run: Run, stack: OffloadedModel, state: RunState) -> None:
 
     Args and errors: as `save`.
     """
-    if not _is_there(run, state):
-        with _new_checkpoint(run, state) as folder:
+    group = stack.relay.group
+    if not _is_there(run, group, state):
+        with _new_checkpoint(run, group, state) as folder:
             are_links = _link_layers(run.state, folder, stack)
         if not are_links:
             run.log(f"{run.folder} is on a file system without hard links: its checkpoints are copies")
@@ -130,7 +147,7 @@ def adopt(run: Run, stack: OffloadedModel, step: int) -> None:
         sync_path(run.state)
     except OSError as error:
         raise disk_error(error, run.state, RESUME) from error
-    commit(run, state, None)
+    commit_together(run, stack.relay.group, state, None)
 
 
 def turn_into_checkpoint(run: Run, state: RunState) -> None:
@@ -138,6 +155,8 @@ def turn_into_checkpoint(run: Run, state: RunState) -> None:
 
     Every layer must have been updated.
     """
+    if not run.writes:
+        return
     for path in {*run.state.glob("gradient-*"), *run.state.glob("*.new")}:
         path.unlink()
     final = run.checkpoint(state.step)
@@ -227,27 +246,33 @@ def _link_layers(source: Path, target: Path, stack: OffloadedModel) -> bool:
     return all(are_links)
 
 
-def _is_there(run: Run, state: RunState) -> bool:
+def _is_there(run: Run, group: Group, state: RunState) -> bool:
     """Tell whether a step has its checkpoint already; then only its manifest changes: it has become the best."""
     manifest = run.checkpoint(state.step) / MANIFEST
-    if manifest.is_file():
+    is_there = bool(from_first(group, "has checkpoint", {"is_there": manifest.is_file()})["is_there"])
+    if is_there and run.writes:
         write_sealed(manifest, state.to_dict())
-        return True
-    return False
+    return is_there
 
 
 @contextmanager
-def _new_checkpoint(run: Run, state: RunState) -> Iterator[Path]:
-    """Yield a folder to fill; it then becomes the checkpoint."""
+def _new_checkpoint(run: Run, group: Group, state: RunState) -> Iterator[Path]:
+    """Yield a folder to fill, each process with its layers; it then becomes the checkpoint."""
     final = run.checkpoint(state.step)
     temporary = doomed_name(final)
     try:
-        keep_folder(final.parent)
-        create_folder(temporary)
+        if run.writes:
+            keep_folder(final.parent)
+            create_folder(temporary)
+        group.gather("checkpoint begun", {})
         yield temporary
-        _publish(temporary, final, state)
+        group.gather("checkpoint written", {})
+        if run.writes:
+            _publish(temporary, final, state)
+        group.gather("checkpoint published", {})
     except (OSError, ResourceError) as error:
-        discard(temporary)
+        if run.writes:
+            discard(temporary)
         raise (disk_error(error, f"checkpoint {final}", RESUME) if isinstance(error, OSError) else error) from error
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gptj_ft.checkpoints.formats.peft import TASK_TYPES, MergedCheckpoint, open_adapter, write_adapter
@@ -19,6 +20,7 @@ from gptj_ft.models.lora import is_transposed, name_of, targets_in
 from gptj_ft.models.trainable import Selection, select
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.open import trained_parameters, whole_layers
+from gptj_ft.streaming.relay import Relay
 from gptj_ft.system.files import discard, hidden_name
 from gptj_ft.system.paths import is_model
 from gptj_ft.training.checkpoint import parameters
@@ -63,9 +65,39 @@ def export_model(setup: TrainSetup, run: Run, stack: OffloadedModel, state: RunS
         "updates_before": state.updates_before,
     }
     trained = TunedModel(setup.recipe, setup.model, setup.architecture, data, metrics)
-    is_last = exported.step == state.step
-    layers = trained_parameters(stack) if is_last else parameters(run.checkpoint(exported.step), stack.layouts)
-    write_outcome(run.model, trained, setup.selection, layers)
+    is_last, whole = exported.step == state.step, setup.whole or setup.selection
+    own = trained_parameters(stack) if is_last else parameters(run.checkpoint(exported.step), stack.layouts)
+    layers = every_layer(stack.relay, own, whole)
+    if run.writes:
+        write_outcome(run.model, trained, whole, layers)
+    elif stack.relay.group.size > 1:
+        for _ in layers:
+            pass
+
+
+def every_layer(relay: Relay, own: Iterator[dict[str, Tensor]], whole: Selection) -> Iterator[dict[str, Tensor]]:
+    """Yield the trained parameters of every layer, in process 0; other processes hand theirs on meanwhile.
+
+    Args:
+        relay: which process has which layer.
+        own: trained parameters of each layer, fp32; empty for layers of others.
+        whole: layouts of all layers.
+    """
+    group = relay.group
+    for layer, owner in enumerate(relay.owners):
+        here = next(own)
+        if owner == 0 or not whole.trained[layer].numel:
+            yield here
+            continue
+        shapes = whole.trained[layer].shapes
+        if group.rank == owner:
+            for name in shapes:
+                group.send(0, here[name].contiguous()).wait()
+        elif group.rank == 0:
+            here = {name: torch.empty(shape) for name, shape in shapes.items()}
+            for values in here.values():
+                group.receive(owner, values).wait()
+        yield here
 
 
 def write_outcome(target: Path, trained: TunedModel, selection: Selection, layers: Iterator[dict[str, Tensor]]) -> None:

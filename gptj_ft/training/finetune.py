@@ -38,11 +38,13 @@ from gptj_ft.planning.workload import Workload
 from gptj_ft.system.accelerator import is_accelerator
 from gptj_ft.system.digests import read_sealed, write_sealed
 from gptj_ft.system.files import hidden_name, keep_folder, remove, replace_text, sync_path, sync_tree, write_file
+from gptj_ft.system.group import ALONE, Group
 from gptj_ft.system.lock import LOCK, locked
 from gptj_ft.system.machine import choose_device
 from gptj_ft.system.paths import is_model, is_tuned
 from gptj_ft.system.signals import StopRequest, stop_says
 from gptj_ft.system.units import clock
+from gptj_ft.training.follow import announce, hear_plan, own_run
 from gptj_ft.training.loop import Session, TrainResult, train, warn
 from gptj_ft.training.reporter import Reporter
 from gptj_ft.training.retention import check_keep, find_checkpoint, go_back
@@ -152,13 +154,16 @@ def planning(device: torch.device, folder: Path) -> str:
     return "planning" if are_known(device, folder) else "measuring this machine, once, up to 10 s"
 
 
-def prepare_new_run(resolved: Resolved, reporter: Reporter | None = None, target: Target | None = None) -> PreparedRun:
+def prepare_new_run(
+    resolved: Resolved, reporter: Reporter | None = None, target: Target | None = None, group: Group = ALONE
+) -> PreparedRun:
     """Read everything that a new run needs, and plan it; writes nothing but a tiny model.
 
     Args:
         resolved: options with their origins.
         reporter: receiver of activities.
         target: what it is planned for; default: this machine, which it can then be trained on.
+        group: processes that share it.
 
     Raises:
         GptjFtError: whatever stands in its way.
@@ -170,7 +175,7 @@ def prepare_new_run(resolved: Resolved, reporter: Reporter | None = None, target
     inputs = gather(recipe)
     reporter.on_activity("planning" if target else planning(_device_here(recipe, reporter), folder))
     final = recipe.model_copy(update={"model": str(inputs.model.resolve()), "output": str(folder)})
-    setup = _setup(final, inputs.model, (inputs.train, inputs.validation), folder, target)
+    setup = _setup(final, inputs.model, (inputs.train, inputs.validation), folder, target, group)
     origins = dict(resolved.origins)
     if final.precision == "auto":
         origins["precision"] = "chosen by measuring"
@@ -185,13 +190,14 @@ def _device_here(recipe: Recipe, reporter: Reporter) -> torch.device:
     return device
 
 
-def resume_run(folder: Path, given: Resolved, start: str | None = None) -> PreparedRun:
+def resume_run(folder: Path, given: Resolved, start: str | None = None, group: Group = ALONE) -> PreparedRun:
     """Read a run folder; options that change no number may be given anew.
 
     Args:
         folder: run folder.
         given: options given anew, and no others, see `options_on_resume`.
         start: name of the checkpoint to go back to, see `retention.find_checkpoint`.
+        group: processes that share the run from now on.
 
     Raises:
         Finished: all of the run is done; what it had left if it was cut off in its last moments has been removed.
@@ -237,7 +243,25 @@ def resume_run(folder: Path, given: Resolved, start: str | None = None) -> Prepa
         if part is not None:
             check_tokens(part, where, vocab_size_of(model), recipe.max_length)
     step = None if start is None else 0 if start == START else find_checkpoint(run, start)
-    return PreparedRun(_setup(recipe, model, rows, run.folder), rows[0].report, Resolved(recipe, {}), rows, run, step)
+    setup = _setup(recipe, model, rows, run.folder, group=group)
+    return PreparedRun(setup, rows[0].report, Resolved(recipe, {}), rows, run, step)
+
+
+def follow_run(group: Group, session: Session | None = None) -> None:
+    """Take part in a run that process 0 of a group leads, in another process; nothing is printed.
+
+    Raises:
+        GptjFtError: as `loop.train`; or this process cannot do what is planned.
+    """
+    plan = hear_plan(group)
+    if plan is None:
+        return
+    folder, recipe = Path(plan["folder"]), build(plan["recipe"])
+    group.gather("made", {})
+    data = Run(folder).data
+    rows = (load_dataset(data / "train"), load_dataset(data / "validation") if (data / "validation").exists() else None)
+    setup = _setup(recipe, Path(recipe.model or ""), rows, folder, group=group)
+    train(setup, own_run(folder, setup), Reporter(), session)
 
 
 def options_on_resume(
@@ -262,6 +286,7 @@ def train_run(prepared: PreparedRun, reporter: Reporter | None = None, session: 
     """
     reporter, session = reporter or Reporter(), session or Session()
     run = prepared.run or Run(Path(prepared.setup.recipe.output or ""))
+    announce(prepared.setup, run)
     folder = new_run_folder(prepared) if prepared.run is None else locked(prepared.run.folder, "training")
     with going_on(run, session.owns_process), folder:
         if prepared.start is not None:
@@ -276,6 +301,7 @@ def train_run(prepared: PreparedRun, reporter: Reporter | None = None, session: 
                 warn(run, reporter, problem)
         if (start := prepared.setup.plan.costs.start.seconds) > LONG_START:
             reporter.on_message(f"putting weights and state in their places, about {clock(start)}")
+        prepared.setup.group.gather("made", {})
         return train(prepared.setup, run, reporter, session)
 
 
@@ -437,6 +463,7 @@ def _setup(
     rows: tuple[Prepared, Prepared | None],
     folder: Path,
     target: Target | None = None,
+    group: Group = ALONE,
 ) -> TrainSetup:
     train, validation = rows
     check_keep(recipe, len(validation.rows) if validation else 0)
@@ -449,4 +476,5 @@ def _setup(
         folder,
         target,
         train.report.labels,
+        group,
     )

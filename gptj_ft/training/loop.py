@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,15 +21,19 @@ from gptj_ft.models.dropout import seed_of
 from gptj_ft.planning.flops import count_flops
 from gptj_ft.planning.working_memory import allocator_limit
 from gptj_ft.streaming.adamw import AdamW
+from gptj_ft.streaming.lanes import LaneSums, lanes_of, lanes_of_rank
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.step import StepLoss, evaluate_losses, train_step
 from gptj_ft.system.accelerator import limit_memory
+from gptj_ft.system.files import discard
+from gptj_ft.system.group import ALONE, agreed, from_first
 from gptj_ft.system.paths import remember_run
 from gptj_ft.system.signals import StopRequest
 from gptj_ft.system.units import clock
 from gptj_ft.training import checkpoint
 from gptj_ft.training.deadline import Deadline, forecast_seconds, next_activities
 from gptj_ft.training.export import ExportedState, export_model
+from gptj_ft.training.follow import open_replica, send_state
 from gptj_ft.training.nonfinite import LossWatch, explain_gradient, explain_loss
 from gptj_ft.training.reporter import RecentSteps, Reporter, StepReport, reporting, step_log_line
 from gptj_ft.training.restore import open_state
@@ -38,7 +43,7 @@ from gptj_ft.training.schedule import is_multiple
 from gptj_ft.training.setup import TrainSetup
 from gptj_ft.training.throughput import StepCounts, Stopwatch, Throughput, summarize
 from gptj_ft.training.trackers import tracking
-from gptj_ft.training.validation import LabelledValidation, ValidationSamples, samples_of, validate
+from gptj_ft.training.validation import LabelledValidation, ValidationSample, ValidationSamples, samples_of, validate
 
 
 @dataclass(frozen=True)
@@ -126,10 +131,14 @@ def opened(setup: TrainSetup, run: Run, reporter: Reporter, session: Session) ->
     started = time.monotonic() if session.started is None else session.started
     deadline = Deadline(setup.recipe.max_time, started, forecast_seconds(setup))
     chosen = {"placement": str(setup.plan.placement), "precision": setup.plan.precision}
+    chosen |= {"processes": f"{setup.group.size}, sharing {setup.recipe.share}"} if setup.group.size > 1 else {}
     record_environment(run, str(setup.device), torch.get_num_threads(), chosen)
     limit_memory(setup.device, allocator_limit(setup.plan.have.device))
-    stack, optimizer, state = open_state(setup, run)
+    is_replica = setup.group.rank > 0 and setup.relay.group.size == 1
+    stack, optimizer, state = (open_replica if is_replica else open_state)(setup, run)
     try:
+        if not is_replica:
+            send_state(setup, stack, optimizer, state)
         recent = RecentSteps(setup.num_steps, state.step, setup.plan.costs.seconds_per_step)
         retention = CheckpointRetention(setup, run, stack, optimizer)
         samples = samples_of(setup, run)
@@ -148,6 +157,8 @@ def opened(setup: TrainSetup, run: Run, reporter: Reporter, session: Session) ->
                 yield training
     finally:
         stack.close()
+        if is_replica:
+            discard(run.state)
 
 
 @dataclass
@@ -201,6 +212,8 @@ class Training:
             return
         self.reporter.on_activity(f"validating on {len(rows):,} rows")
         self.flush()
+        if self.setup.group.size > 1:
+            return self._validate_together()
         with self.deadline.measure("validation"):
             measure = partial(validate, self.stack, rows, recipe.micro_batch_tokens, objective=self.setup.objective)
             if isinstance(self.samples, LabelledValidation):
@@ -212,6 +225,39 @@ class Training:
                 raise explain_loss("validation loss", step, self.setup, self.stack, measure)
             if self.samples and not isinstance(self.samples, LabelledValidation):
                 sample = self.samples.take(self.stack, step)
+        self._after_validation(loss, sample)
+
+    def _validate_together(self) -> None:
+        """Validate in several processes: of a model whose layers they share all take part, else the first does it.
+
+        Raises:
+            NotFinite: the loss.
+        """
+        setup, samples, step = self.setup, self.samples, self.state.step
+        loss, sample = 0.0, None
+        with self.deadline.measure("validation"):
+            if setup.relay.group.size > 1:
+                tokens = setup.recipe.micro_batch_tokens
+                loss = validate(self.stack, setup.validation, tokens, self.stop_if_asked, setup.objective).mean
+            elif setup.group.rank == 0 and isinstance(samples, LabelledValidation):
+                found, sample = samples.measure(self.stack, lambda: None)
+                loss = found.mean
+            elif setup.group.rank == 0:
+                tokens = setup.recipe.micro_batch_tokens
+                loss = validate(self.stack, setup.validation, tokens, objective=setup.objective).mean
+                sample = samples.take(self.stack, step) if isinstance(samples, ValidationSamples) else None
+        scores = sample.scores if sample else {}
+        found_first = from_first(setup.group, "validation", {"loss": loss, "scores": scores})
+        loss = found_first["loss"]
+        if not math.isfinite(loss):
+            raise NotFinite(f"the validation loss after step {step} is not finite")
+        if sample is None and found_first["scores"]:
+            sample = ValidationSample(found_first["scores"], "", "")
+        self._after_validation(loss, sample)
+
+    def _after_validation(self, loss: float, sample: ValidationSample | None) -> None:
+        """Record a validation, and keep the state if it is the best."""
+        step, recipe = self.state.step, self.setup.recipe
         self.validation_loss = loss
         if step == 0:
             self.state = replace(self.state, loss_before=loss)
@@ -220,7 +266,8 @@ class Training:
         self.reporter.on_validation(step, loss, sample)
         self.warn(self.watch.after_validation(loss, self.state.loss_before))
         self.state = self.retention.after_validation(self.state, loss, scores)
-        if not self.is_done and self.retention.is_out_of_patience(self.state):
+        patience = {"is_out": self.retention.is_out_of_patience(self.state)}
+        if not self.is_done and from_first(self.setup.group, "patience", patience)["is_out"]:
             end = f"ended after step {step}: no better state in {recipe.patience} validations"
             self.run.log(end)
             self.reporter.on_message(end)
@@ -244,14 +291,16 @@ class Training:
         self.reporter.on_step(report, progress)
         if self.setup.plan.placement.is_durable:
             # The next step may begin meanwhile: whatever it writes comes after this.
-            self.stack.stores["grad"].then(partial(checkpoint.commit, self.run, self.state, self.optimizer.pending))
+            commit, group = checkpoint.commit_together, self.stack.relay.group
+            self.stack.stores["grad"].then(partial(commit, self.run, group, self.state, self.optimizer.pending))
         self.deadline.record("step", report.counts.seconds)
 
     def save_if_due(self) -> None:
         """Make a checkpoint if one is due."""
         self.reporter.on_activity(f"saving after step {self.state.step}")
         before = time.monotonic()
-        if self.retention.save_if_due(self.state):
+        is_late = bool(from_first(self.setup.group, "late", {"is": self.retention.is_late})["is"])
+        if self.retention.save_if_due(self.state, is_late):
             self.deadline.record("save", time.monotonic() - before)
 
     def export(self) -> None:
@@ -265,6 +314,7 @@ class Training:
         self.flush()
         self.warn_unmoved()
         export_model(self.setup, self.run, self.stack, self.state, self.exported)
+        self.setup.group.gather("exported", {})
 
     @property
     def exported(self) -> ExportedState:
@@ -281,9 +331,11 @@ class Training:
             Interrupted: a signal came while the model was being written, which is sooner done than a checkpoint.
         """
         run, state, exported = self.run, self.state, self.exported
+        self.setup.group.gather("finished", {})  # nobody has files of it open any more
         run.discard_state()
         kept = self.retention.prune(state, is_finished=True)
-        remember_run(run.folder)
+        if run.writes:
+            remember_run(run.folder)
         if self.stop.requested:
             raise Interrupted(f"stopped; {what_is_saved(run)}")
         counts, throughput = summarize(step_lines(run))
@@ -308,7 +360,7 @@ class Training:
         Raises:
             Interrupted: it has.
         """
-        if self.stop.requested:
+        if agreed(self.setup.group, "stop", self.stop.requested):
             self._stop(Interrupted, "")
 
     def stop_if_late(self) -> None:
@@ -318,9 +370,10 @@ class Training:
             OutOfTime, Interrupted: it might not; or a signal has asked, too.
         """
         step, limit = self.state.step, self.setup.recipe.max_time
-        if step < self.setup.num_steps and not self.deadline.allows(*next_activities(self.setup, step)):
+        allows = self.deadline.allows(*next_activities(self.setup, step)) if step < self.setup.num_steps else True
+        if not from_first(self.setup.group, "in time", {"is": allows})["is"]:
             reason = f": another might not end within {clock(limit or 0.0)}"
-            self._stop(Interrupted if self.stop.requested else OutOfTime, reason)
+            self._stop(Interrupted if agreed(self.setup.group, "stop", self.stop.requested) else OutOfTime, reason)
 
     def _stop(self, kind: type[Interrupted], reason: str) -> None:
         step = self.state.step
@@ -340,6 +393,8 @@ class Training:
         except (Interrupted, NotFinite, DataError):  # saved; or resumed, the run would get here again
             raise
         except BaseException:
+            if self.stack.relay.group.size > 1 or not self.run.writes:
+                raise  # the state is in several processes, or a copy
             with suppress(BaseException):  # what ended the run is what is to be told
                 is_durable = self.setup.plan.placement.is_durable
                 if not is_durable and self.optimizer.is_whole and self._is_recorded():
@@ -377,13 +432,12 @@ def compute_step(setup: TrainSetup, stack: OffloadedModel, optimizer: AdamW) -> 
     """
     recipe, stopwatch = setup.recipe, Stopwatch(stack)
     rows = rows_of_step(optimizer.step, len(setup.train), recipe.batch_size, recipe.seed)
-    seed = (lambda document: seed_of((recipe.seed, optimizer.step, document))) if setup.drops else None
-    batches = [batch.to(setup.device) for batch in setup.train.batches(rows, recipe.micro_batch_tokens, seed)]
+    batches, lanes = batches_of_step(setup, rows, optimizer.step)
     # As in the Trainer of `transformers`, a skipped step takes its rows and its number, but no place in the schedule.
     lr, scale = setup.schedule.lr(optimizer.num_updates + 1), optimizer.loss_scale
     optimizer.begin_step(lr)
-    loss, grad_norm = guarded_step(setup, stack, optimizer, batches)
-    counts = stopwatch.read(sum(len(batch.tokens_T) for batch in batches), loss.num_targets)
+    loss, grad_norm = guarded_step(setup, stack, optimizer, batches, lanes)
+    counts = stopwatch.read(sum(setup.train.lengths[row] for row in rows), loss.num_targets)
     flops = count_flops(stack.layouts, counts.tokens, counts.target_tokens, stack.budget.num_kept_layers, stack.frozen)
     throughput = Throughput.of(counts, flops, setup.plan.rates.compute.matmul(setup.dtype))
     return StepReport(
@@ -391,8 +445,43 @@ def compute_step(setup: TrainSetup, stack: OffloadedModel, optimizer: AdamW) -> 
     )
 
 
+def batches_of_step(setup: TrainSetup, rows: Sequence[int], step: int) -> tuple[list[PackedBatch], LaneSums | None]:
+    """Return the micro-batches of a step, those that this process computes; and their lanes, if there are several.
+
+    Args:
+        setup: recipe and rows.
+        rows: rows of the step.
+        step: optimizer steps done.
+    """
+    recipe, tokens = setup.recipe, setup.recipe.micro_batch_tokens
+    # By the place of a document among those of the step, so that it does not matter what it is computed together with.
+    firsts = list(accumulate((len(setup.train.row(row)) for row in rows), initial=0)) if setup.drops else []
+
+    def packed(places: Sequence[int]) -> list[PackedBatch]:
+        chosen = [rows[place] for place in places]
+        if not setup.drops:
+            return setup.train.batches(chosen, tokens)
+        numbers = [number for place in places for number in range(firsts[place], firsts[place + 1])]
+        return setup.train.batches(chosen, tokens, lambda document: seed_of((recipe.seed, step, numbers[document])))
+
+    if setup.lanes == 1:
+        return [batch.to(setup.device) for batch in packed(range(len(rows)))], None
+    lanes = [packed(places) for places in lanes_of([setup.train.lengths[row] for row in rows], setup.lanes)]
+    group = setup.group if setup.relay.group.size == 1 else ALONE
+    own = [lanes[lane] for lane in lanes_of_rank(group.rank, group.size, setup.lanes)]
+    every = [batch for lane in lanes for batch in lane]
+    weight = sum(setup.objective.weight(batch) for batch in every)
+    ends = list(accumulate(map(len, own)))
+    sums = LaneSums(group, setup.lanes, ends, weight, sum(batch.num_targets for batch in every))
+    return [batch.to(setup.device) for lane in own for batch in lane], sums
+
+
 def guarded_step(
-    setup: TrainSetup, stack: OffloadedModel, optimizer: AdamW, batches: Sequence[PackedBatch]
+    setup: TrainSetup,
+    stack: OffloadedModel,
+    optimizer: AdamW,
+    batches: Sequence[PackedBatch],
+    lanes: LaneSums | None = None,
 ) -> tuple[StepLoss, float]:
     """Take one optimizer step; return its loss and gradient norm.
 
@@ -401,14 +490,18 @@ def guarded_step(
         DataError: a weight of the model that training starts from.
     """
     try:
-        loss = train_step(stack, optimizer, batches, setup.objective)
+        loss = train_step(stack, optimizer, batches, setup.objective, lanes)
     except NotFinite:
+        if setup.group.size > 1:
+            raise  # where it appeared is found by passes in which all would have to take part
         optimizer.flush()
         again = partial(evaluate_losses, stack, batches, setup.objective)
         raise explain_loss("loss", optimizer.step, setup, stack, again) from None
     try:
         return loss, optimizer.finish_step()
     except GptjFtError as error:
+        if setup.group.size > 1:
+            raise
         if not math.isfinite(loss.mean):  # so forward overflows fp16, where no scale of the loss is of any help
             done = optimizer.step - 1 if optimizer.num_updates else 0
             again = partial(evaluate_losses, stack, batches, setup.objective)

@@ -37,8 +37,10 @@ def open_state(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, RunS
     if commit and not is_durable:  # the session before had the state on disk, this one has not
         settle(setup, run, commit)
         commit = None
-    if not commit:
+    group = setup.relay.group
+    if not commit and (run.writes or group.size == 1):
         discard(run.state)  # what is saved is elsewhere: scratch, or half of a beginning
+    group.gather("state cleared", {})
     stack = open_stack(setup, run, setup.plan.placement)
     if run.state.is_dir() and not takes_direct(run.state):
         run.log(f"{run.state} is on a file system without direct I/O: transfers go through the page cache")
@@ -59,7 +61,7 @@ def open_state(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, RunS
             optimizer = make_optimizer(setup, stack, state)
             state = replace(state, loss_scale=optimizer.loss_scale)
             if is_durable:
-                checkpoint.commit(run, state, None)
+                checkpoint.commit_together(run, group, state, None)
         if is_durable:
             run.note_saved(run.state / COMMIT)
         # This has the name of the state folder on the disk, too.
@@ -105,7 +107,7 @@ def open_stack(setup: TrainSetup, run: Run, placement: Placement) -> OffloadedMo
     boundary = boundary_layout(setup.most_step_tokens, setup.architecture.config.n_embd, recipe.batch_size)
     stack = open_for_training(
         setup.architecture, placement, dtypes, setup.device, run.state, setup.plan.budget, keep_gradients, boundary,
-        setup.selection,
+        setup.selection, setup.relay, lowest_trained(setup),
     )  # fmt: skip
     try:
         weights = open_checkpoint(setup.model)
@@ -114,6 +116,12 @@ def open_stack(setup: TrainSetup, run: Run, placement: Placement) -> OffloadedMo
         stack.close()
         raise
     return stack
+
+
+def lowest_trained(setup: TrainSetup) -> int:
+    """Return the lowest layer of the model that is trained, whichever process has it."""
+    layouts = (setup.whole or setup.selection).trained
+    return next((layer for layer, layout in enumerate(layouts) if layout.numel), len(layouts))
 
 
 def make_optimizer(setup: TrainSetup, stack: OffloadedModel, state: RunState) -> AdamW:
@@ -149,4 +157,5 @@ def settle(setup: TrainSetup, run: Run, commit: dict[str, Any]) -> None:
         resume_optimizer(setup, run, stack, commit).flush()
     finally:
         stack.close()
+    setup.relay.group.gather("settled", {})
     checkpoint.turn_into_checkpoint(run, state)

@@ -73,11 +73,15 @@ class CheckpointRetention:
         since = [line for line in self._run.metrics() if LOSS in line and line["step"] > best.step]
         return len(since) >= patience
 
-    def save_if_due(self, state: RunState) -> bool:
-        """Make a checkpoint if one is due, by steps or by time; tell whether it was."""
+    @property
+    def is_late(self) -> bool:
+        """Whether the time between checkpoints is over."""
+        return time.monotonic() - self._saved_at > self._recipe.save_minutes * 60
+
+    def save_if_due(self, state: RunState, is_late: bool = False) -> bool:
+        """Make a checkpoint if one is due, by steps or, if it is late, by time; tell whether it was."""
         recipe, step = self._recipe, state.step
         is_regular = is_multiple(step, recipe.save_every)
-        is_late = time.monotonic() - self._saved_at > recipe.save_minutes * 60
         if step == self._num_steps:
             return False  # the model comes next
         is_kept = is_regular and recipe.num_newest_kept != 0
@@ -99,6 +103,8 @@ class CheckpointRetention:
         kept = kept_steps(self._recipe, found, state.best.step if state.best else None)
         if found and not self._is_durable and not is_finished:
             kept.add(max(found))
+        if not self._run.writes:
+            return {step: folder for step, folder in found.items() if step in kept}
         for step, folder in found.items():
             if step not in kept:
                 remove_folder(folder)
@@ -108,10 +114,12 @@ class CheckpointRetention:
 
     def _save(self, state: RunState) -> None:
         self._optimizer.flush()
-        if self._is_durable:
+        if not self._run.writes and self._stack.relay.group.size == 1:
+            pass  # a replica: what is saved is the first one's
+        elif self._is_durable:
             checkpoint.link(self._run, self._stack, state)
             # From now on the state names this checkpoint; no other may be removed before that is known.
-            checkpoint.commit(self._run, state, self._optimizer.pending)
+            checkpoint.commit_together(self._run, self._stack.relay.group, state, self._optimizer.pending)
         else:
             checkpoint.save(self._run, self._stack, state)
         self._saved_at = time.monotonic()

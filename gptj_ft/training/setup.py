@@ -14,14 +14,18 @@ from gptj_ft.checkpoints.optimizer_state import has_moments, open_moments
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run, steps_done
 from gptj_ft.data.batches import Rows, rows_of_step, steps_per_epoch
+from gptj_ft.errors import UsageError
 from gptj_ft.models.batch import padded_length
+from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture, read_architecture
 from gptj_ft.models.trainable import Selection, select
 from gptj_ft.planning.plan import Plan, choose
 from gptj_ft.planning.resources import Target, check_lengths
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.objective import Objective, objective_of
+from gptj_ft.streaming.relay import ONE_PROCESS, Relay, assign, restricted
 from gptj_ft.system.digests import check_weights
+from gptj_ft.system.group import ALONE, Group
 from gptj_ft.training.schedule import Schedule
 
 
@@ -30,7 +34,9 @@ class TrainSetup:
     """Recipe, model, rows, steps and plan of a run; the recipe's ``precision`` is not ``auto`` any more.
 
     No step of the run has more than ``most_step_tokens``, whatever the order of the rows. ``updates_before`` is how
-    many updates the moments have seen that it begins with; ``None``: it begins with zeros.
+    many updates the moments have seen that it begins with; ``None``: it begins with zeros. Of several processes, each
+    has the layers that ``relay`` says, or all of them, and then rows of the ``lanes``; ``selection`` has the layers of
+    this process, ``whole`` those of the model.
     """
 
     recipe: Recipe
@@ -48,6 +54,10 @@ class TrainSetup:
     plan: Plan
     objective: Objective
     updates_before: int | None = None
+    group: Group = ALONE
+    relay: Relay = ONE_PROCESS
+    lanes: int = 1
+    whole: Selection | None = None
 
     @property
     def num_classes(self) -> int:
@@ -72,6 +82,7 @@ def make_setup(
     folder: Path,
     target: Target | None = None,
     labels: Sequence[str] = (),
+    group: Group = ALONE,
 ) -> TrainSetup:
     """Derive the steps of a run and plan where everything goes.
 
@@ -84,6 +95,7 @@ def make_setup(
         folder: the run folder, for the space and rate of its disk, and the steps done if it is resumed.
         target: what it is planned for; default: this machine.
         labels: names of the classes, of a task with labels.
+        group: processes that share the run.
 
     Raises:
         ResourceError: it cannot fit.
@@ -92,8 +104,16 @@ def make_setup(
     check_weights(model)
     architecture = trained_architecture(recipe, model, labels)
     check_lengths(recipe, architecture)
-    selection = select(architecture, recipe)
-    target = target or Target.here(recipe, folder)
+    whole = select(architecture, recipe)
+    target = target or Target.here(recipe, folder, group.on_this_machine)
+    recipe = shared_recipe(recipe, group, architecture, len(whole.trained))
+    relay = relay_of(recipe, group, whole.trained, architecture.config.n_embd)
+    owners = relay.owners
+    selection = replace(
+        whole,
+        trained=restricted(whole.trained, owners, relay.group.rank),
+        frozen=restricted(whole.frozen, owners, relay.group.rank),
+    )
     per_epoch = steps_per_epoch(len(train), recipe.batch_size)
     num_steps = recipe.num_steps(len(train))
     schedule = Schedule.of(recipe, num_steps)
@@ -133,8 +153,45 @@ def make_setup(
     return TrainSetup(
         recipe, model, architecture, selection, train, validation, data_sha256, num_steps, most_step_tokens,
         schedule, target.device, target.dtype, plan, objective_of(recipe, class_weights(recipe, train, len(labels))),
-        updates_before(recipe, model, architecture),
+        updates_before(recipe, model, architecture), group, relay, recipe.lanes or 1, whole,
     )  # fmt: skip
+
+
+def shared_recipe(recipe: Recipe, group: Group, architecture: Architecture, num_layers: int) -> Recipe:
+    """Return a recipe that says how several processes share the run.
+
+    Raises:
+        UsageError: they cannot share it as the recipe says.
+    """
+    size, num_blocks = group.size, num_layers - 2
+    if size == 1:
+        return recipe
+    share = recipe.share
+    # Where the whole state need not be in each process, where bits are those of one, and activations are small.
+    is_plain = recipe.task == "language-model" and not recipe.sample_rows
+    if share == "auto":
+        share = "layers" if recipe.method == "full" and is_plain and num_blocks >= 2 * size else "rows"
+    if share == "layers":
+        if not is_plain:
+            what = "sample_rows" if recipe.task == "language-model" else f"a head for {recipe.task}"
+            raise UsageError(f"share: layers does not go together with {what} yet: use --set share=rows")
+        if num_blocks < size:
+            raise UsageError(f"{size} processes cannot share {num_blocks} blocks: use fewer, or --set share=rows")
+        return recipe.model_copy(update={"share": share})
+    lanes = recipe.lanes or size
+    if lanes < size:
+        raise UsageError(
+            f"{size} processes cannot share the rows of {lanes} lane{'s' if lanes > 1 else ''}: use {lanes}; lanes "
+            "decide the last bits of a run, so that they stay what they were when it began"
+        )
+    return recipe.model_copy(update={"share": share, "lanes": lanes})
+
+
+def relay_of(recipe: Recipe, group: Group, layouts: Sequence[Layout], width: int) -> Relay:
+    """Return which process has which layer: with ``share: rows`` each has all."""
+    if group.size == 1 or recipe.share == "rows":
+        return Relay.alone(len(layouts))
+    return Relay(group, assign(layouts, group.size), width)
 
 
 def trained_architecture(recipe: Recipe, model: Path, labels: Sequence[str]) -> Architecture:

@@ -53,17 +53,22 @@ def finetune(
         flag("with --resume: step-000120, best or last; start: step 0", "--from", metavar="CHECKPOINT", more=True),
     ] = None,
     offline: Offline = False,
+    nproc: Annotated[int | None, flag("share the run between so many processes of this machine", min=1)] = None,
 ) -> None:
     """Train a model on your rows.
 
     By weight streaming: every parameter, some of them (--train) or adapters (--method lora).
     """
     began = time.monotonic()
+    from gptj_ft.cli.several import sharing, take_part
     from gptj_ft.config.run_folder import Run, stopped
     from gptj_ft.system.signals import stop_says
 
     run = Run(resume) if resume is not None else None
-    with stop_says(lambda: stopped(run)):
+    with stop_says(lambda: stopped(run)), sharing(nproc) as group:
+        if group.rank > 0:
+            take_part(group)
+            return
         out = Output(as_json, quiet)
         with out.activity():
             from gptj_ft import api
@@ -71,13 +76,16 @@ def finetune(
             from gptj_ft.cli.terminal.progress import TerminalReporter
             from gptj_ft.cli.terminal.tables import show_plan, show_prepared_run, show_training
             from gptj_ft.training.finetune import Finished, options_on_resume
+            from gptj_ft.training.follow import dismiss
             from gptj_ft.training.loop import Session
         notes = out.notes
         reporter = TerminalReporter(notes, verbose)
 
         def prepared(resolved: Resolved) -> PreparedRun:
             with reporter:
-                return api.prepare_run(resolved, resume=resume, start=start, offline=offline, reporter=reporter)
+                return api.prepare_run(
+                    resolved, resume=resume, start=start, offline=offline, reporter=reporter, group=group
+                )
 
         if resume is not None:
             try:
@@ -90,6 +98,7 @@ def finetune(
             ready = asking(resolve(options, config, assignments), out, prepared)
             show_rows(notes, ready, show)
         if dry_run:
+            dismiss(group)
             plan, remarks = ready.setup.plan, ready.setup.architecture.notes
             facts = {**plan.to_dict(), "notes": list(remarks)}
             out.finish(facts, "", lambda console: show_plan(console, plan, remarks))

@@ -103,8 +103,7 @@ def open_stores(
 
 def open_boundaries(
     placement: Placement,
-    layout: Layout,
-    num_layers: int,
+    layouts: Sequence[Layout],
     dtype: torch.dtype,
     device: torch.device,
     folder: Path,
@@ -114,8 +113,7 @@ def open_boundaries(
 
     Args:
         placement: place of the boundaries.
-        layout: layout of one layer's inputs, see `boundary_layout`.
-        num_layers: layers of the model.
+        layouts: layout of each layer's inputs, see `boundary_layout`.
         dtype: data type of the computation.
         device: device that computes.
         folder: for what lives on disk.
@@ -123,6 +121,6 @@ def open_boundaries(
     """
     kinds: dict[Kind, torch.dtype] = {"boundary": dtype}
     if placement.boundaries == "host":
-        return HostStore([layout] * num_layers, kinds, device)
+        return HostStore(layouts, kinds, device)
     queue = TransferQueue("boundary", TRANSFERS, device)
-    return DiskStore(folder / "boundary", [layout] * num_layers, kinds, queue, False, chunk_numel)
+    return DiskStore(folder / "boundary", layouts, kinds, queue, False, chunk_numel)

@@ -166,7 +166,7 @@ def opened(model: SmallModel, trial: Trial, wrap: Wrap = lambda store: store) ->
             if places.boundaries != "device":
                 layout = boundary_layout(sum(LENGTHS), architecture.config.n_embd, len(LENGTHS))
                 num_layers, compute = len(offloaded.layers), offloaded.compute_dtype
-                store = wrap(open_boundaries(places, layout, num_layers, compute, device, folder, CHUNK_NUMEL))
+                store = wrap(open_boundaries(places, [layout] * num_layers, compute, device, folder, CHUNK_NUMEL))
                 offloaded.boundaries = OffloadedActivations(
                     store, layout.numel, CHUNK_NUMEL, compute, device, offloaded
                 )

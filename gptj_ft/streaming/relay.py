@@ -1,0 +1,182 @@
+"""Share the layers of a model between processes: each has some, with their state, and hands on what it computes.
+
+Layer by layer, a micro-batch goes from the process of one layer to that of the next, upwards and down again. A process
+computes with its layer while the next micro-batch is on its way to it. No weight, no gradient of a weight ever leaves
+the process that it is of, and each is summed over the same micro-batches in the same order as in one process: so the
+numbers are those of one process, to the last bit, however many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from gptj_ft.models.layout import Layout
+from gptj_ft.system.group import ALONE, Group, Handover
+
+EMPTY = Layout({}, {}, 0, 0)
+BLOCK_UNITS, KEPT_UNITS, HEAD_UNITS = 4.0, 3.0, 3.0  # passes: forward, again, and two in backward
+
+
+class Relay:
+    """Which process has which layer, and what hands hidden states on between them.
+
+    Args:
+        group: processes of the run.
+        owners: rank of the process that has each layer.
+        width: width of the hidden states.
+
+    Attributes:
+        bytes_sent: given to other processes, so far.
+    """
+
+    def __init__(self, group: Group, owners: Sequence[int], width: int) -> None:
+        self.group, self.owners, self.width = group, tuple(owners), width
+        self.bytes_sent = 0
+
+    @classmethod
+    def alone(cls, num_layers: int) -> Relay:
+        """Return the relay of one process, which has all layers."""
+        return cls(ALONE, [0] * num_layers, 0)
+
+    def has(self, layer: int) -> bool:
+        """Tell whether this process has a layer."""
+        return self.owners[layer] == self.group.rank
+
+    @property
+    def has_head(self) -> bool:
+        """Whether this process has the head, and thus the loss."""
+        return self.has(len(self.owners) - 1)
+
+    def route(self, layers: Sequence[int], tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> Route:
+        """Return what hands on what comes of each layer, in the order of a pass.
+
+        Args:
+            layers: layers of the pass, in order.
+            tokens: tokens of each micro-batch.
+            dtype: data type of what is handed on.
+            device: device that computes.
+        """
+        return Route(self, layers, tokens, dtype, device)
+
+    def from_head(self, topic: str, values: list[dict[str, float]] | None) -> list[dict[str, float]]:
+        """Return what the process of the head has found, in every process."""
+        if values is not None and self.group.size == 1:
+            return values
+        found = self.group.gather(topic, {"values": values})[self.owners[-1]]["values"]
+        assert found is not None
+        return [dict(each) for each in found]
+
+
+class Route:
+    """Hand on what comes of the layers of one pass; in a single process, nothing is done.
+
+    Receives of a layer's inputs are asked for while the layer before it that is here computes, so that they arrive
+    meanwhile. What has been sent is kept until it has left.
+    """
+
+    def __init__(
+        self, relay: Relay, layers: Sequence[int], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._relay, self._group = relay, relay.group
+        self._tokens, self._dtype, self._device = tokens, dtype, device
+        self._source = dict(zip(layers[1:], layers, strict=False))  # by layer, the one before
+        self._target = dict(pairwise(layers))
+        own = [layer for layer in layers if relay.has(layer)]
+        self._next = dict(pairwise(own))  # by layer that is here, the next that is
+        self._asked = set[int]()
+        self._coming: dict[int, list[tuple[Tensor, Handover]]] = {}
+        self._leaving: list[Handover] = []
+        if own:
+            self._ask(own[0])
+        if own and own[0] == layers[0]:  # nothing arrives for the first of the pass
+            self._ask_next(own[0])
+
+    def arriving(self, layer: int, here: list[Tensor]) -> Iterator[Tensor]:
+        """Yield the inputs of a layer, one per micro-batch, as they come.
+
+        Args:
+            layer: a layer that is here.
+            here: what the layer before has given, if that is here, too; emptied on the way.
+        """
+        self._ask_next(layer)
+        if layer not in self._coming:
+            here.reverse()
+            while here:
+                yield here.pop()
+            return
+        coming = self._coming.pop(layer)
+        coming.reverse()
+        while coming:
+            values, handover = coming.pop()
+            handover.wait()
+            yield values.to(self._device)
+
+    def hand_on(self, layer: int, values: Tensor) -> bool:
+        """Give what has come of a layer for a micro-batch to the process of the next; tell whether that is another."""
+        target = self._target.get(layer)
+        if target is None or self._relay.has(target):
+            return False
+        self._leaving = [each for each in self._leaving if not each.is_done()]
+        sent = values.detach().to("cpu").contiguous()
+        self._relay.bytes_sent += sent.nbytes
+        self._leaving.append(self._group.send(self._relay.owners[target], sent, self._tag(target)))
+        return True
+
+    def end(self) -> None:
+        """Wait until everything has left."""
+        for each in self._leaving:
+            each.wait()
+        self._leaving.clear()
+
+    def _tag(self, layer: int) -> int:
+        """Return the tag of what is for a layer: receives for the way down are asked for while the way up goes on."""
+        source = self._source[layer]
+        return 2 * layer + (source > layer)
+
+    def _ask_next(self, layer: int) -> None:
+        if layer in self._next:
+            self._ask(self._next[layer])
+
+    def _ask(self, layer: int) -> None:
+        source = self._source.get(layer)
+        if source is None or self._relay.has(source) or layer in self._asked:
+            return
+        self._asked.add(layer)
+        coming = []
+        for tokens in self._tokens:
+            values = torch.empty(tokens, self._relay.width, dtype=self._dtype)
+            coming.append((values, self._group.receive(self._relay.owners[source], values, self._tag(layer))))
+        self._coming[layer] = coming
+
+
+ONE_PROCESS = Relay.alone(0)  # for a model whose number of layers is still to be known
+
+
+def assign(layouts: Sequence[Layout], size: int, head_share: float = 1.0) -> list[int]:
+    """Return which process has each layer: blocks in turn, the head where that leaves the least to do.
+
+    Args:
+        layouts: layout of each layer; a layer that computes with the embedding's parameters is where that is.
+        size: number of processes.
+        head_share: work of the head as a share of that of a block.
+    """
+    top = len(layouts) - 1
+    owners = [0, *((block - 1) % size for block in range(1, top)), 0]
+    units = [BLOCK_UNITS * owners[1:top].count(rank) for rank in range(size)]
+    if not layouts[top].tied:
+        least = min(units)
+        # The last block and the head on different processes: else one computes alone at the turn.
+        owners[top] = min((rank for rank in range(size) if units[rank] == least), key=lambda r: r == owners[top - 1])
+    owners[0] = owners[top] if layouts[top].tied else min(range(size), key=lambda rank: (units[rank], -rank))
+    if layouts[top].tied:
+        owners[0] = owners[top] = min(range(size), key=lambda rank: units[rank])
+    return owners
+
+
+def restricted(layouts: Sequence[Layout], owners: Sequence[int], rank: int) -> list[Layout]:
+    """Return the layouts of the layers that a process has; those of the others are empty."""
+    return [layout if owner == rank else EMPTY for layout, owner in zip(layouts, owners, strict=True)]

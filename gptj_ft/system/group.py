@@ -1,0 +1,155 @@
+"""Processes that work on one run: what they tell each other, and the tensors that they hand on.
+
+`Alone` is a run of one process: everything that asks the group is answered at once. `Processes` are several, here or on
+other machines: facts go as lines of JSON over a star of connections through process 0 (`system.control`), tensors as
+raw bytes from one process to another through torch's gloo. Nothing on the wire is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gptj_ft.system.control import Control
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Handover(Protocol):
+    """A tensor on its way to or from another process."""
+
+    def wait(self) -> None:
+        """Wait until it has arrived, or has left.
+
+        Raises:
+            PeerFailed: the other process is gone.
+        """
+
+    def is_done(self) -> bool:
+        """Tell whether waiting would take no time."""
+
+
+class Group(Protocol):
+    """The processes of a run, by rank.
+
+    Attributes:
+        rank: number of this process, from 0; process 0 has the console.
+        size: number of processes.
+        on_this_machine: how many of them share this machine's memory and cores.
+    """
+
+    rank: int
+    size: int
+    on_this_machine: int
+
+    def send(self, to: int, values: Tensor, tag: int = 0) -> Handover:
+        """Hand a tensor to another process; it must not change until it has left."""
+
+    def receive(self, source: int, out: Tensor, tag: int = 0) -> Handover:
+        """Take a tensor from another process: of those with this tag, in the order in which they were sent."""
+
+    def gather(self, topic: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the facts of every process on a topic, by rank; waits until all have come to it.
+
+        Args:
+            topic: subject, the same in all processes; a topic may come again.
+            facts: what JSON can say.
+
+        Raises:
+            PeerFailed: another process has failed, or is gone.
+        """
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the group; with an error, so that the others end with it, too."""
+
+
+class Alone:
+    """A run of one process."""
+
+    rank, size, on_this_machine = 0, 1, 1
+
+    def send(self, to: int, values: Tensor, tag: int = 0) -> Handover:
+        raise AssertionError("there is nobody to send to")
+
+    def receive(self, source: int, out: Tensor, tag: int = 0) -> Handover:
+        raise AssertionError("there is nobody to receive from")
+
+    def gather(self, topic: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [dict(facts)]
+
+    def close(self, error: BaseException | None = None) -> None:
+        pass
+
+
+ALONE = Alone()
+
+
+class Processes:
+    """Several processes, connected.
+
+    Args:
+        control: connection for facts, liveness and errors.
+        on_this_machine: processes on this machine.
+    """
+
+    def __init__(self, control: Control, on_this_machine: int) -> None:
+        self.rank, self.size, self.on_this_machine = control.rank, control.size, on_this_machine
+        self._control = control
+
+    def send(self, to: int, values: Tensor, tag: int = 0) -> Handover:
+        import torch.distributed as dist
+
+        assert values.device.type == "cpu"
+        assert values.is_contiguous()
+        return self._started(lambda: dist.isend(values, to, tag=tag), values)
+
+    def receive(self, source: int, out: Tensor, tag: int = 0) -> Handover:
+        import torch.distributed as dist
+
+        return self._started(lambda: dist.irecv(out, source, tag=tag), out)
+
+    def _started(self, start: Callable[[], Any], values: Tensor) -> Handover:
+        try:
+            return _Work(start(), values, self._control)
+        except RuntimeError as error:
+            raise self._control.failure_behind(error) from error
+
+    def gather(self, topic: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return self._control.gather(topic, facts)
+
+    def close(self, error: BaseException | None = None) -> None:
+        import torch.distributed as dist
+
+        self._control.close(error)
+        # With an error, others may be gone: what is on its way to them ends with the process.
+        if error is None and dist.is_initialized():
+            with suppress(RuntimeError):
+                dist.destroy_process_group()
+
+
+class _Work:
+    """A transfer of gloo; keeps its tensor alive."""
+
+    def __init__(self, work: Any, values: Tensor, control: Control) -> None:
+        self._work, self._values, self._control = work, values, control
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._control.failure_behind(error) from error
+
+    def is_done(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+def agreed(group: Group, topic: str, wish: bool) -> bool:
+    """Tell whether any process of a group wishes something."""
+    return (group.size > 1 and any(each["wish"] for each in group.gather(topic, {"wish": wish}))) or wish
+
+
+def from_first(group: Group, topic: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what process 0 says on a topic."""
+    return group.gather(topic, values if group.rank == 0 else {})[0]

@@ -1,0 +1,180 @@
+"""Work on a run that another process leads: with the layers that are for this one, or with its rows.
+
+Process 0 reads the rows, plans, makes the run folder and speaks. It says what it has planned; the others check that
+they can do it, open the same folder and train. What of the folder is there once, process 0 writes.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptj_ft import __version__
+from gptj_ft.checkpoints.fingerprint import check_unchanged, fingerprint
+from gptj_ft.config.options import Recipe
+from gptj_ft.config.resolve import build
+from gptj_ft.config.run_folder import Run
+from gptj_ft.errors import UsageError
+from gptj_ft.models.layout import MOMENTS
+from gptj_ft.streaming.adamw import AdamW
+from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.system.group import Group, from_first
+from gptj_ft.system.paths import is_model
+from gptj_ft.training.restore import load_start, make_optimizer, open_stack
+from gptj_ft.training.run_state import RunState
+from gptj_ft.training.setup import TrainSetup
+
+
+def facts_here() -> dict[str, Any]:
+    """Return what has to be the same in all processes, for the same bits or to understand each other."""
+    return {
+        "gptj-ft": __version__,
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "command": " ".join(sys.argv[1:]),
+    }
+
+
+def announce(setup: TrainSetup, run: Run) -> None:
+    """Tell the other processes what is planned, and hear that they can do it; nothing has been written yet.
+
+    Raises:
+        UsageError: one of them is of another version, or has other threads, or another command.
+        PeerFailed: one cannot do it; says why.
+    """
+    group = setup.group
+    if group.size == 1:
+        return
+    plan = {
+        "folder": str(run.folder.resolve()),
+        "recipe": placed(setup).model_dump(mode="json"),
+        "base": fingerprint(setup.model),
+    }
+    check_alike(group.gather("plan", {"facts": facts_here(), "plan": plan}))
+    group.gather("agreed", {})
+
+
+def dismiss(group: Group) -> None:
+    """Tell the other processes that there is nothing to do for them."""
+    group.gather("plan", {"facts": facts_here(), "plan": None})
+
+
+def placed(setup: TrainSetup) -> Recipe:
+    """Return the recipe of a run with the places that process 0 has planned."""
+    place, lora = setup.plan.placement, setup.recipe.method == "lora"
+    chosen = {
+        "weights": place.of("frozen") if lora else place.weights,
+        "optimizer_state": place.optimizer_state,
+        "boundaries": place.boundaries,
+        "activations": setup.plan.budget.num_kept_layers,
+    }
+    return setup.recipe.model_copy(update=chosen)
+
+
+def check_alike(said: list[dict[str, Any]]) -> None:
+    """Check that the facts of all processes are those of the first.
+
+    Raises:
+        UsageError: one is not.
+    """
+    first = said[0]["facts"]
+    for rank, each in enumerate(said[1:], start=2):
+        for name, value in first.items():
+            if each["facts"].get(name) != value:
+                raise UsageError(
+                    f"process {rank} has {name} {each['facts'].get(name)!r}, process 1 has {value!r}: it must be the "
+                    "same on all machines"
+                )
+
+
+def hear_plan(group: Group) -> Mapping[str, Any] | None:
+    """Return what process 0 has planned, checked against what is here; ``None`` if there is nothing to do.
+
+    Raises:
+        UsageError, DataError: this process cannot do it.
+    """
+    said = group.gather("plan", {"facts": facts_here(), "plan": None})
+    plan = said[0]["plan"]
+    if plan is None:
+        return None
+    check_alike(said)
+    model = Path(build(plan["recipe"]).model or "")
+    if not is_model(model):
+        raise UsageError(f"the model is not in {model} on {platform.node()}: every machine needs it at the same place")
+    check_unchanged(model, plan["base"])
+    group.gather("agreed", {})
+    return dict(plan)
+
+
+def own_run(folder: Path, setup: TrainSetup) -> Run:
+    """Return the run folder, as a process other than the first sees it: one that it does not write.
+
+    With ``share: rows`` its state is a copy of the first's, in a place of its own for as long as it trains.
+    """
+    run = Run(folder, writes=False)
+    if setup.relay.group.size == 1:
+        run.state = folder / f"replica-{setup.group.rank}"
+    return run
+
+
+def open_replica(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, RunState]:
+    """Open the stores of a process that has rows of a run, and fill them as the first's are.
+
+    Raises:
+        PeerFailed: the first has failed.
+    """
+    state = RunState.of(from_first(setup.group, "state", {}))
+    stack = open_stack(setup, run, setup.plan.placement)
+    try:
+        if state.step == 0:
+            load_start(setup, stack)
+        else:
+            receive_state(setup.group, stack, state.step)
+        return stack, make_optimizer(setup, stack, state), state
+    except BaseException:
+        stack.close()
+        raise
+
+
+def send_state(setup: TrainSetup, stack: OffloadedModel, optimizer: AdamW, state: RunState) -> None:
+    """Give the other processes, which have copies, the state that this one has restored."""
+    if setup.group.size == 1 or setup.relay.group.size > 1:
+        return
+    if state.step:
+        optimizer.flush()
+    setup.group.gather("state", state.to_dict())
+    if state.step == 0:
+        return
+    for layer in stack.trained:
+        for kind in (kind for kind in stack.dtypes if kind != "grad"):
+            for _, part in stack.read_chunks(kind, layer):
+                values = part.to("cpu").contiguous()
+                for each in [setup.group.send(rank, values) for rank in range(1, setup.group.size)]:
+                    each.wait()
+
+
+def receive_state(group: Group, stack: OffloadedModel, step: int) -> None:
+    """Fill the stores with what the first process has."""
+    kinds = tuple(kind for kind in stack.dtypes if kind != "grad")
+    assert set(MOMENTS) < set(kinds)
+
+    def fill(start: int, part: torch.Tensor) -> None:
+        values = part if part.device.type == "cpu" else torch.empty(len(part), dtype=part.dtype)
+        group.receive(0, values).wait()
+        if values is not part:
+            part.copy_(values)
+
+    for layer in stack.trained:
+        for kind in kinds:
+            stack.write_chunks(kind, layer, partial(fill))
+        stack.commit(kinds, layer, step)
+    stack.drain()
+    stack.release_chunk_pools()
