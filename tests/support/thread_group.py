@@ -1,0 +1,116 @@
+"""A group whose processes are threads of this one: what they send each other goes through queues."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from gptj_ft.system.control import PeerFailed
+
+T = TypeVar("T")
+
+
+class Hub:
+    """What the members of a group share."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.wires: dict[tuple[int, int, int], SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
+        self.facts: dict[tuple[str, int], dict[int, dict[str, Any]]] = defaultdict(dict)
+        self.changed = threading.Condition()
+        self.failed: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        with self.changed:
+            self.failed = self.failed or error
+            self.changed.notify_all()
+
+
+class Member:
+    """One process of the group; `received` is where each tensor has come from, and how large it was."""
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self.rank, self.size, self.on_this_machine = rank, hub.size, hub.size
+        self.hub, self._turns = hub, defaultdict[str, int](int)
+        self.bytes_sent, self.topics = 0, list[str]()
+
+    def send(self, to: int, values: Tensor, tag: int = 0) -> Sent:
+        self.bytes_sent += values.nbytes
+        self.hub.wires[self.rank, to, tag].put(values.clone())
+        return Sent()
+
+    def receive(self, source: int, out: Tensor, tag: int = 0) -> Coming:
+        return Coming(self.hub, self.hub.wires[source, self.rank, tag], out)
+
+    def gather(self, topic: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+        with self.hub.changed:
+            self.topics.append(topic)
+            key = topic, self._turns[topic]
+            self._turns[topic] += 1
+            found = self.hub.facts[key]
+            found[self.rank] = dict(facts)
+            self.hub.changed.notify_all()
+            self.hub.changed.wait_for(lambda: len(found) == self.size or self.hub.failed, 60)
+            if len(found) < self.size:
+                raise PeerFailed(f"{topic}: {self.hub.failed or 'not all have come'}", 1, -1)
+            return [found[rank] for rank in range(self.size)]
+
+    def close(self, error: BaseException | None = None) -> None:
+        pass
+
+
+class Sent:
+    def wait(self) -> None:
+        pass
+
+    def is_done(self) -> bool:
+        return True
+
+
+class Coming:
+    def __init__(self, hub: Hub, wire: SimpleQueue[Tensor], out: Tensor) -> None:
+        self._hub, self._wire, self._out = hub, wire, out
+
+    def wait(self) -> None:
+        for _ in range(600):
+            if self._hub.failed:
+                break
+            try:
+                values = self._wire.get(timeout=0.1)
+            except Empty:
+                continue
+            assert values.shape == self._out.shape
+            assert values.dtype == self._out.dtype
+            with torch.no_grad():
+                self._out.copy_(values)
+            return
+        raise PeerFailed(f"nothing has come: {self._hub.failed}", 1, -1)
+
+    def is_done(self) -> bool:
+        return not self._wire.empty()
+
+
+def together(size: int, work: Callable[[Member], T]) -> list[T]:
+    """Do the work of every rank at once; return what each has found, and raise the first error of its own."""
+    hub = Hub(size)
+
+    def run(rank: int) -> T:
+        try:
+            return work(Member(hub, rank))
+        except BaseException as error:
+            hub.fail(error)
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+    errors = [error for future in futures if (error := future.exception())]
+    for error in sorted(errors, key=lambda error: isinstance(error, PeerFailed)):
+        raise error
+    return [future.result() for future in futures]

@@ -1,0 +1,322 @@
+"""Several processes share a run: whatever they share, and however many they are, the numbers are the same."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_gpt2, random_gptj
+from support.small_run import assert_same_weights, weights_of
+from support.thread_group import Member, together
+
+from gptj_ft.config.resolve import build
+from gptj_ft.config.run_folder import Run
+from gptj_ft.data.batches import Rows
+from gptj_ft.errors import GptjFtError, Interrupted, NotFinite, UsageError
+from gptj_ft.streaming.lanes import add_up, lanes_of, lanes_of_rank, nodes_of
+from gptj_ft.streaming.relay import assign
+from gptj_ft.system.control import PeerFailed
+from gptj_ft.system.group import ALONE, Group
+from gptj_ft.training import loop
+from gptj_ft.training.follow import own_run
+from gptj_ft.training.loop import Session, TrainResult, train
+from gptj_ft.training.setup import TrainSetup, make_setup
+
+ON_DEVICE = {"weights": "device", "optimizer_state": "device"}
+ON_DISK = {"weights": "disk", "optimizer_state": "disk", "boundaries": "disk"}
+PLACES: dict[str, dict[str, str]] = {
+    "device": ON_DEVICE,
+    "host": {"weights": "host", "optimizer_state": "host", "boundaries": "host"},
+    "disk": ON_DISK,
+    "mixed": {"weights": "device", "optimizer_state": "disk", "boundaries": "host"},
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"method": "lora"},
+    "part": {"train": ("h.[23].*", "h.1.mlp.*")},
+    "tied": {},
+}
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A GPT-J of six blocks, and a GPT-2 whose head computes with the embedding's table."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("gptj", "gpt2")}
+    sizes = {"vocab_size": 40, "n_positions": 32, "n_embd": 16, "n_head": 2}
+    random_gptj(**sizes, n_layer=6, rotary_dim=4).save_pretrained(folders["gptj"])
+    random_gpt2(**sizes, n_layer=6).save_pretrained(folders["gpt2"])
+    return folders
+
+
+def setup_of(model: Path, folder: Path, group: Group = ALONE, **options: Any) -> TrainSetup:
+    """Set up a run on eight short random rows of several lengths, and two to validate on."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (9, 5, 12, 7, 9, 3, 8, 11, 6, 9)
+    documents = [torch.randint(1, 40, (length,), generator=generator).tolist() for length in lengths]
+    base = {"batch_size": 5, "max_length": 32, "micro_batch_tokens": 14, "lr": 1e-2, "device": "cpu"}
+    recipe = build({**base, "precision": "fp32", "max_steps": STEPS, "output": str(folder), **options})
+    rows, validation = Rows(documents[:8], [2] * 8), Rows(documents[8:], [2] * 2)
+    return make_setup(recipe, model, rows, validation, "", folder, group=group)
+
+
+def train_alone(model: Path, folder: Path, **options: Any) -> TrainResult:
+    run = begun(model, folder, **options)
+    return train(setup_of(model, folder, **options), run)
+
+
+def begun(model: Path, folder: Path, **options: Any) -> Run:
+    """Make a run folder as process 0 does; a resumed run has it."""
+    run = Run(folder)
+    if not run.record_file.is_file():
+        folder.mkdir()
+        run.start_record(setup_of(model, folder, **options).recipe)
+    return run
+
+
+def train_together(size: int, model: Path, folder: Path, **options: Any) -> list[TrainResult]:
+    """Train in several threads, each a process of the run."""
+    if options.get("share") == "rows":
+        options = {"lanes": size, **options}
+    run = begun(model, folder, **options)
+
+    def work(member: Member) -> TrainResult:
+        setup = setup_of(model, folder, member, **options)
+        return train(setup, own_run(folder, setup) if member.rank else run)
+
+    return together(size, work)
+
+
+def losses_of(folder: Path) -> list[tuple[Any, ...]]:
+    names = ("step", "loss", "grad_norm", "validation_loss", "tokens", "target_tokens")
+    return [tuple(line.get(name) for name in names) for line in Run(folder).metrics()]
+
+
+def assert_same_run(folder: Path, other: Path, *context: object) -> None:
+    assert losses_of(folder) == losses_of(other), context
+    model, reference = (run / "model" for run in (folder, other))
+    assert_same_weights(weights_of(model), weights_of(reference), *context)
+
+
+CASES = [
+    *itertools.product(["full"], PLACES, ["keep", "recompute"], [1.0, None]),
+    *itertools.product(["lora", "part", "tied"], ["device", "disk"], ["recompute"], [1.0]),
+]
+
+
+@pytest.mark.parametrize(("method", "place", "activations", "clip"), CASES)
+def test_layers_shared_by_any_number_of_processes_give_the_bits_of_one(
+    models, tmp_path, method, place, activations, clip
+) -> None:
+    model = models["gpt2" if method == "tied" else "gptj"]
+    options = {**METHODS[method], **PLACES[place], "activations": activations, "clip_norm": clip}
+    if method == "lora":
+        options["weights"] = "device" if place == "device" else "disk"
+    train_alone(model, tmp_path / "alone", **options)
+    for size in (2, 3, 4):
+        folder = tmp_path / str(size)
+        train_together(size, model, folder, share="layers", **options)
+        assert_same_run(folder, tmp_path / "alone", size)
+        assert not list(folder.glob("state*"))
+    assert len(losses_of(tmp_path / "alone")) == STEPS + 2
+
+
+@pytest.mark.parametrize("precision", ["bf16"])
+def test_layers_shared_in_bf16_with_dropout_give_the_bits_of_one_process(models, tmp_path, precision) -> None:
+    options = {**ON_DISK, "precision": precision, "dropout": 0.1, "moments": "bf16"}
+    train_alone(models["gptj"], tmp_path / "alone", **options)
+    train_together(2, models["gptj"], tmp_path / "two", share="layers", **options)
+    assert_same_run(tmp_path / "two", tmp_path / "alone")
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "tied"])
+@pytest.mark.parametrize("place", ["device", "disk"])
+def test_four_lanes_give_the_same_bits_in_one_process_two_three_and_four(models, tmp_path, method, place) -> None:
+    model = models["gpt2" if method == "tied" else "gptj"]
+    options = {**METHODS[method], **PLACES[place], "lanes": 4, "dropout": 0.1}
+    if method == "lora":
+        options["weights"] = "device"
+    train_alone(model, tmp_path / "1", **options)
+    for size in (2, 3, 4):
+        train_together(size, model, tmp_path / str(size), share="rows", **options)
+        assert_same_run(tmp_path / str(size), tmp_path / "1", size)
+        assert not list((tmp_path / str(size)).glob("replica-*"))
+
+
+def test_lanes_are_the_sums_of_one_process_but_for_rounding(models, tmp_path) -> None:
+    train_alone(models["gptj"], tmp_path / "one", **ON_DEVICE)
+    train_alone(models["gptj"], tmp_path / "three", **ON_DEVICE, lanes=3)
+    for ours, theirs in zip(losses_of(tmp_path / "three"), losses_of(tmp_path / "one"), strict=True):
+        assert ours[0] == theirs[0]
+        assert [value for value in ours if value] == pytest.approx([value for value in theirs if value], rel=1e-5)
+
+
+def test_a_step_with_fewer_rows_than_lanes_is_done(models, tmp_path) -> None:
+    train_alone(models["gptj"], tmp_path / "1", **ON_DISK, lanes=4, batch_size=3)
+    train_together(4, models["gptj"], tmp_path / "4", share="rows", **ON_DISK, lanes=4, batch_size=3)
+    assert_same_run(tmp_path / "4", tmp_path / "1")
+
+
+def stop_all_after(patch: pytest.MonkeyPatch, step: int, kind: type[BaseException]) -> None:
+    """Break every process off behind a step, as a kill would: nothing is saved on the way out."""
+    take = loop.Training.take_step
+
+    def take_then_die(self: loop.Training) -> None:
+        take(self)
+        if self.state.step == step:
+            self.stack.drain()
+            raise kind
+
+    patch.setattr(loop.Training, "take_step", take_then_die)
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("place", ["device", "disk"])
+@pytest.mark.parametrize("share", ["layers", "rows"])
+def test_a_run_goes_on_with_another_number_of_processes_to_the_same_bits(models, tmp_path, place, share) -> None:
+    options = {**PLACES[place], "max_steps": 6, "save_every": 1, "lanes": 3 if share == "rows" else None}
+    train_alone(models["gptj"], tmp_path / "alone", **options)
+    folder = tmp_path / "moving"
+    for step, size in ((1, 2), (3, 3), (4, 1), (5, 2)):
+        with pytest.MonkeyPatch.context() as patch:
+            stop_all_after(patch, step, Killed)
+            with pytest.raises(Killed):
+                train_together(size, models["gptj"], folder, **{**options, "share": share})
+    train_together(3, models["gptj"], folder, **{**options, "share": share})
+    assert_same_run(folder, tmp_path / "alone")
+
+
+def test_a_wish_to_stop_in_one_process_stops_all_after_the_same_step(models, tmp_path, monkeypatch) -> None:
+    take = loop.Training.take_step
+
+    def wish(self: loop.Training) -> None:
+        take(self)
+        if self.setup.group.rank == 1 and self.state.step == 2:
+            self.stop._first = (2, 0.0)
+
+    monkeypatch.setattr(loop.Training, "take_step", wish)
+    with pytest.raises(Interrupted, match="stopped after step 2 of 6; everything is saved"):
+        train_together(3, models["gptj"], tmp_path / "run", share="layers", **ON_DEVICE, max_steps=6)
+    monkeypatch.undo()
+    train_together(2, models["gptj"], tmp_path / "run", share="layers", **ON_DEVICE, max_steps=6)
+    train_alone(models["gptj"], tmp_path / "alone", **ON_DEVICE, max_steps=6)
+    assert_same_run(tmp_path / "run", tmp_path / "alone")
+
+
+def test_each_process_has_the_state_of_its_layers_alone(models, tmp_path, monkeypatch) -> None:
+    opened = {}
+    take = loop.Training.take_step
+
+    def look(self: loop.Training) -> None:
+        take(self)
+        opened[self.setup.group.rank] = sum(layout.numel for layout in self.stack.layouts), self.stack.trained
+
+    monkeypatch.setattr(loop.Training, "take_step", look)
+    train_together(3, models["gptj"], tmp_path / "run", share="layers", **ON_DISK)
+    whole = setup_of(models["gptj"], tmp_path / "x").selection.trained
+    assert sum(numel for numel, _ in opened.values()) == sum(layout.numel for layout in whole)
+    assert sorted(layer for _, layers in opened.values() for layer in layers) == list(range(8))
+    assert max(len(layers) for _, layers in opened.values()) == 3
+
+
+def test_one_process_asks_its_group_for_nothing_but_what_it_says_itself(models, tmp_path, monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(type(ALONE), "gather", lambda self, topic, facts: asked.append(topic) or [dict(facts)])
+    train_alone(models["gptj"], tmp_path / "run", **ON_DISK)
+    assert set(asked) >= {"norms", "prepared", "committed"}
+    assert len(asked) <= 12 * STEPS + 12
+
+
+def test_a_loss_that_is_not_finite_ends_all_processes(models, tmp_path) -> None:
+    with pytest.raises(NotFinite):
+        train_together(2, models["gptj"], tmp_path / "run", share="layers", **ON_DEVICE, lr=1e30, max_steps=6)
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "message"),
+    [
+        (3, {"share": "rows", "lanes": 2}, "3 processes cannot share the rows of 2 lanes"),
+        (7, {"share": "layers"}, "7 processes cannot share 6 blocks"),
+        (2, {"share": "layers", "sample_rows": 1}, "does not go together with sample_rows"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(models, tmp_path, size, options, message) -> None:
+    with pytest.raises(UsageError, match=message):
+        setup_of(models["gptj"], tmp_path, Member(hub_of(size), 0), **options)
+
+
+def hub_of(size: int) -> Any:
+    from support.thread_group import Hub
+
+    return Hub(size)
+
+
+def test_an_error_in_one_process_ends_the_others(models, tmp_path, monkeypatch) -> None:
+    take = loop.Training.take_step
+
+    def fail(self: loop.Training) -> None:
+        if self.setup.group.rank == 1 and self.state.step == 1:
+            raise GptjFtError("the disk of this one is full")
+        take(self)
+
+    monkeypatch.setattr(loop.Training, "take_step", fail)
+    with pytest.raises(GptjFtError, match="the disk of this one is full") as caught:
+        train_together(2, models["gptj"], tmp_path / "run", share="layers", **ON_DISK)
+    assert not isinstance(caught.value, PeerFailed)
+    monkeypatch.undo()
+    train_together(2, models["gptj"], tmp_path / "run", share="layers", **ON_DISK)
+    train_alone(models["gptj"], tmp_path / "alone", **ON_DISK)
+    assert_same_run(tmp_path / "run", tmp_path / "alone")
+
+
+def test_rows_are_dealt_to_lanes_by_their_tokens() -> None:
+    lanes = lanes_of([9, 1, 4, 8, 3, 7], 3)
+    assert sorted(row for lane in lanes for row in lane) == list(range(6))
+    assert sorted(sum([9, 1, 4, 8, 3, 7][row] for row in lane) for lane in lanes) == [10, 11, 11]
+    assert lanes_of([5], 3) == [[0], [], []]
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2, 3, 4, 5, 7, 8])
+def test_the_tree_of_lanes_does_not_depend_on_who_adds(num_lanes) -> None:
+    generator = torch.Generator().manual_seed(num_lanes)
+    leaves = [torch.randn(64, generator=generator) * 10**lane for lane in range(num_lanes)]
+    results = []
+    for size in range(1, num_lanes + 1):
+        parts = {}
+        for rank in range(size):
+            own = {(lane, 1): leaves[lane].clone() for lane in lanes_of_rank(rank, size, num_lanes)}
+            for node in nodes_of(lanes_of_rank(rank, size, num_lanes)):
+                parts[node] = add_up(own, node)
+        results.append(add_up(parts, (0, num_lanes)))
+    assert all(torch.equal(each, results[0]) for each in results)
+
+
+def test_layers_are_dealt_out_evenly_and_the_head_is_not_with_the_block_below(models) -> None:
+    layouts = setup_of(models["gptj"], Path("x")).selection.trained
+    for size in (2, 3, 4, 6):
+        owners = assign(layouts, size)
+        counts = [owners[1:-1].count(rank) for rank in range(size)]
+        assert max(counts) - min(counts) <= 1
+        assert all(a != b for a, b in itertools.pairwise(owners[1:-1]))
+        assert owners[-1] != owners[-2]
+    tied = setup_of(models["gpt2"], Path("x")).selection.trained
+    assert assign(tied, 3)[0] == assign(tied, 3)[-1]
+
+
+def test_a_session_of_several_is_like_one_of_a_command(models, tmp_path) -> None:
+    folder = tmp_path / "run"
+    run = begun(models["gptj"], folder, **ON_DISK)
+
+    def work(member: Member) -> TrainResult:
+        setup = setup_of(models["gptj"], folder, member, share="layers", **ON_DISK)
+        return train(setup, own_run(folder, setup) if member.rank else run, session=Session(owns_process=False))
+
+    results = together(2, work)
+    assert results[0].loss_after == results[1].loss_after
+    assert results[0].steps == STEPS
