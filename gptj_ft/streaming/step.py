@@ -150,6 +150,7 @@ class KeptActivations:
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
         self._weights: tuple[Tensor, ...] = ()
+        self._numbers: dict[int, int] = {}  # of the weights, by the address of their memory
 
     def run(
         self, loaded: LayerLoad, arriving: Iterable[Tensor], batches: Sequence[PackedBatch], poll: Poll, up: Route
@@ -170,14 +171,15 @@ class KeptActivations:
     def load(self, loaded: LayerLoad) -> None:
         """Note where the layer's weights are now."""
         self._weights = loaded.frozen, *((loaded.tensors["weight"],) if loaded.layout.numel else ())
+        addresses = [flat.untyped_storage().data_ptr() for flat in self._weights]
+        self._numbers = {at: which for which, at in enumerate(addresses) if self._weights[which].numel()}
 
     def _pack(self, saved: Tensor) -> Tensor | SavedView:
-        for which, flat in enumerate(self._weights):
-            if flat.numel() and saved.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr():
-                return SavedView(
-                    which, int(saved.storage_offset() - flat.storage_offset()), saved.shape, saved.stride()
-                )
-        return saved
+        which = self._numbers.get(saved.untyped_storage().data_ptr())
+        if which is None:
+            return saved
+        offset = int(saved.storage_offset() - self._weights[which].storage_offset())
+        return SavedView(which, offset, saved.shape, saved.stride())
 
     def _unpack(self, packed: Tensor | SavedView) -> Tensor:
         if isinstance(packed, Tensor):
