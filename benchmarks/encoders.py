@@ -318,10 +318,13 @@ def train_transformers(arguments: argparse.Namespace, steps: list[list[Example]]
             ids[place, : len(row.ids)], mask[place, : len(row.ids)] = torch.tensor(row.ids), 1
             types[place, row.border : len(row.ids)] = int(row.border > 0)
         targets = torch.tensor([row.targets for row in step]).unbind(1)
-        names = ("start_positions", "end_positions") if task == "squad" else ("labels",)
-        given: dict[str, Any] = dict(zip(names, targets, strict=True))
         with torch.autocast("cpu", torch.bfloat16, enabled=arguments.precisions == "bf16"):
-            loss = model(input_ids=ids, attention_mask=mask, token_type_ids=types, **given).loss
+            out = model(input_ids=ids, attention_mask=mask, token_type_ids=types)
+        if task == "squad":  # not by the model: for it an answer may begin in the padding
+            places = [scores.float().masked_fill(mask == 0, -1e30) for scores in (out.start_logits, out.end_logits)]
+            loss = sum(map(torch.nn.functional.cross_entropy, places, targets)) / 2
+        else:
+            loss = torch.nn.functional.cross_entropy(out.logits.float(), targets[0])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
