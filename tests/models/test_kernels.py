@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from gptj_ft.models.attention import attend_in_buckets
-from gptj_ft.models.batch import Documents
+from gptj_ft.models.batch import Documents, padded_length
 from gptj_ft.models.dropout import Dropout, NoiseSpan
 from gptj_ft.models.embedding import Embedding
 from gptj_ft.models.linear import project_by_onednn
@@ -66,9 +66,9 @@ def test_attention_in_buckets_is_that_of_each_document_with_its_own_mask(rate: f
                 scores = torch.einsum("qnh,knh->nqk", q[start:end], k[start:end]) * width**-0.5
                 if is_causal:
                     scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
-                length = end - start
-                keep = dropout.mask((NoiseSpan(seed, 0, heads, heads),), (length, length), CPU) if rate else 1.0
-                weights = scores.softmax(-1) * keep * (dropout.scale if rate else 1.0)
+                length, side = end - start, padded_length(end - start)
+                drawn = dropout.mask((NoiseSpan(seed, 0, heads, heads),), (side, side), CPU)[:, :length, :length]
+                weights = scores.softmax(-1) * (drawn * dropout.scale if rate else 1.0)
                 parts.append(torch.einsum("nqk,knh->qnh", weights, v[start:end]))
             output = torch.cat(parts)
         output.backward(tensors[3])
