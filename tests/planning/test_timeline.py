@@ -142,7 +142,7 @@ def test_so_many_more_tokens_hide_the_transfers_of_gptj_6b() -> None:
     assert more.stall < 0.02
 
 
-@pytest.mark.parametrize("device", ["RTX 4090 24GB", "H200 141GB"])
+@pytest.mark.parametrize("device", ["RTX 4090 24GB", pytest.param("H200 141GB", marks=pytest.mark.slow)])
 def test_of_the_placements_that_fit_an_accelerator_the_one_whose_replay_is_fastest_is_taken(device: str) -> None:
     recipe, load, free, rates = gptj_6b(device)
     plan = plan_of_gptj_6b(device)

@@ -443,6 +443,7 @@ def prepare() -> None:
 def run_case(case: Case, device: str = DEVICE, **options: Any) -> dict[str, Any]:
     """Run a case in a simulation of its own; return what was found."""
     forget_tensors()
+    gc.freeze()  # modules come as cases need them: a second to look through each time
     simulation = accelerator.start(case.schedule, seed=1, **options)
     found: dict[str, Any] = {
         "scenario": case.scenario, "group": case.group, "case": case.label, "schedule": case.schedule,
