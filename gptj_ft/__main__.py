@@ -9,12 +9,15 @@ from gptj_ft.system.signals import StopRequest, ignore_signals
 
 def main() -> None:
     """Run the command line."""
+    stop = StopRequest()
     try:
-        StopRequest().take()
+        stop.take()
         from gptj_ft.cli.app import main as run
 
         run()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Exception) as error:
+        if not isinstance(error, KeyboardInterrupt) and not stop.has_become(error):
+            raise
         print("gptj-ft: stopped before anything was done", file=sys.stderr)
         sys.exit(130)
     finally:

@@ -41,6 +41,7 @@ from gptj_ft.system.signals import StopRequest
 from gptj_ft.system.streams import lasting_streams
 
 FIRST_RUN = "finetune --recipe summarization --data my.jsonl --model tiny"
+STOPPED = "stopped; the same command goes on, or begins again"
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
@@ -125,10 +126,16 @@ def _run(stop: StopRequest) -> int:
             return _fail(failure, notes_of(error))
         if isinstance(error, OSError) and (known := in_words(error)):
             return _fail(known, notes_of(error))
+        if stop.has_become(error):
+            return _fail(Interrupted(STOPPED))
+        raise
+    except Exception as error:
+        if stop.has_become(error):
+            return _fail(Interrupted(STOPPED))
         raise
     except SystemExit:
         if stop.requested:  # Typer has made an exit code of it
-            return _fail(Interrupted("stopped; the same command goes on, or begins again"))
+            return _fail(Interrupted(STOPPED))
         raise
     return 0
 

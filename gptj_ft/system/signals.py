@@ -5,7 +5,8 @@ limit) ask alike: the command says what is kept and exits with 130. Imported bef
 
 Python runs the handler of a signal in the middle of whatever the main thread does. Where that is a ``__del__``, the
 callback of a weak reference or a library's ``except: pass``, the error that the handler raises gets lost, and the
-command would run on to its end. So a timer asks again until the error is on its way to those who wait for it.
+command would run on to its end. So a timer asks again until the error is on its way to those who wait for it. A library
+may also make another error of it: what leaves `StopRequest` then is a `Stopping` again.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from gptj_ft.errors import Interrupted
+from gptj_ft.errors import GptjFtError, Interrupted
 
 SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
@@ -94,7 +95,7 @@ class StopRequest:
         self.take()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         # One that was lost just before goes on to whoever takes the signals outside this.
         if _TIMER in self._previous and (_is_on_its_way() or self._previous[_TIMER] == signal.SIG_DFL):
             _set_timer(0.0)
@@ -102,6 +103,13 @@ class StopRequest:
             signal.signal(number, handler)
         if self._owns_process:
             sys.unraisablehook = self._previous_hook
+        if self.has_become(error):
+            raise Stopping from error
+
+    def has_become(self, error: BaseException | None) -> bool:
+        """Tell whether an error may be what a library has made of a `Stopping`: pydantic keeps but its name."""
+        is_odd = isinstance(error, Exception) and not isinstance(error, GptjFtError | OSError | MemoryError)
+        return is_odd and self.requested and self._on_first is interrupt
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -382,6 +382,56 @@ def test_a_signal_that_is_lost_before_training_is_heard_by_the_training(lose: Ca
     assert (asked, training.requested) == ([True], True)
 
 
+STOPPED_MODULE = """
+import os, sys, types
+from gptj_ft.__main__ import main
+
+def run():
+    try:
+        {signals}
+        for _ in range(1000):
+            pass
+    except BaseException as error:
+        made_of_it = ValueError(f"in validator: {{type(error).__name__}}")
+    raise made_of_it
+
+app = types.ModuleType("gptj_ft.cli.app")
+app.main = run
+sys.modules["gptj_ft.cli.app"] = app
+main()
+"""
+
+
+def test_a_signal_of_which_a_library_makes_another_error_stops_all_the_same(
+    shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def validate(*arguments: object) -> None:  # as pydantic does, in Rust: no context is kept
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+        except BaseException as error:
+            made_of_it = ValueError(f"in validator: {type(error).__name__}")
+        raise made_of_it
+
+    def command() -> None:
+        with signals.stop_says(lambda: "kept"), StopRequest():
+            validate()
+
+    with pytest.raises(Interrupted, match="kept"):
+        command()
+    monkeypatch.setattr("gptj_ft.api.named_model", validate)
+    done = shell("predict --model tiny-bert text")
+    assert (done.code, done.err) == (130, "gptj-ft: stopped; the same command goes on, or begins again\n")
+
+
+@pytest.mark.parametrize(("signals", "code"), [("os.kill(os.getpid(), 15)", 130), ("raise TypeError", 1)])
+def test_while_a_command_is_imported_a_signal_is_no_error_and_an_error_no_signal(signals: str, code: int) -> None:
+    text = STOPPED_MODULE.format(signals=signals)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert ("Traceback" in done.stderr) == (code == 1)
+
+
 def test_what_cleans_up_after_a_signal_is_not_disturbed_however_long_it_takes() -> None:
     ended = []
 
