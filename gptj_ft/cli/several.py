@@ -24,7 +24,7 @@ def sharing(num_processes: int | None) -> Iterator[Group]:
             rank = group.rank
             yield group
     except GptjFtError as error:
-        is_orphan = isinstance(error, PeerFailed) and error.rank == 0 and rank == 1
+        is_orphan = isinstance(error, PeerFailed) and error.rank == 0 and error.is_gone and rank == 1
         if rank == 0 or is_orphan:
             raise
         sys.exit(error.exit_code)

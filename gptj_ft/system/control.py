@@ -15,24 +15,26 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from gptj_ft.errors import GptjFtError, Interrupted
 
 BEAT_SECONDS, SILENT_SECONDS = 2.0, 30.0
-ENDING_SECONDS = 20.0  # that the main thread has to notice a failure, until the process is ended under it
+# That the main thread has to notice a failure, until the process is ended under it: while processes connect, and later,
+# when it may be in the middle of a layer.
+STARTING_SECONDS, ENDING_SECONDS = 2.0, 20.0
 LINE_BYTES = 64 * 2**20  # at most
 _STDERR = 2
 
 
 class PeerFailed(GptjFtError):
-    """Another process of the run has failed, or is gone; the exit code is that process's."""
+    """Another process of the run has failed, and has said why, or is gone; the exit code is that process's."""
 
-    def __init__(self, message: str, exit_code: int, rank: int) -> None:
+    def __init__(self, message: str, exit_code: int, rank: int, is_gone: bool = True) -> None:
         super().__init__(message)
-        self.exit_code, self.rank = exit_code, rank
+        self.exit_code, self.rank, self.is_gone = exit_code, rank, is_gone
 
 
 class Control:
@@ -59,7 +61,8 @@ class Control:
         self._heard = dict.fromkeys(sockets, time.monotonic())
         self._left: set[int] = set()
         self._failure: PeerFailed | None = None
-        self._closed = False
+        self._closed = self._noticed = False
+        self.ending_seconds = STARTING_SECONDS
         for each in self._sockets.values():
             each.settimeout(SILENT_SECONDS)
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._listen, self._beat)]
@@ -82,12 +85,14 @@ class Control:
         with self._changed:
             while key not in self._answers:
                 if self._failure:
+                    self._noticed = True
                     raise self._failure
                 self._changed.wait()
             return self._answers.pop(key)
 
     def failure_behind(self, error: BaseException) -> PeerFailed:
         """Return what made a transfer fail: the news of it may come a moment later than the failure."""
+        self._noticed = True
         deadline = time.monotonic() + 3 * BEAT_SECONDS
         with self._changed:
             while self._failure is None and self._changed.wait(deadline - time.monotonic()):
@@ -169,7 +174,8 @@ class Control:
             if self.rank == 0:
                 self._tell(line, but=peer)
             failed = line["failed"]
-            self._fail(PeerFailed(f"{self.names[failed['rank']]}: {failed['text']}", failed["code"], failed["rank"]))
+            text, rank = f"{self.names[failed['rank']]}: {failed['text']}", int(failed["rank"])
+            self._fail(PeerFailed(text, failed["code"], rank, is_gone=False))
 
     def _take(self, peer: int, key: tuple[str, int], facts: dict[str, Any]) -> None:
         """Take a process's facts, in process 0; give them to all when they are complete."""
@@ -202,14 +208,16 @@ class Control:
                 self._failure = failure
             self._changed.notify_all()
         if self._ends_process and not self._closed:
-            timer = threading.Timer(ENDING_SECONDS, self._end)
+            timer = threading.Timer(self.ending_seconds, self._end)
             timer.daemon = True
             timer.start()
 
     def _end(self) -> None:
         """End the process: its main thread waits for a transfer that will never come."""
         assert self._failure is not None
-        if self.rank == 0 or self._failure.rank == 0:
+        if self._noticed:
+            return  # and may be saving
+        if self.rank == 0 or (self._failure.rank == 0 and self._failure.is_gone):
             with suppress(OSError):
                 os.write(_STDERR, f"\ngptj-ft: {self._failure}\n".encode())
         os._exit(self._failure.exit_code)
@@ -221,7 +229,13 @@ class Control:
 
 
 def host_control(
-    listener: socket.socket, size: int, token: str, name: str, seconds: float, ends_process: bool = True
+    listener: socket.socket,
+    size: int,
+    token: str,
+    name: str,
+    seconds: float,
+    look: Callable[[], None] = lambda: None,
+    ends_process: bool = True,
 ) -> Control:
     """Accept the connections of all other processes, in process 0.
 
@@ -231,21 +245,25 @@ def host_control(
         token: secret of this run; who does not know it is not let in.
         name: name of this process for messages.
         seconds: time for all to come.
+        look: called now and then; may raise, if one is known not to come.
         ends_process: see `Control`.
 
     Raises:
         PeerFailed: somebody has not come; says who.
     """
     sockets: dict[int, socket.socket] = {}
-    names = [name] + [f"process {rank + 1}" for rank in range(1, size)]
+    names = [f"process 1 ({name})"] + [f"process {rank + 1}" for rank in range(1, size)]
     deadline = time.monotonic() + seconds
     while len(sockets) < size - 1:
-        listener.settimeout(max(0.1, deadline - time.monotonic()))
+        listener.settimeout(0.5)
         try:
             connection, _ = listener.accept()
             connection.settimeout(10.0)
             hello = json.loads(_line(connection))
         except TimeoutError:
+            look()
+            if time.monotonic() < deadline:
+                continue
             missing = [str(rank + 1) for rank in range(1, size) if rank not in sockets]
             text = f"{len(missing)} of {size} processes have not come within {seconds:g} s: number {', '.join(missing)}"
             raise PeerFailed(f"{text}; look at what they say, and whether the ports are open", 1, -1) from None

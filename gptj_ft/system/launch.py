@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import ipaddress
+import json
 import os
 import platform
 import secrets
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from gptj_ft.errors import UsageError
-from gptj_ft.system.control import PeerFailed, host_control, join_control
+from gptj_ft.system.control import ENDING_SECONDS, PeerFailed, host_control, join_control
 from gptj_ft.system.group import ALONE, Group, Processes
 
-START_SECONDS = 300.0  # for all processes to come: libraries load, jobs start
+START_SECONDS = float(os.environ.get("GPTJ_FT_START_SECONDS", "300"))  # for all to come: libraries load, jobs start
 SLOW = timedelta(hours=24)  # slow is not dead: that is for `control` to tell
 STORE, TOKEN = "GPTJ_FT_STORE", "GPTJ_FT_TOKEN"  # of the processes that `start_others` makes
 _PR_SET_PDEATHSIG = 1
@@ -135,8 +136,14 @@ def joined(num_processes: int | None = None, arguments: Sequence[str] = ()) -> I
         member = Membership(0, num_processes, num_processes, None, Path(folder) / "store")
         token = secrets.token_hex(16)
         others = start_others(member, token, arguments)
+
+        def look() -> None:
+            for rank, process in enumerate(others, start=1):
+                if process.poll() is not None:
+                    raise PeerFailed(f"process {rank + 1} is gone, with exit code {process.returncode}", 1, rank)
+
         try:
-            with connected(member, token) as group:
+            with connected(member, token, look) as group:
                 yield group
         finally:
             end_others(others)
@@ -183,8 +190,8 @@ def threads_of(member: Membership) -> int:
 
 
 @contextmanager
-def connected(member: Membership, token: str) -> Iterator[Group]:
-    """Connect with the other processes, inside the block.
+def connected(member: Membership, token: str, look: Callable[[], None] = lambda: None) -> Iterator[Group]:
+    """Connect with the other processes, inside the block; meanwhile look whether they are there.
 
     Raises:
         UsageError: the address is on a public network.
@@ -206,18 +213,19 @@ def connected(member: Membership, token: str) -> Iterator[Group]:
     if member.rank == 0:
         with socket.create_server((host, 0)) as listener:
             token = token or secrets.token_hex(16)
-            store.set("control", f"{host} {listener.getsockname()[1]} {token}")
-            control = host_control(listener, member.size, token, name, START_SECONDS)
+            store.set("control", json.dumps([host, listener.getsockname()[1], token]))
+            control = host_control(listener, member.size, token, name, START_SECONDS, look)
     else:
         store.set_timeout(timedelta(seconds=START_SECONDS))
         try:
-            there, port, token = store.get("control").decode().split()
-        except (RuntimeError, ValueError) as error:
+            there, port, token = json.loads(store.get("control"))
+        except RuntimeError as error:
             raise PeerFailed(f"process 1 has not come within {START_SECONDS:g} s", 1, 0) from error
-        control = join_control((there, int(port)), member.rank, token, name, START_SECONDS)
+        control = join_control((there, port), member.rank, token, name, START_SECONDS)
     group = Processes(control, member.on_this_machine)
     try:
         dist.init_process_group("gloo", store=store, rank=member.rank, world_size=member.size, timeout=SLOW)
+        control.ending_seconds = ENDING_SECONDS
         yield group
     except BaseException as error:
         group.close(error)

@@ -15,17 +15,24 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from gptj_ft.system.signals import SIGNALS, StopRequest
+
+LAUNCHER_SECONDS = 8.0  # after the death of a process, until the others are told to stop, as torchrun does it at once
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command line of gptj-ft, its working folder, and its signals: after how many seconds, and which."""
+    """A command line of gptj-ft, its working folder, and its signals: after how many seconds, which, and to which rank.
+
+    Several processes are started as a launcher does it, and meet in a file of the folder.
+    """
 
     line: str
     folder: str
-    signals: Sequence[tuple[float, int]] = ()
+    signals: Sequence[tuple[float, int, int]] = ()
+    processes: int = 1
 
 
 class ForkServer:
@@ -39,12 +46,19 @@ class ForkServer:
 
     def run(self, line: str, folder: Path, *signals: tuple[float, int]) -> tuple[int, float]:
         """Run a command; return its exit code, -9 if it was killed, and the seconds that it took."""
+        codes, seconds = self.run_together(line, folder, 1, *((delay, number, 0) for delay, number in signals))
+        return codes[0], seconds[0]
+
+    def run_together(
+        self, line: str, folder: Path, processes: int, *signals: tuple[float, int, int]
+    ) -> tuple[list[int], list[float]]:
+        """Run a command in several processes; return the exit code of each, and after how many seconds it ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asdict(Job(line, str(folder), signals))) + "\n")
+        self._process.stdin.write(json.dumps(asdict(Job(line, str(folder), signals, processes))) + "\n")
         self._process.stdin.flush()
-        code, seconds = json.loads(self._process.stdout.readline())
-        return code, seconds
+        codes, seconds = json.loads(self._process.stdout.readline())
+        return codes, seconds
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -56,26 +70,38 @@ def serve() -> None:
     import torch  # noqa: F401
     from transformers import AutoTokenizer, GPTJConfig, GPTJForCausalLM  # noqa: F401
 
-    for text in sys.stdin:
+    for count, text in enumerate(sys.stdin):
         job = Job(**json.loads(text))
         start, due = time.monotonic(), sorted(job.signals)
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the command takes them, as at its real start
-        process = os.fork()
-        if process == 0:
-            work(job)
+        processes = [os.fork() or work(job, rank, count) for rank in range(job.processes)]
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        while not (ended := os.waitpid(process, os.WNOHANG))[0]:
-            if due and time.monotonic() - start > due[0][0]:
-                os.kill(process, due.pop(0)[1])
+        ended: dict[int, tuple[int, float]] = {}
+        is_ending = False
+        while len(ended) < len(processes):
+            while due and time.monotonic() - start > due[0][0]:
+                _, number, rank = due.pop(0)
+                if rank not in ended:
+                    os.kill(processes[rank], number)
+            for rank, process in enumerate(processes):
+                if rank not in ended and (found := os.waitpid(process, os.WNOHANG))[0]:
+                    ended[rank] = os.waitstatus_to_exitcode(found[1]), time.monotonic() - start
+            killed = [seconds for code, seconds in ended.values() if code < 0]
+            if killed and not is_ending and time.monotonic() - start > min(killed) + LAUNCHER_SECONDS:
+                is_ending = True
+                due += [(0.0, signal.SIGTERM, rank) for rank in range(len(processes)) if rank not in ended]
             time.sleep(0.0005)
-        status = os.waitstatus_to_exitcode(ended[1])
-        print(json.dumps([status, time.monotonic() - start]), flush=True)
+        print(json.dumps([[ended[rank][at] for rank in range(len(processes))] for at in (0, 1)]), flush=True)
 
 
-def work(job: Job) -> None:
+def work(job: Job, rank: int, number: int) -> NoReturn:
     """Be the command; never returns."""
     code = 1
     try:
+        if job.processes > 1:
+            store = Path(job.folder) / f"store-{number}"
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(job.processes), "GPTJ_FT_STORE": str(store)}
+            os.environ |= {"LOCAL_WORLD_SIZE": str(job.processes), "GPTJ_FT_TOKEN": "of-the-test"}
         from gptj_ft.__main__ import main
 
         os.chdir(job.folder)
