@@ -155,6 +155,7 @@ class Plan(Requirements):
         budget: buffer budget.
         costs: bytes moved and seconds.
         rates: rates of the machine that the costs are computed from.
+        load: workload that is planned.
         outlook: compute beside that of pre-training.
         timeline: a step replayed in virtual time, for an accelerator; the seconds of `costs` are then its.
         device: name of a device that is not here.
@@ -174,6 +175,7 @@ class Plan(Requirements):
     budget: BufferBudget
     costs: Costs
     rates: Rates
+    load: Workload
     outlook: ScalingForecast
     timeline: Timeline | None = None
     device: str = ""
@@ -181,7 +183,7 @@ class Plan(Requirements):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast for `--json`."""
-        apart = ("costs", "have", "timeline", "device", "tokens_to_hide_stall")
+        apart = ("costs", "have", "load", "timeline", "device", "tokens_to_hide_stall")
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
         own |= {"placement": asdict(self.placement), "rates": asdict(self.rates), "outlook": self.outlook.to_dict()}
         own = {("room" if name == "budget" else name): value for name, value in own.items()}
@@ -424,6 +426,7 @@ def forecast(placement: Placement, load: Workload, recipe: Recipe, rates: Rates,
         budget=budget,
         costs=costs,
         rates=rates,
+        load=load,
         outlook=ScalingForecast.of(
             load.model_layouts,
             load.width,

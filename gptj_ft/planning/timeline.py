@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from gptj_ft.models.layout import Kind
-from gptj_ft.planning.layer_cost import Kernel, LayerCost, LayerInput, embedding_cost, measure_blocks, measure_head
+from gptj_ft.planning.layer_cost import Kernel, LayerCost, LayerInput, embedding_cost, measure_blocks
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.traffic import META, CountedUpdates, bytes_to_update, model_without_data
 from gptj_ft.planning.virtual_machine import Clock, Hazards, Link, Processor, VirtualQueue, VirtualStore, Work
-from gptj_ft.planning.working_memory import head_chunk
+from gptj_ft.planning.working_memory import head_chunk, head_cost
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.activations import OffloadedActivations, boundary_layout
 from gptj_ft.streaming.model import BufferBudget
@@ -266,14 +266,13 @@ class _Replay:
         return VirtualStore(queue, self._link, self._hazards, part, lambda: [self._processor.last["compute"]])
 
     def _layer_costs(self) -> list[LayerCost]:
-        load, top = self._load, len(self._load.layers) - 1
+        load = self._load
         tokens = max(1, round(self._tokens / self._micro_batches))
         row = min(tokens, max(1, round(2 * load.attended) if load.attended else load.longest_row))
         number, rest = divmod(tokens, row)
         given = LayerInput((row,) * number + ((rest,) if rest else ()), load.width, load.dtype)
         blocks = measure_blocks(load.layers, load.layouts, given, load.lowest_trained)
-        head = measure_head(load.layers[top], load.layouts[top], head_chunk(load), False, top > load.lowest_trained)
-        return [embedding_cost(load.layouts[0], given), *blocks, head]
+        return [embedding_cost(load.layouts[0], given), *blocks, head_cost(load)]
 
     def run(self) -> Timeline:
         """Replay steps up to the steady state, and return the last."""

@@ -66,10 +66,7 @@ class WorkingMemory:
     @cached_property
     def head(self) -> LayerCost:
         """Cost of the head on its largest chunk."""
-        load, top = self.load, len(self.load.layers) - 1
-        return measure_head(
-            load.layers[top], load.layouts[top], head_chunk(load), self.has_z_loss, top > load.lowest_trained
-        )
+        return head_cost(self.load, self.has_z_loss)
 
     @cached_property
     def forward_bytes(self) -> int:
@@ -131,7 +128,15 @@ def micro_batch(load: Workload) -> LayerInput:
     return LayerInput((row,) * number + ((rest,) if rest else ()), load.width, load.dtype)
 
 
+def head_cost(load: Workload, has_z_loss: bool = False) -> LayerCost:
+    """Return the cost of the head on its largest chunk; nothing, where it is on another machine."""
+    if not load.head_parameters:
+        return LayerCost((), (), 0, 0, 0, 0)
+    top = len(load.layers) - 1
+    return measure_head(load.layers[top], load.layouts[top], head_chunk(load), has_z_loss, top > load.lowest_trained)
+
+
 def head_chunk(load: Workload) -> LayerInput:
     """Return the largest chunk of targets whose logits the head computes at once."""
-    most = max(1, HEAD_CHUNK_BYTES // (torch.float32.itemsize * load.vocabulary))
+    most = max(1, HEAD_CHUNK_BYTES // (torch.float32.itemsize * max(1, load.vocabulary)))
     return LayerInput((min(most, load.micro_batch_tokens, load.step_tokens),), load.width, load.dtype)

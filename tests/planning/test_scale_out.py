@@ -1,0 +1,336 @@
+"""Plans for several machines: what each of them needs, sends and waits for, and which way of sharing is chosen."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from rich.console import Console
+
+from gptj_ft.cli.terminal.machines import show_machines
+from gptj_ft.config.options import Recipe
+from gptj_ft.errors import UsageError
+from gptj_ft.models.gptj import GPTJConfig, build_layers
+from gptj_ft.models.layout import Layout
+from gptj_ft.models.published import find_published
+from gptj_ft.models.trainable import select
+from gptj_ft.planning.devices import find_device
+from gptj_ft.planning.plan import Free, choose
+from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
+from gptj_ft.planning.scale_out import (
+    PAYLOAD,
+    Job,
+    Network,
+    advise,
+    assign,
+    divisions,
+    forecast_share,
+    part_of,
+    scale_out,
+    waiting_seconds,
+)
+from gptj_ft.planning.workload import Workload
+
+GB = 10**9
+FAST, SLOW = Network(1e11), Network(1e8)
+FREE = Free(device=18 * GB, host=18 * GB, disk=10**12, is_shared=True)
+RATES = Rates(
+    ComputeRates(
+        fp32=1e12,
+        bf16=4e12,
+        fp32_narrow=1e12,
+        bf16_narrow=4e12,
+        memory=1e12,
+        near_memory=1e12,
+        gelu=1e18,
+        attention=1e18,
+        to_device=1e11,
+        from_device=1e11,
+    ),
+    DiskRates(read=2e9, write=2e9, mixed=2e9),
+    on_cpu=True,
+)
+RECIPE = Recipe(batch_size=32, max_length=1024, activations="recompute")
+
+
+@pytest.fixture(scope="module")
+def six_b() -> Workload:
+    """GPT-J 6B, 32 rows of 1,024 tokens."""
+    tokens = 32 * 1024
+    layouts = tuple(Layout.of(layer) for layer in build_layers(GPTJConfig()))
+    return Workload(
+        layouts, 4096, torch.float32, 2048, tokens, tokens, tokens, num_steps=10, longest_row=1024, context=2048
+    )
+
+
+def job_of(load: Workload, network: Network = FAST, recipe: Recipe = RECIPE, have: Free = FREE) -> Job:
+    return Job(recipe, load, have, RATES, network)
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"), [("10Gbit", 1e10), ("100Mbit", 1e8), ("2.5 gbit/s", 2.5e9), (".5Gbit", 5e8), ("64kbit", 6.4e4)]
+)
+def test_a_rate_is_read_as_networks_are_sold_by(text: str, bits: float) -> None:
+    assert Network.parse(text).bits == bits
+    assert Network.parse(text).rate == PAYLOAD * bits / 8
+
+
+@pytest.mark.parametrize("text", ["10GB", "fast", "", "10", "0Gbit", "-1Gbit", "1e9Gbit", "10Gbits"])
+def test_what_is_no_rate_is_refused_with_an_example(text: str, shell) -> None:
+    with pytest.raises(UsageError, match="such as 10Gbit or 100Mbit"):
+        Network.parse(text)
+
+
+def test_one_machine_that_shares_with_nobody_has_the_ordinary_plan(six_b: Workload) -> None:
+    share, plan = forecast_share(job_of(six_b), 1, 1), choose(RECIPE, six_b, FREE, RATES)
+    (node,) = share.nodes
+    assert node.plan == plan
+    assert (node.device_bytes, node.host_bytes, node.disk_bytes) == (
+        plan.device_bytes,
+        plan.host_bytes,
+        plan.disk_bytes,
+    )
+    assert share.seconds_per_step == pytest.approx(plan.costs.seconds_per_step)
+    assert share.seconds == pytest.approx(plan.costs.seconds)
+    assert share.name == "alone"
+    assert node.sent == node.received == share.start_seconds == share.end_seconds == 0
+    found = scale_out(job_of(six_b), 1)
+    assert found.chosen is found.alone
+    assert found.speedup(found.chosen) == 1
+
+
+def test_every_machine_has_as_many_layers_and_no_layer_is_beside_its_own_neighbour(six_b: Workload) -> None:
+    head = 3.0
+    for blocks in (4, 12, 28, 40):
+        units = [0.0, *[4.0] * blocks, head]
+        for size in range(1, blocks // 2 + 1):
+            owners = assign(units, size)
+            assert size == 1 or all(low != high for low, high in pairwise(owners))
+            of_blocks = [owners[1:-1].count(rank) for rank in range(size)]
+            assert max(of_blocks) - min(of_blocks) <= 1
+            work = [
+                sum(unit for unit, owner in zip(units, owners, strict=True) if owner == rank) for rank in range(size)
+            ]
+            assert max(work) <= 4.0 * math.ceil(blocks / size) + head
+    assert assign([0.0, *[4.0] * 28, 3.0], 4) == (0, *[1, 2, 3, 0] * 7, 1)
+    tied = find_published("Cerebras-GPT-6.7B")
+    assert tied is not None
+    layouts = tuple(Layout.of(layer) for layer in tied.architecture.layers())
+    share = forecast_share(job_of(replace(six_b, layouts=layouts)), 4, 1)
+    assert share.owners[0] == share.owners[-1], "a head is where the weights are that it borrows"
+
+
+def test_sharing_layers_divides_disk_memory_and_traffic_and_sharing_rows_does_not(six_b: Workload) -> None:
+    on_disk = {"weights": "disk", "optimizer_state": "disk", "boundaries": "device"}
+    have = replace(FREE, device=60 * GB, host=60 * GB)
+    job = job_of(six_b, recipe=RECIPE.model_copy(update=on_disk), have=have)
+    alone = forecast_share(job, 1, 1)
+    whole, model = alone.nodes[0], 4 * six_b.stored_elements
+    for stages in (2, 4, 7, 14):
+        share = forecast_share(job, stages, 1)
+        assert sorted(rank for node in share.nodes for rank in node.ranks) == list(range(stages))
+        # The largest machine has a block, or embedding or head, more than others.
+        most = max(sum(layout.numel for layout in node.plan.load.layouts) for node in share.nodes)
+        assert most <= six_b.stored_elements / stages + 2 * max(layout.numel for layout in six_b.layouts)
+        for node in share.nodes:
+            part, first = node.plan.load.stored_elements / six_b.stored_elements, 0 in node.ranks
+            # The first one writes the whole tuned model, whose layers the others send it.
+            replaced = 2 * 16 * max(layout.numel for layout in node.plan.load.layouts)
+            state = node.disk_bytes - (model if first else 0) - replaced
+            assert state == pytest.approx(part * 16 * six_b.stored_elements)
+            costs, of_all = node.plan.costs, whole.plan.costs
+            assert costs.bytes_written_per_step == pytest.approx(part * of_all.bytes_written_per_step)
+            assert costs.bytes_read_per_step <= part * of_all.bytes_read_per_step, "buffers hold more of fewer layers"
+        assert share.most("disk_bytes") < whole.disk_bytes
+        own = [layer for node in share.nodes for layer in node.layers]
+        assert len(own) == len(set(own))
+    rows = forecast_share(job, 1, 4)
+    assert rows.nodes[0].disk_bytes == whole.disk_bytes
+    # Two gradients of the largest layer, less the fewer tokens.
+    largest = 4 * max(layout.numel for layout in six_b.layouts)
+    assert rows.nodes[0].host_bytes == whole.host_bytes + 2 * largest
+
+
+def test_machines_send_hidden_states_once_a_hop_and_gradients_once_each_way_a_replica(six_b: Workload) -> None:
+    tokens, parameters = 32 * 1024, 6_050_882_784
+    for stages in (2, 4, 7):
+        share = forecast_share(job_of(six_b), stages, 1)
+        hops = sum(low != high for low, high in pairwise(share.owners))
+        assert hops == 29, "every layer hands on to another machine"
+        for way in ("sent", "received"):
+            for name in ("forward", "backward"):
+                total = sum(len(node.ranks) * getattr(getattr(node, name), way) for node in share.nodes)
+                assert total == pytest.approx(29 * tokens * 4096 * 4, rel=0.1), "of machines alike, the one with most"
+    half = forecast_share(job_of(replace(six_b, dtype=torch.bfloat16)), 2, 1)
+    assert half.most("sent") == forecast_share(job_of(six_b), 2, 1).most("sent") / 2
+    for replicas in (2, 4, 8):
+        (node,) = forecast_share(job_of(six_b), 1, replicas).nodes
+        assert node.sent == node.received == pytest.approx(8 * parameters * (replicas - 1) / replicas)
+        assert node.forward.sent == 0
+    both = forecast_share(job_of(six_b), 2, 4)
+    sums = sum(node.backward.sent - node.forward.sent for node in both.nodes)
+    assert sums == pytest.approx(8 * parameters * 3 / 4, rel=0.05), "each of two machines sums up its own layers"
+
+
+def test_nothing_comes_down_to_layers_below_the_lowest_that_is_trained(six_b: Workload) -> None:
+    layers = build_layers(GPTJConfig())
+    empty = Layout.of(layers[0], ())
+    trained = tuple(Layout.of(layer) if index > 20 else empty for index, layer in enumerate(layers))
+    frozen = tuple(empty if index > 20 else Layout.of(layer) for index, layer in enumerate(layers))
+    share = forecast_share(job_of(replace(six_b, layouts=trained, frozen=frozen)), 2, 1)
+    down = sum(node.backward.sent for node in share.nodes)
+    assert down / sum(node.forward.sent for node in share.nodes) == 8 / 29
+    # Of a machine that trains nothing, too, there is a plan.
+    head = tuple(Layout.of(layer) if index == 29 else empty for index, layer in enumerate(layers))
+    frozen = tuple(empty if index == 29 else Layout.of(layer) for index, layer in enumerate(layers))
+    share = forecast_share(job_of(replace(six_b, layouts=head, frozen=frozen)), 2, 1)
+    assert min(node.plan.num_trained for node in share.nodes) == 0
+    assert all(node.backward.sent == 0 for node in share.nodes)
+
+
+def test_a_slow_network_is_the_bound_and_a_faster_one_that_is_advised_is_not(six_b: Workload) -> None:
+    fast, slow = (scale_out(job_of(six_b, network), 4) for network in (FAST, SLOW))
+    assert not fast.chosen.waits_for_network
+    assert fast.advice == ()
+    assert slow.chosen.bound == "network"
+    assert slow.chosen.seconds_per_step > fast.chosen.seconds_per_step
+    advised = next(text for text in slow.advice if text.startswith("a network of "))
+    rate = advised.removeprefix("a network of ").split()[0]
+    assert not forecast_share(
+        job_of(six_b, Network.parse(rate)), slow.chosen.stages, slow.chosen.replicas
+    ).waits_for_network
+
+
+def test_gradients_hide_behind_the_rows_that_are_advised(six_b: Workload) -> None:
+    load = replace(six_b, layouts=six_b.layouts[:1] + six_b.layouts[-2:])
+    job = job_of(load, Network(5e8))
+    found = scale_out(job, 4)
+    assert found.chosen.stages == 1, "one block cannot be shared"
+    assert found.chosen.waits_for_network
+    rows = int(next(text for text in found.advice if "--batch-size" in text).split()[-1])
+    times = rows // RECIPE.batch_size
+    for factor, waits in ((times // 2, True), (times, False)):
+        tokens = factor * load.step_tokens
+        more = replace(load, step_tokens=tokens, mean_step_tokens=tokens, mean_step_targets=tokens)
+        assert forecast_share(replace(job, load=more), 1, 4).waits_for_network is waits
+
+
+def test_the_fastest_that_fits_on_every_machine_is_chosen(six_b: Workload) -> None:
+    for network in (FAST, Network(1e9), SLOW):
+        for disk in (10**12, 100 * GB, 60 * GB):
+            found = scale_out(job_of(six_b, network, have=replace(FREE, disk=disk)), 8)
+            assert [(each.stages, each.replicas) for each in found.shares] == [(1, 8), (2, 4), (4, 2), (8, 1)]
+            fitting = [each for each in found.shares if each.fits]
+            assert found.chosen.seconds_per_step == min(each.seconds_per_step for each in fitting)
+            assert found.problem is None
+            assert all(node.disk_bytes <= disk for node in found.chosen.nodes)
+
+
+def test_a_model_that_fits_on_no_one_machine_fits_on_four(six_b: Workload) -> None:
+    have = replace(FREE, disk=75 * GB)
+    found = scale_out(job_of(six_b, have=have), 4)
+    assert not found.alone.fits
+    assert [each.name for each in found.shares if each.fits] == ["layers"]
+    assert found.chosen.stages == 4
+    assert found.problem is None
+    tight = scale_out(job_of(six_b, have=replace(FREE, disk=20 * GB)), 4)
+    assert str(tight.problem).startswith("does not fit on 4 machines: with layers shared, of one of them it needs ")
+    assert tight.to_dict()["chosen"] is None
+    prime = scale_out(job_of(six_b, have=have), 17)
+    assert "can share only rows" in str(prime.problem)
+
+
+def test_machines_without_rows_are_refused(six_b: Workload) -> None:
+    assert list(divisions(12, 10)) == [(1, 12), (2, 6), (3, 4), (4, 3)]
+    with pytest.raises(UsageError, match="--batch-size 128 or more"):
+        scale_out(job_of(six_b), 1024)
+    assert scale_out(job_of(six_b, recipe=RECIPE.model_copy(update={"batch_size": 128})), 1024).shares[0].stages == 8
+
+
+def test_few_micro_batches_leave_machines_waiting_and_the_advice_says_how_many_they_need(six_b: Workload) -> None:
+    assert waiting_seconds(1, 28, 1, 100.0, 1.0) == 0
+    # One micro-batch is on one of four machines at a time; sixteen come late only to begin with.
+    assert waiting_seconds(4, 7, 1, 70.0, 0.0) == pytest.approx(3 * 70 + 3 * 10)
+    assert waiting_seconds(4, 7, 16, 70.0, 0.0) == pytest.approx(3 * 70 / 112)
+    few = replace(six_b, micro_batch_tokens=16384)
+    have = replace(FREE, device=10**12, host=10**12)
+    share = forecast_share(job_of(few, have=have), 4, 1)
+    assert share.micro_batches == 2
+    assert share.bound == "waiting"
+    (advice,) = advise(job_of(few, have=have), share, forecast_share(job_of(few), 1, 1))
+    tokens = int(advice.split("micro_batch_tokens=")[1].split()[0])
+    assert math.ceil(few.mean_step_tokens / tokens) >= 5
+    better = forecast_share(job_of(replace(few, micro_batch_tokens=tokens), have=have), 4, 1)
+    assert better.seconds_per_step < 0.7 * share.seconds_per_step
+
+
+def test_parts_of_a_model_compute_together_what_the_whole_computes(six_b: Workload) -> None:
+    for size in (2, 4, 7):
+        owners = assign([0.0, *[4.0] * 28, 3.0], size)
+        parts = [part_of(six_b, [i for i, owner in enumerate(owners) if owner == rank]) for rank in range(size)]
+        assert sum(part.num_parameters for part in parts) == six_b.num_parameters
+        for kept in (0, 1):
+            whole = six_b.flops(size * kept)
+            assert sum(part.flops(kept).hardware for part in parts) == pytest.approx(whole.hardware)
+        assert sum(part.boundary_bytes() for part in parts) == six_b.boundary_bytes()
+
+
+def test_cards_that_hold_half_a_state_each_need_no_disk_together() -> None:
+    device = find_device("RTX 4090 24GB")
+    published = find_published("Cerebras-GPT-2.7B")
+    assert published is not None
+    selection = select(published.architecture, Recipe())
+    load = Workload(
+        selection.trained, 2560, torch.bfloat16, 2048, 8192, 8192, 8192, None, longest_row=1024, context=2048,
+        frozen=selection.frozen, layers=selection.build(),
+    )  # fmt: skip
+    have = Free(int(0.93 * device.memory_bytes), 24 * GB, 10**12, is_shared=False)
+    rates = Rates(device.rates(), DiskRates(read=3e9, write=2e9, mixed=3e9))
+    found = scale_out(Job(Recipe(batch_size=8), load, have, rates, FAST), 2)
+    assert found.alone.nodes[0].plan.timeline is not None
+    assert found.alone.seconds_per_step == pytest.approx(found.alone.nodes[0].plan.costs.seconds_per_step)
+    assert "disk" in str(found.alone.nodes[0].plan.placement)
+    assert found.chosen.name == "layers"
+    assert all("disk" not in str(node.plan.placement) for node in found.chosen.nodes)
+    assert found.speedup(found.chosen) > 2
+
+
+def test_the_command_shows_every_way_and_marks_the_chosen_one(shell, six_b: Workload) -> None:
+    line = "plan --recipe summarization --model cerebras/Cerebras-GPT-111M --max-steps 3"
+    alone, values = shell(f"{line} --json").json, shell(f"{line} --nodes 4 --network 1Gbit --json").json
+    machines = values["machines"]
+    assert {key: value for key, value in values.items() if key in alone and key != "have"}.keys() == alone.keys()
+    assert (machines["num_nodes"], machines["network"]["bits"]) == (4, 1e9)
+    assert [share["name"] for share in machines["shares"]] == ["rows", "layers x rows", "layers"]
+    chosen = machines["shares"][machines["chosen"]]
+    assert chosen["seconds_per_step"] == min(share["seconds_per_step"] for share in machines["shares"])
+    assert machines["alone"]["seconds_per_step"] == pytest.approx(alone["seconds_per_step"], rel=0.2)
+    for name in ("speedup", "memory_bytes", "disk_bytes", "sent", "received", "start_seconds", "nodes", "owners"):
+        assert chosen[name] is not None
+    said = shell(f"{line} --nodes 4 --network 1Gbit").said
+    for phrase in (
+        "What it will cost on 4 machines like this one, 1Gbit between them",
+        ", chosen",
+        "Chosen:",
+        "bound by",
+    ):
+        assert phrase in said, phrase
+    refused = shell(f"{line} --nodes 4 --network 10GB")
+    assert refused.code == 2
+    assert "such as 10Gbit" in refused.err
+    assert shell(f"{line} --nodes 0").code == 2
+
+
+def test_a_table_for_people_is_no_wider_than_a_terminal(six_b: Workload) -> None:
+    def shown(network: Network, have: Free = FREE) -> str:
+        console = Console(file=io.StringIO(), width=80)
+        show_machines(console, scale_out(job_of(six_b, network, have=have), 8))
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+    for text in (shown(FAST), shown(SLOW), shown(SLOW, replace(FREE, disk=80 * GB))):
+        assert max(map(len, text.splitlines())) <= 80, text
+    assert "does not fit" in text
