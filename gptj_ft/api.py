@@ -157,6 +157,8 @@ def plan(
     recipe: str | Resolved | None = None,
     *,
     measure_again: bool = False,
+    nodes: int = 1,
+    network: str = "10Gbit",
     offline: bool = False,
     reporter: Reporter | None = None,
     **options: Any,
@@ -164,10 +166,13 @@ def plan(
     """Forecast memory, disk and time of a run, with rows or, without ``data``, for rows of the greatest length.
 
         >>> gptj_ft.plan("summarization", host_memory="16GB").plan.costs.seconds_per_step
+        >>> gptj_ft.plan("summarization", nodes=4, network="1Gbit").machines.chosen.name
 
     Args:
         recipe: name of a preset, or resolved options.
         measure_again: whether device and disk are measured though they are known.
+        nodes: machines like this one that share the run; default 1.
+        network: rate of the network between them, such as ``100Mbit``; default ``10Gbit``.
         offline: whether a data set on the Hub is taken as it was fetched before.
         reporter: receiver of activities.
         **options: fields of `Recipe`; ``config`` is a YAML file of them.
@@ -175,11 +180,17 @@ def plan(
     Raises:
         UsageError, DataError: wrong options, no such model, or rows that cannot be used.
     """
+    from gptj_ft.planning.scale_out import Network
     from gptj_ft.training.finetune import forecast_run
 
+    between = Network.parse(network)
     reporter = reporter or Reporter()
     resolved = fetched(resolved_options(recipe, options), offline, reporter)
-    return forecast_run(resolved, measure_again, reporter)
+    forecast = forecast_run(resolved, measure_again, reporter)
+    if nodes <= 1:
+        return forecast
+    reporter.on_activity(f"planning for {nodes:,} machines")
+    return forecast.on_machines(resolved.recipe, nodes, between)
 
 
 def doctor(device: str = "auto", *, reporter: Reporter | None = None) -> Diagnosis:

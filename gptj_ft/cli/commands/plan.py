@@ -23,6 +23,8 @@ def plan(
         bool, flag("tell what a pre-training from scratch would take and reach, too", "--scaling-law")
     ] = False,
     measure: Annotated[bool, flag("measure device and disk again, first", "--measure")] = False,
+    nodes: Annotated[int, flag("machines like this one that share the run", "--nodes", metavar="N", min=1)] = 1,
+    network: Annotated[str, flag("rate of the network between them", "--network", metavar="RATE")] = "10Gbit",
     offline: Offline = False,
     quiet: Annotated[bool, flag("print nothing: the exit code tells if it fits", "--quiet", "-q")] = False,
     as_json: Json = False,
@@ -35,15 +37,21 @@ def plan(
     out = Output(as_json, quiet)
     with out.activity():
         from gptj_ft import api
+        from gptj_ft.cli.terminal.machines import show_machines
         from gptj_ft.cli.terminal.progress import TerminalReporter
         from gptj_ft.cli.terminal.tables import show_outlook, show_plan
 
     resolved = resolve(options, config, assignments)
     with TerminalReporter(out.notes) as reporter:
-        forecast = api.plan(resolved, measure_again=measure, offline=offline, reporter=reporter)
+        forecast = api.plan(
+            resolved, measure_again=measure, nodes=nodes, network=network, offline=offline, reporter=reporter
+        )
 
     def show(console: Console) -> None:
-        show_plan(console, forecast.plan, forecast.notes)
+        if forecast.machines:
+            show_machines(console, forecast.machines, forecast.notes)
+        else:
+            show_plan(console, forecast.plan, forecast.notes)
         if scaling_law:
             show_outlook(console, forecast.plan.outlook, forecast.published)
 

@@ -1,0 +1,92 @@
+"""Show the forecast of a run on several machines: every way to share it, and what the fastest asks of each machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+
+from gptj_ft.cli.terminal.screen import panel, table, time_after
+from gptj_ft.planning.plan import Need
+from gptj_ft.planning.scale_out import NodePass, ScaleOut, Share, bits_text
+from gptj_ft.system.units import clock, gigabytes
+
+BOUND = {"compute": "computing", "waiting": "waiting", "transfer": "moving bytes", "network": "network"}
+SHOWN = 0.01  # share of a pass from which on a part of it is worth a word
+
+
+def show_machines(console: Console, found: ScaleOut, notes: Sequence[str] = ()) -> None:
+    """Show a table of the ways to share a run, and under it the one that is chosen.
+
+    Args:
+        console: terminal or log.
+        found: forecast.
+        notes: on how the model is treated.
+    """
+    others = [share for share in found.shares if share is not found.alone]
+    rows = [_row(found, share) for share in (found.alone, *others)]
+    names = ("layers x rows", "a step", "speed", "memory", "disk", "network", "bound by")
+    title = (
+        f"What it will cost on {found.num_nodes:,} machines like this one, {bits_text(found.network.bits)} between them"
+    )
+    table(console, title, [names, *rows], right=range(1, 6))
+    verdict = "Chosen" if found.chosen.fits else "Nearest"
+    panel(console, f"{verdict}: {_split(found.chosen)}", [*_chosen(found), *(("note", note) for note in notes)])
+
+
+def _row(found: ScaleOut, share: Share) -> tuple[str, ...]:
+    """Return a share's cells: how many machines share the layers, and the rows, and what it asks of one at most."""
+    bound = BOUND[share.bound] if share.fits else "does not fit"
+    own = f"{share.stages} x {share.replicas}" if share is not found.alone else "alone"
+    return (
+        own + (", chosen" if share is found.chosen and share.fits else ""),
+        _seconds(share.seconds_per_step),
+        f"x {found.speedup(share):.2g}",
+        gigabytes(share.most("memory_bytes")),
+        gigabytes(share.most("disk_bytes")),
+        gigabytes(max(share.most("sent"), share.most("received"))),
+        bound,
+    )
+
+
+def _chosen(found: ScaleOut) -> Iterator[tuple[str, str]]:
+    share = found.chosen
+    yield "placement", f"{share.nodes[-1].plan.placement}, in {share.nodes[-1].plan.precision}"
+    most: dict[str, Need] = {}
+    for need in (need for node in share.nodes for need in node.needs):
+        most[need.resource] = max(most.get(need.resource, need), need, key=lambda each: each.need)
+    for need in most.values():
+        yield need.resource, f"at most about {gigabytes(need.need)} of {gigabytes(need.have)} on a machine"
+    sent, received = share.most("sent"), share.most("received")
+    yield "network", f"a machine sends {gigabytes(sent)} and gets {gigabytes(received)} a step"
+    yield "passes", f"forward {_parts(share.forward)}; backward {_parts(share.backward)}"
+    if share.seconds is not None:
+        yield "finish", f"after about {clock(share.seconds)}: {time_after(share.seconds)} if it starts now"
+    copies = {"of the weights to machines without them": share.start_seconds, "of the results": share.end_seconds}
+    texts = [f"{what} {_seconds(seconds)}" for what, seconds in copies.items() if seconds > 1]
+    if texts:
+        yield "copies", ", ".join(texts)
+    for text in found.advice:
+        yield "advice", text
+
+
+def _split(share: Share) -> str:
+    if share.name == "alone":
+        return "one machine"
+    parts = [f"{share.stages} machines share the layers"] if share.stages > 1 else []
+    parts += [f"{share.replicas} of these share the rows" if parts else f"{share.replicas} machines share the rows"]
+    return ", ".join(parts if share.replicas > 1 else parts[:1])
+
+
+def _parts(each: NodePass) -> str:
+    parts = {
+        "computing": each.compute,
+        "waiting for other machines": each.waiting,
+        "moving bytes": each.transfer,
+        "network": each.network,
+    }
+    return ", ".join(f"{name} {_seconds(part)}" for name, part in parts.items() if part > SHOWN * each.seconds)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < 10 else clock(seconds)
