@@ -381,7 +381,7 @@ def owners_of(load: Workload, size: int) -> tuple[int, ...]:
 
 
 def replica_of(load: Workload, replicas: int) -> Workload:
-    """Return the workload of a share of the rows."""
+    """Return the workload of a share of the rows; those of validations are not shared."""
     if replicas == 1:
         return load
     return replace(
@@ -390,8 +390,6 @@ def replica_of(load: Workload, replicas: int) -> Workload:
         mean_step_tokens=load.mean_step_tokens / replicas,
         mean_step_targets=load.mean_step_targets / replicas,
         step_pairs=math.ceil(load.step_pairs / replicas),
-        validation_tokens=math.ceil(load.validation_tokens / replicas),
-        validation_targets=math.ceil(load.validation_targets / replicas),
     )
 
 
