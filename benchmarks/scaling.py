@@ -27,7 +27,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gptj_ft.planning.scale_out import BLOCK_UNITS, LATENCY, Network, assign, waiting_seconds
+from gptj_ft.planning.scale_out import LATENCY, Network, waiting_seconds
+from gptj_ft.streaming.relay import EMPTY, assign
 
 BLOCKS, WIDTH, BLOCK_PARAMETERS, HEAD_PARAMETERS = 28, 4096, 201_379_840, 206_488_800  # of GPT-J 6B
 MICRO_BATCH = 2048  # tokens
@@ -72,10 +73,9 @@ class Cluster:
         return self.replicas * self.micro_batches * (self.blocks * block + self.head)
 
     @property
-    def owners(self) -> tuple[int, ...]:
+    def owners(self) -> list[int]:
         """Rank of each layer: embedding, blocks, head."""
-        unit = (self.forward + self.backward) / BLOCK_UNITS
-        return assign([0.0, *[BLOCK_UNITS] * self.blocks, self.head / unit], self.stages)
+        return assign([EMPTY] * (self.blocks + 2), self.stages)
 
     @property
     def forecast(self) -> float:

@@ -27,12 +27,12 @@ from gptj_ft.planning.flops import EMPTY
 from gptj_ft.planning.plan import DoesNotFit, Free, Plan, Requirements, choose, shortage
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.workload import Workload
+from gptj_ft.streaming.relay import assign
 
 LATENCY = 2e-4  # seconds of a message beside its bytes: a LAN's, and two threads that wake up; assumed
 PAYLOAD = 0.94  # of a link's rate; the rest are headers, in packets of 1,500 bytes
 BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 SOLD = (1e8, 1e9, 2.5e9, 5e9, 1e10, 2.5e10, 4e10, 1e11, 2e11, 4e11)  # bits/s of networks that one can buy
-BLOCK_UNITS, HEAD_UNITS = 4.0, 3.0  # passes of products in a step; a block's forward pass is run again in backward
 MOST_MORE = 64  # times as many rows a step, beyond which that is no advice
 WAITS = 0.1  # of the computation, from which on waiting for other machines is worth a word
 FP32 = torch.float32.itemsize
@@ -353,33 +353,6 @@ def divisions(num_nodes: int, num_blocks: int) -> Iterator[tuple[int, int]]:
             yield stages, num_nodes // stages
 
 
-def assign(units: Sequence[float], size: int) -> tuple[int, ...]:
-    """Assign layers to ranks: blocks in turn; head, then embedding, where least is to do and no neighbour is.
-
-    Args:
-        units: work of each layer, embedding and head included.
-        size: number of ranks.
-    """
-    top, owners = len(units) - 1, [index % size for index in range(len(units))]
-    work = [sum(units[index] for index in range(1, top) if index % size == rank) for rank in range(size)]
-    for layer, neighbour in ((top, top - 1), (0, 1)):
-        others = [rank for rank in range(size) if rank != owners[neighbour]] or [0]
-        owners[layer] = min(others, key=lambda rank: work[rank])
-        # What has no products has state to read and write: not where the head is, too, if there is a choice.
-        work[owners[layer]] += units[layer] or 1e-9
-    return tuple(owners)
-
-
-def owners_of(load: Workload, size: int) -> tuple[int, ...]:
-    """Return the rank of each layer of a workload: a head goes with the embedding that it borrows from."""
-    numbers = [sum(layout.num_used for layout in both) for both in load.whole_layers]
-    share = load.mean_step_targets / load.mean_step_tokens
-    units = [0.0, *(BLOCK_UNITS * number for number in numbers[1:-1]), HEAD_UNITS * share * numbers[-1]]
-    owners = assign(units, size)
-    is_tied = any(layout.tied for layout in load.whole_layers[-1])
-    return (owners[-1], *owners[1:]) if is_tied else owners
-
-
 def replica_of(load: Workload, replicas: int) -> Workload:
     """Return the workload of a share of the rows; those of validations are not shared."""
     if replicas == 1:
@@ -418,7 +391,7 @@ def part_of(load: Workload, layers: Sequence[int]) -> Workload:
 def forecast_share(job: Job, stages: int, replicas: int) -> Share:
     """Forecast a way to share a run."""
     load = replica_of(job.load, replicas)
-    owners = owners_of(load, stages)
+    owners = tuple(assign(load.layouts, stages))
     parts: dict[tuple[Workload, bool], list[int]] = {}
     for rank in range(stages):
         own = [layer for layer, owner in enumerate(owners) if owner == rank]

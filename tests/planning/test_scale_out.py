@@ -26,7 +26,6 @@ from gptj_ft.planning.scale_out import (
     Job,
     Network,
     advise,
-    assign,
     divisions,
     forecast_share,
     part_of,
@@ -34,6 +33,7 @@ from gptj_ft.planning.scale_out import (
     waiting_seconds,
 )
 from gptj_ft.planning.workload import Workload
+from gptj_ft.streaming.relay import assign
 
 GB = 10**9
 FAST, SLOW = Network(1e11), Network(1e8)
@@ -103,25 +103,20 @@ def test_one_machine_that_shares_with_nobody_has_the_ordinary_plan(six_b: Worklo
     assert found.speedup(found.chosen) == 1
 
 
-def test_every_machine_has_as_many_layers_and_no_layer_is_beside_its_own_neighbour(six_b: Workload) -> None:
-    head = 3.0
-    for blocks in (4, 12, 28, 40):
-        units = [0.0, *[4.0] * blocks, head]
-        for size in range(1, blocks // 2 + 1):
-            owners = assign(units, size)
-            assert size == 1 or all(low != high for low, high in pairwise(owners))
-            of_blocks = [owners[1:-1].count(rank) for rank in range(size)]
-            assert max(of_blocks) - min(of_blocks) <= 1
-            work = [
-                sum(unit for unit, owner in zip(units, owners, strict=True) if owner == rank) for rank in range(size)
-            ]
-            assert max(work) <= 4.0 * math.ceil(blocks / size) + head
-    assert assign([0.0, *[4.0] * 28, 3.0], 4) == (0, *[1, 2, 3, 0] * 7, 1)
+def test_layers_are_where_the_runtime_has_them_and_a_head_is_where_the_weights_are_that_it_borrows(
+    six_b: Workload,
+) -> None:
+    for stages in (1, 2, 4, 7, 8):
+        share = forecast_share(job_of(six_b), stages, 1)
+        assert share.owners == tuple(assign(six_b.layouts, stages))
+        assert max(len(node.layers) for node in share.nodes) <= -(-28 // stages) + 1 + (stages < 3)
+        own = [layer for node in share.nodes for layer in node.layers]
+        assert len(own) == len(set(own))
     tied = find_published("Cerebras-GPT-6.7B")
     assert tied is not None
     layouts = tuple(Layout.of(layer) for layer in tied.architecture.layers())
     share = forecast_share(job_of(replace(six_b, layouts=layouts)), 4, 1)
-    assert share.owners[0] == share.owners[-1], "a head is where the weights are that it borrows"
+    assert share.owners[0] == share.owners[-1]
 
 
 def test_sharing_layers_divides_disk_memory_and_traffic_and_sharing_rows_does_not(six_b: Workload) -> None:
@@ -270,7 +265,7 @@ def test_few_micro_batches_leave_machines_waiting_and_the_advice_says_how_many_t
 
 def test_parts_of_a_model_compute_together_what_the_whole_computes(six_b: Workload) -> None:
     for size in (2, 4, 7):
-        owners = assign([0.0, *[4.0] * 28, 3.0], size)
+        owners = assign(six_b.layouts, size)
         parts = [part_of(six_b, [i for i, owner in enumerate(owners) if owner == rank]) for rank in range(size)]
         assert sum(part.num_parameters for part in parts) == six_b.num_parameters
         for kept in (0, 1):
