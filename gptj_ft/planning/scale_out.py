@@ -456,11 +456,11 @@ class _Chain:
         hop = hop_bytes / self.micro_batches / network.rate + network.latency
         # Each way what others sum up, and the sums: (R - 1) / R of all of it.
         exchanged = 2 * FP32 * (self.replicas - 1) / self.replicas
-        lowest = next((layout.num_parameters for layout in own.layouts if layout.numel), 0)
+        lowest = next((layout.numel for layout in own.layouts if layout.numel), 0)
         passes = []
         for descends, (compute, transfer, stall) in enumerate(_own_seconds(plan)):
             hops = [self._hops(rank, bool(descends)) for rank in ranks]
-            gradients = exchanged * own.num_trained if descends else 0.0
+            gradients = exchanged * (own.stored_elements + own.lent_elements) if descends else 0.0
             sent, received = (hop_bytes * max(each[way] for each in hops) + gradients for way in (0, 1))
             # Nothing is left to compute while the last gradient is summed up.
             waiting = exchanged * lowest / network.rate if descends else 0.0

@@ -1,0 +1,88 @@
+"""What a plan for several machines says goes over the network is what processes that share a run send each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_gpt2, random_gptj
+from support.thread_group import Member, together
+
+from gptj_ft.config.resolve import build
+from gptj_ft.config.run_folder import Run
+from gptj_ft.data.batches import Rows
+from gptj_ft.planning.scale_out import Job, Network, forecast_share
+from gptj_ft.system.group import ALONE, Group
+from gptj_ft.training import loop
+from gptj_ft.training.follow import own_run
+from gptj_ft.training.setup import TrainSetup, make_setup
+
+STEPS = 2  # of four rows each: both epochs' halves
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"method": "lora"},
+    "part": {"train": ("h.[23].*", "h.1.mlp.*")},
+    "tied": {},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A GPT-J of six blocks, and a GPT-2 whose head computes with the embedding's table."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("gptj", "gpt2")}
+    sizes = {"vocab_size": 40, "n_positions": 32, "n_embd": 16, "n_head": 2}
+    random_gptj(**sizes, n_layer=6, rotary_dim=4).save_pretrained(folders["gptj"])
+    random_gpt2(**sizes, n_layer=6).save_pretrained(folders["gpt2"])
+    return folders
+
+
+def setup_of(model: Path, folder: Path, group: Group = ALONE, **options: Any) -> TrainSetup:
+    """Set up a run on one epoch of eight random rows of several lengths."""
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(1, 40, (length,), generator=generator).tolist() for length in (9, 5, 12, 7, 9, 3, 8, 11)]
+    base = {"batch_size": 4, "max_length": 32, "micro_batch_tokens": 14, "device": "cpu", "precision": "fp32"}
+    places = {"weights": "device", "optimizer_state": "device", "activations": "recompute"}
+    recipe = build({**base, **places, "max_steps": STEPS, "output": str(folder), **options})
+    return make_setup(recipe, model, Rows(documents, [2] * 8), Rows([], []), "", folder, group=group)
+
+
+def sent_by_rank(
+    size: int, model: Path, folder: Path, patch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> dict[int, int]:
+    """Train in several threads, each a process of the run; return the bytes that each sends in steps."""
+    take, sent = loop.train_step, dict.fromkeys(range(size), 0)
+    run = Run(folder)
+    folder.mkdir()
+    run.start_record(setup_of(model, folder, **options).recipe)
+
+    def work(member: Member) -> None:
+        setup = setup_of(model, folder, member, **options)
+        loop.train(setup, own_run(folder, setup) if member.rank else run)
+
+    def counted(stack, optimizer, batches, objective, lanes):
+        member = lanes.group if lanes else stack.relay.group
+        before = member.bytes_sent
+        found = take(stack, optimizer, batches, objective, lanes)
+        sent[member.rank] += member.bytes_sent - before
+        return found
+
+    with patch.context() as patched:
+        patched.setattr(loop, "train_step", counted)
+        together(size, work)
+    return sent
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("share", "sizes"), [("layers", (2, 3)), ("rows", (2, 3, 4))])
+def test_each_process_sends_in_a_step_what_was_forecast(models, tmp_path, monkeypatch, method, share, sizes) -> None:
+    model, options = models["gpt2" if method == "tied" else "gptj"], METHODS[method]
+    setup = setup_of(model, tmp_path / "alone", **options)
+    job = Job(setup.recipe, setup.plan.load, setup.plan.have, setup.plan.rates, Network(1e9))
+    for size in sizes:
+        shared = {**options, "share": share, **({"lanes": size} if share == "rows" else {})}
+        sent = sent_by_rank(size, model, tmp_path / f"{size}", monkeypatch, shared)
+        nodes = forecast_share(job, *((size, 1) if share == "layers" else (1, size))).nodes
+        said = {rank: node.sent for node in nodes for rank in (node.ranks if share == "layers" else range(size))}
+        assert {rank: number / STEPS for rank, number in sent.items()} == pytest.approx(said, rel=0.01), size
