@@ -166,7 +166,7 @@ def plan(
     """Forecast memory, disk and time of a run, with rows or, without ``data``, for rows of the greatest length.
 
         >>> gptj_ft.plan("summarization", host_memory="16GB").plan.costs.seconds_per_step
-        >>> gptj_ft.plan("summarization", nodes=4, network="1Gbit").machines.chosen.name
+        >>> gptj_ft.plan("summarization", nodes=4, network="1Gbit").to_dict()["machines"]["chosen"]
 
     Args:
         recipe: name of a preset, or resolved options.
@@ -182,6 +182,7 @@ def plan(
     """
     from gptj_ft.planning.scale_out import Network
     from gptj_ft.training.finetune import forecast_run
+    from gptj_ft.training.shared_forecast import SharedForecast
 
     between = Network.parse(network)
     reporter = reporter or Reporter()
@@ -190,7 +191,7 @@ def plan(
     if nodes <= 1:
         return forecast
     reporter.on_activity(f"planning for {nodes:,} machines")
-    return forecast.on_machines(resolved.recipe, nodes, between)
+    return SharedForecast.of(forecast, resolved.recipe, nodes, between)
 
 
 def doctor(device: str = "auto", *, reporter: Reporter | None = None) -> Diagnosis:

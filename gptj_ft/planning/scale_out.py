@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.errors import ResourceError, UsageError
+from gptj_ft.errors import UsageError
 from gptj_ft.models.layout import Layout
 from gptj_ft.planning.costs import exported_elements
 from gptj_ft.planning.flops import EMPTY
@@ -273,7 +273,7 @@ class ScaleOut:
     advice: tuple[str, ...] = ()
 
     @property
-    def problem(self) -> ResourceError | None:
+    def problem(self) -> DoesNotFit | None:
         """Why it does not fit."""
         if self.chosen.fits:
             return None
@@ -281,9 +281,10 @@ class ScaleOut:
         advice = "try more --nodes, or what gptj-ft plan says of one machine"
         if all(share.stages == 1 for share in self.shares):
             advice = "so many can share only rows; by an even --nodes layers are shared, too"
-        return ResourceError(
+        return DoesNotFit(
+            node.plan,
             f"does not fit on {self.num_nodes:,} machines: with {self.chosen.name} shared, of one of them "
-            f"{shortage(node.lacking, node.have)}; {advice}"
+            f"{shortage(node.lacking, node.have)}; {advice}",
         )
 
     def speedup(self, share: Share) -> float:

@@ -25,7 +25,7 @@ from gptj_ft.data.readers.source import FileOptions, identify
 from gptj_ft.data.split import split
 from gptj_ft.data.token_checks import check_tokens
 from gptj_ft.data.tokenization import load_row_tokenizer, vocab_size_of
-from gptj_ft.errors import DataError, Interrupted, NotFinite, ResourceError, UsageError
+from gptj_ft.errors import DataError, Interrupted, NotFinite, UsageError
 from gptj_ft.models.published import Published, find_published
 from gptj_ft.models.registry import Architecture, read_architecture
 from gptj_ft.models.supported import DEFAULT_REPOSITORY, TINY_MODELS
@@ -34,7 +34,6 @@ from gptj_ft.planning.devices import is_published_name
 from gptj_ft.planning.machine_profile import are_known, is_known, rates
 from gptj_ft.planning.plan import DoesNotFit, Plan, choose
 from gptj_ft.planning.resources import Target
-from gptj_ft.planning.scale_out import Job, Network, ScaleOut, scale_out
 from gptj_ft.planning.workload import Workload
 from gptj_ft.system.accelerator import is_accelerator
 from gptj_ft.system.digests import read_sealed, write_sealed
@@ -374,31 +373,18 @@ class Forecast:
         problem: why it does not fit.
         notes: on how the model is treated.
         published: the model as it was published, if it is one of those that are known by name.
-        machines: the same on several machines; `problem` is then theirs.
     """
 
     plan: Plan
-    problem: ResourceError | None = None
+    problem: DoesNotFit | None = None
     notes: tuple[str, ...] = ()
     published: Published | None = None
-    machines: ScaleOut | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it for `--json`."""
         published = self.published.to_dict() if self.published else None
         problem = {"error": str(self.problem), "exit_code": self.problem.exit_code} if self.problem else {}
-        machines = {"machines": self.machines.to_dict()} if self.machines else {}
-        return {**self.plan.to_dict(), "notes": list(self.notes), "published": published, **machines, **problem}
-
-    def on_machines(self, recipe: Recipe, num_nodes: int, network: Network) -> Forecast:
-        """Forecast the run on several machines like the one that it is planned for.
-
-        Raises:
-            UsageError: there are too few rows in a step for so many.
-        """
-        plan = self.plan
-        machines = scale_out(Job(recipe, plan.load, plan.have, plan.rates, network), num_nodes)
-        return replace(self, machines=machines, problem=machines.problem)
+        return {**self.plan.to_dict(), "notes": list(self.notes), "published": published, **problem}
 
 
 def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Reporter | None = None) -> Forecast:

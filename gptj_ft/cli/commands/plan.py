@@ -40,6 +40,7 @@ def plan(
         from gptj_ft.cli.terminal.machines import show_machines
         from gptj_ft.cli.terminal.progress import TerminalReporter
         from gptj_ft.cli.terminal.tables import show_outlook, show_plan
+        from gptj_ft.training.shared_forecast import SharedForecast
 
     resolved = resolve(options, config, assignments)
     with TerminalReporter(out.notes) as reporter:
@@ -48,7 +49,7 @@ def plan(
         )
 
     def show(console: Console) -> None:
-        if forecast.machines:
+        if isinstance(forecast, SharedForecast):
             show_machines(console, forecast.machines, forecast.notes)
         else:
             show_plan(console, forecast.plan, forecast.notes)
