@@ -68,7 +68,7 @@ def export_model(setup: TrainSetup, run: Run, stack: OffloadedModel, state: RunS
     is_last, whole = exported.step == state.step, setup.whole or setup.selection
     own = trained_parameters(stack) if is_last else parameters(run.checkpoint(exported.step), stack.layouts)
     layers = every_layer(stack.relay, own, whole)
-    if run.writes:
+    if setup.group.rank == 0:
         write_outcome(run.model, trained, whole, layers)
     elif stack.relay.group.size > 1:
         for _ in layers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,7 @@ from gptj_ft.system.signals import StopRequest, stop_says
 from gptj_ft.system.units import clock
 from gptj_ft.training.follow import announce, hear_plan, own_run
 from gptj_ft.training.loop import Session, TrainResult, train, warn
+from gptj_ft.training.moving import share_folder
 from gptj_ft.training.reporter import Reporter
 from gptj_ft.training.retention import check_keep, find_checkpoint, go_back
 from gptj_ft.training.runs import tidy
@@ -257,11 +258,13 @@ def follow_run(group: Group, session: Session | None = None) -> None:
     if plan is None:
         return
     folder, recipe = Path(plan["folder"]), build(plan["recipe"])
-    group.gather("made", {})
+    is_first_here = share_folder(group, Run(folder))
     data = Run(folder).data
     rows = (load_dataset(data / "train"), load_dataset(data / "validation") if (data / "validation").exists() else None)
     setup = _setup(recipe, Path(recipe.model or ""), rows, folder, group=group)
-    train(setup, own_run(folder, setup), Reporter(), session)
+    run = own_run(folder, setup, is_first_here)
+    with locked(folder, "training") if run.writes else nullcontext():
+        train(setup, run, Reporter(), session)
 
 
 def options_on_resume(
@@ -301,7 +304,8 @@ def train_run(prepared: PreparedRun, reporter: Reporter | None = None, session: 
                 warn(run, reporter, problem)
         if (start := prepared.setup.plan.costs.start.seconds) > LONG_START:
             reporter.on_message(f"putting weights and state in their places, about {clock(start)}")
-        prepared.setup.group.gather("made", {})
+        if prepared.setup.group.size > 1:
+            share_folder(prepared.setup.group, run)
         return train(prepared.setup, run, reporter, session)
 
 

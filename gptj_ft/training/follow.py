@@ -114,12 +114,17 @@ def hear_plan(group: Group) -> Mapping[str, Any] | None:
     return dict(plan)
 
 
-def own_run(folder: Path, setup: TrainSetup) -> Run:
-    """Return the run folder, as a process other than the first sees it: one that it does not write.
+def own_run(folder: Path, setup: TrainSetup, is_first_here: bool = False) -> Run:
+    """Return the run folder, as a process other than the first of the run sees it.
 
     With ``share: rows`` its state is a copy of the first's, in a place of its own for as long as it trains.
+
+    Args:
+        folder: the run folder.
+        setup: how the run is shared.
+        is_first_here: whether it is the first on this machine, and thus writes what that folder has once.
     """
-    run = Run(folder, writes=False)
+    run = Run(folder, writes=is_first_here and setup.relay.group.size > 1)
     if setup.relay.group.size == 1:
         run.state = folder / f"replica-{setup.group.rank}"
     return run

@@ -20,6 +20,7 @@ from gptj_ft.system.direct_io import takes_direct
 from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.files import discard
 from gptj_ft.training import checkpoint
+from gptj_ft.training.moving import agree
 from gptj_ft.training.run_state import RunState
 from gptj_ft.training.setup import TrainSetup
 
@@ -32,11 +33,12 @@ def open_state(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, RunS
     Raises:
         DataError: what it goes on from is missing or damaged, or is that of another run; nothing was removed.
     """
+    saved_as = agree(setup, run)
     run.check_saved()
-    commit, is_durable = run.last_commit(), setup.plan.placement.is_durable
+    commit, saved, is_durable = saved_as.commit, saved_as.checkpoint, setup.plan.placement.is_durable
     if commit and not is_durable:  # the session before had the state on disk, this one has not
         settle(setup, run, commit)
-        commit = None
+        commit, saved = None, int(saved_as.commit["step"]) if saved_as.commit else None
     group = setup.relay.group
     if not commit and (run.writes or group.size == 1):
         discard(run.state)  # what is saved is elsewhere: scratch, or half of a beginning
@@ -45,7 +47,6 @@ def open_state(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, RunS
     if run.state.is_dir() and not takes_direct(run.state):
         run.log(f"{run.state} is on a file system without direct I/O: transfers go through the page cache")
     try:
-        saved = max(run.whole_checkpoints(), default=None)
         if is_durable and not commit and saved is not None:
             checkpoint.adopt(run, stack, saved)
             commit = run.last_commit()

@@ -16,12 +16,12 @@ from support.thread_group import Member, together
 from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Rows
-from gptj_ft.errors import GptjFtError, Interrupted, NotFinite, UsageError
+from gptj_ft.errors import DataError, GptjFtError, Interrupted, NotFinite, UsageError
 from gptj_ft.streaming.lanes import add_up, lanes_of, lanes_of_rank, nodes_of
 from gptj_ft.streaming.relay import assign
 from gptj_ft.system.control import PeerFailed
 from gptj_ft.system.group import ALONE, Group
-from gptj_ft.training import loop
+from gptj_ft.training import checkpoint, loop
 from gptj_ft.training.follow import own_run
 from gptj_ft.training.loop import Session, TrainResult, train
 from gptj_ft.training.setup import TrainSetup, make_setup
@@ -98,6 +98,17 @@ def train_together(size: int, model: Path, folder: Path, **options: Any) -> list
         return train(setup, own_run(folder, setup) if member.rank else run)
 
     return together(size, work)
+
+
+def train_apart(size: int, model: Path, machines: Path, **options: Any) -> None:
+    """Train in several threads, each a process on a machine with a disk of its own: a folder of that name."""
+
+    def work(member: Member) -> TrainResult:
+        folder = machines / str(member.rank)
+        run = begun(model, folder, **options)
+        return train(setup_of(model, folder, member, share="layers", **options), run)
+
+    together(size, work)
 
 
 def losses_of(folder: Path) -> list[tuple[Any, ...]]:
@@ -203,6 +214,60 @@ def test_a_run_goes_on_with_another_number_of_processes_to_the_same_bits(models,
                 train_together(size, models["gptj"], folder, **{**options, "share": share})
     train_together(3, models["gptj"], folder, **{**options, "share": share})
     assert_same_run(folder, tmp_path / "alone")
+
+
+@pytest.mark.parametrize("place", ["device", "disk"])
+def test_layers_move_between_machines_that_have_no_file_system_in_common(models, tmp_path, place) -> None:
+    options = {**PLACES[place], "max_steps": 6, "save_every": 1}
+    train_alone(models["gptj"], tmp_path / "alone", **options)
+    for step, size in ((1, 2), (3, 3), (4, 3)):
+        with pytest.MonkeyPatch.context() as patch:
+            stop_all_after(patch, step, Killed)
+            with pytest.raises(Killed):
+                train_apart(size, models["gptj"], tmp_path, **options)
+    train_apart(3, models["gptj"], tmp_path, **options)
+    assert_same_run(tmp_path / "0", tmp_path / "alone")
+    assert losses_of(tmp_path / "1") == losses_of(tmp_path / "0")
+    assert not (tmp_path / "1" / "model").exists()
+
+
+def test_a_layer_that_is_on_no_machine_is_named(models, tmp_path) -> None:
+    options = {**ON_DISK, "max_steps": 4}
+    with pytest.MonkeyPatch.context() as patch:
+        stop_all_after(patch, 2, Killed)
+        with pytest.raises(Killed):
+            train_apart(2, models["gptj"], tmp_path, **options)
+    next((tmp_path / "1" / "state").glob("layer-002*")).unlink()
+    with pytest.raises(DataError, match="layer 2 of step 2 is on none of these machines"):
+        train_apart(2, models["gptj"], tmp_path, **options)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("when", ["before it is prepared", "before the commit", "behind the commit"])
+def test_a_process_that_dies_around_a_commit_loses_no_step_of_any(models, tmp_path, monkeypatch, rank, when) -> None:
+    """On machines of their own, one may have a commit that another lacks: its gradients are there all the same."""
+    options = {**ON_DISK, "max_steps": 5}
+    train_alone(models["gptj"], tmp_path / "alone", **options)
+    commit = checkpoint.commit_together
+
+    def die(run: Run, group: Group, state: Any, update: Any) -> None:
+        if state.step != 3 or group.rank != rank:
+            return commit(run, group, state, update)
+        if when == "before it is prepared":
+            raise Killed
+        group.gather("prepared", {"step": state.step})
+        if when == "behind the commit":
+            checkpoint.commit(run, state, update)
+        raise Killed
+
+    monkeypatch.setattr(checkpoint, "commit_together", die)
+    with pytest.raises(BaseException):  # noqa: B017, PT011
+        train_apart(2, models["gptj"], tmp_path, **options)
+    monkeypatch.undo()
+    steps = [Run(tmp_path / name).last_commit()["step"] for name in "01"]
+    assert set(steps) <= {2, 3}
+    train_apart(2, models["gptj"], tmp_path, **options)
+    assert_same_run(tmp_path / "0", tmp_path / "alone")
 
 
 def test_a_wish_to_stop_in_one_process_stops_all_after_the_same_step(models, tmp_path, monkeypatch) -> None:

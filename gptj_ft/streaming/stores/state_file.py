@@ -191,6 +191,19 @@ def layer_path(prefix: Path, layer: int) -> Path:
     return prefix.with_name(f"{prefix.name}-{layer:03d}.safetensors")
 
 
+def stamp_of(path: Path) -> int | None:
+    """Return the step that a file is stamped with; ``None`` if there is none of that name, or not a whole one."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(length, 1 << 24)))
+        step = int(header.pop("__metadata__")["step"])
+        end = max(int(entry["data_offsets"][1]) for entry in header.values())
+        return step if path.stat().st_size == 8 + length + end else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        return None
+
+
 def _bytes_of(values: Tensor) -> memoryview:
     assert values.device.type == "cpu"
     assert values.is_contiguous()
