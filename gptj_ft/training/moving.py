@@ -110,8 +110,8 @@ def _have_layers(setup: TrainSetup, folder: Path, step: int, prefixes: Sequence[
         valid = [rank for rank, each in enumerate(said) if each["layer"].get(str(layer)) in (step, step - 1)]
         if not valid:
             raise DataError(
-                f"layer {layer} of step {step} is on none of these machines: start the run on all that have trained it, "
-                f"or copy {folder.name}/layer-{layer:03d}* and {folder.name}/gradient-{layer:03d}* from there to one of them"
+                f"layer {layer} of step {step} is on none of these machines: start the run on all that have trained "
+                f"it, or copy its files ({folder.name}/*-{layer:03d}.*) from there to one of these"
             )
         newest = max(said[rank]["layer"][str(layer)] for rank in valid)
         if said[owner]["layer"].get(str(layer)) == newest:
