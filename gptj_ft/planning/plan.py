@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -175,7 +175,7 @@ class Plan(Requirements):
     budget: BufferBudget
     costs: Costs
     rates: Rates
-    load: Workload
+    load: Workload = field(compare=False, repr=False)
     outlook: ScalingForecast
     timeline: Timeline | None = None
     device: str = ""

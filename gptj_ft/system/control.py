@@ -21,10 +21,10 @@ from typing import Any
 
 from gptj_ft.errors import GptjFtError, Interrupted
 
-BEAT_SECONDS, SILENT_SECONDS = 2.0, 30.0
+BEAT_SECONDS, SILENT_SECONDS = 2.0, 20.0
 # That the main thread has to notice a failure, until the process is ended under it: while processes connect, and later,
 # when it may be in the middle of a layer.
-STARTING_SECONDS, ENDING_SECONDS = 2.0, 20.0
+STARTING_SECONDS, ENDING_SECONDS = 2.0, 15.0
 LINE_BYTES = 64 * 2**20  # at most
 _STDERR = 2
 

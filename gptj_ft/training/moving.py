@@ -179,22 +179,21 @@ def share_folder(group: Group, run: Run) -> bool:
     Raises:
         DataError: there is another run in that place.
     """
-    said = group.gather("mark", {"id": secrets.token_hex(8), "recipe": _recipe_of(run)})
-    mark = run.folder / f".seen-{said[0]['id']}"
+    mark = run.folder / f".seen-{group.gather('mark', {'id': secrets.token_hex(8)})[0]['id']}"
     if group.rank == 0:
         write_file(mark, b"")
     group.gather("marked", {})
-    sees, has = mark.exists(), run.record_file.is_file()
-    if has and said[group.rank]["recipe"] != said[0]["recipe"]:
-        raise DataError(f"{run.folder} on {platform.node()} is another run: name another --output, or move it away")
-    said = group.gather("sees", {"sees": sees, "has": has, "host": platform.node()})
+    # Not before: until then process 0 may just be making the folder.
+    said = group.gather("sees", {"sees": mark.exists(), "recipe": _recipe_of(run), "host": platform.node()})
     if group.rank == 0:
         remove(mark)
+    if said[group.rank]["recipe"] not in ("", said[0]["recipe"]):
+        raise DataError(f"{run.folder} on {platform.node()} is another run: name another --output, or move it away")
     apart = [rank for rank, each in enumerate(said) if not each["sees"]]
     first_of_host = {said[rank]["host"]: rank for rank in reversed(apart)}
     for rank in sorted(first_of_host.values()):
-        if said[rank]["has"]:
-            continue
+        if said[rank]["recipe"]:
+            continue  # it has the folder already
         if group.rank == 0:
             _send_folder(group, rank, run)
         elif group.rank == rank:

@@ -105,9 +105,12 @@ def open_stack(setup: TrainSetup, run: Run, placement: Placement) -> OffloadedMo
     keep_gradients = keeps_gradients(setup.recipe, placement, setup.dtype)
     recipe = setup.recipe
     dtypes = training_dtypes(setup.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
+    # Planned are the blocks of this process that keep their activations; the engine counts those of the model.
+    num_kept = setup.plan.budget.num_kept_layers * setup.relay.group.size
+    budget = replace(setup.plan.budget, num_kept_layers=num_kept)
     boundary = boundary_layout(setup.most_step_tokens, setup.architecture.config.n_embd, recipe.batch_size)
     stack = open_for_training(
-        setup.architecture, placement, dtypes, setup.device, run.state, setup.plan.budget, keep_gradients, boundary,
+        setup.architecture, placement, dtypes, setup.device, run.state, budget, keep_gradients, boundary,
         setup.selection, setup.relay, lowest_trained(setup),
     )  # fmt: skip
     try:

@@ -21,6 +21,7 @@ from gptj_ft.models.registry import Architecture, read_architecture
 from gptj_ft.models.trainable import Selection, select
 from gptj_ft.planning.plan import Plan, choose
 from gptj_ft.planning.resources import Target, check_lengths
+from gptj_ft.planning.scale_out import part_of
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.objective import Objective, objective_of
 from gptj_ft.streaming.relay import ONE_PROCESS, Relay, assign, restricted
@@ -126,9 +127,9 @@ def make_setup(
     is_encoder, drops = architecture.family.is_encoder, architecture.drops_attention
     most_step_tokens = sum(sorted(lengths)[-recipe.batch_size :])
     load = Workload(
-        layouts=selection.trained,
-        frozen=selection.frozen,
-        layers=selection.build(),
+        layouts=whole.trained,
+        frozen=whole.frozen,
+        layers=whole.build(),
         width=architecture.config.n_embd,
         dtype=target.dtype,
         micro_batch_tokens=max(recipe.micro_batch_tokens, max(lengths)),
@@ -147,6 +148,8 @@ def make_setup(
         validation_targets=validation.num_targets,
     )
     has_begun = Run(folder).recipe_file.is_file()
+    if relay.group.size > 1:
+        load = part_of(load, [layer for layer, owner in enumerate(owners) if owner == relay.group.rank])
     plan = choose(recipe, load, target.free, target.rates, has_begun)
     # Another machine, or this one on another day, might choose another type in the middle of the run.
     recipe = recipe.model_copy(update={"precision": plan.precision})

@@ -1,0 +1,117 @@
+"""One run by one process and by two that share its layers: seconds of a step, memory and disk of each.
+
+    python benchmarks/several.py --tokenizer gpt2/ --data dialogues.jsonl --work /tmp/several
+
+4 blocks of n_embd 4096 with GPT-J's vocabulary (1.2 billion parameters, random), fp32, clipping on, the state on disk, 8
+rows of some 256 tokens a step in micro-batches of 512. Whole commands, one after the other: one process with one
+thread, two with one thread each (`--nproc 2 --set share=layers`), one with two threads; so in turns. The first step of
+each is left out: it has no update to apply. Losses of one thread must be the same, to the bit.
+
+Asked for: two processes of one thread against one of them 1.85 times as fast, against one of two threads 0.95; half
+of its memory and disk, and a tenth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+SHAPE = {"vocab_size": 50400, "n_positions": 2048, "n_embd": 4096, "n_layer": 4, "n_head": 16, "rotary_dim": 64}
+RUNS = {"one process, 1 thread": (1, 1), "two processes, 1 thread each": (2, 1), "one process, 2 threads": (1, 2)}
+
+
+def main() -> None:
+    """Make the model, and run the commands in turns."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", type=Path, required=True, help="folder with GPT-2's tokenizer")
+    parser.add_argument("--data", type=Path, required=True, help="rows with dialogue and summary")
+    parser.add_argument("--work", type=Path, required=True, help="new folder, on a disk with 40 GB free")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--width", type=int, default=4096)
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    model = make_model(arguments.work / "model", arguments.tokenizer, arguments.width)
+    measured: dict[str, list[dict[str, object]]] = {name: [] for name in RUNS}
+    for turn in range(arguments.turns):
+        for name, (processes, threads) in RUNS.items():
+            measured[name].append(run(model, arguments, processes, threads))
+            print(turn, name, json.dumps(measured[name][-1]), flush=True)
+    first = measured["one process, 1 thread"][0]
+    assert all(each["losses"] == first["losses"] for each in measured["two processes, 1 thread each"])
+    seconds = {name: min(float(str(each["seconds"])) for each in turns) for name, turns in measured.items()}
+    one, two, threads2 = (seconds[name] for name in RUNS)
+    print(f"two processes against one of 1 thread {one / two:.2f}x, against one of 2 threads {threads2 / two:.2f}x")
+    shutil.rmtree(arguments.work)
+
+
+def make_model(folder: Path, tokenizer: Path, width: int) -> Path:
+    """Write a random model."""
+    import torch
+    from transformers import GPTJConfig, GPTJForCausalLM
+
+    if not (folder / "config.json").is_file():
+        torch.manual_seed(0)
+        GPTJForCausalLM(GPTJConfig(**SHAPE | {"n_embd": width})).save_pretrained(folder, max_shard_size="2GB")
+        for file in tokenizer.iterdir():
+            shutil.copy(file, folder / file.name)
+    return folder
+
+
+def run(model: Path, arguments: argparse.Namespace, processes: int, threads: int) -> dict[str, object]:
+    """Train some steps by a command; return the mean seconds of a step, memory and disk of each process, and losses."""
+    output = arguments.work / "run"
+    shutil.rmtree(output, ignore_errors=True)
+    options = (
+        f"--recipe dialogsum --model {model} --data {arguments.data} --output {output} --max-steps {arguments.steps} "
+        "--batch-size 8 --set micro_batch_tokens=512 --set holdout=0 --precision fp32 --weights disk "
+        "--optimizer-state disk --activations recompute --set export=last --quiet --lr 1e-5 --max-length 512 "
+        f"--nproc {processes} --set share=layers"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    command = [sys.executable, "-m", "gptj_ft", "finetune", *options.split()]
+    process = psutil.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    peaks: dict[int, int] = {}
+    state: list[int] = [0]
+
+    def watch() -> None:
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            for each in [process, *process.children()]:
+                try:
+                    peaks[each.pid] = max(peaks.get(each.pid, 0), each.memory_info().rss)
+                except psutil.Error:
+                    continue
+            try:
+                state[0] = max(state[0], sum(file.stat().st_size for file in (output / "state").glob("*")))
+            except OSError:
+                pass
+            time.sleep(0.2)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    code = process.wait()
+    thread.join()
+    assert code == 0, code
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    return {
+        "seconds": sum(line["seconds"] for line in steps[1:]) / (len(steps) - 1),
+        "each": [round(line["seconds"], 2) for line in steps],
+        "tokens": steps[-1]["tokens"],
+        "gigabytes": [round(peak / 1e9, 2) for peak in peaks.values() if peak > 3e8],
+        "state_gigabytes": round(state[0] / 1e9, 1),
+        "losses": [line["loss"] for line in steps],
+    }
+
+
+if __name__ == "__main__":
+    main()
