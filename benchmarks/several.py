@@ -2,8 +2,8 @@
 
     python benchmarks/several.py --tokenizer gpt2/ --data dialogues.jsonl --work /tmp/several
 
-4 blocks of n_embd 4096 with GPT-J's vocabulary (1.2 billion parameters, random), fp32, clipping on, the state on disk, 8
-rows of some 256 tokens a step in micro-batches of 512. Whole commands, one after the other: one process with one
+4 blocks of n_embd 4096 with GPT-J's vocabulary (1.2 billion parameters, random), fp32, clipping on, the state on disk,
+8 rows of some 256 tokens a step in micro-batches of 512. Whole commands, one after the other: one process with one
 thread, two with one thread each (`--nproc 2 --set share=layers`), one with two threads; so in turns. The first step of
 each is left out: it has no update to apply. Losses of one thread must be the same, to the bit.
 
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -90,10 +91,8 @@ def run(model: Path, arguments: argparse.Namespace, processes: int, threads: int
                     peaks[each.pid] = max(peaks.get(each.pid, 0), each.memory_info().rss)
                 except psutil.Error:
                     continue
-            try:
+            with suppress(OSError):
                 state[0] = max(state[0], sum(file.stat().st_size for file in (output / "state").glob("*")))
-            except OSError:
-                pass
             time.sleep(0.2)
 
     thread = threading.Thread(target=watch)
