@@ -82,7 +82,7 @@ def run(model: Path, arguments: argparse.Namespace, processes: int, threads: int
     command = [sys.executable, "-m", "gptj_ft", "finetune", *options.split()]
     process = psutil.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     peaks: dict[int, int] = {}
-    state: list[int] = [0]
+    state = [0]
 
     def watch() -> None:
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
@@ -93,7 +93,7 @@ def run(model: Path, arguments: argparse.Namespace, processes: int, threads: int
                     continue
             with suppress(OSError):
                 state[0] = max(state[0], sum(file.stat().st_size for file in (output / "state").glob("*")))
-            time.sleep(0.2)
+            time.sleep(2.0)
 
     thread = threading.Thread(target=watch)
     thread.start()

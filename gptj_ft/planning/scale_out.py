@@ -190,6 +190,11 @@ class Share:
     end_seconds: float
 
     @property
+    def is_built(self) -> bool:
+        """Whether a run can be shared like this; both ways at once are only forecast."""
+        return self.stages == 1 or self.replicas == 1
+
+    @property
     def name(self) -> str:
         """What is shared."""
         if self.stages == 1:
@@ -339,11 +344,12 @@ def scale_out(job: Job, num_nodes: int) -> ScaleOut:
         )
     alone = forecast_share(job, 1, 1)
     shares = tuple(alone if split == (1, 1) else forecast_share(job, *split) for split in splits)
-    fitting = [each for each in shares if each.fits]
+    fitting = [each for each in shares if each.fits and each.is_built]
     if fitting:
         chosen = min(fitting, key=lambda each: each.seconds_per_step)
     else:
-        chosen = min(shares, key=lambda each: max(node.lack for node in each.nodes))
+        built = [each for each in shares if each.is_built] or shares
+        chosen = min(built, key=lambda each: max(node.lack for node in each.nodes))
     return ScaleOut(num_nodes, job.network, alone, shares, chosen, tuple(advise(job, chosen, alone)) if fitting else ())
 
 

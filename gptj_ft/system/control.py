@@ -59,7 +59,7 @@ class Control:
         self._answers: dict[tuple[str, int], list[dict[str, Any]]] = {}
         self._turns: dict[str, int] = defaultdict(int)  # how often each topic has come
         self._heard = dict.fromkeys(sockets, time.monotonic())
-        self._left: set[int] = set()
+        self._left, self._dead = set[int](), set[int]()
         self._failure: PeerFailed | None = None
         self._closed = self._noticed = False
         self.ending_seconds = STARTING_SECONDS
@@ -122,7 +122,7 @@ class Control:
 
     def _tell(self, line: Mapping[str, Any], but: int = -1) -> None:
         for peer in self._sockets:
-            if peer != but:
+            if peer != but and peer not in self._dead:
                 with suppress(PeerFailed):
                     self._send(peer, line)
 
@@ -174,8 +174,9 @@ class Control:
             if self.rank == 0:
                 self._tell(line, but=peer)
             failed = line["failed"]
-            text, rank = f"{self.names[failed['rank']]}: {failed['text']}", int(failed["rank"])
-            self._fail(PeerFailed(text, failed["code"], rank, is_gone=False))
+            rank, is_gone = int(failed["rank"]), bool(failed.get("gone"))
+            text = f"{self.names[rank]}{'' if is_gone else ':'} {failed['text']}"
+            self._fail(PeerFailed(text, failed["code"], rank, is_gone))
 
     def _take(self, peer: int, key: tuple[str, int], facts: dict[str, Any]) -> None:
         """Take a process's facts, in process 0; give them to all when they are complete."""
@@ -195,11 +196,12 @@ class Control:
             self._changed.notify_all()
 
     def _gone(self, peer: int, how: str = "is gone") -> None:
-        if peer in self._left or self._closed:
+        if peer in self._left or peer in self._dead or self._closed:
             return
+        self._dead.add(peer)
         text = f"{self.names[peer]} {how}"
         if self.rank == 0:
-            self._tell({"failed": {"rank": peer, "text": how, "code": 1}}, but=peer)
+            self._tell({"failed": {"rank": peer, "text": how, "code": 1, "gone": True}}, but=peer)
         self._fail(PeerFailed(text, 1, peer))
 
     def _fail(self, failure: PeerFailed) -> None:

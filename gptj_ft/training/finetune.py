@@ -264,6 +264,8 @@ def follow_run(group: Group, session: Session | None = None) -> None:
     setup = _setup(recipe, Path(recipe.model or ""), rows, folder, group=group)
     run = own_run(folder, setup, is_first_here)
     with locked(folder, "training") if run.writes else nullcontext():
+        if run.writes and plan["start"] is not None:
+            go_back(run, plan["start"])
         train(setup, run, Reporter(), session)
 
 
@@ -289,7 +291,7 @@ def train_run(prepared: PreparedRun, reporter: Reporter | None = None, session: 
     """
     reporter, session = reporter or Reporter(), session or Session()
     run = prepared.run or Run(Path(prepared.setup.recipe.output or ""))
-    announce(prepared.setup, run)
+    announce(prepared.setup, run, prepared.start)
     folder = new_run_folder(prepared) if prepared.run is None else locked(prepared.run.folder, "training")
     with going_on(run, session.owns_process), folder:
         if prepared.start is not None:

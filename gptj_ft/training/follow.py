@@ -43,8 +43,13 @@ def facts_here() -> dict[str, Any]:
     }
 
 
-def announce(setup: TrainSetup, run: Run) -> None:
+def announce(setup: TrainSetup, run: Run, start: int | None = None) -> None:
     """Tell the other processes what is planned, and hear that they can do it; nothing has been written yet.
+
+    Args:
+        setup: what is planned.
+        run: run folder.
+        start: step of the checkpoint that the run goes back to first.
 
     Raises:
         UsageError: one of them is of another version, or has other threads, or another command.
@@ -57,6 +62,7 @@ def announce(setup: TrainSetup, run: Run) -> None:
         "folder": str(run.folder.resolve()),
         "recipe": placed(setup).model_dump(mode="json"),
         "base": fingerprint(setup.model),
+        "start": start,
     }
     check_alike(group.gather("plan", {"facts": facts_here(), "plan": plan}))
     group.gather("agreed", {})

@@ -142,9 +142,10 @@ def opened(setup: TrainSetup, run: Run, reporter: Reporter, session: Session) ->
         recent = RecentSteps(setup.num_steps, state.step, setup.plan.costs.seconds_per_step)
         retention = CheckpointRetention(setup, run, stack, optimizer)
         samples = samples_of(setup, run)
+        tracked = setup.recipe if setup.group.rank == 0 else setup.recipe.model_copy(update={"report_to": "none"})
         with (
             reporting(reporter, recent.progress),
-            tracking(run, setup.recipe, partial(warn, run, reporter)) as record,
+            tracking(run, tracked, partial(warn, run, reporter)) as record,
             StopRequest(reporter.on_stop_request, partial(what_is_saved, run), session.owns_process) as stop,
         ):
             losses = [line["loss"] for line in step_lines(run) if line["loss"] is not None]

@@ -114,7 +114,7 @@ def kill_at_random(server: ForkServer, straight: Run, folder: Path, trials: int,
 
 
 def test_runs_whose_processes_are_killed_at_random_instants_end_the_same(server, straight, tmp_path) -> None:
-    assert kill_at_random(server, straight, tmp_path, 6, seed=0) >= 3
+    assert kill_at_random(server, straight, tmp_path, 3, seed=0) >= 2
 
 
 @pytest.mark.slow

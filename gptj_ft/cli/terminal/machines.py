@@ -39,7 +39,7 @@ def _row(found: ScaleOut, share: Share) -> tuple[str, ...]:
     bound = BOUND[share.bound] if share.fits else "does not fit"
     own = f"{share.stages} x {share.replicas}" if share is not found.alone else "alone"
     return (
-        own + (", chosen" if share is found.chosen and share.fits else ""),
+        own + (", chosen" if share is found.chosen and share.fits else "" if share.is_built else ", not built"),
         _seconds(share.seconds_per_step),
         f"x {found.speedup(share):.2g}",
         gigabytes(share.most("memory_bytes")),

@@ -1,0 +1,205 @@
+"""What a launcher says is understood; processes find each other, gather facts, and end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptj_ft.errors import DataError, Interrupted, UsageError
+from gptj_ft.system import control, launch
+from gptj_ft.system.control import Control, PeerFailed, host_control, join_control
+from gptj_ft.system.launch import Membership, interface_to, joined
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"}
+SLURM = {
+    "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "MASTER_ADDR": "10.0.0.1",
+}  # fmt: skip
+
+
+def test_what_torchrun_and_slurm_say_is_understood() -> None:
+    assert Membership.of(TORCHRUN) == Membership(1, 3, 1, ("10.0.0.1", 29401))
+    assert Membership.of({**TORCHRUN, "GPTJ_FT_PORT": "5000"}) == Membership(1, 3, 1, ("10.0.0.1", 5000))
+    assert Membership.of(SLURM) == Membership(2, 4, 2, ("10.0.0.1", 29501))
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {**SLURM, "SLURM_JOB_NAME": "bash"},
+        {**SLURM, "SLURM_JOB_NAME": "interactive"},
+        {**SLURM, "SLURM_NTASKS": "1"},
+        {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"},
+    ],
+)
+def test_a_command_outside_of_a_launcher_is_one_process(environment: dict[str, str]) -> None:
+    assert Membership.of(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": "first"}, "RANK is 'first' in the environment"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
+    ],
+)
+def test_what_a_launcher_says_wrongly_is_named(change: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Membership.of({**TORCHRUN, **change})
+
+
+def test_a_public_network_is_refused_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Probe(socket.socket):
+        def connect(self, address: Any) -> None:
+            pass
+
+        def getsockname(self) -> Any:
+            return "127.0.0.1", 1
+
+        def getpeername(self) -> Any:
+            return "8.8.8.8", 29500
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    with pytest.raises(UsageError, match=r"MASTER_ADDR host is 8.8.8.8, on a public network"):
+        interface_to(("host", 29500))
+    monkeypatch.setenv("GPTJ_FT_PUBLIC_NETWORK", "1")
+    assert interface_to(("host", 29500))[1] == "127.0.0.1"
+
+
+def test_a_launcher_and_another_number_of_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="--nproc 2, and a launcher has started 3 processes"), joined(2):
+        raise AssertionError
+
+
+@pytest.fixture
+def controls() -> Iterator[list[Control]]:
+    """Three connected ranks, as threads of this process."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(3) as pool:
+        address = listener.getsockname()
+        first = pool.submit(host_control, listener, 3, "token", "a", 10.0, ends_process=False)
+        others = [
+            pool.submit(join_control, address, rank, "token", name, 10.0, ends_process=False)
+            for rank, name in ((1, "b"), (2, "c"))
+        ]
+        members = [first.result(), *(other.result() for other in others)]
+    yield members
+    for each in members:
+        each.close(KeyboardInterrupt())
+
+
+def at_once(controls: list[Control], work: Any) -> list[Any]:
+    with ThreadPoolExecutor(len(controls)) as pool:
+        return [future.result() for future in [pool.submit(work, each) for each in controls]]
+
+
+def test_facts_are_gathered_by_rank_topic_by_topic(controls: list[Control]) -> None:
+    def work(each: Control) -> list[list[dict[str, Any]]]:
+        topics = ["loss", "stop", "loss"]
+        return [each.gather(topic, {"rank": each.rank, "turn": turn, "x": 0.1}) for turn, topic in enumerate(topics)]
+
+    for found in at_once(controls, work):
+        assert found == [[{"rank": rank, "turn": turn, "x": 0.1} for rank in range(3)] for turn in range(3)]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_of_one_process_is_told_to_all_with_its_exit_code(controls: list[Control], failing: int) -> None:
+    controls[failing].close(DataError("row 7 is damaged"))
+    for rank in {0, 1, 2} - {failing}:
+        with pytest.raises(
+            PeerFailed, match=rf"process {failing + 1} \({'abc'[failing]}\): row 7 is damaged"
+        ) as caught:
+            controls[rank].gather("loss", {})
+        assert caught.value.exit_code == DataError.exit_code
+        assert not caught.value.is_gone
+
+
+def test_a_wish_to_stop_before_training_is_told_to_all(controls: list[Control]) -> None:
+    controls[2].close(KeyboardInterrupt())
+    with pytest.raises(PeerFailed, match=r"process 3 \(c\): stopped") as caught:
+        controls[1].gather("plan", {})
+    assert caught.value.exit_code == Interrupted.exit_code
+
+
+@pytest.mark.parametrize("gone", [0, 2])
+def test_a_process_that_is_gone_is_noticed_by_all_within_three_seconds(controls: list[Control], gone: int) -> None:
+    began = time.monotonic()
+    for each in controls[gone]._sockets.values():
+        each.shutdown(socket.SHUT_RDWR)
+    for rank in {0, 1, 2} - {gone}:
+        with pytest.raises(PeerFailed, match=rf"process {gone + 1} \({'abc'[gone]}\) is gone"):
+            controls[rank].gather("loss", {})
+    assert time.monotonic() - began < 3.0
+
+
+def test_a_process_that_says_nothing_is_taken_for_gone(
+    controls: list[Control], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "SILENT_SECONDS", 0.5)
+    controls[1]._closed = True  # no heartbeat any more, and the connection stands
+    with pytest.raises(PeerFailed, match=r"process 2 \(b\) does not answer any more"):
+        controls[0].gather("loss", {})
+
+
+def test_processes_that_leave_in_order_are_not_taken_for_gone(controls: list[Control]) -> None:
+    at_once(controls, lambda each: each.gather("end", {}))
+    at_once(controls, lambda each: each.close())
+    assert all(each._failure is None for each in controls)
+
+
+def test_who_does_not_know_the_token_is_not_let_in() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(3) as pool:
+        address = listener.getsockname()
+        first = pool.submit(host_control, listener, 2, "token", "a", 10.0, ends_process=False)
+        stranger = pool.submit(join_control, address, 1, "guess", "x", 3.0, ends_process=False)
+        with pytest.raises(PeerFailed, match="process 1 is gone, before all had come"):
+            stranger.result()
+        second = pool.submit(join_control, address, 1, "token", "b", 10.0, ends_process=False)
+        assert at_once([first.result(), second.result()], lambda each: each.gather("x", {})[1]) == [{}, {}]
+        first.result().close(KeyboardInterrupt())
+        second.result().close(KeyboardInterrupt())
+
+
+def test_who_has_not_come_is_named() -> None:
+    message = r"2 of 3 processes have not come within 0.1 s: number 2, 3"
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(PeerFailed, match=message):
+        host_control(listener, 3, "token", "a", 0.1)
+
+
+def test_a_process_that_fails_to_start_ends_the_wait_for_it(tmp_path: Path) -> None:
+    """`--nproc` sees its children; it does not wait five minutes for one that is dead."""
+    code = (
+        "import sys\nfrom gptj_ft.system import launch\n"
+        "import subprocess\n"
+        "dead = [sys.executable, '-c', 'raise SystemExit(9)']\n"
+        "launch.start_others = lambda *_: [subprocess.Popen(dead)]\n"
+        "with launch.joined(2):\n    pass\n"
+    )
+    environment = {**os.environ, "GPTJ_FT_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert "process 2 is gone, with exit code 9" in done.stderr
+
+
+def test_nothing_of_it_is_loaded_by_a_command_of_one_process() -> None:
+    code = "import sys, gptj_ft.cli.app; print(json.dumps([m for m in sys.modules if 'launch' in m or 'control' in m]))"
+    done = subprocess.run([sys.executable, "-c", f"import json; {code}"], capture_output=True, text=True, check=True)
+    assert "gptj_ft.system.launch" not in json.loads(done.stdout)
+
+
+def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert [launch.threads_of(Membership(0, 4, here)) for here in (1, 2, 3, 16)] == [8, 4, 2, 1]
