@@ -15,6 +15,7 @@ from gptj_ft.evaluation.metrics import score_names
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.system.files import discard, remove_folder, sync_path
+from gptj_ft.system.group import from_first
 from gptj_ft.training import checkpoint
 from gptj_ft.training.run_state import LOSS, BestState, RunState
 from gptj_ft.training.schedule import is_multiple
@@ -45,8 +46,10 @@ class CheckpointRetention:
 
         The recipe may have changed since, and a crash may have come between a step and its checkpoint.
         """
-        if state.best and self._recipe.keeps_best and state.best.step not in self._run.whole_checkpoints():
-            state = replace(state, best=None)  # it was not kept then, or the run has gone back behind it
+        if state.best and self._recipe.keeps_best:
+            is_there = state.best.step in self._run.whole_checkpoints()
+            if not from_first(self._stack.relay.group, "best", {"is_there": is_there})["is_there"]:
+                state = replace(state, best=None)  # it was not kept then, or the run has gone back behind it
         if self._is_durable and state.step:
             self.save_if_due(state)
         self.prune(state)
@@ -98,13 +101,13 @@ class CheckpointRetention:
             self._save(state)
 
     def prune(self, state: RunState, is_finished: bool = False) -> dict[int, Path]:
-        """Remove the checkpoints that are not kept; return those that are."""
+        """Remove the checkpoints that are not kept; return those that are, in the process that writes the run."""
+        if not self._run.writes:
+            return {}  # not even looked for: they are just being removed
         found = self._run.whole_checkpoints()
         kept = kept_steps(self._recipe, found, state.best.step if state.best else None)
         if found and not self._is_durable and not is_finished:
             kept.add(max(found))
-        if not self._run.writes:
-            return {step: folder for step, folder in found.items() if step in kept}
         for step, folder in found.items():
             if step not in kept:
                 remove_folder(folder)
