@@ -22,11 +22,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-# Where as many tests run at once as there are cores, each has one; the processes that tests start, too: what is known
-# of a machine goes by its threads.
-THREADS = 1 if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) >= (os.cpu_count() or 1) else 2
-torch.set_num_threads(THREADS)
-os.environ["OMP_NUM_THREADS"] = str(THREADS)
+torch.set_num_threads(2)
+# The processes that tests start, too: what is known of a machine goes by its threads.
+os.environ["OMP_NUM_THREADS"] = "2"
 
 # Tests wait for the disk nearly as long as they compute, and few of them need a real one.
 MEMORY = Path("/dev/shm")
