@@ -84,7 +84,6 @@ class LaneSums:
     ends: Sequence[int]
     weight: float
     num_targets: int
-    bytes_sent: int = 0
 
     def __post_init__(self) -> None:
         self._own = lanes_of_rank(self.group.rank, self.group.size, self.num_lanes)
@@ -131,7 +130,6 @@ class LaneSums:
         for rank in others:
             for node in nodes_of(self._own):
                 leaving.append(group.send(rank, host[node][spans[rank]]))
-                self.bytes_sent += host[node][spans[rank]].nbytes
         coming = []
         arrived = {node: part[mine].clone() for node, part in host.items()}
         for rank in others:
@@ -144,7 +142,6 @@ class LaneSums:
         result = torch.empty(len(flat)) if flat.device.type != "cpu" else flat
         coming = [group.receive(rank, result[spans[rank]]) for rank in others]
         leaving += [group.send(rank, total) for rank in others]
-        self.bytes_sent += len(others) * total.nbytes
         result[mine] = total
         for each in [*coming, *leaving]:
             each.wait()

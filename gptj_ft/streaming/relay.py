@@ -18,7 +18,6 @@ from gptj_ft.models.layout import Layout
 from gptj_ft.system.group import ALONE, Group, Handover
 
 EMPTY = Layout({}, {}, 0, 0)
-BLOCK_UNITS, KEPT_UNITS, HEAD_UNITS = 4.0, 3.0, 3.0  # passes: forward, again, and two in backward
 
 
 class Relay:
@@ -28,14 +27,10 @@ class Relay:
         group: processes of the run.
         owners: rank of the process that has each layer.
         width: width of the hidden states.
-
-    Attributes:
-        bytes_sent: given to other processes, so far.
     """
 
     def __init__(self, group: Group, owners: Sequence[int], width: int) -> None:
         self.group, self.owners, self.width = group, tuple(owners), width
-        self.bytes_sent = 0
 
     @classmethod
     def alone(cls, num_layers: int) -> Relay:
@@ -51,17 +46,6 @@ class Relay:
         """Whether this process has the head, and thus the loss."""
         return self.has(len(self.owners) - 1)
 
-    def route(self, layers: Sequence[int], tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> Route:
-        """Return what hands on what comes of each layer, in the order of a pass.
-
-        Args:
-            layers: layers of the pass, in order.
-            tokens: tokens of each micro-batch.
-            dtype: data type of what is handed on.
-            device: device that computes.
-        """
-        return Route(self, layers, tokens, dtype, device)
-
     def from_head(self, topic: str, values: list[dict[str, float]] | None) -> list[dict[str, float]]:
         """Return what the process of the head has found, in every process."""
         if values is not None and self.group.size == 1:
@@ -76,6 +60,13 @@ class Route:
 
     Receives of a layer's inputs are asked for while the layer before it that is here computes, so that they arrive
     meanwhile. What has been sent is kept until it has left.
+
+    Args:
+        relay: which process has which layer.
+        layers: layers of the pass, in order.
+        tokens: tokens of each micro-batch.
+        dtype: data type of what is handed on.
+        device: device that computes.
     """
 
     def __init__(
@@ -122,7 +113,6 @@ class Route:
             return False
         self._leaving = [each for each in self._leaving if not each.is_done()]
         sent = values.detach().to("cpu").contiguous()
-        self._relay.bytes_sent += sent.nbytes
         self._leaving.append(self._group.send(self._relay.owners[target], sent, self._tag(target)))
         return True
 
@@ -156,25 +146,23 @@ class Route:
 ONE_PROCESS = Relay.alone(0)  # for a model whose number of layers is still to be known
 
 
-def assign(layouts: Sequence[Layout], size: int, head_share: float = 1.0) -> list[int]:
-    """Return which process has each layer: blocks in turn, the head where that leaves the least to do.
+def assign(layouts: Sequence[Layout], size: int) -> list[int]:
+    """Return which process has each layer: blocks in turn, head and embedding with those that have the fewest blocks.
 
     Args:
-        layouts: layout of each layer; a layer that computes with the embedding's parameters is where that is.
+        layouts: layout of each layer; a head that computes with the embedding's parameters is where that is.
         size: number of processes.
-        head_share: work of the head as a share of that of a block.
     """
     top = len(layouts) - 1
-    owners = [0, *((block - 1) % size for block in range(1, top)), 0]
-    units = [BLOCK_UNITS * owners[1:top].count(rank) for rank in range(size)]
-    if not layouts[top].tied:
-        least = min(units)
-        # The last block and the head on different processes: else one computes alone at the turn.
-        owners[top] = min((rank for rank in range(size) if units[rank] == least), key=lambda r: r == owners[top - 1])
-    owners[0] = owners[top] if layouts[top].tied else min(range(size), key=lambda rank: (units[rank], -rank))
+    blocks = [block % size for block in range(top - 1)]
+    counts = [blocks.count(rank) for rank in range(size)]
     if layouts[top].tied:
-        owners[0] = owners[top] = min(range(size), key=lambda rank: units[rank])
-    return owners
+        both = counts.index(min(counts))
+        return [both, *blocks, both]
+    # The last block and the head on different processes, else one computes alone at the turn; the embedding elsewhere.
+    head = min(range(size), key=lambda rank: (counts[rank], rank == blocks[-1]))
+    embedding = min(range(size), key=lambda rank: (counts[rank], -rank))
+    return [embedding, *blocks, head]
 
 
 def restricted(layouts: Sequence[Layout], owners: Sequence[int], rank: int) -> list[Layout]:

@@ -119,14 +119,14 @@ def train_step(
 def route_up(model: OffloadedModel, batches: Sequence[PackedBatch]) -> Route:
     """Return the way of hidden states, from the embedding to the head."""
     tokens = [len(batch.tokens_T) for batch in batches]
-    return model.relay.route(range(len(model.layers)), tokens, model.compute_dtype, model.device)
+    return Route(model.relay, range(len(model.layers)), tokens, model.compute_dtype, model.device)
 
 
 def route_down(model: OffloadedModel, batches: Sequence[PackedBatch]) -> Route:
     """Return the way of their gradients, from the head to the lowest layer that is trained."""
     tokens = [len(batch.tokens_T) for batch in batches]
     layers = range(len(model.layers) - 1, model.lowest_trained - 1, -1)
-    return model.relay.route(layers, tokens, model.compute_dtype, model.device)
+    return Route(model.relay, layers, tokens, model.compute_dtype, model.device)
 
 
 class SavedView(NamedTuple):

@@ -153,8 +153,11 @@ class Control:
                         continue
                     self._heard[peer] = time.monotonic()
                     *lines, buffers[peer] = (buffers[peer] + read).split(b"\n")
-                    for line in lines:
-                        self._hear(peer, json.loads(line))
+                    try:
+                        for line in lines:
+                            self._hear(peer, json.loads(line))
+                    except (ValueError, KeyError, TypeError):
+                        self._gone(peer, "says what nobody understands: is it another version?")
                 for peer, heard in self._heard.items():
                     if time.monotonic() - heard > SILENT_SECONDS and peer not in self._left:
                         self._gone(peer, "does not answer any more")
@@ -217,8 +220,8 @@ class Control:
     def _end(self) -> None:
         """End the process: its main thread waits for a transfer that will never come."""
         assert self._failure is not None
-        if self._noticed:
-            return  # and may be saving
+        if self._noticed or self._closed:
+            return  # it ends by itself, and may be saving
         if self.rank == 0 or (self._failure.rank == 0 and self._failure.is_gone):
             with suppress(OSError):
                 os.write(_STDERR, f"\ngptj-ft: {self._failure}\n".encode())

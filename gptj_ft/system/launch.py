@@ -184,7 +184,12 @@ def end_others(others: Sequence[subprocess.Popen[bytes]], seconds: float = 10.0)
 
 
 def threads_of(member: Membership) -> int:
-    """Return the threads that each process of this machine computes with: the cores, shared out."""
+    """Return the threads that each process of this machine computes with: the cores, shared out.
+
+    OMP_NUM_THREADS counts where processes are started by ``--nproc``; torchrun sets it to 1 whatever there is.
+    """
+    if member.store is not None and (given := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+        return max(1, int(given))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // member.on_this_machine)
 

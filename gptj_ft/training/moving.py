@@ -21,7 +21,7 @@ from gptj_ft.config.run_folder import COMMIT, MANIFEST, Run
 from gptj_ft.errors import DataError
 from gptj_ft.streaming.stores.state_file import layer_path, stamp_of
 from gptj_ft.system.digests import digest_of, write_sealed
-from gptj_ft.system.files import keep_folder, new_name, remove, remove_folder, sync_path, write_file
+from gptj_ft.system.files import inside, keep_folder, new_name, remove, remove_folder, sync_path, write_file
 from gptj_ft.system.group import Group
 from gptj_ft.training.setup import TrainSetup
 
@@ -66,10 +66,8 @@ def agree(setup: TrainSetup, run: Run) -> Saved:
         return Saved(last, max(checkpoints, default=None), moved)
     steps = sorted({int(step) for each in said for step in each["manifests"]}, reverse=True)
     for step in steps:
-        folder, manifest = (
-            run.checkpoint(step),
-            next(each["manifests"][str(step)] for each in said if str(step) in each["manifests"]),
-        )
+        folder = run.checkpoint(step)
+        manifest = next(each["manifests"][str(step)] for each in said if str(step) in each["manifests"])
         if not _is_complete(setup, folder, step):
             continue
         moved = _have_layers(setup, folder, step, ("layer",))
@@ -104,6 +102,7 @@ def _have_layers(setup: TrainSetup, folder: Path, step: int, prefixes: Sequence[
     said = group.gather(
         "layers", {prefix: {str(at): stamp for at, stamp in found.items()} for prefix, found in here.items()}
     )
+    gone = list[Path]()
     for layer in _trained(setup):
         owner = relay.owners[layer]
         # A layer that lacks the update of the step needs its gradient; an older one was left here by an earlier move.
@@ -123,11 +122,13 @@ def _have_layers(setup: TrainSetup, folder: Path, step: int, prefixes: Sequence[
             path = layer_path(folder / prefix, layer)
             if group.rank == source:
                 send_file(group, owner, path)
-                remove(path)
+                gone.append(path)
             elif group.rank == owner:
                 keep_folder(path.parent)
                 moved += receive_file(group, source, path)
     group.gather("layers moved", {})
+    for path in gone:  # not before: they are on the other disk now, whatever happens
+        remove(path)
     return moved
 
 
@@ -228,6 +229,6 @@ def _receive_folder(group: Group, run: Run) -> None:
     text = torch.empty(int(length), dtype=torch.uint8)
     group.receive(0, text).wait()
     for name in text.numpy().tobytes().decode().split("\n"):
-        path = run.folder / name
+        path = inside(run.folder / name, run.folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         receive_file(group, 0, path)

@@ -19,6 +19,7 @@ from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system.direct_io import takes_direct
 from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.files import discard
+from gptj_ft.system.units import gigabytes
 from gptj_ft.training import checkpoint
 from gptj_ft.training.moving import agree
 from gptj_ft.training.run_state import RunState
@@ -34,6 +35,8 @@ def open_state(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, RunS
         DataError: what it goes on from is missing or damaged, or is that of another run; nothing was removed.
     """
     saved_as = agree(setup, run)
+    if saved_as.bytes_moved:
+        run.log(f"{gigabytes(saved_as.bytes_moved)} of layers have come from other machines")
     run.check_saved()
     commit, saved, is_durable = saved_as.commit, saved_as.checkpoint, setup.plan.placement.is_durable
     if commit and not is_durable:  # the session before had the state on disk, this one has not
@@ -106,8 +109,10 @@ def open_stack(setup: TrainSetup, run: Run, placement: Placement) -> OffloadedMo
     recipe = setup.recipe
     dtypes = training_dtypes(setup.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
     # Planned are the blocks of this process that keep their activations; the engine counts those of the model.
-    num_kept = setup.plan.budget.num_kept_layers * setup.relay.group.size
-    budget = replace(setup.plan.budget, num_kept_layers=num_kept)
+    planned, group = setup.plan.budget, setup.relay.group
+    # A pass is one of all processes: the one with the least memory decides how many tokens share it.
+    pass_tokens = min(each["tokens"] for each in group.gather("pass", {"tokens": planned.pass_tokens}))
+    budget = replace(planned, num_kept_layers=planned.num_kept_layers * group.size, pass_tokens=pass_tokens)
     boundary = boundary_layout(setup.most_step_tokens, setup.architecture.config.n_embd, recipe.batch_size)
     stack = open_for_training(
         setup.architecture, placement, dtypes, setup.device, run.state, budget, keep_gradients, boundary,

@@ -150,9 +150,15 @@ def test_a_process_that_is_gone_is_noticed_by_all_within_three_seconds(controls:
 def test_a_process_that_says_nothing_is_taken_for_gone(
     controls: list[Control], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(control, "SILENT_SECONDS", 3.0)  # the others are heard of every two
     controls[1]._closed = True  # no heartbeat any more, and the connection stands
     with pytest.raises(PeerFailed, match=r"process 2 \(b\) does not answer any more"):
+        controls[0].gather("loss", {})
+
+
+def test_a_process_that_says_nonsense_ends_the_run(controls: list[Control]) -> None:
+    controls[1]._sockets[0].sendall(b"not a line of ours\n")
+    with pytest.raises(PeerFailed, match=r"process 2 \(b\) says what nobody understands"):
         controls[0].gather("loss", {})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from gptj_ft.streaming.lanes import add_up, lanes_of, lanes_of_rank, nodes_of
 from gptj_ft.streaming.relay import assign
 from gptj_ft.system.control import PeerFailed
 from gptj_ft.system.group import ALONE, Group
-from gptj_ft.training import checkpoint, loop
+from gptj_ft.training import checkpoint, loop, moving
 from gptj_ft.training.follow import own_run
 from gptj_ft.training.loop import Session, TrainResult, train
 from gptj_ft.training.setup import TrainSetup, make_setup
@@ -229,6 +230,43 @@ def test_layers_move_between_machines_that_have_no_file_system_in_common(models,
     assert_same_run(tmp_path / "0", tmp_path / "alone")
     assert losses_of(tmp_path / "1") == losses_of(tmp_path / "0")
     assert not (tmp_path / "1" / "model").exists()
+
+
+def test_a_layer_stays_where_it_was_until_it_is_on_its_new_disk(models, tmp_path, monkeypatch) -> None:
+    options = {**ON_DISK, "max_steps": 4}
+    with pytest.MonkeyPatch.context() as patch:
+        stop_all_after(patch, 2, Killed)
+        with pytest.raises(Killed):
+            train_apart(2, models["gptj"], tmp_path, **options)
+    layers = {path.name for name in "01" for path in (tmp_path / name / "state").glob("*-0*")}
+    receive = moving.receive_file
+
+    def break_off(*arguments: Any) -> int:
+        raise GptjFtError("the cable is out")
+
+    monkeypatch.setattr(moving, "receive_file", break_off)
+    with pytest.raises(GptjFtError, match="the cable is out"):
+        train_apart(3, models["gptj"], tmp_path, **options)
+    assert {path.name for name in "01" for path in (tmp_path / name / "state").glob("*-0*")} == layers
+    monkeypatch.setattr(moving, "receive_file", receive)
+    train_apart(3, models["gptj"], tmp_path, **options)
+    train_alone(models["gptj"], tmp_path / "alone", **options)
+    assert_same_run(tmp_path / "0", tmp_path / "alone")
+
+
+def test_processes_with_unequal_memory_validate_in_the_same_passes(models, tmp_path) -> None:
+    folder = tmp_path / "run"
+    run = begun(models["gptj"], folder, **ON_DEVICE)
+
+    def work(member: Member) -> TrainResult:
+        setup = setup_of(models["gptj"], folder, member, share="layers", **ON_DEVICE)
+        budget = replace(setup.plan.budget, pass_tokens=1 if member.rank else 1000)
+        setup = replace(setup, plan=replace(setup.plan, budget=budget))
+        return train(setup, own_run(folder, setup) if member.rank else run)
+
+    together(2, work)
+    train_alone(models["gptj"], tmp_path / "alone", **ON_DEVICE)
+    assert_same_run(folder, tmp_path / "alone")
 
 
 def test_a_layer_that_is_on_no_machine_is_named(models, tmp_path) -> None:
