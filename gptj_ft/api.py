@@ -24,8 +24,8 @@ from gptj_ft.checkpoints.base_model import default_model, find_model
 from gptj_ft.config.resolve import Resolved, resolve
 from gptj_ft.data.hub_dataset import fetch, is_reference
 from gptj_ft.errors import UsageError
-from gptj_ft.system.group import ALONE, Group
 from gptj_ft.system.machine import bound_kernel_caches
+from gptj_ft.system.processes.group import ALONE, Group
 from gptj_ft.system.signals import stop_says
 from gptj_ft.training.prepare_data import Preparation, Targets, prepare_rows
 from gptj_ft.training.reporter import Reporter
@@ -97,7 +97,7 @@ def prepare_run(
 ) -> PreparedRun:
     """Read model and rows of a run, and plan it; nothing is written. Arguments and errors: as `finetune`.
 
-    Several processes share it if it is given their ``group``, see `gptj_ft.system.launch.joined`.
+    Several processes share it if it is given their ``group``, see `gptj_ft.system.processes.launch.joined`.
 
     >>> run = gptj_ft.prepare_run("summarization", data="my.jsonl", model="tiny")
     >>> run.setup.plan.costs.seconds_per_step
@@ -182,7 +182,7 @@ def plan(
     """
     from gptj_ft.planning.scale_out import Network
     from gptj_ft.training.finetune import forecast_run
-    from gptj_ft.training.shared_forecast import SharedForecast
+    from gptj_ft.training.shared.forecast import SharedForecast
 
     between = Network.parse(network)
     reporter = reporter or Reporter()

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from gptj_ft.errors import GptjFtError
-from gptj_ft.system.control import PeerFailed
-from gptj_ft.system.launch import joined
+from gptj_ft.system.processes.control import PeerFailed
+from gptj_ft.system.processes.launch import joined
 
 if TYPE_CHECKING:
-    from gptj_ft.system.group import Group
+    from gptj_ft.system.processes.group import Group
 
 
 @contextmanager

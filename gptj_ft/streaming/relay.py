@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.models.layout import Layout
-from gptj_ft.system.group import ALONE, Group, Handover
+from gptj_ft.system.processes.group import ALONE, Group, Handover
 
 EMPTY = Layout({}, {}, 0, 0)
 

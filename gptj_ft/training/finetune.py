@@ -38,19 +38,19 @@ from gptj_ft.planning.workload import Workload
 from gptj_ft.system.accelerator import is_accelerator
 from gptj_ft.system.digests import read_sealed, write_sealed
 from gptj_ft.system.files import hidden_name, keep_folder, remove, replace_text, sync_path, sync_tree, write_file
-from gptj_ft.system.group import ALONE, Group
 from gptj_ft.system.lock import LOCK, locked
 from gptj_ft.system.machine import choose_device
 from gptj_ft.system.paths import is_model, is_tuned
+from gptj_ft.system.processes.group import ALONE, Group
 from gptj_ft.system.signals import StopRequest, stop_says
 from gptj_ft.system.units import clock
-from gptj_ft.training.follow import announce, hear_plan, own_run
 from gptj_ft.training.loop import Session, TrainResult, train, warn
-from gptj_ft.training.moving import share_folder
 from gptj_ft.training.reporter import Reporter
 from gptj_ft.training.retention import check_keep, find_checkpoint, go_back
 from gptj_ft.training.runs import tidy
 from gptj_ft.training.setup import TrainSetup, make_setup
+from gptj_ft.training.shared.follow import announce, hear_plan, own_run
+from gptj_ft.training.shared.moving import share_folder
 from gptj_ft.training.trackers import check_tracker
 from gptj_ft.training.verify import Checker
 

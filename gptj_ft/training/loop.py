@@ -26,14 +26,13 @@ from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.step import StepLoss, evaluate_losses, train_step
 from gptj_ft.system.accelerator import limit_memory
 from gptj_ft.system.files import discard
-from gptj_ft.system.group import ALONE, agreed, from_first
 from gptj_ft.system.paths import remember_run
+from gptj_ft.system.processes.group import ALONE, agreed, from_first
 from gptj_ft.system.signals import StopRequest
 from gptj_ft.system.units import clock
 from gptj_ft.training import checkpoint
 from gptj_ft.training.deadline import Deadline, forecast_seconds, next_activities
 from gptj_ft.training.export import ExportedState, export_model
-from gptj_ft.training.follow import open_replica, send_state
 from gptj_ft.training.nonfinite import LossWatch, explain_gradient, explain_loss
 from gptj_ft.training.reporter import RecentSteps, Reporter, StepReport, reporting, step_log_line
 from gptj_ft.training.restore import open_state
@@ -41,6 +40,7 @@ from gptj_ft.training.retention import CheckpointRetention
 from gptj_ft.training.run_state import LOSS, BestState, RunState
 from gptj_ft.training.schedule import is_multiple
 from gptj_ft.training.setup import TrainSetup
+from gptj_ft.training.shared.follow import open_replica, send_state
 from gptj_ft.training.throughput import StepCounts, Stopwatch, Throughput, summarize
 from gptj_ft.training.trackers import tracking
 from gptj_ft.training.validation import LabelledValidation, ValidationSample, ValidationSamples, samples_of, validate

@@ -21,9 +21,9 @@ from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.files import discard
 from gptj_ft.system.units import gigabytes
 from gptj_ft.training import checkpoint
-from gptj_ft.training.moving import agree
 from gptj_ft.training.run_state import RunState
 from gptj_ft.training.setup import TrainSetup
+from gptj_ft.training.shared.moving import agree
 
 
 def open_state(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, RunState]:

@@ -15,7 +15,7 @@ from gptj_ft.evaluation.metrics import score_names
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.system.files import discard, remove_folder, sync_path
-from gptj_ft.system.group import from_first
+from gptj_ft.system.processes.group import from_first
 from gptj_ft.training import checkpoint
 from gptj_ft.training.run_state import LOSS, BestState, RunState
 from gptj_ft.training.schedule import is_multiple

@@ -26,7 +26,7 @@ from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.objective import Objective, objective_of
 from gptj_ft.streaming.relay import ONE_PROCESS, Relay, assign, restricted
 from gptj_ft.system.digests import check_weights
-from gptj_ft.system.group import ALONE, Group
+from gptj_ft.system.processes.group import ALONE, Group
 from gptj_ft.training.schedule import Schedule
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gptj_ft.system.control import PeerFailed
+from gptj_ft.system.processes.control import PeerFailed
 
 T = TypeVar("T")
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from gptj_ft.errors import DataError, Interrupted, UsageError
-from gptj_ft.system import control, launch
-from gptj_ft.system.control import Control, PeerFailed, host_control, join_control
-from gptj_ft.system.launch import Membership, interface_to, joined
+from gptj_ft.system.processes import control, launch
+from gptj_ft.system.processes.control import Control, PeerFailed, host_control, join_control
+from gptj_ft.system.processes.launch import Membership, interface_to, joined
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"}
 SLURM = {
@@ -190,7 +190,7 @@ def test_who_has_not_come_is_named() -> None:
 def test_a_process_that_fails_to_start_ends_the_wait_for_it(tmp_path: Path) -> None:
     """`--nproc` sees its children; it does not wait five minutes for one that is dead."""
     code = (
-        "import sys\nfrom gptj_ft.system import launch\n"
+        "import sys\nfrom gptj_ft.system.processes import launch\n"
         "import subprocess\n"
         "dead = [sys.executable, '-c', 'raise SystemExit(9)']\n"
         "launch.start_others = lambda *_: [subprocess.Popen(dead)]\n"
@@ -204,7 +204,7 @@ def test_a_process_that_fails_to_start_ends_the_wait_for_it(tmp_path: Path) -> N
 def test_nothing_of_it_is_loaded_by_a_command_of_one_process() -> None:
     code = "import sys, gptj_ft.cli.app; print(json.dumps([m for m in sys.modules if 'launch' in m or 'control' in m]))"
     done = subprocess.run([sys.executable, "-c", f"import json; {code}"], capture_output=True, text=True, check=True)
-    assert "gptj_ft.system.launch" not in json.loads(done.stdout)
+    assert "gptj_ft.system.processes.launch" not in json.loads(done.stdout)
 
 
 def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,12 +20,13 @@ from gptj_ft.data.batches import Rows
 from gptj_ft.errors import DataError, GptjFtError, Interrupted, NotFinite, UsageError
 from gptj_ft.streaming.lanes import add_up, lanes_of, lanes_of_rank, nodes_of
 from gptj_ft.streaming.relay import assign
-from gptj_ft.system.control import PeerFailed
-from gptj_ft.system.group import ALONE, Group
-from gptj_ft.training import checkpoint, loop, moving
-from gptj_ft.training.follow import own_run
+from gptj_ft.system.processes.control import PeerFailed
+from gptj_ft.system.processes.group import ALONE, Group
+from gptj_ft.training import checkpoint, loop
 from gptj_ft.training.loop import Session, TrainResult, train
 from gptj_ft.training.setup import TrainSetup, make_setup
+from gptj_ft.training.shared import moving
+from gptj_ft.training.shared.follow import own_run
 
 ON_DEVICE = {"weights": "device", "optimizer_state": "device"}
 ON_DISK = {"weights": "disk", "optimizer_state": "disk", "boundaries": "disk"}

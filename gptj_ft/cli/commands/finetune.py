@@ -76,8 +76,8 @@ def finetune(
             from gptj_ft.cli.terminal.progress import TerminalReporter
             from gptj_ft.cli.terminal.tables import show_plan, show_prepared_run, show_training
             from gptj_ft.training.finetune import Finished, options_on_resume
-            from gptj_ft.training.follow import dismiss
             from gptj_ft.training.loop import Session
+            from gptj_ft.training.shared.follow import dismiss
         notes = out.notes
         reporter = TerminalReporter(notes, verbose)
 

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from gptj_ft.errors import UsageError
-from gptj_ft.system.control import ENDING_SECONDS, PeerFailed, host_control, join_control
-from gptj_ft.system.group import ALONE, Group, Processes
+from gptj_ft.system.processes.control import ENDING_SECONDS, PeerFailed, host_control, join_control
+from gptj_ft.system.processes.group import ALONE, Group, Processes
 
 START_SECONDS = float(os.environ.get("GPTJ_FT_START_SECONDS", "300"))  # for all to come: libraries load, jobs start
 SLOW = timedelta(hours=24)  # slow is not dead: that is for `control` to tell

@@ -1,8 +1,8 @@
 """Processes that work on one run: what they tell each other, and the tensors that they hand on.
 
 `Alone` is a run of one process: everything that asks the group is answered at once. `Processes` are several, here or on
-other machines: facts go as lines of JSON over a star of connections through process 0 (`system.control`), tensors as
-raw bytes from one process to another through torch's gloo. Nothing on the wire is ever unpickled.
+other machines: facts go as lines of JSON over a star of connections through process 0 (`system.processes.control`),
+tensors as raw bytes from one process to another through torch's gloo. Nothing on the wire is ever unpickled.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gptj_ft.system.control import Control
+from gptj_ft.system.processes.control import Control
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,7 +22,7 @@ from gptj_ft.errors import DataError
 from gptj_ft.streaming.stores.state_file import layer_path, stamp_of
 from gptj_ft.system.digests import digest_of, write_sealed
 from gptj_ft.system.files import inside, keep_folder, new_name, remove, remove_folder, sync_path, write_file
-from gptj_ft.system.group import Group
+from gptj_ft.system.processes.group import Group
 from gptj_ft.training.setup import TrainSetup
 
 PART_BYTES = 16 * 2**20

@@ -24,8 +24,8 @@ from gptj_ft.errors import UsageError
 from gptj_ft.models.layout import MOMENTS
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.model import OffloadedModel
-from gptj_ft.system.group import Group, from_first
 from gptj_ft.system.paths import is_model
+from gptj_ft.system.processes.group import Group, from_first
 from gptj_ft.training.restore import load_start, make_optimizer, open_stack
 from gptj_ft.training.run_state import RunState
 from gptj_ft.training.setup import TrainSetup

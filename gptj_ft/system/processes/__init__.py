@@ -1,0 +1,1 @@
+"""Several processes of one run: find each other, tell each other facts and errors, hand tensors on."""
