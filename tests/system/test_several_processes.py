@@ -34,12 +34,57 @@ def test_what_torchrun_and_slurm_say_is_understood() -> None:
 
 
 @pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("host-a", "host-a"), ("host-a,host-b", "host-a"), ("node[01-03,7],gpu1", "node01"), ("a.b[5,9]", "a.b5")],
+)
+def test_the_first_host_of_a_slurm_step_has_a_port_of_the_job(nodes: str, host: str) -> None:
+    def address(job: int, step: int) -> tuple[str, int]:
+        own = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), "SLURM_STEP_NODELIST": nodes, "MASTER_ADDR": ""}
+        member = Membership.of({**SLURM, **own})
+        assert member is not None
+        assert member.address is not None
+        return member.address
+
+    assert address(7, 0)[0] == host
+    ports = {address(job, step)[1] for job in range(100, 120) for step in range(10)}
+    assert len(ports) == 200
+    assert all(20000 < port < 29000 and port + 1 not in ports for port in ports)
+
+
+def test_hosts_that_only_slurm_can_tell_are_asked_for() -> None:
+    with pytest.raises(UsageError, match=r"cannot tell the first host of r\[1-2\]n\[1-2\]: .*; set MASTER_ADDR"):
+        Membership.of({**SLURM, "MASTER_ADDR": "", "SLURM_STEP_NODELIST": "r[1-2]n[1-2]"})
+
+
+def test_slurm_tasks_of_a_machine_are_those_of_its_number() -> None:
+    tasks = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3(x2),1"}
+    found = [Membership.of({**tasks, "SLURM_NODEID": str(node)}) for node in range(3)]
+    assert [member.on_this_machine for member in found if member] == [3, 3, 1]
+    with pytest.raises(UsageError, match=r"SLURM_STEP_TASKS_PER_NODE is '3\(x2\),1'"):
+        Membership.of({**tasks, "SLURM_NODEID": "3"})
+
+
+@pytest.mark.parametrize("name", ["bash", "interactive"])
+def test_a_slurm_shell_is_one_process_and_tasks_started_from_it_are_several(monkeypatch, name) -> None:
+    step = {**SLURM, "SLURM_JOB_NAME": name}
+    for has_terminal in (True, False):
+        monkeypatch.setattr(launch, "_has_terminal", lambda has=has_terminal: has)
+        assert (Membership.of(step) is None) == has_terminal
+    assert Membership.of({**step, "SLURM_STEP_ID": "4294967290"}) is None  # of the shell that salloc opens
+
+
+def test_accelerate_that_starts_one_process_of_several_is_told_how() -> None:
+    silent = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with pytest.raises(UsageError, match="accelerate launch starts several processes only with --multi_gpu"):
+        Membership.of(silent)
+    assert Membership.of({"ACCELERATE_MIXED_PRECISION": "no"}) is None
+
+
+@pytest.mark.parametrize(
     "environment",
     [
         {},
         {"RANK": "0", "WORLD_SIZE": "1"},
-        {**SLURM, "SLURM_JOB_NAME": "bash"},
-        {**SLURM, "SLURM_JOB_NAME": "interactive"},
         {**SLURM, "SLURM_NTASKS": "1"},
         {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"},
     ],

@@ -11,6 +11,7 @@ import ipaddress
 import json
 import os
 import platform
+import re
 import secrets
 import signal
 import socket
@@ -32,6 +33,7 @@ from gptj_ft.system.processes.group import ALONE, Group, Processes
 START_SECONDS = float(os.environ.get("GPTJ_FT_START_SECONDS", "300"))  # for all to come: libraries load, jobs start
 SLOW = timedelta(hours=24)  # slow is not dead: that is for `control` to tell
 STORE, TOKEN = "GPTJ_FT_STORE", "GPTJ_FT_TOKEN"  # of the processes that `start_others` makes
+FIRST_OF_ITS_OWN_STEPS = 0xFFFFFFF0  # shells, scripts and containers of a job have steps from here on
 _PR_SET_PDEATHSIG = 1
 
 
@@ -66,7 +68,10 @@ class Membership:
             local = _number(environment, "LOCAL_WORLD_SIZE", 1)
         elif _is_slurm_step(environment):
             rank, size = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_NTASKS")
-            local = int(environment.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0].partition(",")[0])
+            local = _slurm_tasks_here(environment)
+        elif "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_ADDR" in environment:
+            # It has been asked for several, and has started this one alone: without accelerators, it does so silently.
+            raise UsageError("accelerate launch starts several processes only with --multi_gpu, on CPUs, too: add it")
         else:
             return None
         if size == 1:
@@ -77,7 +82,7 @@ class Membership:
         if not host:
             raise UsageError("RANK and WORLD_SIZE are set, MASTER_ADDR is not: start it by torchrun, or set all three")
         # Another port than the launcher's own, which is in use on its machine.
-        port = _number(environment, "GPTJ_FT_PORT", _number(environment, "MASTER_PORT", 29500) + 1)
+        port = _number(environment, "GPTJ_FT_PORT", _number(environment, "MASTER_PORT", _own_port(environment)) + 1)
         return cls(rank, size, local, (host, port))
 
 
@@ -93,13 +98,48 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 
 def _is_slurm_step(environment: Mapping[str, str]) -> bool:
     """Tell whether ``srun`` has started several tasks; a shell in an allocation is one process, whatever it has."""
-    is_step = "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment
-    is_shell = environment.get("SLURM_JOB_NAME") in ("bash", "sh", "interactive")
-    return is_step and not is_shell and environment.get("SLURM_NTASKS", "1") != "1"
+    if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= environment.keys() or environment.get("SLURM_NTASKS", "1") == "1":
+        return False
+    if _number(environment, "SLURM_STEP_ID") >= FIRST_OF_ITS_OWN_STEPS:
+        return False
+    # Of `salloc` both a shell by `srun --pty` and tasks by `srun` have this name; tasks have no terminal.
+    return environment.get("SLURM_JOB_NAME") not in ("bash", "sh", "interactive") or not _has_terminal()
+
+
+def _has_terminal() -> bool:
+    """Tell whether a terminal controls this process, wherever its input and output go."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR))
+    except OSError:
+        return False
+    return True
+
+
+def _slurm_tasks_here(environment: Mapping[str, str]) -> int:
+    """Return the tasks of a step on this machine: ``2(x3),1`` is for four machines."""
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    tasks = list[int]()
+    try:
+        for part in text.split(","):
+            count, _, times = part.partition("(x")
+            tasks += [int(count)] * int(times.rstrip(")") or 1)
+        return tasks[_number(environment, "SLURM_NODEID", 0)]
+    except (ValueError, IndexError):
+        raise UsageError(f"SLURM_STEP_TASKS_PER_NODE is {text!r} in the environment, and has no such machine") from None
+
+
+def _own_port(environment: Mapping[str, str]) -> int:
+    """Return the port that a launcher would have; that of a Slurm step is its own, for jobs share machines."""
+    if "RANK" in environment or "SLURM_JOB_ID" not in environment:
+        return 29500
+    return 20000 + 2 * ((10 * _number(environment, "SLURM_JOB_ID") + _number(environment, "SLURM_STEP_ID")) % 4500)
 
 
 def _first_slurm_host(environment: Mapping[str, str]) -> str:
+    """Return the first host of a step: of ``host-a,host-b`` and ``node[01-03,7]`` it is seen; else Slurm knows it."""
     nodes = environment.get("SLURM_STEP_NODELIST", "")
+    if match := re.fullmatch(r"([^,\[\]]+)(\[(\d+)[-,\d]*\])?(,.*)?", nodes):
+        return match[1] + (match[3] or "")
     if not nodes:
         return ""
     try:
