@@ -111,7 +111,7 @@ def prepare_run(
     if resume is not None:
         given = recipe if isinstance(recipe, Resolved) else options_on_resume(*_split(options, recipe))
         reporter.on_activity("reading the run")
-        return resume_run(Path(resume), given, start, group)
+        return resume_run(Path(resume), given, start, group, reporter)
     return read_run(fetched(resolved_options(recipe, options), offline, reporter), reporter, group=group)
 
 

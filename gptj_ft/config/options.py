@@ -444,6 +444,9 @@ class Recipe(Options):
     """where the inputs of recomputed layers wait for backward"""
     read_ahead: int = Field(1, ge=0, le=8)
     """layers read before they are needed"""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads that a process computes with, which decide last bits; null: the cores, shared between the processes
+    of a machine"""
     share: Literal["auto", "layers", "rows"] = "auto"
     """of several processes, what each has: some layers with their state, or some rows of each step and a whole model"""
     lanes: int | None = Field(None, ge=1)
@@ -500,7 +503,7 @@ class Recipe(Options):
 # Options of the environment, which may change on resume without changing a number of the run.
 FREE_ON_RESUME = frozenset((
     "device", "weights", "optimizer_state", "device_memory", "host_memory", "disk_space", "activations", "boundaries",
-    "read_ahead", "share", "save_every", "save_minutes", "max_time", "keep", "export", "report_to", "output",
+    "read_ahead", "threads", "share", "save_every", "save_minutes", "max_time", "keep", "export", "report_to", "output",
 ))  # fmt: skip
 # Options younger than runs that can still be resumed: those had what is the default.
 YOUNGER = frozenset((

@@ -299,8 +299,8 @@ def choose_folder(recipe: Recipe) -> Path:
     return folder
 
 
-def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str, str]) -> None:
-    """Write ``environment.json``: what a bit-identical repetition needs to be the same; log if it is not any more.
+def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str, str]) -> str | None:
+    """Write ``environment.json``: what a bit-identical repetition needs to be the same; return a warning if it changes.
 
     Args:
         run: the run.
@@ -311,7 +311,7 @@ def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str,
     from importlib.metadata import version
 
     if not run.writes:
-        return
+        return None
     packages = ("torch", "transformers", "tokenizers", "datasets")
     facts = {
         "gptj_ft": __version__,
@@ -331,9 +331,10 @@ def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str,
         for key in ("torch", "device", "threads")
         if key in before and before[key] != facts[key]
     ]
-    if changes:
-        run.log(f"computed otherwise from here on, so results may change in their last bits: {'; '.join(changes)}")
     write_json(path, facts)
+    if not changes:
+        return None
+    return f"computed otherwise from here on, so results may change in their last bits: {'; '.join(changes)}"
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

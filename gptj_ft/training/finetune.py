@@ -171,6 +171,7 @@ def prepare_new_run(
     """
     recipe, reporter = resolved.recipe, reporter or Reporter()
     check_tracker(recipe.report_to)
+    use_threads(recipe, group, reporter)
     folder = choose_folder(recipe)
     reporter.on_activity("reading the rows")
     inputs = gather(recipe)
@@ -183,6 +184,19 @@ def prepare_new_run(
     return PreparedRun(setup, inputs.report, Resolved(setup.recipe, origins), (inputs.train, inputs.validation), None)
 
 
+def use_threads(recipe: Recipe, group: Group, reporter: Reporter) -> None:
+    """Compute with as many threads as a recipe says, or report that several processes have fewer each than one."""
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+        return
+    alone, now = group.threads_alone, torch.get_num_threads()
+    if alone not in (None, now):
+        reporter.on_message(
+            f"each of {group.size} processes computes with {now} thread{'s' if now > 1 else ''}, one alone with "
+            f"{alone}: results may differ from its in their last bits, unless both have --set threads={now}"
+        )
+
+
 def _device_here(recipe: Recipe, reporter: Reporter) -> torch.device:
     """Choose the device of a run, and offer its check-up where it has never been seen."""
     device = choose_device(recipe.device, recipe.device_memory)
@@ -191,7 +205,13 @@ def _device_here(recipe: Recipe, reporter: Reporter) -> torch.device:
     return device
 
 
-def resume_run(folder: Path, given: Resolved, start: str | None = None, group: Group = ALONE) -> PreparedRun:
+def resume_run(
+    folder: Path,
+    given: Resolved,
+    start: str | None = None,
+    group: Group = ALONE,
+    reporter: Reporter | None = None,
+) -> PreparedRun:
     """Read a run folder; options that change no number may be given anew.
 
     Args:
@@ -199,6 +219,7 @@ def resume_run(folder: Path, given: Resolved, start: str | None = None, group: G
         given: options given anew, and no others, see `options_on_resume`.
         start: name of the checkpoint to go back to, see `retention.find_checkpoint`.
         group: processes that share the run from now on.
+        reporter: receiver of messages.
 
     Raises:
         Finished: all of the run is done; what it had left if it was cut off in its last moments has been removed.
@@ -228,6 +249,7 @@ def resume_run(folder: Path, given: Resolved, start: str | None = None, group: G
     if start is None:
         run.check_saved()
     check_tracker(recipe.report_to)
+    use_threads(recipe, group, reporter or Reporter())
     model = Path(recipe.model or "")
     if not is_model(model):
         raise UsageError(
@@ -258,6 +280,7 @@ def follow_run(group: Group, session: Session | None = None) -> None:
     if plan is None:
         return
     folder, recipe = Path(plan["folder"]), build(plan["recipe"])
+    use_threads(recipe, group, Reporter())
     is_first_here = share_folder(group, Run(folder))
     data = Run(folder).data
     rows = (load_dataset(data / "train"), load_dataset(data / "validation") if (data / "validation").exists() else None)
@@ -407,6 +430,7 @@ def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Repo
         GptjFtError: there are no such rows, or no such model.
     """
     recipe, reporter = resolved.recipe, reporter or Reporter()
+    use_threads(recipe, ALONE, reporter)
     folder = choose_folder(recipe)
     is_here = not is_published_name(recipe.device)
     if measure_again:

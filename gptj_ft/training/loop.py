@@ -132,7 +132,7 @@ def opened(setup: TrainSetup, run: Run, reporter: Reporter, session: Session) ->
     deadline = Deadline(setup.recipe.max_time, started, forecast_seconds(setup))
     chosen = {"placement": str(setup.plan.placement), "precision": setup.plan.precision}
     chosen |= {"processes": f"{setup.group.size}, sharing {setup.recipe.share}"} if setup.group.size > 1 else {}
-    record_environment(run, str(setup.device), torch.get_num_threads(), chosen)
+    warn(run, reporter, record_environment(run, str(setup.device), torch.get_num_threads(), chosen))
     limit_memory(setup.device, allocator_limit(setup.plan.have.device))
     is_replica = setup.group.rank > 0 and setup.relay.group.size == 1
     stack, optimizer, state = (open_replica if is_replica else open_state)(setup, run)

@@ -38,6 +38,7 @@ class Member:
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self.rank, self.size, self.on_this_machine = rank, hub.size, hub.size
+        self.threads_alone: int | None = None
         self.hub, self._turns = hub, defaultdict[str, int](int)
         self.bytes_sent, self.topics = 0, list[str]()
 

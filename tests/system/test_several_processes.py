@@ -14,11 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support.thread_group import Hub, Member
 
+from gptj_ft.config.resolve import build
 from gptj_ft.errors import DataError, Interrupted, UsageError
 from gptj_ft.system.processes import control, launch
 from gptj_ft.system.processes.control import Control, PeerFailed, host_control, join_control
 from gptj_ft.system.processes.launch import Membership, interface_to, joined
+from gptj_ft.training.finetune import use_threads
+from gptj_ft.training.reporter import Reporter
+from gptj_ft.training.shared.follow import check_alike
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"}
 SLURM = {
@@ -250,6 +256,33 @@ def test_nothing_of_it_is_loaded_by_a_command_of_one_process() -> None:
     code = "import sys, gptj_ft.cli.app; print(json.dumps([m for m in sys.modules if 'launch' in m or 'control' in m]))"
     done = subprocess.run([sys.executable, "-c", f"import json; {code}"], capture_output=True, text=True, check=True)
     assert "gptj_ft.system.processes.launch" not in json.loads(done.stdout)
+
+
+def test_a_machine_with_other_threads_is_refused_unless_the_run_says_how_many() -> None:
+    said = [{"facts": {"torch": "2", "threads": threads}, "plan": {"recipe": {"threads": None}}} for threads in (8, 6)]
+    message = "process 2 has threads 6, process 1 has 8: .* on all machines: --set threads=6 makes it so"
+    with pytest.raises(UsageError, match=message):
+        check_alike(said)
+    said[0]["plan"] = {"recipe": {"threads": 4}}
+    check_alike(said)
+
+
+def test_processes_that_have_fewer_threads_than_one_would_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    reporter, group = Reporter(), Member(Hub(2), 0)
+    monkeypatch.setattr(reporter, "on_message", told.append)
+    now = torch.get_num_threads()
+    for group.threads_alone in (None, now, now + 1):
+        use_threads(build({}), group, reporter)
+    (text,) = told
+    assert f"with {now} thread" in text
+    assert f"one alone with {now + 1}" in text
+    assert f"--set threads={now}" in text
+    try:
+        use_threads(build({"threads": now + 1}), group, reporter)
+        assert (torch.get_num_threads(), len(told)) == (now + 1, 1)
+    finally:
+        torch.set_num_threads(now)
 
 
 def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Runs that a launcher starts: they are found by what it leaves in the environment, and have the bits of one process."""
+"""Runs that a launcher starts: they know it by their environment, and have the bits of one process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import pytest
 from support.small_run import assert_same_weights, weights_of
 
 from gptj_ft.system import paths
+from gptj_ft.system.digests import read_json
 
 OPTIONS = (
     "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 4 --set holdout=0.2 "
-    "--max-steps 3 --precision fp32 --set micro_batch_tokens=48 --set share=layers --quiet --output"
+    "--max-steps 3 --precision fp32 --set micro_batch_tokens=48 --set share=layers --set threads=1 --quiet "
+    "--output"
 )
 SLURM = {
     "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2",
@@ -28,20 +30,20 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows, and a run of one process on as many threads as each of two has."""
+    """Rows, and a run of one process."""
     folder = tmp_path_factory.mktemp("launched")
     lines = [f'{{"note": "Room {n} is cold and dark at night.", "summary": "Room {n} is cold."}}\n' for n in range(20)]
     (folder / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
-    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
-    end(start([sys.executable, "-m", "gptj_ft"], folder, "alone", {"OMP_NUM_THREADS": threads}))
+    end(start([sys.executable, "-m", "gptj_ft"], folder, "alone", {}))
     return folder
 
 
 def start(launcher: list[str], folder: Path, output: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     home = {"GPTJ_FT_HOME": str(folder / "home"), "PYTHONPATH": str(Path(paths.__file__).parents[2])}
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return subprocess.Popen(
         [*launcher, *OPTIONS.split(), output],
-        cwd=folder, env={**os.environ, **home, **environment}, stdin=subprocess.DEVNULL, start_new_session=True,
+        cwd=folder, env={**inherited, **home, **environment}, stdin=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
 
 
@@ -50,7 +52,8 @@ def end(*processes: subprocess.Popen[bytes]) -> None:
 
 
 def assert_shared(folder: Path, output: str) -> None:
-    assert '"processes": "2, sharing layers"' in (folder / output / "environment.json").read_text(encoding="utf-8")
+    facts = read_json(folder / output / "environment.json")
+    assert (facts["processes"], facts["threads"]) == ("2, sharing layers", 1)
     assert_same_weights(weights_of(folder / output / "model"), weights_of(folder / "alone" / "model"))
 
 

@@ -38,11 +38,13 @@ class Group(Protocol):
         rank: number of this process, from 0; process 0 has the console.
         size: number of processes.
         on_this_machine: how many of them share this machine's memory and cores.
+        threads_alone: CPU threads that this process would have if there were no others; ``None``: there are none.
     """
 
     rank: int
     size: int
     on_this_machine: int
+    threads_alone: int | None
 
     def send(self, to: int, values: Tensor, tag: int = 0) -> Handover:
         """Hand a tensor to another process; it must not change until it has left."""
@@ -69,6 +71,7 @@ class Alone:
     """A run of one process."""
 
     rank, size, on_this_machine = 0, 1, 1
+    threads_alone: int | None = None
 
     def __repr__(self) -> str:
         return "ALONE"  # without an address: it is a default in the documentation
@@ -95,10 +98,12 @@ class Processes:
     Args:
         control: connection for facts, liveness and errors.
         on_this_machine: processes on this machine.
+        threads_alone: CPU threads that this process would have if there were no others.
     """
 
-    def __init__(self, control: Control, on_this_machine: int) -> None:
+    def __init__(self, control: Control, on_this_machine: int, threads_alone: int | None = None) -> None:
         self.rank, self.size, self.on_this_machine = control.rank, control.size, on_this_machine
+        self.threads_alone = threads_alone
         self._control = control
 
     def send(self, to: int, values: Tensor, tag: int = 0) -> Handover:

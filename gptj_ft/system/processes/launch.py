@@ -245,6 +245,7 @@ def connected(member: Membership, token: str, look: Callable[[], None] = lambda:
     import torch
     import torch.distributed as dist
 
+    threads_alone = torch.get_num_threads()
     torch.set_num_threads(threads_of(member))
     interface, host = interface_to(member.address)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -267,7 +268,7 @@ def connected(member: Membership, token: str, look: Callable[[], None] = lambda:
         except RuntimeError as error:
             raise PeerFailed(f"process 1 has not come within {START_SECONDS:g} s", 1, 0) from error
         control = join_control((there, port), member.rank, token, name, START_SECONDS)
-    group = Processes(control, member.on_this_machine)
+    group = Processes(control, member.on_this_machine, threads_alone if member.store else None)
     try:
         dist.init_process_group("gloo", store=store, rank=member.rank, world_size=member.size, timeout=SLOW)
         control.ending_seconds = ENDING_SECONDS

@@ -91,13 +91,16 @@ def check_alike(said: list[dict[str, Any]]) -> None:
     Raises:
         UsageError: one is not.
     """
-    first = said[0]["facts"]
+    first = dict(said[0]["facts"])
+    if said[0]["plan"]["recipe"]["threads"] is not None:
+        del first["threads"]  # so all will have as many
     for rank, each in enumerate(said[1:], start=2):
         for name, value in first.items():
-            if each["facts"].get(name) != value:
+            if (other := each["facts"].get(name)) != value:
+                how = f": --set threads={min(value, other)} makes it so" if name == "threads" and other else ""
                 raise UsageError(
-                    f"process {rank} has {name} {each['facts'].get(name)!r}, process 1 has {value!r}: it must be the "
-                    "same on all machines"
+                    f"process {rank} has {name} {other!r}, process 1 has {value!r}: it must be the same on all "
+                    f"machines{how}"
                 )
 
 
