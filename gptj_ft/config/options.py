@@ -449,9 +449,11 @@ class Recipe(Options):
     of a machine"""
     share: Literal["auto", "layers", "rows"] = "auto"
     """of several processes, what each has: some layers with their state, or some rows of each step and a whole model"""
+    replicas: int | None = Field(None, ge=1)
+    """with share: layers, groups of as many processes that share the rows of a step; each has the model; null: 1"""
     lanes: int | None = Field(None, ge=1)
-    """sums that a step's gradient is made of, one for each process with share: rows, or several; null: one for each
-    """
+    """sums that a step's gradient is made of, one for each replica or several; the last bits depend on it; null: one
+    for each"""
 
     # What it leaves behind
     validate_every: int = Field(0, ge=0)
@@ -490,6 +492,11 @@ class Recipe(Options):
         return round(self.warmup if self.warmup >= 1 else self.warmup * num_steps)
 
     @property
+    def shares_layers(self) -> bool:
+        """Whether several processes can share the layers: not yet those of a head, or of a model that also answers."""
+        return self.task == "language-model" and not self.sample_rows
+
+    @property
     def keeps_best(self) -> bool:
         """Whether the state with the lowest validation loss is kept."""
         return "best" in self.keep or self.export == "best"
@@ -503,7 +510,8 @@ class Recipe(Options):
 # Options of the environment, which may change on resume without changing a number of the run.
 FREE_ON_RESUME = frozenset((
     "device", "weights", "optimizer_state", "device_memory", "host_memory", "disk_space", "activations", "boundaries",
-    "read_ahead", "threads", "share", "save_every", "save_minutes", "max_time", "keep", "export", "report_to", "output",
+    "read_ahead", "threads", "share", "replicas", "save_every", "save_minutes", "max_time", "keep", "export",
+    "report_to", "output",
 ))  # fmt: skip
 # Options younger than runs that can still be resumed: those had what is the default.
 YOUNGER = frozenset((

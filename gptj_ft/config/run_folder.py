@@ -161,7 +161,8 @@ class Run:
     def discard_state(self) -> None:
         """Remove what only an unfinished run needs: the model holds the result."""
         if self.writes:
-            discard(self.state)
+            for folder in (self.state, *self.folder.glob("replica-*")):  # those of processes that were killed
+                discard(folder)
 
     def log(self, line: str) -> None:
         """Add a line, with the time, to ``log.txt``."""

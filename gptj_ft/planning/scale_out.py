@@ -190,16 +190,18 @@ class Share:
     end_seconds: float
 
     @property
-    def is_built(self) -> bool:
-        """Whether a run can be shared like this; both ways at once are only forecast."""
-        return self.stages == 1 or self.replicas == 1
-
-    @property
     def name(self) -> str:
         """What is shared."""
         if self.stages == 1:
             return "rows" if self.replicas > 1 else "alone"
         return "layers" if self.replicas == 1 else "layers x rows"
+
+    @property
+    def settings(self) -> str:
+        """Options of `finetune` that share a run like this; with whatever is in the recipe."""
+        if self.stages == 1:
+            return "--set share=rows" if self.replicas > 1 else ""
+        return f"--set share=layers --set replicas={self.replicas}"
 
     @property
     def fits(self) -> bool:
@@ -244,7 +246,10 @@ class Share:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it for ``--json``."""
-        own = ("name", "stages", "replicas", "owners", "micro_batches", "fits", "seconds_per_step", "seconds", "bound")
+        own = (
+            "name", "stages", "replicas", "settings", "owners", "micro_batches", "fits", "seconds_per_step", "seconds",
+            "bound",
+        )  # fmt: skip
         most = ("memory_bytes", "disk_bytes", "sent", "received")
         return {
             **{name: getattr(self, name) for name in own},
@@ -334,22 +339,22 @@ def scale_out(job: Job, num_nodes: int) -> ScaleOut:
     Raises:
         UsageError: there are fewer rows in a step than replicas of the model.
     """
-    blocks, rows = len(job.load.layouts) - 2, job.recipe.batch_size
+    rows = job.recipe.batch_size
+    blocks = len(job.load.layouts) - 2 if job.recipe.shares_layers else 0
     splits = [split for split in divisions(num_nodes, blocks) if split[1] <= rows]
     if not splits:
         least = min(replicas for _, replicas in divisions(num_nodes, blocks))
         raise UsageError(
-            f"{num_nodes:,} machines are at least {least:,} replicas of a model of {blocks} blocks, and {rows:,} rows "
-            f"a step are too few for them: use --batch-size {least} or more, or other --nodes"
+            f"{num_nodes:,} machines are at least {least:,} replicas of the model, and {rows:,} rows a step are too "
+            f"few for them: use --batch-size {least} or more, or other --nodes"
         )
     alone = forecast_share(job, 1, 1)
     shares = tuple(alone if split == (1, 1) else forecast_share(job, *split) for split in splits)
-    fitting = [each for each in shares if each.fits and each.is_built]
+    fitting = [each for each in shares if each.fits]
     if fitting:
         chosen = min(fitting, key=lambda each: each.seconds_per_step)
     else:
-        built = [each for each in shares if each.is_built] or shares
-        chosen = min(built, key=lambda each: max(node.lack for node in each.nodes))
+        chosen = min(shares, key=lambda each: max(node.lack for node in each.nodes))
     return ScaleOut(num_nodes, job.network, alone, shares, chosen, tuple(advise(job, chosen, alone)) if fitting else ())
 
 

@@ -70,7 +70,7 @@ def export_model(setup: TrainSetup, run: Run, stack: OffloadedModel, state: RunS
     layers = every_layer(stack.relay, own, whole)
     if setup.group.rank == 0:
         write_outcome(run.model, trained, whole, layers)
-    elif stack.relay.group.size > 1:
+    elif not setup.is_replica:
         for _ in layers:
             pass
 

@@ -27,7 +27,7 @@ from gptj_ft.streaming.step import StepLoss, evaluate_losses, train_step
 from gptj_ft.system.accelerator import limit_memory
 from gptj_ft.system.files import discard
 from gptj_ft.system.paths import remember_run
-from gptj_ft.system.processes.group import ALONE, agreed, from_first
+from gptj_ft.system.processes.group import agreed, from_first
 from gptj_ft.system.signals import StopRequest
 from gptj_ft.system.units import clock
 from gptj_ft.training import checkpoint
@@ -131,13 +131,14 @@ def opened(setup: TrainSetup, run: Run, reporter: Reporter, session: Session) ->
     started = time.monotonic() if session.started is None else session.started
     deadline = Deadline(setup.recipe.max_time, started, forecast_seconds(setup))
     chosen = {"placement": str(setup.plan.placement), "precision": setup.plan.precision}
-    chosen |= {"processes": f"{setup.group.size}, sharing {setup.recipe.share}"} if setup.group.size > 1 else {}
+    if setup.group.size > 1:
+        between = f" in {setup.peers.size} replicas" if setup.recipe.share == "layers" and setup.peers.size > 1 else ""
+        chosen["processes"] = f"{setup.group.size}, sharing {setup.recipe.share}{between}"
     warn(run, reporter, record_environment(run, str(setup.device), torch.get_num_threads(), chosen))
     limit_memory(setup.device, allocator_limit(setup.plan.have.device))
-    is_replica = setup.group.rank > 0 and setup.relay.group.size == 1
-    stack, optimizer, state = (open_replica if is_replica else open_state)(setup, run)
+    stack, optimizer, state = (open_replica if setup.is_replica else open_state)(setup, run)
     try:
-        if not is_replica:
+        if not setup.is_replica:
             send_state(setup, stack, optimizer, state)
         recent = RecentSteps(setup.num_steps, state.step, setup.plan.costs.seconds_per_step)
         retention = CheckpointRetention(setup, run, stack, optimizer)
@@ -158,7 +159,7 @@ def opened(setup: TrainSetup, run: Run, reporter: Reporter, session: Session) ->
                 yield training
     finally:
         stack.close()
-        if is_replica:
+        if setup.is_replica:
             discard(run.state)
 
 
@@ -229,7 +230,7 @@ class Training:
         self._after_validation(loss, sample)
 
     def _validate_together(self) -> None:
-        """Validate in several processes: of a model whose layers they share all take part, else the first does it.
+        """Validate in several processes: those of the first replica do it.
 
         Raises:
             NotFinite: the loss.
@@ -237,15 +238,16 @@ class Training:
         setup, samples, step = self.setup, self.samples, self.state.step
         loss, sample = 0.0, None
         with self.deadline.measure("validation"):
-            if setup.relay.group.size > 1:
-                tokens = setup.recipe.micro_batch_tokens
-                loss = validate(self.stack, setup.validation, tokens, self.stop_if_asked, setup.objective).mean
-            elif setup.group.rank == 0 and isinstance(samples, LabelledValidation):
-                found, sample = samples.measure(self.stack, lambda: None)
+            # The others wait for the loss: they cannot agree on a stop before it.
+            before_pass = self.stop_if_asked if setup.peers.size == 1 else lambda: None
+            if setup.is_replica:
+                pass
+            elif isinstance(samples, LabelledValidation):
+                found, sample = samples.measure(self.stack, before_pass)
                 loss = found.mean
-            elif setup.group.rank == 0:
+            else:
                 tokens = setup.recipe.micro_batch_tokens
-                loss = validate(self.stack, setup.validation, tokens, objective=setup.objective).mean
+                loss = validate(self.stack, setup.validation, tokens, before_pass, setup.objective).mean
                 sample = samples.take(self.stack, step) if isinstance(samples, ValidationSamples) else None
         scores = sample.scores if sample else {}
         found_first = from_first(setup.group, "validation", {"loss": loss, "scores": scores})
@@ -468,7 +470,7 @@ def batches_of_step(setup: TrainSetup, rows: Sequence[int], step: int) -> tuple[
     if setup.lanes == 1:
         return [batch.to(setup.device) for batch in packed(range(len(rows)))], None
     lanes = [packed(places) for places in lanes_of([setup.train.lengths[row] for row in rows], setup.lanes)]
-    group = setup.group if setup.relay.group.size == 1 else ALONE
+    group = setup.peers
     own = [lanes[lane] for lane in lanes_of_rank(group.rank, group.size, setup.lanes)]
     every = [batch for lane in lanes for batch in lane]
     weight = sum(setup.objective.weight(batch) for batch in every)

@@ -37,6 +37,7 @@ class CheckpointRetention:
 
     def __init__(self, setup: TrainSetup, run: Run, stack: OffloadedModel, optimizer: AdamW) -> None:
         self._recipe, self._num_steps = setup.recipe, setup.num_steps
+        self._group, self._is_replica = setup.group, setup.is_replica
         self._is_durable = setup.plan.placement.is_durable
         self._run, self._stack, self._optimizer = run, stack, optimizer
         self._saved_at = time.monotonic()
@@ -48,7 +49,7 @@ class CheckpointRetention:
         """
         if state.best and self._recipe.keeps_best:
             is_there = state.best.step in self._run.whole_checkpoints()
-            if not from_first(self._stack.relay.group, "best", {"is_there": is_there})["is_there"]:
+            if not from_first(self._group, "best", {"is_there": is_there})["is_there"]:
                 state = replace(state, best=None)  # it was not kept then, or the run has gone back behind it
         if self._is_durable and state.step:
             self.save_if_due(state)
@@ -117,8 +118,8 @@ class CheckpointRetention:
 
     def _save(self, state: RunState) -> None:
         self._optimizer.flush()
-        if not self._run.writes and self._stack.relay.group.size == 1:
-            pass  # a replica: what is saved is the first one's
+        if self._is_replica:
+            pass  # what is saved is the first one's
         elif self._is_durable:
             checkpoint.link(self._run, self._stack, state)
             # From now on the state names this checkpoint; no other may be removed before that is known.

@@ -26,7 +26,7 @@ from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.objective import Objective, objective_of
 from gptj_ft.streaming.relay import ONE_PROCESS, Relay, assign, restricted
 from gptj_ft.system.digests import check_weights
-from gptj_ft.system.processes.group import ALONE, Group
+from gptj_ft.system.processes.group import ALONE, Group, subgroup
 from gptj_ft.training.schedule import Schedule
 
 
@@ -35,9 +35,12 @@ class TrainSetup:
     """Recipe, model, rows, steps and plan of a run; the recipe's ``precision`` is not ``auto`` any more.
 
     No step of the run has more than ``most_step_tokens``, whatever the order of the rows. ``updates_before`` is how
-    many updates the moments have seen that it begins with; ``None``: it begins with zeros. Of several processes, each
-    has the layers that ``relay`` says, or all of them, and then rows of the ``lanes``; ``selection`` has the layers of
-    this process, ``whole`` those of the model.
+    many updates the moments have seen that it begins with; ``None``: it begins with zeros.
+
+    Several processes are replicas of the model, and a replica is one process or several that share its layers, as
+    ``relay`` says. ``peers`` are the processes that have the same layers as this one, one of each replica, by its
+    number: each has rows of some of the ``lanes``. The state of a run is that of replica 0. ``selection`` has the
+    layers of this process, ``whole`` those of the model.
     """
 
     recipe: Recipe
@@ -57,8 +60,14 @@ class TrainSetup:
     updates_before: int | None = None
     group: Group = ALONE
     relay: Relay = ONE_PROCESS
+    peers: Group = ALONE
     lanes: int = 1
     whole: Selection | None = None
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether this process is of another replica than the first, and has a copy of the state."""
+        return self.peers.rank > 0
 
     @property
     def num_classes(self) -> int:
@@ -107,8 +116,9 @@ def make_setup(
     check_lengths(recipe, architecture)
     whole = select(architecture, recipe)
     target = target or Target.here(recipe, folder, group.on_this_machine)
-    recipe = shared_recipe(recipe, group, architecture, len(whole.trained))
-    relay = relay_of(recipe, group, whole.trained, architecture.config.n_embd)
+    has_begun = Run(folder).recipe_file.is_file()
+    recipe = shared_recipe(recipe, group.size, len(whole.trained) - 2, has_begun)
+    relay, peers = parts_of(recipe, group, whole.trained, architecture.config.n_embd)
     owners = relay.owners
     selection = replace(
         whole,
@@ -147,7 +157,6 @@ def make_setup(
         validation_tokens=sum(validation.lengths),
         validation_targets=validation.num_targets,
     )
-    has_begun = Run(folder).recipe_file.is_file()
     if relay.group.size > 1:
         load = part_of(load, [layer for layer, owner in enumerate(owners) if owner == relay.group.rank])
     plan = choose(recipe, load, target.free, target.rates, has_begun)
@@ -156,45 +165,76 @@ def make_setup(
     return TrainSetup(
         recipe, model, architecture, selection, train, validation, data_sha256, num_steps, most_step_tokens,
         schedule, target.device, target.dtype, plan, objective_of(recipe, class_weights(recipe, train, len(labels))),
-        updates_before(recipe, model, architecture), group, relay, recipe.lanes or 1, whole,
+        updates_before(recipe, model, architecture), group, relay, peers, recipe.lanes or 1, whole,
     )  # fmt: skip
 
 
-def shared_recipe(recipe: Recipe, group: Group, architecture: Architecture, num_layers: int) -> Recipe:
+def shared_recipe(recipe: Recipe, size: int, num_blocks: int, has_begun: bool = False) -> Recipe:
     """Return a recipe that says how several processes share the run.
+
+    There are as many processes as replicas times processes that share the layers of one.
+
+    Args:
+        recipe: how it is shared, or ``auto``.
+        size: number of processes.
+        num_blocks: blocks of the model.
+        has_begun: whether it is a run that goes on; its lanes stay.
 
     Raises:
         UsageError: they cannot share it as the recipe says.
     """
-    size, num_blocks = group.size, num_layers - 2
     if size == 1:
         return recipe
-    share = recipe.share
-    # Where the whole state need not be in each process, where bits are those of one, and activations are small.
-    is_plain = recipe.task == "language-model" and not recipe.sample_rows
+    share, replicas = recipe.share, recipe.replicas
+    lanes = recipe.lanes or (1 if has_begun else None)
+    divisors = [each for each in range(1, size + 1) if size % each == 0]
     if share == "auto":
-        share = "layers" if recipe.method == "full" and is_plain and num_blocks >= 2 * size else "rows"
-    if share == "layers":
-        if not is_plain:
-            what = "sample_rows" if recipe.task == "language-model" else f"a head for {recipe.task}"
-            raise UsageError(f"share: layers does not go together with {what} yet: use --set share=rows")
-        if num_blocks < size:
-            raise UsageError(f"{size} processes cannot share {num_blocks} blocks: use fewer, or --set share=rows")
-        return recipe.model_copy(update={"share": share})
-    lanes = recipe.lanes or size
-    if lanes < size:
+        # Where the whole state need not be in each process, and activations are smaller than gradients.
+        if replicas is None and recipe.method == "full" and recipe.shares_layers:
+            possible = [each for each in divisors if each <= (lanes or size)]
+            replicas = next((each for each in possible if 2 * (size // each) <= num_blocks), possible[-1])
+        share = "rows" if (replicas or size) == size else "layers"
+    if share == "rows" and recipe.replicas not in (None, size):
         raise UsageError(
-            f"{size} processes cannot share the rows of {lanes} lane{'s' if lanes > 1 else ''}: use {lanes}; lanes "
+            f"share: rows makes {size} processes {size} replicas, and replicas says {recipe.replicas}: leave it out "
+            "(null), or use --set share=layers"
+        )
+    replicas = size if share == "rows" else replicas or 1
+    if replicas not in divisors:
+        raise UsageError(
+            f"{size} processes are not {replicas} replicas of as many each: use another number of processes, or --set "
+            f"replicas=N, where N is one of {', '.join(map(str, divisors))}"
+        )
+    stages = size // replicas
+    if stages > 1 and not recipe.shares_layers:
+        what = "sample_rows" if recipe.task == "language-model" else f"a head for {recipe.task}"
+        raise UsageError(f"share: layers does not go together with {what} yet: use --set share=rows")
+    if stages > num_blocks:
+        raise UsageError(
+            f"{stages} processes cannot share {num_blocks} blocks: use fewer, more replicas of the model (--set "
+            "replicas=N), or --set share=rows"
+        )
+    lanes = lanes or replicas
+    if lanes < replicas:
+        who = "processes" if share == "rows" else "replicas"
+        raise UsageError(
+            f"{replicas} {who} cannot share the rows of {lanes} lane{'s' if lanes > 1 else ''}: use {lanes}; lanes "
             "decide the last bits of a run, so that they stay what they were when it began"
         )
-    return recipe.model_copy(update={"share": share, "lanes": lanes})
+    if replicas == 1:
+        return recipe.model_copy(update={"share": share})
+    return recipe.model_copy(update={"share": share, "replicas": replicas if stages > 1 else None, "lanes": lanes})
 
 
-def relay_of(recipe: Recipe, group: Group, layouts: Sequence[Layout], width: int) -> Relay:
-    """Return which process has which layer: with ``share: rows`` each has all."""
-    if group.size == 1 or recipe.share == "rows":
-        return Relay.alone(len(layouts))
-    return Relay(group, assign(layouts, group.size), width)
+def parts_of(recipe: Recipe, group: Group, layouts: Sequence[Layout], width: int) -> tuple[Relay, Group]:
+    """Return which process of this one's replica has which layer, and the processes that have the same as this one."""
+    replicas = group.size if recipe.share == "rows" else recipe.replicas or 1
+    stages = group.size // replicas if group.size > 1 else 1
+    first, stage = group.rank - group.rank % stages, group.rank % stages
+    peers = subgroup(group, range(stage, group.size, stages))
+    if stages == 1:
+        return Relay.alone(len(layouts)), peers
+    return Relay(subgroup(group, range(first, first + stages)), assign(layouts, stages), width), peers
 
 
 def trained_architecture(recipe: Recipe, model: Path, labels: Sequence[str]) -> Architecture:

@@ -26,6 +26,7 @@ SHARES = {
     "layers in memory": "--set share=layers --weights device --optimizer-state device",
     "rows on disk": "--set share=rows --weights disk --optimizer-state disk",
 }
+REPLICAS = "--set share=layers --set replicas=2 --weights disk --optimizer-state disk"  # of four processes
 GONE_SECONDS = 3.0  # from the death of a process to the end of the others; here they share busy cores: four times that
 
 
@@ -115,6 +116,19 @@ def kill_at_random(server: ForkServer, straight: Run, folder: Path, trials: int,
 
 def test_runs_whose_processes_are_killed_at_random_instants_end_the_same(server, straight, tmp_path) -> None:
     assert kill_at_random(server, straight, tmp_path, 3, seed=0) >= 1
+
+
+def test_four_processes_of_two_replicas_one_of_which_is_killed_end_the_same(server, straight, tmp_path) -> None:
+    kill_and_resume(server, straight, tmp_path / "run", REPLICAS, [(1.5, (2,))], 4)
+
+
+@pytest.mark.slow
+def test_replicas_whose_processes_are_killed_at_random_instants_end_the_same(server, straight, tmp_path) -> None:
+    draw, ends = random.Random(0), 0
+    for trial in range(40):
+        kills = [(draw.uniform(0.8, 3.5), draw.choice([(0,), (1,), (2,), (3,), (0, 1), (2, 3), (0, 1, 2, 3)]))]
+        ends += kill_and_resume(server, straight, tmp_path / f"run-{trial}", REPLICAS, kills, 4)
+    assert ends >= 20
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from gptj_ft.cli.terminal.machines import show_machines
 from gptj_ft.config.options import Recipe
+from gptj_ft.config.resolve import resolve
 from gptj_ft.errors import UsageError
 from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import Layout
@@ -34,6 +35,7 @@ from gptj_ft.planning.scale_out import (
 )
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.relay import assign
+from gptj_ft.training.setup import shared_recipe
 
 GB = 10**9
 FAST, SLOW = Network(1e11), Network(1e8)
@@ -219,7 +221,7 @@ def test_the_fastest_that_fits_on_every_machine_is_chosen(six_b: Workload) -> No
         for disk in (10**12, 100 * GB, 60 * GB):
             found = scale_out(job_of(six_b, network, have=replace(FREE, disk=disk)), 8)
             assert [(each.stages, each.replicas) for each in found.shares] == [(1, 8), (2, 4), (4, 2), (8, 1)]
-            fitting = [each for each in found.shares if each.fits and each.is_built]
+            fitting = [each for each in found.shares if each.fits]
             assert found.chosen.seconds_per_step == min(each.seconds_per_step for each in fitting)
             assert found.problem is None
             assert all(node.disk_bytes <= disk for node in found.chosen.nodes)
@@ -237,6 +239,25 @@ def test_a_model_that_fits_on_no_one_machine_fits_on_four(six_b: Workload) -> No
     assert tight.to_dict()["chosen"] is None
     prime = scale_out(job_of(six_b, have=have), 17)
     assert "can share only rows" in str(prime.problem)
+
+
+def test_the_way_that_is_chosen_says_the_options_by_which_it_is_run(six_b: Workload) -> None:
+    found = scale_out(job_of(six_b), 4)
+    assert [each.settings for each in (*found.shares, found.alone)] == [
+        "--set share=rows",
+        "--set share=layers --set replicas=2",
+        "--set share=layers --set replicas=1",
+        "",
+    ]
+    for share in found.shares:
+        recipe = resolve({}, assignments=share.settings.replace("--set ", "").split()).recipe
+        recipe = shared_recipe(recipe, 4, 28)
+        assert (recipe.share, recipe.replicas or 1) == (
+            "rows" if share.stages == 1 else "layers",
+            share.replicas if share.stages > 1 else 1,
+        )
+    answering = job_of(six_b, recipe=RECIPE.model_copy(update={"sample_rows": 1}))
+    assert [each.name for each in scale_out(answering, 4).shares] == ["rows"], "which training would refuse"
 
 
 def test_machines_without_rows_are_refused(six_b: Workload) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -50,18 +50,20 @@ class Member:
     def receive(self, source: int, out: Tensor, tag: int = 0) -> Coming:
         return Coming(self.hub, self.hub.wires[source, self.rank, tag], out)
 
-    def gather(self, topic: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def gather(self, topic: str, facts: Mapping[str, Any], among: Sequence[int] = ()) -> list[dict[str, Any]]:
+        ranks = list(among) or list(range(self.size))
         with self.hub.changed:
             self.topics.append(topic)
+            topic = f"{topic} of {ranks}"
             key = topic, self._turns[topic]
             self._turns[topic] += 1
             found = self.hub.facts[key]
             found[self.rank] = dict(facts)
             self.hub.changed.notify_all()
-            self.hub.changed.wait_for(lambda: len(found) == self.size or self.hub.failed, 60)
-            if len(found) < self.size:
+            self.hub.changed.wait_for(lambda: len(found) == len(ranks) or self.hub.failed, 60)
+            if len(found) < len(ranks):
                 raise PeerFailed(f"{topic}: {self.hub.failed or 'not all have come'}", 1, -1)
-            return [found[rank] for rank in range(self.size)]
+            return [found[rank] for rank in ranks]
 
     def close(self, error: BaseException | None = None) -> None:
         pass

@@ -167,6 +167,19 @@ def test_facts_are_gathered_by_rank_topic_by_topic(controls: list[Control]) -> N
         assert found == [[{"rank": rank, "turn": turn, "x": 0.1} for rank in range(3)] for turn in range(3)]
 
 
+def test_some_processes_gather_facts_without_the_others(controls: list[Control]) -> None:
+    """Of another group, and as often as they like: the first passes on what it has no part in."""
+
+    def work(each: Control) -> list[list[dict[str, Any]]]:
+        found = [each.gather("norm", {"rank": each.rank}, [1, 2]) for _ in range(3)] if each.rank else []
+        return [*found, each.gather("norm", {"rank": -each.rank})]
+
+    first, second, third = at_once(controls, work)
+    together = [{"rank": 0}, {"rank": -1}, {"rank": -2}]
+    assert first == [together]
+    assert second == third == [[{"rank": 1}, {"rank": 2}]] * 3 + [together]
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_of_one_process_is_told_to_all_with_its_exit_code(controls: list[Control], failing: int) -> None:
     controls[failing].close(DataError("row 7 is damaged"))

@@ -24,7 +24,7 @@ from gptj_ft.system.processes.control import PeerFailed
 from gptj_ft.system.processes.group import ALONE, Group
 from gptj_ft.training import checkpoint, loop
 from gptj_ft.training.loop import Session, TrainResult, train
-from gptj_ft.training.setup import TrainSetup, make_setup
+from gptj_ft.training.setup import TrainSetup, make_setup, shared_recipe
 from gptj_ft.training.shared import moving
 from gptj_ft.training.shared.follow import own_run
 
@@ -107,8 +107,9 @@ def train_apart(size: int, model: Path, machines: Path, **options: Any) -> None:
 
     def work(member: Member) -> TrainResult:
         folder = machines / str(member.rank)
-        run = begun(model, folder, **options)
-        return train(setup_of(model, folder, member, share="layers", **options), run)
+        begun(model, folder, **options)
+        setup = setup_of(model, folder, member, share="layers", **options)
+        return train(setup, own_run(folder, setup, is_first_here=True) if member.rank else Run(folder))
 
     together(size, work)
 
@@ -172,6 +173,28 @@ def test_four_lanes_give_the_same_bits_in_one_process_two_three_and_four(models,
         assert not list((tmp_path / str(size)).glob("replica-*"))
 
 
+TWO_LANES = [
+    pytest.param("full", "disk", 1.0, 5), pytest.param("lora", "device", None, 5),
+    pytest.param("full", "device", None, 1),  # fewer rows than lanes: one replica has none
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in itertools.product(METHODS, PLACES, [1.0], [3])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "place", "clip", "batch_size"), TWO_LANES)
+def test_two_lanes_give_the_same_bits_in_one_process_and_in_two_replicas_whose_layers_are_shared(
+    models, tmp_path, method, place, clip, batch_size
+) -> None:
+    model = models["gpt2" if method == "tied" else "gptj"]
+    options = {**METHODS[method], **PLACES[place], "clip_norm": clip, "batch_size": batch_size, "lanes": 2}
+    if method == "lora" and place == "mixed":
+        options["optimizer_state"] = "disk"
+    train_alone(model, tmp_path / "1", **options, dropout=0.1)
+    for size in (4, 6) if place == "mixed" else (4,):
+        train_together(size, model, tmp_path / str(size), share="layers", replicas=2, **options, dropout=0.1)
+        assert_same_run(tmp_path / str(size), tmp_path / "1", size)
+        assert not [*(tmp_path / str(size)).glob("replica-*"), *(tmp_path / str(size)).glob("state*")]
+
+
 def test_lanes_are_the_sums_of_one_process_but_for_rounding(models, tmp_path) -> None:
     train_alone(models["gptj"], tmp_path / "one", **ON_DEVICE)
     train_alone(models["gptj"], tmp_path / "three", **ON_DEVICE, lanes=3)
@@ -216,6 +239,59 @@ def test_a_run_goes_on_with_another_number_of_processes_to_the_same_bits(models,
                 train_together(size, models["gptj"], folder, **{**options, "share": share})
     train_together(3, models["gptj"], folder, **{**options, "share": share})
     assert_same_run(folder, tmp_path / "alone")
+
+
+@pytest.mark.parametrize("place", ["disk", pytest.param("device", marks=pytest.mark.slow)])
+def test_a_run_of_replicas_goes_on_in_every_other_way_to_the_same_bits(models, tmp_path, place) -> None:
+    options = {**PLACES[place], "max_steps": 6, "save_every": 1, "lanes": 2}
+    train_alone(models["gptj"], tmp_path / "alone", **options)
+    ways: list[tuple[int, dict[str, Any]]] = [
+        (4, {"share": "layers", "replicas": 2}), (1, {}), (2, {"share": "layers"}), (2, {"share": "rows"}),
+        (6, {"share": "layers", "replicas": 2}),
+    ]  # fmt: skip
+    for step, (size, how) in enumerate(ways, start=1):
+        with pytest.MonkeyPatch.context() as patch:
+            stop_all_after(patch, step, Killed)
+            with pytest.raises(Killed):
+                train_together(size, models["gptj"], tmp_path / "moving", **options, **how)
+    train_together(4, models["gptj"], tmp_path / "moving", **options, share="layers", replicas=2)
+    assert_same_run(tmp_path / "moving", tmp_path / "alone")
+
+
+@pytest.mark.parametrize(
+    "rank", [0, pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_replicas_on_machines_of_their_own_lose_no_step_when_one_of_them_dies(
+    models, tmp_path, monkeypatch, rank
+) -> None:
+    """The first dies when its commit is there and the other's is not; one of the second replica, between two steps."""
+    options = {**ON_DISK, "max_steps": 4, "lanes": 2, "replicas": 2}
+    train_alone(models["gptj"], tmp_path / "alone", **options)
+    commit, take = checkpoint.commit_together, loop.Training.take_step
+
+    def die(run: Run, group: Group, state: Any, update: Any) -> None:
+        if state.step != 2 or run.folder.name != str(rank) or rank > 1:
+            return commit(run, group, state, update)
+        group.gather("prepared", {"step": state.step})
+        if rank == 0:
+            checkpoint.commit(run, state, update)
+        raise Killed
+
+    def die_after(self: loop.Training) -> None:
+        take(self)
+        if self.setup.group.rank == rank > 1 and self.state.step == 2:
+            raise Killed
+
+    monkeypatch.setattr(checkpoint, "commit_together", die)
+    monkeypatch.setattr(loop.Training, "take_step", die_after)
+    with pytest.raises(BaseException):  # noqa: B017, PT011
+        train_apart(4, models["gptj"], tmp_path, **options)
+    monkeypatch.undo()
+    assert {Run(tmp_path / name).last_commit()["step"] for name in "01"} <= {1, 2, 3}
+    assert not [path for name in "23" for path in (tmp_path / name).glob("*/commit.json")]
+    train_apart(4, models["gptj"], tmp_path, **options)
+    assert_same_run(tmp_path / "0", tmp_path / "alone")
+    assert losses_of(tmp_path / "1") == losses_of(tmp_path / "0")
 
 
 @pytest.mark.parametrize("place", ["device", "disk"])
@@ -360,12 +436,48 @@ def test_a_loss_that_is_not_finite_ends_all_processes(models, tmp_path) -> None:
     [
         (3, {"share": "rows", "lanes": 2}, "3 processes cannot share the rows of 2 lanes"),
         (7, {"share": "layers"}, "7 processes cannot share 6 blocks"),
+        (14, {"share": "layers", "replicas": 2}, "7 processes cannot share 6 blocks"),
+        (6, {"share": "layers", "replicas": 4}, r"6 processes are not 4 replicas .* one of 1, 2, 3, 6"),
+        (4, {"share": "rows", "replicas": 2}, "makes 4 processes 4 replicas, and replicas says 2"),
+        (4, {"share": "layers", "replicas": 2, "lanes": 1}, "2 replicas cannot share the rows of 1 lane: use 1"),
+        (4, {"replicas": 2, "sample_rows": 1}, "does not go together with sample_rows"),
         (2, {"share": "layers", "sample_rows": 1}, "does not go together with sample_rows"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(models, tmp_path, size, options, message) -> None:
     with pytest.raises(UsageError, match=message):
         setup_of(models["gptj"], tmp_path, Member(hub_of(size), 0), **options)
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "ways"),
+    [
+        (3, {}, (3, 1)),
+        (4, {}, (2, 2)),  # two blocks at least for each that share the layers
+        (4, {"lanes": 1}, (4, 1)),
+        (4, {"method": "lora"}, (1, 4)),
+        (4, {"method": "lora", "replicas": 2}, (2, 2)),
+        (4, {"replicas": 4}, (1, 4)),
+        (5, {}, (1, 5)),
+        (1, {"share": "layers", "replicas": 2}, (1, 1)),
+    ],
+)
+def test_what_is_shared_is_chosen_by_the_blocks_and_the_method(models, tmp_path, size, options, ways) -> None:
+    for rank in range(size):
+        group = Member(hub_of(size), rank) if size > 1 else ALONE
+        setup = setup_of(models["gptj"], tmp_path, group, **options)
+        again = shared_recipe(setup.recipe, size, 6)
+        assert (setup.relay.group.size, setup.peers.size) == ways
+        assert again == setup.recipe  # as the other processes have it
+        stages = ways[0]
+        assert (setup.relay.group.rank, setup.peers.rank) == (rank % stages, rank // stages)
+
+
+def test_a_run_that_goes_on_keeps_the_lanes_of_the_process_that_began_it() -> None:
+    began = build({"share": "auto"})
+    assert shared_recipe(began, 4, 6, has_begun=True).replicas is None
+    with pytest.raises(UsageError, match="4 processes cannot share the rows of 1 lane: use 1"):
+        shared_recipe(build({"share": "rows"}), 4, 6, has_begun=True)
 
 
 def hub_of(size: int) -> Any:

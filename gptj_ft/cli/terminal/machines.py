@@ -39,7 +39,7 @@ def _row(found: ScaleOut, share: Share) -> tuple[str, ...]:
     bound = BOUND[share.bound] if share.fits else "does not fit"
     own = f"{share.stages} x {share.replicas}" if share is not found.alone else "alone"
     return (
-        own + (", chosen" if share is found.chosen and share.fits else "" if share.is_built else ", not built"),
+        own + (", chosen" if share is found.chosen and share.fits else ""),
         _seconds(share.seconds_per_step),
         f"x {found.speedup(share):.2g}",
         gigabytes(share.most("memory_bytes")),
@@ -51,6 +51,8 @@ def _row(found: ScaleOut, share: Share) -> tuple[str, ...]:
 
 def _chosen(found: ScaleOut) -> Iterator[tuple[str, str]]:
     share = found.chosen
+    if share.settings:
+        yield "options", share.settings
     yield "placement", f"{share.nodes[-1].plan.placement}, in {share.nodes[-1].plan.precision}"
     most: dict[str, Need] = {}
     for need in (need for node in share.nodes for need in node.needs):

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -69,19 +69,27 @@ class Control:
         for thread in self._threads:
             thread.start()
 
-    def gather(self, topic: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def gather(self, topic: str, facts: Mapping[str, Any], among: Sequence[int] = ()) -> list[dict[str, Any]]:
         """Return the facts of every process on a topic, by rank; from any thread.
+
+        Args:
+            topic: subject; it may come again, and to some processes more often than to others.
+            facts: what JSON can say.
+            among: ranks of the processes that come to it; default: all.
 
         Raises:
             PeerFailed: a process has failed, or is gone.
         """
+        ranks = list(among) or list(range(self.size))
+        if len(ranks) < self.size:
+            topic = f"{topic} of {ranks}"
         with self._changed:
             key = topic, self._turns[topic]
             self._turns[topic] += 1
         if self.rank == 0:
-            self._take(0, key, dict(facts))
+            self._take(0, key, dict(facts), ranks)
         else:
-            self._send(0, {"topic": key, "facts": facts})
+            self._send(0, {"topic": key, "facts": facts, "among": ranks})
         with self._changed:
             while key not in self._answers:
                 if self._failure:
@@ -120,9 +128,9 @@ class Control:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_WR)
 
-    def _tell(self, line: Mapping[str, Any], but: int = -1) -> None:
-        for peer in self._sockets:
-            if peer != but and peer not in self._dead:
+    def _tell(self, line: Mapping[str, Any], but: int = -1, among: Sequence[int] = ()) -> None:
+        for peer in among or self._sockets:
+            if peer != but and peer in self._sockets and peer not in self._dead:
                 with suppress(PeerFailed):
                     self._send(peer, line)
 
@@ -165,7 +173,7 @@ class Control:
     def _hear(self, peer: int, line: dict[str, Any]) -> None:
         if "facts" in line:
             topic, turn = line["topic"]
-            self._take(peer, (topic, turn), line["facts"])
+            self._take(peer, (topic, turn), line["facts"], line["among"])
         elif "all" in line:
             topic, turn = line["topic"]
             self._answer((topic, turn), line["all"])
@@ -181,17 +189,18 @@ class Control:
             text = f"{self.names[rank]}{'' if is_gone else ':'} {failed['text']}"
             self._fail(PeerFailed(text, failed["code"], rank, is_gone))
 
-    def _take(self, peer: int, key: tuple[str, int], facts: dict[str, Any]) -> None:
-        """Take a process's facts, in process 0; give them to all when they are complete."""
+    def _take(self, peer: int, key: tuple[str, int], facts: dict[str, Any], among: Sequence[int]) -> None:
+        """Take a process's facts, in process 0; give them to all that come to the topic when they are complete."""
         with self._changed:
             found = self._facts[key]
             found[peer] = facts
-            if len(found) < self.size:
+            if len(found) < len(among):
                 return
             del self._facts[key]
-        every = [found[rank] for rank in range(self.size)]
-        self._tell({"topic": key, "all": every})
-        self._answer(key, every)
+        every = [found[rank] for rank in among]
+        self._tell({"topic": key, "all": every}, among=among)
+        if self.rank in among:
+            self._answer(key, every)
 
     def _answer(self, key: tuple[str, int], every: list[dict[str, Any]]) -> None:
         with self._changed:

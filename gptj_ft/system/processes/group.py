@@ -7,7 +7,7 @@ tensors as raw bytes from one process to another through torch's gloo. Nothing o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -52,12 +52,13 @@ class Group(Protocol):
     def receive(self, source: int, out: Tensor, tag: int = 0) -> Handover:
         """Take a tensor from another process: of those with this tag, in the order in which they were sent."""
 
-    def gather(self, topic: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def gather(self, topic: str, facts: Mapping[str, Any], among: Sequence[int] = ()) -> list[dict[str, Any]]:
         """Return the facts of every process on a topic, by rank; waits until all have come to it.
 
         Args:
             topic: subject, the same in all processes; a topic may come again.
             facts: what JSON can say.
+            among: ranks of the processes that come to it, this one too; default: all.
 
         Raises:
             PeerFailed: another process has failed, or is gone.
@@ -82,7 +83,7 @@ class Alone:
     def receive(self, source: int, out: Tensor, tag: int = 0) -> Handover:
         raise AssertionError("there is nobody to receive from")
 
-    def gather(self, topic: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def gather(self, topic: str, facts: Mapping[str, Any], among: Sequence[int] = ()) -> list[dict[str, Any]]:
         return [dict(facts)]
 
     def close(self, error: BaseException | None = None) -> None:
@@ -90,6 +91,36 @@ class Alone:
 
 
 ALONE = Alone()
+
+
+class Subgroup:
+    """Some of the processes of a group, by their places among these.
+
+    Args:
+        group: all of them.
+        ranks: ranks in the group of those meant, this process too.
+    """
+
+    def __init__(self, group: Group, ranks: Sequence[int]) -> None:
+        self._group, self._ranks = group, tuple(ranks)
+        self.rank, self.size, self.on_this_machine = self._ranks.index(group.rank), len(ranks), group.on_this_machine
+
+    def send(self, to: int, values: Tensor, tag: int = 0) -> Handover:
+        return self._group.send(self._ranks[to], values, tag)
+
+    def receive(self, source: int, out: Tensor, tag: int = 0) -> Handover:
+        return self._group.receive(self._ranks[source], out, tag)
+
+    def gather(self, topic: str, facts: Mapping[str, Any], among: Sequence[int] = ()) -> list[dict[str, Any]]:
+        return self._group.gather(topic, facts, [self._ranks[rank] for rank in among or range(self.size)])
+
+    def close(self, error: BaseException | None = None) -> None:
+        self._group.close(error)
+
+
+def subgroup(group: Group, ranks: Sequence[int]) -> Group:
+    """Return some of the processes of a group, this one too."""
+    return group if len(ranks) == group.size else ALONE if len(ranks) == 1 else Subgroup(group, ranks)
 
 
 class Processes:
@@ -124,8 +155,8 @@ class Processes:
         except RuntimeError as error:
             raise self._control.failure_behind(error) from error
 
-    def gather(self, topic: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return self._control.gather(topic, facts)
+    def gather(self, topic: str, facts: Mapping[str, Any], among: Sequence[int] = ()) -> list[dict[str, Any]]:
+        return self._control.gather(topic, facts, among)
 
     def close(self, error: BaseException | None = None) -> None:
         import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Work on a run that another process leads: with the layers that are for this one, or with its rows.
+"""Work on a run that another process leads: with the layers and the rows that are for this one.
 
 Process 0 reads the rows, plans, makes the run folder and speaks. It says what it has planned; the others check that
 they can do it, open the same folder and train. What of the folder is there once, process 0 writes.
@@ -24,6 +24,7 @@ from gptj_ft.errors import UsageError
 from gptj_ft.models.layout import MOMENTS
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.system.files import discard
 from gptj_ft.system.paths import is_model
 from gptj_ft.system.processes.group import Group, from_first
 from gptj_ft.training.restore import load_start, make_optimizer, open_stack
@@ -126,32 +127,33 @@ def hear_plan(group: Group) -> Mapping[str, Any] | None:
 def own_run(folder: Path, setup: TrainSetup, is_first_here: bool = False) -> Run:
     """Return the run folder, as a process other than the first of the run sees it.
 
-    With ``share: rows`` its state is a copy of the first's, in a place of its own for as long as it trains.
+    The state of a replica but the first is a copy, in a place of its own for as long as it trains.
 
     Args:
         folder: the run folder.
         setup: how the run is shared.
         is_first_here: whether it is the first on this machine, and thus writes what that folder has once.
     """
-    run = Run(folder, writes=is_first_here and setup.relay.group.size > 1)
-    if setup.relay.group.size == 1:
+    run = Run(folder, writes=is_first_here and not setup.is_replica)
+    if setup.is_replica:
         run.state = folder / f"replica-{setup.group.rank}"
     return run
 
 
 def open_replica(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, RunState]:
-    """Open the stores of a process that has rows of a run, and fill them as the first's are.
+    """Open the stores of a process of another replica than the first, and fill them as the first's are.
 
     Raises:
         PeerFailed: the first has failed.
     """
-    state = RunState.of(from_first(setup.group, "state", {}))
+    state = RunState.of(from_first(setup.peers, "state", {}))
+    discard(run.state)  # left by one that was killed
     stack = open_stack(setup, run, setup.plan.placement)
     try:
         if state.step == 0:
             load_start(setup, stack)
         else:
-            receive_state(setup.group, stack, state.step)
+            receive_state(setup.peers, stack, state.step)
         return stack, make_optimizer(setup, stack, state), state
     except BaseException:
         stack.close()
@@ -159,24 +161,25 @@ def open_replica(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, Ru
 
 
 def send_state(setup: TrainSetup, stack: OffloadedModel, optimizer: AdamW, state: RunState) -> None:
-    """Give the other processes, which have copies, the state that this one has restored."""
-    if setup.group.size == 1 or setup.relay.group.size > 1:
+    """Give the processes of other replicas that have the same layers the state that this one has restored."""
+    group = setup.peers
+    if group.size == 1:
         return
     if state.step:
         optimizer.flush()
-    setup.group.gather("state", state.to_dict())
+    group.gather("state", state.to_dict())
     if state.step == 0:
         return
     for layer in stack.trained:
         for kind in (kind for kind in stack.dtypes if kind != "grad"):
             for _, part in stack.read_chunks(kind, layer):
                 values = part.to("cpu").contiguous()
-                for each in [setup.group.send(rank, values) for rank in range(1, setup.group.size)]:
+                for each in [group.send(rank, values) for rank in range(1, group.size)]:
                     each.wait()
 
 
 def receive_state(group: Group, stack: OffloadedModel, step: int) -> None:
-    """Fill the stores with what the first process has."""
+    """Fill the stores with what the process of the first replica has."""
     kinds = tuple(kind for kind in stack.dtypes if kind != "grad")
     assert set(MOMENTS) < set(kinds)
 
