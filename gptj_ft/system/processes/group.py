@@ -103,7 +103,8 @@ class Subgroup:
 
     def __init__(self, group: Group, ranks: Sequence[int]) -> None:
         self._group, self._ranks = group, tuple(ranks)
-        self.rank, self.size, self.on_this_machine = self._ranks.index(group.rank), len(ranks), group.on_this_machine
+        self.rank, self.size = self._ranks.index(group.rank), len(ranks)
+        self.on_this_machine, self.threads_alone = group.on_this_machine, group.threads_alone
 
     def send(self, to: int, values: Tensor, tag: int = 0) -> Handover:
         return self._group.send(self._ranks[to], values, tag)
