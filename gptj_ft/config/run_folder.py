@@ -328,7 +328,7 @@ def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str,
     path = run.folder / "environment.json"
     before = read_json(path) if path.is_file() else {}
     changes = [
-        f"{key} {before[key]}, now {facts[key]}"
+        f"{key} {one_line(str(before[key]))}, now {facts[key]}"
         for key in ("torch", "device", "threads")
         if key in before and before[key] != facts[key]
     ]

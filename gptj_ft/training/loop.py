@@ -41,6 +41,7 @@ from gptj_ft.training.run_state import LOSS, BestState, RunState
 from gptj_ft.training.schedule import is_multiple
 from gptj_ft.training.setup import TrainSetup
 from gptj_ft.training.shared.follow import open_replica, send_state
+from gptj_ft.training.shared.pace import Pace, PaceWatch, pace_of
 from gptj_ft.training.throughput import StepCounts, Stopwatch, Throughput, summarize
 from gptj_ft.training.trackers import tracking
 from gptj_ft.training.validation import LabelledValidation, ValidationSample, ValidationSamples, samples_of, validate
@@ -152,8 +153,9 @@ def opened(setup: TrainSetup, run: Run, reporter: Reporter, session: Session) ->
             losses = [line["loss"] for line in step_lines(run) if line["loss"] is not None]
             watch = LossWatch(setup.num_classes, losses)
             training = Training(
-                setup, run, reporter, stack, optimizer, state, retention, samples, deadline, stop, record, watch, recent
-            )
+                setup, run, reporter, stack, optimizer, state, retention, samples, deadline, stop, record, watch,
+                recent, PaceWatch(setup.group.names),
+            )  # fmt: skip
             with training.rescuing():
                 training.state = retention.begin(state)
                 yield training
@@ -181,7 +183,9 @@ class Training:
         record: writer of a line of ``metrics.jsonl``.
         watch: detector of exploding losses.
         recent: means over the latest steps.
+        pace: detector of slow processes.
         validation_loss: loss of the latest validation; ``None`` before the first.
+        own_pace: pace of this process in the latest step.
         is_done: whether no step is to follow.
     """
 
@@ -198,7 +202,9 @@ class Training:
     record: Callable[[Mapping[str, Any]], None]
     watch: LossWatch
     recent: RecentSteps
+    pace: PaceWatch
     validation_loss: float | None = None
+    own_pace: Pace = (0.0, 0.0)
     is_done: bool = False
 
     def validate_if_due(self) -> None:
@@ -283,7 +289,7 @@ class Training:
             NotFinite, DataError: as `guarded_step`.
         """
         self.reporter.on_activity(f"computing step {self.state.step + 1}")
-        report = compute_step(self.setup, self.stack, self.optimizer)
+        report, self.own_pace = compute_step(self.setup, self.stack, self.optimizer)
         self.state = replace(self.state, step=report.step, loss_scale=self.optimizer.loss_scale)
         self.warn_unmoved()
         self.warn(self.watch.after_step(report.loss))
@@ -367,14 +373,16 @@ class Training:
             self._stop(Interrupted, "")
 
     def stop_if_late(self) -> None:
-        """Stop if what comes next might not end in time, unless that is only the end of the run.
+        """Stop if what comes next might not end in time, unless that is only the end of the run; warn of slow machines.
 
         Raises:
             OutOfTime, Interrupted: it might not; or a signal has asked, too.
         """
         step, limit = self.state.step, self.setup.recipe.max_time
         allows = self.deadline.allows(*next_activities(self.setup, step)) if step < self.setup.num_steps else True
-        if not from_first(self.setup.group, "in time", {"is": allows})["is"]:
+        said = self.setup.group.gather("in time", {"is": allows, "pace": self.own_pace})
+        self.warn(self.pace.after_step(step, [each["pace"] for each in said]))
+        if not said[0]["is"]:
             reason = f": another might not end within {clock(limit or 0.0)}"
             self._stop(Interrupted if agreed(self.setup.group, "stop", self.stop.requested) else OutOfTime, reason)
 
@@ -427,13 +435,13 @@ class Training:
         warn(self.run, self.reporter, warning)
 
 
-def compute_step(setup: TrainSetup, stack: OffloadedModel, optimizer: AdamW) -> StepReport:
-    """Take the next optimizer step; return its figures.
+def compute_step(setup: TrainSetup, stack: OffloadedModel, optimizer: AdamW) -> tuple[StepReport, Pace]:
+    """Take the next optimizer step; return its figures, and how fast this process has done its part of it.
 
     Raises:
         NotFinite, DataError: as `guarded_step`.
     """
-    recipe, stopwatch = setup.recipe, Stopwatch(stack)
+    recipe, stopwatch, waited = setup.recipe, Stopwatch(stack), setup.group.waited.seconds
     rows = rows_of_step(optimizer.step, len(setup.train), recipe.batch_size, recipe.seed)
     batches, lanes = batches_of_step(setup, rows, optimizer.step)
     # As in the Trainer of `transformers`, a skipped step takes its rows and its number, but no place in the schedule.
@@ -441,11 +449,15 @@ def compute_step(setup: TrainSetup, stack: OffloadedModel, optimizer: AdamW) -> 
     optimizer.begin_step(lr)
     loss, grad_norm = guarded_step(setup, stack, optimizer, batches, lanes)
     counts = stopwatch.read(sum(setup.train.lengths[row] for row in rows), loss.num_targets)
-    flops = count_flops(stack.layouts, counts.tokens, counts.target_tokens, stack.budget.num_kept_layers, stack.frozen)
+    count = partial(count_flops, stack.layouts, kept=stack.budget.num_kept_layers, frozen=stack.frozen)
+    flops = count(counts.tokens, counts.target_tokens)
+    own = count(sum(len(batch.tokens_T) for batch in batches), sum(batch.num_targets for batch in batches))
+    pace = pace_of(counts.seconds, setup.group.waited.seconds - waited, own.hardware)
     throughput = Throughput.of(counts, flops, setup.plan.rates.compute.matmul(setup.dtype))
-    return StepReport(
+    report = StepReport(
         optimizer.step, loss.mean, loss.z_mean, lr, grad_norm, counts, throughput, scale.scale if scale else None
     )
+    return report, pace
 
 
 def batches_of_step(setup: TrainSetup, rows: Sequence[int], step: int) -> tuple[list[PackedBatch], LaneSums | None]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.system.processes.control import PeerFailed
+from gptj_ft.system.processes.group import Waited
 
 T = TypeVar("T")
 
@@ -39,6 +40,7 @@ class Member:
     def __init__(self, hub: Hub, rank: int) -> None:
         self.rank, self.size, self.on_this_machine = rank, hub.size, hub.size
         self.threads_alone: int | None = None
+        self.names, self.waited = [f"process {number + 1}" for number in range(hub.size)], Waited()
         self.hub, self._turns = hub, defaultdict[str, int](int)
         self.bytes_sent, self.topics = 0, list[str]()
 
@@ -48,11 +50,11 @@ class Member:
         return Sent()
 
     def receive(self, source: int, out: Tensor, tag: int = 0) -> Coming:
-        return Coming(self.hub, self.hub.wires[source, self.rank, tag], out)
+        return Coming(self.hub, self.hub.wires[source, self.rank, tag], out, self.waited)
 
     def gather(self, topic: str, facts: Mapping[str, Any], among: Sequence[int] = ()) -> list[dict[str, Any]]:
         ranks = list(among) or list(range(self.size))
-        with self.hub.changed:
+        with self.waited.measure(), self.hub.changed:
             self.topics.append(topic)
             topic = f"{topic} of {ranks}"
             key = topic, self._turns[topic]
@@ -78,15 +80,16 @@ class Sent:
 
 
 class Coming:
-    def __init__(self, hub: Hub, wire: SimpleQueue[Tensor], out: Tensor) -> None:
-        self._hub, self._wire, self._out = hub, wire, out
+    def __init__(self, hub: Hub, wire: SimpleQueue[Tensor], out: Tensor, waited: Waited) -> None:
+        self._hub, self._wire, self._out, self._waited = hub, wire, out, waited
 
     def wait(self) -> None:
         for _ in range(600):
             if self._hub.failed:
                 break
             try:
-                values = self._wire.get(timeout=0.1)
+                with self._waited.measure():
+                    values = self._wire.get(timeout=0.1)
             except Empty:
                 continue
             assert values.shape == self._out.shape

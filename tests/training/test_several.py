@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +29,7 @@ from gptj_ft.training.loop import Session, TrainResult, train
 from gptj_ft.training.setup import TrainSetup, make_setup, shared_recipe
 from gptj_ft.training.shared import moving
 from gptj_ft.training.shared.follow import own_run
+from gptj_ft.training.shared.pace import PaceWatch
 
 ON_DEVICE = {"weights": "device", "optimizer_state": "device"}
 ON_DISK = {"weights": "disk", "optimizer_state": "disk", "boundaries": "disk"}
@@ -536,6 +539,35 @@ def test_layers_are_dealt_out_evenly_and_the_head_is_not_with_the_block_below(mo
         assert owners[-1] != owners[-2]
     tied = setup_of(models["gpt2"], Path("x")).selection.trained
     assert assign(tied, 3)[0] == assign(tied, 3)[-1]
+
+
+@pytest.mark.parametrize("share", ["layers", "rows"])
+def test_a_process_that_is_slower_than_the_others_is_named_once(models, tmp_path, monkeypatch, share) -> None:
+    compute = loop.guarded_step
+
+    def linger(setup: TrainSetup, *arguments: Any) -> Any:
+        time.sleep(0.3 if setup.group.rank == 1 else 0.0)
+        return compute(setup, *arguments)
+
+    monkeypatch.setattr(loop, "guarded_step", linger)
+    train_together(3, models["gptj"], tmp_path / "run", share=share, **ON_DEVICE, max_steps=7)
+    lines = (tmp_path / "run" / "log.txt").read_text().splitlines()
+    (warning,) = [line for line in lines if "as the others for the same work" in line]
+    assert re.search(r"process 2 takes \d+\.\d times as long .* up to step 5: all wait for it", warning)
+
+
+def test_slowness_is_by_work_for_some_steps_in_a_row_and_of_steps_that_are_long_enough() -> None:
+    watch = PaceWatch(["a", "b", "c"])
+    even, late = [(1.0, 1.0), (2.0, 2.0), (1.0, 1.0)], [(1.0, 1.0), (1.0, 1.0), (1.6, 1.0)]
+    paces = [even, late, late, late, late, even, *[late] * 5, *[late] * 9]
+    said = [watch.after_step(step, each) for step, each in enumerate(paces, start=1)]
+    assert [step for step, text in enumerate(said, start=1) if text] == [11]
+    assert said[10] == "c takes 1.6 times as long as the others for the same work, up to step 11: all wait for it"
+    short = [(0.01, 1.0), (0.09, 1.0), (0.0, 0.0)]
+    assert not any(PaceWatch(["a", "b", "c"]).after_step(step, short) for step in range(9))
+    # One that has more to do, and one that is slow at little, make nobody wait.
+    assert not any(watch.after_step(step, [(3.0, 3.0), (1.0, 1.0), (0.5, 0.1)]) for step in range(9))
+    assert PaceWatch(["a"]).after_step(1, [(9.0, 1.0)]) is None
 
 
 def test_a_session_of_several_is_like_one_of_a_command(models, tmp_path) -> None:

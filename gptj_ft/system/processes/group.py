@@ -7,8 +7,10 @@ tensors as raw bytes from one process to another through torch's gloo. Nothing o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gptj_ft.system.processes.control import Control
@@ -31,6 +33,21 @@ class Handover(Protocol):
         """Tell whether waiting would take no time."""
 
 
+class Waited(threading.local):
+    """Seconds that a thread has waited for other processes; of each thread its own."""
+
+    seconds: float = 0.0
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Count the seconds inside the block."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds += time.monotonic() - start
+
+
 class Group(Protocol):
     """The processes of a run, by rank.
 
@@ -39,12 +56,16 @@ class Group(Protocol):
         size: number of processes.
         on_this_machine: how many of them share this machine's memory and cores.
         threads_alone: CPU threads that this process would have if there were no others; ``None``: there are none.
+        names: name of each process for messages, by rank.
+        waited: seconds that the calling thread has waited for other processes.
     """
 
     rank: int
     size: int
     on_this_machine: int
     threads_alone: int | None
+    names: Sequence[str]
+    waited: Waited
 
     def send(self, to: int, values: Tensor, tag: int = 0) -> Handover:
         """Hand a tensor to another process; it must not change until it has left."""
@@ -73,6 +94,8 @@ class Alone:
 
     rank, size, on_this_machine = 0, 1, 1
     threads_alone: int | None = None
+    names: Sequence[str] = ("process 1",)
+    waited = Waited()
 
     def __repr__(self) -> str:
         return "ALONE"  # without an address: it is a default in the documentation
@@ -105,6 +128,8 @@ class Subgroup:
         self._group, self._ranks = group, tuple(ranks)
         self.rank, self.size = self._ranks.index(group.rank), len(ranks)
         self.on_this_machine, self.threads_alone = group.on_this_machine, group.threads_alone
+        self.names: Sequence[str] = [group.names[rank] for rank in ranks]
+        self.waited = group.waited
 
     def send(self, to: int, values: Tensor, tag: int = 0) -> Handover:
         return self._group.send(self._ranks[to], values, tag)
@@ -135,7 +160,8 @@ class Processes:
 
     def __init__(self, control: Control, on_this_machine: int, threads_alone: int | None = None) -> None:
         self.rank, self.size, self.on_this_machine = control.rank, control.size, on_this_machine
-        self.threads_alone = threads_alone
+        self.threads_alone, self.waited = threads_alone, Waited()
+        self.names: Sequence[str] = control.names
         self._control = control
 
     def send(self, to: int, values: Tensor, tag: int = 0) -> Handover:
@@ -152,12 +178,13 @@ class Processes:
 
     def _started(self, start: Callable[[], Any], values: Tensor) -> Handover:
         try:
-            return _Work(start(), values, self._control)
+            return _Work(start(), values, self._control, self.waited)
         except RuntimeError as error:
             raise self._control.failure_behind(error) from error
 
     def gather(self, topic: str, facts: Mapping[str, Any], among: Sequence[int] = ()) -> list[dict[str, Any]]:
-        return self._control.gather(topic, facts, among)
+        with self.waited.measure():
+            return self._control.gather(topic, facts, among)
 
     def close(self, error: BaseException | None = None) -> None:
         import torch.distributed as dist
@@ -172,12 +199,13 @@ class Processes:
 class _Work:
     """A transfer of gloo; keeps its tensor alive."""
 
-    def __init__(self, work: Any, values: Tensor, control: Control) -> None:
-        self._work, self._values, self._control = work, values, control
+    def __init__(self, work: Any, values: Tensor, control: Control, waited: Waited) -> None:
+        self._work, self._values, self._control, self._waited = work, values, control, waited
 
     def wait(self) -> None:
         try:
-            self._work.wait()
+            with self._waited.measure():
+                self._work.wait()
         except RuntimeError as error:
             raise self._control.failure_behind(error) from error
 
