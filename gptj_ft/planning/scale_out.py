@@ -443,8 +443,8 @@ class _Chain:
         """Plan the layers of a machine, and forecast its passes."""
         job, load = self.job, self.load
         largest = max(layout.numel for layout in part.layouts)
-        # Hidden states that come while others are computed with; gradients that are sent and come.
-        beside = load.width * load.dtype.itemsize * load.step_tokens if self.stages > 1 else 0
+        # Hidden states that come and that leave while others are computed with; gradients that are sent and come.
+        beside = 2 * load.width * load.dtype.itemsize * load.step_tokens if self.stages > 1 else 0
         beside += 2 * FP32 * largest if self.replicas > 1 else 0
         recipe, have = job.recipe, job.have
         exported = exported_elements(recipe, load) if 0 in ranks else 0  # the first machine writes the tuned model

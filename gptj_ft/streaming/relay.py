@@ -8,6 +8,7 @@ numbers are those of one process, to the last bit, however many there are.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -59,7 +60,8 @@ class Route:
     """Hand on what comes of the layers of one pass; in a single process, nothing is done.
 
     Receives of a layer's inputs are asked for while the layer before it that is here computes, so that they arrive
-    meanwhile. What has been sent is kept until it has left.
+    meanwhile. What has been sent is kept until it has left: for so long as the same micro-batch needs to come round to
+    the next layer here, which it cannot before the other process has taken it.
 
     Args:
         relay: which process has which layer.
@@ -80,7 +82,7 @@ class Route:
         self._next = dict(pairwise(own))  # by layer that is here, the next that is
         self._asked = set[int]()
         self._coming: dict[int, list[tuple[Tensor, Handover]]] = {}
-        self._leaving: list[Handover] = []
+        self._leaving = deque[Handover]()
         if own:
             self._ask(own[0])
         if own and own[0] == layers[0]:  # nothing arrives for the first of the pass
@@ -111,7 +113,8 @@ class Route:
         target = self._target.get(layer)
         if target is None or self._relay.has(target):
             return False
-        self._leaving = [each for each in self._leaving if not each.is_done()]
+        if len(self._leaving) == len(self._tokens):
+            self._leaving.popleft().wait()  # gloo tells of no transfer that it has ended, unless that is waited for
         sent = values.detach().to("cpu").contiguous()
         self._leaving.append(self._group.send(self._relay.owners[target], sent, self._tag(target)))
         return True

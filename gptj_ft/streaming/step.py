@@ -109,8 +109,8 @@ def train_step(
         loss, gradients = head_gradients(head, arriving, batches, objective, optimizer.loss_scale, down, lanes)
         if head.task.gradient:
             optimizer.add_gradient(head)
-    backward(layers, optimizer, batches, gradients, kept, down, lanes)
     up.end()
+    backward(layers, optimizer, batches, gradients, kept, down, lanes)
     down.end()
     (found,) = relay.from_head("loss", [asdict(loss)] if loss else None)
     return StepLoss(**found)  # type: ignore[arg-type]

@@ -43,11 +43,14 @@ class Member:
         self.names, self.waited = [f"process {number + 1}" for number in range(hub.size)], Waited()
         self.hub, self._turns = hub, defaultdict[str, int](int)
         self.bytes_sent, self.topics = 0, list[str]()
+        self.unwaited = self.most_unwaited = 0  # tensors that are kept until they have left
 
     def send(self, to: int, values: Tensor, tag: int = 0) -> Sent:
         self.bytes_sent += values.nbytes
         self.hub.wires[self.rank, to, tag].put(values.clone())
-        return Sent()
+        self.unwaited += 1
+        self.most_unwaited = max(self.most_unwaited, self.unwaited)
+        return Sent(self)
 
     def receive(self, source: int, out: Tensor, tag: int = 0) -> Coming:
         return Coming(self.hub, self.hub.wires[source, self.rank, tag], out, self.waited)
@@ -72,11 +75,11 @@ class Member:
 
 
 class Sent:
-    def wait(self) -> None:
-        pass
+    def __init__(self, member: Member) -> None:
+        self._member = member
 
-    def is_done(self) -> bool:
-        return True
+    def wait(self) -> None:
+        self._member.unwaited -= 1
 
 
 class Coming:
@@ -98,9 +101,6 @@ class Coming:
                 self._out.copy_(values)
             return
         raise PeerFailed(f"nothing has come: {self._hub.failed}", 1, -1)
-
-    def is_done(self) -> bool:
-        return not self._wire.empty()
 
 
 def together(size: int, work: Callable[[Member], T]) -> list[T]:

@@ -421,6 +421,21 @@ def test_each_process_has_the_state_of_its_layers_alone(models, tmp_path, monkey
     assert max(len(layers) for _, layers in opened.values()) == 3
 
 
+def test_hidden_states_are_kept_for_one_layer_and_not_for_all(models, tmp_path) -> None:
+    folder = tmp_path / "run"
+    run = begun(models["gptj"], folder, **ON_DEVICE)
+    most, rows = dict[int, int](), list[int]()
+
+    def work(member: Member) -> None:
+        setup = setup_of(models["gptj"], folder, member, share="layers", **ON_DEVICE, micro_batch_tokens=1)
+        train(setup, own_run(folder, setup) if member.rank else run)
+        most[member.rank] = member.most_unwaited
+        rows.append(setup.recipe.batch_size)
+
+    together(2, work)
+    assert max(most.values()) <= 2 * rows[0]  # micro-batches of one row, up and down; three blocks in each process
+
+
 def test_one_process_asks_its_group_for_nothing_but_what_it_says_itself(models, tmp_path, monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(type(ALONE), "gather", lambda self, topic, facts: asked.append(topic) or [dict(facts)])

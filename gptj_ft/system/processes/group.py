@@ -29,9 +29,6 @@ class Handover(Protocol):
             PeerFailed: the other process is gone.
         """
 
-    def is_done(self) -> bool:
-        """Tell whether waiting would take no time."""
-
 
 class Waited(threading.local):
     """Seconds that a thread has waited for other processes; of each thread its own."""
@@ -208,9 +205,6 @@ class _Work:
                 self._work.wait()
         except RuntimeError as error:
             raise self._control.failure_behind(error) from error
-
-    def is_done(self) -> bool:
-        return bool(self._work.is_completed())
 
 
 def agreed(group: Group, topic: str, wish: bool) -> bool:
