@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from gptj_ft.evaluation.label_file import LabelJob, LabelResult
     from gptj_ft.evaluation.run import EvaluateRequest, PairedEvaluation
     from gptj_ft.generation.batch import BatchJob, BatchResult
-    from gptj_ft.generation.generator import Answer, GenerationSetup, Generator
+    from gptj_ft.generation.generator import Answer, GenerationSetup, Generator, InferenceSetup
     from gptj_ft.training.doctor.checkup import Diagnosis
     from gptj_ft.training.finetune import Forecast, PreparedRun
     from gptj_ft.training.loop import TrainResult
@@ -468,13 +468,12 @@ def generate_file(
 
 
 def plan_predictions(
-    rows: str | os.PathLike[str], output: str | os.PathLike[str], folder: Path, recipe: Recipe, keep: Sequence[str] = ()
+    rows: str | os.PathLike[str], output: str | os.PathLike[str], setup: InferenceSetup, keep: Sequence[str] = ()
 ) -> LabelJob:
     """Read the rows of `predict_file`, and plan its passes. Arguments and errors: as there."""
     from gptj_ft.evaluation.label_file import plan_labels
-    from gptj_ft.generation.generator import InferenceSetup
 
-    return plan_labels(InferenceSetup.of(folder, recipe), Path(rows), Path(output), keep)
+    return plan_labels(setup, Path(rows), Path(output), keep)
 
 
 def run_predictions(job: LabelJob, reporter: Reporter) -> LabelResult:
@@ -513,9 +512,11 @@ def predict_file(
         ResourceError: it does not fit.
         Interrupted: a signal; what was written is kept.
     """
+    from gptj_ft.generation.generator import InferenceSetup
+
     folder = named_model(model, "predict")
-    recipe = model_options(folder, options).recipe
-    return run_predictions(plan_predictions(rows, output, folder, recipe, keep), reporter or Reporter())
+    setup = InferenceSetup.of(folder, model_options(folder, options).recipe)
+    return run_predictions(plan_predictions(rows, output, setup, keep), reporter or Reporter())
 
 
 def predict(

@@ -7,10 +7,12 @@ from typing import Any
 
 import xxhash
 
+from gptj_ft.checkpoints.formats.peft import ADAPTER_WEIGHTS, base_folder
 from gptj_ft.checkpoints.model_folder import Checkpoint, weights_of
 from gptj_ft.errors import DataError
 from gptj_ft.models.registry import Architecture
 from gptj_ft.system.memory import bytes_of
+from gptj_ft.system.paths import ADAPTER_CONFIG
 
 _SAMPLES = 32  # of a file; another training has changed every one
 SAMPLE_BYTES = 4096
@@ -27,6 +29,12 @@ def fingerprint(folder: Path) -> dict[str, dict[str, Any]]:
     """
     weights = sorted({shard.path for shard in weights_of(folder).values()})
     return {path.name: _of_file(path) for path in (folder / "config.json", *weights)}
+
+
+def tuned_fingerprint(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the fingerprint of a model folder; of an adapter, that of its files and of the model that it is for."""
+    own = [folder / name for name in (ADAPTER_CONFIG, *ADAPTER_WEIGHTS) if (folder / name).is_file()]
+    return {**fingerprint(base_folder(folder)), **{path.name: _of_file(path) for path in own}}
 
 
 def check_unchanged(folder: Path, began_with: dict[str, dict[str, Any]]) -> None:

@@ -169,6 +169,9 @@ Offline = Annotated[
 ]
 Json = Annotated[bool, flag("print one JSON object and nothing else", "--json")]
 Quiet = Annotated[bool, flag("print the result alone (a path, an answer), and errors", "--quiet", "-q")]
+Nproc = Annotated[
+    int | None, flag("deal the rows out to so many processes of this machine", metavar="N", min=1, more=True)
+]
 HelpAll = Annotated[
     bool, flag("show every option and exit", "--help-all", is_eager=True, expose_value=False, callback=_show_all_help)
 ]

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from gptj_ft.errors import GptjFtError
+from gptj_ft.errors import GptjFtError, UsageError
 from gptj_ft.system.processes.control import PeerFailed
 from gptj_ft.system.processes.launch import joined
+from gptj_ft.system.signals import StopRequest, stop_says
 
 if TYPE_CHECKING:
     from gptj_ft.system.processes.group import Group
@@ -40,3 +41,35 @@ def take_part(group: Group) -> None:
     from gptj_ft.training.loop import Session
 
     follow_run(group, Session(owns_process=True))
+
+
+@contextmanager
+def leading(num_processes: int | None) -> Iterator[Group]:
+    """Lead the processes that a command deals its work out to, see `launch.joined`; this is process 0, in the block.
+
+    The others compute what it deals out, and end here.
+    """
+    with sharing(num_processes) as group:
+        if group.rank == 0:
+            yield group
+            if group.size > 1:
+                from gptj_ft.generation.replica import announce_end
+
+                announce_end(group)
+            return
+        from gptj_ft.evaluation.replica import take_part as compute
+
+        # What a terminal or a launcher sends to all of them is for process 0 to tell of.
+        with stop_says(lambda: "stopped"), StopRequest():
+            compute(group)
+    sys.exit(0)
+
+
+def check_dealt(num_processes: int | None, rows: object) -> None:
+    """Check that there are rows to be dealt out.
+
+    Raises:
+        UsageError: there are none, and several processes are asked for.
+    """
+    if num_processes not in (None, 1) and rows is None:
+        raise UsageError("--nproc deals the rows of a file out: add --input FILE --output FILE, or leave it out")

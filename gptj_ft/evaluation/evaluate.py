@@ -25,7 +25,7 @@ from gptj_ft.evaluation.metrics import rouge as rouge_metric
 from gptj_ft.evaluation.metrics.label_scores import LabelScores
 from gptj_ft.evaluation.metrics.language_model import RowLoss, language_model
 from gptj_ft.evaluation.metrics.statistic import values
-from gptj_ft.evaluation.predict import Predictor, scores_of
+from gptj_ft.evaluation.predict import Predictor, PromptGroup, scores_of
 from gptj_ft.evaluation.result_cache import ResultCache
 from gptj_ft.generation.generator import InferenceSetup, check_writes
 from gptj_ft.models.registry import Architecture, read_architecture
@@ -33,6 +33,7 @@ from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.planning.resources import check_lengths
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.system.paths import home, is_adapter, is_model, models
+from gptj_ft.system.processes.group import ALONE, Group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -128,7 +129,7 @@ class EvaluationPlan:
         self.journal.close()
 
 
-def plan_on_rows(folder: Path, recipe: Recipe, data: Path, limit: int | None) -> EvaluationPlan:
+def plan_on_rows(folder: Path, recipe: Recipe, data: Path, limit: int | None, group: Group = ALONE) -> EvaluationPlan:
     """Plan an evaluation, or resume one that was interrupted.
 
     Args:
@@ -136,11 +137,12 @@ def plan_on_rows(folder: Path, recipe: Recipe, data: Path, limit: int | None) ->
         recipe: templates, metrics, generation settings, device.
         data: file of rows, or prepared data.
         limit: most rows, the first ones; ``None``: all.
+        group: processes that the rows are dealt out to.
 
     Raises:
         ResourceError: the model does not fit in memory.
     """
-    setup, own = InferenceSetup.of(folder, recipe), tokenizer_folder(folder)
+    setup, own = InferenceSetup.of(folder, recipe, group=group), tokenizer_folder(folder)
     check_writes(setup)
     tokenizer = load_tokenizer(own) if has_tokenizer(own) else None
     check_lengths(recipe, setup.architecture)
@@ -218,9 +220,9 @@ class EvaluationRun:
         number, recipe, together = len(task.documents), planned.setup.recipe, planned.plan.together
         if recipe.metrics and planned.tokenizer:
             answerer = Predictor(recipe, planned.tokenizer, self.architecture, self.stack, together)
-            for rows in answerer.together(task.prompts):
-                if not answers.keys() >= set(rows):
-                    self._answer(answerer, rows)
+            left = [rows for rows in answerer.together(task.prompts) if not answers.keys() >= set(rows)]
+            for some in answerer.rounds(left):
+                self._answer(answerer, some)
                 self._show(len(answers))
         for rows in passes([document.num_inputs for document in task.documents], together.read):
             if not known.keys() >= set(rows):
@@ -229,20 +231,23 @@ class EvaluationRun:
             self._show(rows.stop)
         return [RowLoss(**known[row]) for row in range(number)], [answers.get(row, "") for row in range(number)]
 
-    def _answer(self, answerer: Predictor, rows: Sequence[int]) -> None:
-        """Answer rows; compute the loss in the same pass where it shares their prompts."""
-        task, journal = self.planned.task, self.planned.journal
+    def _answer(self, answerer: Predictor, groups: Sequence[Sequence[int]]) -> None:
+        """Answer groups of rows; compute the loss in the same pass where it shares their prompts."""
+        asked = [self._group(rows, answerer.writes) for rows in groups]
+        for rows, (texts, found) in zip(groups, answerer.answer(asked), strict=True):
+            if found:
+                self._note_losses(rows, found)
+            self.planned.journal.add("answer", dict(zip(rows, texts, strict=True)))
+
+    def _group(self, rows: Sequence[int], is_written: bool) -> PromptGroup:
+        task = self.planned.task
         prompts, documents = [task.prompts[row] for row in rows], [task.documents[row] for row in rows]
         shared = all(
             len(prompt) < document.num_inputs and list(document.ids[: len(prompt)]) == prompt
             for prompt, document in zip(prompts, documents, strict=True)
         )
-        if answerer.writes and shared and not self.planned.setup.recipe.generation.prompt_lookup_num_tokens:
-            texts, found = answerer.answer_and_score(prompts, documents, seed=rows[0])
-            self._note_losses(rows, found)
-        else:
-            texts = answerer.answer(prompts, seed=rows[0])
-        journal.add("answer", dict(zip(rows, texts, strict=True)))
+        scores = is_written and shared and not self.planned.setup.recipe.generation.prompt_lookup_num_tokens
+        return PromptGroup(prompts, rows[0], documents if scores else ())
 
     def _note_losses(self, rows: Sequence[int], found: Sequence[RowLoss]) -> None:
         for row, loss in zip(rows, found, strict=True):

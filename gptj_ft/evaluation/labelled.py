@@ -27,6 +27,7 @@ from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.planning.resources import check_lengths
 from gptj_ft.streaming.objective import objective_of
 from gptj_ft.system.paths import home
+from gptj_ft.system.processes.group import ALONE, Group
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,9 @@ class LabelledEvaluation:
         """Do nothing: there is no cache, since reading rows again takes as long as reading results would."""
 
 
-def plan_labelled(folder: Path, recipe: Recipe, data: Path, limit: int | None) -> LabelledEvaluation:
+def plan_labelled(
+    folder: Path, recipe: Recipe, data: Path, limit: int | None, group: Group = ALONE
+) -> LabelledEvaluation:
     """Plan an evaluation of labelled rows.
 
     Args:
@@ -125,12 +128,13 @@ def plan_labelled(folder: Path, recipe: Recipe, data: Path, limit: int | None) -
         recipe: task, templates, device.
         data: file of rows, or prepared data.
         limit: most rows, the first ones; ``None``: all.
+        group: processes that the rows are dealt out to.
 
     Raises:
         UsageError: the model has no head for the task.
         ResourceError: the model does not fit in memory.
     """
-    setup = InferenceSetup.of(folder, recipe)
+    setup = InferenceSetup.of(folder, recipe, group=group)
     check_head(folder, recipe, setup.architecture)
     check_lengths(recipe, setup.architecture)
     prepared = read_labelled(setup, data)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -13,15 +14,36 @@ from gptj_ft.evaluation.likelihood import documents_of, label_candidates, log_li
 from gptj_ft.evaluation.metrics import Statistic, score
 from gptj_ft.evaluation.metrics.language_model import RowLoss
 from gptj_ft.evaluation.metrics.squad import unanswered
-from gptj_ft.generation.decoding import generate_tokens, text_of
+from gptj_ft.generation.decoding import generate_tokens, in_rounds, text_of
 from gptj_ft.generation.hf_model import Prefill, RaggedCache, StreamedModel
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.inference_plan import TokenBudget, batches_by_length
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.system.accelerator import fork_rng
+from gptj_ft.system.processes.dealing import deal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PromptGroup:
+    """Prompts that are answered together.
+
+    Attributes:
+        prompts: token ids of each.
+        seed: number of the group, so that samples do not depend on what was done before.
+        documents: rows that begin with them, whose loss is computed in the same pass; none: no loss is.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    seed: int
+    documents: Sequence[Document] = ()
+
+
+Answers = tuple[list[str], list[RowLoss]]
 
 
 class Predictor:
@@ -61,32 +83,47 @@ class Predictor:
         lengths = [len(prompt) for prompt in prompts]
         return batches_by_length(lengths, self._recipe.generation, 1, self._sizes.written, self._window)
 
-    def answer(self, prompts: Sequence[Sequence[int]], seed: int) -> list[str]:
-        """Answer a group of prompts made by `together`.
+    def rounds(self, groups: Sequence[T]) -> Iterator[Sequence[T]]:
+        """Yield as many groups at a time as processes write; of a group that is only read, all have a share."""
+        return in_rounds(groups, self._stack.replicas.size if self.writes else 1)
+
+    def answer(self, groups: Sequence[PromptGroup]) -> list[Answers]:
+        """Answer groups of prompts made by `together`, those of a round dealt out to the model's replicas.
 
         torch's generator is left as it was.
 
-        Args:
-            prompts: token ids of each.
-            seed: number of the group, so that samples do not depend on what was done before.
+        Returns:
+            The answers to each group's prompts, and the losses of its documents.
         """
+        replicas = self._stack.replicas
+        if replicas.size == 1 or not self.writes:
+            return [self._answer(group) for group in groups]
+        sizes = [sum(map(len, group.prompts)) for group in groups]
+        units = [{**vars(group), "documents": [each._asdict() for each in group.documents]} for group in groups]
+        found = deal(replicas, "answers", units, sizes, self.compute)
+        return [(texts, [RowLoss(**loss) for loss in of_documents]) for texts, of_documents in found]
+
+    def compute(self, units: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[str], list[dict[str, Any]]]]:
+        """Yield what `answer` finds for this process's share."""
+        for unit in units:
+            documents = [Document(**each) for each in unit["documents"]]
+            texts, found = self._answer(PromptGroup(unit["prompts"], unit["seed"], documents))
+            yield texts, [asdict(loss) for loss in found]
+
+    def _answer(self, group: PromptGroup) -> Answers:
+        prompts = group.prompts
         if self._labels:
             answers = [list(self._labels.values())] * len(prompts)
-            found = log_likelihoods(self._stack, prompts, answers, self._sizes.computed)
-            return [max(zip(each, self._labels, strict=True), key=lambda pair: pair[0].total)[1] for each in found]
-        return self._write(self._model(), prompts, seed)
-
-    def answer_and_score(
-        self, prompts: Sequence[Sequence[int]], documents: Sequence[Document], seed: int
-    ) -> tuple[list[str], list[RowLoss]]:
-        """Answer prompts and compute the loss of the documents that begin with them, reading the prompts once."""
-        model, settings = self._model(), self._recipe.generation
-        reading = Prefill(model, [len(prompt) for prompt in prompts], settings.num_beams)
-        found = losses(self._stack, self._tokenizer, documents, self._sizes.computed, reading.score)
-        return self._write(model, prompts, seed, reading.cache), found
-
-    def _model(self) -> StreamedModel:
-        return StreamedModel(self._architecture, self._stack, self._sizes.computed)
+            likely = log_likelihoods(self._stack, prompts, answers, self._sizes.computed)
+            best = [max(zip(each, self._labels, strict=True), key=lambda pair: pair[0].total) for each in likely]
+            return [label for _, label in best], []
+        model = StreamedModel(self._architecture, self._stack, self._sizes.computed)
+        if not group.documents:
+            return self._write(model, prompts, group.seed), []
+        # The prompts are read once, for the losses and for the answers.
+        reading = Prefill(model, [len(prompt) for prompt in prompts], self._recipe.generation.num_beams)
+        found = losses(self._stack, self._tokenizer, group.documents, self._sizes.computed, reading.score)
+        return self._write(model, prompts, group.seed, reading.cache), found
 
     def _write(
         self, model: StreamedModel, prompts: Sequence[Sequence[int]], seed: int, read: RaggedCache | None = None

@@ -24,6 +24,7 @@ from gptj_ft.evaluation.labelled import LabelledEvaluation, plan_labelled
 from gptj_ft.evaluation.lm_eval.tasks import LoadedTasks, compare_on_tasks, plan_on_tasks
 from gptj_ft.evaluation.predictions import score_predictions
 from gptj_ft.planning.inference_plan import InferencePlan
+from gptj_ft.system.processes.group import ALONE, Group
 from gptj_ft.system.signals import stop_says
 
 _STOPPED = "stopped; what was measured so far is kept, and the same command goes on from there"
@@ -40,6 +41,7 @@ class EvaluateRequest:
         baseline: model to compare with; ``auto``: what it was tuned from; ``none``.
         data: rows; ``None``: those that the model's run held out.
         limit: most rows, the first ones; ``None``: all.
+        group: processes that the rows are dealt out to.
     """
 
     model: Path
@@ -47,6 +49,7 @@ class EvaluateRequest:
     baseline: str = "auto"
     data: str | None = None
     limit: int | None = None
+    group: Group = ALONE
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class TasksRequest:
         tasks: tasks with their rows.
         baseline: model to compare with, as in `EvaluateRequest`.
         limit: most questions of each task, the first ones; ``None``: all.
+        group: processes that the questions are dealt out to.
     """
 
     model: Path
@@ -66,6 +70,7 @@ class TasksRequest:
     tasks: LoadedTasks
     baseline: str = "auto"
     limit: int | None = None
+    group: Group = ALONE
 
 
 class PlannedEvaluation(Protocol):
@@ -115,10 +120,8 @@ class PairedEvaluation:
         baseline, models = _models(request)
         recipe, asked = fitted(request.recipe, models.values(), data), request.recipe.max_length
         runs: dict[str, EvaluationPlan | LabelledEvaluation]
-        if recipe.task == "language-model":
-            runs = {name: plan_on_rows(each, recipe, data, request.limit) for name, each in models.items()}
-        else:
-            runs = {name: plan_labelled(each, recipe, data, request.limit) for name, each in models.items()}
+        plan = plan_on_rows if recipe.task == "language-model" else plan_labelled
+        runs = {name: plan(each, recipe, data, request.limit, request.group) for name, each in models.items()}
         note = ""
         if recipe.max_length < asked:
             length = f"{recipe.max_length:,}, the context of the model, and not {asked:,}"
@@ -136,7 +139,8 @@ class PairedEvaluation:
         """
         baseline, models = _models(request)
         runs = {
-            name: plan_on_tasks(each, request.recipe, request.tasks, request.limit) for name, each in models.items()
+            name: plan_on_tasks(each, request.recipe, request.tasks, request.limit, request.group)
+            for name, each in models.items()
         }
         return cls(request, baseline, runs, partial(compare_on_tasks, seed=request.recipe.seed), "questions")
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gptj_ft.checkpoints.metadata import template_of
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.chat import ASSISTANT, MESSAGES, Conversation, is_chat, read_conversation
@@ -27,7 +25,7 @@ from gptj_ft.data.readers.tables import check_headers
 from gptj_ft.data.template import fields_of
 from gptj_ft.errors import DataError, Interrupted, RowSkipped
 from gptj_ft.generation.answers_file import AnswersFile
-from gptj_ft.generation.decoding import generate_tokens, text_of
+from gptj_ft.generation.decoding import PromptBatch, generate_batches, in_rounds, text_of
 from gptj_ft.generation.generator import GenerationSetup, Generator
 from gptj_ft.planning.inference_plan import InferencePlan, batches_by_length
 
@@ -131,13 +129,11 @@ def run_batch(
         bad = [(index, question) for index, question in enumerate(questions) if not question.ids]
         file.append((index, question.head | {"text": "", "error": question.problem}) for index, question in bad)
         try:
-            for number, batch in enumerate(batches):
-                rows = [answered[each] for each in batch]
-                if not file.done.issuperset(rows):
-                    torch.manual_seed((recipe.seed + number * SEED_STRIDE) % 2**63)
-                    file.append(
-                        zip(rows, _answers(generator, [questions[row] for row in rows], num_return), strict=True)
-                    )
+            numbered = [([answered[each] for each in batch], number) for number, batch in enumerate(batches)]
+            left = [(rows, number) for rows, number in numbered if not file.done.issuperset(rows)]
+            for some in in_rounds(left, generator.model.stack.replicas.size):
+                for rows, lines in zip((rows for rows, _ in some), _answers(generator, planned, some), strict=True):
+                    file.append(zip(rows, lines, strict=True))
                 if progress:
                     progress(len(file.done), len(questions))
         except KeyboardInterrupt:
@@ -199,18 +195,33 @@ def _values(row: dict[str, Any], columns: dict[str, str], recipe: Recipe) -> dic
     return {MESSAGES: messages}
 
 
-def _answers(generator: Generator, questions: Sequence[BatchPrompt], num_return: int) -> Iterator[dict[str, Any]]:
-    settings, tokenizer = generator.setup.recipe.generation, generator.setup.tokenizer
-    prompts = [question.ids for question in questions]
-    rows = generate_tokens(generator.model, tokenizer, prompts, settings, num_return)
-    for number, question in enumerate(questions):
-        texts = [text_of(tokenizer, row, settings) for row in rows[number * num_return : (number + 1) * num_return]]
-        yield (
-            question.head
-            | {"text": texts[0]}
-            | ({"texts": texts} if num_return > 1 else {})
-            | ({"shortened": True} if question.cut else {})
+def _answers(
+    generator: Generator, planned: BatchJob, batches: Sequence[tuple[Sequence[int], int]]
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the lines of each of some batches: rows, and the number of the batch."""
+    recipe, tokenizer, num_return = generator.setup.recipe, generator.setup.tokenizer, planned.num_return
+    asked = [
+        PromptBatch(
+            [planned.questions[row].ids for row in rows],
+            recipe.generation,
+            recipe.seed + number * SEED_STRIDE,
+            num_return,
         )
+        for rows, number in batches
+    ]
+    for (rows, _), found in zip(batches, generate_batches(generator.model, tokenizer, asked), strict=True):
+        written = [text_of(tokenizer, each, recipe.generation) for each in found]
+        texts = [written[start : start + num_return] for start in range(0, len(written), num_return)]
+        yield [_line(planned.questions[row], each) for row, each in zip(rows, texts, strict=True)]
+
+
+def _line(question: BatchPrompt, texts: Sequence[str]) -> dict[str, Any]:
+    return (
+        question.head
+        | {"text": texts[0]}
+        | ({"texts": list(texts)} if len(texts) > 1 else {})
+        | ({"shortened": True} if question.cut else {})
+    )
 
 
 def _digest(questions: Sequence[BatchPrompt]) -> str:

@@ -2,19 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from gptj_ft.config.options import Generation
 from gptj_ft.generation.hf_model import RaggedCache, StreamedModel
+from gptj_ft.system.accelerator import fork_rng
+from gptj_ft.system.processes.dealing import deal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
     from transformers.generation.streamers import BaseStreamer
 
-__all__ = ["StreamedModel", "cut_at", "generate_tokens", "text_of"]
+T = TypeVar("T")
+__all__ = ["PromptBatch", "StreamedModel", "continuations", "cut_at", "generate_batches", "generate_tokens", "text_of"]
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Prompts that share each pass over the weights while their continuations are generated.
+
+    Attributes:
+        prompts: token ids of each, none empty.
+        settings: greedy at temperature 0, else sampling.
+        seed: seed of the batch, so that samples depend neither on other batches nor on who generates them.
+        num_return: continuations of each prompt; default 1.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    settings: Generation
+    seed: int
+    num_return: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompts and continuations, at most."""
+        most = self.settings.max_new_tokens * self.num_return
+        return sum(len(prompt) + most for prompt in self.prompts)
+
+
+def in_rounds(batches: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Yield as many batches at a time as there are processes that generate."""
+    return (batches[start : start + size] for start in range(0, len(batches), size))
+
+
+def generate_batches(
+    model: StreamedModel, tokenizer: PreTrainedTokenizerFast, batches: Sequence[PromptBatch]
+) -> list[list[list[int]]]:
+    """Generate the continuations of batches, dealt out to the model's replicas if it has any; see `generate_tokens`.
+
+    torch's generators are left as they were.
+    """
+    replicas = model.stack.replicas
+    if replicas.size == 1:
+        return [_continue(model, tokenizer, batch) for batch in batches]
+    units = [{**vars(batch), "settings": batch.settings.model_dump(mode="json")} for batch in batches]
+    sizes = [batch.num_tokens for batch in batches]
+    return deal(replicas, "continuations", units, sizes, partial(continuations, model, tokenizer))
+
+
+def continuations(
+    model: StreamedModel, tokenizer: PreTrainedTokenizerFast, units: Sequence[Mapping[str, Any]]
+) -> Iterator[list[list[int]]]:
+    """Yield `generate_batches` of this process's share."""
+    for unit in units:
+        settings = Generation.model_validate(unit["settings"])
+        yield _continue(model, tokenizer, PromptBatch(**{**unit, "settings": settings}))
+
+
+def _continue(model: StreamedModel, tokenizer: PreTrainedTokenizerFast, batch: PromptBatch) -> list[list[int]]:
+    with fork_rng(model.device):
+        torch.manual_seed(batch.seed % 2**63)
+        return generate_tokens(model, tokenizer, batch.prompts, batch.settings, batch.num_return)
 
 
 def generate_tokens(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,6 +18,7 @@ from gptj_ft.data.template import fields_of, stripped
 from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.generation.decoding import StreamedModel, generate_tokens, text_of
+from gptj_ft.generation.replica import announce_model
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.inference_plan import InferencePlan, InferenceWorkload, plan_inference
 from gptj_ft.planning.machine_profile import choose_dtype
@@ -25,8 +26,11 @@ from gptj_ft.planning.plan import device_cap
 from gptj_ft.planning.resources import free_resources
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.open import open_for_inference
+from gptj_ft.streaming.replicas import lent
 from gptj_ft.system import machine
+from gptj_ft.system.dtypes import PRECISION_NAMES
 from gptj_ft.system.plain_text import command_line
+from gptj_ft.system.processes.group import ALONE, Group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -51,6 +55,7 @@ class InferenceSetup:
         architecture: family and configuration of the model.
         device: device that computes.
         dtype: data type of the computation.
+        group: processes that what is computed is dealt out to; all but the first are in `evaluation.replica`.
     """
 
     folder: Path
@@ -58,6 +63,7 @@ class InferenceSetup:
     architecture: Architecture
     device: torch.device
     dtype: torch.dtype
+    group: Group = field(default=ALONE, kw_only=True)
 
     @classmethod
     def of(cls, folder: Path, recipe: Recipe, **more: Any) -> Self:
@@ -66,6 +72,8 @@ class InferenceSetup:
         Raises:
             UsageError, DataError: as `tuned_architecture`.
         """
+        if recipe.threads is not None:
+            torch.set_num_threads(recipe.threads)
         device = machine.choose_device(recipe.device, recipe.device_memory)
         dtype = choose_dtype(recipe.precision, device)
         return cls(folder, recipe, tuned_architecture(folder), device, dtype, **more)
@@ -88,11 +96,21 @@ class InferenceSetup:
         """
         size, settings = weight_bytes(self.folder), self.recipe.generation
         reads = InferenceWorkload.of(self.architecture, self.dtype, settings, adapter_bytes=size, **workload)
-        return plan_inference(self.recipe, reads, free_resources(self.device, disk), before)
+        free = free_resources(self.device, disk, self.group.on_this_machine)
+        return plan_inference(self.recipe, reads, free, before)
 
-    def open(self, weights: str, cap: int | None = None) -> AbstractContextManager[tuple[Architecture, OffloadedModel]]:
-        """Open the weights, see `open_for_inference`; ``weights`` is their place."""
-        return open_for_inference(self.folder, self.device, self.dtype, weights, self.recipe.read_ahead, cap)
+    @contextmanager
+    def open(self, weights: str, cap: int | None = None) -> Iterator[tuple[Architecture, OffloadedModel]]:
+        """Open the weights in all processes, see `open_for_inference`; ``weights`` is their place.
+
+        Raises:
+            UsageError: another process is of another version, or has other threads, another command, another model.
+        """
+        recipe = self.recipe.model_copy(update={"precision": PRECISION_NAMES[self.dtype]})
+        announce_model(self.group, self.folder, recipe, weights=weights, cap=cap)
+        opened = open_for_inference(self.folder, self.device, self.dtype, weights, self.recipe.read_ahead, cap)
+        with opened as (architecture, stack), lent(stack, self.group):
+            yield architecture, stack
 
 
 def check_writes(setup: InferenceSetup) -> None:

@@ -28,7 +28,7 @@ from gptj_ft.streaming.stores.base import CHUNK_NUMEL
 from gptj_ft.streaming.stores.placement import Place, Placement, training_dtypes
 from gptj_ft.system.block_reader import STAGING_BYTES
 from gptj_ft.system.direct_io import TRANSFERS
-from gptj_ft.system.dtypes import PRECISIONS
+from gptj_ft.system.dtypes import PRECISION_NAMES, PRECISIONS
 from gptj_ft.system.units import gigabytes
 
 PROCESS_BYTES = 500 * 2**20  # the interpreter, torch, transformers, the rows
@@ -414,7 +414,7 @@ def forecast(placement: Placement, load: Workload, recipe: Recipe, rates: Rates,
     waiting = "; gradients are stored though none is clipped: any may overflow" if is_unclipped else ""
     return Plan(
         placement=placement,
-        precision={dtype: name for name, dtype in PRECISIONS.items()}[load.dtype],
+        precision=PRECISION_NAMES[load.dtype],
         reason=reason_for(recipe.precision, load.dtype, rates.compute) + waiting,
         num_parameters=load.num_parameters,
         num_trained=load.num_trained,

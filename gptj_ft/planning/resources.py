@@ -47,9 +47,7 @@ class Target:
         """
         device = machine.choose_device(recipe.device, recipe.device_memory)
         dtype = choose_dtype(recipe.precision, device)
-        free = free_resources(device, folder)
-        share = Free(free.device // processes, free.host // processes, free.disk // processes, free.is_shared)
-        return cls(device, dtype, share, rates(device, folder))
+        return cls(device, dtype, free_resources(device, folder, processes), rates(device, folder))
 
     @classmethod
     def of(cls, recipe: Recipe, folder: Path) -> Target:
@@ -72,12 +70,16 @@ class Target:
         return cls(torch.device("meta"), dtype, free, Rates(device.rates(), disk_rates(folder)), device.name)
 
 
-def free_resources(device: torch.device, folder: Path) -> Free:
-    """Return the resources of a run: free ones, and the disk space that its folder occupies already."""
+def free_resources(device: torch.device, folder: Path, processes: int = 1) -> Free:
+    """Return the resources of a run: free ones, and the disk space that its folder occupies already.
+
+    Of several processes of this machine, each has its share.
+    """
     taken = disk_bytes(files_in(folder))
     host = machine.free_memory(torch.device("cpu"))
     is_shared = shares_memory(device)
-    return Free(host if is_shared else machine.free_memory(device), host, machine.free_disk(folder) + taken, is_shared)
+    device_bytes, disk = host if is_shared else machine.free_memory(device), machine.free_disk(folder) + taken
+    return Free(device_bytes // processes, host // processes, disk // processes, is_shared)
 
 
 def check_lengths(recipe: Recipe, architecture: Architecture) -> None:

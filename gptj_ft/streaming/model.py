@@ -31,6 +31,7 @@ from gptj_ft.system.accelerator import (
     record_event,
     wait_for,
 )
+from gptj_ft.system.processes.group import ALONE, Group
 
 PASS_TOKENS = 32768  # of hidden states held at once when only a loss is wanted, at most
 
@@ -71,6 +72,8 @@ class OffloadedModel:
         frozen: layout of the frozen parameters of each layer.
         relay: which process has which layer; default: this one all. Layouts of the layers of others are empty.
         lowest_trained: layer at which backward ends, whoever has it; one above the head if nothing is trained.
+        replicas: processes that have the same model, and are in `dealing.serve`: what is only read is dealt out to
+            them; default: none.
         bytes_read, bytes_written: between the stores and the device, so far.
     """
 
@@ -83,6 +86,7 @@ class OffloadedModel:
     frozen: Sequence[Layout] = ()
     relay: Relay = ONE_PROCESS
     lowest_trained: int = -1
+    replicas: Group = ALONE
     bytes_read: int = field(default=0, init=False)
     bytes_written: int = field(default=0, init=False)
 

@@ -16,13 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import islice
 from operator import add
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gptj_ft.errors import NotFinite
@@ -36,6 +37,7 @@ from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.objective import CrossEntropy, Objective
 from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher, Updater
 from gptj_ft.streaming.relay import Route
+from gptj_ft.streaming.replicas import Unit, batch_of, deal_batches
 from gptj_ft.streaming.schedule import PendingUpdates, inference_tasks, training_tasks
 
 HEAD_CHUNK_BYTES = 128 * 2**20  # of fp32 logits
@@ -449,8 +451,18 @@ def _losses_here(model: OffloadedModel, batches: Sequence[PackedBatch], objectiv
 def head_outputs(model: OffloadedModel, batches: Sequence[PackedBatch], objective: Objective) -> Iterator[Tensor]:
     """Yield what the head gives for the rows of each batch that carry a target, fp32 [S, C] on the device.
 
-    It is for heads of few outputs: those of a vocabulary are never all there at once, see `score_tokens`.
+    It is for heads of few outputs: those of a vocabulary are never all there at once, see `score_tokens`. Batches are
+    dealt out to the model's replicas, if it has any.
     """
+    if model.replicas.size > 1:
+        compute = partial(compute_outputs, model, objective)
+        found = deal_batches(model, "outputs", batches, [{}] * len(batches), compute)
+        yield from (torch.from_numpy(output_SC).to(model.device) for output_SC in found)
+        return
+    yield from _outputs_here(model, batches, objective)
+
+
+def _outputs_here(model: OffloadedModel, batches: Sequence[PackedBatch], objective: Objective) -> Iterator[Tensor]:
     hidden, head = forward_trunk(model, batches)
     if head is None:
         return
@@ -459,6 +471,12 @@ def head_outputs(model: OffloadedModel, batches: Sequence[PackedBatch], objectiv
         with torch.no_grad():
             pieces = [head.run(parameters, x_TD[at], rows) for at, rows in head_pieces(head, batch, objective)]
             yield torch.cat(pieces) if pieces else x_TD.new_empty(0, 1, dtype=torch.float32)
+
+
+def compute_outputs(model: OffloadedModel, objective: Objective, units: Sequence[Unit]) -> Iterator[NDArray[Any]]:
+    """Yield `head_outputs` of this process's share of the micro-batches."""
+    batches = [batch_of(unit, model.device) for unit in units]
+    yield from (output_SC.cpu().numpy() for output_SC in _outputs_here(model, batches, objective))
 
 
 @dataclass(frozen=True)
@@ -487,6 +505,8 @@ def score_tokens(
 ) -> list[TokenScores]:
     """Score token queries; at most `HEAD_CHUNK_BYTES` of logits exist at once.
 
+    Batches are dealt out to the model's replicas, if it has any.
+
     Args:
         model: the offloaded model; nothing of it is trained.
         batches: which share a pass over the weights.
@@ -494,8 +514,28 @@ def score_tokens(
 
     Returns: the scores of each batch, on the CPU, in the order asked.
     """
+    if model.replicas.size > 1:
+        asked = [{"positions": each.positions_S, "tokens": each.tokens_S} for each in wanted]
+        found = deal_batches(model, "scores", batches, asked, partial(compute_scores, model))
+        return [TokenScores(*map(torch.from_numpy, each)) for each in found]
+    return _scores_here(model, batches, wanted)
+
+
+def _scores_here(
+    model: OffloadedModel, batches: Sequence[PackedBatch], wanted: Sequence[TokenQuery]
+) -> list[TokenScores]:
     hidden, head = forward_trunk(model, batches)
     return score_hidden(head, hidden, wanted) if head else []
+
+
+def compute_scores(model: OffloadedModel, units: Sequence[Unit]) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+    """Return `score_tokens` of this process's share of the micro-batches."""
+    wanted = [
+        TokenQuery(*(torch.from_numpy(unit[name]).to(model.device) for name in ("positions", "tokens")))
+        for unit in units
+    ]
+    found = _scores_here(model, [batch_of(unit, model.device) for unit in units], wanted)
+    return [(each.log_probabilities_S.numpy(), each.is_argmax_S.numpy()) for each in found]
 
 
 def score_hidden(

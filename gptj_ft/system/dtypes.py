@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISION_NAMES = {dtype: name for name, dtype in PRECISIONS.items()}
 # NumPy has no bfloat16: two bytes without a meaning is what JAX's become in its files.
 _CODES = {
     torch.float64: ("F64", "<f8"),

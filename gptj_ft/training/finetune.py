@@ -41,6 +41,7 @@ from gptj_ft.system.files import hidden_name, keep_folder, remove, replace_text,
 from gptj_ft.system.lock import LOCK, locked
 from gptj_ft.system.machine import choose_device
 from gptj_ft.system.paths import is_model, is_tuned
+from gptj_ft.system.processes.alike import threads_note
 from gptj_ft.system.processes.group import ALONE, Group
 from gptj_ft.system.signals import StopRequest, stop_says
 from gptj_ft.system.units import clock
@@ -188,13 +189,8 @@ def use_threads(recipe: Recipe, group: Group, reporter: Reporter) -> None:
     """Compute with as many threads as a recipe says, or report that several processes have fewer each than one."""
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
-        return
-    alone, now = group.threads_alone, torch.get_num_threads()
-    if alone not in (None, now):
-        reporter.on_message(
-            f"each of {group.size} processes computes with {now} thread{'s' if now > 1 else ''}, one alone with "
-            f"{alone}: results may differ from its in their last bits, unless both have --set threads={now}"
-        )
+    elif note := threads_note(group):
+        reporter.on_message(note)
 
 
 def _device_here(recipe: Recipe, reporter: Reporter) -> torch.device:

@@ -23,11 +23,13 @@ from gptj_ft.planning.working_memory import allocator_limit
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.lanes import LaneSums, lanes_of, lanes_of_rank
 from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.replicas import lent
 from gptj_ft.streaming.step import StepLoss, evaluate_losses, train_step
 from gptj_ft.system.accelerator import limit_memory
 from gptj_ft.system.files import discard
 from gptj_ft.system.paths import remember_run
-from gptj_ft.system.processes.group import agreed, from_first
+from gptj_ft.system.processes.dealing import serve
+from gptj_ft.system.processes.group import ALONE, agreed, from_first
 from gptj_ft.system.signals import StopRequest
 from gptj_ft.system.units import clock
 from gptj_ft.training import checkpoint
@@ -236,7 +238,7 @@ class Training:
         self._after_validation(loss, sample)
 
     def _validate_together(self) -> None:
-        """Validate in several processes: those of the first replica do it.
+        """Validate in several processes: replicas of one process share the micro-batches, of several the first does it.
 
         Raises:
             NotFinite: the loss.
@@ -246,15 +248,20 @@ class Training:
         with self.deadline.measure("validation"):
             # The others wait for the loss: they cannot agree on a stop before it.
             before_pass = self.stop_if_asked if setup.peers.size == 1 else lambda: None
-            if setup.is_replica:
-                pass
-            elif isinstance(samples, LabelledValidation):
-                found, sample = samples.measure(self.stack, before_pass)
-                loss = found.mean
-            else:
-                tokens = setup.recipe.micro_batch_tokens
-                loss = validate(self.stack, setup.validation, tokens, before_pass, setup.objective).mean
-                sample = samples.take(self.stack, step) if isinstance(samples, ValidationSamples) else None
+            shares = setup.peers.size == setup.group.size  # whole models
+            if setup.is_replica and shares:
+                from gptj_ft.evaluation.replica import Replica  # it loads all that generates
+
+                serve(setup.peers, Replica(setup.recipe, setup.model, setup.architecture, self.stack).works)
+            elif not setup.is_replica:
+                with lent(self.stack, setup.peers if shares else ALONE):
+                    if isinstance(samples, LabelledValidation):
+                        found, sample = samples.measure(self.stack, before_pass)
+                        loss = found.mean
+                    else:
+                        tokens = setup.recipe.micro_batch_tokens
+                        loss = validate(self.stack, setup.validation, tokens, before_pass, setup.objective).mean
+                        sample = samples.take(self.stack, step) if samples else None
         scores = sample.scores if sample else {}
         found_first = from_first(setup.group, "validation", {"loss": loss, "scores": scores})
         loss = found_first["loss"]

@@ -133,14 +133,15 @@ class ValidationSamples:
         Raises:
             ResourceError: they cannot be written.
         """
-        from gptj_ft.evaluation.predict import Predictor, scores_of
+        from gptj_ft.evaluation.predict import Predictor, PromptGroup, scores_of
 
         setup = self._setup
         answerer = Predictor(setup.recipe, self._tokenizer, setup.architecture, stack, self._together)
         answers: dict[int, str] = {}
-        for rows in answerer.together(self._prompts):
-            found = answerer.answer([self._prompts[row] for row in rows], seed=rows[0])
-            answers |= dict(zip(rows, found, strict=True))
+        for some in answerer.rounds(list(answerer.together(self._prompts))):
+            groups = [PromptGroup([self._prompts[row] for row in rows], rows[0]) for rows in some]
+            for rows, (found, _) in zip(some, answerer.answer(groups), strict=True):
+                answers |= dict(zip(rows, found, strict=True))
         texts = [answers[row] for row in range(len(self._prompts))]
         self._write(step, texts)
         figures = scores_of(setup.recipe, texts, self._references)

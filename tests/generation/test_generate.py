@@ -18,7 +18,7 @@ from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.options import Generation, Recipe
 from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import build
-from gptj_ft.generation import batch, chat
+from gptj_ft.generation import chat, decoding
 from gptj_ft.generation.answers_file import AnswersFile
 from gptj_ft.generation.chat import run_chat
 from gptj_ft.generation.generator import GenerationSetup, Generator, open_generator
@@ -89,7 +89,7 @@ def test_what_was_killed_goes_on_and_ends_as_if_it_had_not_been(
 
 def test_a_signal_says_how_to_go_on(model: Path, rows: Path, shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gptj_ft.planning.inference_plan.BATCH_TOKENS", 1)
-    generate, calls = batch.generate_tokens, []
+    generate, calls = decoding.generate_tokens, []
 
     def interrupted(*arguments: object) -> object:
         calls.append(1)
@@ -98,7 +98,7 @@ def test_a_signal_says_how_to_go_on(model: Path, rows: Path, shell, monkeypatch:
         return generate(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(batch, "generate_tokens", interrupted)
+        patch.setattr(decoding, "generate_tokens", interrupted)
         done = shell("generate --model tuned --input rows.jsonl --output out.jsonl")
     assert done.code == 130
     assert "3 of 12 rows are in out.jsonl; the same command goes on" in done.err

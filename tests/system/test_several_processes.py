@@ -24,7 +24,7 @@ from gptj_ft.system.processes.control import Control, PeerFailed, host_control, 
 from gptj_ft.system.processes.launch import Membership, interface_to, joined
 from gptj_ft.training.finetune import use_threads
 from gptj_ft.training.reporter import Reporter
-from gptj_ft.training.shared.follow import check_alike
+from gptj_ft.system.processes.alike import check_alike
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"}
 SLURM = {
@@ -272,12 +272,11 @@ def test_nothing_of_it_is_loaded_by_a_command_of_one_process() -> None:
 
 
 def test_a_machine_with_other_threads_is_refused_unless_the_run_says_how_many() -> None:
-    said = [{"facts": {"torch": "2", "threads": threads}, "plan": {"recipe": {"threads": None}}} for threads in (8, 6)]
+    said = [{"facts": {"torch": "2", "threads": threads}} for threads in (8, 6)]
     message = "process 2 has threads 6, process 1 has 8: .* on all machines: --set threads=6 makes it so"
     with pytest.raises(UsageError, match=message):
         check_alike(said)
-    said[0]["plan"] = {"recipe": {"threads": 4}}
-    check_alike(said)
+    check_alike(said, threads=4)
 
 
 def test_processes_that_have_fewer_threads_than_one_would_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

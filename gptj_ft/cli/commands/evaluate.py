@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from gptj_ft.cli.options import (
     Config,
     Given,
     Json,
+    Nproc,
     Offline,
     Quiet,
     complete_model,
@@ -76,71 +78,62 @@ def evaluate(
     dry_run: Annotated[bool, flag("show what it will take and stop", "--dry-run")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
+    nproc: Nproc = None,
 ) -> None:
     """Measure a model beside the one it was tuned from.
 
     Loss, perplexity and the scores of the recipe. Each score has its 95 % interval, and the change has one, too. An
     evaluation that was stopped goes on when it is started again.
     """
-    out = Output(as_json, quiet)
-    with out.activity():
-        from gptj_ft import api
-        from gptj_ft.cli.html import check_report_path
-        from gptj_ft.cli.html.evaluation_page import EVALUATION_SUFFIXES
-        from gptj_ft.cli.terminal.evaluation import EvaluationOutput, rows_about
-        from gptj_ft.cli.terminal.progress import TerminalReporter
-        from gptj_ft.cli.terminal.tables import ask, show_reading
-        from gptj_ft.evaluation.comparison import parse_gates
-        from gptj_ft.evaluation.lm_eval.tasks import TaskSelection, load_tasks
-        from gptj_ft.evaluation.metrics import score_names
-        from gptj_ft.evaluation.metrics.language_model import LOSS_SCORES
-        from gptj_ft.evaluation.run import EvaluateRequest, PairedEvaluation, TasksRequest
-        from gptj_ft.system.atomic import require_new
+    from gptj_ft.cli.several import leading
 
-    for path in reports or ():
-        check_report_path(path, EVALUATION_SUFFIXES)
-    if output is not None:
-        require_new(output)
+    with leading(nproc) as group:
+        _check_kind(predictions, tasks, data, allow_empty, include_path is not None or num_fewshot is not None)
+        if predictions is not None and (dry_run or nproc not in (None, 1)):
+            given = "--dry-run shows what reading a model takes" if dry_run else "--nproc deals out what one computes"
+            raise UsageError(f"{given}; --predictions reads none: leave one out")
+        out = Output(as_json, quiet)
+        with out.activity():
+            from gptj_ft import api
+            from gptj_ft.cli.terminal.evaluation import EvaluationOutput, evaluate_model
+            from gptj_ft.cli.terminal.progress import TerminalReporter
+            from gptj_ft.evaluation.comparison import parse_gates
+            from gptj_ft.evaluation.lm_eval.tasks import TaskSelection, load_tasks
+            from gptj_ft.evaluation.metrics import score_names
+            from gptj_ft.evaluation.metrics.language_model import LOSS_SCORES
+            from gptj_ft.evaluation.run import EvaluateRequest, TasksRequest
+
+        typed = shlex.join(["gptj-ft", *without_secrets(sys.argv[1:])])
+        shown = EvaluationOutput(out, output, reports or [], show, typed)
+        shown.check_files()
+        with TerminalReporter(out.notes) as reporter:
+            rows = api.fetched_rows(data, offline, reporter) if data else None
+        if predictions is not None:
+            resolved = resolve(options, config, assignments)
+            asked = parse_gates(gates or (), score_names(resolved.recipe.metrics))
+            found = api.evaluate_predictions(
+                predictions, rows, resolved, baseline=baseline, limit=limit, allow_empty=allow_empty
+            )
+            shown.conclude(found, asked)
+            return
+        folder = api.named_model(model, "evaluate")
+        recipe = api.model_options(folder, {**options, "config": config}, assignments=assignments).recipe
+        request: EvaluateRequest | TasksRequest = EvaluateRequest(folder, recipe, baseline, rows, limit, group)
+        names: Sequence[str] = [*LOSS_SCORES, *score_names(recipe.metrics, recipe.task)]
+        if tasks is not None:
+            wanted = [name.strip() for name in tasks.split(",") if name.strip()]
+            loaded = load_tasks(TaskSelection(wanted, include_path, num_fewshot), offline)
+            request, names = TasksRequest(folder, recipe, loaded, baseline, limit, group), loaded.score_names
+        evaluate_model(request, parse_gates(gates or (), names), shown, dry_run)
+
+
+def _check_kind(
+    predictions: Path | None, tasks: str | None, data: str | None, allow_empty: bool, is_about_tasks: bool
+) -> None:
+    """Check that what is given is about what is measured: a model, the outputs of another system, or tasks."""
     if predictions is None and allow_empty:
         raise UsageError("--allow-empty is about the predictions of other systems: add --predictions FILE.jsonl")
     if tasks is not None and (predictions is not None or data):
         raise UsageError("--tasks have rows of their own: leave out --data and --predictions")
-    if tasks is None and (include_path is not None or num_fewshot is not None):
+    if tasks is None and is_about_tasks:
         raise UsageError("--include-path and --num-fewshot are about lm-eval's tasks: add --tasks T1,T2")
-    if predictions is not None and dry_run:
-        raise UsageError("--dry-run shows what reading a model takes; --predictions reads none: leave one out")
-    typed = shlex.join(["gptj-ft", *without_secrets(sys.argv[1:])])
-    notes = out.notes
-    shown = EvaluationOutput(out, output, reports or [], show, typed)
-    with TerminalReporter(notes) as reporter:
-        rows = api.fetched_rows(data, offline, reporter) if data else None
-    if predictions is not None:
-        resolved = resolve(options, config, assignments)
-        asked = parse_gates(gates or (), score_names(resolved.recipe.metrics))
-        found = api.evaluate_predictions(
-            predictions, rows, resolved, baseline=baseline, limit=limit, allow_empty=allow_empty
-        )
-        shown.conclude(found, asked)
-        return
-    folder = api.named_model(model, "evaluate")
-    recipe = api.model_options(folder, {**options, "config": config}, assignments=assignments).recipe
-    if tasks is not None:
-        names = [name.strip() for name in tasks.split(",") if name.strip()]
-        loaded = load_tasks(TaskSelection(names, include_path, num_fewshot), offline)
-        asked = parse_gates(gates or (), loaded.score_names)
-        evaluation = PairedEvaluation.of_tasks(TasksRequest(folder, recipe, loaded, baseline, limit))
-    else:
-        asked = parse_gates(gates or (), [*LOSS_SCORES, *score_names(recipe.metrics, recipe.task)])
-        with TerminalReporter(notes) as reporter:
-            evaluation = api.plan_evaluation(EvaluateRequest(folder, recipe, baseline, rows, limit), reporter)
-    plan, about, writes = evaluation.plan, rows_about(evaluation), recipe.task == "language-model"
-    if dry_run:
-        out.finish(plan.to_dict(), "", lambda console: show_reading(console, "The evaluation", about, plan, writes))
-        return
-    show_reading(notes, "The evaluation", about, plan, writes)
-    with TerminalReporter(notes) as reporter:
-        found = evaluation.run(reporter.on_count)
-    if tasks is not None:
-        shown.conclude(found, asked)
-        return
-    shown.conclude(found, asked, [*shown.record(folder, found), ask(recipe, folder)])

@@ -15,6 +15,7 @@ from gptj_ft.cli.options import (
     Config,
     Given,
     Json,
+    Nproc,
     Quiet,
     complete_model,
     flag,
@@ -64,33 +65,38 @@ def generate(
     dry_run: Annotated[bool, flag("with --input: show what it will take and stop", "--dry-run")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
+    nproc: Nproc = None,
 ) -> None:
     """Write answers to a prompt, to rows, or in a conversation.
 
     The prompt's template and the settings are those that the model was tuned with.
     """
-    text = None if rows or chat else sys.stdin.read() if prompt == "-" or _is_piped(prompt) else prompt
-    _check_kind(prompt, rows, output, chat, stream or as_json)
-    if dry_run and not rows:
-        raise UsageError("--dry-run tells what the rows of a file take: add --input FILE --output FILE")
-    out = Output(as_json, quiet)
-    with out.activity():
-        from gptj_ft import api
-        from gptj_ft.cli.terminal.answers import Shown, answer_file, answer_prompt, hold_chat
-        from gptj_ft.generation.generator import GenerationSetup, check_num_return
+    from gptj_ft.cli.several import check_dealt, leading
 
-    folder = api.named_model(model, "generate")
-    recipe = api.model_options(folder, {**options, "config": config}, raw, assignments).recipe
-    check_num_return(recipe, num_return)
-    if rows and output:
-        with out.activity("reading the rows"):
-            setup = GenerationSetup.of(folder, recipe)
-            job = api.plan_file(rows, output, setup, num_return)
-        answer_file(setup, job, rows, dry_run, out)
-    elif chat:
-        hold_chat(folder, recipe, system, out)
-    else:
-        answer_prompt(folder, recipe, str(text), field_texts(fields), Shown(num_return, stream, out))
+    check_dealt(nproc, rows)
+    with leading(nproc) as group:
+        text = None if rows or chat else sys.stdin.read() if prompt == "-" or _is_piped(prompt) else prompt
+        _check_kind(prompt, rows, output, chat, stream or as_json)
+        if dry_run and not rows:
+            raise UsageError("--dry-run tells what the rows of a file take: add --input FILE --output FILE")
+        out = Output(as_json, quiet)
+        with out.activity():
+            from gptj_ft import api
+            from gptj_ft.cli.terminal.answers import Shown, answer_file, answer_prompt, hold_chat
+            from gptj_ft.generation.generator import GenerationSetup, check_num_return
+
+        folder = api.named_model(model, "generate")
+        recipe = api.model_options(folder, {**options, "config": config}, raw, assignments).recipe
+        check_num_return(recipe, num_return)
+        if rows and output:
+            with out.activity("reading the rows"):
+                setup = GenerationSetup.of(folder, recipe, group=group)
+                job = api.plan_file(rows, output, setup, num_return)
+            answer_file(setup, job, rows, dry_run, out)
+        elif chat:
+            hold_chat(folder, recipe, system, out)
+        else:
+            answer_prompt(folder, recipe, str(text), field_texts(fields), Shown(num_return, stream, out))
 
 
 def _is_piped(prompt: str | None) -> bool:

@@ -15,6 +15,7 @@ from gptj_ft.cli.options import (
     Config,
     Given,
     Json,
+    Nproc,
     Quiet,
     complete_model,
     flag,
@@ -48,33 +49,39 @@ def predict(
     dry_run: Annotated[bool, flag("with --input: show what it will take and stop", "--dry-run")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
+    nproc: Nproc = None,
 ) -> None:
     """Label a text, or the rows of a file, with a tuned head.
 
     Given are a label with its probabilities, several labels, a number, a label for each word, the span that answers a
     question, or the sentences that sum up a text. How a text is put to the model is what it was tuned with.
     """
-    if rows is not None and text is not None:
-        raise UsageError("a text and --input are two ways of asking: use one")
-    is_piped = text == "-" or (text is None and rows is None and not sys.stdin.isatty())
-    given = sys.stdin.read() if is_piped else text
-    if rows is None and given is None:
-        raise UsageError('nothing to label: gptj-ft predict "text", or --input FILE --output FILE')
-    if (rows is None) != (output is None):
-        raise UsageError("--input and --output go together: --input rows.csv --output out.jsonl")
-    if rows is None and (keep or dry_run):
-        raise UsageError("--keep and --dry-run are about the rows of a file: add --input FILE --output FILE")
-    if rows is not None and pair is not None:
-        raise UsageError("the second texts of a file are a column of it: leave out --pair")
-    out = Output(as_json, quiet)
-    with out.activity():
-        from gptj_ft import api
-        from gptj_ft.cli.terminal.labels import label_file, label_text
+    from gptj_ft.cli.several import check_dealt, leading
 
-    folder = api.named_model(model, "predict")
-    recipe = api.model_options(folder, {**options, "config": config}, assignments=assignments).recipe
-    if rows is not None and output is not None:
-        columns = tuple(name.strip() for name in (keep or "").split(",") if name.strip())
-        label_file(folder, recipe, rows, output, columns, dry_run, out)
-    else:
-        label_text(folder, recipe, str(given), pair, out)
+    check_dealt(nproc, rows)
+    with leading(nproc) as group:
+        if rows is not None and text is not None:
+            raise UsageError("a text and --input are two ways of asking: use one")
+        is_piped = text == "-" or (text is None and rows is None and not sys.stdin.isatty())
+        given = sys.stdin.read() if is_piped else text
+        if rows is None and given is None:
+            raise UsageError('nothing to label: gptj-ft predict "text", or --input FILE --output FILE')
+        if (rows is None) != (output is None):
+            raise UsageError("--input and --output go together: --input rows.csv --output out.jsonl")
+        if rows is None and (keep or dry_run):
+            raise UsageError("--keep and --dry-run are about the rows of a file: add --input FILE --output FILE")
+        if rows is not None and pair is not None:
+            raise UsageError("the second texts of a file are a column of it: leave out --pair")
+        out = Output(as_json, quiet)
+        with out.activity():
+            from gptj_ft import api
+            from gptj_ft.cli.terminal.labels import label_file, label_text
+            from gptj_ft.generation.generator import InferenceSetup
+
+        folder = api.named_model(model, "predict")
+        recipe = api.model_options(folder, {**options, "config": config}, assignments=assignments).recipe
+        if rows is not None and output is not None:
+            columns = tuple(name.strip() for name in (keep or "").split(",") if name.strip())
+            label_file(InferenceSetup.of(folder, recipe, group=group), rows, output, columns, dry_run, out)
+        else:
+            label_text(folder, recipe, str(given), pair, out)

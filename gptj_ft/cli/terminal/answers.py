@@ -16,7 +16,7 @@ from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.cli.terminal.output import Output, print_note, print_result
 from gptj_ft.cli.terminal.progress import TerminalReporter
 from gptj_ft.cli.terminal.screen import next_steps, panel, whole, width_of, wrapped
-from gptj_ft.cli.terminal.tables import show_reading
+from gptj_ft.cli.terminal.tables import show_reading, show_threads
 from gptj_ft.config.options import Recipe
 from gptj_ft.errors import UsageError
 from gptj_ft.generation.batch import BatchJob
@@ -97,6 +97,7 @@ def answer_file(setup: GenerationSetup, job: BatchJob, rows: Path, dry_run: bool
         out.finish(plan.to_dict(), "", lambda console: show_reading(console, "The answers", about, plan))
         return
     show_reading(out.notes, "The answers", about, plan)
+    show_threads(out.notes, setup.recipe, setup.group)
     with TerminalReporter(out.notes) as reporter:
         done = api.run_file(setup, job, reporter)
     for where, problem in done.bad if not out.is_quiet else ():

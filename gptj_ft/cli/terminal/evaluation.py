@@ -10,17 +10,28 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from gptj_ft.cli.html import write_new
-from gptj_ft.cli.html.evaluation_page import Facts, cut_text, evaluation_facts, evaluation_report, record
+from gptj_ft import api
+from gptj_ft.cli.html import check_report_path, write_new
+from gptj_ft.cli.html.evaluation_page import (
+    EVALUATION_SUFFIXES,
+    Facts,
+    cut_text,
+    evaluation_facts,
+    evaluation_report,
+    record,
+)
 from gptj_ft.cli.html.run_page import write_page
 from gptj_ft.cli.terminal.labels import show_labels
 from gptj_ft.cli.terminal.output import Output
+from gptj_ft.cli.terminal.progress import TerminalReporter
 from gptj_ft.cli.terminal.screen import next_steps, panel, say, table, whole
+from gptj_ft.cli.terminal.tables import ask, show_reading, show_threads
 from gptj_ft.config.run_folder import Run
 from gptj_ft.errors import GateError
 from gptj_ft.evaluation.comparison import Gate, ModelComparison, failed_gates
 from gptj_ft.evaluation.predictions import write_outputs
-from gptj_ft.evaluation.run import PairedEvaluation, TasksRequest
+from gptj_ft.evaluation.run import EvaluateRequest, PairedEvaluation, TasksRequest
+from gptj_ft.system.atomic import require_new
 from gptj_ft.system.plain_text import command_line
 
 ONLY_IN_REPORTS = ("word_perplexity", "byte_perplexity")  # not on a terminal, so that the table fits
@@ -44,6 +55,17 @@ class EvaluationOutput:
     reports: Sequence[Path]
     show: int
     command: str
+
+    def check_files(self) -> None:
+        """Check that what will be written can be, before anything is measured.
+
+        Raises:
+            UsageError: a file exists, or a report of its name has no form.
+        """
+        for path in self.reports:
+            check_report_path(path, EVALUATION_SUFFIXES)
+        if self.output is not None:
+            require_new(self.output)
 
     def conclude(self, found: ModelComparison, asked: Sequence[Gate], following: Sequence[str] = ()) -> None:
         """Show a comparison and the commands that may follow, and write it down.
@@ -75,6 +97,35 @@ class EvaluationOutput:
         record(run.folder, found, self.command)
         write_page(run, self.out.notes.print)
         return (command_line("report", model.parent, "--show-text"),)
+
+
+def evaluate_model(
+    request: EvaluateRequest | TasksRequest, gates: Sequence[Gate], shown: EvaluationOutput, dry_run: bool
+) -> None:
+    """Evaluate a model as it is asked for, and show it; on a dry run, only show what it takes.
+
+    Raises:
+        GptjFtError: as `PairedEvaluation`; or a score is not what was asked for.
+    """
+    out, notes = shown.out, shown.out.notes
+    if isinstance(request, TasksRequest):
+        evaluation = PairedEvaluation.of_tasks(request)
+    else:
+        with TerminalReporter(notes) as reporter:
+            evaluation = api.plan_evaluation(request, reporter)
+    recipe, plan, about = request.recipe, evaluation.plan, rows_about(evaluation)
+    writes = recipe.task == "language-model"
+    if dry_run:
+        out.finish(plan.to_dict(), "", lambda console: show_reading(console, "The evaluation", about, plan, writes))
+        return
+    show_reading(notes, "The evaluation", about, plan, writes)
+    show_threads(notes, recipe, request.group)
+    with TerminalReporter(notes) as reporter:
+        found = evaluation.run(reporter.on_count)
+    if isinstance(request, TasksRequest):
+        shown.conclude(found, gates)
+        return
+    shown.conclude(found, gates, [*shown.record(request.model, found), ask(recipe, request.model)])
 
 
 def rows_about(evaluation: PairedEvaluation) -> list[tuple[str, str]]:

@@ -14,8 +14,9 @@ from gptj_ft.cli.html.label_tables import MOST_CLASSES, LabelTable
 from gptj_ft.cli.terminal.output import Output
 from gptj_ft.cli.terminal.progress import TerminalReporter
 from gptj_ft.cli.terminal.screen import panel, say, table, whole
-from gptj_ft.cli.terminal.tables import show_reading
+from gptj_ft.cli.terminal.tables import show_reading, show_threads
 from gptj_ft.config.options import Recipe
+from gptj_ft.generation.generator import InferenceSetup
 
 MOST_IN_ROW = 10  # labels of a confusion matrix on a terminal
 MOST_PAIRS = 10
@@ -56,22 +57,23 @@ def label_text(folder: Path, recipe: Recipe, text: str, pair: str | None, out: O
 
 
 def label_file(
-    folder: Path, recipe: Recipe, rows: Path, output: Path, keep: Sequence[str], dry_run: bool, out: Output
+    setup: InferenceSetup, rows: Path, output: Path, keep: Sequence[str], dry_run: bool, out: Output
 ) -> None:
     """Label the rows of a file, and say where the labels are; on a dry run, only show what it takes."""
     with out.activity("reading the rows"):
-        job = api.plan_predictions(rows, output, folder, recipe, keep)
-    about = [("model", whole(str(folder))), ("rows", whole(str(rows))), ("labels", f"in {whole(str(output))}")]
+        job = api.plan_predictions(rows, output, setup, keep)
+    about = [("model", whole(str(setup.folder))), ("rows", whole(str(rows))), ("labels", f"in {whole(str(output))}")]
     if dry_run:
         out.finish(
             job.plan.to_dict(), "", lambda console: show_reading(console, "The labels", about, job.plan, writes=False)
         )
         return
     show_reading(out.notes, "The labels", about, job.plan, writes=False)
+    show_threads(out.notes, setup.recipe, setup.group)
     with TerminalReporter(out.notes) as reporter:
         done = api.run_predictions(job, reporter)
     skipped = {reason: each.count for reason, each in done.skipped.items()}
-    facts = {"model": str(folder), "output": str(output), "rows": done.rows, "found": done.found,
+    facts = {"model": str(setup.folder), "output": str(output), "rows": done.rows, "found": done.found,
              "windowed": done.windowed, "cut": done.cut, "skipped": skipped}  # fmt: skip
     notes = [f"{done.found:,} of them were there"] * bool(done.found)
     notes += [f"{done.windowed:,} read in several windows"] * bool(done.windowed)

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from gptj_ft.cli.terminal.screen import next_steps, panel, say, time_after, whole
+from gptj_ft.config.options import Recipe
 from gptj_ft.planning.costs import WARRANTED_BYTES, Costs
 from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.planning.plan import Plan
 from gptj_ft.planning.scaling_law import CONFIRMED_FLOPS, FITTED_FLOPS, TOKENS_PER_PARAMETER, ScalingForecast
 from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.plain_text import command_line
+from gptj_ft.system.processes.alike import threads_note
+from gptj_ft.system.processes.group import Group
 from gptj_ft.system.units import clock, gigabytes
 from gptj_ft.training.run_state import LOSS, BestState
 from gptj_ft.training.throughput import describe_throughput
@@ -132,6 +135,12 @@ def show_reading(
         ("to stop", "Ctrl-C; the same command goes on where it was"),
     ]
     panel(console, title, [*about, *rows])
+
+
+def show_threads(console: Console, recipe: Recipe, group: Group) -> None:
+    """Say so where each of several processes computes with fewer threads than one alone, unless a recipe sets them."""
+    if recipe.threads is None and (note := threads_note(group)):
+        say(console, note)
 
 
 _WHERE = {"device": "stay on the device", "host": "stream from a copy in RAM", "disk": "stream from the model folder"}

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -24,10 +23,9 @@ from gptj_ft.data.tokenization import tokenize
 from gptj_ft.errors import DataError, NotFinite, UsageError
 from gptj_ft.evaluation.likelihood import Likelihood, documents_of, log_likelihoods, passes
 from gptj_ft.evaluation.result_cache import ResultCache
-from gptj_ft.generation.decoding import generate_tokens
+from gptj_ft.generation.decoding import PromptBatch, generate_batches, in_rounds
 from gptj_ft.generation.hf_model import StreamedModel
 from gptj_ft.planning.inference_plan import TokenBudget, batches_by_length
-from gptj_ft.system.accelerator import fork_rng
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -134,12 +132,18 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
                     f"{self.max_length} in all"
                 )
             prompts = [self.tok_encode(str(requests[number].args[0]))[-room:] for number in numbers]
-            for batch in batches_by_length([len(ids) for ids in prompts], settings, 1, self._together.written):
-                rows = [numbers[each] for each in batch]
-                if not known.keys() >= set(rows):
-                    texts = self._write([prompts[each] for each in batch], settings, rows[0])
+            batches = batches_by_length([len(ids) for ids in prompts], settings, 1, self._together.written)
+            left = [batch for batch in batches if not known.keys() >= {numbers[each] for each in batch}]
+            for some in in_rounds(left, self.model.stack.replicas.size):
+                seeds = [self._seed * 1_000_003 + numbers[batch[0]] for batch in some]
+                asked = [
+                    PromptBatch([prompts[each] for each in batch], settings, seed)
+                    for batch, seed in zip(some, seeds, strict=True)
+                ]
+                for batch, found in zip(some, generate_batches(self.model, self.tokenizer, asked), strict=True):
+                    texts = [str(self.tokenizer.decode(row, skip_special_tokens=True)) for row in found]
                     cut = [postprocess_generated_text(text, until, None) for text in texts]
-                    journal.add("text", dict(zip(rows, cut, strict=True)))
+                    journal.add("text", dict(zip([numbers[each] for each in batch], cut, strict=True)))
                 self._findings.show(len(known), len(requests))
         return [str(known[number]) for number in range(len(requests))]
 
@@ -190,13 +194,6 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
                 )
             self._findings.show(len(known), len(pairs))
         return [(float(known[n][0]), int(known[n][1])) for n in range(len(pairs))]
-
-    def _write(self, prompts: Sequence[Sequence[int]], settings: Generation, seed: int) -> list[str]:
-        device = self.model.device
-        with fork_rng(device):
-            torch.manual_seed((self._seed * 1_000_003 + seed) % 2**63)
-            rows = generate_tokens(self.model, self.tokenizer, prompts, settings)
-        return [str(self.tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
 
 
 def _settings_of(asked: Mapping[str, Any], eos: str) -> tuple[Generation, list[str]]:

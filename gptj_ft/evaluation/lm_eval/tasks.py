@@ -33,6 +33,7 @@ from gptj_ft.generation.hf_model import StreamedModel
 from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.system.hub import open_network
 from gptj_ft.system.paths import home
+from gptj_ft.system.processes.group import ALONE, Group
 
 MISSING = "--tasks needs EleutherAI's lm-eval: pip install 'gptj-ft[harness]'"
 SEED = 1234  # lm-eval's own, of the examples before questions
@@ -213,13 +214,15 @@ class TasksPlan:
             journal.close()
 
 
-def plan_on_tasks(folder: Path, recipe: Recipe, tasks: LoadedTasks, limit: int | None) -> TasksPlan:
+def plan_on_tasks(
+    folder: Path, recipe: Recipe, tasks: LoadedTasks, limit: int | None, group: Group = ALONE
+) -> TasksPlan:
     """Plan for requests as long as the context, since their length is not known before tokenization.
 
     Raises:
         ResourceError: it does not fit.
     """
-    setup = InferenceSetup.of(folder, recipe)
+    setup = InferenceSetup.of(folder, recipe, group=group)
     check_writes(setup)
     longest = [setup.context]
     return TasksPlan(setup, tasks, limit, setup.plan(home(), documents=longest, prompts=longest))

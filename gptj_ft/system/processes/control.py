@@ -115,7 +115,7 @@ class Control:
         self._closed = True
         if error is not None and not isinstance(error, PeerFailed):
             text = str(error) or type(error).__name__
-            code = error.exit_code if isinstance(error, GptjFtError) else 1
+            code = int(getattr(error, "exit_code", 1))  # a command's own way to end has one, too
             if isinstance(error, KeyboardInterrupt):
                 text, code = "stopped", Interrupted.exit_code
             self._tell({"failed": {"rank": self.rank, "text": text, "code": code}})

@@ -7,7 +7,6 @@ they can do it, open the same folder and train. What of the folder is there once
 from __future__ import annotations
 
 import platform
-import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 
-from gptj_ft import __version__
 from gptj_ft.checkpoints.fingerprint import check_unchanged, fingerprint
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import build
@@ -26,22 +24,11 @@ from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.system.files import discard
 from gptj_ft.system.paths import is_model
+from gptj_ft.system.processes.alike import check_alike, facts_here
 from gptj_ft.system.processes.group import Group, from_first
 from gptj_ft.training.restore import load_start, make_optimizer, open_stack
 from gptj_ft.training.run_state import RunState
 from gptj_ft.training.setup import TrainSetup
-
-
-def facts_here() -> dict[str, Any]:
-    """Return what has to be the same in all processes, for the same bits or to understand each other."""
-    return {
-        "gptj-ft": __version__,
-        "Python": platform.python_version(),
-        "torch": torch.__version__,
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "command": " ".join(sys.argv[1:]),
-    }
 
 
 def announce(setup: TrainSetup, run: Run, start: int | None = None) -> None:
@@ -65,7 +52,7 @@ def announce(setup: TrainSetup, run: Run, start: int | None = None) -> None:
         "base": fingerprint(setup.model),
         "start": start,
     }
-    check_alike(group.gather("plan", {"facts": facts_here(), "plan": plan}))
+    check_alike(group.gather("plan", {"facts": facts_here(), "plan": plan}), setup.recipe.threads)
     group.gather("agreed", {})
 
 
@@ -86,25 +73,6 @@ def placed(setup: TrainSetup) -> Recipe:
     return setup.recipe.model_copy(update=chosen)
 
 
-def check_alike(said: list[dict[str, Any]]) -> None:
-    """Check that the facts of all processes are those of the first.
-
-    Raises:
-        UsageError: one is not.
-    """
-    first = dict(said[0]["facts"])
-    if said[0]["plan"]["recipe"]["threads"] is not None:
-        del first["threads"]  # so all will have as many
-    for rank, each in enumerate(said[1:], start=2):
-        for name, value in first.items():
-            if (other := each["facts"].get(name)) != value:
-                how = f": --set threads={min(value, other)} makes it so" if name == "threads" and other else ""
-                raise UsageError(
-                    f"process {rank} has {name} {other!r}, process 1 has {value!r}: it must be the same on all "
-                    f"machines{how}"
-                )
-
-
 def hear_plan(group: Group) -> Mapping[str, Any] | None:
     """Return what process 0 has planned, checked against what is here; ``None`` if there is nothing to do.
 
@@ -115,8 +83,9 @@ def hear_plan(group: Group) -> Mapping[str, Any] | None:
     plan = said[0]["plan"]
     if plan is None:
         return None
-    check_alike(said)
-    model = Path(build(plan["recipe"]).model or "")
+    recipe = build(plan["recipe"])
+    check_alike(said, recipe.threads)
+    model = Path(recipe.model or "")
     if not is_model(model):
         raise UsageError(f"the model is not in {model} on {platform.node()}: every machine needs it at the same place")
     check_unchanged(model, plan["base"])

@@ -1,0 +1,287 @@
+"""Rows dealt out to several processes: answers, labels, scores and files are those of one process, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from conftest import NOTES
+from support.fork_server import ForkServer
+from support.thread_group import Member, together
+
+from gptj_ft import api
+from gptj_ft.checkpoints.metadata import ModelMetadata, template_of
+from gptj_ft.checkpoints.model_folder import METADATA_FILE
+from gptj_ft.checkpoints.tiny import make_tiny
+from gptj_ft.config.options import Recipe
+from gptj_ft.config.presets import load_preset
+from gptj_ft.config.resolve import build
+from gptj_ft.errors import NotFinite, UsageError
+from gptj_ft.evaluation import evaluate
+from gptj_ft.evaluation.evaluate import Evaluation
+from gptj_ft.evaluation.replica import take_part
+from gptj_ft.evaluation.run import EvaluateRequest, PairedEvaluation
+from gptj_ft.generation import decoding, replica
+from gptj_ft.generation.generator import GenerationSetup, InferenceSetup
+from gptj_ft.generation.replica import announce_end
+from gptj_ft.streaming import step
+from gptj_ft.system.processes import dealing
+from gptj_ft.system.processes.dealing import deal, end_serving, owners_of, serve
+from gptj_ft.system.processes.group import ALONE, Group
+from gptj_ft.training.reporter import Reporter
+
+T = TypeVar("T")
+SHORT = {"max_length": 96, "device": "cpu", "precision": "fp32", "micro_batch_tokens": 64}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Compute with one thread in each process, as `--nproc 2` does on two cores."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def one_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have one thread write at a time: they have torch's random generators in common, which processes have not."""
+    lock, generate = threading.Lock(), decoding._continue
+
+    def one_by_one(*arguments: Any) -> Any:
+        with lock:
+            return generate(*arguments)
+
+    monkeypatch.setattr(decoding, "_continue", one_by_one)
+
+
+def led(size: int, lead: Callable[[Group], T]) -> T:
+    """Have one of several threads lead, each a process, and the others do what it deals out."""
+    if size == 1:
+        return lead(ALONE)
+
+    def work(member: Member) -> T | None:
+        if member.rank:
+            take_part(member)
+            return None
+        found = lead(member)
+        announce_end(member)
+        return found
+
+    found = together(size, work)[0]
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    notes = [(note.format(n=n) * (1 + n % 3), summary.format(n=n)) for n in range(6) for note, summary in NOTES]
+    lines = [{"note": note, "summary": summary, "label": ("a", "b")[n % 2]} for n, (note, summary) in enumerate(notes)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def writer(folder: Path, preset: str, **options: Any) -> Path:
+    """Make a small model that remembers a recipe."""
+    generation = {"max_new_tokens": 6, "temperature": 0.0, **options.pop("generation", {})}
+    recipe = build({**load_preset(preset), "generation": generation, **SHORT, "recipe": preset, **options})
+    make_tiny(folder, [text for pair in NOTES for text in pair] * 20, seed=0, n_positions=128, initializer_range=0.3)
+    tuning = ModelMetadata("base", template_of(recipe), {}, {})
+    (folder / METADATA_FILE).write_text(json.dumps(tuning.to_dict()), encoding="utf-8")
+    return folder
+
+
+def recipe_of(folder: Path, **options: Any) -> Recipe:
+    return api.model_options(folder, {**SHORT, **options}).recipe
+
+
+def evaluated(folder: Path, rows: Path, group: Group, **options: Any) -> Evaluation:
+    request = EvaluateRequest(folder, recipe_of(folder, **options), "none", str(rows), None, group)
+    return PairedEvaluation.of(request).run(lambda *_: None).model
+
+
+def facts_of(found: Evaluation) -> Any:
+    by_row = {name: None if each.rows_N is None else each.rows_N.tolist() for name, each in found.figures.items()}
+    return found.scores, by_row, found.answers, found.places, found.notes
+
+
+def test_units_go_to_the_process_that_has_least() -> None:
+    assert owners_of([5, 5, 5, 5], 2) == [0, 1, 0, 1]
+    assert owners_of([1, 9, 2, 6], 2) == [1, 0, 1, 1]
+    assert owners_of([], 3) == []
+
+
+def test_results_come_back_in_order_however_long_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dealing, "LINE_BYTES", 240)
+    units = [{"at": n, "values": np.arange(5 * n, dtype=np.float32) / 3} for n in range(7)]
+
+    def compute(share: Any) -> Iterator[Any]:
+        yield from ((unit["at"], unit["values"].dtype.str, unit["values"] * 2) for unit in share)
+
+    def work(member: Member) -> list[Any]:
+        if member.rank:
+            serve(member, {"double": compute})
+            return []
+        found = [deal(member, "double", units, [1 + n % 3 for n in range(7)], compute) for _ in range(2)]
+        end_serving(member)
+        return found
+
+    for found in together(3, work)[0]:
+        assert [(at, dtype) for at, dtype, _ in found] == [(n, "<f4") for n in range(7)]
+        assert all((values == unit["values"] * 2).all() for (*_, values), unit in zip(found, units, strict=True))
+
+
+@pytest.mark.parametrize("preset", ["summarization", "classification"])
+def test_an_evaluation_dealt_out_is_that_of_one_process(tmp_path, rows, monkeypatch, preset) -> None:
+    """Losses and written answers; losses and the likeliest label."""
+    monkeypatch.setattr("gptj_ft.planning.inference_plan.BATCH_TOKENS", 300)  # some batches
+    monkeypatch.setattr("gptj_ft.planning.inference_plan.PASS_TOKENS", 400)
+    labels = {"labels": {"a": "yes", "b": "no"}, "metrics": ["accuracy"]} if preset == "classification" else {}
+    more = {"prompt": "{{ note }}", "completion": " {{ label }}", **labels} if labels else {}
+    folder = writer(tmp_path / "tuned", preset, task="language-model", **more)
+    alone = facts_of(led(1, lambda group: evaluated(folder, rows, group)))
+    assert any(alone[2])
+    for size in (2, 3):
+        assert facts_of(led(size, lambda group: evaluated(folder, rows, group))) == alone
+
+
+def test_an_evaluation_that_was_interrupted_goes_on_in_several_processes(tmp_path, rows, own_home, monkeypatch) -> None:
+    monkeypatch.setattr("gptj_ft.planning.inference_plan.BATCH_TOKENS", 300)
+    folder = writer(tmp_path / "tuned", "summarization")
+    alone = facts_of(led(1, lambda group: evaluated(folder, rows, group)))
+    note, calls = evaluate.EvaluationRun._note_losses, []
+
+    def interrupted(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise NotFinite("stopped")
+        note(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate.EvaluationRun, "_note_losses", interrupted)
+        with pytest.raises(NotFinite):
+            led(2, lambda group: evaluated(folder, rows, group))
+    assert len(list((own_home / "evaluations").iterdir())) == 1
+    assert facts_of(led(3, lambda group: evaluated(folder, rows, group))) == alone
+
+
+@pytest.mark.usefixtures("one_sampler")
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_answers_to_rows_are_the_bytes_of_one_process(tmp_path, rows, monkeypatch, temperature) -> None:
+    monkeypatch.setattr("gptj_ft.planning.inference_plan.BATCH_TOKENS", 200)
+    folder = writer(tmp_path / "tuned", "summarization", generation={"temperature": temperature})
+    num_return = 2 if temperature else 1
+
+    def answered(group: Group, output: Path) -> bytes:
+        setup = GenerationSetup.of(folder, recipe_of(folder), group=group)
+        job = api.plan_file(rows, output, setup, num_return)
+        api.run_file(setup, job, Reporter())
+        return output.read_bytes()
+
+    alone = answered(ALONE, tmp_path / "1.jsonl")
+    assert led(2, lambda group: answered(group, tmp_path / "2.jsonl")) == alone
+    begun = tmp_path / "2.jsonl"
+    begun.write_bytes(b"".join(alone.splitlines(keepends=True)[3:8]))
+    assert led(3, lambda group: answered(group, begun)) == alone, "what was begun is gone on with"
+
+
+def test_another_model_or_another_command_is_refused(tmp_path, rows, monkeypatch) -> None:
+    folder = writer(tmp_path / "tuned", "summarization")
+    prints = iter([{"config.json": 1}, {"config.json": 2}])
+    with monkeypatch.context() as patch:
+        patch.setattr(replica, "tuned_fingerprint", lambda _: next(prints))
+        with pytest.raises(UsageError, match="is not the one of process 1"):
+            led(2, lambda group: evaluated(folder, rows, group))
+    threads = iter([1, 2])
+    monkeypatch.setattr(replica, "facts_here", lambda: {"threads": next(threads)})
+    with pytest.raises(UsageError, match="process 2 has threads"):
+        led(2, lambda group: evaluated(folder, rows, group))
+
+
+def test_one_process_asks_nobody_and_converts_nothing(tmp_path, rows, monkeypatch) -> None:
+    folder = writer(tmp_path / "tuned", "summarization")
+    for module, name in ((step, "deal_batches"), (decoding, "deal"), (dealing, "gather_texts")):
+        monkeypatch.setattr(module, name, None)
+    assert evaluated(folder, rows, ALONE).rows == 18
+
+
+def test_labels_and_their_scores_are_those_of_one_process(tmp_path, rows, monkeypatch) -> None:
+    monkeypatch.setattr("gptj_ft.planning.inference_plan.PASS_TOKENS", 200)
+    folder = labeller(tmp_path, rows)
+
+    def labelled(group: Group, output: Path) -> bytes:
+        setup = InferenceSetup.of(folder, recipe_of(folder, max_length=32), group=group)
+        api.run_predictions(api.plan_predictions(rows, output, setup, ["label"]), Reporter())
+        return output.read_bytes()
+
+    alone = labelled(ALONE, tmp_path / "1.csv")
+    for size in (2, 3):
+        assert led(size, lambda group, size=size: labelled(group, tmp_path / f"{size}.csv")) == alone
+    scores = [facts_of(led(size, lambda group: evaluated(folder, rows, group, max_length=32))) for size in (1, 2)]
+    assert scores[0] == scores[1]
+
+
+def labeller(folder: Path, rows: Path) -> Path:
+    """Train a head for a step."""
+    options = {"task": "classification", "prompt": "{{ note }}", "completion": "{{ label }}", "model": "tiny-bert"}
+    fields = {"fields": {"note": ("note",), "label": ("label",)}, "on_long": "shorten", "max_length": 32}
+    done = api.finetune(
+        **{**SHORT, **options, **fields}, data=rows, max_steps=1, batch_size=4, dropout=0.0, output=folder / "run"
+    )
+    return Path(done.model)
+
+
+def test_predictions_by_two_processes_of_a_machine_are_the_bytes_of_one(tmp_path, rows, shell) -> None:
+    folder = labeller(tmp_path, rows)
+    assert shell(f"predict --model {folder} --input {rows} --output 1.jsonl --set micro_batch_tokens=64").code == 0
+    words = f"predict --model {folder} --input {rows} --output 2.jsonl --set micro_batch_tokens=64 --nproc 2 --json"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "gptj_ft", *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["rows"] == 18
+    assert Path("2.jsonl").read_bytes() == Path("1.jsonl").read_bytes()
+    assert Path("2.jsonl").stat().st_mode == Path("1.jsonl").stat().st_mode
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.mark.slow
+def test_of_processes_that_a_launcher_starts_one_speaks_and_all_end_alike(tmp_path, rows, server) -> None:
+    """A sampled answer file, an error, and a signal to all of them, as torchrun hands it on."""
+    writer(tmp_path / "tuned", "summarization")
+    options = "--model tuned --temperature 1.5 --num-return 2 --set device=cpu --quiet"
+    for output, size in (("1.jsonl", 1), ("2.jsonl", 2)):
+        codes, _ = server.run_together(f"generate --input {rows} --output {output} {options}", tmp_path, size)
+        assert codes == [0] * size
+    assert (tmp_path / "2.jsonl").read_bytes() == (tmp_path / "1.jsonl").read_bytes()
+    printed = tmp_path / "output.txt"
+    assert printed.read_text() == "1.jsonl\n2.jsonl\n"
+    printed.unlink()
+    codes, _ = server.run_together(f"generate --input {rows} --output 2.jsonl {options} --seed 7", tmp_path, 2)
+    assert codes == [2, 2]
+    assert printed.read_text().count("2.jsonl is there and was made with other seed") == 1
+    assert len(printed.read_text().splitlines()) == 1
+    printed.unlink()
+    rows.write_bytes(rows.read_bytes() * 40)
+    stop = [(2.0, signal.SIGTERM, rank) for rank in range(2)]
+    long = "--set generation.max_new_tokens=60 --set generation.min_new_tokens=60 --max-length 128"
+    codes, _ = server.run_together(f"evaluate tuned --data {rows} --baseline none --quiet {long}", tmp_path, 2, *stop)
+    assert codes == [130, 130]
+    assert len(printed.read_text().splitlines()) == 1
