@@ -161,6 +161,7 @@ def plan(
     network: str = "10Gbit",
     offline: bool = False,
     reporter: Reporter | None = None,
+    group: Group = ALONE,
     **options: Any,
 ) -> Forecast:
     """Forecast memory, disk and time of a run, with rows or, without ``data``, for rows of the greatest length.
@@ -171,21 +172,28 @@ def plan(
     Args:
         recipe: name of a preset, or resolved options.
         measure_again: whether device and disk are measured though they are known.
-        nodes: machines like this one that share the run; default 1.
-        network: rate of the network between them, such as ``100Mbit``; default ``10Gbit``.
+        nodes: machines like this one that share the run; default 1, or the processes of the group.
+        network: rate of the network between them, such as ``100Mbit``; default ``10Gbit``; ``auto``: measured between
+            the processes of the group, in all of which `gptj_ft.planning.link.measure_network` is called.
         offline: whether a data set on the Hub is taken as it was fetched before.
         reporter: receiver of activities.
+        group: processes whose network is measured.
         **options: fields of `Recipe`; ``config`` is a YAML file of them.
 
     Raises:
         UsageError, DataError: wrong options, no such model, or rows that cannot be used.
     """
+    from gptj_ft.planning.link import AUTO, measure_network
     from gptj_ft.planning.scale_out import Network
     from gptj_ft.training.finetune import forecast_run
     from gptj_ft.training.shared.forecast import SharedForecast
 
-    between = Network.parse(network)
     reporter = reporter or Reporter()
+    if network == AUTO:
+        reporter.on_activity("measuring the network")
+        between, nodes = measure_network(group), max(nodes, group.size)
+    else:
+        between = Network.parse(network)
     resolved = fetched(resolved_options(recipe, options), offline, reporter)
     forecast = forecast_run(resolved, measure_again, reporter)
     if nodes <= 1:

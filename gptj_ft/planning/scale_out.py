@@ -73,7 +73,7 @@ class Network:
 
 def bits_text(bits: float) -> str:
     """Return bits/s as networks are sold by."""
-    return f"{bits / 1e9:g}Gbit" if bits >= 1e9 else f"{bits / 1e6:g}Mbit"
+    return f"{bits / 1e9:.3g}Gbit" if bits >= 1e9 else f"{bits / 1e6:.3g}Mbit"
 
 
 @dataclass(frozen=True)
@@ -466,28 +466,54 @@ class _Chain:
         blocks = len(own.layouts) - 2
         hop_bytes = load.width * load.dtype.itemsize * load.mean_step_tokens
         hop = hop_bytes / self.micro_batches / network.rate + network.latency
-        # Each way what others sum up, and the sums: (R - 1) / R of all of it.
-        exchanged = 2 * FP32 * (self.replicas - 1) / self.replicas
         lowest = next((layout.numel for layout in own.layouts if layout.numel), 0)
         passes = []
         for descends, (compute, transfer, stall) in enumerate(_own_seconds(plan)):
-            hops = [self._hops(rank, bool(descends)) for rank in ranks]
-            gradients = exchanged * (own.stored_elements + own.lent_elements) if descends else 0.0
-            sent, received = (hop_bytes * max(each[way] for each in hops) + gradients for way in (0, 1))
+            ways = [_wire_bytes(load, own, self.owners, rank, self.replicas)[descends] for rank in ranks]
+            sent, received = (max(each[way] for each in ways) for way in (0, 1))
             # Nothing is left to compute while the last gradient is summed up.
-            waiting = exchanged * lowest / network.rate if descends else 0.0
+            waiting = _exchanged(self.replicas) * lowest / network.rate if descends else 0.0
             waiting += waiting_seconds(self.stages, blocks, self.micro_batches, compute, hop)
             used = max(sent, received) / network.rate
             passes.append(NodePass(compute, waiting, transfer, sent, received, used, stall))
         forward, backward = passes
         return forward, backward
 
-    def _hops(self, rank: int, descends: bool) -> tuple[int, int]:
-        """Count the layers whose hidden states, or their gradients, a rank sends on and gets."""
-        lowest = self.load.lowest_trained if descends else 0
-        pairs = list(pairwise(self.owners))[lowest:]
+
+def wire_bytes(load: Workload, owners: Sequence[int], replicas: int) -> tuple[float, float]:
+    """Return the most bytes that a process sends in a step, and the most that one receives.
+
+    Args:
+        load: workload of the whole run.
+        owners: rank of each layer among the processes of a replica.
+        replicas: number of replicas.
+    """
+    load, ways = replica_of(load, replicas), list[tuple[float, float]]()
+    for rank in sorted(set(owners)):
+        own = part_of(load, [layer for layer, owner in enumerate(owners) if owner == rank])
+        up, down = _wire_bytes(load, own, owners, rank, replicas)
+        ways.append((up[0] + down[0], up[1] + down[1]))
+    return max(sent for sent, _ in ways), max(received for _, received in ways)
+
+
+def _wire_bytes(
+    load: Workload, own: Workload, owners: Sequence[int], rank: int, replicas: int
+) -> list[tuple[float, float]]:
+    """Return the bytes that a process of a replica sends and receives in forward, and those in backward."""
+    hop_bytes = load.width * load.dtype.itemsize * load.mean_step_tokens
+    found = []
+    for descends in (False, True):
+        pairs = list(pairwise(owners))[load.lowest_trained if descends else 0 :]
         ways = [(high, low) if descends else (low, high) for low, high in pairs if low != high]
-        return sum(source == rank for source, _ in ways), sum(target == rank for _, target in ways)
+        gradients = _exchanged(replicas) * (own.stored_elements + own.lent_elements) if descends else 0.0
+        sent, received = (sum(way[end] == rank for way in ways) for end in (0, 1))
+        found.append((hop_bytes * sent + gradients, hop_bytes * received + gradients))
+    return found
+
+
+def _exchanged(replicas: int) -> float:
+    """Return the bytes an element that each way are for others to sum, and sums: (R - 1) / R of all of it."""
+    return 2 * FP32 * (replicas - 1) / replicas
 
 
 def waiting_seconds(stages: int, blocks: int, micro_batches: int, compute: float, hop: float) -> float:

@@ -31,9 +31,11 @@ from gptj_ft.models.registry import Architecture, read_architecture
 from gptj_ft.models.supported import DEFAULT_REPOSITORY, TINY_MODELS
 from gptj_ft.models.trainable import select
 from gptj_ft.planning.devices import is_published_name
+from gptj_ft.planning.link import measure_network
 from gptj_ft.planning.machine_profile import are_known, is_known, rates
 from gptj_ft.planning.plan import DoesNotFit, Plan, choose
 from gptj_ft.planning.resources import Target
+from gptj_ft.planning.scale_out import Network
 from gptj_ft.planning.workload import Workload
 from gptj_ft.system.accelerator import is_accelerator
 from gptj_ft.system.digests import read_sealed, write_sealed
@@ -137,6 +139,7 @@ class PreparedRun:
         rows: training and validation rows, to be saved there.
         run: the folder, when it exists already.
         start: step of the checkpoint that it goes back to first; ``None``: it goes on where it stopped.
+        network: network between the processes that share it; ``None``: there is one.
     """
 
     setup: TrainSetup
@@ -145,6 +148,7 @@ class PreparedRun:
     rows: tuple[Prepared, Prepared | None]
     run: Run | None
     start: int | None = None
+    network: Network | None = None
 
     def train(self, reporter: Reporter | None = None, session: Session | None = None) -> TrainResult:
         """Train the run, see `train_run`."""
@@ -182,7 +186,16 @@ def prepare_new_run(
     origins = dict(resolved.origins)
     if final.precision == "auto":
         origins["precision"] = "chosen by measuring"
-    return PreparedRun(setup, inputs.report, Resolved(setup.recipe, origins), (inputs.train, inputs.validation), None)
+    resolved, rows = Resolved(setup.recipe, origins), (inputs.train, inputs.validation)
+    return PreparedRun(setup, inputs.report, resolved, rows, None, network=_network(group, reporter))
+
+
+def _network(group: Group, reporter: Reporter) -> Network | None:
+    """Measure the network of a run; the other processes do so in `follow_run`."""
+    if group.size == 1:
+        return None
+    reporter.on_activity("measuring the network")
+    return measure_network(group)
 
 
 def use_threads(recipe: Recipe, group: Group, reporter: Reporter) -> None:
@@ -263,7 +276,8 @@ def resume_run(
             check_tokens(part, where, vocab_size_of(model), recipe.max_length)
     step = None if start is None else 0 if start == START else find_checkpoint(run, start)
     setup = _setup(recipe, model, rows, run.folder, group=group)
-    return PreparedRun(setup, rows[0].report, Resolved(recipe, {}), rows, run, step)
+    network = _network(group, reporter or Reporter())
+    return PreparedRun(setup, rows[0].report, Resolved(recipe, {}), rows, run, step, network)
 
 
 def follow_run(group: Group, session: Session | None = None) -> None:
@@ -272,6 +286,7 @@ def follow_run(group: Group, session: Session | None = None) -> None:
     Raises:
         GptjFtError: as `loop.train`; or this process cannot do what is planned.
     """
+    measure_network(group)
     plan = hear_plan(group)
     if plan is None:
         return

@@ -21,7 +21,7 @@ from gptj_ft.models.registry import Architecture, read_architecture
 from gptj_ft.models.trainable import Selection, select
 from gptj_ft.planning.plan import Plan, choose
 from gptj_ft.planning.resources import Target, check_lengths
-from gptj_ft.planning.scale_out import part_of
+from gptj_ft.planning.scale_out import part_of, wire_bytes
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.objective import Objective, objective_of
 from gptj_ft.streaming.relay import ONE_PROCESS, Relay, assign, restricted
@@ -40,7 +40,8 @@ class TrainSetup:
     Several processes are replicas of the model, and a replica is one process or several that share its layers, as
     ``relay`` says. ``peers`` are the processes that have the same layers as this one, one of each replica, by its
     number: each has rows of some of the ``lanes``. The state of a run is that of replica 0. ``selection`` has the
-    layers of this process, ``whole`` those of the model.
+    layers of this process, ``whole`` those of the model. ``on_the_wire`` are the most bytes that a process sends in a
+    step, and the most that one receives.
     """
 
     recipe: Recipe
@@ -63,6 +64,7 @@ class TrainSetup:
     peers: Group = ALONE
     lanes: int = 1
     whole: Selection | None = None
+    on_the_wire: tuple[float, float] = (0.0, 0.0)
 
     @property
     def is_replica(self) -> bool:
@@ -157,6 +159,7 @@ def make_setup(
         validation_tokens=sum(validation.lengths),
         validation_targets=validation.num_targets,
     )
+    on_the_wire = wire_bytes(load, owners, peers.size)
     if relay.group.size > 1:
         load = part_of(load, [layer for layer, owner in enumerate(owners) if owner == relay.group.rank])
     plan = choose(recipe, load, target.free, target.rates, has_begun)
@@ -165,7 +168,7 @@ def make_setup(
     return TrainSetup(
         recipe, model, architecture, selection, train, validation, data_sha256, num_steps, most_step_tokens,
         schedule, target.device, target.dtype, plan, objective_of(recipe, class_weights(recipe, train, len(labels))),
-        updates_before(recipe, model, architecture), group, relay, peers, recipe.lanes or 1, whole,
+        updates_before(recipe, model, architecture), group, relay, peers, recipe.lanes or 1, whole, on_the_wire,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_gpt2, random_gptj
-from support.thread_group import Member, together
+from support.thread_group import Hub, Member, together
 
 from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run
@@ -97,3 +97,6 @@ def test_each_process_sends_in_a_step_what_was_forecast(models, tmp_path, monkey
         assert sum(sent.values()) / STEPS == pytest.approx(sum(said.values()), rel=0.01), size
         if stages == 1 or replicas == 1:  # else a replica may have more tokens than the other
             assert {rank: number / STEPS for rank, number in sent.items()} == pytest.approx(said, rel=0.01), size
+        setup = setup_of(model, tmp_path / "x", Member(Hub(size), 0), **shared)
+        most = max(forecast_share(job, stages, replicas).most(way) for way in ("sent", "received"))
+        assert max(setup.on_the_wire) == pytest.approx(most)

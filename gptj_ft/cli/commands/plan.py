@@ -24,7 +24,12 @@ def plan(
     ] = False,
     measure: Annotated[bool, flag("measure device and disk again, first", "--measure")] = False,
     nodes: Annotated[int, flag("machines like this one that share the run", "--nodes", metavar="N", min=1)] = 1,
-    network: Annotated[str, flag("rate of the network between them", "--network", metavar="RATE")] = "10Gbit",
+    network: Annotated[
+        str, flag("rate of the network between them; auto: measured, by one process a machine", metavar="RATE")
+    ] = "10Gbit",
+    nproc: Annotated[
+        int | None, flag("with --network auto: processes of this machine, between which it measures", min=1, more=True)
+    ] = None,
     offline: Offline = False,
     quiet: Annotated[bool, flag("print nothing: the exit code tells if it fits", "--quiet", "-q")] = False,
     as_json: Json = False,
@@ -34,19 +39,29 @@ def plan(
     Memory and disk that it needs beside what there is, seconds a step, the time it ends. Without --data, for rows of
     the greatest length. For a card that is not here, name it: --device "RTX 4060 8GB".
     """
-    out = Output(as_json, quiet)
-    with out.activity():
-        from gptj_ft import api
-        from gptj_ft.cli.terminal.machines import show_machines
-        from gptj_ft.cli.terminal.progress import TerminalReporter
-        from gptj_ft.cli.terminal.tables import show_outlook, show_plan
-        from gptj_ft.training.shared.forecast import SharedForecast
+    from gptj_ft.cli.several import sharing
 
-    resolved = resolve(options, config, assignments)
-    with TerminalReporter(out.notes) as reporter:
-        forecast = api.plan(
-            resolved, measure_again=measure, nodes=nodes, network=network, offline=offline, reporter=reporter
-        )
+    with sharing(nproc) as group:
+        if group.rank > 0:
+            from gptj_ft.planning.link import AUTO, measure_network
+
+            if network == AUTO:
+                measure_network(group)
+            return
+        out = Output(as_json, quiet)
+        with out.activity():
+            from gptj_ft import api
+            from gptj_ft.cli.terminal.machines import show_machines
+            from gptj_ft.cli.terminal.progress import TerminalReporter
+            from gptj_ft.cli.terminal.tables import show_outlook, show_plan
+            from gptj_ft.training.shared.forecast import SharedForecast
+
+        resolved = resolve(options, config, assignments)
+        with TerminalReporter(out.notes) as reporter:
+            forecast = api.plan(
+                resolved, measure_again=measure, nodes=nodes, network=network, offline=offline, reporter=reporter,
+                group=group,
+            )  # fmt: skip
 
     def show(console: Console) -> None:
         if isinstance(forecast, SharedForecast):

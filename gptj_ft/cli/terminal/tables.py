@@ -54,7 +54,19 @@ def show_prepared_run(console: Console, prepared: PreparedRun, verbose: bool = F
         ("to stop", f"Ctrl-C ends the step and stops; {keeps}"),
         ("to go on", whole(command_line("finetune", "--resume", Path(folder)))),
     ]
-    panel(console, "The run", [*before, *plan_rows(setup.plan, setup.architecture.notes, verbose), *after])
+    costs = [*plan_rows(setup.plan, setup.architecture.notes, verbose), *_on_the_wire(prepared)]
+    panel(console, "The run", [*before, *costs, *after])
+
+
+def _on_the_wire(prepared: PreparedRun) -> Iterator[tuple[str, str]]:
+    """Say what goes over the network in a step, and how long that takes."""
+    network, (sent, received) = prepared.network, prepared.setup.on_the_wire
+    if network is None:
+        return
+    seconds, computing = max(sent, received) / network.rate, prepared.setup.plan.costs.seconds_per_step
+    bound = ", longer than computing it" if seconds > computing else ""
+    text = f"a process sends {gigabytes(sent)} and gets {gigabytes(received)} a step at most: {seconds:.2g} s{bound}"
+    yield "network", f"{text}; measured {gigabytes(network.rate)}/s each way, {1e3 * network.latency:.2g} ms a message"
 
 
 def cautions(train: int, validation: int, batch_size: int) -> list[str]:

@@ -1,0 +1,51 @@
+"""The network between processes is measured: the slowest link of all, by bytes that go both ways."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.thread_group import Coming, Member, together
+
+from gptj_ft.cli.terminal.tables import _on_the_wire
+from gptj_ft.errors import UsageError
+from gptj_ft.planning.link import measure_network
+from gptj_ft.planning.scale_out import Network
+from gptj_ft.system.processes.group import ALONE
+
+RATE, LATENCY = 2e8, 0.004  # bytes/s and seconds, of the one slow link
+
+
+def test_the_slowest_link_is_measured_and_all_processes_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = Coming.wait
+
+    def slowly(self: Any) -> None:
+        is_slow = any(key[1] == 1 and wire is self._wire for key, wire in list(self._hub.wires.items()))
+        time.sleep(LATENCY + self._out.nbytes / RATE if is_slow else 0.0)
+        wait(self)
+
+    monkeypatch.setattr(Coming, "wait", slowly)
+    members = list[Member]()
+    found = together(3, lambda member: members.append(member) or measure_network(member))
+    assert found[0] == found[1] == found[2]
+    assert 0.5 * RATE < found[0].rate < RATE
+    assert LATENCY < found[0].latency < 10 * LATENCY
+    assert max(member.bytes_sent for member in members) < 66 * 2**20
+
+
+def test_one_process_has_no_network_to_measure(shell) -> None:
+    with pytest.raises(UsageError, match="--network auto measures the network between processes, and there is one"):
+        measure_network(ALONE)
+    refused = shell("plan --recipe summarization --model tiny --network auto")
+    assert refused.code == 2
+    assert "or name a rate, such as --network 10Gbit" in " ".join(refused.err.split())
+
+
+@pytest.mark.parametrize(("bits", "text"), [(1e9, "0.85 s, longer than computing it;"), (1e11, "0.0085 s;")])
+def test_the_forecast_of_a_shared_run_has_what_a_step_sends_at_the_measured_rate(bits: float, text: str) -> None:
+    setup = SimpleNamespace(on_the_wire=(1e8, 5e7), plan=SimpleNamespace(costs=SimpleNamespace(seconds_per_step=0.5)))
+    said = dict(_on_the_wire(SimpleNamespace(network=Network(bits), setup=setup)))["network"]
+    assert said.startswith(f"a process sends 0.1 GB and gets 50.0 MB a step at most: {text} measured")
+    assert not list(_on_the_wire(SimpleNamespace(network=None, setup=setup)))
