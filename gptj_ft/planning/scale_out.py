@@ -24,7 +24,7 @@ from gptj_ft.errors import UsageError
 from gptj_ft.models.layout import Layout
 from gptj_ft.planning.costs import exported_elements
 from gptj_ft.planning.flops import EMPTY
-from gptj_ft.planning.plan import DoesNotFit, Free, Plan, Requirements, choose, shortage
+from gptj_ft.planning.plan import DoesNotFit, Free, Plan, Requirements, choose, keeps_gradients, shortage
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.relay import assign
@@ -443,9 +443,10 @@ class _Chain:
         """Plan the layers of a machine, and forecast its passes."""
         job, load = self.job, self.load
         largest = max(layout.numel for layout in part.layouts)
-        # Hidden states that come and that leave while others are computed with; gradients that are sent and come.
+        # Hidden states that come and that leave while others are computed with; gradients of a layer: those
+        # that are sent, that come and that are summed up, and those of the next layer.
         beside = 2 * load.width * load.dtype.itemsize * load.step_tokens if self.stages > 1 else 0
-        beside += 2 * FP32 * largest if self.replicas > 1 else 0
+        beside += 4 * FP32 * largest if self.replicas > 1 else 0
         recipe, have = job.recipe, job.have
         exported = exported_elements(recipe, load) if 0 in ranks else 0  # the first machine writes the tuned model
         on_disk = FP32 * (exported - exported_elements(recipe, part))
@@ -467,12 +468,14 @@ class _Chain:
         hop_bytes = load.width * load.dtype.itemsize * load.mean_step_tokens
         hop = hop_bytes / self.micro_batches / network.rate + network.latency
         lowest = next((layout.numel for layout in own.layouts if layout.numel), 0)
+        waits = keeps_gradients(self.job.recipe, plan.placement, own.dtype)
         passes = []
         for descends, (compute, transfer, stall) in enumerate(_own_seconds(plan)):
             ways = [_wire_bytes(load, own, self.owners, rank, self.replicas)[descends] for rank in ranks]
             sent, received = (max(each[way] for each in ways) for way in (0, 1))
-            # Nothing is left to compute while the last gradient is summed up.
-            waiting = _exchanged(self.replicas) * lowest / network.rate if descends else 0.0
+            # Nothing is left to compute while the last gradient is summed up, nor where they are used at once.
+            exchanged = _exchanged(self.replicas) / network.rate if descends else 0.0
+            waiting = exchanged * ((lowest if waits else own.stored_elements) + own.lent_elements)
             waiting += waiting_seconds(self.stages, blocks, self.micro_batches, compute, hop)
             used = max(sent, received) / network.rate
             passes.append(NodePass(compute, waiting, transfer, sent, received, used, stall))

@@ -2,11 +2,13 @@
 
 A *lane* is a share of the rows, fixed by their lengths and the number of lanes; inside it, gradients are summed over
 micro-batches as ever. The sums of the lanes are added by a tree that their number alone decides. So the bits of a step
-depend on how many lanes there are, and not on how many processes compute them.
+depend on how many lanes there are, and not on how many processes compute them. While processes exchange the sums of a
+layer, in a thread of their own, the next layer computes.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -67,6 +69,41 @@ def add_up(parts: dict[Node, Tensor], node: Node) -> Tensor:
     return left.add_(right)
 
 
+class Summing(threading.Thread):
+    """The sums over all lanes of a layer's gradients, on their way between processes.
+
+    It does not keep a process from ending that waits for one that is gone.
+
+    Args:
+        lanes: lanes of the step.
+        parts: sums of the lanes of this process, in host memory, for each of the layer's flat gradients.
+    """
+
+    def __init__(self, lanes: LaneSums, parts: Sequence[dict[Node, Tensor]]) -> None:
+        super().__init__(daemon=True)
+        self._lanes, self._parts = lanes, parts
+        self._totals: list[Tensor] = []
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._totals = [self._lanes.exchange(parts) for parts in self._parts]
+        except BaseException as error:
+            self._error = error
+        self._parts = []
+
+    def end(self) -> list[Tensor]:
+        """Return the sums, one for each of the gradients.
+
+        Raises:
+            PeerFailed: another process is gone.
+        """
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._totals
+
+
 @dataclass
 class LaneSums:
     """Sums the gradients of one step over lanes, and over the processes that have them.
@@ -90,6 +127,7 @@ class LaneSums:
         assert len(self.ends) == len(self._own)
         self._closed = 0
         self._parts: list[dict[Node, Tensor]] = []
+        self._last: Summing | None = None
 
     def begin(self, sums: Sequence[Tensor]) -> None:
         """Begin a layer, whose gradients are summed in these tensors."""
@@ -109,29 +147,40 @@ class LaneSums:
                     parts[node] = total
                 flat.zero_()
 
+    def start(self) -> Summing:
+        """Begin to sum up a layer over all lanes of all processes, when the layer before has been."""
+        if self._last is not None:
+            self._last.end()  # everywhere in the same order
+        self._last = Summing(self, [{node: part.to("cpu") for node, part in parts.items()} for parts in self._parts])
+        self._parts = []
+        self._last.start()
+        return self._last
+
     def total(self, sums: Sequence[Tensor]) -> None:
         """Put the sums over all lanes of all processes into these tensors."""
-        for parts, flat in zip(self._parts, sums, strict=True):
-            if self.group.size == 1:
-                flat.copy_(add_up(parts, (0, self.num_lanes)))
-            else:
-                self._exchange(parts, flat)
-        self._parts = []
+        if self.group.size == 1:
+            totals = [add_up(parts, (0, self.num_lanes)) for parts in self._parts]
+            self._parts = []
+        else:
+            totals = self.start().end()
+        for total, flat in zip(totals, sums, strict=True):
+            flat.copy_(total)
 
-    def _exchange(self, parts: dict[Node, Tensor], flat: Tensor) -> None:
-        """Add a span of the elements here, the others elsewhere, and hand the totals round."""
+    def exchange(self, parts: dict[Node, Tensor]) -> Tensor:
+        """Add a span of the elements here, the others elsewhere, and hand the totals round; return all of them.
+
+        Args:
+            parts: sums of the lanes of this process, in host memory.
+        """
         group, size = self.group, self.group.size
-        cuts = [len(flat) * rank // size for rank in range(size + 1)]
+        numel = len(next(iter(parts.values())))
+        cuts = [numel * rank // size for rank in range(size + 1)]
         spans = [slice(start, end) for start, end in pairwise(cuts)]
         others = [rank for rank in range(size) if rank != group.rank]
         mine = spans[group.rank]
-        leaving = []
-        host = {node: part.to("cpu") for node, part in parts.items()}
-        for rank in others:
-            for node in nodes_of(self._own):
-                leaving.append(group.send(rank, host[node][spans[rank]]))
+        leaving = [group.send(rank, parts[node][spans[rank]]) for rank in others for node in nodes_of(self._own)]
         coming = []
-        arrived = {node: part[mine].clone() for node, part in host.items()}
+        arrived = {node: part[mine].clone() for node, part in parts.items()}
         for rank in others:
             for node in nodes_of(lanes_of_rank(rank, size, self.num_lanes)):
                 arrived[node] = torch.empty(mine.stop - mine.start)
@@ -139,14 +188,13 @@ class LaneSums:
         for each in coming:
             each.wait()
         total = add_up(arrived, (0, self.num_lanes))
-        result = torch.empty(len(flat)) if flat.device.type != "cpu" else flat
+        result = torch.empty(numel)
         coming = [group.receive(rank, result[spans[rank]]) for rank in others]
         leaving += [group.send(rank, total) for rank in others]
         result[mine] = total
         for each in [*coming, *leaving]:
             each.wait()
-        if result is not flat:
-            flat.copy_(result)
+        return result
 
     def losses(self, values: Sequence[Sequence[float]]) -> list[list[float]]:
         """Return series of numbers, one for each piece of each lane, with those of the other processes, by lane."""

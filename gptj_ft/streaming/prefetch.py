@@ -325,6 +325,16 @@ class LayerLoad:
         own = [self.tensors["grad"]] if self.layout.numel else []
         return [*own, *(lease.tensor for lease in self._tied_gradients)]
 
+    def release_gradient(self) -> None:
+        """End the use of the gradient's memory, before that of the layer or after it."""
+        self._leases.pop("grad").release()
+
+    def lease_gradient(self) -> Tensor:
+        """Return memory for the gradient again, to be filled; all else of the layer may have been released."""
+        self._leases["grad"] = lease = self._sum_into(None, self.index)
+        self.tensors["grad"] = lease.tensor
+        return lease.tensor
+
     def use_gradient(self, step: int) -> None:
         """Store the gradient, or update the layer with it, as the task says."""
         if self.task.gradient == "write":

@@ -31,7 +31,7 @@ from gptj_ft.models.batch import HeadRows, PackedBatch, Poll
 from gptj_ft.models.embedding import EmbeddingRows
 from gptj_ft.models.linear import Kernel
 from gptj_ft.streaming.activations import Activations
-from gptj_ft.streaming.lanes import LaneSums
+from gptj_ft.streaming.lanes import LaneSums, Summing
 from gptj_ft.streaming.loss_scale import LossScale
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.objective import CrossEntropy, Objective
@@ -104,15 +104,14 @@ def train_step(
     model.boundaries.begin()
     up, down = route_up(model, batches), route_down(model, batches)
     hidden = forward(layers, batches, up, kept, model.boundaries)
-    loss, gradients = None, list[Tensor]()
+    loss, gradients, summing = None, list[Tensor](), None
     if relay.has_head:
         head = next(layers)
         arriving = up.arriving(top, hidden)
         loss, gradients = head_gradients(head, arriving, batches, objective, optimizer.loss_scale, down, lanes)
-        if head.task.gradient:
-            optimizer.add_gradient(head)
+        summing = add_gradient(head, optimizer, lanes, None, None)
     up.end()
-    backward(layers, optimizer, batches, gradients, kept, down, lanes)
+    backward(layers, optimizer, batches, gradients, kept, down, lanes, summing)
     down.end()
     (found,) = relay.from_head("loss", [asdict(loss)] if loss else None)
     return StepLoss(**found)  # type: ignore[arg-type]
@@ -250,10 +249,12 @@ def backward(
     kept: dict[int, KeptActivations],
     down: Route,
     lanes: LaneSums | None = None,
+    summing: LayerSum | None = None,
 ) -> None:
     """Carry the gradients of the head's inputs down through the layers, recomputing those that are not kept.
 
     Boundaries, gradients and kept activations are consumed: a layer's memory is free as soon as it has been passed.
+    What is ``summing`` ends while the next layer computes.
     """
     boundaries = layers.model.boundaries
     for loaded in layers:
@@ -283,10 +284,9 @@ def backward(
             if x.grad is not None and not down.hand_on(loaded.index, x.grad):
                 here.append(x.grad)
         gradients = here
-        if lanes and loaded.is_trained:
-            add_lanes(loaded, lanes, begun)
-        if loaded.task.gradient:
-            optimizer.add_gradient(loaded)
+        summing = add_gradient(loaded, optimizer, lanes, begun, summing)
+    if summing:
+        summing.end(optimizer)
 
 
 def trainable_leaves(loaded: LayerLoad) -> dict[str, Tensor]:
@@ -320,11 +320,52 @@ def sum_gradients(loaded: LayerLoad, parameters: dict[str, Tensor], lanes: LaneS
     return begun
 
 
-def add_lanes(loaded: LayerLoad, lanes: LaneSums, begun: Tensor | None) -> None:
-    """Put the sums over all lanes into a layer's gradients."""
-    lanes.total(loaded.gradient_sums())
-    if begun is not None:
-        loaded.tensors["grad"].add_(begun)
+@dataclass(frozen=True)
+class LayerSum:
+    """A layer whose gradient is being summed up with other processes, while the next one computes."""
+
+    loaded: LayerLoad
+    summing: Summing
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Give the gradient to the optimizer, when it is there."""
+        (total,) = self.summing.end()
+        self.loaded.lease_gradient().copy_(total)
+        optimizer.add_gradient(self.loaded)
+        self.loaded.release_gradient()
+
+
+def add_gradient(
+    loaded: LayerLoad, optimizer: Optimizer, lanes: LaneSums | None, begun: Tensor | None, earlier: LayerSum | None
+) -> LayerSum | None:
+    """Give a layer's gradient to the optimizer, with lanes their sum, and that of the layer before.
+
+    Args:
+        loaded: the layer; its micro-batches are done.
+        optimizer: optimizer that takes it.
+        lanes: sums of gradients that the step has.
+        begun: what another layer has begun the sum with.
+        earlier: the layer before, if its gradient is still on its way.
+
+    Returns: the layer, if its gradient is on its way now.
+    """
+    if lanes and loaded.is_trained:
+        # A layer that is updated at once needs its weights here, and one with tied parameters has two gradients.
+        is_apart = loaded.task.gradient == "write" and not loaded.layout.tied and begun is None
+        if is_apart and lanes.group.size > 1:
+            following = LayerSum(loaded, lanes.start())
+            loaded.release_gradient()  # its sums are copies; the layer before gets the memory
+            if earlier:
+                earlier.end(optimizer)
+            return following
+        lanes.total(loaded.gradient_sums())
+        if begun is not None:
+            loaded.tensors["grad"].add_(begun)
+    if earlier:
+        earlier.end(optimizer)
+    if loaded.task.gradient:
+        optimizer.add_gradient(loaded)
+    return None
 
 
 def _adder(total: Tensor) -> Callable[[Tensor], None]:
@@ -388,8 +429,6 @@ def head_gradients(
             gradients.append(gradient_TD)
         if lanes and head.is_trained:
             lanes.close(head.gradient_sums(), b + 1)
-    if lanes and head.is_trained:
-        add_lanes(head, lanes, None)
     total, z_total = sums(losses, z_losses, lanes=lanes)
     if loss_scale is None and not math.isfinite(total + z_total):
         raise NotFinite("the loss is not finite")

@@ -147,9 +147,9 @@ def test_sharing_layers_divides_disk_memory_and_traffic_and_sharing_rows_does_no
         assert len(own) == len(set(own))
     rows = forecast_share(job, 1, 4)
     assert rows.nodes[0].disk_bytes == whole.disk_bytes
-    # Two gradients of the largest layer, less the fewer tokens.
+    # Four gradients of the largest layer, less the fewer tokens.
     largest = 4 * max(layout.numel for layout in six_b.layouts)
-    assert rows.nodes[0].host_bytes == whole.host_bytes + 2 * largest
+    assert rows.nodes[0].host_bytes == whole.host_bytes + 4 * largest
 
 
 def test_machines_send_hidden_states_once_a_hop_and_gradients_once_each_way_a_replica(six_b: Workload) -> None:
@@ -200,6 +200,17 @@ def test_a_slow_network_is_the_bound_and_a_faster_one_that_is_advised_is_not(six
     assert not forecast_share(
         job_of(six_b, Network.parse(rate)), slow.chosen.stages, slow.chosen.replicas
     ).waits_for_network
+
+
+def test_gradients_that_are_used_at_once_are_waited_for(six_b: Workload) -> None:
+    have = replace(FREE, device=10**12, host=10**12)
+    waiting = []
+    for clip in (1.0, None):
+        recipe = RECIPE.model_copy(update={"clip_norm": clip, "weights": "device", "optimizer_state": "device"})
+        (node,) = forecast_share(job_of(six_b, recipe=recipe, have=have), 1, 2).nodes
+        waiting.append(node.backward.waiting * FAST.rate / 4)
+    embedding = six_b.layouts[0].numel
+    assert waiting == [pytest.approx(embedding), pytest.approx(six_b.num_parameters)]
 
 
 def test_gradients_hide_behind_the_rows_that_are_advised(six_b: Workload) -> None:

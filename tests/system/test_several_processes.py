@@ -20,11 +20,11 @@ from support.thread_group import Hub, Member
 from gptj_ft.config.resolve import build
 from gptj_ft.errors import DataError, Interrupted, UsageError
 from gptj_ft.system.processes import control, launch
+from gptj_ft.system.processes.alike import check_alike
 from gptj_ft.system.processes.control import Control, PeerFailed, host_control, join_control
 from gptj_ft.system.processes.launch import Membership, interface_to, joined
 from gptj_ft.training.finetune import use_threads
 from gptj_ft.training.reporter import Reporter
-from gptj_ft.system.processes.alike import check_alike
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"}
 SLURM = {

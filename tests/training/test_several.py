@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Rows
 from gptj_ft.errors import DataError, GptjFtError, Interrupted, NotFinite, UsageError
-from gptj_ft.streaming.lanes import add_up, lanes_of, lanes_of_rank, nodes_of
+from gptj_ft.streaming.lanes import LaneSums, add_up, lanes_of, lanes_of_rank, nodes_of
 from gptj_ft.streaming.relay import assign
 from gptj_ft.system.processes.control import PeerFailed
 from gptj_ft.system.processes.group import ALONE, Group
@@ -196,6 +198,36 @@ def test_two_lanes_give_the_same_bits_in_one_process_and_in_two_replicas_whose_l
         train_together(size, model, tmp_path / str(size), share="layers", replicas=2, **options, dropout=0.1)
         assert_same_run(tmp_path / str(size), tmp_path / "1", size)
         assert not [*(tmp_path / str(size)).glob("replica-*"), *(tmp_path / str(size)).glob("state*")]
+
+
+@pytest.mark.parametrize(("clip", "num_overlapping"), [(1.0, 7), (None, 0)])
+def test_gradients_are_exchanged_while_the_next_layer_computes(
+    models, tmp_path, monkeypatch, clip, num_overlapping
+) -> None:
+    """The head's and those of six blocks, not the last; without clipping, layers are updated in backward at once."""
+    begin, exchange, changed = LaneSums.begin, LaneSums.exchange, threading.Condition()
+    begun, exchanged, overlapping = Counter[int](), Counter[int](), Counter[int]()
+
+    def count(self: LaneSums, sums: Any) -> None:
+        with changed:
+            begun[self.group.rank] += 1
+            changed.notify_all()
+        begin(self, sums)
+
+    def wait_for_next(self: LaneSums, parts: Any) -> torch.Tensor:
+        rank = self.group.rank
+        with changed:
+            exchanged[rank] += 1
+            seconds = 5.0 if exchanged[rank] <= num_overlapping else 0.0
+            overlapping[rank] += changed.wait_for(lambda: begun[rank] > exchanged[rank], seconds)
+        return exchange(self, parts)
+
+    monkeypatch.setattr(LaneSums, "begin", count)
+    monkeypatch.setattr(LaneSums, "exchange", wait_for_next)
+    options = {**ON_DEVICE, "clip_norm": clip, "max_steps": 1, "activations": "recompute"}
+    train_together(2, models["gptj"], tmp_path / "run", share="rows", **options)
+    assert exchanged == {0: 8, 1: 8}
+    assert {overlapping[0], overlapping[1]} == {num_overlapping}
 
 
 def test_lanes_are_the_sums_of_one_process_but_for_rounding(models, tmp_path) -> None:
