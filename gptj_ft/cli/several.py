@@ -51,7 +51,12 @@ def leading(num_processes: int | None) -> Iterator[Group]:
     """
     with sharing(num_processes) as group:
         if group.rank == 0:
-            yield group
+            try:
+                yield group
+            except PeerFailed as error:
+                if error.is_gone:
+                    error.add_note("what is done is kept; the same command goes on")
+                raise
             if group.size > 1:
                 from gptj_ft.generation.replica import announce_end
 

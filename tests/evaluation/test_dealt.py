@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -243,12 +242,10 @@ def labeller(folder: Path, rows: Path) -> Path:
 
 
 def test_predictions_by_two_processes_of_a_machine_are_the_bytes_of_one(tmp_path, rows, shell) -> None:
-    folder = labeller(tmp_path, rows)
-    assert shell(f"predict --model {folder} --input {rows} --output 1.jsonl --set micro_batch_tokens=64").code == 0
-    words = f"predict --model {folder} --input {rows} --output 2.jsonl --set micro_batch_tokens=64 --nproc 2 --json"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "gptj_ft", *words.split()]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100, check=False)
+    words = f"predict --model {labeller(tmp_path, rows)} --input {rows} --precision fp32 --set micro_batch_tokens=64"
+    assert shell(f"{words} --output 1.jsonl").code == 0
+    command = [sys.executable, "-m", "gptj_ft", *f"{words} --output 2.jsonl --set threads=1 --nproc 2 --json".split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["rows"] == 18
     assert Path("2.jsonl").read_bytes() == Path("1.jsonl").read_bytes()
@@ -266,7 +263,7 @@ def server() -> Iterator[ForkServer]:
 def test_of_processes_that_a_launcher_starts_one_speaks_and_all_end_alike(tmp_path, rows, server) -> None:
     """A sampled answer file, an error, and a signal to all of them, as torchrun hands it on."""
     writer(tmp_path / "tuned", "summarization")
-    options = "--model tuned --temperature 1.5 --num-return 2 --set device=cpu --quiet"
+    options = "--model tuned --temperature 1.5 --num-return 2 --set device=cpu --precision fp32 --quiet"
     for output, size in (("1.jsonl", 1), ("2.jsonl", 2)):
         codes, _ = server.run_together(f"generate --input {rows} --output {output} {options}", tmp_path, size)
         assert codes == [0] * size
@@ -281,7 +278,7 @@ def test_of_processes_that_a_launcher_starts_one_speaks_and_all_end_alike(tmp_pa
     printed.unlink()
     rows.write_bytes(rows.read_bytes() * 40)
     stop = [(2.0, signal.SIGTERM, rank) for rank in range(2)]
-    long = "--set generation.max_new_tokens=60 --set generation.min_new_tokens=60 --max-length 128"
+    long = "--precision fp32 --set generation.max_new_tokens=60 --set generation.min_new_tokens=60 --max-length 128"
     codes, _ = server.run_together(f"evaluate tuned --data {rows} --baseline none --quiet {long}", tmp_path, 2, *stop)
     assert codes == [130, 130]
     assert len(printed.read_text().splitlines()) == 1
