@@ -8,7 +8,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from gptj_ft.system.jsonl import JsonLines
 from gptj_ft.system.paths import RUNS, is_tuned
 from gptj_ft.system.plain_text import command_line, one_line, without_secrets
 
+ENVIRONMENT = "environment.json"  # with what a run is computed, and on which machines
+LAYERS = "layers"  # there: which process has which
 COMMIT = "commit.json"  # in the state folder of a run whose whole state is on disk: its last step
 MERGED = "merged"  # beside an adapter: the model with it
 MANIFEST = "manifest.json"  # in a checkpoint, written last
@@ -325,8 +327,10 @@ def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str,
         "command": without_secrets(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    path = run.folder / "environment.json"
+    path = run.folder / ENVIRONMENT
     before = read_json(path) if path.is_file() else {}
+    if LAYERS in before and "processes" in chosen:
+        facts[LAYERS] = before[LAYERS]  # until they are where they are trained now
     changes = [
         f"{key} {one_line(str(before[key]))}, now {facts[key]}"
         for key in ("torch", "device", "threads")
@@ -336,6 +340,22 @@ def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str,
     if not changes:
         return None
     return f"computed otherwise from here on, so results may change in their last bits: {'; '.join(changes)}"
+
+
+def note_layers(run: Run, owners: Mapping[str, Sequence[int]]) -> None:
+    """Write down in ``environment.json`` which process of a shared run has which layers, by name."""
+    if run.writes and owners:
+        path = run.folder / ENVIRONMENT
+        texts = [f"{name}: {' '.join(map(str, layers))}" for name, layers in owners.items()]
+        write_json(path, {**read_json(path), LAYERS: "; ".join(texts)})
+
+
+def owner_of(run: Run, layer: int) -> str:
+    """Return the name of the process that has had a layer, as `note_layers` has written it; empty: not known."""
+    path = run.folder / ENVIRONMENT
+    noted = read_json(path).get(LAYERS, "") if path.is_file() else ""
+    owners = (text.rpartition(": ") for text in str(noted).split("; "))
+    return next((one_line(name) for name, _, layers in owners if str(layer) in layers.split()), "")
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -38,6 +38,14 @@ class Relay:
         """Return the relay of one process, which has all layers."""
         return cls(ALONE, [0] * num_layers, 0)
 
+    @property
+    def by_name(self) -> dict[str, list[int]]:
+        """Layers of each process by its name, if there are several."""
+        layers = {name: list[int]() for name in self.group.names} if self.group.size > 1 else {}
+        for layer, owner in enumerate(self.owners if layers else ()):
+            layers[self.group.names[owner]].append(layer)
+        return layers
+
     def has(self, layer: int) -> bool:
         """Tell whether this process has a layer."""
         return self.owners[layer] == self.group.rank

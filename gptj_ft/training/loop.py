@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gptj_ft.config.run_folder import Run, record_environment, resume_command, what_is_saved
+from gptj_ft.config.run_folder import Run, note_layers, record_environment, resume_command, what_is_saved
 from gptj_ft.data.batches import rows_of_step
 from gptj_ft.errors import DataError, GptjFtError, Interrupted, NotFinite, OutOfTime
 from gptj_ft.models.batch import PackedBatch
@@ -143,6 +143,7 @@ def opened(setup: TrainSetup, run: Run, reporter: Reporter, session: Session) ->
     try:
         if not setup.is_replica:
             send_state(setup, stack, optimizer, state)
+            note_layers(run, setup.relay.by_name)
         recent = RecentSteps(setup.num_steps, state.step, setup.plan.costs.seconds_per_step)
         retention = CheckpointRetention(setup, run, stack, optimizer)
         samples = samples_of(setup, run)

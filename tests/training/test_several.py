@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shutil
 import threading
 import time
 from collections import Counter
@@ -387,8 +388,22 @@ def test_a_layer_that_is_on_no_machine_is_named(models, tmp_path) -> None:
         stop_all_after(patch, 2, Killed)
         with pytest.raises(Killed):
             train_apart(2, models["gptj"], tmp_path, **options)
-    next((tmp_path / "1" / "state").glob("layer-002*")).unlink()
-    with pytest.raises(DataError, match="layer 2 of step 2 is on none of these machines"):
+    for path in [*(tmp_path / "1" / "state").glob("layer-002*"), *(tmp_path / "1" / "state").glob("layer-004*")]:
+        path.unlink()
+    lost = r"on none of these machines at step 2: layers 2, 4 of process 2\. Start .*\(state/\*-002\.\*, state/\*-004"
+    for size in (2, 3):  # whoever has them now
+        with pytest.raises(DataError, match=lost):
+            train_apart(size, models["gptj"], tmp_path, **options)
+
+
+def test_a_checkpoint_of_which_a_disk_is_lost_does_not_begin_the_run_again(models, tmp_path) -> None:
+    options = {**ON_DEVICE, "max_steps": 4, "save_every": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        stop_all_after(patch, 3, Killed)
+        with pytest.raises(Killed):
+            train_apart(2, models["gptj"], tmp_path, **options)
+    shutil.rmtree(tmp_path / "1")
+    with pytest.raises(DataError, match=r"at step 2: layers 0, 2, 4, 6 of process 2\. Start .*step-000002/.*-000"):
         train_apart(2, models["gptj"], tmp_path, **options)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gptj_ft.config.run_folder import COMMIT, MANIFEST, Run
+from gptj_ft.config.run_folder import COMMIT, MANIFEST, Run, owner_of
 from gptj_ft.errors import DataError
 from gptj_ft.streaming.stores.state_file import layer_path, stamp_of
 from gptj_ft.system.digests import digest_of, write_sealed
@@ -54,23 +54,25 @@ def agree(setup: TrainSetup, run: Run) -> Saved:
         return Saved(commit, max(checkpoints, default=None))
     group = setup.relay.group
     manifests = {str(step): run.manifest(step) for step in checkpoints}
-    said = group.gather("saved", {"commit": commit, "manifests": manifests})
+    noted = run.record()["saved"] if run.record_file.is_file() else None
+    said = group.gather("saved", {"commit": commit, "manifests": manifests, "noted": noted})
     commits = [each["commit"] for each in said if each["commit"]]
     if commits:
         last = max(commits, key=lambda each: int(each["step"]))
-        moved = _have_layers(setup, run.state, int(last["step"]), ("layer", "gradient"))
+        moved = _have_layers(setup, run, run.state, int(last["step"]), ("layer", "gradient"))
         if run.writes and (commit is None or commit["step"] != last["step"]):
             # Its machine was cut off between two commits, or is new; gradients of this step are there all the same.
             write_sealed(run.state / COMMIT, {key: last[key] for key in ("step", "facts", "update")})
         group.gather("agreed on a commit", {})
         return Saved(last, max(checkpoints, default=None), moved)
+    lost = dict[int, list[int]]()
     steps = sorted({int(step) for each in said for step in each["manifests"]}, reverse=True)
     for step in steps:
         folder = run.checkpoint(step)
         manifest = next(each["manifests"][str(step)] for each in said if str(step) in each["manifests"])
-        if not _is_complete(setup, folder, step):
+        if lost.setdefault(step, _lost_layers(setup, folder, step)):
             continue
-        moved = _have_layers(setup, folder, step, ("layer",))
+        moved = _have_layers(setup, run, folder, step, ("layer",))
         if run.writes:
             for later, path in checkpoints.items():
                 if later > step:
@@ -80,18 +82,20 @@ def agree(setup: TrainSetup, run: Run) -> Saved:
                 sync_path(folder)
         group.gather("agreed on a checkpoint", {})
         return Saved(None, step, moved)
+    if lost and any(each["noted"] for each in said):  # else the first was just being made
+        raise DataError(_missing(group, run, run.checkpoint(steps[0]), steps[0], lost[steps[0]]))
     return Saved(None, None)
 
 
-def _is_complete(setup: TrainSetup, folder: Path, step: int) -> bool:
-    """Tell whether every layer of a checkpoint is on one machine or another."""
+def _lost_layers(setup: TrainSetup, folder: Path, step: int) -> list[int]:
+    """Return the layers of a checkpoint that are on no machine."""
     stamps = _stamps(setup, folder, "layer")
     here = [layer for layer, stamp in stamps.items() if stamp == step]
     said = setup.relay.group.gather("layers of a checkpoint", {"has": here})
-    return set(_trained(setup)) <= {layer for each in said for layer in each["has"]}
+    return sorted(set(_trained(setup)) - {layer for each in said for layer in each["has"]})
 
 
-def _have_layers(setup: TrainSetup, folder: Path, step: int, prefixes: Sequence[str]) -> int:
+def _have_layers(setup: TrainSetup, run: Run, folder: Path, step: int, prefixes: Sequence[str]) -> int:
     """Have the files of this process's layers in a folder; return the bytes that have come from other machines.
 
     Raises:
@@ -102,16 +106,16 @@ def _have_layers(setup: TrainSetup, folder: Path, step: int, prefixes: Sequence[
     said = group.gather(
         "layers", {prefix: {str(at): stamp for at, stamp in found.items()} for prefix, found in here.items()}
     )
+    # A layer that lacks the update of the step needs its gradient; an older one was left here by an earlier move.
+    found = {
+        layer: [rank for rank, each in enumerate(said) if each["layer"].get(str(layer)) in (step, step - 1)]
+        for layer in _trained(setup)
+    }
+    if lost := [layer for layer, ranks in found.items() if not ranks]:
+        raise DataError(_missing(group, run, folder, step, lost))
     gone = list[Path]()
-    for layer in _trained(setup):
+    for layer, valid in found.items():
         owner = relay.owners[layer]
-        # A layer that lacks the update of the step needs its gradient; an older one was left here by an earlier move.
-        valid = [rank for rank, each in enumerate(said) if each["layer"].get(str(layer)) in (step, step - 1)]
-        if not valid:
-            raise DataError(
-                f"layer {layer} of step {step} is on none of these machines: start the run on all that have trained "
-                f"it, or copy its files ({folder.name}/*-{layer:03d}.*) from there to one of these"
-            )
         newest = max(said[rank]["layer"][str(layer)] for rank in valid)
         if said[owner]["layer"].get(str(layer)) == newest:
             continue
@@ -130,6 +134,21 @@ def _have_layers(setup: TrainSetup, folder: Path, step: int, prefixes: Sequence[
     for path in gone:  # not before: they are on the other disk now, whatever happens
         remove(path)
     return moved
+
+
+def _missing(group: Group, run: Run, folder: Path, step: int, layers: Sequence[int]) -> str:
+    """Say which layers are on no machine that takes part, and which machines had them."""
+    noted = group.gather("owners", {"of": {str(layer): owner_of(run, layer) for layer in layers}})
+    owners = dict[str, list[str]]()
+    for layer in layers:
+        name = next((each["of"][str(layer)] for each in noted if each["of"][str(layer)]), "a machine that is not known")
+        owners.setdefault(name, []).append(str(layer))
+    texts = [f"layer{'s' if len(own) > 1 else ''} {', '.join(own)} of {name}" for name, own in owners.items()]
+    files = ", ".join(f"{folder.name}/*-{layer:03d}.*" for layer in layers)
+    return (
+        f"on none of these machines at step {step}: {'; '.join(texts)}. Start the run on all that have trained it, or "
+        f"copy the files ({files}) from there to one of these; if that disk is lost, begin the run again"
+    )
 
 
 def _trained(setup: TrainSetup) -> list[int]:
