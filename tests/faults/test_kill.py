@@ -6,7 +6,7 @@ import json
 import random
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,13 +28,6 @@ LABELLED = (
 LORA = "--method lora --set lora.dropout=0.1"
 KILL = (signal.SIGKILL,)
 PLACES = ("--weights disk --optimizer-state disk", "--weights host --optimizer-state device", "--weights device")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer()
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="module")

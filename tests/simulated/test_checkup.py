@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-TESTS = Path(__file__).parents[1]
+from support.fork_server import ForkServer
 
 
 @pytest.fixture(scope="module")
-def lines() -> list[dict[str, Any]]:
-    path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
-    done = subprocess.run(
-        [sys.executable, "-m", "support.simulated_checkup"], capture_output=True, text=True, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}, cwd=TESTS.parent,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+def lines(server: ForkServer) -> list[dict[str, Any]]:
+    return server.run_module("support.simulated_checkup")
 
 
 def test_an_accelerator_passes_every_part_without_a_race(lines: list[dict[str, Any]]) -> None:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fork_server import ForkServer
 
-TESTS = Path(__file__).parents[1]
 OF_MEMORY = ("out of memory", "out of memory at once", "memory is taken")
 
 
@@ -20,15 +15,9 @@ OF_MEMORY = ("out of memory", "out of memory at once", "memory is taken")
     params=[["host"], pytest.param(["device", "disk", "host"], marks=pytest.mark.slow)],
     ids=["in host memory", "anywhere"],
 )
-def cases(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def cases(request: pytest.FixtureRequest, server: ForkServer) -> list[dict[str, Any]]:
     """Each fault, what was said, and the numbers of the run in the end."""
-    path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
-    done = subprocess.run(
-        [sys.executable, "-m", "support.accelerator.fault_cases", *request.param], capture_output=True, text=True,
-        check=False, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}, cwd=TESTS.parent,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return server.run_module("support.accelerator.fault_cases", *request.param)
 
 
 def chosen(cases: list[dict[str, Any]], *faults: str) -> list[dict[str, Any]]:

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fork_server import ForkServer
 
-TESTS = Path(__file__).parents[1]
 CAPS = (6, 8, 12, 16, 24, 40, 80)  # GB
 
 
-def forecasts(what: str, *cases: dict[str, Any]) -> list[dict[str, Any]]:
-    path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
-    done = subprocess.run(
-        [sys.executable, "-m", "support.ghost_forecasts", what, *map(json.dumps, cases)], capture_output=True,
-        text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}, cwd=TESTS.parent,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+def forecasts(server: ForkServer, what: str, *cases: dict[str, Any]) -> list[dict[str, Any]]:
+    return server.run_module("support.ghost_forecasts", what, *map(json.dumps, cases))
 
 
 def check_memory(case: dict[str, Any]) -> None:
@@ -30,19 +20,21 @@ def check_memory(case: dict[str, Any]) -> None:
     assert case["ledger"] <= case["forecast"] <= 1.1 * case["ledger"], case
 
 
-def test_a_few_blocks_take_the_memory_that_was_forecast_and_the_seconds() -> None:
-    found = forecasts("memory", *({"cap": 6, "tokens": 4096, "method": each, "layers": 2} for each in ("full", "lora")))
+def test_a_few_blocks_take_the_memory_that_was_forecast_and_the_seconds(server: ForkServer) -> None:
+    found = forecasts(
+        server, "memory", *({"cap": 6, "tokens": 4096, "method": each, "layers": 2} for each in ("full", "lora"))
+    )
     for case in found:
         check_memory(case)
-    (step,) = forecasts("time", {"device": "RTX 4060 8GB", "tokens": 8192, "layers": 3})
+    (step,) = forecasts(server, "time", {"device": "RTX 4060 8GB", "tokens": 8192, "layers": 3})
     assert step["forecast"] == pytest.approx(step["replay"], rel=0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [4096, 16384, 32768])
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_no_step_takes_more_memory_than_forecast_or_a_tenth_less(method: str, tokens: int) -> None:
-    cases = forecasts("memory", *({"cap": cap, "tokens": tokens, "method": method} for cap in CAPS))
+def test_no_step_takes_more_memory_than_forecast_or_a_tenth_less(server: ForkServer, method: str, tokens: int) -> None:
+    cases = forecasts(server, "memory", *({"cap": cap, "tokens": tokens, "method": method} for cap in CAPS))
     for case in cases:
         if case["need"] <= case["have"]:
             check_memory(case)
@@ -53,6 +45,6 @@ def test_no_step_takes_more_memory_than_forecast_or_a_tenth_less(method: str, to
 @pytest.mark.parametrize(
     ("device", "cap"), [("RTX 4060 8GB", 8), ("RTX 4090 24GB", 24), ("H100 80GB", 40), ("H200 141GB", 80)]
 )
-def test_the_timeline_takes_as_long_as_the_operations_of_a_step(device: str, cap: int) -> None:
-    (step,) = forecasts("time", {"device": device, "tokens": 16384, "cap": cap})
+def test_the_timeline_takes_as_long_as_the_operations_of_a_step(server: ForkServer, device: str, cap: int) -> None:
+    (step,) = forecasts(server, "time", {"device": device, "tokens": 16384, "cap": cap})
     assert step["forecast"] == pytest.approx(step["replay"], rel=0.05)

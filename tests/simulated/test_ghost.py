@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fork_server import ForkServer
 
-TESTS = Path(__file__).parents[1]
-
-
-def ghost_cases(*arguments: str) -> Any:
-    path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
-    done = subprocess.run(
-        [sys.executable, "-m", "support.accelerator.ghost_cases", *arguments], capture_output=True, text=True,
-        check=False, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}, cwd=TESTS.parent,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+GHOST = "support.accelerator.ghost_cases"
 
 
 @pytest.fixture(scope="module")
-def small() -> list[dict[str, Any]]:
-    return ghost_cases()
+def small(server: ForkServer) -> list[dict[str, Any]]:
+    (found,) = server.run_module(GHOST)
+    return found
 
 
 def test_the_ledger_without_numbers_is_that_of_a_run_with_them(small: list[dict[str, Any]]) -> None:
@@ -40,8 +27,8 @@ def test_a_replay_takes_at_least_what_its_busiest_engine_takes(small: list[dict[
 
 
 @pytest.mark.slow
-def test_a_step_of_gptj_6b_fits_into_8_gb_of_device_memory() -> None:
-    found = ghost_cases("whole")
+def test_a_step_of_gptj_6b_fits_into_8_gb_of_device_memory(server: ForkServer) -> None:
+    (found,) = server.run_module(GHOST, "whole")
     assert found["peak"] < 8.5e9, found["at_peak"]
     for _, _, _, moved in found["steps"].values():  # weights twice, and the state once each way
         assert 68e9 < moved["h2d"] < 76e9

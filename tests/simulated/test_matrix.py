@@ -6,28 +6,13 @@ What it cannot show is what a real driver and real kernels do.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fork_server import ForkServer
 
-TESTS = Path(__file__).parents[1]
 LEAST_CASES = 400
-
-
-def run_cases(*arguments: str) -> list[dict[str, Any]]:
-    path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
-    done = subprocess.run(
-        [sys.executable, "-m", "support.simulated", *arguments], capture_output=True, text=True, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}, cwd=TESTS.parent,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def check(cases: list[dict[str, Any]]) -> None:
@@ -40,9 +25,9 @@ def check(cases: list[dict[str, Any]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def lines() -> list[dict[str, Any]]:
+def lines(server: ForkServer) -> list[dict[str, Any]]:
     """The reduced matrix, and what is compared and counted beside it."""
-    return run_cases()
+    return server.run_module("support.simulated")
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +79,7 @@ def test_a_step_waits_for_the_device_once_a_micro_batch_and_twice_more(
 
 
 @pytest.mark.slow
-def test_no_schedule_of_an_accelerator_changes_a_bit() -> None:
-    cases = run_cases("--all")
+def test_no_schedule_of_an_accelerator_changes_a_bit(server: ForkServer) -> None:
+    cases = server.run_module("support.simulated", "--all")
     assert len(cases) >= LEAST_CASES
     check(cases)

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fork_server import ForkServer
 
-TESTS = Path(__file__).parents[1]
-
-
-def run_mutations(*arguments: str) -> list[dict[str, Any]]:
-    path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
-    done = subprocess.run(
-        [sys.executable, "-m", "support.accelerator.mutations", *arguments], capture_output=True, text=True,
-        check=False, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}, cwd=TESTS.parent,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+MUTATIONS = "support.accelerator.mutations"
 
 
 def missed(found: list[dict[str, Any]]) -> list[str]:
@@ -32,14 +18,14 @@ def missed(found: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def test_a_sample_of_missing_waits_is_found() -> None:
-    found = run_mutations("--only", "block_reader", "--cases", "2")
+def test_a_sample_of_missing_waits_is_found(server: ForkServer) -> None:
+    found = server.run_module(MUTATIONS, "--only", "block_reader", "--cases", "2")
     assert len(found) >= 2
     assert missed(found) == []
 
 
 @pytest.mark.slow
-def test_every_missing_wait_is_found() -> None:
-    found = run_mutations()
+def test_every_missing_wait_is_found(server: ForkServer) -> None:
+    found = server.run_module(MUTATIONS)
     assert len(found) >= 60
     assert missed(found) == []

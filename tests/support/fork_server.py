@@ -1,4 +1,4 @@
-"""Runs commands in forks of a process that has everything imported, and sends them signals when told to.
+"""Runs commands and modules in forks of a process that has everything imported, and sends them signals when told to.
 
 A command then takes as long as its own work, not the seconds that importing torch takes. As a script, it is the server:
 one JSON object a line comes in, one goes out.
@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from gptj_ft.system.signals import SIGNALS, StopRequest
 
+TESTS = Path(__file__).parents[1]
 LAUNCHER_SECONDS = 8.0  # after the death of a process, until the others are told to stop, as torchrun does it at once
 
 
@@ -26,20 +29,23 @@ LAUNCHER_SECONDS = 8.0  # after the death of a process, until the others are tol
 class Job:
     """A command line of gptj-ft, its working folder, and its signals: after how many seconds, which, and to which rank.
 
-    Several processes are started as a launcher does it, and meet in a file of the folder.
+    Several processes are started as a launcher does it, and meet in a file of the folder. With a module, the line are
+    the words for that instead.
     """
 
     line: str
     folder: str
     signals: Sequence[tuple[float, int, int]] = ()
     processes: int = 1
+    module: str = ""
 
 
 class ForkServer:
     """The server's other end."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -53,9 +59,20 @@ class ForkServer:
         self, line: str, folder: Path, processes: int, *signals: tuple[float, int, int]
     ) -> tuple[list[int], list[float]]:
         """Run a command in several processes; return the exit code of each, and after how many seconds it ended."""
+        return self._do(Job(line, str(folder), signals, processes))
+
+    def run_module(self, module: str, *words: str) -> list[Any]:
+        """Run a module of the tests with these words; return what it printed, lines of JSON."""
+        with tempfile.TemporaryDirectory() as folder:
+            (code,), _ = self._do(Job(json.dumps(words), folder, module=module))
+            said = Path(folder, "output.txt").read_text(encoding="utf-8")
+            assert code == 0, Path(folder, "errors.txt").read_text(encoding="utf-8")
+            return [json.loads(line) for line in said.splitlines()]
+
+    def _do(self, job: Job) -> tuple[list[int], list[float]]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asdict(Job(line, str(folder), signals, processes))) + "\n")
+        self._process.stdin.write(json.dumps(asdict(job)) + "\n")
         self._process.stdin.flush()
         codes, seconds = json.loads(self._process.stdout.readline())
         return codes, seconds
@@ -68,8 +85,18 @@ class ForkServer:
 
 def serve() -> None:
     import torch  # noqa: F401
+    from conftest import assumed_rates
     from transformers import AutoTokenizer, GPTJConfig, GPTJForCausalLM  # noqa: F401
 
+    import gptj_ft.cli.commands.finetune
+    import gptj_ft.cli.html.run_page
+    import gptj_ft.training.finetune  # noqa: F401
+    from gptj_ft.planning import probe
+
+    # Each home is a new one; measuring the machine for it would take longer than the command.
+    rates = assumed_rates()
+    probe.measure_compute = lambda device: rates.compute  # type: ignore[assignment]
+    probe.measure_disk = lambda folder: rates.disk  # type: ignore[assignment]
     for count, text in enumerate(sys.stdin):
         job = Job(**json.loads(text))
         start, due = time.monotonic(), sorted(job.signals)
@@ -95,9 +122,12 @@ def serve() -> None:
 
 
 def work(job: Job, rank: int, number: int) -> NoReturn:
-    """Be the command; never returns."""
+    """Be the command or the module; never returns."""
     code = 1
     try:
+        if job.module:
+            run_module(job)
+            sys.exit(0)
         if job.processes > 1:
             store = Path(job.folder) / f"store-{number}"
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(job.processes), "GPTJ_FT_STORE": str(store)}
@@ -123,6 +153,15 @@ def work(job: Job, rank: int, number: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def run_module(job: Job) -> None:
+    for name, stream in (("output.txt", 1), ("errors.txt", 2)):
+        os.dup2(os.open(Path(job.folder, name), os.O_WRONLY | os.O_CREAT, 0o644), stream)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    os.chdir(TESTS.parent)
+    sys.argv = [job.module, *json.loads(job.line)]
+    runpy.run_module(job.module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

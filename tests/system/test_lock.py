@@ -20,7 +20,7 @@ LONG = "finetune --recipe summarization --data rows.jsonl --model tiny --max-ste
 
 
 @pytest.fixture
-def training(rows_file: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def training(rows_file: Path, measured_home: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that trains in the folder ``busy`` until it is killed."""
     command = [sys.executable, "-m", "gptj_ft", *LONG.split(), "--weights", "disk", "--optimizer-state", "disk"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
