@@ -160,10 +160,15 @@ class Run:
         require_plain(self.folder)
         return build(load_options(self.recipe_file))
 
+    @property
+    def states(self) -> list[Path]:
+        """Folders of state, with the copies of processes that were killed."""
+        return [self.state, *self.folder.glob("replica-*")]
+
     def discard_state(self) -> None:
         """Remove what only an unfinished run needs: the model holds the result."""
         if self.writes:
-            for folder in (self.state, *self.folder.glob("replica-*")):  # those of processes that were killed
+            for folder in self.states:
                 discard(folder)
 
     def log(self, line: str) -> None:

@@ -162,7 +162,7 @@ def leftovers(runs: Sequence[Run]) -> Iterator[list[Leftovers]]:
 
 def tidy(run: Run) -> None:
     """Remove what a run that is finished has left if it was cut off in its last moments; what it keeps stays."""
-    for path in (run.state, *_beside(run), *files.leftovers_in(run.folder)):
+    for path in (*run.states, *_beside(run), *files.leftovers_in(run.folder)):
         files.discard(path)
 
 
@@ -187,7 +187,7 @@ def _written_at(path: Path) -> float | None:
 
 
 def _not_needed(run: Run) -> list[Path]:
-    whole = [path for path in (run.state, run.checkpoints) if is_tuned(run.model) and path.exists()]
+    whole = [path for path in (*run.states, run.checkpoints) if is_tuned(run.model) and path.exists()]
     if run.recipe_file.is_file() and not is_tuned(run.model):
         run.check_saved()
         if run.state.exists() and not (run.state / COMMIT).is_file():
