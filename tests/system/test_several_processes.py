@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -300,3 +302,24 @@ def test_processes_that_have_fewer_threads_than_one_would_say_so(monkeypatch: py
 def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert [launch.threads_of(Membership(0, 4, here)) for here in (1, 2, 3, 16)] == [8, 4, 2, 1]
+
+
+@pytest.mark.parametrize("meets_in", ["a file", "a socket"])
+def test_who_waits_for_the_first_process_heeds_a_signal(
+    meets_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "threads_of", lambda member: torch.get_num_threads())
+    monkeypatch.setattr(launch, "TRY_SECONDS", 0.5)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = {"GPTJ_FT_STORE": str(tmp_path / "store"), "GPTJ_FT_TOKEN": "token"}
+    if meets_in == "a socket":
+        place = {"MASTER_ADDR": "127.0.0.1", "GPTJ_FT_PORT": str(port), "MASTER_PORT": "1"}
+    member = Membership.of({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **place})
+    assert member is not None
+    began = time.monotonic()
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt), launch.connected(member, "token"):
+        pass
+    assert time.monotonic() - began < 10

@@ -24,17 +24,20 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gptj_ft.errors import UsageError
 from gptj_ft.system.processes.control import ENDING_SECONDS, PeerFailed, host_control, join_control
 from gptj_ft.system.processes.group import ALONE, Group, Processes
 
 START_SECONDS = float(os.environ.get("GPTJ_FT_START_SECONDS", "300"))  # for all to come: libraries load, jobs start
+TRY_SECONDS = 2.0  # for an attempt to meet them
 SLOW = timedelta(hours=24)  # slow is not dead: that is for `control` to tell
 STORE, TOKEN = "GPTJ_FT_STORE", "GPTJ_FT_TOKEN"  # of the processes that `start_others` makes
 FIRST_OF_ITS_OWN_STEPS = 0xFFFFFFF0  # shells, scripts and containers of a job have steps from here on
 _PR_SET_PDEATHSIG = 1
+
+Met = TypeVar("Met")
 
 
 @dataclass(frozen=True)
@@ -262,9 +265,10 @@ def connected(member: Membership, token: str, look: Callable[[], None] = lambda:
             store.set("control", json.dumps([host, listener.getsockname()[1], token]))
             control = host_control(listener, member.size, token, name, START_SECONDS, look)
     else:
-        store.set_timeout(timedelta(seconds=START_SECONDS))
+        store.set_timeout(timedelta(seconds=TRY_SECONDS))
+        not_there = dist.DistStoreError if member.store is None else RuntimeError  # a file knows no other
         try:
-            there, port, token = json.loads(store.get("control"))
+            there, port, token = json.loads(patiently(lambda: store.get("control"), not_there))
         except RuntimeError as error:
             raise PeerFailed(f"process 1 has not come within {START_SECONDS:g} s", 1, 0) from error
         control = join_control((there, port), member.rank, token, name, START_SECONDS)
@@ -279,16 +283,41 @@ def connected(member: Membership, token: str, look: Callable[[], None] = lambda:
     group.close()
 
 
+def patiently(attempt: Callable[[], Met], failure: type[RuntimeError]) -> Met:
+    """Return what an attempt to meet the others gives; it is made again and again until they should have come.
+
+    Between two of them a signal is heeded, which torch waits through.
+
+    Args:
+        attempt: takes `TRY_SECONDS` at most, or some seconds more.
+        failure: what it raises if they have not come.
+
+    Raises:
+        RuntimeError: of the last attempt, or another than this.
+    """
+    end = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            return attempt()
+        except failure:
+            if time.monotonic() > end:
+                raise
+
+
 def _meet(member: Membership) -> Any:
     import torch.distributed as dist
 
     assert member.address is not None
     host, port = member.address
-    try:
-        seconds = timedelta(seconds=START_SECONDS)
+    is_host, seconds = member.rank == 0, timedelta(seconds=TRY_SECONDS)
+
+    def meet() -> Any:
         return dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, member.size, member.rank == 0, seconds, wait_for_workers=False
+            host, port, member.size, is_host, seconds, wait_for_workers=False
         )
+
+    try:
+        return meet() if is_host else patiently(meet, dist.DistNetworkError)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise UsageError(
