@@ -15,16 +15,16 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from gptj_ft.errors import GptjFtError, Interrupted
 
 BEAT_SECONDS, SILENT_SECONDS = 2.0, 20.0
 # That the main thread has to notice a failure, until the process is ended under it: while processes connect, and later,
-# when it may be in the middle of a layer.
-STARTING_SECONDS, ENDING_SECONDS = 2.0, 15.0
+# when it may be in the middle of a layer. A transfer notices at once; or never, if its connection is not yet made.
+STARTING_SECONDS, ENDING_SECONDS, TRANSFER_SECONDS = 2.0, 15.0, 2.0
 LINE_BYTES = 64 * 2**20  # at most
 _STDERR = 2
 
@@ -62,6 +62,7 @@ class Control:
         self._left, self._dead = set[int](), set[int]()
         self._failure: PeerFailed | None = None
         self._closed = self._noticed = False
+        self._transfers: dict[int, float] = {}  # that a thread waits for, since when
         self.ending_seconds = STARTING_SECONDS
         for each in self._sockets.values():
             each.settimeout(SILENT_SECONDS)
@@ -97,6 +98,15 @@ class Control:
                     raise self._failure
                 self._changed.wait()
             return self._answers.pop(key)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Mark the time in which this thread waits for a transfer."""
+        self._transfers[threading.get_ident()] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._transfers[threading.get_ident()]
 
     def failure_behind(self, error: BaseException) -> PeerFailed:
         """Return what made a transfer fail: the news of it may come a moment later than the failure."""
@@ -222,15 +232,24 @@ class Control:
                 self._failure = failure
             self._changed.notify_all()
         if self._ends_process and not self._closed:
-            timer = threading.Timer(self.ending_seconds, self._end)
-            timer.daemon = True
-            timer.start()
+            threading.Thread(target=self._end, args=(time.monotonic(),), daemon=True).start()
 
-    def _end(self) -> None:
-        """End the process: its main thread waits for a transfer that will never come."""
+    def _end(self, failed: float) -> None:
+        """End the process if its main thread does not: it may wait for a transfer that will never come.
+
+        Args:
+            failed: time of the failure.
+        """
         assert self._failure is not None
-        if self._noticed or self._closed:
-            return  # it ends by itself, and may be saving
+        is_late = False
+        while not is_late:
+            time.sleep(0.1)
+            if self._noticed or self._closed:
+                return  # it ends by itself, and may be saving
+            now = time.monotonic()
+            is_late = now > failed + self.ending_seconds or any(
+                now > max(failed, since) + TRANSFER_SECONDS for since in list(self._transfers.values())
+            )
         if self.rank == 0 or (self._failure.rank == 0 and self._failure.is_gone):
             with suppress(OSError):
                 os.write(_STDERR, f"\ngptj-ft: {self._failure}\n".encode())

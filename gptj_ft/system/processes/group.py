@@ -201,7 +201,7 @@ class _Work:
 
     def wait(self) -> None:
         try:
-            with self._waited.measure():
+            with self._waited.measure(), self._control.waiting():
                 self._work.wait()
         except RuntimeError as error:
             raise self._control.failure_behind(error) from error
