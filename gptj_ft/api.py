@@ -410,8 +410,8 @@ class Model(AbstractContextManager["Model"]):
         """Close the stores of the weights."""
         self.opened.close()
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, *error: Any) -> None:
+        self.opened.__exit__(*error)  # with the error: other processes may have the model open, too
 
 
 def open_model(setup: GenerationSetup, weights: str | None = None) -> Model:

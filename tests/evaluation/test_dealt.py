@@ -25,12 +25,13 @@ from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import build
-from gptj_ft.errors import NotFinite, UsageError
+from gptj_ft.errors import NotFinite, ResourceError, UsageError
 from gptj_ft.evaluation import evaluate
 from gptj_ft.evaluation.evaluate import Evaluation
 from gptj_ft.evaluation.replica import take_part
 from gptj_ft.evaluation.run import EvaluateRequest, PairedEvaluation
 from gptj_ft.generation import decoding, replica
+from gptj_ft.generation.answers_file import AnswersFile
 from gptj_ft.generation.generator import GenerationSetup, InferenceSetup
 from gptj_ft.generation.replica import announce_end
 from gptj_ft.streaming import step
@@ -193,6 +194,23 @@ def test_answers_to_rows_are_the_bytes_of_one_process(tmp_path, rows, monkeypatc
     begun = tmp_path / "2.jsonl"
     begun.write_bytes(b"".join(alone.splitlines(keepends=True)[3:8]))
     assert led(3, lambda group: answered(group, begun)) == alone, "what was begun is gone on with"
+
+
+def test_an_error_while_answers_are_written_ends_all_processes(tmp_path, rows, monkeypatch) -> None:
+    folder, append = writer(tmp_path / "tuned", "summarization"), AnswersFile.append
+
+    def full(self: AnswersFile, lines: Any) -> None:
+        if lines := list(lines):
+            raise ResourceError("the disk is full")
+        append(self, lines)
+
+    def answered(group: Group) -> None:
+        setup = GenerationSetup.of(folder, recipe_of(folder), group=group)
+        api.run_file(setup, api.plan_file(rows, tmp_path / "out.jsonl", setup), Reporter())
+
+    monkeypatch.setattr(AnswersFile, "append", full)
+    with pytest.raises(ResourceError, match="the disk is full"):
+        led(2, answered)
 
 
 def test_another_model_or_another_command_is_refused(tmp_path, rows, monkeypatch) -> None:
