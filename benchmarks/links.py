@@ -1,0 +1,222 @@
+"""Steps of a run that two processes share over a shaped link: bytes and seconds, measured, forecast and simulated.
+
+    sudo python benchmarks/links.py --tokenizer gpt2/ --data dialogues.jsonl --work /tmp/links
+
+Two network namespaces of this machine are two machines, joined by a link that `tc` shapes: as it is, at 1 Gbit/s, at
+100 Mbit/s. Each process has one core and one thread, and the whole state in memory. A model of 12 blocks of width 1024
+with GPT-J's vocabulary (254 million parameters, random), fp32, 8 rows a step in micro-batches of 256 tokens: all
+parameters by `share: layers`, LoRA by `share: rows`. The first step is left out: it has no update to apply.
+
+* bytes: what the link has carried in a step, against the plan's;
+* seconds: those of ``metrics.jsonl``, against `gptj-ft plan --nodes 2 --network RATE`;
+* the seconds of each layer in one process are measured, too, and are what `scaling.py --measured` simulates with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from same_work import make_model
+
+SHAPE = {"vocab_size": 50400, "n_positions": 2048, "n_embd": 1024, "n_layer": 12, "n_head": 8, "rotary_dim": 64}
+PLACES = ("gptj-ft-a", "gptj-ft-b")  # names of the namespaces
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+RATES = {"unshaped": None, "1Gbit": 1e9, "100Mbit": 1e8}
+SHARES = {
+    "layers": ("--set share=layers", {"stages": 2, "replicas": 1}),
+    "rows": ("--method lora --set share=rows --set lanes=2", {"stages": 1, "replicas": 2}),
+}
+PAYLOAD = 1448 / 1514  # of a full packet, as `tc` counts it
+TIMED = """
+import json, sys, time
+from gptj_ft.streaming import prefetch
+from gptj_ft.training import loop
+steps, plain, step = [], prefetch.Prefetcher.__next__, loop.train_step
+def timed(self):
+    loaded = plain(self)
+    if steps and self.model is steps[-1][0]:
+        steps[-1][1].append((time.perf_counter(), loaded.index))
+    return loaded
+def train_step(model, *more):
+    steps.append((model, []))
+    found = step(model, *more)
+    steps[-1][1].append((time.perf_counter(), -1))
+    return found
+prefetch.Prefetcher.__next__, loop.train_step = timed, train_step
+from gptj_ft.__main__ import main
+try:
+    main()
+finally:
+    json.dump([times for _, times in steps], open(sys.argv[-1] + ".times", "w"))
+"""
+
+
+def main() -> None:
+    """Make the model, and measure each way to share at each rate."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", type=Path, required=True, help="folder with GPT-2's tokenizer")
+    parser.add_argument("--data", type=Path, required=True, help="rows with dialogue and summary")
+    parser.add_argument("--work", type=Path, required=True, help="new folder, with 8 GB free")
+    parser.add_argument("--steps", type=int, default=4)
+    given = parser.parse_args()
+    work = given.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    model = work / "model"
+    make_model(model, given.tokenizer, SHAPE)
+    options = (
+        f"--recipe dialogsum --model {model} --data {given.data.resolve()} --max-steps {given.steps} --batch-size 8 "
+        "--set micro_batch_tokens=256 --set holdout=0 --precision fp32 --weights device --optimizer-state device "
+        "--activations recompute --set threads=1 --lr 1e-5 --max-length 256"
+    )
+    points = []
+    for share, (words, split) in SHARES.items():
+        alone, layers = run_alone(work, f"{options} {words}", SHAPE["n_layer"])
+        print(f"{share}: one process {alone:.2f} s a step, planned {planned(work, f'{options} {words}')[0]:.2f}")
+        base = None
+        for name, rate in RATES.items():
+            with link(rate):
+                seconds, sent = run_together(work, f"{options} {words}")
+            base = base or seconds
+            text = f"  {name}: {seconds:.2f} s, {base / seconds:.2f} of unshaped; sent {sent / 1e6:.1f} MB"
+            if rate:
+                forecast, share_sent = planned(work, f"{options} {words} --nodes 2 --network {name}", split)
+                text += f"; forecast {forecast:.2f} s, {share_sent / 1e6:.1f} MB"
+                if share == "layers":
+                    measured = {"link_bytes_per_s": rate / 8 * PAYLOAD, "seconds_step_measured": seconds}
+                    points.append({**layers, **measured, "ranks": 2})
+            print(text, flush=True)
+    (work.parent / "links.json").write_text(json.dumps(points, indent=1), encoding="utf-8")
+    shutil.rmtree(work)
+    subprocess.run(
+        [sys.executable, Path(__file__).with_name("scaling.py"), "--measured", work.parent / "links.json"], check=True
+    )
+
+
+def run_alone(work: Path, options: str, num_blocks: int) -> tuple[float, dict[str, float]]:
+    """Train in one process; return the seconds of a step, and those of a micro-batch in each kind of layer."""
+    output = work / "run"
+    shutil.rmtree(output, ignore_errors=True)
+    command = ["taskset", "-c", "0", sys.executable, "-c", TIMED, "finetune", *options.split(), "--quiet", "--output"]
+    subprocess.run([*command, output], check=True, env=environment(), stdout=subprocess.DEVNULL)
+    steps = steps_of(output)
+    top, ahead, back, head = num_blocks + 1, list[float](), list[float](), list[float]()
+    for times in json.loads(Path(f"{output}.times").read_text(encoding="utf-8"))[1:]:
+        spent = [(index, after - now) for (now, index), (after, _) in pairwise(times)]
+        ahead += [seconds for index, seconds in spent[1:top]]
+        head.append(spent[top][1])
+        back += [seconds for index, seconds in spent[top + 1 :] if index]
+    micro_batches = round(steps[-1]["tokens"] / 256 + 0.5)
+    tokens = steps[-1]["tokens"] / micro_batches
+    layers = {"seconds_forward_block": ahead, "seconds_backward_block": back, "seconds_head": head}
+    found = {name: statistics.mean(each) / micro_batches for name, each in layers.items()}
+    found |= {"blocks": num_blocks, "micro_batches": micro_batches, "bytes_hop": 4.0 * SHAPE["n_embd"] * tokens}
+    return mean_seconds(steps), found
+
+
+def run_together(work: Path, options: str) -> tuple[float, float]:
+    """Train in two namespaces; return the seconds of a step, and the bytes that the busier process sends in one."""
+    output = work / "run"
+    shutil.rmtree(output, ignore_errors=True)
+    processes = []
+    for rank, place in enumerate(PLACES):
+        facts = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        facts |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29400"}
+        line = ["ip", "netns", "exec", place, "taskset", "-c", str(rank), sys.executable, "-m", "gptj_ft", "finetune"]
+        line += [*options.split(), "--quiet", "--output", str(output)]
+        processes.append(subprocess.Popen(line, env=environment() | facts, stdout=subprocess.DEVNULL))
+    carried: dict[int, list[int]] = {}
+    while processes[0].poll() is None:
+        done = len(steps_of(output))
+        carried.setdefault(done, [sent_bytes(place) for place in PLACES])
+        time.sleep(0.1)
+    assert [each.wait() for each in processes] == [0, 0]
+    steps = steps_of(output)
+    first, last = carried[1], carried[max(number for number in carried if number <= len(steps))]
+    count = max(carried) - 1
+    sent = max(after - before for before, after in zip(first, last, strict=True)) / count
+    return mean_seconds(steps), sent  # a device counts what it is given at once, with one header
+
+
+def planned(work: Path, options: str, split: dict[str, int] | None = None) -> tuple[float, float]:
+    """Return the seconds of a step that are forecast, and the bytes that the busiest machine sends in it."""
+    command = ["taskset", "-c", "0", sys.executable, "-m", "gptj_ft", "plan", *options.split(), "--json"]
+    said = subprocess.run(command, check=True, env=environment(), capture_output=True, text=True, cwd=work).stdout
+    found = json.loads(said)
+    if split is None:
+        return float(found["seconds_per_step"]), 0.0
+    shares = found["machines"]["shares"]
+    (share,) = (each for each in shares if all(each[key] == value for key, value in split.items()))
+    return float(share["seconds_per_step"]), float(share["sent"])
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of one thread."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def steps_of(output: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's steps."""
+    try:
+        text = (output / "metrics.jsonl").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    return [line for line in map(json.loads, text.splitlines()) if "loss" in line]
+
+
+def mean_seconds(steps: list[dict[str, Any]]) -> float:
+    """Return the seconds of a step, but for the first."""
+    return statistics.mean(line["seconds"] for line in steps[1:])
+
+
+@contextmanager
+def link(rate: float | None) -> Iterator[None]:
+    """Join two namespaces by a link of so many bits/s each way; ``None``: as fast as it is."""
+    remove()
+    for name in PLACES:
+        ip(f"netns add {name}")
+    try:
+        ip(f"link add gptj-a netns {PLACES[0]} type veth peer name gptj-b netns {PLACES[1]}")
+        for name, device, address in zip(PLACES, ("gptj-a", "gptj-b"), ADDRESSES, strict=True):
+            ip(f"-n {name} link set lo up")
+            ip(f"-n {name} address add {address}/24 dev {device}")
+            ip(f"-n {name} link set {device} up")
+            if rate:
+                shape = f"tc qdisc add dev {device} root tbf rate {rate:.0f}bit burst 256kb latency 50ms"
+                subprocess.run(["ip", "netns", "exec", name, *shape.split()], check=True)
+        yield
+    finally:
+        remove()
+
+
+def remove() -> None:
+    """Remove the namespaces, and the link with them."""
+    for name in PLACES:
+        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def ip(words: str) -> None:
+    """Run a command of iproute2."""
+    subprocess.run(["ip", *words.split()], check=True)
+
+
+def sent_bytes(place: str) -> int:
+    """Return what a namespace's end of the link has sent since it is there."""
+    said = subprocess.run(["ip", "-n", place, "-s", "-j", "link", "show"], check=True, capture_output=True).stdout
+    (found,) = (each for each in json.loads(said) if each["ifname"] != "lo")
+    return int(found["stats64"]["tx"]["bytes"])
+
+
+if __name__ == "__main__":
+    main()
