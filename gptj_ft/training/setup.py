@@ -127,49 +127,68 @@ def make_setup(
         trained=restricted(whole.trained, owners, relay.group.rank),
         frozen=restricted(whole.frozen, owners, relay.group.rank),
     )
-    per_epoch = steps_per_epoch(len(train), recipe.batch_size)
     num_steps = recipe.num_steps(len(train))
-    schedule = Schedule.of(recipe, num_steps)
-    lengths = train.lengths
-    steps = range(min(num_steps, per_epoch))
-    chosen = [
-        [lengths[row] for row in rows_of_step(step, len(train), recipe.batch_size, recipe.seed)] for step in steps
-    ]
-    sizes = [sum(each) for each in chosen]
-    is_encoder, drops = architecture.family.is_encoder, architecture.drops_attention
-    most_step_tokens = sum(sorted(lengths)[-recipe.batch_size :])
-    load = Workload(
-        layouts=whole.trained,
-        frozen=whole.frozen,
-        layers=whole.build(),
-        width=architecture.config.n_embd,
-        dtype=target.dtype,
-        micro_batch_tokens=max(recipe.micro_batch_tokens, max(lengths)),
-        step_tokens=max(sizes),
-        mean_step_tokens=sum(sizes) / len(sizes),
-        mean_step_targets=train.num_targets / per_epoch,
-        num_steps=num_steps - steps_done(Run(folder)),
-        context=architecture.config.n_positions,
-        longest_row=max(lengths),
-        attended=sum(length * length for length in lengths) / sum(lengths) / (1 if is_encoder else 2),
-        step_pairs=max(sum(padded_length(length) ** 2 for length in each) for each in chosen)
-        if is_encoder or drops
-        else 0,
-        dropped_heads=architecture.config.n_head if drops else 0,
-        validation_tokens=sum(validation.lengths),
-        validation_targets=validation.num_targets,
-    )
+    load = workload_of(recipe, architecture, whole, train, validation, target.dtype)
+    load = replace(load, num_steps=num_steps - steps_done(Run(folder)))
     on_the_wire = wire_bytes(load, owners, peers.size)
     if relay.group.size > 1:
         load = part_of(load, [layer for layer, owner in enumerate(owners) if owner == relay.group.rank])
     plan = choose(recipe, load, target.free, target.rates, has_begun)
     # Another machine, or this one on another day, might choose another type in the middle of the run.
     recipe = recipe.model_copy(update={"precision": plan.precision})
+    most_step_tokens = sum(sorted(train.lengths)[-recipe.batch_size :])
+    objective = objective_of(recipe, class_weights(recipe, train, len(labels)))
     return TrainSetup(
         recipe, model, architecture, selection, train, validation, data_sha256, num_steps, most_step_tokens,
-        schedule, target.device, target.dtype, plan, objective_of(recipe, class_weights(recipe, train, len(labels))),
+        Schedule.of(recipe, num_steps), target.device, target.dtype, plan, objective,
         updates_before(recipe, model, architecture), group, relay, peers, recipe.lanes or 1, whole, on_the_wire,
     )  # fmt: skip
+
+
+def workload_of(
+    recipe: Recipe,
+    architecture: Architecture,
+    selection: Selection,
+    train: Rows,
+    validation: Rows,
+    dtype: torch.dtype,
+) -> Workload:
+    """Return the workload of a whole run, on one machine.
+
+    Args:
+        recipe: batch size and number of steps.
+        architecture: model that is trained.
+        selection: its parameters that are.
+        train: rows to train on.
+        validation: rows to measure on; may be none.
+        dtype: data type of the computation.
+    """
+    per_epoch, num_steps = steps_per_epoch(len(train), recipe.batch_size), recipe.num_steps(len(train))
+    lengths, steps = train.lengths, range(min(num_steps, per_epoch))
+    rows = [rows_of_step(step, len(train), recipe.batch_size, recipe.seed) for step in steps]
+    chosen = [[lengths[row] for row in each] for each in rows]
+    sizes = [sum(each) for each in chosen]
+    is_encoder, drops = architecture.family.is_encoder, architecture.drops_attention
+    pairs = max(sum(padded_length(length) ** 2 for length in each) for each in chosen) if is_encoder or drops else 0
+    return Workload(
+        layouts=selection.trained,
+        frozen=selection.frozen,
+        layers=selection.build(),
+        width=architecture.config.n_embd,
+        dtype=dtype,
+        micro_batch_tokens=max(recipe.micro_batch_tokens, max(lengths)),
+        step_tokens=max(sizes),
+        mean_step_tokens=sum(sizes) / len(sizes),
+        mean_step_targets=train.num_targets / per_epoch,
+        num_steps=num_steps,
+        context=architecture.config.n_positions,
+        longest_row=max(lengths),
+        attended=sum(length * length for length in lengths) / sum(lengths) / (1 if is_encoder else 2),
+        step_pairs=pairs,
+        dropped_heads=architecture.config.n_head if drops else 0,
+        validation_tokens=sum(validation.lengths),
+        validation_targets=validation.num_targets,
+    )
 
 
 def shared_recipe(recipe: Recipe, size: int, num_blocks: int, has_begun: bool = False) -> Recipe:
