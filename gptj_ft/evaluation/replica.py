@@ -34,7 +34,7 @@ def take_part(group: Group) -> None:
         GptjFtError: this process does not have the model, or it does not fit; or another one has failed.
     """
     while (told := hear_model(group)) is not None:
-        setup = InferenceSetup.of(Path(told["folder"]), build(told["recipe"]))
+        setup = InferenceSetup.of(Path(told["folder"]), build(told["recipe"]), number_here=group.number_here)
         with setup.open(told["weights"], told["cap"]) as (architecture, stack):  # in a group of its own: it leads none
             serve(group, Replica(setup.recipe, setup.folder, architecture, stack).works)
 

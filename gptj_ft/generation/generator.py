@@ -66,17 +66,27 @@ class InferenceSetup:
     group: Group = field(default=ALONE, kw_only=True)
 
     @classmethod
-    def of(cls, folder: Path, recipe: Recipe, **more: Any) -> Self:
+    def of(
+        cls, folder: Path, recipe: Recipe, *, group: Group = ALONE, number_here: int | None = None, **more: Any
+    ) -> Self:
         """Read the configuration of a model folder.
+
+        Args:
+            folder: model folder.
+            recipe: options of computing.
+            group: processes that what is computed is dealt out to.
+            number_here: number of this process on its machine, if another one leads its group.
+            **more: attributes of a subclass.
 
         Raises:
             UsageError, DataError: as `tuned_architecture`.
         """
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
-        device = machine.choose_device(recipe.device, recipe.device_memory)
+        here = group.number_here if number_here is None else number_here
+        device = machine.choose_device(recipe.device, recipe.device_memory, here)
         dtype = choose_dtype(recipe.precision, device)
-        return cls(folder, recipe, tuned_architecture(folder), device, dtype, **more)
+        return cls(folder, recipe, tuned_architecture(folder), device, dtype, group=group, **more)
 
     @property
     def context(self) -> int:
@@ -96,7 +106,7 @@ class InferenceSetup:
         """
         size, settings = weight_bytes(self.folder), self.recipe.generation
         reads = InferenceWorkload.of(self.architecture, self.dtype, settings, adapter_bytes=size, **workload)
-        free = free_resources(self.device, disk, self.group.on_this_machine)
+        free = free_resources(self.device, disk, self.recipe.device, self.group)
         return plan_inference(self.recipe, reads, free, before)
 
     @contextmanager

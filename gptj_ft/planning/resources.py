@@ -18,6 +18,7 @@ from gptj_ft.system import machine
 from gptj_ft.system.accelerator import shares_memory
 from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.files import disk_bytes, files_in
+from gptj_ft.system.processes.group import ALONE, Group
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,15 @@ class Target:
     name: str = ""
 
     @classmethod
-    def here(cls, recipe: Recipe, folder: Path, processes: int = 1) -> Target:
-        """Return this machine, or the share of it that each of several processes has, for a run in a folder.
+    def here(cls, recipe: Recipe, folder: Path, group: Group = ALONE) -> Target:
+        """Return this machine, or the share of it that this one of several processes has, for a run in a folder.
 
         Raises:
             UsageError: there is no such device.
         """
-        device = machine.choose_device(recipe.device, recipe.device_memory)
+        device = machine.choose_device(recipe.device, recipe.device_memory, group.number_here)
         dtype = choose_dtype(recipe.precision, device)
-        return cls(device, dtype, free_resources(device, folder, processes), rates(device, folder))
+        return cls(device, dtype, free_resources(device, folder, recipe.device, group), rates(device, folder))
 
     @classmethod
     def of(cls, recipe: Recipe, folder: Path) -> Target:
@@ -64,22 +65,30 @@ class Target:
         if recipe.precision == "bf16" and not device.has_bf16:
             raise UsageError(f"{device.name} does not compute in bf16: use --precision fp16")
         dtype = device.half if recipe.precision == "auto" else PRECISIONS[recipe.precision]
-        own = free_resources(torch.device("cpu"), folder)
+        own = free_resources(torch.device("cpu"), folder, "cpu")
         host, disk = max(own.host, recipe.host_memory or 0), max(own.disk, recipe.disk_space or 0)
         free = Free(device.memory_bytes, host, disk, is_shared=False)
         return cls(torch.device("meta"), dtype, free, Rates(device.rates(), disk_rates(folder)), device.name)
 
 
-def free_resources(device: torch.device, folder: Path, processes: int = 1) -> Free:
+def free_resources(device: torch.device, folder: Path, name: str, group: Group = ALONE) -> Free:
     """Return the resources of a run: free ones, and the disk space that its folder occupies already.
 
     Of several processes of this machine, each has its share.
+
+    Args:
+        device: device that computes.
+        folder: the run folder.
+        name: name that the device was chosen by.
+        group: processes of the run.
     """
+    processes = group.on_this_machine
     taken = disk_bytes(files_in(folder))
     host = machine.free_memory(torch.device("cpu"))
     is_shared = shares_memory(device)
     device_bytes, disk = host if is_shared else machine.free_memory(device), machine.free_disk(folder) + taken
-    return Free(device_bytes // processes, host // processes, disk // processes, is_shared)
+    on_device = machine.processes_on(device, name, processes)
+    return Free(device_bytes // on_device, host // processes, disk // processes, is_shared)
 
 
 def check_lengths(recipe: Recipe, architecture: Architecture) -> None:

@@ -34,7 +34,7 @@ def bound_kernel_caches() -> None:
         os.environ.setdefault(name, str(KERNELS_KEPT))
 
 
-def choose_device(name: str, cap: int | None = None) -> torch.device:
+def choose_device(name: str, cap: int | None = None, number_here: int | None = None) -> torch.device:
     """Return the device of a run, an accelerator with its number, and make it torch's current one.
 
     Like the current device, the sums of its products are torch's state, of the whole process: they are in fp32 from
@@ -43,6 +43,8 @@ def choose_device(name: str, cap: int | None = None) -> torch.device:
     Args:
         name: ``auto``, ``cpu``, or the type of an accelerator, with or without a number.
         cap: most bytes of its memory that are to be used; default: what is free.
+        number_here: number of this process among those of its run on this machine, which take the accelerators in turn
+            if the name has no number; default: there are no others, and it takes torch's current one.
 
     Raises:
         UsageError: unknown, not on this machine, or a cap above its memory.
@@ -77,7 +79,9 @@ def choose_device(name: str, cap: int | None = None) -> torch.device:
         advice = "update its driver" if reasons else "install torch for it"
         raise UsageError(f"--device {name}: torch sees no such device here{why}; use --device cpu, or {advice}")
     index, count = device.index, int(module.device_count())
-    if index is None:
+    if index is None and number_here is not None:
+        index = number_here % max(1, count)
+    elif index is None:
         index = module.current_device() if hasattr(module, "current_device") else 0
     if index >= count:
         there = ", ".join(f"{device.type}:{number}" for number in range(count))
@@ -99,6 +103,17 @@ def choose_device(name: str, cap: int | None = None) -> torch.device:
         )
     sum_in_fp32(device)
     return device
+
+
+def processes_on(device: torch.device, name: str, processes: int) -> int:
+    """Return how many of a run's processes on this machine compute with a device that each chose by this name."""
+    import torch
+
+    from gptj_ft.system.accelerator import is_accelerator, module_of
+
+    if not is_accelerator(device) or (name != "auto" and torch.device(name).index is not None):
+        return processes
+    return len(range(device.index, processes, int(module_of(device).device_count())))
 
 
 @contextmanager

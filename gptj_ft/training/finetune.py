@@ -180,7 +180,7 @@ def prepare_new_run(
     folder = choose_folder(recipe)
     reporter.on_activity("reading the rows")
     inputs = gather(recipe)
-    reporter.on_activity("planning" if target else planning(_device_here(recipe, reporter), folder))
+    reporter.on_activity("planning" if target else planning(_device_here(recipe, group, reporter), folder))
     final = recipe.model_copy(update={"model": str(inputs.model.resolve()), "output": str(folder)})
     setup = _setup(final, inputs.model, (inputs.train, inputs.validation), folder, target, group)
     origins = dict(resolved.origins)
@@ -206,9 +206,9 @@ def use_threads(recipe: Recipe, group: Group, reporter: Reporter) -> None:
         reporter.on_message(note)
 
 
-def _device_here(recipe: Recipe, reporter: Reporter) -> torch.device:
+def _device_here(recipe: Recipe, group: Group, reporter: Reporter) -> torch.device:
     """Choose the device of a run, and offer its check-up where it has never been seen."""
-    device = choose_device(recipe.device, recipe.device_memory)
+    device = choose_device(recipe.device, recipe.device_memory, group.number_here)
     if is_accelerator(device) and not is_known(device):
         reporter.on_message(FIRST_ON_DEVICE)
     return device

@@ -117,7 +117,7 @@ def make_setup(
     architecture = trained_architecture(recipe, model, labels)
     check_lengths(recipe, architecture)
     whole = select(architecture, recipe)
-    target = target or Target.here(recipe, folder, group.on_this_machine)
+    target = target or Target.here(recipe, folder, group)
     has_begun = Run(folder).recipe_file.is_file()
     recipe = shared_recipe(recipe, group.size, len(whole.trained) - 2, has_begun)
     relay, peers = parts_of(recipe, group, whole.trained, architecture.config.n_embd)

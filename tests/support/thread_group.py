@@ -39,6 +39,7 @@ class Member:
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self.rank, self.size, self.on_this_machine = rank, hub.size, hub.size
+        self.number_here: int | None = rank
         self.threads_alone: int | None = None
         self.names, self.waited = [f"process {number + 1}" for number in range(hub.size)], Waited()
         self.hub, self._turns = hub, defaultdict[str, int](int)
@@ -74,6 +75,9 @@ class Member:
         pass
 
 
+M = TypeVar("M", bound=Member)
+
+
 class Sent:
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -103,13 +107,13 @@ class Coming:
         raise PeerFailed(f"nothing has come: {self._hub.failed}", 1, -1)
 
 
-def together(size: int, work: Callable[[Member], T]) -> list[T]:
+def together(size: int, work: Callable[[M], T], kind: type[M] = Member) -> list[T]:  # type: ignore[assignment]
     """Do the work of every rank at once; return what each has found, and raise the first error of its own."""
     hub = Hub(size)
 
     def run(rank: int) -> T:
         try:
-            return work(Member(hub, rank))
+            return work(kind(hub, rank))
         except BaseException as error:
             hub.fail(error)
             raise

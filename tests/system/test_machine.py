@@ -20,11 +20,14 @@ import pytest
 import torch
 import yaml
 from support.steps import failing
+from support.thread_group import Hub, Member
 
 from gptj_ft.errors import ResourceError, UsageError
 from gptj_ft.planning import machine_profile, probe
 from gptj_ft.planning.machine_profile import choose_dtype, compute_rates, disk_rates, reason_for
 from gptj_ft.planning.probe import ASSUMED_DISK, DiskRates, Rates, matmul_rate, measure_disk
+from gptj_ft.planning.resources import free_resources
+from gptj_ft.system import accelerator
 from gptj_ft.system.accelerator import NARROW_SUMS, sum_in_fp32
 from gptj_ft.system.direct_io import write_bytes
 from gptj_ft.system.dtypes import PRECISIONS
@@ -290,6 +293,27 @@ def test_a_cuda_device_is_known_by_a_number_that_is_there(monkeypatch: pytest.Mo
     )
     with pytest.raises(UsageError, match="cuda:2: there is no such device here; there are cuda:0, cuda:1"):
         choose_device("cuda:2")
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen", "shares"),
+    [("auto", [0, 1, 0], [2, 1, 2]), ("cuda", [0, 1, 0], [2, 1, 2]), ("cuda:1", [1, 1, 1], [3, 3, 3])],
+)
+def test_processes_of_a_machine_take_its_accelerators_in_turn(monkeypatch, name, chosen, shares, tmp_path) -> None:
+    memory = (12 << 30, 12 << 30)
+    for what, value in (
+        ("is_available", True), ("current_device", 0), ("device_count", 2), ("set_device", None),
+        ("mem_get_info", memory),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, what, lambda *args, value=value: value)
+    monkeypatch.setattr(accelerator, "default_accelerator", lambda: "cuda")
+    members = [Member(Hub(3), rank) for rank in range(3)]
+    devices = [choose_device(name, None, member.number_here) for member in members]
+    assert devices == [torch.device("cuda", index) for index in chosen]
+    found = [free_resources(device, tmp_path, name, member) for device, member in zip(devices, members, strict=True)]
+    assert [each.device for each in found] == [memory[0] // share for share in shares]
+    assert choose_device(name, None, None).index == (1 if name == "cuda:1" else 0)
+    assert free_resources(devices[0], tmp_path, name).device == memory[0]
 
 
 @pytest.fixture

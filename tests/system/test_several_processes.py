@@ -42,6 +42,22 @@ def test_what_torchrun_and_slurm_say_is_understood() -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "number"),
+    [
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, 1),
+        ({**TORCHRUN, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, 1),  # of launchers that do not say it
+        (TORCHRUN, 0),
+        ({**SLURM, "SLURM_LOCALID": "1"}, 1),
+        (SLURM, 0),
+    ],
+)
+def test_a_process_knows_its_number_on_its_machine(said: dict[str, str], number: int) -> None:
+    member = Membership.of(said)
+    assert member is not None
+    assert member.number_here == number
+
+
+@pytest.mark.parametrize(
     ("nodes", "host"),
     [("host-a", "host-a"), ("host-a,host-b", "host-a"), ("node[01-03,7],gpu1", "node01"), ("a.b[5,9]", "a.b5")],
 )

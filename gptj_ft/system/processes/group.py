@@ -52,6 +52,7 @@ class Group(Protocol):
         rank: number of this process, from 0; process 0 has the console.
         size: number of processes.
         on_this_machine: how many of them share this machine's memory and cores.
+        number_here: number of this process among those, from 0; ``None``: there are no others anywhere.
         threads_alone: CPU threads that this process would have if there were no others; ``None``: there are none.
         names: name of each process for messages, by rank.
         waited: seconds that the calling thread has waited for other processes.
@@ -60,6 +61,7 @@ class Group(Protocol):
     rank: int
     size: int
     on_this_machine: int
+    number_here: int | None
     threads_alone: int | None
     names: Sequence[str]
     waited: Waited
@@ -90,6 +92,7 @@ class Alone:
     """A run of one process."""
 
     rank, size, on_this_machine = 0, 1, 1
+    number_here: int | None = None
     threads_alone: int | None = None
     names: Sequence[str] = ("process 1",)
     waited = Waited()
@@ -125,6 +128,7 @@ class Subgroup:
         self._group, self._ranks = group, tuple(ranks)
         self.rank, self.size = self._ranks.index(group.rank), len(ranks)
         self.on_this_machine, self.threads_alone = group.on_this_machine, group.threads_alone
+        self.number_here = group.number_here
         self.names: Sequence[str] = [group.names[rank] for rank in ranks]
         self.waited = group.waited
 
@@ -152,11 +156,15 @@ class Processes:
     Args:
         control: connection for facts, liveness and errors.
         on_this_machine: processes on this machine.
+        number_here: number of this process among those.
         threads_alone: CPU threads that this process would have if there were no others.
     """
 
-    def __init__(self, control: Control, on_this_machine: int, threads_alone: int | None = None) -> None:
+    def __init__(
+        self, control: Control, on_this_machine: int, number_here: int, threads_alone: int | None = None
+    ) -> None:
         self.rank, self.size, self.on_this_machine = control.rank, control.size, on_this_machine
+        self.number_here: int | None = number_here
         self.threads_alone, self.waited = threads_alone, Waited()
         self.names: Sequence[str] = control.names
         self._control = control

@@ -50,6 +50,7 @@ class Membership:
         on_this_machine: processes on this machine.
         address: host and port of the rendezvous; ``None``: all are on this machine, and meet in a file.
         store: that file.
+        number_here: number of the process among those of this machine, from 0.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class Membership:
     on_this_machine: int
     address: tuple[str, int] | None = None
     store: Path | None = None
+    number_here: int = 0
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Membership | None:
@@ -69,9 +71,10 @@ class Membership:
         if "RANK" in environment and "WORLD_SIZE" in environment:
             rank, size = (_number(environment, name) for name in names)
             local = _number(environment, "LOCAL_WORLD_SIZE", 1)
+            here = _number(environment, "LOCAL_RANK", rank % max(1, local))
         elif _is_slurm_step(environment):
             rank, size = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_NTASKS")
-            local = _slurm_tasks_here(environment)
+            local, here = _slurm_tasks_here(environment), _number(environment, "SLURM_LOCALID", 0)
         elif "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_ADDR" in environment:
             # It has been asked for several, and has started this one alone: without accelerators, it does so silently.
             raise UsageError("accelerate launch starts several processes only with --multi_gpu, on CPUs, too: add it")
@@ -80,13 +83,13 @@ class Membership:
         if size == 1:
             return None
         if STORE in environment:
-            return cls(rank, size, local, None, Path(environment[STORE]))
+            return cls(rank, size, local, None, Path(environment[STORE]), here)
         host = environment.get("MASTER_ADDR") or _first_slurm_host(environment)
         if not host:
             raise UsageError("RANK and WORLD_SIZE are set, MASTER_ADDR is not: start it by torchrun, or set all three")
         # Another port than the launcher's own, which is in use on its machine.
         port = _number(environment, "GPTJ_FT_PORT", _number(environment, "MASTER_PORT", _own_port(environment)) + 1)
-        return cls(rank, size, local, (host, port))
+        return cls(rank, size, local, (host, port), None, here)
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -200,7 +203,7 @@ def start_others(member: Membership, token: str, arguments: Sequence[str]) -> li
     return [
         subprocess.Popen(
             [sys.executable, "-m", "gptj_ft", *arguments],
-            env={**common, "RANK": str(rank)},
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for process 0, which tells the others
@@ -272,7 +275,8 @@ def connected(member: Membership, token: str, look: Callable[[], None] = lambda:
         except RuntimeError as error:
             raise PeerFailed(f"process 1 has not come within {START_SECONDS:g} s", 1, 0) from error
         control = join_control((there, port), member.rank, token, name, START_SECONDS)
-    group = Processes(control, member.on_this_machine, threads_alone if member.store else None)
+    alone = threads_alone if member.store else None
+    group = Processes(control, member.on_this_machine, member.number_here, alone)
     try:
         dist.init_process_group("gloo", store=store, rank=member.rank, world_size=member.size, timeout=SLOW)
         control.ending_seconds = ENDING_SECONDS
