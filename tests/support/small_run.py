@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Rows
+from gptj_ft.system.processes.group import ALONE, Group
 from gptj_ft.training.loop import Session, TrainResult
 from gptj_ft.training.loop import train as train_run
 from gptj_ft.training.setup import TrainSetup, make_setup
@@ -21,7 +22,7 @@ from gptj_ft.training.setup import TrainSetup, make_setup
 OPERATIONS = ("pwritev", "fsync", "replace", "rename", "link")
 
 
-def small_session(folder: Path, num_steps: int = 3, **options: object) -> TrainSetup:
+def small_session(folder: Path, num_steps: int = 3, group: Group = ALONE, **options: object) -> TrainSetup:
     """Return a session on six short random rows and two to validate on; everything on disk, if not told otherwise."""
     if not (folder / "config.json").is_file():
         random_gptj(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2, rotary_dim=4).save_pretrained(folder)
@@ -32,7 +33,7 @@ def small_session(folder: Path, num_steps: int = 3, **options: object) -> TrainS
         {"batch_size": 2, "max_length": 32, "lr": 1e-2, "device": "cpu", "max_steps": num_steps, **places, **options}
     )
     rows, validation = Rows(documents[:6], [3] * 6), Rows(documents[6:], [3] * 2)
-    return make_setup(recipe, folder, rows, validation, "", folder)
+    return make_setup(recipe, folder, rows, validation, "", folder, group=group)
 
 
 def with_options(session: TrainSetup, **options: object) -> TrainSetup:

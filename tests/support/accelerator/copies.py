@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from support.accelerator.memory import find_locked
+from support.accelerator.memory import find_locked, lock
 from support.accelerator.simulation import NAME, Operation, now, show, site
 
 
@@ -89,4 +89,6 @@ def to_copy(x: Any, *, dtype: Any = None, layout: Any = None, device: Any = None
         return copy(new(like.shape, like.stride(), dtype, index), x, non_blocking)
     where = "meta" if x.data_cpu.is_meta else "cpu"
     out = torch.empty_strided(like.shape, like.stride(), dtype=x.dtype, device=where)
+    if non_blocking and not out.is_meta and out.numel():  # torch makes it of locked memory of its own
+        lock(out)
     return copy(out, x, non_blocking).to(dtype)

@@ -129,6 +129,13 @@ def find_locked(tensor: torch.Tensor) -> tuple[Region, int] | None:
     return None
 
 
+def lock(tensor: torch.Tensor) -> None:
+    """Lock the memory of a host tensor for as long as there is any of it."""
+    locked, address = now().locked, tensor.data_ptr()
+    locked[address] = Region(tensor.nbytes, has_data=False)
+    weakref.finalize(tensor.untyped_storage(), locked.pop, address, None)
+
+
 def hull(shape: Any, stride: Any) -> int:
     """Return how many elements lie between the first of a tensor and the end of its last."""
     if 0 in shape:

@@ -1,0 +1,46 @@
+"""A run that is shared by ranks with a simulated accelerator each: no race, and the bits of one rank.
+
+Each rank has a device of its own. What a rank hands on goes through host memory, as it does with gloo. What this cannot
+show is what two drivers and a real network do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from support.fork_server import ForkServer
+
+
+@pytest.fixture(scope="module")
+def lines(server: ForkServer) -> list[dict[str, Any]]:
+    return server.run_module("support.simulated_several")
+
+
+def check(cases: list[dict[str, Any]]) -> None:
+    numbers = defaultdict(set)
+    for case in cases:
+        assert case["error"] is None, case
+        assert case["races"] == [], case
+        numbers[case["group"]].add(case["numbers"])
+    assert {group for group, found in numbers.items() if len(found) > 1} == set()
+
+
+def test_ranks_with_an_accelerator_each_give_the_bits_of_one_without_a_race(lines: list[dict[str, Any]]) -> None:
+    cases = [line for line in lines if "fault" not in line]
+    assert len(cases) == 6
+    check(cases)
+    assert len({case["numbers"] for case in cases}) == 2  # one lane and two differ: the digests see rounding
+
+
+def test_a_hidden_state_that_is_sent_before_its_copy_has_ended_is_a_race(lines: list[dict[str, Any]]) -> None:
+    (found,) = (line for line in lines if line.get("fault") == "a hidden state is sent before its copy has ended")
+    assert any("copy d2h" in race and "send at" in race for race in found["races"]), found
+
+
+@pytest.mark.slow
+def test_no_schedule_of_several_accelerators_changes_a_bit(server: ForkServer) -> None:
+    cases = server.run_module("support.simulated_several", "--all")
+    assert len(cases) >= 90
+    check(cases)

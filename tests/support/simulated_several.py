@@ -1,0 +1,162 @@
+"""Share a run between ranks, each with a simulated device of its own; for a process of its own.
+
+``python -m support.simulated_several [--all]`` prints a JSON line for each case, as `support.simulated` does: those of
+a group must give the same digest, whether one rank does it or several, which are threads of this process. Without
+options it takes the cases of every test run, and then one for each of the `FAULTS`, with that planted.
+
+Ranks share no memory of a device or of the host, and what the wire reads is an access like any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from support import simulated
+from support.accelerator import NAME, SCHEDULES, Schedule
+from support.accelerator.memory import find_locked
+from support.accelerator.simulation import Operation, Stream
+from support.simulated import DEVICE, PLACES, Case, memory
+from support.small_run import new_run, small_session
+from support.thread_group import Member, Sent, together
+from torch import Tensor
+
+from gptj_ft.config.run_folder import Run
+from gptj_ft.streaming.relay import Route
+from gptj_ft.training.loop import train
+from gptj_ft.training.shared.follow import own_run
+
+# How a run is shared: the number of ranks, and options. Those with the same lanes give the same numbers.
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (1, {}),
+    "layers": (2, {"share": "layers"}),
+    "alone, two lanes": (1, {"lanes": 2}),
+    "rows": (2, {"share": "rows", "lanes": 2}),
+    "2 x 2": (4, {"share": "layers", "replicas": 2, "lanes": 2}),
+}
+RANKS = max(ranks for ranks, _ in WAYS.values())
+DTYPES = ("fp32", "bf16")
+EVERY_RUN: tuple[tuple[str, str, Schedule], ...] = (
+    ("alone", "device", "late"),
+    ("layers", "device", "late"),
+    ("layers", "disk", "random"),
+    ("alone, two lanes", "device", "late"),
+    ("rows", "host", "late"),
+    ("2 x 2", "disk", "random"),
+)
+
+
+class SimulatedMember(Member):
+    """A rank whose sends read their tensor by a stream that nothing else is ordered by."""
+
+    def send(self, to: int, values: Tensor, tag: int = 0) -> Sent:
+        locked = find_locked(values)
+        if locked is not None:
+            region, low = locked
+            reads = ((region, low, low + values.nbytes, False),)
+            Stream(torch.device(NAME, self.rank), name="wire").put(Operation("send", accesses=reads))
+        return super().send(to, values, tag)
+
+
+@dataclass(frozen=True)
+class SharedRun:
+    """A run of the training loop: three steps, validated before and behind them, and exported.
+
+    Attributes:
+        ranks: number of ranks that share it.
+        state: place of weights, optimizer state and boundaries.
+        dtype: name of the type of the computation.
+        options: how it is shared.
+    """
+
+    ranks: int
+    state: str
+    dtype: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, device: torch.device) -> Any:
+        """Train; return the digest of the tuned model and the losses of every step and validation."""
+        with tempfile.TemporaryDirectory(dir=memory()) as tmp:
+            options = {
+                "weights": self.state, "optimizer_state": self.state, "boundaries": self.state,
+                "precision": self.dtype, "batch_size": 4, "micro_batch_tokens": 9, **self.options,
+            }  # fmt: skip
+            run = new_run(Path(tmp))
+            alone = small_session(Path(tmp), device=str(device), **options)
+            run.start_record(alone.recipe)
+
+            def take_part(member: SimulatedMember) -> None:
+                # torch's Python backends know one device: its thread for backward would compute on the first.
+                with torch.autograd.set_multithreading_enabled(False):
+                    setup = small_session(Path(tmp), group=member, device=device.type, **options)
+                    assert setup.device == torch.device(NAME, member.rank)
+                    train(setup, own_run(run.folder, setup) if member.rank else Run(run.folder))
+
+            if self.ranks == 1:
+                train(alone, run)
+            else:
+                together(self.ranks, take_part, SimulatedMember)
+            weights = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in
+                       sorted(run.model.glob("*.safetensors"))}  # fmt: skip
+            assert weights
+            kept = ("step", "loss", "grad_norm", "validation_loss")
+            return weights, [{key: line[key] for key in kept if key in line} for line in run.metrics()]
+
+
+def case_of(way: str, state: str, schedule: Schedule, dtype: str = "fp32") -> Case:
+    ranks, options = WAYS[way]
+    group = f"{dtype}, {options.get('lanes', 1)} lanes"
+    return Case("shared", group, f"{way}, {state}", schedule, SharedRun(ranks, state, dtype, options))
+
+
+def every_case() -> Iterator[Case]:
+    """Yield every way, place and schedule; those of one rank are cases of `support.simulated`, too, one is enough."""
+    for dtype in DTYPES:
+        for way, (ranks, _) in WAYS.items():
+            places, schedules = (PLACES, SCHEDULES) if ranks > 1 else (PLACES[:1], SCHEDULES[:1])
+            yield from (case_of(way, state, schedule, dtype) for state in places for schedule in schedules)
+
+
+def _hasty(hand_on: Callable[..., bool]) -> Callable[..., bool]:
+    def hand_on_at_once(self: Route, layer: int, values: Tensor) -> bool:
+        return hand_on(self, layer, values.detach().to("cpu", non_blocking=True))
+
+    return hand_on_at_once
+
+
+# What is planted, and the case that should find it.
+FAULTS: dict[str, tuple[Any, Case]] = {
+    "a hidden state is sent before its copy has ended": (
+        lambda: patch.object(Route, "hand_on", _hasty(Route.hand_on)), case_of("layers", "device", "late"),
+    ),
+}  # fmt: skip
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--all", action="store_true", help="every type, place and schedule")
+    chosen = parser.parse_args(arguments)
+    faulthandler.enable()
+    simulated.prepare()
+    for case in every_case() if chosen.all else [case_of(*each) for each in EVERY_RUN]:
+        print(json.dumps(simulated.run_case(case, DEVICE, num_devices=RANKS)), flush=True)
+    for fault, (plant, case) in {} if chosen.all else FAULTS.items():
+        with plant():
+            print(json.dumps({"fault": fault, **simulated.run_case(case, DEVICE, num_devices=RANKS)}), flush=True)
+    simulated.clean_up()
+    os._exit(0)  # threads of a device that is not there need not be waited for
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
