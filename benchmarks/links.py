@@ -78,7 +78,7 @@ def main() -> None:
     options = (
         f"--recipe dialogsum --model {model} --data {given.data.resolve()} --max-steps {given.steps} --batch-size 8 "
         "--set micro_batch_tokens=256 --set holdout=0 --precision fp32 --weights device --optimizer-state device "
-        "--activations recompute --set threads=1 --lr 1e-5 --max-length 256"
+        "--activations recompute --set threads=1 --set lr=1e-5 --max-length 256"
     )
     points = []
     for share, (words, split) in SHARES.items():

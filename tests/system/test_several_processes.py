@@ -325,7 +325,6 @@ def test_who_waits_for_the_first_process_heeds_a_signal(
     meets_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "threads_of", lambda member: torch.get_num_threads())
-    monkeypatch.setattr(launch, "TRY_SECONDS", 0.5)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -24,20 +24,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from gptj_ft.errors import UsageError
 from gptj_ft.system.processes.control import ENDING_SECONDS, PeerFailed, host_control, join_control
 from gptj_ft.system.processes.group import ALONE, Group, Processes
 
 START_SECONDS = float(os.environ.get("GPTJ_FT_START_SECONDS", "300"))  # for all to come: libraries load, jobs start
-TRY_SECONDS = 2.0  # for an attempt to meet them
 SLOW = timedelta(hours=24)  # slow is not dead: that is for `control` to tell
 STORE, TOKEN = "GPTJ_FT_STORE", "GPTJ_FT_TOKEN"  # of the processes that `start_others` makes
 FIRST_OF_ITS_OWN_STEPS = 0xFFFFFFF0  # shells, scripts and containers of a job have steps from here on
 _PR_SET_PDEATHSIG = 1
-
-Met = TypeVar("Met")
 
 
 @dataclass(frozen=True)
@@ -268,12 +265,9 @@ def connected(member: Membership, token: str, look: Callable[[], None] = lambda:
             store.set("control", json.dumps([host, listener.getsockname()[1], token]))
             control = host_control(listener, member.size, token, name, START_SECONDS, look)
     else:
-        store.set_timeout(timedelta(seconds=TRY_SECONDS))
-        not_there = dist.DistStoreError if member.store is None else RuntimeError  # a file knows no other
-        try:
-            there, port, token = json.loads(patiently(lambda: store.get("control"), not_there))
-        except RuntimeError as error:
-            raise PeerFailed(f"process 1 has not come within {START_SECONDS:g} s", 1, 0) from error
+        if not comes(lambda: store.check(["control"])):
+            raise PeerFailed(f"process 1 has not come within {START_SECONDS:g} s", 1, 0)
+        there, port, token = json.loads(store.get("control"))
         control = join_control((there, port), member.rank, token, name, START_SECONDS)
     alone = threads_alone if member.store else None
     group = Processes(control, member.on_this_machine, member.number_here, alone)
@@ -287,25 +281,17 @@ def connected(member: Membership, token: str, look: Callable[[], None] = lambda:
     group.close()
 
 
-def patiently(attempt: Callable[[], Met], failure: type[RuntimeError]) -> Met:
-    """Return what an attempt to meet the others gives; it is made again and again until they should have come.
+def comes(is_there: Callable[[], bool]) -> bool:
+    """Wait until something is there, but not longer than processes wait for each other; tell whether it is.
 
-    Between two of them a signal is heeded, which torch waits through.
-
-    Args:
-        attempt: takes `TRY_SECONDS` at most, or some seconds more.
-        failure: what it raises if they have not come.
-
-    Raises:
-        RuntimeError: of the last attempt, or another than this.
+    A signal ends it at once; torch's own ways to wait heed none, and write a line of their own at every attempt.
     """
     end = time.monotonic() + START_SECONDS
-    while True:
-        try:
-            return attempt()
-        except failure:
-            if time.monotonic() > end:
-                raise
+    while not is_there():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _meet(member: Membership) -> Any:
@@ -313,20 +299,25 @@ def _meet(member: Membership) -> Any:
 
     assert member.address is not None
     host, port = member.address
-    is_host, seconds = member.rank == 0, timedelta(seconds=TRY_SECONDS)
-
-    def meet() -> Any:
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, member.size, is_host, seconds, wait_for_workers=False
-        )
-
+    where = f"process {member.rank + 1} cannot meet the others at {host}:{port}"
+    if member.rank and not comes(lambda: _answers(host, port)):
+        raise UsageError(f"{where}: nobody answers there; GPTJ_FT_PORT names a port")
     try:
-        return meet() if is_host else patiently(meet, dist.DistNetworkError)
+        seconds = timedelta(seconds=START_SECONDS)
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, member.size, member.rank == 0, seconds, wait_for_workers=False
+        )
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        raise UsageError(
-            f"process {member.rank + 1} cannot meet the others at {host}:{port}: {reason}; GPTJ_FT_PORT names a port"
-        ) from error
+        raise UsageError(f"{where}: {reason}; GPTJ_FT_PORT names a port") from error
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=2.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def interface_to(address: tuple[str, int] | None) -> tuple[str, str]:
