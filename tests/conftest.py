@@ -129,6 +129,15 @@ def server(fixed_rates: Rates) -> Iterator[ForkServer]:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute with one thread."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
 def measured_home(own_home: Path, fixed_rates: Rates, tmp_path: Path) -> Path:
     """Give a home in which the machine is known, for commands that run in processes of their own."""
     from gptj_ft.planning.machine_profile import rates
@@ -222,3 +231,13 @@ def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     from support.cli_runner import Shell
 
     return Shell(monkeypatch, capsys)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A GPT-J of six blocks, and a GPT-2 whose head computes with the embedding's table."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("gptj", "gpt2")}
+    sizes = {"vocab_size": 40, "n_positions": 32, "n_embd": 16, "n_head": 2}
+    random_gptj(**sizes, n_layer=6, rotary_dim=4).save_pretrained(folders["gptj"])
+    random_gpt2(**sizes, n_layer=6).save_pretrained(folders["gpt2"])
+    return folders

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-import torch
 from conftest import NOTES
 from support.fork_server import ForkServer
 from support.thread_group import Member, together
@@ -40,17 +39,10 @@ from gptj_ft.system.processes.dealing import deal, end_serving, owners_of, serve
 from gptj_ft.system.processes.group import ALONE, Group
 from gptj_ft.training.reporter import Reporter
 
+# As `--nproc 2` does on two cores.
+pytestmark = pytest.mark.usefixtures("one_thread")
 T = TypeVar("T")
 SHORT = {"max_length": 96, "device": "cpu", "precision": "fp32", "micro_batch_tokens": 64}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Compute with one thread in each process, as `--nproc 2` does on two cores."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

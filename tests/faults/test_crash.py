@@ -17,7 +17,16 @@ import pytest
 import torch
 from conftest import random_gpt2
 from support.lossy_disk import LossyDisk
-from support.small_run import Power, PowerCut, assert_same_weights, new_run, small_session, train, weights_of
+from support.small_run import (
+    Power,
+    PowerCut,
+    assert_same_weights,
+    cut_and_resume,
+    new_run,
+    small_session,
+    train,
+    weights_of,
+)
 
 from gptj_ft.config.run_folder import Run
 from gptj_ft.errors import GptjFtError, ResourceError
@@ -45,17 +54,6 @@ def count_operations(session: TrainSetup, folder: Path) -> int:
         power = Power(patch)
         train(session, new_run(folder))
         return power.count
-
-
-def cut_and_resume(session: TrainSetup, run: Run, cuts: list[int]) -> None:
-    """Cut the power at the n-th operation of each session in turn, then let the run end."""
-    for last in cuts:
-        with pytest.MonkeyPatch.context() as patch:
-            Power(patch, last)
-            with pytest.raises(PowerCut):
-                train(session, run)
-    if not run.model.exists():  # the last operations come after the model is there
-        train(session, run)
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.fork_server import ForkServer
-from support.small_run import assert_same_weights, weights_of
+from support.small_run import assert_same_weights, losses_of, weights_of
 
 from gptj_ft.config.run_folder import Run, steps_done
 from gptj_ft.system.signals import SIGNALS
@@ -53,10 +53,6 @@ def new_folder(folder: Path) -> Path:
 
 def output_of(folder: Path) -> str:
     return (folder / "output.txt").read_text(encoding="utf-8")
-
-
-def losses_of(run: Run) -> list[tuple[object, ...]]:
-    return [(line["step"], line.get("loss"), line.get("validation_loss")) for line in run.metrics()]
 
 
 def interrupt_and_resume(

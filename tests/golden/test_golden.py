@@ -23,6 +23,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
 LOSSES, JSON, HELP, OLD = HERE / "losses", HERE / "json", HERE / "help", HERE / "old"
@@ -76,14 +77,6 @@ def updating(request: pytest.FixtureRequest) -> bool:
 def lasting_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home that the runs of all tests share: the tiny models, and the rows as tokens."""
     return tmp_path_factory.mktemp("golden") / "home"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(autouse=True)

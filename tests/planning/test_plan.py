@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import GPT2_SHAPES, random_gpt2
 from rich.console import Console
+from support.rates import round_rates
 
 from gptj_ft.cli.terminal.tables import show_plan
 from gptj_ft.config.options import Recipe
@@ -19,7 +20,7 @@ from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.published import CEREBRAS_GPT, find_published
 from gptj_ft.planning.plan import FASTEST_FIRST, Free, Plan, candidates, choose, forecast
-from gptj_ft.planning.probe import ASSUMED_DISK, ComputeRates, DiskRates, Rates
+from gptj_ft.planning.probe import ASSUMED_DISK, DiskRates, Rates
 from gptj_ft.planning.scaling_law import ScalingForecast, pile_loss
 from gptj_ft.planning.traffic import Pass
 from gptj_ft.planning.workload import Workload
@@ -29,21 +30,7 @@ from gptj_ft.system.units import gigabytes
 
 GB = 10**9
 PLENTY = Free(device=10**13, host=10**13, disk=10**14, is_shared=False)
-RATES = Rates(
-    ComputeRates(
-        fp32=1e12,
-        bf16=4e12,
-        fp32_narrow=1e12,
-        bf16_narrow=4e12,
-        memory=1e12,
-        near_memory=1e12,
-        gelu=1e18,
-        attention=1e18,
-        to_device=2e10,
-        from_device=1e10,
-    ),
-    DiskRates(read=2e9, write=1e9, mixed=1.5e9),
-)
+RATES = round_rates(DiskRates(read=2e9, write=1e9, mixed=1.5e9), to_device=2e10, from_device=1e10)
 ON_DISK = Placement("disk", "disk")
 
 

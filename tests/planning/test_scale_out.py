@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from rich.console import Console
+from support.rates import round_rates
 
 from gptj_ft.cli.terminal.machines import show_machines
 from gptj_ft.config.options import Recipe
@@ -21,7 +22,7 @@ from gptj_ft.models.published import find_published
 from gptj_ft.models.trainable import select
 from gptj_ft.planning.devices import find_device
 from gptj_ft.planning.plan import Free, choose
-from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
+from gptj_ft.planning.probe import DiskRates, Rates
 from gptj_ft.planning.scale_out import (
     PAYLOAD,
     Job,
@@ -40,22 +41,7 @@ from gptj_ft.training.setup import shared_recipe
 GB = 10**9
 FAST, SLOW = Network(1e11), Network(1e8)
 FREE = Free(device=18 * GB, host=18 * GB, disk=10**12, is_shared=True)
-RATES = Rates(
-    ComputeRates(
-        fp32=1e12,
-        bf16=4e12,
-        fp32_narrow=1e12,
-        bf16_narrow=4e12,
-        memory=1e12,
-        near_memory=1e12,
-        gelu=1e18,
-        attention=1e18,
-        to_device=1e11,
-        from_device=1e11,
-    ),
-    DiskRates(read=2e9, write=2e9, mixed=2e9),
-    on_cpu=True,
-)
+RATES = round_rates(DiskRates(read=2e9, write=2e9, mixed=2e9), to_device=1e11, from_device=1e11, on_cpu=True)
 RECIPE = Recipe(batch_size=32, max_length=1024, activations="recompute")
 
 

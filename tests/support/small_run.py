@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,3 +85,19 @@ class Power:
             return operation(*arguments, **settings)
 
         return guarded
+
+
+def cut_and_resume(session: TrainSetup, run: Run, cuts: Sequence[int]) -> None:
+    """Cut the power at the n-th operation of each session in turn, then let the run end."""
+    for last in cuts:
+        with pytest.MonkeyPatch.context() as patch:
+            Power(patch, last)
+            with pytest.raises(PowerCut):
+                train(session, run)
+    if not run.model.exists():  # the last operations come after the model is there
+        train(session, run)
+
+
+def losses_of(run: Run) -> list[tuple[object, ...]]:
+    """Return the numbers of a run's metrics that do not depend on the time."""
+    return [(line["step"], line.get("loss"), line.get("validation_loss")) for line in run.metrics()]

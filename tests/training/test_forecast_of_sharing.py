@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import random_gpt2, random_gptj
 from support.thread_group import Hub, Member, together
 
 from gptj_ft.config.resolve import build
@@ -28,16 +27,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "part": {"train": ("h.[23].*", "h.1.mlp.*")},
     "tied": {},
 }
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A GPT-J of six blocks, and a GPT-2 whose head computes with the embedding's table."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("gptj", "gpt2")}
-    sizes = {"vocab_size": 40, "n_positions": 32, "n_embd": 16, "n_head": 2}
-    random_gptj(**sizes, n_layer=6, rotary_dim=4).save_pretrained(folders["gptj"])
-    random_gpt2(**sizes, n_layer=6).save_pretrained(folders["gpt2"])
-    return folders
 
 
 def setup_of(model: Path, folder: Path, group: Group = ALONE, **options: Any) -> TrainSetup:

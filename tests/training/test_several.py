@@ -8,14 +8,12 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import random_gpt2, random_gptj
 from support.small_run import assert_same_weights, weights_of
 from support.thread_group import Member, together
 
@@ -34,6 +32,8 @@ from gptj_ft.training.shared import moving
 from gptj_ft.training.shared.follow import own_run
 from gptj_ft.training.shared.pace import PaceWatch
 
+# There are more processes than cores.
+pytestmark = pytest.mark.usefixtures("one_thread")
 ON_DEVICE = {"weights": "device", "optimizer_state": "device"}
 ON_DISK = {"weights": "disk", "optimizer_state": "disk", "boundaries": "disk"}
 PLACES: dict[str, dict[str, str]] = {
@@ -49,25 +49,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "tied": {},
 }
 STEPS = 3
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Compute with one thread in each process: there are more of them than cores."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A GPT-J of six blocks, and a GPT-2 whose head computes with the embedding's table."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("gptj", "gpt2")}
-    sizes = {"vocab_size": 40, "n_positions": 32, "n_embd": 16, "n_head": 2}
-    random_gptj(**sizes, n_layer=6, rotary_dim=4).save_pretrained(folders["gptj"])
-    random_gpt2(**sizes, n_layer=6).save_pretrained(folders["gpt2"])
-    return folders
 
 
 def setup_of(model: Path, folder: Path, group: Group = ALONE, **options: Any) -> TrainSetup:

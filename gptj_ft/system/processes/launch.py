@@ -245,6 +245,8 @@ def connected(member: Membership, token: str, look: Callable[[], None] = lambda:
         UsageError: the address is on a public network.
         PeerFailed: another process has failed, or has not come.
     """
+    # Its sockets warn of what is no fault: a name that is not known, an address of the other kind.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
     import torch.distributed as dist
 
