@@ -18,7 +18,7 @@ from gptj_ft.system.plain_text import shortened
 ENVIRONMENT_PREFIX = "GPTJ_FT_"
 NOT_OPTIONS = {
     "GPTJ_FT_HOME", "GPTJ_FT_TEST_DATA", "GPTJ_FT_STORE", "GPTJ_FT_TOKEN", "GPTJ_FT_PORT", "GPTJ_FT_PUBLIC_NETWORK",
-    "GPTJ_FT_START_SECONDS",
+    "GPTJ_FT_START_SECONDS", "GPTJ_FT_NCCL",
 }  # fmt: skip
 # What `method: lora` puts in the place of a preset's value: https://arxiv.org/abs/2106.09685, table 12 (GPT-3 175B).
 FOR_LORA: dict[str, Any] = {"lr": 2e-4}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.models.layout import Layout
-from gptj_ft.system.processes.group import ALONE, Group, Handover
+from gptj_ft.system.processes.group import ALONE, Group, Handover, Link
 
 EMPTY = Layout({}, {}, 0, 0)
 
@@ -55,6 +55,12 @@ class Relay:
         """Whether this process has the head, and thus the loss."""
         return self.has(len(self.owners) - 1)
 
+    @property
+    def links(self) -> list[Link]:
+        """Between which processes hidden states go up, and their gradients down."""
+        ways = (self.owners, 0), (self.owners[::-1], 1)
+        return sorted({(a, b, down) for owners, down in ways for a, b in pairwise(owners) if a != b})
+
     def from_head(self, topic: str, values: list[dict[str, float]] | None) -> list[dict[str, float]]:
         """Return what the process of the head has found, in every process."""
         if values is not None and self.group.size == 1:
@@ -84,6 +90,7 @@ class Route:
     ) -> None:
         self._relay, self._group = relay, relay.group
         self._tokens, self._dtype, self._device = tokens, dtype, device
+        self._wire = self._group.wire(device)
         self._source = dict(zip(layers[1:], layers, strict=False))  # by layer, the one before
         self._target = dict(pairwise(layers))
         own = [layer for layer in layers if relay.has(layer)]
@@ -122,8 +129,9 @@ class Route:
         if target is None or self._relay.has(target):
             return False
         if len(self._leaving) == len(self._tokens):
-            self._leaving.popleft().wait()  # gloo tells of no transfer that it has ended, unless that is waited for
-        sent = values.detach().to("cpu").contiguous()
+            self._leaving.popleft().wait()  # gloo tells of no transfer that it has ended, unless that is waited for;
+            # and what lay on a device may be written again only now
+        sent = values.detach().to(self._wire).contiguous()
         self._leaving.append(self._group.send(self._relay.owners[target], sent, self._tag(target)))
         return True
 
@@ -149,7 +157,7 @@ class Route:
         self._asked.add(layer)
         coming = []
         for tokens in self._tokens:
-            values = torch.empty(tokens, self._relay.width, dtype=self._dtype)
+            values = torch.empty(tokens, self._relay.width, dtype=self._dtype, device=self._wire)
             coming.append((values, self._group.receive(self._relay.owners[source], values, self._tag(layer))))
         self._coming[layer] = coming
 

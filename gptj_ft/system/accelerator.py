@@ -305,6 +305,11 @@ def device_name(device: torch.device) -> str:
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type.upper()
 
 
+def device_id(device: torch.device) -> str:
+    """Return what tells an accelerator from others of its machine, by whatever number a process knows it."""
+    return str(getattr(module_of(device).get_device_properties(device), "uuid", device))
+
+
 def sum_in_fp32(device: torch.device) -> None:
     """Have a device add up the products of bf16 and fp16 matrices in fp32 alone, from now on.
 

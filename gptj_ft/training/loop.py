@@ -138,6 +138,9 @@ def opened(setup: TrainSetup, run: Run, reporter: Reporter, session: Session) ->
         between = f" in {setup.peers.size} replicas" if setup.recipe.share == "layers" and setup.peers.size > 1 else ""
         chosen["processes"] = f"{setup.group.size}, sharing {setup.recipe.share}{between}"
     warn(run, reporter, record_environment(run, str(setup.device), torch.get_num_threads(), chosen))
+    if setup.relay.group.size > 1:
+        way = setup.relay.group.connect(setup.device, setup.relay.links)
+        run.log(f"hidden states go from process to process {way}")
     limit_memory(setup.device, allocator_limit(setup.plan.have.device))
     stack, optimizer, state = (open_replica if setup.is_replica else open_state)(setup, run)
     try:

@@ -1,7 +1,7 @@
 """A run that is shared by ranks with a simulated accelerator each: no race, and the bits of one rank.
 
-Each rank has a device of its own. What a rank hands on goes through host memory, as it does with gloo. What this cannot
-show is what two drivers and a real network do.
+Each rank has a device of its own. What a rank hands on goes through host memory, as it does with gloo, or from device
+to device, as it does with NCCL. What this cannot show is what drivers, NCCL and a network do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def check(cases: list[dict[str, Any]]) -> None:
 
 def test_ranks_with_an_accelerator_each_give_the_bits_of_one_without_a_race(lines: list[dict[str, Any]]) -> None:
     cases = [line for line in lines if "fault" not in line]
-    assert len(cases) == 6
+    assert len(cases) == 7
     check(cases)
     assert len({case["numbers"] for case in cases}) == 2  # one lane and two differ: the digests see rounding
 
@@ -39,8 +39,18 @@ def test_a_hidden_state_that_is_sent_before_its_copy_has_ended_is_a_race(lines: 
     assert any("copy d2h" in race and "send at" in race for race in found["races"]), found
 
 
+def test_hidden_states_that_go_from_device_to_device_do_not_touch_the_host(lines: list[dict[str, Any]]) -> None:
+    copies = {line["case"]: line["through_host"] for line in lines if "through_host" in line}
+    assert copies["direct, device"] == 0 < copies["layers, device"]
+
+
+def test_memory_that_is_used_again_before_it_has_left_the_device_is_a_race(lines: list[dict[str, Any]]) -> None:
+    (found,) = (line for line in lines if line.get("fault") == "what is sent is let go before it has left")
+    assert any("send at" in race and "hand_on" in race for race in found["races"]), found
+
+
 @pytest.mark.slow
 def test_no_schedule_of_several_accelerators_changes_a_bit(server: ForkServer) -> None:
     cases = server.run_module("support.simulated_several", "--all")
-    assert len(cases) >= 90
+    assert len(cases) >= 150
     check(cases)

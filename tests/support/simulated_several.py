@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +27,11 @@ import torch
 from support import simulated
 from support.accelerator import NAME, SCHEDULES, Schedule
 from support.accelerator.memory import find_locked
-from support.accelerator.simulation import Operation, Stream
+from support.accelerator.simulation import Operation, Stream, now
+from support.accelerator.tensor import SimTensor, operation
 from support.simulated import DEVICE, PLACES, Case, memory
 from support.small_run import new_run, small_session
-from support.thread_group import Member, Sent, together
+from support.thread_group import Hub, Member, together
 from torch import Tensor
 
 from gptj_ft.config.run_folder import Run
@@ -44,13 +46,17 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone, two lanes": (1, {"lanes": 2}),
     "rows": (2, {"share": "rows", "lanes": 2}),
     "2 x 2": (4, {"share": "layers", "replicas": 2, "lanes": 2}),
+    "direct": (2, {"share": "layers"}),
+    "direct 2 x 2": (4, {"share": "layers", "replicas": 2, "lanes": 2}),
 }
 RANKS = max(ranks for ranks, _ in WAYS.values())
 DTYPES = ("fp32", "bf16")
+DIRECT = 1000  # number of the first wire of devices
 EVERY_RUN: tuple[tuple[str, str, Schedule], ...] = (
     ("alone", "device", "late"),
     ("layers", "device", "late"),
     ("layers", "disk", "random"),
+    ("direct", "device", "late"),
     ("alone, two lanes", "device", "late"),
     ("rows", "host", "late"),
     ("2 x 2", "disk", "random"),
@@ -60,13 +66,76 @@ EVERY_RUN: tuple[tuple[str, str, Schedule], ...] = (
 class SimulatedMember(Member):
     """A rank whose sends read their tensor by a stream that nothing else is ordered by."""
 
-    def send(self, to: int, values: Tensor, tag: int = 0) -> Sent:
+    def send(self, to: int, values: Tensor, tag: int = 0) -> Any:
         locked = find_locked(values)
         if locked is not None:
             region, low = locked
             reads = ((region, low, low + values.nbytes, False),)
             Stream(torch.device(NAME, self.rank), name="wire").put(Operation("send", accesses=reads))
         return super().send(to, values, tag)
+
+
+class DirectMember(Member):
+    """A rank that hands on what is in its device's memory, by streams of their own, as NCCL does.
+
+    A transfer comes after what the current stream had to do when it was asked for; who waits for it, has the current
+    stream wait. What a receive waits for is found when that is done, for the other rank may not have sent it yet. There
+    are no tags, but a communicator for each way of a relay and each direction: the first to be asked for gets what was
+    sent first.
+    """
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        super().__init__(hub, rank)
+        self.asked, self.taken = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+
+    def wire(self, device: torch.device) -> torch.device:
+        return device
+
+    def send(self, to: int, values: Tensor, tag: int = 0) -> Any:
+        if not isinstance(values, SimTensor):
+            return super().send(to, values, tag)
+        sent = list[Tensor]()
+        reads = operation("send", [values], [], lambda: sent.append(values.data_cpu.clone()))
+        transfer = OnStream(values)
+        self.hub.wires[self.rank, to, DIRECT + tag % 2].put((transfer.stream.put(reads), sent))  # type: ignore[arg-type]
+        return transfer
+
+    def receive(self, source: int, out: Tensor, tag: int = 0) -> Any:
+        if not isinstance(out, SimTensor):
+            return super().receive(source, out, tag)
+        return Arriving(out, self, source, tag % 2)
+
+
+class OnStream:
+    """A transfer of a device; keeps its tensor alive."""
+
+    def __init__(self, values: SimTensor) -> None:
+        self.values, self.stream = values, Stream(values.device)
+        self.stream.wait_stream(now().stream(values.block.device_index))
+
+    def wait(self) -> None:
+        now().stream(self.values.block.device_index).wait_stream(self.stream)
+
+
+class Arriving(OnStream):
+    """A receive of a device."""
+
+    def __init__(self, out: SimTensor, member: DirectMember, source: int, way: int) -> None:
+        super().__init__(out)
+        self._member, self._source, self._way = member, source, way
+        member.asked[source, way] += 1
+        self._number = member.asked[source, way]
+
+    def wait(self) -> None:
+        member = self._member
+        member.taken[self._source, self._way] += 1
+        assert member.taken[self._source, self._way] == self._number, "it is waited for in another order"
+        wire: Any = member.hub.wires[self._source, member.rank, DIRECT + self._way]
+        read, sent = wire.get(timeout=60)
+        writes = operation("receive", [], [self.values], lambda: self.values.data_cpu.copy_(sent.pop()))
+        writes.waits_for = read
+        self.stream.put(writes)
+        super().wait()
 
 
 @dataclass(frozen=True)
@@ -78,12 +147,14 @@ class SharedRun:
         state: place of weights, optimizer state and boundaries.
         dtype: name of the type of the computation.
         options: how it is shared.
+        member: how tensors travel.
     """
 
     ranks: int
     state: str
     dtype: str
     options: dict[str, Any] = field(default_factory=dict)
+    member: type[Member] = SimulatedMember
 
     def __call__(self, device: torch.device) -> Any:
         """Train; return the digest of the tuned model and the losses of every step and validation."""
@@ -96,7 +167,7 @@ class SharedRun:
             alone = small_session(Path(tmp), device=str(device), **options)
             run.start_record(alone.recipe)
 
-            def take_part(member: SimulatedMember) -> None:
+            def take_part(member: Member) -> None:
                 # torch's Python backends know one device: its thread for backward would compute on the first.
                 with torch.autograd.set_multithreading_enabled(False):
                     setup = small_session(Path(tmp), group=member, device=device.type, **options)
@@ -106,7 +177,7 @@ class SharedRun:
             if self.ranks == 1:
                 train(alone, run)
             else:
-                together(self.ranks, take_part, SimulatedMember)
+                together(self.ranks, take_part, self.member)
             weights = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in
                        sorted(run.model.glob("*.safetensors"))}  # fmt: skip
             assert weights
@@ -117,7 +188,8 @@ class SharedRun:
 def case_of(way: str, state: str, schedule: Schedule, dtype: str = "fp32") -> Case:
     ranks, options = WAYS[way]
     group = f"{dtype}, {options.get('lanes', 1)} lanes"
-    return Case("shared", group, f"{way}, {state}", schedule, SharedRun(ranks, state, dtype, options))
+    member = DirectMember if "direct" in way else SimulatedMember
+    return Case("shared", group, f"{way}, {state}", schedule, SharedRun(ranks, state, dtype, options, member))
 
 
 def every_case() -> Iterator[Case]:
@@ -135,10 +207,22 @@ def _hasty(hand_on: Callable[..., bool]) -> Callable[..., bool]:
     return hand_on_at_once
 
 
+def _forgetful(hand_on: Callable[..., bool]) -> Callable[..., bool]:
+    def hand_on_and_forget(self: Route, layer: int, values: Tensor) -> bool:
+        is_gone = hand_on(self, layer, values)
+        self._leaving.clear()
+        return is_gone
+
+    return hand_on_and_forget
+
+
 # What is planted, and the case that should find it.
 FAULTS: dict[str, tuple[Any, Case]] = {
     "a hidden state is sent before its copy has ended": (
         lambda: patch.object(Route, "hand_on", _hasty(Route.hand_on)), case_of("layers", "device", "late"),
+    ),
+    "what is sent is let go before it has left": (
+        lambda: patch.object(Route, "hand_on", _forgetful(Route.hand_on)), case_of("direct", "device", "late"),
     ),
 }  # fmt: skip
 
@@ -150,7 +234,9 @@ def main(arguments: Sequence[str]) -> None:
     faulthandler.enable()
     simulated.prepare()
     for case in every_case() if chosen.all else [case_of(*each) for each in EVERY_RUN]:
-        print(json.dumps(simulated.run_case(case, DEVICE, num_devices=RANKS)), flush=True)
+        found = simulated.run_case(case, DEVICE, num_devices=RANKS)
+        through_host = sum(count for (_, _, where), count in now().waits.items() if "relay.py" in where)
+        print(json.dumps({**found, "through_host": through_host}), flush=True)
     for fault, (plant, case) in {} if chosen.all else FAULTS.items():
         with plant():
             print(json.dumps({"fault": fault, **simulated.run_case(case, DEVICE, num_devices=RANKS)}), flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,20 +11,27 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.thread_group import Hub, Member
 
 from gptj_ft.config.resolve import build
 from gptj_ft.errors import DataError, Interrupted, UsageError
+from gptj_ft.streaming.relay import Relay
+from gptj_ft.system import accelerator
 from gptj_ft.system.processes import control, launch
 from gptj_ft.system.processes.alike import check_alike
 from gptj_ft.system.processes.control import Control, PeerFailed, host_control, join_control
+from gptj_ft.system.processes.group import ALONE, Processes
 from gptj_ft.system.processes.launch import Membership, interface_to, joined
 from gptj_ft.training.finetune import use_threads
 from gptj_ft.training.reporter import Reporter
@@ -39,6 +47,43 @@ def test_what_torchrun_and_slurm_say_is_understood() -> None:
     assert Membership.of(TORCHRUN) == Membership(1, 3, 1, ("10.0.0.1", 29401))
     assert Membership.of({**TORCHRUN, "GPTJ_FT_PORT": "5000"}) == Membership(1, 3, 1, ("10.0.0.1", 5000))
     assert Membership.of(SLURM) == Membership(2, 4, 2, ("10.0.0.1", 29501))
+
+
+@pytest.mark.parametrize(
+    ("devices", "way"),
+    [(["a 1", "a 2"], "from device to device"), (["a 1", "a 1"], "through host"), (["a 1", ""], "through host")],
+)
+def test_tensors_go_from_device_to_device_only_where_every_process_has_one_of_its_own(
+    monkeypatch, devices, way
+) -> None:
+    said, links = [{"device": device} for device in devices], Relay(ALONE, [0, 1, 0, 1, 1], 0).links
+    assert links == [(0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1)]
+    monkeypatch.setenv("GPTJ_FT_NCCL", "1")
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(accelerator, "device_id", lambda device: "1")
+    monkeypatch.setattr(dist, "new_group", lambda **_: next(groups))
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: torch.empty(1, device="meta"))
+    used = defaultdict[tuple[str, int], list[Any]](list)
+
+    def begin(name: str, values: torch.Tensor, peer: int, way: Any, tag: int) -> Any:
+        used[name, peer].append(way)
+        return SimpleNamespace(wait=lambda: None)
+
+    for name in ("isend", "irecv"):
+        monkeypatch.setattr(dist, name, partial(begin, name))
+    is_direct = way == "from device to device"
+    for rank in range(2):
+        groups = iter("abcd")
+        control: Any = SimpleNamespace(
+            rank=rank, size=2, names=[], gather=lambda *_: said, waiting=contextlib.nullcontext
+        )
+        process = Processes(control, 2, rank)
+        assert way in process.connect(torch.device("cuda"), links)
+        assert process.wire(torch.device("cuda")).type == ("cuda" if is_direct else "cpu")
+    assert used["isend", 0] == used["irecv", 1]
+    assert used["isend", 1] == used["irecv", 0]
+    # Each way and each direction has its own: neither waits for what the other has asked for ahead.
+    assert sorted(used["isend", 0] + used["isend", 1]) == (list("abcd") if is_direct else [])
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,8 @@ def end(*processes: subprocess.Popen[bytes]) -> None:
 def assert_shared(folder: Path, output: str) -> None:
     facts = read_json(folder / output / "environment.json")
     assert (facts["processes"], facts["threads"]) == ("2, sharing layers", 1)
+    log = (folder / output / "log.txt").read_text(encoding="utf-8")
+    assert "hidden states go from process to process through host memory (gloo)" in log
     assert_same_weights(weights_of(folder / output / "model"), weights_of(folder / "alone" / "model"))
 
 

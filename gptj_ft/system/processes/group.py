@@ -2,28 +2,37 @@
 
 `Alone` is a run of one process: everything that asks the group is answered at once. `Processes` are several, here or on
 other machines: facts go as lines of JSON over a star of connections through process 0 (`system.processes.control`),
-tensors as raw bytes from one process to another through torch's gloo. Nothing on the wire is ever unpickled.
+tensors as raw bytes from one process to another through torch's gloo, or from one GPU to another through NCCL. Nothing
+on the wire is ever unpickled.
 """
 
 from __future__ import annotations
 
+import os
+import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gptj_ft.system.processes.control import Control
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+SLOW = timedelta(hours=24)  # slow is not dead: that is for `control` to tell
+NCCL = "GPTJ_FT_NCCL"  # 1: hidden states go from GPU to GPU, where that can be done
+Link = tuple[int, int, int]  # source, target, and whether on the way down: 0 or 1
 
 
 class Handover(Protocol):
     """A tensor on its way to or from another process."""
 
     def wait(self) -> None:
-        """Wait until it has arrived, or has left.
+        """Wait until it has arrived, or has left; of a tensor on a device, the current stream waits.
 
         Raises:
             PeerFailed: the other process is gone.
@@ -66,11 +75,25 @@ class Group(Protocol):
     names: Sequence[str]
     waited: Waited
 
+    def connect(self, device: torch.device, links: Sequence[Link]) -> str:
+        """Agree on the way of hidden states, in all processes of a run at once; return its name for the log.
+
+        Args:
+            device: device that computes.
+            links: between which processes they go, in the same order in all of these.
+        """
+
+    def wire(self, device: torch.device) -> torch.device:
+        """Return where the hidden states of a device are sent from, and received: there, or in host memory."""
+
     def send(self, to: int, values: Tensor, tag: int = 0) -> Handover:
         """Hand a tensor to another process; it must not change until it has left."""
 
     def receive(self, source: int, out: Tensor, tag: int = 0) -> Handover:
-        """Take a tensor from another process: of those with this tag, in the order in which they were sent."""
+        """Take a tensor from another process: of those with this tag, in the order in which they were sent.
+
+        Into a device's memory: of all whose tag is even, or odd, as this one is.
+        """
 
     def gather(self, topic: str, facts: Mapping[str, Any], among: Sequence[int] = ()) -> list[dict[str, Any]]:
         """Return the facts of every process on a topic, by rank; waits until all have come to it.
@@ -99,6 +122,12 @@ class Alone:
 
     def __repr__(self) -> str:
         return "ALONE"  # without an address: it is a default in the documentation
+
+    def connect(self, device: torch.device, links: Sequence[Link]) -> str:
+        return "nowhere"
+
+    def wire(self, device: torch.device) -> torch.device:
+        return device
 
     def send(self, to: int, values: Tensor, tag: int = 0) -> Handover:
         raise AssertionError("there is nobody to send to")
@@ -131,6 +160,12 @@ class Subgroup:
         self.number_here = group.number_here
         self.names: Sequence[str] = [group.names[rank] for rank in ranks]
         self.waited = group.waited
+
+    def connect(self, device: torch.device, links: Sequence[Link]) -> str:
+        return self._group.connect(device, [(self._ranks[a], self._ranks[b], down) for a, b, down in links])
+
+    def wire(self, device: torch.device) -> torch.device:
+        return self._group.wire(device)
 
     def send(self, to: int, values: Tensor, tag: int = 0) -> Handover:
         return self._group.send(self._ranks[to], values, tag)
@@ -168,18 +203,52 @@ class Processes:
         self.threads_alone, self.waited = threads_alone, Waited()
         self.names: Sequence[str] = control.names
         self._control = control
+        self._direct: list[Any] = []  # communicators of NCCL
+
+    def connect(self, device: torch.device, links: Sequence[Link]) -> str:
+        import torch
+        import torch.distributed as dist
+
+        from gptj_ft.system.accelerator import device_id
+
+        can = os.environ.get(NCCL) == "1" and device.type == "cuda" and dist.is_nccl_available()
+        own = f"{platform.node()} {device_id(device)}" if can else ""
+        if len({each["device"] for each in self.gather("devices", {"device": own})} - {""}) < self.size:
+            return "through host memory (gloo)"
+        # NCCL has no tags: in the communicator of two processes, a transfer waits for the one before it, whichever
+        # direction that has. A receive is asked for long before its time, and those for the way down while the way up
+        # goes on: a send behind it, which the other process needs first, would never leave. So each way and each
+        # direction has communicators, in which both ends have the same order: that of the layers and micro-batches.
+        self._direct = [dist.new_group(backend="nccl", timeout=SLOW) for _ in range(4)]
+        # torch makes them at the first transfer, where each end waits for the other's: now, while nothing else does.
+        for source, to, down in links:
+            if self.rank == source:
+                self.send(to, torch.zeros(1, device=device), down).wait()
+            elif self.rank == to:
+                self.receive(source, torch.zeros(1, device=device), down).wait()
+        return "from device to device (NCCL)"
+
+    def wire(self, device: torch.device) -> torch.device:
+        import torch
+
+        return device if self._direct else torch.device("cpu")
 
     def send(self, to: int, values: Tensor, tag: int = 0) -> Handover:
         import torch.distributed as dist
 
-        assert values.device.type == "cpu"
         assert values.is_contiguous()
-        return self._started(lambda: dist.isend(values, to, tag=tag), values)
+        way = self._way(values, self.rank, to, tag)
+        return self._started(lambda: dist.isend(values, to, way, tag), values)
 
     def receive(self, source: int, out: Tensor, tag: int = 0) -> Handover:
         import torch.distributed as dist
 
-        return self._started(lambda: dist.irecv(out, source, tag=tag), out)
+        way = self._way(out, source, self.rank, tag)
+        return self._started(lambda: dist.irecv(out, source, way, tag), out)
+
+    def _way(self, values: Tensor, source: int, to: int, tag: int) -> Any:
+        """Return the communicator that a tensor travels by; ``None``: gloo's."""
+        return None if values.device.type == "cpu" else self._direct[2 * (tag % 2) + (source < to)]
 
     def _started(self, start: Callable[[], Any], values: Tensor) -> Handover:
         try:
@@ -202,7 +271,7 @@ class Processes:
 
 
 class _Work:
-    """A transfer of gloo; keeps its tensor alive."""
+    """A transfer of gloo or NCCL; keeps its tensor alive."""
 
     def __init__(self, work: Any, values: Tensor, control: Control, waited: Waited) -> None:
         self._work, self._values, self._control, self._waited = work, values, control, waited

@@ -28,10 +28,9 @@ from typing import Any
 
 from gptj_ft.errors import UsageError
 from gptj_ft.system.processes.control import ENDING_SECONDS, PeerFailed, host_control, join_control
-from gptj_ft.system.processes.group import ALONE, Group, Processes
+from gptj_ft.system.processes.group import ALONE, NCCL, SLOW, Group, Processes
 
 START_SECONDS = float(os.environ.get("GPTJ_FT_START_SECONDS", "300"))  # for all to come: libraries load, jobs start
-SLOW = timedelta(hours=24)  # slow is not dead: that is for `control` to tell
 STORE, TOKEN = "GPTJ_FT_STORE", "GPTJ_FT_TOKEN"  # of the processes that `start_others` makes
 FIRST_OF_ITS_OWN_STEPS = 0xFFFFFFF0  # shells, scripts and containers of a job have steps from here on
 _PR_SET_PDEATHSIG = 1
@@ -254,6 +253,10 @@ def connected(member: Membership, token: str, look: Callable[[], None] = lambda:
     torch.set_num_threads(threads_of(member))
     interface, host = interface_to(member.address)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if os.environ.get(NCCL) == "1":
+        # Streams that share one of the driver's queues, 8 if it is not told, wait for each other: for receives that are
+        # asked for ahead, everything would.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     store: Any
     if member.store is not None:
         store = dist.FileStore(str(member.store), -1)  # type: ignore[attr-defined]
