@@ -65,6 +65,7 @@ class Case:
         label: what is special about it.
         schedule: order of the device's work.
         run: returns its numbers.
+        num_devices: devices that it needs.
     """
 
     scenario: str
@@ -72,6 +73,7 @@ class Case:
     label: str
     schedule: Schedule
     run: Callable[[torch.device], Any] = field(repr=False)
+    num_devices: int = 1
 
 
 @lru_cache
@@ -444,7 +446,7 @@ def run_case(case: Case, device: str = DEVICE, **options: Any) -> dict[str, Any]
     """Run a case in a simulation of its own; return what was found."""
     forget_tensors()
     gc.freeze()  # modules come as cases need them: a second to look through each time
-    simulation = accelerator.start(case.schedule, seed=1, **options)
+    simulation = accelerator.start(case.schedule, seed=1, num_devices=case.num_devices, **options)
     found: dict[str, Any] = {
         "scenario": case.scenario, "group": case.group, "case": case.label, "schedule": case.schedule,
         "numbers": None, "error": None,

@@ -29,15 +29,9 @@ from support.accelerator import NAME, SCHEDULES, Schedule
 from support.accelerator.memory import find_locked
 from support.accelerator.simulation import Operation, Stream, now
 from support.accelerator.tensor import SimTensor, operation
-from support.simulated import DEVICE, PLACES, Case, memory
-from support.small_run import new_run, small_session
+from support.simulated import PLACES, Case, memory
 from support.thread_group import Hub, Member, together
 from torch import Tensor
-
-from gptj_ft.config.run_folder import Run
-from gptj_ft.streaming.relay import Route
-from gptj_ft.training.loop import train
-from gptj_ft.training.shared.follow import own_run
 
 # How a run is shared: the number of ranks, and options. Those with the same lanes give the same numbers.
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -49,12 +43,10 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "direct": (2, {"share": "layers"}),
     "direct 2 x 2": (4, {"share": "layers", "replicas": 2, "lanes": 2}),
 }
-RANKS = max(ranks for ranks, _ in WAYS.values())
 DTYPES = ("fp32", "bf16")
 DIRECT = 1000  # number of the first wire of devices
 EVERY_RUN: tuple[tuple[str, str, Schedule], ...] = (
     ("alone", "device", "late"),
-    ("layers", "device", "late"),
     ("layers", "disk", "random"),
     ("direct", "device", "late"),
     ("alone, two lanes", "device", "late"),
@@ -158,6 +150,12 @@ class SharedRun:
 
     def __call__(self, device: torch.device) -> Any:
         """Train; return the digest of the tuned model and the losses of every step and validation."""
+        from support.small_run import new_run, small_session
+
+        from gptj_ft.config.run_folder import Run
+        from gptj_ft.training.loop import train
+        from gptj_ft.training.shared.follow import own_run
+
         with tempfile.TemporaryDirectory(dir=memory()) as tmp:
             options = {
                 "weights": self.state, "optimizer_state": self.state, "boundaries": self.state,
@@ -189,7 +187,8 @@ def case_of(way: str, state: str, schedule: Schedule, dtype: str = "fp32") -> Ca
     ranks, options = WAYS[way]
     group = f"{dtype}, {options.get('lanes', 1)} lanes"
     member = DirectMember if "direct" in way else SimulatedMember
-    return Case("shared", group, f"{way}, {state}", schedule, SharedRun(ranks, state, dtype, options, member))
+    run = SharedRun(ranks, state, dtype, options, member)
+    return Case("shared", group, f"{way}, {state}", schedule, run, ranks)
 
 
 def every_case() -> Iterator[Case]:
@@ -201,14 +200,14 @@ def every_case() -> Iterator[Case]:
 
 
 def _hasty(hand_on: Callable[..., bool]) -> Callable[..., bool]:
-    def hand_on_at_once(self: Route, layer: int, values: Tensor) -> bool:
+    def hand_on_at_once(self: Any, layer: int, values: Tensor) -> bool:
         return hand_on(self, layer, values.detach().to("cpu", non_blocking=True))
 
     return hand_on_at_once
 
 
 def _forgetful(hand_on: Callable[..., bool]) -> Callable[..., bool]:
-    def hand_on_and_forget(self: Route, layer: int, values: Tensor) -> bool:
+    def hand_on_and_forget(self: Any, layer: int, values: Tensor) -> bool:
         is_gone = hand_on(self, layer, values)
         self._leaving.clear()
         return is_gone
@@ -216,15 +215,11 @@ def _forgetful(hand_on: Callable[..., bool]) -> Callable[..., bool]:
     return hand_on_and_forget
 
 
-# What is planted, and the case that should find it.
-FAULTS: dict[str, tuple[Any, Case]] = {
-    "a hidden state is sent before its copy has ended": (
-        lambda: patch.object(Route, "hand_on", _hasty(Route.hand_on)), case_of("layers", "device", "late"),
-    ),
-    "what is sent is let go before it has left": (
-        lambda: patch.object(Route, "hand_on", _forgetful(Route.hand_on)), case_of("direct", "device", "late"),
-    ),
-}  # fmt: skip
+# What is planted in `Route.hand_on`, and the case that should find it.
+FAULTS = {
+    "a hidden state is sent before its copy has ended": (_hasty, case_of("layers", "device", "late")),
+    "what is sent is let go before it has left": (_forgetful, case_of("direct", "device", "late")),
+}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -234,12 +229,14 @@ def main(arguments: Sequence[str]) -> None:
     faulthandler.enable()
     simulated.prepare()
     for case in every_case() if chosen.all else [case_of(*each) for each in EVERY_RUN]:
-        found = simulated.run_case(case, DEVICE, num_devices=RANKS)
+        found = simulated.run_case(case)
         through_host = sum(count for (_, _, where), count in now().waits.items() if "relay.py" in where)
         print(json.dumps({**found, "through_host": through_host}), flush=True)
-    for fault, (plant, case) in {} if chosen.all else FAULTS.items():
-        with plant():
-            print(json.dumps({"fault": fault, **simulated.run_case(case, DEVICE, num_devices=RANKS)}), flush=True)
+    from gptj_ft.streaming.relay import Route
+
+    for fault, (changed, case) in () if chosen.all else FAULTS.items():
+        with patch.object(Route, "hand_on", changed(Route.hand_on)):
+            print(json.dumps({"fault": fault, **simulated.run_case(case)}), flush=True)
     simulated.clean_up()
     os._exit(0)  # threads of a device that is not there need not be waited for
 
