@@ -6,13 +6,15 @@ A command's module is imported inside the command, so that `gptj-ft --help` impo
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.main
 
 from gptj_ft import __version__
 from gptj_ft.cli.commands import (
@@ -115,10 +117,16 @@ def main() -> None:
         sys.exit(_run(stop))
 
 
+@functools.cache
+def command() -> Callable[..., Any]:
+    """Return all commands as one, made of their functions: that takes longer than many of them."""
+    return typer.main.get_command(app)
+
+
 def _run(stop: StopRequest) -> int:
     """Run the command that was typed; return its exit code."""
     try:
-        app(prog_name="gptj-ft")
+        command()(prog_name="gptj-ft")
     except GptjFtError as error:
         return _fail(error)
     except (OSError, MemoryError, RuntimeError) as error:

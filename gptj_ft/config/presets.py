@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,13 @@ def load_preset(name: str) -> dict[str, Any]:
     Raises:
         UsageError: as `preset_file`.
     """
-    return load_options(preset_file(name))
+    return copy.deepcopy(_options_of(preset_file(name)))
+
+
+@functools.cache
+def _options_of(preset: Path) -> dict[str, Any]:
+    """Return what a preset says; a command asks several times."""
+    return load_options(preset)
 
 
 def load_options(path: Path) -> dict[str, Any]:

@@ -186,8 +186,11 @@ def _near_the_change(before: str, after: str) -> tuple[str, str]:
 
 def _common(before: str, after: str) -> int:
     """Return the length of the common prefix of two texts."""
-    differ = (at for at, (one, other) in enumerate(zip(before, after, strict=False)) if one != other)
-    return next(differ, min(len(before), len(after)))
+    low, high = 0, min(len(before), len(after))
+    while low < high:  # letter by letter takes seconds where rows are long
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if before[low:middle] == after[low:middle] else (low, middle - 1)
+    return low
 
 
 def visible(line: str) -> str:
