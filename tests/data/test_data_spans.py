@@ -134,7 +134,7 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("name", ["dev-v1.1.json", pytest.param("train-v1.1-subset.json", marks=pytest.mark.slow)])
 def test_squads_windows_are_as_many_as_transformers_makes(name: str) -> None:
     tokenizer = load_tokenizer(real_data("tokenizers/bert-base-uncased/vocab.txt").parent)
     recipe = resolve({"recipe": "squad-bert"}, environment={}).recipe

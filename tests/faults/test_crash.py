@@ -240,13 +240,19 @@ class OneFault:
         return guarded
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+ONE_FAULT = [
+    (errno.ENOSPC, 11), (errno.EIO, 23),
+    *(pytest.param(code, 3, marks=pytest.mark.slow) for code in (errno.ENOSPC, errno.EIO)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "stride"), ONE_FAULT)
 def test_one_failed_write_anywhere_stops_with_exit_4_and_resumes_to_the_same_weights(
-    code: int, session: TrainSetup, straight, tmp_path: Path
+    code: int, stride: int, session: TrainSetup, straight, tmp_path: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         total = count_faultable(patch, session, tmp_path)
-    for number in range(1, total, 7):
+    for number in range(1, total, stride):
         run = new_run(tmp_path)
         with pytest.MonkeyPatch.context() as patch:
             OneFault(patch, number, code)

@@ -100,7 +100,7 @@ def kill_at_random(server: ForkServer, straight: Run, folder: Path, kills: int, 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_runs_whose_processes_are_killed_at_random_instants_end_the_same(server, straight, tmp_path, seed) -> None:
-    kill_at_random(server, straight, tmp_path, 10, seed)
+    kill_at_random(server, straight, tmp_path, 6, seed)
 
 
 @pytest.mark.slow

@@ -418,7 +418,7 @@ def reduced() -> list[Case]:
     found: list[Case] = []
     for name, scenario in SCENARIOS.items():
         cases = list(scenario(tuple(DTYPES), ("late",)))
-        step = {"full": 8, "tied": 9, "lora": 5, "part": 7, "read": 8, "write": 8, "run": 4}[name]
+        step = {"full": 17, "tied": 9, "lora": 5, "part": 7, "read": 8, "write": 8, "run": 4}[name]
         for number, case in enumerate(cases[::step]):
             schedule = SCHEDULES[number // 2 % len(SCHEDULES)] if number % 2 else "late"
             found.append(replace(case, schedule=schedule))

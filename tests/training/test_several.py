@@ -146,8 +146,13 @@ def test_layers_shared_in_bf16_with_dropout_give_the_bits_of_one_process(models,
     assert_same_run(tmp_path / "two", tmp_path / "alone")
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "tied"])
-@pytest.mark.parametrize("place", ["device", "disk"])
+FOUR_LANES = [
+    ("full", "device"), ("lora", "disk"), ("tied", "disk"), pytest.param("full", "disk", marks=pytest.mark.slow),
+    pytest.param("lora", "device", marks=pytest.mark.slow), pytest.param("tied", "device", marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "place"), FOUR_LANES)
 def test_four_lanes_give_the_same_bits_in_one_process_two_three_and_four(models, tmp_path, method, place) -> None:
     model = models["gpt2" if method == "tied" else "gptj"]
     options = {**METHODS[method], **PLACES[place], "lanes": 4, "dropout": 0.1}
@@ -584,7 +589,7 @@ def test_layers_are_dealt_out_evenly_and_the_head_is_not_with_the_block_below(mo
     assert assign(tied, 3)[0] == assign(tied, 3)[-1]
 
 
-@pytest.mark.parametrize("share", ["layers", "rows"])
+@pytest.mark.parametrize("share", ["layers", pytest.param("rows", marks=pytest.mark.slow)])
 def test_a_process_that_is_slower_than_the_others_is_named_once(models, tmp_path, monkeypatch, share) -> None:
     compute = loop.guarded_step
 
