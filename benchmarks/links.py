@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -82,14 +83,16 @@ def main() -> None:
     )
     points = []
     for share, (words, split) in SHARES.items():
-        alone, layers = run_alone(work, f"{options} {words}", SHAPE["n_layer"])
-        print(f"{share}: one process {alone:.2f} s a step, planned {planned(work, f'{options} {words}')[0]:.2f}")
+        alone, memory, layers = run_alone(work, f"{options} {words}", SHAPE["n_layer"])
+        forecast, _ = planned(work, f"{options} {words}")
+        print(f"{share}: one process {alone:.2f} s a step, planned {forecast:.2f}; {memory:.2f} GB", flush=True)
         base = None
         for name, rate in RATES.items():
             with link(rate):
-                seconds, sent = run_together(work, f"{options} {words}")
+                seconds, sent, peaks = run_together(work, f"{options} {words}")
             base = base or seconds
             text = f"  {name}: {seconds:.2f} s, {base / seconds:.2f} of unshaped; sent {sent / 1e6:.1f} MB"
+            text += f"; {' and '.join(f'{peak:.2f}' for peak in peaks)} GB"
             if rate:
                 forecast, share_sent = planned(work, f"{options} {words} --nodes 2 --network {name}", split)
                 text += f"; forecast {forecast:.2f} s, {share_sent / 1e6:.1f} MB"
@@ -104,12 +107,16 @@ def main() -> None:
     )
 
 
-def run_alone(work: Path, options: str, num_blocks: int) -> tuple[float, dict[str, float]]:
-    """Train in one process; return the seconds of a step, and those of a micro-batch in each kind of layer."""
+def run_alone(work: Path, options: str, num_blocks: int) -> tuple[float, float, dict[str, float]]:
+    """Train in one process; return the seconds of a step, its memory, and the seconds of each kind of layer."""
     output = work / "run"
     shutil.rmtree(output, ignore_errors=True)
     command = ["taskset", "-c", "0", sys.executable, "-c", TIMED, "finetune", *options.split(), "--quiet", "--output"]
-    subprocess.run([*command, output], check=True, env=environment(), stdout=subprocess.DEVNULL)
+    process, peak = subprocess.Popen([*command, output], env=environment(), stdout=subprocess.DEVNULL), 0.0
+    while process.poll() is None:
+        peak = max(peak, peak_gigabytes(process.pid))
+        time.sleep(0.1)
+    assert process.wait() == 0
     steps = steps_of(output)
     top, ahead, back, head = num_blocks + 1, list[float](), list[float](), list[float]()
     for times in json.loads(Path(f"{output}.times").read_text(encoding="utf-8"))[1:]:
@@ -122,11 +129,11 @@ def run_alone(work: Path, options: str, num_blocks: int) -> tuple[float, dict[st
     layers = {"seconds_forward_block": ahead, "seconds_backward_block": back, "seconds_head": head}
     found = {name: statistics.mean(each) / micro_batches for name, each in layers.items()}
     found |= {"blocks": num_blocks, "micro_batches": micro_batches, "bytes_hop": 4.0 * SHAPE["n_embd"] * tokens}
-    return mean_seconds(steps), found
+    return mean_seconds(steps), peak, found
 
 
-def run_together(work: Path, options: str) -> tuple[float, float]:
-    """Train in two namespaces; return the seconds of a step, and the bytes that the busier process sends in one."""
+def run_together(work: Path, options: str) -> tuple[float, float, list[float]]:
+    """Train in two namespaces; return the seconds of a step, the bytes that the busier one sends in it, and memory."""
     output = work / "run"
     shutil.rmtree(output, ignore_errors=True)
     processes = []
@@ -136,17 +143,18 @@ def run_together(work: Path, options: str) -> tuple[float, float]:
         line = ["ip", "netns", "exec", place, "taskset", "-c", str(rank), sys.executable, "-m", "gptj_ft", "finetune"]
         line += [*options.split(), "--quiet", "--output", str(output)]
         processes.append(subprocess.Popen(line, env=environment() | facts, stdout=subprocess.DEVNULL))
-    carried: dict[int, list[int]] = {}
+    carried, peaks = dict[int, list[int]](), [0.0, 0.0]
     while processes[0].poll() is None:
         done = len(steps_of(output))
         carried.setdefault(done, [sent_bytes(place) for place in PLACES])
+        peaks = [max(peak, peak_gigabytes(each.pid)) for peak, each in zip(peaks, processes, strict=True)]
         time.sleep(0.1)
     assert [each.wait() for each in processes] == [0, 0]
     steps = steps_of(output)
     first, last = carried[1], carried[max(number for number in carried if number <= len(steps))]
     count = max(carried) - 1
     sent = max(after - before for before, after in zip(first, last, strict=True)) / count
-    return mean_seconds(steps), sent  # a device counts what it is given at once, with one header
+    return mean_seconds(steps), sent, peaks  # a device counts what it is given at once, with one header
 
 
 def planned(work: Path, options: str, split: dict[str, int] | None = None) -> tuple[float, float]:
@@ -159,6 +167,15 @@ def planned(work: Path, options: str, split: dict[str, int] | None = None) -> tu
     shares = found["machines"]["shares"]
     (share,) = (each for each in shares if all(each[key] == value for key, value in split.items()))
     return float(share["seconds_per_step"]), float(share["sent"])
+
+
+def peak_gigabytes(pid: int) -> float:
+    """Return the most memory that a process has had; 0 when it has ended."""
+    try:
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
+    except OSError:
+        return 0.0
+    return int(found[1]) * 1024 / 1e9 if found else 0.0
 
 
 def environment() -> dict[str, str]:
