@@ -455,6 +455,11 @@ class Recipe(Options):
     """sums that a step's gradient is made of, one for each replica or several; the last bits depend on it; null: one
     for each"""
 
+    mirror: bool = False
+    """with share: layers on machines with disks of their own, each layer of a checkpoint is on two of them, so that one
+    disk may be lost
+    """
+
     # What it leaves behind
     validate_every: int = Field(0, ge=0)
     """steps between validations; 0: before and after only"""
@@ -510,7 +515,7 @@ class Recipe(Options):
 # Options of the environment, which may change on resume without changing a number of the run.
 FREE_ON_RESUME = frozenset((
     "device", "weights", "optimizer_state", "device_memory", "host_memory", "disk_space", "activations", "boundaries",
-    "read_ahead", "threads", "share", "replicas", "save_every", "save_minutes", "max_time", "keep", "export",
+    "read_ahead", "threads", "share", "replicas", "mirror", "save_every", "save_minutes", "max_time", "keep", "export",
     "report_to", "output",
 ))  # fmt: skip
 # Options younger than runs that can still be resumed: those had what is the default.

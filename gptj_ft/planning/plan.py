@@ -315,6 +315,8 @@ def forecast_memory(placement: Placement, load: Workload, recipe: Recipe, have: 
     one = largest * sum(dtype.itemsize for dtype in dtypes.values())
     saved = (2 * one if placement.is_durable else 2 * state) + exported_elements(recipe, load) * 4
     saved += kept_checkpoints(recipe, load.num_steps) * state
+    if recipe.mirror:  # as much of another machine in each checkpoint; and a run on disk has one beside its state
+        saved += (2 + kept_checkpoints(recipe, load.num_steps) + placement.is_durable) * state
     return MemoryForecast(placement, device, by_place["host"] + PROCESS_BYTES, by_place["disk"] + saved, have, budget)
 
 

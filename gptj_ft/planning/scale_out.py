@@ -378,6 +378,11 @@ def replica_of(load: Workload, replicas: int) -> Workload:
     )
 
 
+def with_mirrors(recipe: Recipe, stages: int) -> Recipe:
+    """Return a recipe without mirrors if so few processes share the layers that there are none: one."""
+    return recipe if stages > 1 else recipe.model_copy(update={"mirror": False})
+
+
 def part_of(load: Workload, layers: Sequence[int]) -> Workload:
     """Return the workload of some layers: these blocks alone, below and above them an embedding and a head or nothing.
 
@@ -447,7 +452,7 @@ class _Chain:
         # that are sent, that come and that are summed up, and those of the next layer.
         beside = 2 * load.width * load.dtype.itemsize * load.step_tokens if self.stages > 1 else 0
         beside += 4 * FP32 * largest if self.replicas > 1 else 0
-        recipe, have = job.recipe, job.have
+        recipe, have = with_mirrors(job.recipe, self.stages), job.have
         exported = exported_elements(recipe, load) if 0 in ranks else 0  # the first machine writes the tuned model
         on_disk = FP32 * (exported - exported_elements(recipe, part))
         free = Free(

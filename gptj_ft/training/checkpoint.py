@@ -51,7 +51,7 @@ from gptj_ft.system.files import (
     sync_path,
 )
 from gptj_ft.system.memory import allocate
-from gptj_ft.system.processes.group import Group, from_first
+from gptj_ft.system.processes.group import Group
 from gptj_ft.training.run_state import RunState
 
 
@@ -249,9 +249,12 @@ def _link_layers(source: Path, target: Path, stack: OffloadedModel) -> bool:
 def _is_there(run: Run, group: Group, state: RunState) -> bool:
     """Tell whether a step has its checkpoint already; then only its manifest changes: it has become the best."""
     manifest = run.checkpoint(state.step) / MANIFEST
-    is_there = bool(from_first(group, "has checkpoint", {"is_there": manifest.is_file()})["is_there"])
-    if is_there and run.writes:
+    said = group.gather("has checkpoint", {"is_there": manifest.is_file()})
+    is_there = all(each["is_there"] for each in said)
+    if run.writes and is_there:
         write_sealed(manifest, state.to_dict())
+    elif run.writes:
+        remove_folder(manifest.parent)  # there was a kill when it was published on some machines, not on all
     return is_there
 
 

@@ -57,7 +57,7 @@ def next_activities(setup: TrainSetup, step: int) -> list[str]:
     activities.append("step")
     if step + 1 == setup.num_steps:
         return [*activities, "flush", *(["validation"] if validates else []), "export"]
-    return activities if setup.plan.placement.is_durable else [*activities, "flush", "save"]
+    return activities if setup.plan.placement.is_durable and not setup.recipe.mirror else [*activities, "flush", "save"]
 
 
 def forecast_seconds(setup: TrainSetup) -> dict[str, float]:

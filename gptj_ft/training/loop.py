@@ -142,7 +142,10 @@ def opened(setup: TrainSetup, run: Run, reporter: Reporter, session: Session) ->
         way = setup.relay.group.connect(setup.device, setup.relay.links)
         run.log(f"hidden states go from process to process {way}")
     limit_memory(setup.device, allocator_limit(setup.plan.have.device))
-    stack, optimizer, state = (open_replica if setup.is_replica else open_state)(setup, run)
+    if setup.is_replica:
+        stack, optimizer, state = open_replica(setup, run)
+    else:
+        stack, optimizer, state = open_state(setup, run, partial(warn, run, reporter))
     try:
         if not setup.is_replica:
             send_state(setup, stack, optimizer, state)
@@ -164,6 +167,7 @@ def opened(setup: TrainSetup, run: Run, reporter: Reporter, session: Session) ->
             )  # fmt: skip
             with training.rescuing():
                 training.state = retention.begin(state)
+                training.warn(retention.note)
                 yield training
     finally:
         stack.close()

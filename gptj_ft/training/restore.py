@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +27,15 @@ from gptj_ft.training.setup import TrainSetup
 from gptj_ft.training.shared.moving import agree
 
 
-def open_state(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, RunState]:
+def open_state(
+    setup: TrainSetup, run: Run, say: Callable[[str | None], None] = lambda _: None
+) -> tuple[OffloadedModel, AdamW, RunState]:
     """Open the stores of a run and fill them: from where it stopped, else from the model it starts from.
+
+    Args:
+        setup: how the run is shared, and where its state is to be.
+        run: run folder.
+        say: takes the line of a run that goes back to its mirrors; default: nobody hears it.
 
     Returns: the model, the optimizer at the run's step, and the state that goes into every commit and checkpoint.
 
@@ -35,6 +43,7 @@ def open_state(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, RunS
         DataError: what it goes on from is missing or damaged, or is that of another run; nothing was removed.
     """
     saved_as = agree(setup, run)
+    say(saved_as.note)
     if saved_as.bytes_moved:
         run.log(f"{gigabytes(saved_as.bytes_moved)} of layers have come from other machines")
     run.check_saved()

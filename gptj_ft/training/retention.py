@@ -15,11 +15,11 @@ from gptj_ft.evaluation.metrics import score_names
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.system.files import discard, remove_folder, sync_path
-from gptj_ft.system.processes.group import from_first
 from gptj_ft.training import checkpoint
 from gptj_ft.training.run_state import LOSS, BestState, RunState
 from gptj_ft.training.schedule import is_multiple
 from gptj_ft.training.setup import TrainSetup
+from gptj_ft.training.shared.mirror import disks_of, mirror
 
 
 class CheckpointRetention:
@@ -29,28 +29,35 @@ class CheckpointRetention:
     the tuned model is the last state.
 
     Args:
-        setup: recipe and number of steps.
+        setup: recipe, number of steps, and who has which layer.
         run: run that the checkpoints are of.
         stack: model with its optimizer state.
         optimizer: optimizer with its pending update.
     """
 
     def __init__(self, setup: TrainSetup, run: Run, stack: OffloadedModel, optimizer: AdamW) -> None:
-        self._recipe, self._num_steps = setup.recipe, setup.num_steps
+        self._setup, self._recipe, self._num_steps = setup, setup.recipe, setup.num_steps
         self._group, self._is_replica = setup.group, setup.is_replica
         self._is_durable = setup.plan.placement.is_durable
         self._run, self._stack, self._optimizer = run, stack, optimizer
         self._saved_at = time.monotonic()
+        self._disks: list[int] = []  # of each process of the replica, if there are mirrors
+        self.note: str | None = None  # why there are none, although the recipe wants them
+        self._mirrored: int | None = None  # newest checkpoint whose layers are on two disks each
 
     def begin(self, state: RunState) -> RunState:
         """Apply the recipe to the checkpoints that are there; return the state without a best that was not kept.
 
-        The recipe may have changed since, and a crash may have come between a step and its checkpoint.
+        The recipe may have changed since, and a crash may have come between a step and its checkpoint, or its mirrors.
         """
         if state.best and self._recipe.keeps_best:
-            is_there = state.best.step in self._run.whole_checkpoints()
-            if not from_first(self._group, "best", {"is_there": is_there})["is_there"]:
+            is_there = self._is_replica or state.best.step in self._run.whole_checkpoints()
+            if not all(each["is_there"] for each in self._group.gather("best", {"is_there": is_there})):
                 state = replace(state, best=None)  # it was not kept then, or the run has gone back behind it
+        if self._recipe.mirror and self._setup.relay.group.size > 1 and not self._is_replica:
+            self._begin_mirrors(state)
+            if self._disks and self._mirrored is None and state.step:
+                self._save(state)
         if self._is_durable and state.step:
             self.save_if_due(state)
         self.prune(state)
@@ -89,7 +96,8 @@ class CheckpointRetention:
         if step == self._num_steps:
             return False  # the model comes next
         is_kept = is_regular and recipe.num_newest_kept != 0
-        is_due = is_kept if self._is_durable else is_regular or is_late
+        # A run on disk is its own checkpoint, but not for another disk.
+        is_due = is_kept if self._is_durable and not self._disks else is_regular or is_late
         if is_due:
             self._save(state)
         return is_due
@@ -109,6 +117,8 @@ class CheckpointRetention:
         kept = kept_steps(self._recipe, found, state.best.step if state.best else None)
         if found and not self._is_durable and not is_finished:
             kept.add(max(found))
+        if self._mirrored is not None and not is_finished:
+            kept.add(self._mirrored)
         for step, folder in found.items():
             if step not in kept:
                 remove_folder(folder)
@@ -126,8 +136,30 @@ class CheckpointRetention:
             checkpoint.commit_together(self._run, self._stack.relay.group, state, self._optimizer.pending)
         else:
             checkpoint.save(self._run, self._stack, state)
+        if self._disks:
+            self._mirror(state.step)
         self._saved_at = time.monotonic()
         self.prune(state)
+
+    def _begin_mirrors(self, state: RunState) -> None:
+        """Mirror the checkpoints that are there: of some, a lost disk may have taken the mirrors, or a kill."""
+        group = self._setup.relay.group
+        disks = disks_of(group, self._run.folder)
+        if len(set(disks)) == 1:
+            self.note = "nothing is mirrored: all processes that share the layers have the same disk"
+            return
+        self._disks = disks
+        found = [set(each["steps"]) for each in group.gather("found", {"steps": list(self._run.whole_checkpoints())})]
+        on_all = set.intersection(*found)
+        best = {state.best.step} if state.best and self._recipe.keeps_best else set[int]()
+        for step in sorted(on_all & (best | {max(on_all, default=0)})):
+            self._mirror(step)
+
+    def _mirror(self, step: int) -> None:
+        assert self._setup.whole is not None
+        trained = [layer for layer, layout in enumerate(self._setup.whole.trained) if layout.numel]
+        if mirror(self._setup.relay, self._run, trained, self._disks, step):
+            self._mirrored = step
 
 
 def kept_steps(recipe: Recipe, steps: Iterable[int], best: int | None) -> set[int]:

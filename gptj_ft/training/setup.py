@@ -21,7 +21,7 @@ from gptj_ft.models.registry import Architecture, read_architecture
 from gptj_ft.models.trainable import Selection, select
 from gptj_ft.planning.plan import Plan, choose
 from gptj_ft.planning.resources import Target, check_lengths
-from gptj_ft.planning.scale_out import part_of, wire_bytes
+from gptj_ft.planning.scale_out import part_of, wire_bytes, with_mirrors
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.objective import Objective, objective_of
 from gptj_ft.streaming.relay import ONE_PROCESS, Relay, assign, restricted
@@ -133,7 +133,7 @@ def make_setup(
     on_the_wire = wire_bytes(load, owners, peers.size)
     if relay.group.size > 1:
         load = part_of(load, [layer for layer, owner in enumerate(owners) if owner == relay.group.rank])
-    plan = choose(recipe, load, target.free, target.rates, has_begun)
+    plan = choose(with_mirrors(recipe, relay.group.size), load, target.free, target.rates, has_begun)
     # Another machine, or this one on another day, might choose another type in the middle of the run.
     recipe = recipe.model_copy(update={"precision": plan.precision})
     most_step_tokens = sum(sorted(train.lengths)[-recipe.batch_size :])
@@ -231,6 +231,10 @@ def shared_recipe(recipe: Recipe, size: int, num_blocks: int, has_begun: bool = 
     if stages > 1 and not recipe.shares_layers:
         what = "sample_rows" if recipe.task == "language-model" else f"a head for {recipe.task}"
         raise UsageError(f"share: layers does not go together with {what} yet: use --set share=rows")
+    if stages == 1 and recipe.mirror:
+        raise UsageError(
+            "mirror: true is for processes that share the layers: use --set share=layers, or --set mirror=false"
+        )
     if stages > num_blocks:
         raise UsageError(
             f"{stages} processes cannot share {num_blocks} blocks: use fewer, more replicas of the model (--set "

@@ -107,6 +107,18 @@ def test_layers_are_where_the_runtime_has_them_and_a_head_is_where_the_weights_a
     assert share.owners[0] == share.owners[-1]
 
 
+def test_mirrors_take_the_room_of_another_machine_in_each_checkpoint(six_b: Workload) -> None:
+    state, have = 12 * six_b.num_parameters / 2, replace(FREE, device=200 * GB, host=200 * GB)
+    for place, more in (("disk", 3), ("device", 2)):
+        plain = RECIPE.model_copy(update={"weights": place, "optimizer_state": place})
+        for stages, times in ((1, 0), (2, more)):
+            first, mirrored = (
+                forecast_share(job_of(six_b, recipe=recipe, have=have), stages, 1).most("disk_bytes")
+                for recipe in (plain, plain.model_copy(update={"mirror": True}))
+            )
+            assert mirrored - first == pytest.approx(times * state, rel=0.1)
+
+
 def test_sharing_layers_divides_disk_memory_and_traffic_and_sharing_rows_does_not(six_b: Workload) -> None:
     on_disk = {"weights": "disk", "optimizer_state": "disk", "boundaries": "device"}
     have = replace(FREE, device=60 * GB, host=60 * GB)

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from gptj_ft.system.processes.group import ALONE, Group
 from gptj_ft.training import checkpoint, loop
 from gptj_ft.training.loop import Session, TrainResult, train
 from gptj_ft.training.setup import TrainSetup, make_setup, shared_recipe
-from gptj_ft.training.shared import moving
+from gptj_ft.training.shared import mirror, moving
 from gptj_ft.training.shared.follow import own_run
 from gptj_ft.training.shared.pace import PaceWatch
 
@@ -393,6 +394,134 @@ def test_a_checkpoint_of_which_a_disk_is_lost_does_not_begin_the_run_again(model
         train_apart(2, models["gptj"], tmp_path, **options)
 
 
+MIRRORED: dict[str, Any] = {"max_steps": 6, "save_every": 2, "mirror": True}
+
+
+def train_apart_until(step: int, size: int, model: Path, machines: Path, **options: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        stop_all_after(patch, step, Killed)
+        with pytest.raises(Killed):
+            train_apart(size, model, machines, **options)
+
+
+def lose_disk(machines: Path, rank: int) -> None:
+    """Lose a disk; where it is that of the first process, the second machine comes first from now on."""
+    shutil.rmtree(machines / str(rank))
+    if rank == 0:
+        (machines / "1").rename(machines / "0")
+
+
+@pytest.mark.parametrize(
+    ("place", "rank"),
+    [
+        ("disk", 0),
+        ("disk", 1),
+        ("device", 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("disk", 2), ("device", 0), ("device", 1))),
+    ],
+)
+def test_a_lost_disk_is_made_good_by_the_mirrors_of_its_layers(models, tmp_path, place, rank) -> None:
+    options = {**PLACES[place], **MIRRORED, "export": "best", "validate_every": 1, "lr": 0.1}
+    train_alone(models["gptj"], tmp_path / "alone", **options)
+    train_apart_until(5, 3, models["gptj"], tmp_path, **options)
+    lose_disk(tmp_path, rank)
+    train_apart(3, models["gptj"], tmp_path, **options)
+    assert_same_run(tmp_path / "0", tmp_path / "alone")
+    lines = (tmp_path / "0" / "log.txt").read_text(encoding="utf-8")
+    assert ("goes back from step 5 to 4" in lines) == (place == "disk")  # in memory, step 4 is what there was anyway
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["disk", "device"])
+def test_disks_may_be_lost_one_after_another(models, tmp_path, place) -> None:
+    options = {**PLACES[place], **MIRRORED, "max_steps": 8, "export": "best", "validate_every": 1, "lr": 0.1}
+    train_alone(models["gptj"], tmp_path / "alone", **options)
+    for step, rank in ((3, 1), (5, 2), (5, 0), (5, 1), (7, 0)):
+        train_apart_until(step, 3, models["gptj"], tmp_path, **options)
+        lose_disk(tmp_path, rank)
+    train_apart(3, models["gptj"], tmp_path, **options)
+    assert_same_weights(*(weights_of(tmp_path / name / "model") for name in ("0", "alone")))
+
+
+def test_a_machine_that_has_lost_the_others_goes_on_alone_from_their_mirrors(models, tmp_path) -> None:
+    options = {**ON_DISK, **MIRRORED}
+    train_apart_until(5, 2, models["gptj"], tmp_path, **options)
+    lose_disk(tmp_path, 0)
+    train_alone(models["gptj"], tmp_path / "0", **options)
+    train_alone(models["gptj"], tmp_path / "alone", **options)
+    assert_same_run(tmp_path / "0", tmp_path / "alone")
+    lines = (tmp_path / "0" / "log.txt").read_text(encoding="utf-8")
+    assert "lost: layers 1, 3, 5, 7 of a machine that is not known; the run goes back from step 5 to 4" in lines
+
+
+def test_where_there_are_no_mirrors_yet_a_run_that_goes_on_makes_them_first(models, tmp_path) -> None:
+    options = {**ON_DISK, **MIRRORED, "save_every": 0}
+    train_apart_until(2, 2, models["gptj"], tmp_path, **options)
+    assert not Run(tmp_path / "0").whole_checkpoints()
+    train_apart_until(3, 3, models["gptj"], tmp_path, **options)
+    lose_disk(tmp_path, 1)
+    train_apart(3, models["gptj"], tmp_path, **options)
+    assert "goes back from step 3 to 2" in (tmp_path / "0" / "log.txt").read_text(encoding="utf-8")
+
+
+def test_a_kill_while_mirrors_are_written_leaves_the_older_ones(models, tmp_path, monkeypatch) -> None:
+    options, receive = {**ON_DISK, **MIRRORED}, mirror._receive
+
+    def die(group: Group, ways: Any, paths: dict[int, Path], digests: Any) -> Iterator[Any]:
+        for handover in receive(group, ways, paths, digests):
+            yield handover
+            if group.rank == 0 and paths[0].parent.name == "step-000004":
+                raise Killed
+
+    monkeypatch.setattr(mirror, "_receive", die)
+    with pytest.raises(Killed):
+        train_apart(2, models["gptj"], tmp_path, **options)
+    monkeypatch.undo()
+    assert [list(Run(tmp_path / name).whole_checkpoints()) for name in "01"] == [[2, 4], [2, 4]]
+    shutil.copytree(tmp_path, tmp_path / "whole")
+    lose_disk(tmp_path, 1)
+    train_apart(2, models["gptj"], tmp_path, **options)
+    train_alone(models["gptj"], tmp_path / "alone", **options)
+    assert_same_run(tmp_path / "0", tmp_path / "alone")
+    assert "goes back from step 4 to 2" in (tmp_path / "0" / "log.txt").read_text(encoding="utf-8")
+    # Without a loss, nothing goes back, and the mirrors are made before anything else.
+    train_apart_until(5, 2, models["gptj"], tmp_path / "whole", **options)
+    assert [len(list((tmp_path / "whole" / name).glob("checkpoints/*/layer-*"))) for name in "01"] == [8, 8]
+    assert "goes back" not in (tmp_path / "whole" / "0" / "log.txt").read_text(encoding="utf-8")
+    train_apart_until(6, 2, models["gptj"], tmp_path / "whole", **options)
+    assert list(Run(tmp_path / "whole" / "0").whole_checkpoints()) == [4], "that one will do"
+
+
+def test_a_mirror_that_is_damaged_is_refused_and_nothing_is_lost_by_it(models, tmp_path) -> None:
+    options = {**ON_DISK, **MIRRORED}
+    train_apart_until(5, 2, models["gptj"], tmp_path, **options)
+    lose_disk(tmp_path, 1)
+    path = tmp_path / "0" / "checkpoints" / "step-000004" / "layer-004.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(
+        DataError, match=r"layer-004\.safetensors on .* is damaged: exp_avg_sq .*; the run would go back"
+    ):
+        train_apart(2, models["gptj"], tmp_path, **options)
+    assert Run(tmp_path / "0").last_commit()["step"] == 5
+    path.write_bytes(content)
+    train_apart(2, models["gptj"], tmp_path, **options)
+
+
+def test_a_mirror_is_on_the_disk_of_another_machine_and_not_of_another_process() -> None:
+    everywhere = [{"0": 8, "2": 8}, {"0": 8, "2": 8}, {"1": 8, "2": 8}, {"1": 8, "2": 8}]
+    ways = mirror.ways_of(everywhere, [1, 3, 0, 2], [0, 0, 2, 2])
+    assert [(way.source, way.target, way.layer) for way in ways] == [(1, 2, 0), (3, 0, 1)]
+
+
+def test_processes_with_one_disk_say_that_nothing_is_mirrored(models, tmp_path) -> None:
+    train_together(2, models["gptj"], tmp_path / "run", share="layers", **ON_DISK, **MIRRORED)
+    train_alone(models["gptj"], tmp_path / "alone", **ON_DISK, **MIRRORED)
+    assert_same_run(tmp_path / "run", tmp_path / "alone")
+    assert "nothing is mirrored: all processes" in (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+    assert "mirrored" not in (tmp_path / "alone" / "log.txt").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("when", ["before it is prepared", "before the commit", "behind the commit"])
 def test_a_process_that_dies_around_a_commit_loses_no_step_of_any(models, tmp_path, monkeypatch, rank, when) -> None:
@@ -493,6 +622,7 @@ def test_a_loss_that_is_not_finite_ends_all_processes(models, tmp_path) -> None:
         (4, {"share": "layers", "replicas": 2, "lanes": 1}, "2 replicas cannot share the rows of 1 lane: use 1"),
         (4, {"replicas": 2, "sample_rows": 1}, "does not go together with sample_rows"),
         (2, {"share": "layers", "sample_rows": 1}, "does not go together with sample_rows"),
+        (2, {"share": "rows", "mirror": True}, "mirror: true is for processes that share the layers"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(models, tmp_path, size, options, message) -> None:

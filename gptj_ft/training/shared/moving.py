@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,12 @@ from gptj_ft.config.run_folder import COMMIT, MANIFEST, Run, owner_of
 from gptj_ft.errors import DataError
 from gptj_ft.streaming.stores.state_file import layer_path, stamp_of
 from gptj_ft.system.digests import digest_of, write_sealed
-from gptj_ft.system.files import inside, keep_folder, new_name, remove, remove_folder, sync_path, write_file
+from gptj_ft.system.files import inside, keep_folder, new_name, remove, sync_path, write_file
 from gptj_ft.system.processes.group import Group
+from gptj_ft.training.retention import go_back
+from gptj_ft.training.run_state import RunState
 from gptj_ft.training.setup import TrainSetup
+from gptj_ft.training.verify import stored_form
 
 PART_BYTES = 16 * 2**20
 
@@ -36,119 +39,179 @@ class Saved:
         commit: last commit of a run on disk.
         checkpoint: step of the newest checkpoint.
         bytes_moved: of files that this process has got from others.
+        note: line that says what is lost, if the run goes back to what its mirrors have; ``None``: it does not.
     """
 
     commit: dict[str, Any] | None
     checkpoint: int | None
     bytes_moved: int = 0
+    note: str | None = None
 
 
 def agree(setup: TrainSetup, run: Run) -> Saved:
     """Agree with the other processes on what the run goes on from, and have the files of its layers here.
 
     Raises:
-        DataError: files of a layer are on no machine that takes part.
+        DataError: files of a layer are on no machine that takes part, or damaged.
     """
     commit, checkpoints = run.last_commit(), run.whole_checkpoints()
-    if setup.relay.group.size == 1:
+    if setup.relay.group.size == 1 and not setup.recipe.mirror:
         return Saved(commit, max(checkpoints, default=None))
     group = setup.relay.group
     manifests = {str(step): run.manifest(step) for step in checkpoints}
     noted = run.record()["saved"] if run.record_file.is_file() else None
     said = group.gather("saved", {"commit": commit, "manifests": manifests, "noted": noted})
     commits = [each["commit"] for each in said if each["commit"]]
-    if commits:
-        last = max(commits, key=lambda each: int(each["step"]))
-        moved = _have_layers(setup, run, run.state, int(last["step"]), ("layer", "gradient"))
-        if run.writes and (commit is None or commit["step"] != last["step"]):
-            # Its machine was cut off between two commits, or is new; gradients of this step are there all the same.
-            write_sealed(run.state / COMMIT, {key: last[key] for key in ("step", "facts", "update")})
-        group.gather("agreed on a commit", {})
-        return Saved(last, max(checkpoints, default=None), moved)
-    lost = dict[int, list[int]]()
-    steps = sorted({int(step) for each in said for step in each["manifests"]}, reverse=True)
-    for step in steps:
+    last = max(commits, key=lambda each: int(each["step"]), default=None)
+    lost = dict[Path, tuple[int, list[int]]]()  # what the run would have gone on from, newest first
+    if last:
+        at = int(last["step"])
+        # A layer that lacks the update of the step needs its gradient; an older one was left here by an earlier move.
+        missing = _lost_layers(setup, run.state, (at, at - 1))
+        if not missing:
+            moved = _have_layers(setup, run.state, at, ("layer", "gradient"))
+            if run.writes and (commit is None or commit["step"] != at):
+                # Its machine was cut off between two commits, or is new; gradients of this step are there all the same.
+                write_sealed(run.state / COMMIT, {key: last[key] for key in ("step", "facts", "update")})
+            moved += _have_best(setup, run, last)
+            group.gather("agreed on a commit", {})
+            return Saved(last, max(checkpoints, default=None), moved)
+        if not setup.recipe.mirror:
+            raise DataError(_missing(group, run, run.state, at, missing))
+        lost[run.state / COMMIT] = at, missing
+    every = {int(step): manifest for each in said for step, manifest in each["manifests"].items()}
+    for step in sorted(every, reverse=True):
         folder = run.checkpoint(step)
-        manifest = next(each["manifests"][str(step)] for each in said if str(step) in each["manifests"])
-        if lost.setdefault(step, _lost_layers(setup, folder, step)):
+        if missing := _lost_layers(setup, folder, (step,)):
+            lost[folder / MANIFEST] = step, missing
             continue
-        moved = _have_layers(setup, run, folder, step, ("layer",))
-        if run.writes:
-            for later, path in checkpoints.items():
-                if later > step:
-                    remove_folder(path)  # it was not finished on every machine
-            if step not in checkpoints:
-                write_sealed(folder / MANIFEST, {key: manifest[key] for key in ("step", "facts")})
-                sync_path(folder)
+        noted = {run.folder / each["noted"] for each in said if each["noted"]}
+        # Else a newer one was just being made, and nothing is lost.
+        gone = next((each for path, each in lost.items() if path == run.state / COMMIT or path in noted), None)
+        moved = _have_layers(setup, folder, step, ("layer",), is_checked=gone is not None)
+        if run.writes and step not in checkpoints:
+            write_sealed(folder / MANIFEST, {key: every[step][key] for key in ("step", "facts")})
+            sync_path(folder)
+        moved += _have_best(setup, run, every[step])
+        note = f"lost: {_whose(group, run, gone[1])}; the run goes back from step {gone[0]} to {step}" if gone else None
         group.gather("agreed on a checkpoint", {})
-        return Saved(None, step, moved)
-    if lost and any(each["noted"] for each in said):  # else the first was just being made
-        raise DataError(_missing(group, run, run.checkpoint(steps[0]), steps[0], lost[steps[0]]))
+        if run.writes:
+            go_back(run, step)  # a later checkpoint was not finished on every machine
+        group.gather("begins from a checkpoint", {})
+        return Saved(None, step, moved, note)
+    if lost and (last or any(each["noted"] for each in said)):  # else the first was just being made
+        path, (step, missing) = next(iter(lost.items()))
+        raise DataError(_missing(group, run, path.parent, step, missing))
     return Saved(None, None)
 
 
-def _lost_layers(setup: TrainSetup, folder: Path, step: int) -> list[int]:
-    """Return the layers of a checkpoint that are on no machine."""
-    stamps = _stamps(setup, folder, "layer")
-    here = [layer for layer, stamp in stamps.items() if stamp == step]
-    said = setup.relay.group.gather("layers of a checkpoint", {"has": here})
+def _lost_layers(setup: TrainSetup, folder: Path, steps: Sequence[int]) -> list[int]:
+    """Return the layers that are on no machine, stamped with one of some steps."""
+    here = [layer for layer, stamp in _stamps(setup, folder, "layer").items() if stamp in steps]
+    said = setup.relay.group.gather("layers of a step", {"has": here})
     return sorted(set(_trained(setup)) - {layer for each in said for layer in each["has"]})
 
 
-def _have_layers(setup: TrainSetup, run: Run, folder: Path, step: int, prefixes: Sequence[str]) -> int:
+def _have_best(setup: TrainSetup, run: Run, saved: Mapping[str, Any]) -> int:
+    """Have the files of this process's layers in the checkpoint of the best state, too; return the bytes."""
+    best = RunState.of(saved).best
+    if best is None or not setup.recipe.keeps_best:
+        return 0
+    folder, group = run.checkpoint(best.step), setup.relay.group
+    is_here = (folder / MANIFEST).is_file()
+    said = group.gather("best state", {"manifest": run.manifest(best.step) if is_here else None})
+    manifest = next((each["manifest"] for each in said if each["manifest"]), None)
+    if manifest is None or _lost_layers(setup, folder, (best.step,)):
+        return 0
+    moved = _have_layers(setup, folder, best.step, ("layer",))
+    if run.writes and not is_here:
+        write_sealed(folder / MANIFEST, {key: manifest[key] for key in ("step", "facts")})
+        sync_path(folder)
+    return moved
+
+
+def _have_layers(setup: TrainSetup, folder: Path, step: int, prefixes: Sequence[str], is_checked: bool = False) -> int:
     """Have the files of this process's layers in a folder; return the bytes that have come from other machines.
 
+    Args:
+        setup: who has which layer; each is on some machine.
+        folder: the folder, of the same name on each machine.
+        step: step of the state in it.
+        prefixes: names of the files before the layer's number.
+        is_checked: whether what is used is compared with its digests before.
+
     Raises:
-        DataError: nobody has them.
+        DataError: a file is damaged; nothing was moved.
     """
     group, relay, moved = setup.relay.group, setup.relay, 0
     here = {prefix: _stamps(setup, folder, prefix) for prefix in prefixes}
     said = group.gather(
         "layers", {prefix: {str(at): stamp for at, stamp in found.items()} for prefix, found in here.items()}
     )
-    # A layer that lacks the update of the step needs its gradient; an older one was left here by an earlier move.
-    found = {
-        layer: [rank for rank, each in enumerate(said) if each["layer"].get(str(layer)) in (step, step - 1)]
-        for layer in _trained(setup)
-    }
-    if lost := [layer for layer, ranks in found.items() if not ranks]:
-        raise DataError(_missing(group, run, folder, step, lost))
-    gone = list[Path]()
-    for layer, valid in found.items():
+    valid = (step, step - 1) if "gradient" in prefixes else (step,)
+    newest, sources = dict[int, int](), dict[int, int]()
+    for layer in _trained(setup):
+        stamps = [each["layer"].get(str(layer)) for each in said]
+        newest[layer] = max(stamp for stamp in stamps if stamp in valid)
         owner = relay.owners[layer]
-        newest = max(said[rank]["layer"][str(layer)] for rank in valid)
-        if said[owner]["layer"].get(str(layer)) == newest:
+        sources[layer] = owner if stamps[owner] == newest[layer] else stamps.index(newest[layer])
+    if is_checked:
+        _check_layers(setup, folder, [layer for layer, source in sources.items() if source == group.rank])
+    gone = list[Path]()
+    for layer, source in sources.items():
+        if source == relay.owners[layer]:
             continue
-        source = next(rank for rank in valid if said[rank]["layer"][str(layer)] == newest)
         for prefix in prefixes:
-            if prefix == "gradient" and newest == step:
+            if prefix == "gradient" and newest[layer] == step:
                 continue
             path = layer_path(folder / prefix, layer)
             if group.rank == source:
-                send_file(group, owner, path)
+                send_file(group, relay.owners[layer], path)
                 gone.append(path)
-            elif group.rank == owner:
+            elif group.rank == relay.owners[layer]:
                 keep_folder(path.parent)
                 moved += receive_file(group, source, path)
     group.gather("layers moved", {})
-    for path in gone:  # not before: they are on the other disk now, whatever happens
-        remove(path)
+    if "gradient" in prefixes or not setup.recipe.mirror:  # else it is the mirror
+        for path in gone:  # not before: they are on the other disk now, whatever happens
+            remove(path)
     return moved
+
+
+def _check_layers(setup: TrainSetup, folder: Path, layers: Sequence[int]) -> None:
+    """Compare files with their digests; goes on when every process has done so.
+
+    Raises:
+        DataError: one is damaged; names it.
+    """
+    assert setup.whole is not None
+    for layer in layers:
+        path = layer_path(folder / "layer", layer)
+        if damage := stored_form(path, setup.whole.trained[layer]).damage(path):
+            raise DataError(
+                f"{path} on {platform.node()} is damaged: {damage[0]}; the run would go back to it, for a disk is "
+                "lost. Put it back from a copy"
+            )
+    setup.relay.group.gather("layers checked", {})
 
 
 def _missing(group: Group, run: Run, folder: Path, step: int, layers: Sequence[int]) -> str:
     """Say which layers are on no machine that takes part, and which machines had them."""
+    files = ", ".join(f"{folder.name}/*-{layer:03d}.*" for layer in layers)
+    return (
+        f"on none of these machines at step {step}: {_whose(group, run, layers)}. Start the run on all that have "
+        f"trained it, or copy the files ({files}) from there to one of these; if that disk is lost, begin the run again"
+    )
+
+
+def _whose(group: Group, run: Run, layers: Sequence[int]) -> str:
+    """Name layers by the machines that had them."""
     noted = group.gather("owners", {"of": {str(layer): owner_of(run, layer) for layer in layers}})
     owners = dict[str, list[str]]()
     for layer in layers:
         name = next((each["of"][str(layer)] for each in noted if each["of"][str(layer)]), "a machine that is not known")
         owners.setdefault(name, []).append(str(layer))
-    texts = [f"layer{'s' if len(own) > 1 else ''} {', '.join(own)} of {name}" for name, own in owners.items()]
-    files = ", ".join(f"{folder.name}/*-{layer:03d}.*" for layer in layers)
-    return (
-        f"on none of these machines at step {step}: {'; '.join(texts)}. Start the run on all that have trained it, or "
-        f"copy the files ({files}) from there to one of these; if that disk is lost, begin the run again"
-    )
+    return "; ".join(f"layer{'s' if len(own) > 1 else ''} {', '.join(own)} of {name}" for name, own in owners.items())
 
 
 def _trained(setup: TrainSetup) -> list[int]:
