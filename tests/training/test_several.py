@@ -728,10 +728,10 @@ def test_a_process_that_is_slower_than_the_others_is_named_once(models, tmp_path
         return compute(setup, *arguments)
 
     monkeypatch.setattr(loop, "guarded_step", linger)
-    train_together(3, models["gptj"], tmp_path / "run", share=share, **ON_DEVICE, max_steps=7)
+    train_together(3, models["gptj"], tmp_path / "run", share=share, **ON_DEVICE, max_steps=12)
     lines = (tmp_path / "run" / "log.txt").read_text().splitlines()
     (warning,) = [line for line in lines if "as the others for the same work" in line]
-    assert re.search(r"process 2 takes \d+\.\d times as long .* up to step 5: all wait for it", warning)
+    assert re.search(r"process 2 takes \d+\.\d times as long .* up to step \d+: all wait for it", warning)
 
 
 def test_slowness_is_by_work_for_some_steps_in_a_row_and_of_steps_that_are_long_enough() -> None:
