@@ -472,7 +472,7 @@ def test_other_errors_that_python_ignores_are_still_reported(capsys: pytest.Capt
 
 
 def test_nohup_is_heeded_and_handlers_are_given_back() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before, interrupt = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.getsignal(signal.SIGINT)
     try:
         with StopRequest() as request:
             os.kill(os.getpid(), signal.SIGHUP)
@@ -480,7 +480,7 @@ def test_nohup_is_heeded_and_handlers_are_given_back() -> None:
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) == interrupt
 
 
 def test_streams_outlive_their_readers_but_not_a_full_disk() -> None:
