@@ -50,9 +50,9 @@ def timed(self):
     if steps and self.model is steps[-1][0]:
         steps[-1][1].append((time.perf_counter(), loaded.index))
     return loaded
-def train_step(model, *more):
-    steps.append((model, []))
-    found = step(model, *more)
+def train_step(model, optimizer, batches, *more):
+    steps.append((model, [], len(batches)))
+    found = step(model, optimizer, batches, *more)
     steps[-1][1].append((time.perf_counter(), -1))
     return found
 prefetch.Prefetcher.__next__, loop.train_step = timed, train_step
@@ -60,7 +60,7 @@ from gptj_ft.__main__ import main
 try:
     main()
 finally:
-    json.dump([times for _, times in steps], open(sys.argv[-1] + ".times", "w"))
+    json.dump([more for _, *more in steps], open(sys.argv[-1] + ".times", "w"))
 """
 
 
@@ -84,7 +84,7 @@ def main() -> None:
     points = []
     for share, (words, split) in SHARES.items():
         alone, memory, layers = run_alone(work, f"{options} {words}", SHAPE["n_layer"])
-        forecast, _ = planned(work, f"{options} {words}")
+        forecast, _ = planned(work, f"{options} {words}", layers["tokens"])
         print(f"{share}: one process {alone:.2f} s a step, planned {forecast:.2f}; {memory:.2f} GB", flush=True)
         base = None
         for name, rate in RATES.items():
@@ -94,7 +94,9 @@ def main() -> None:
             text = f"  {name}: {seconds:.2f} s, {base / seconds:.2f} of unshaped; sent {sent / 1e6:.1f} MB"
             text += f"; {' and '.join(f'{peak:.2f}' for peak in peaks)} GB"
             if rate:
-                forecast, share_sent = planned(work, f"{options} {words} --nodes 2 --network {name}", split)
+                forecast, share_sent = planned(
+                    work, f"{options} {words} --nodes 2 --network {name}", layers["tokens"], split
+                )
                 text += f"; forecast {forecast:.2f} s, {share_sent / 1e6:.1f} MB"
                 if share == "layers":
                     measured = {"link_bytes_per_s": rate / 8 * PAYLOAD, "seconds_step_measured": seconds}
@@ -119,16 +121,16 @@ def run_alone(work: Path, options: str, num_blocks: int) -> tuple[float, float, 
     assert process.wait() == 0
     steps = steps_of(output)
     top, ahead, back, head = num_blocks + 1, list[float](), list[float](), list[float]()
-    for times in json.loads(Path(f"{output}.times").read_text(encoding="utf-8"))[1:]:
+    for times, micro_batches in json.loads(Path(f"{output}.times").read_text(encoding="utf-8"))[1:]:
         spent = [(index, after - now) for (now, index), (after, _) in pairwise(times)]
-        ahead += [seconds for index, seconds in spent[1:top]]
-        head.append(spent[top][1])
-        back += [seconds for index, seconds in spent[top + 1 :] if index]
-    micro_batches = round(steps[-1]["tokens"] / 256 + 0.5)
-    tokens = steps[-1]["tokens"] / micro_batches
+        ahead += [seconds / micro_batches for index, seconds in spent[1:top]]
+        head.append(spent[top][1] / micro_batches)
+        back += [seconds / micro_batches for index, seconds in spent[top + 1 :] if index]
     layers = {"seconds_forward_block": ahead, "seconds_backward_block": back, "seconds_head": head}
-    found = {name: statistics.mean(each) / micro_batches for name, each in layers.items()}
-    found |= {"blocks": num_blocks, "micro_batches": micro_batches, "bytes_hop": 4.0 * SHAPE["n_embd"] * tokens}
+    found = {name: statistics.mean(each) for name, each in layers.items()}
+    tokens = statistics.mean(line["tokens"] for line in steps[1:])
+    found |= {"blocks": num_blocks, "micro_batches": micro_batches, "tokens": tokens}
+    found["bytes_hop"] = 4.0 * SHAPE["n_embd"] * tokens / micro_batches
     return mean_seconds(steps), peak, found
 
 
@@ -157,16 +159,17 @@ def run_together(work: Path, options: str) -> tuple[float, float, list[float]]:
     return mean_seconds(steps), sent, peaks  # a device counts what it is given at once, with one header
 
 
-def planned(work: Path, options: str, split: dict[str, int] | None = None) -> tuple[float, float]:
-    """Return the seconds of a step that are forecast, and the bytes that the busiest machine sends in it."""
+def planned(work: Path, options: str, tokens: float, split: dict[str, int] | None = None) -> tuple[float, float]:
+    """Return the seconds that are forecast of a step of so many tokens, and the bytes that the busier process sends."""
     command = ["taskset", "-c", "0", sys.executable, "-m", "gptj_ft", "plan", *options.split(), "--json"]
     said = subprocess.run(command, check=True, env=environment(), capture_output=True, text=True, cwd=work).stdout
     found = json.loads(said)
+    share = tokens / found["tokens_per_step"]  # the forecast is of the average step
     if split is None:
-        return float(found["seconds_per_step"]), 0.0
+        return share * float(found["seconds_per_step"]), 0.0
     shares = found["machines"]["shares"]
-    (share,) = (each for each in shares if all(each[key] == value for key, value in split.items()))
-    return float(share["seconds_per_step"]), float(share["sent"])
+    (way,) = (each for each in shares if all(each[key] == value for key, value in split.items()))
+    return share * float(way["seconds_per_step"]), share * float(way["sent"])
 
 
 def peak_gigabytes(pid: int) -> float:
