@@ -37,7 +37,7 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 RATES = {"unshaped": None, "1Gbit": 1e9, "100Mbit": 1e8}
 SHARES = {
     "layers": ("--set share=layers", {"stages": 2, "replicas": 1}),
-    "rows": ("--method lora --set share=rows --set lanes=2", {"stages": 1, "replicas": 2}),
+    "rows": ("--set method=lora --set share=rows --set lanes=2", {"stages": 1, "replicas": 2}),
 }
 PAYLOAD = 1448 / 1514  # of a full packet, as `tc` counts it
 TIMED = """
@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="rows with dialogue and summary")
     parser.add_argument("--work", type=Path, required=True, help="new folder, with 8 GB free")
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--shares", nargs="+", choices=SHARES, default=list(SHARES))
     given = parser.parse_args()
     work = given.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -82,7 +83,8 @@ def main() -> None:
         "--activations recompute --set threads=1 --set lr=1e-5 --max-length 256"
     )
     points = []
-    for share, (words, split) in SHARES.items():
+    for share in given.shares:
+        words, split = SHARES[share]
         alone, memory, layers = run_alone(work, f"{options} {words}", SHAPE["n_layer"])
         forecast, _ = planned(work, f"{options} {words}", layers["tokens"])
         print(f"{share}: one process {alone:.2f} s a step, planned {forecast:.2f}; {memory:.2f} GB", flush=True)
@@ -102,6 +104,8 @@ def main() -> None:
                     measured = {"link_bytes_per_s": rate / 8 * PAYLOAD, "seconds_step_measured": seconds}
                     points.append({**layers, **measured, "ranks": 2})
             print(text, flush=True)
+    if not points:
+        return
     (work.parent / "links.json").write_text(json.dumps(points, indent=1), encoding="utf-8")
     shutil.rmtree(work)
     subprocess.run(
