@@ -126,7 +126,7 @@ def run_alone(work: Path, options: str, num_blocks: int) -> tuple[float, float, 
     steps = steps_of(output)
     top, ahead, back, head = num_blocks + 1, list[float](), list[float](), list[float]()
     for times, micro_batches in json.loads(Path(f"{output}.times").read_text(encoding="utf-8"))[1:]:
-        spent = [(index, after - now) for (now, index), (after, _) in pairwise(times)]
+        spent = [(index, after - now) for (now, index), (after, _) in pairwise(times)][: 2 * top + 1]
         ahead += [seconds / micro_batches for index, seconds in spent[1:top]]
         head.append(spent[top][1] / micro_batches)
         back += [seconds / micro_batches for index, seconds in spent[top + 1 :] if index]
