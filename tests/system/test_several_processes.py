@@ -387,3 +387,16 @@ def test_who_waits_for_the_first_process_heeds_a_signal(
     finally:
         signal.signal(signal.SIGINT, before)
     assert time.monotonic() - began < 10
+
+
+def test_a_first_process_that_dies_before_all_have_come_is_gone_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed:
+        def check(self, keys: list[str]) -> bool:
+            raise torch.distributed.DistNetworkError("Failed to recv, got 0 bytes")
+
+    monkeypatch.setattr(launch, "threads_of", lambda member: torch.get_num_threads())
+    monkeypatch.setattr(launch, "_meet", lambda member: Closed())
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    member = Membership(1, 2, 2, ("127.0.0.1", 1))
+    with pytest.raises(PeerFailed, match="process 1 is gone"), launch.connected(member, "token"):
+        pass

@@ -270,9 +270,12 @@ def connected(member: Membership, token: str, look: Callable[[], None] = lambda:
             store.set("control", json.dumps([host, listener.getsockname()[1], token]))
             control = host_control(listener, member.size, token, name, START_SECONDS, look)
     else:
-        if not comes(lambda: store.check(["control"])):
-            raise PeerFailed(f"process 1 has not come within {START_SECONDS:g} s", 1, 0)
-        there, port, token = json.loads(store.get("control"))
+        try:
+            if not comes(lambda: store.check(["control"])):
+                raise PeerFailed(f"process 1 has not come within {START_SECONDS:g} s", 1, 0)
+            there, port, token = json.loads(store.get("control"))
+        except RuntimeError as error:
+            raise PeerFailed("process 1 is gone, before all had come", 1, 0) from error
         control = join_control((there, port), member.rank, token, name, START_SECONDS)
     alone = threads_alone if member.store else None
     group = Processes(control, member.on_this_machine, member.number_here, alone)

@@ -32,11 +32,12 @@ def disks_of(group: Group, folder: Path) -> list[int]:
     """Return which disk the run folder of each process is on: the rank of the first process that sees the same one."""
     mark = folder / f"{secrets.token_hex(8)}.mark"
     write_file(mark, b"")
-    names = [each["name"] for each in group.gather("mark of a disk", {"name": mark.name})]
-    seen = next(rank for rank, name in enumerate(names) if (folder / name).exists())
-    disks = [each["is"] for each in group.gather("disk", {"is": seen})]
-    remove(mark)
-    return disks
+    try:
+        names = [each["name"] for each in group.gather("mark of a disk", {"name": mark.name})]
+        seen = next(rank for rank, name in enumerate(names) if (folder / name).exists())
+        return [each["is"] for each in group.gather("disk", {"is": seen})]
+    finally:
+        remove(mark)
 
 
 @dataclass(frozen=True)
