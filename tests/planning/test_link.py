@@ -43,6 +43,11 @@ def test_one_process_has_no_network_to_measure(shell) -> None:
     assert "or name a rate, such as --network 10Gbit" in " ".join(refused.err.split())
 
 
+def test_processes_that_would_measure_nothing_are_refused(shell) -> None:
+    refused = shell("plan --recipe summarization --model tiny --nproc 2")
+    assert (refused.code, "add --network auto" in refused.err) == (2, True)
+
+
 @pytest.mark.parametrize(("bits", "text"), [(1e9, "0.85 s, longer than computing it;"), (1e11, "0.0085 s;")])
 def test_the_forecast_of_a_shared_run_has_what_a_step_sends_at_the_measured_rate(bits: float, text: str) -> None:
     setup = SimpleNamespace(on_the_wire=(1e8, 5e7), plan=SimpleNamespace(costs=SimpleNamespace(seconds_per_step=0.5)))

@@ -9,6 +9,7 @@ import typer
 from gptj_ft.cli.options import PLACEMENT_OPTIONS, Assignments, Config, Given, Json, Offline, flag, takes_options
 from gptj_ft.cli.terminal.output import Output, print_note
 from gptj_ft.config.resolve import resolve
+from gptj_ft.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,6 +42,8 @@ def plan(
     """
     from gptj_ft.cli.several import sharing
 
+    if nproc not in (None, 1) and network != "auto":
+        raise UsageError("--nproc is for what measures the network: add --network auto, or name machines by --nodes")
     with sharing(nproc) as group:
         if group.rank > 0:
             from gptj_ft.planning.link import AUTO, measure_network
