@@ -30,8 +30,9 @@ def test_the_slowest_link_is_measured_and_all_processes_find_the_same(monkeypatc
     members = list[Member]()
     found = together(3, lambda member: members.append(member) or measure_network(member))
     assert found[0] == found[1] == found[2]
-    assert 0.5 * RATE < found[0].rate < RATE
-    assert LATENCY < found[0].latency < 10 * LATENCY
+    # No better than the slow link is; how much worse depends on what else the machine does.
+    assert found[0].rate < RATE
+    assert found[0].latency > LATENCY
     assert max(member.bytes_sent for member in members) < 66 * 2**20
 
 
