@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -122,10 +123,13 @@ def attend(
         batch.cache.put(layer, k_TNH, v_TNH, batch.cu_seqlens, batch.document_ids)
     if takes_ragged(q_TNH.device, q_TNH.dtype, q_TNH.shape[-1]):
         return attend_ragged(q_TNH, k_TNH, v_TNH, batch, scale)
+    lengths = [end - start for start, end in pairwise(batch.cu_seqlens)]
+    # Split, not sliced one by one: the gradient of each slice would be zeros for the whole batch, added to the others.
+    parts = zip(*(x_TNH.split_with_sizes(lengths) for x_TNH in (q_TNH, k_TNH, v_TNH)), strict=True)
     outputs = []
-    for start, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
-        q, k, v = (x_TNH[start:end].transpose(0, 1)[None] for x_TNH in (q_TNH, k_TNH, v_TNH))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=end - start > 1, scale=scale)
+    for length, part in zip(lengths, parts, strict=True):
+        q, k, v = (x_LNH.transpose(0, 1)[None] for x_LNH in part)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1, scale=scale)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
 
