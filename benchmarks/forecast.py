@@ -1,6 +1,7 @@
 """What the plan says that a run will cost, beside what it cost: memory and seconds per step.
 
-Random GPT-Js on rows of DialogSum, fp32 on the CPU, in placements and settings of all kinds; each is planned
+Random GPT-Js on rows of DialogSum, in fp32 and bf16 on the CPU, in placements and settings of all kinds; each is
+planned
 (`finetune --dry-run --json`) and then run, in processes of their own. Before each the machine is measured, as a user
 would have it measured (`plan --measure`), because a virtual machine is not the same for long; nothing else should run.
 
@@ -32,16 +33,19 @@ MODELS = {
     "16 x 512": {**SHAPE, "n_embd": 512, "n_layer": 16, "n_head": 8},
 }
 ON_DISK = {"weights": "disk", "optimizer_state": "disk"}
+BF16 = {"precision": "bf16"}
+NARROW_STATE = {"moments": "bf16", "gradients": "bf16"}
 RUNS: list[tuple[str, dict[str, Any]]] = [
     ("8 x 1024", {}),
-    ("8 x 1024", {"activations": "recompute"}),
-    ("8 x 1024", {**ON_DISK, "activations": "keep"}),
-    ("8 x 1024", {**ON_DISK, "activations": "recompute", "moments": "bf16", "gradients": "bf16"}),
-    ("8 x 1024", {"device_memory": "3GiB"}),
-    ("4 x 2048", {**ON_DISK, "activations": "recompute"}),
-    ("4 x 2048", {"weights": "device", "optimizer_state": "disk", "activations": 2}),
+    ("8 x 1024", BF16),
+    ("8 x 1024", {**ON_DISK, "activations": "recompute", **NARROW_STATE}),
+    ("8 x 1024", {**BF16, **ON_DISK, "activations": "recompute"}),
+    ("8 x 1024", {**BF16, **ON_DISK, "activations": "keep", **NARROW_STATE}),
+    ("8 x 1024", {**BF16, "device_memory": "3GiB"}),
     ("4 x 2048", {**ON_DISK, "batch_size": 2}),
+    ("4 x 2048", {**BF16, "weights": "device", "optimizer_state": "disk", "activations": 2}),
     ("16 x 512", {**ON_DISK, "activations": "recompute", "boundaries": "disk", "batch_size": 16}),
+    ("16 x 512", {**BF16, "activations": "recompute", "batch_size": 16}),
 ]
 
 

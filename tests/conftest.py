@@ -108,11 +108,14 @@ def assumed_rates() -> Rates:
 @pytest.fixture(scope="session", autouse=True)
 def fixed_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rates]:
     """Have no test measure the machine: it always does the same in a second, in every process that a test starts."""
-    from gptj_ft.planning import probe
+    from support.rates import layers_by
+
+    from gptj_ft.planning import layer_times, probe
 
     rates = assumed_rates()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probe, "measure_compute", lambda device: rates.compute)
+        patch.setattr(layer_times, "time_kinds", layers_by(rates.compute))
         patch.setattr(probe, "measure_disk", lambda folder: rates.disk)
         patch.setenv("GPTJ_FT_HOME", str(tmp_path_factory.mktemp("home")))  # for what is made before a test begins
         yield rates

@@ -21,9 +21,8 @@ from gptj_ft.generation.decoding import StreamedModel, generate_tokens, text_of
 from gptj_ft.generation.replica import announce_model
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.inference_plan import InferencePlan, InferenceWorkload, plan_inference
-from gptj_ft.planning.machine_profile import choose_dtype
 from gptj_ft.planning.plan import device_cap
-from gptj_ft.planning.resources import free_resources
+from gptj_ft.planning.resources import free_resources, inference_dtype
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.open import open_for_inference
 from gptj_ft.streaming.replicas import lent
@@ -85,8 +84,9 @@ class InferenceSetup:
             torch.set_num_threads(recipe.threads)
         here = group.number_here if number_here is None else number_here
         device = machine.choose_device(recipe.device, recipe.device_memory, here)
-        dtype = choose_dtype(recipe.precision, device)
-        return cls(folder, recipe, tuned_architecture(folder), device, dtype, group=group, **more)
+        architecture = tuned_architecture(folder)
+        dtype = inference_dtype(recipe, architecture, device)
+        return cls(folder, recipe, architecture, device, dtype, group=group, **more)
 
     @property
     def context(self) -> int:

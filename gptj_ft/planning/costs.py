@@ -190,7 +190,12 @@ def seconds_per_validation(placement: Placement, load: Workload, flush: Pass, ra
     flops = 2.0 * load.block_parameters * load.validation_tokens + 2.0 * load.head_parameters * load.validation_targets
     weights = bytes_moved(placement, {"weight": load.dtype}, passes * (load.stored_elements + load.lent_elements))
     frozen = bytes_moved(placement, {"frozen": load.dtype}, passes * sum(load.frozen_per_pass))
-    return flush.seconds(load, rates) + Pass(flops, read=weights).plus(read=frozen).seconds(load, rates)
+    layers = 0.0
+    if load.times:
+        layers = load.validation_tokens / load.mean_step_tokens * load.forward_seconds
+        layers += load.head_seconds(load.validation_targets, trains=False)
+    computed = Pass(flops, layers=layers, read=weights).plus(read=frozen)
+    return flush.seconds(load, rates) + computed.seconds(load, rates)
 
 
 def num_checkpoints(recipe: Recipe, load: Workload, seconds_per_step: float) -> int:

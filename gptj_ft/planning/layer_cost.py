@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -177,10 +178,7 @@ class LayerInput:
     def batch(self) -> PackedBatch:
         """Return the micro-batch, without data."""
         ids = torch.empty(self.tokens, dtype=torch.int64, device=META)
-        ends = [0]
-        for length in self.documents:
-            ends.append(ends[-1] + length)
-        return PackedBatch(ids, ids, ids, tuple(ends))
+        return PackedBatch(ids, ids, ids, tuple(accumulate(self.documents, initial=0)))
 
 
 @lru_cache(maxsize=64)  # advice asks for the same ones again
@@ -196,7 +194,7 @@ def measure_block(layer: nn.Module, trained: Layout, given: LayerInput, is_above
     batch = given.batch()
     gradient = torch.empty(given.tokens, given.width, dtype=given.dtype, device=META)
     x = torch.empty(given.tokens, given.width, dtype=given.dtype, device=META, requires_grad=is_above_trained)
-    parameters, run = _parameters(layer, trained, given.dtype), FunctionalLayer(layer).run
+    parameters, run = parameters_of(layer, trained, given.dtype), FunctionalLayer(layer).run
     _ = batch.cu_seqlens_T
     with Meter(given.documents) as forward, _StandIn(forward), torch.no_grad():
         run(parameters, x, batch, forward.poll)
@@ -222,14 +220,19 @@ def measure_blocks(
         given: what each block gets.
         lowest_trained: the layer at which backward ends.
     """
-    alike: dict[Any, nn.Module] = {}
-    costs = []
+    firsts = first_alike(layers, layouts, lowest_trained)
+    return [measure_block(layers[index], layouts[index], given, index > lowest_trained) for index in firsts]
+
+
+def first_alike(layers: Sequence[nn.Module], layouts: Sequence[Layout], lowest_trained: int) -> list[int]:
+    """Return for each block the number of the first that is like it; arguments as of `measure_blocks`."""
+    alike: dict[Any, int] = {}
+    firsts = []
     for index in range(1, len(layers) - 1):
-        layer, trained, is_above = layers[index], layouts[index], index > lowest_trained
-        shapes = tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
-        first = alike.setdefault((type(layer), shapes, trained, is_above), layer)
-        costs.append(measure_block(first, trained, given, is_above))
-    return costs
+        shapes = tuple((name, parameter.shape) for name, parameter in layers[index].named_parameters())
+        kind = type(layers[index]), shapes, layouts[index], index > lowest_trained
+        firsts.append(alike.setdefault(kind, index))
+    return firsts
 
 
 def embedding_cost(trained: Layout, given: LayerInput) -> LayerCost:
@@ -255,7 +258,7 @@ def measure_head(
     """
     hidden = torch.empty(given.tokens, given.width, dtype=given.dtype, device=META)
     positions = torch.empty(given.tokens, dtype=torch.int64, device=META)
-    parameters, run = _parameters(layer, trained, given.dtype), FunctionalLayer(layer).run
+    parameters, run = parameters_of(layer, trained, given.dtype), FunctionalLayer(layer).run
     with Meter() as meter:
         for _ in range(2):
             meter.kernels = [[]]
@@ -276,16 +279,18 @@ def rounded(tensor: Tensor) -> int:
     return -(-tensor.nbytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
 
 
-def _parameters(layer: nn.Module, trained: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return a layer's parameters without data; leaves if trained, with gradients summed in fp32."""
+def parameters_of(
+    layer: nn.Module, trained: Layout, dtype: torch.dtype, device: torch.device = META
+) -> dict[str, Tensor]:
+    """Return a layer's parameters, without data; leaves if trained, with gradients summed in fp32."""
     names = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     parameters: dict[str, Tensor] = {}
     for name, whole in names.items():
         is_trained = name in trained.used_shapes
-        parameters[name] = leaf = torch.empty(whole.shape, dtype=dtype, device=META, requires_grad=is_trained)
+        parameters[name] = leaf = torch.empty(whole.shape, dtype=dtype, device=device, requires_grad=is_trained)
         if not is_trained:
             continue
-        total = torch.empty(whole.shape, device=META)
+        total = torch.empty(whole.shape, device=device)
         if dtype == torch.float32:
             leaf.grad = total
         else:

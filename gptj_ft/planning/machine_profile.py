@@ -10,15 +10,18 @@ import json
 import os
 import platform
 import shutil
-from dataclasses import asdict, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from gptj_ft.errors import DataError, ResourceError
-from gptj_ft.planning import probe
+from gptj_ft.planning import layer_times, probe
+from gptj_ft.planning.layer_times import BYTES_PER_ELEMENT, LayerKind, Seconds, Timing
 from gptj_ft.planning.probe import ASSUMED_DISK, FILE_BYTES, ComputeRates, DiskRates, Rates
+from gptj_ft.planning.workload import Workload
 from gptj_ft.system.accelerator import device_name, is_accelerator, supports_bf16
 from gptj_ft.system.digests import read_sealed, sealed
 from gptj_ft.system.dtypes import PRECISIONS
@@ -26,12 +29,14 @@ from gptj_ft.system.files import write_file
 from gptj_ft.system.machine import existing_folder, free_disk
 from gptj_ft.system.paths import home, make_home
 
-METHOD = 8  # of measuring: figures from another one are not used
+METHOD = 9  # of measuring: figures from another one are not used
 SLOWEST, FASTEST = 1e3, 1e21  # FLOP or bytes a second
+LEAST_SECONDS, MOST_SECONDS = 1e-7, 1e4  # of a layer
+MOST_LAYERS = 500  # that are remembered of a device
 BF16_GAIN = 1.3  # how much faster bf16 must be to be worth its rounding
 
 T = TypeVar("T", ComputeRates, DiskRates)
-_unsaved: dict[tuple[str, str], dict[str, float]] = {}  # what could not be written to the file
+_unsaved: dict[tuple[str, str], Any] = {}  # what could not be written to the file
 
 
 def rates(device: torch.device, folder: Path, again: bool = False) -> Rates:
@@ -40,8 +45,10 @@ def rates(device: torch.device, folder: Path, again: bool = False) -> Rates:
     Args:
         device: device that computes.
         folder: folder of the run.
-        again: measure, whatever is known.
+        again: measure, whatever is known; what is known of layers is forgotten.
     """
+    if again:
+        _keep("layers", _device_key(device), {})
     return Rates(compute_rates(device, again), disk_rates(folder, again), device.type == "cpu")
 
 
@@ -61,7 +68,10 @@ def compute_rates(device: torch.device, again: bool = False) -> ComputeRates:
     """Return the rates of a device, from the cache or measured now."""
     key = _device_key(device)
     known = None if again else _recall("compute", key, ComputeRates)
-    return known or _keep("compute", key, probe.measure_compute(device))
+    if known is None:
+        known = probe.measure_compute(device)
+        _keep("compute", key, asdict(known))
+    return known
 
 
 def _device_key(device: torch.device) -> str:
@@ -79,22 +89,75 @@ def disk_rates(folder: Path, again: bool = False) -> DiskRates:
     if free_disk(folder) < 3 * FILE_BYTES:
         return ASSUMED_DISK
     try:
-        return _keep("disk", key, probe.measure_disk(folder))
+        known = probe.measure_disk(folder)
     except (OSError, ResourceError):  # a folder that cannot be written is refused elsewhere, in better words
         return ASSUMED_DISK
+    _keep("disk", key, asdict(known))
+    return known
 
 
 def choose_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """Choose the data type: ``auto`` is bf16, or for want of it fp16, where `BF16_GAIN` times as fast, else fp32."""
+    """Choose the data type by products: ``auto`` is bf16, or for want of it fp16, where `BF16_GAIN` times as fast."""
     if precision == "auto":
         half = "bf16" if supports_bf16(device) else "fp16"
         precision = half if compute_rates(device).gain >= BF16_GAIN else "fp32"
     return PRECISIONS[precision]
 
 
-def reason_for(precision: str, dtype: torch.dtype, measured: ComputeRates) -> str:
-    """Explain the choice of `choose_dtype`."""
-    if precision == "auto" and dtype == torch.float16:
+def with_times(load: Workload, precision: str, device: torch.device, free_bytes: int) -> Workload:
+    """Choose the data type of a workload by its own layers, and return it with their times; measured if unknown.
+
+    On an accelerator, and where memory does not suffice to run a layer, the choice is that of `choose_dtype`, and
+    without times.
+
+    Args:
+        load: workload, with its layers.
+        precision: name of the data type, or ``auto``: bf16 where a step's layers are `BF16_GAIN` times as fast in it.
+        device: device that computes.
+        free_bytes: memory that may be used.
+    """
+    largest = max((sum(layout.numel for layout in whole) for whole in load.whole_layers[1:]), default=0)
+    if device.type != "cpu" or not load.layers or BYTES_PER_ELEMENT * largest > free_bytes:
+        return replace(load, dtype=choose_dtype(precision, device))
+    names = ("fp32", "bf16") if precision == "auto" else (precision,)
+    rates = compute_rates(device)
+    timings = {name: Timing(load, PRECISIONS[name], rates.matmul(PRECISIONS[name])) for name in names}
+    found = layer_seconds([kind for timing in timings.values() for kind in timing.kinds], device)
+    loads = {name: replace(load, dtype=PRECISIONS[name], times=timing.times(found)) for name, timing in timings.items()}
+    if precision != "auto":
+        return loads[precision]
+    gain = loads["fp32"].layer_seconds / loads["bf16"].layer_seconds
+    return replace(loads["bf16" if gain >= BF16_GAIN else "fp32"], speed_in_half=gain)
+
+
+def layer_seconds(kinds: Sequence[LayerKind], device: torch.device) -> Mapping[str, Seconds]:
+    """Return the seconds of layers by their names, from the cache or measured now, all that are missing together."""
+    key = _device_key(device)
+    entries = _unsaved.get(("layers", key)) or _entries("layers").get(key)
+    known = entries if isinstance(entries, dict) else {}
+    found = {kind.name: _seconds_of(known.get(kind.name)) for kind in kinds}
+    missing = {kind.name: kind for kind in kinds if found[kind.name] is None}
+    if missing:
+        measured = dict(zip(missing, layer_times.time_kinds(list(missing.values())), strict=True))
+        newest = list({**known, **{name: list(each) for name, each in measured.items()}}.items())[-MOST_LAYERS:]
+        _keep("layers", key, dict(newest))
+        found |= measured
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def _seconds_of(entry: object) -> Seconds | None:
+    """Read seconds of a layer; none, if they make no sense."""
+    if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(each, float) for each in entry):
+        return None
+    found = Seconds(*entry)
+    return found if LEAST_SECONDS <= found.forward <= MOST_SECONDS and 0.0 <= found.backward <= MOST_SECONDS else None
+
+
+def reason_for(precision: str, load: Workload, measured: ComputeRates) -> str:
+    """Explain the choice of `with_times`."""
+    if precision == "auto" and load.speed_in_half:
+        return f"its layers are {load.speed_in_half:.2g} times as fast in bf16 here"
+    if precision == "auto" and load.dtype == torch.float16:
         return f"fp16 products are {measured.gain:.2g} times as fast here, and this device has no bf16"
     return f"bf16 products are {measured.gain:.2g} times as fast here" if precision == "auto" else "as asked for"
 
@@ -129,10 +192,15 @@ def _read_cache() -> dict[str, Any]:
     return known if known.get("method") == METHOD else {"method": METHOD}
 
 
+def _entries(part: str) -> dict[str, Any]:
+    """Return a part of the file, by device or file system."""
+    entries = _read_cache().get(part)
+    return entries if isinstance(entries, dict) else {}
+
+
 def _recall(part: str, key: str, form: type[T]) -> T | None:
     """Look up cached rates; damaged or implausible ones are ignored."""
-    entries = _read_cache().get(part)
-    entry = _unsaved.get((part, key)) or (entries.get(key) if isinstance(entries, dict) else None)
+    entry = _unsaved.get((part, key)) or _entries(part).get(key)
     try:
         known = form(**entry)  # type: ignore[arg-type]
     except TypeError:
@@ -146,16 +214,14 @@ def _recall(part: str, key: str, form: type[T]) -> T | None:
     return known if makes_sense else None
 
 
-def _keep(part: str, key: str, measured: T) -> T:
-    """Store measured rates in the file, or in memory if it cannot be written."""
+def _keep(part: str, key: str, measured: dict[str, Any]) -> None:
+    """Store what was measured in the file, or in memory if it cannot be written."""
     known = _read_cache()
-    entries = known.get(part)
-    known[part] = {**(entries if isinstance(entries, dict) else {}), key: asdict(measured)}
+    known[part] = {**_entries(part), key: measured}
     new = _cache().with_suffix(f".{os.getpid()}")
     try:
         make_home()
         write_file(new, json.dumps(sealed(known), indent=2) + "\n")
         os.replace(new, _cache())
     except OSError:
-        _unsaved[part, key] = asdict(measured)
-    return measured
+        _unsaved[part, key] = measured

@@ -417,7 +417,7 @@ def forecast(placement: Placement, load: Workload, recipe: Recipe, rates: Rates,
     return Plan(
         placement=placement,
         precision=PRECISION_NAMES[load.dtype],
-        reason=reason_for(recipe.precision, load.dtype, rates.compute) + waiting,
+        reason=reason_for(recipe.precision, load, rates.compute) + waiting,
         num_parameters=load.num_parameters,
         num_trained=load.num_trained,
         tokens_per_step=load.mean_step_tokens,

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from gptj_ft.models.attention import attend
 from gptj_ft.models.batch import PackedBatch
-from gptj_ft.models.linear import project_by_onednn
+from gptj_ft.models.linear import project
 from gptj_ft.streaming.stores.state_file import digest
 from gptj_ft.system.accelerator import empty_cache, is_accelerator, pin, shares_memory, supports_bf16, timed
 from gptj_ft.system.direct_io import open_direct, read_direct, write_bytes
 from gptj_ft.system.memory import allocate
 
-Product = Callable[[Tensor, Tensor], Tensor]
 WIDTH, INNER = 4096, 16384  # GPT-J's MLP
 NARROW = 512  # its smaller kin's; products of such matrices reach less
 _MOST_TOKENS, _MOST_TOKENS_ON_CPU = 8192, 1024  # computed at once; more do not make it faster
@@ -56,7 +55,6 @@ class ComputeRates:
         to_device: bytes/s from host memory; where the device is the CPU, of a copy.
         from_device: bytes/s to host memory.
         load: average load of each core in the minute before; others may have slowed this down.
-        fp32_onednn: FLOP/s of oneDNN's product in fp32, on a CPU, at a width of `NARROW`; 0: it was not measured.
     """
 
     fp32: float
@@ -70,23 +68,14 @@ class ComputeRates:
     to_device: float
     from_device: float
     load: float = 0.0
-    fp32_onednn: float = 0.0
 
     @property
     def gain(self) -> float:
         """Speed of bf16 relative to fp32."""
         return self.bf16 / self.fp32
 
-    def matmul(self, dtype: torch.dtype, width: int = WIDTH, by_onednn: bool = False) -> float:
-        """Return FLOP/s of a matrix product at a model width, interpolated between the two measured.
-
-        Args:
-            dtype: data type of the product.
-            width: width of the model.
-            by_onednn: whether it is oneDNN's on a CPU, which is as fast at any width.
-        """
-        if by_onednn and dtype == torch.float32 and self.fp32_onednn:
-            return self.fp32_onednn
+    def matmul(self, dtype: torch.dtype, width: int = WIDTH) -> float:
+        """Return FLOP/s of a matrix product at a model width, interpolated between the two measured."""
         is_half = dtype in (torch.bfloat16, torch.float16)
         narrow, wide = (self.bf16_narrow, self.bf16) if is_half else (self.fp32_narrow, self.fp32)
         share = math.log(min(max(width, NARROW), WIDTH) / NARROW) / math.log(WIDTH / NARROW)
@@ -165,15 +154,10 @@ def measure_compute(device: torch.device) -> ComputeRates:
     dtypes = (torch.float32, half)
     wide = [matmul_rate(device, dtype) for dtype in dtypes]
     narrow = [matmul_rate(device, dtype, NARROW, 2 * NARROW) for dtype in dtypes]
-    onednn = 0.0
-    if device.type == "cpu":
-        onednn = matmul_rate(
-            device, torch.float32, NARROW, 2 * NARROW, lambda x, weight: project_by_onednn(x, weight, None)
-        )
     block = _block_rates(device, half if is_accelerator(device) else torch.float32)
     empty_cache(device)  # what torch keeps for later would count as taken
     return ComputeRates(
-        wide[0], wide[1], narrow[0], narrow[1], 2 * copy, 2 * near, *block, to_device, from_device, load, onednn
+        wide[0], wide[1], narrow[0], narrow[1], 2 * copy, 2 * near, *block, to_device, from_device, load
     )
 
 
@@ -191,10 +175,8 @@ def _block_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float
     return x.numel() / gelu, 2.0 * number * HEADS * ATTENDED**2 * HEAD_DIM / attention
 
 
-def matmul_rate(
-    device: torch.device, dtype: torch.dtype, width: int = WIDTH, inner: int = INNER, product: Product = F.linear
-) -> float:
-    """Measure [tokens, width] @ [width, inner]: FLOP/s, the best over token counts.
+def matmul_rate(device: torch.device, dtype: torch.dtype, width: int = WIDTH, inner: int = INNER) -> float:
+    """Measure [tokens, width] @ [width, inner], as training computes it: FLOP/s, the best over token counts.
 
     The tokens grow while that helps, and while a product does not take too long.
     """
@@ -205,20 +187,24 @@ def matmul_rate(
         # The first product pays for the context, the library and its kernels; the device would be taken for slow.
         F.linear(torch.zeros(tokens, width, dtype=dtype, device=device), weight)
     while True:
-        seconds = _matmul_seconds(torch.full((tokens, width), 0.01, device=device).to(dtype), weight, product)
+        seconds = _matmul_seconds(torch.full((tokens, width), 0.01, device=device).to(dtype), weight)
         rate = 2 * tokens * width * inner / seconds
         if rate < 1.1 * best or 4 * tokens > most or 4 * seconds > LONGEST_PRODUCT:
             return max(best, rate)
         tokens, best = 4 * tokens, rate
 
 
-def _matmul_seconds(x: Tensor, weight: Tensor, product: Product) -> float:
+def _matmul_seconds(x: Tensor, weight: Tensor) -> float:
     """Return the median time of a product; a slow one runs once."""
-    seconds = timed(lambda: product(x, weight), x.device)
+
+    def product() -> Tensor:
+        return project(x, weight, None, "training")
+
+    seconds = timed(product, x.device)
     if seconds > LONGEST_PRODUCT / 4:
         return seconds
     repeats = max(2, min(MOST_PRODUCTS, round(PRODUCTS_SECONDS / seconds)))
-    return median([seconds, *(timed(lambda: F.linear(x, weight), x.device) for _ in range(repeats))])
+    return median([seconds, *(timed(product, x.device) for _ in range(repeats))])
 
 
 def measure_disk(folder: Path, file_bytes: int = FILE_BYTES, chunk_bytes: int = _CHUNK_BYTES) -> DiskRates:

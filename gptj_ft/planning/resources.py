@@ -9,16 +9,21 @@ import torch
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.errors import UsageError
+from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.devices import find_device, is_published_name
-from gptj_ft.planning.machine_profile import choose_dtype, disk_rates, rates
-from gptj_ft.planning.plan import Free
+from gptj_ft.planning.flops import EMPTY
+from gptj_ft.planning.machine_profile import disk_rates, rates, with_times
+from gptj_ft.planning.plan import Free, device_cap
 from gptj_ft.planning.probe import Rates
+from gptj_ft.planning.workload import Workload
 from gptj_ft.system import machine
 from gptj_ft.system.accelerator import shares_memory
-from gptj_ft.system.dtypes import PRECISIONS
+from gptj_ft.system.dtypes import PRECISION_NAMES, PRECISIONS
 from gptj_ft.system.files import disk_bytes, files_in
 from gptj_ft.system.processes.group import ALONE, Group
+
+READ_TOKENS = 256  # of a document that a model reads, on which its blocks are compared in two types
 
 
 @dataclass(frozen=True)
@@ -27,14 +32,14 @@ class Target:
 
     Attributes:
         device: device that computes; ``meta`` stands for one that is not here.
-        dtype: data type of the computation.
+        precision: name of the data type of the computation, or ``auto``: its layers decide, see `settled`.
         free: free resources.
         rates: rates of the device and of the disk.
         name: name of a device that is not here; empty: it is.
     """
 
     device: torch.device
-    dtype: torch.dtype
+    precision: str
     free: Free
     rates: Rates
     name: str = ""
@@ -47,8 +52,8 @@ class Target:
             UsageError: there is no such device.
         """
         device = machine.choose_device(recipe.device, recipe.device_memory, group.number_here)
-        dtype = choose_dtype(recipe.precision, device)
-        return cls(device, dtype, free_resources(device, folder, recipe.device, group), rates(device, folder))
+        free = free_resources(device, folder, recipe.device, group)
+        return cls(device, recipe.precision, free, rates(device, folder))
 
     @classmethod
     def of(cls, recipe: Recipe, folder: Path) -> Target:
@@ -64,11 +69,38 @@ class Target:
         device = find_device(recipe.device)
         if recipe.precision == "bf16" and not device.has_bf16:
             raise UsageError(f"{device.name} does not compute in bf16: use --precision fp16")
-        dtype = device.half if recipe.precision == "auto" else PRECISIONS[recipe.precision]
+        precision = PRECISION_NAMES[device.half] if recipe.precision == "auto" else recipe.precision
         own = free_resources(torch.device("cpu"), folder, "cpu")
         host, disk = max(own.host, recipe.host_memory or 0), max(own.disk, recipe.disk_space or 0)
         free = Free(device.memory_bytes, host, disk, is_shared=False)
-        return cls(torch.device("meta"), dtype, free, Rates(device.rates(), disk_rates(folder)), device.name)
+        return cls(torch.device("meta"), precision, free, Rates(device.rates(), disk_rates(folder)), device.name)
+
+    def settled(self, load: Workload, recipe: Recipe) -> Workload:
+        """Return a workload in the type that is computed in here; on a CPU, with the times of its layers."""
+        return with_times(load, self.precision, self.device, self.free.capped(recipe).device)
+
+
+def inference_dtype(recipe: Recipe, architecture: Architecture, device: torch.device) -> torch.dtype:
+    """Return the type that a model predicts or writes in: asked for, or the faster one of its own blocks."""
+    if recipe.precision != "auto":
+        return PRECISIONS[recipe.precision]
+    layers = architecture.layers()
+    load = Workload(
+        layouts=[EMPTY] * len(layers),
+        frozen=[Layout.of(layer) for layer in layers],
+        layers=layers,
+        width=architecture.config.n_embd,
+        dtype=torch.float32,
+        micro_batch_tokens=READ_TOKENS,
+        step_tokens=READ_TOKENS,
+        mean_step_tokens=READ_TOKENS,
+        mean_step_targets=0,
+        num_steps=None,
+        longest_row=READ_TOKENS,
+    )
+    free = machine.free_memory(device)
+    allowed = min(free, device_cap(recipe, shares_memory(device)) or free)
+    return with_times(load, recipe.precision, device, allowed).dtype
 
 
 def free_resources(device: torch.device, folder: Path, name: str, group: Group = ALONE) -> Free:

@@ -375,6 +375,7 @@ def replica_of(load: Workload, replicas: int) -> Workload:
         mean_step_tokens=load.mean_step_tokens / replicas,
         mean_step_targets=load.mean_step_targets / replicas,
         step_pairs=math.ceil(load.step_pairs / replicas),
+        mean_micro_batches=load.mean_micro_batches / replicas,
     )
 
 
@@ -400,6 +401,7 @@ def part_of(load: Workload, layers: Sequence[int]) -> Workload:
         layouts=pick(load.layouts),
         frozen=pick(load.frozen),
         layers=tuple(load.layers[index] for index in kept) if load.layers else (),
+        times=tuple(load.times[index] for index in kept) if load.times else (),
         mean_step_targets=load.mean_step_targets if top in own else 0.0,
         validation_targets=load.validation_targets if top in own else 0,
     )
@@ -442,7 +444,7 @@ class _Chain:
 
     @property
     def micro_batches(self) -> int:
-        return max(1, math.ceil(self.load.mean_step_tokens / self.load.micro_batch_tokens))
+        return max(1, math.ceil(self.load.micro_batches))
 
     def node(self, part: Workload, ranks: Sequence[int]) -> Node:
         """Plan the layers of a machine, and forecast its passes."""
@@ -584,6 +586,7 @@ def _rows_that_hide(job: Job, chosen: Share) -> int | None:
         load = job.load
         more = replace(
             load,
+            mean_micro_batches=factor * load.mean_micro_batches,
             step_tokens=factor * load.step_tokens,
             mean_step_tokens=factor * load.mean_step_tokens,
             mean_step_targets=factor * load.mean_step_targets,

@@ -38,6 +38,8 @@ class Pass:
         times: passes of the blocks' operations between products; backward counts as two.
         read: bytes, by place.
         written: bytes, by place.
+        layers: seconds that the layers were measured to take, instead of what flops, touched logits and times say; 0:
+            they were not measured.
     """
 
     flops: float = 0.0
@@ -46,6 +48,7 @@ class Pass:
     times: float = 0.0
     read: Mapping[Place, int] = field(default_factory=dict)
     written: Mapping[Place, int] = field(default_factory=dict)
+    layers: float = 0.0
 
     def plus(self, read: Mapping[Place, int] = NOTHING, written: Mapping[Place, int] = NOTHING) -> Pass:
         """Return the pass with more bytes read and written."""
@@ -54,9 +57,12 @@ class Pass:
     def compute_seconds(self, load: Workload, rates: Rates) -> float:
         """Return the seconds of the computation alone; on a CPU, with the work that transfers make for it."""
         compute = rates.compute
-        between = (self.updated + self.touched) / compute.memory + self.times * load.seconds_between_products(compute)
         moving = rates.disk.cpu_seconds(self.read.get("disk", 0), self.written.get("disk", 0)) if rates.on_cpu else 0.0
-        return self.flops / compute.matmul(load.dtype, load.width, load.by_onednn and rates.on_cpu) + between + moving
+        beside = (self.updated + self.touched) / compute.memory + moving
+        if self.layers:
+            return self.layers + beside
+        products = self.flops / compute.matmul(load.dtype, load.width)
+        return products + self.times * load.seconds_between_products(compute) + beside
 
     def transfer_seconds(self, rates: Rates) -> float:
         """Return the seconds of the transfers alone: over the disk, and beside that over the link."""
@@ -115,12 +121,13 @@ def training_passes(
     where = replace(placement, boundaries="device")
     forward, backward, flush = count_step(where, model, tuple(stored.items()), buffers, is_late)
     flops = 2.0 * workload.block_parameters * workload.mean_step_tokens
-    forward = replace(forward, flops=flops, times=1.0)
+    forward = replace(forward, flops=flops, times=1.0, layers=workload.forward_seconds)
     backward = replace(
         backward,
         flops=workload.flops(kept).hardware - flops,
         touched=workload.touched_by_backward,
         times=workload.times_again(kept),
+        layers=workload.backward_seconds(kept),
     )
     if placement.boundaries == "device":
         return forward, backward, flush

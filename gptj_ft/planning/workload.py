@@ -5,6 +5,7 @@ Reading, writing and computing go on side by side, so a pass takes as long as th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,9 +15,9 @@ from torch import nn
 
 from gptj_ft.models.batch import BUCKET_PAIRS, padded_length
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
-from gptj_ft.models.linear import OneDNNLinear
 from gptj_ft.planning.flops import Flops, count_flops
 from gptj_ft.planning.probe import ComputeRates
+from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
 
 # What is no matrix product takes as long as its tensors take through memory. Counted in GPT-J's block, in tensors of
 # [tokens, width] read or written, an MLP's counted by 4: norms, rotation, GELU, sums; backward takes twice as many.
@@ -27,6 +28,30 @@ WHOLE = 6  # and those once a step that set it to zero, four times as slow as a 
 INNER = 4  # times as wide as the model is its MLP
 WEIGHT_BYTES = 4 + 1  # of an attention weight that is dropped or not: in fp32, and whether it stays
 WEIGHT_COPIES = 4  # of the weights that are computed with at once: scores, weights, those that stay, gradients
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of a layer by the tokens of a micro-batch: some in any case, and some for each token."""
+
+    fixed: float
+    per_token: float
+
+    def at(self, tokens: float) -> float:
+        return self.fixed + self.per_token * tokens
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of a layer on a micro-batch, as they were measured.
+
+    Attributes:
+        forward: forward pass without a graph; for the head, by its targets.
+        backward: what training takes beside one such pass.
+    """
+
+    forward: Line
+    backward: Line
 
 
 @dataclass(frozen=True)
@@ -47,11 +72,15 @@ class Workload:
         validation_targets: target tokens of the validation rows.
         context: context length of the model, in tokens.
         attended: tokens that a token attends to, on average over the tokens; 0: half of the longest row.
+        typical_row: tokens of the row that an average token is in; 0: of the longest row.
         step_pairs: pairs of tokens of one document in the largest step, with what fills documents up; 0: attention is
             causal, by kernels that keep no weights.
         dropped_heads: heads of a block whose attention weights are dropped, and kept for backward; 0: none are.
         frozen: layout of the frozen parameters of each layer; empty if everything is trained.
-        layers: the layers on the ``meta`` device, for what an accelerator computes and keeps.
+        layers: the layers on the ``meta`` device, for what is computed and kept.
+        mean_micro_batches: micro-batches of an average step; 0: as many as its tokens need at least.
+        times: measured times of each layer, in this type; empty: they are computed from rates.
+        speed_in_half: how many times as fast the layers were in bf16 as in fp32; 0: they were not compared.
     """
 
     layouts: Sequence[Layout]
@@ -67,10 +96,14 @@ class Workload:
     validation_targets: int = 0
     context: int = 2048
     attended: float = 0.0
+    typical_row: int = 0
     step_pairs: int = 0
     dropped_heads: int = 0
     frozen: Sequence[Layout] = ()
     layers: Sequence[nn.Module] = field(default=(), compare=False, repr=False)
+    mean_micro_batches: float = 0.0
+    times: tuple[LayerTimes, ...] = ()
+    speed_in_half: float = 0.0
 
     @cached_property
     def whole_layers(self) -> list[list[Layout]]:
@@ -152,14 +185,60 @@ class Workload:
         return sum(self.layouts[TIED_SOURCE_LAYER].numel for layout in self.layouts if layout.tied)
 
     @property
+    def micro_batches(self) -> float:
+        """Micro-batches of an average step."""
+        return max(1.0, self.mean_micro_batches or math.ceil(self.mean_step_tokens / self.micro_batch_tokens))
+
+    @property
+    def micro_batch_mean(self) -> float:
+        """Tokens of an average micro-batch."""
+        return self.mean_step_tokens / self.micro_batches
+
+    @property
+    def head_chunk(self) -> int:
+        """Most targets whose logits the head computes at once."""
+        return max(1, HEAD_CHUNK_BYTES // (torch.float32.itemsize * max(1, self.vocabulary)))
+
+    def documents_of(self, tokens: int) -> tuple[int, ...]:
+        """Return the lengths of documents like those of the run, of so many tokens together."""
+        row = min(tokens, self.typical_row or self.longest_row)
+        number, rest = divmod(tokens, row)
+        return (row,) * number + ((rest,) if rest else ())
+
+    @property
+    def forward_seconds(self) -> float:
+        """Seconds of the blocks in forward on an average step, as timed; 0: they were not."""
+        return self.micro_batches * sum(each.forward.at(self.micro_batch_mean) for each in self.times[1:-1])
+
+    def backward_seconds(self, kept: int) -> float:
+        """Seconds of the head, and of the blocks in backward, where ``kept`` of them are not computed again."""
+        if not self.times:
+            return 0.0
+        passed = self.times[max(1, self.lowest_trained) : -1]
+        again = passed[: max(0, len(passed) - kept)]
+        tokens = self.micro_batch_mean
+        blocks = sum(each.backward.at(tokens) for each in passed) + sum(each.forward.at(tokens) for each in again)
+        return self.micro_batches * blocks + self.head_seconds(self.mean_step_targets, trains=True)
+
+    @property
+    def layer_seconds(self) -> float:
+        """Seconds of all layers on an average step, as timed, blocks computed again in backward."""
+        return self.forward_seconds + self.backward_seconds(kept=0)
+
+    def head_seconds(self, targets: float, trains: bool) -> float:
+        """Seconds of the head, as timed, on the targets of an average step, or on as many in chunks."""
+        if not targets:
+            return 0.0
+        head = self.times[-1]
+        chunks = self.micro_batches if trains else 1
+        chunks *= math.ceil(targets / chunks / self.head_chunk)
+        lines = (head.forward, head.backward) if trains else (head.forward,)
+        return sum(chunks * line.at(targets / chunks) for line in lines)
+
+    @property
     def hidden_bytes(self) -> float:
         """Bytes of the hidden states of an average micro-batch."""
         return self.width * self.dtype.itemsize * min(self.micro_batch_tokens, self.mean_step_tokens)
-
-    @cached_property
-    def by_onednn(self) -> bool:
-        """Whether the products of blocks are oneDNN's in fp32 on a CPU."""
-        return any(isinstance(module, OneDNNLinear) for layer in self.layers for module in layer.modules())
 
     def weights_bytes(self, pairs: int) -> int:
         """Bytes of the attention weights that a block keeps for backward, of so many pairs of tokens."""
@@ -190,7 +269,9 @@ class Workload:
 
     @property
     def touched_by_backward(self) -> float:
-        """Bytes that the head and the sums of gradients read and write."""
+        """Bytes that the head and the sums of gradients read and write, as far as they are in no measured time."""
+        if self.times:
+            return WHOLE * torch.float32.itemsize * self.num_trained
         logits = TOUCHED_LOGITS * self.vocabulary * torch.float32.itemsize * self.mean_step_targets
         micro_batches = -(-self.mean_step_tokens // self.micro_batch_tokens)
         sums = (SUMMED * micro_batches + WHOLE) * torch.float32.itemsize * self.num_trained

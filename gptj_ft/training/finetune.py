@@ -467,12 +467,12 @@ def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Repo
     length = min(recipe.max_length, architecture.config.n_positions)
     tokens = recipe.batch_size * length
     selection = select(architecture, recipe)
-    load_ = Workload(
+    load = Workload(
         layouts=selection.trained,
         frozen=selection.frozen,
         layers=selection.build(),
         width=architecture.config.n_embd,
-        dtype=target.dtype,
+        dtype=torch.float32,
         micro_batch_tokens=max(recipe.micro_batch_tokens, length),
         step_tokens=tokens,
         mean_step_tokens=tokens,
@@ -481,8 +481,9 @@ def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Repo
         context=architecture.config.n_positions,
         longest_row=length,
     )
+    load = target.settled(load, recipe)
     try:
-        plan = choose(recipe, load_, target.free, target.rates)
+        plan = choose(recipe, load, target.free, target.rates)
     except DoesNotFit as problem:
         return Forecast(replace(problem.nearest, device=target.name), problem, architecture.notes, published)
     return Forecast(replace(plan, device=target.name), None, architecture.notes, published)

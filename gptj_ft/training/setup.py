@@ -13,7 +13,7 @@ from gptj_ft.checkpoints.model_folder import check_tensors, heads_left_out, open
 from gptj_ft.checkpoints.optimizer_state import has_moments, open_moments
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run, steps_done
-from gptj_ft.data.batches import Rows, rows_of_step, steps_per_epoch
+from gptj_ft.data.batches import Rows, first_fit, rows_of_step, steps_per_epoch
 from gptj_ft.errors import UsageError
 from gptj_ft.models.batch import padded_length
 from gptj_ft.models.layout import Layout
@@ -28,6 +28,8 @@ from gptj_ft.streaming.relay import ONE_PROCESS, Relay, assign, restricted
 from gptj_ft.system.digests import check_weights
 from gptj_ft.system.processes.group import ALONE, Group, subgroup
 from gptj_ft.training.schedule import Schedule
+
+COUNTED_STEPS = 100  # whose micro-batches are counted
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def make_setup(
         frozen=restricted(whole.frozen, owners, relay.group.rank),
     )
     num_steps = recipe.num_steps(len(train))
-    load = workload_of(recipe, architecture, whole, train, validation, target.dtype)
+    load = target.settled(workload_of(recipe, architecture, whole, train, validation), recipe)
     load = replace(load, num_steps=num_steps - steps_done(Run(folder)))
     on_the_wire = wire_bytes(load, owners, peers.size)
     if relay.group.size > 1:
@@ -140,7 +142,7 @@ def make_setup(
     objective = objective_of(recipe, class_weights(recipe, train, len(labels)))
     return TrainSetup(
         recipe, model, architecture, selection, train, validation, data_sha256, num_steps, most_step_tokens,
-        Schedule.of(recipe, num_steps), target.device, target.dtype, plan, objective,
+        Schedule.of(recipe, num_steps), target.device, load.dtype, plan, objective,
         updates_before(recipe, model, architecture), group, relay, peers, recipe.lanes or 1, whole, on_the_wire,
     )  # fmt: skip
 
@@ -151,7 +153,7 @@ def workload_of(
     selection: Selection,
     train: Rows,
     validation: Rows,
-    dtype: torch.dtype,
+    dtype: torch.dtype = torch.float32,
 ) -> Workload:
     """Return the workload of a whole run, on one machine.
 
@@ -161,13 +163,16 @@ def workload_of(
         selection: its parameters that are.
         train: rows to train on.
         validation: rows to measure on; may be none.
-        dtype: data type of the computation.
+        dtype: data type of the computation, as long as none is chosen.
     """
     per_epoch, num_steps = steps_per_epoch(len(train), recipe.batch_size), recipe.num_steps(len(train))
     lengths, steps = train.lengths, range(min(num_steps, per_epoch))
     rows = [rows_of_step(step, len(train), recipe.batch_size, recipe.seed) for step in steps]
     chosen = [[lengths[row] for row in each] for each in rows]
     sizes = [sum(each) for each in chosen]
+    typical = sum(length * length for length in lengths) / sum(lengths)
+    most = max(recipe.micro_batch_tokens, max(lengths))
+    packed = [len(first_fit(each, most)) for each in chosen[:COUNTED_STEPS]]
     is_encoder, drops = architecture.family.is_encoder, architecture.drops_attention
     pairs = max(sum(padded_length(length) ** 2 for length in each) for each in chosen) if is_encoder or drops else 0
     return Workload(
@@ -176,14 +181,16 @@ def workload_of(
         layers=selection.build(),
         width=architecture.config.n_embd,
         dtype=dtype,
-        micro_batch_tokens=max(recipe.micro_batch_tokens, max(lengths)),
+        micro_batch_tokens=most,
         step_tokens=max(sizes),
         mean_step_tokens=sum(sizes) / len(sizes),
         mean_step_targets=train.num_targets / per_epoch,
         num_steps=num_steps,
         context=architecture.config.n_positions,
         longest_row=max(lengths),
-        attended=sum(length * length for length in lengths) / sum(lengths) / (1 if is_encoder else 2),
+        attended=typical / (1 if is_encoder else 2),
+        typical_row=round(typical),
+        mean_micro_batches=sum(packed) / len(packed),
         step_pairs=pairs,
         dropped_heads=architecture.config.n_head if drops else 0,
         validation_tokens=sum(validation.lengths),

@@ -1,4 +1,4 @@
-"""Encoders in a plan: attention weights that dropout has kept, and products by oneDNN."""
+"""Encoders in a plan: attention weights that dropout has kept."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import accumulate
 
 import torch
-from conftest import assumed_rates
 from torch import Tensor
 
 from gptj_ft.config.options import Recipe
@@ -15,12 +14,9 @@ from gptj_ft.models.batch import Documents, padded_length
 from gptj_ft.models.bert import FAMILY, read_config
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.layout import Layout
-from gptj_ft.planning.costs import cost
 from gptj_ft.planning.plan import Free, forecast_memory
-from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.workload import Workload
-from gptj_ft.streaming.model import BufferBudget
-from gptj_ft.streaming.stores.placement import Placement, training_dtypes
+from gptj_ft.streaming.stores.placement import Placement
 
 LENGTHS, HEADS, HEAD_WIDTH = (100, 30, 64, 1), 4, 12
 RESIDENT = Placement("device", "device")
@@ -59,18 +55,3 @@ def test_memory_grows_by_the_attention_weights_of_each_block_that_is_kept() -> N
     load = workload(dropped_heads=HEADS)
     kept = load.num_backward_blocks * load.weights_bytes(load.step_pairs)
     assert needs[1] - needs[0] >= kept + load.weights_bytes(load.micro_batch_pairs)
-
-
-def test_blocks_of_encoders_take_the_time_of_the_products_that_they_compute_by() -> None:
-    rates, load, recipe = assumed_rates(), workload(), Recipe()
-    stored = training_dtypes(torch.float32)
-    assert load.by_onednn
-
-    def seconds(rates: Rates, load: Workload) -> float:
-        return cost(RESIDENT, load, recipe, stored, rates, BufferBudget()).compute_seconds
-
-    faster = replace(rates, compute=replace(rates.compute, fp32_onednn=2 * rates.compute.fp32))
-    products = load.flops().hardware / rates.compute.fp32
-    assert abs(seconds(rates, load) - seconds(faster, load) - products / 2) < 0.01 * products
-    without = replace(load, layers=())
-    assert seconds(rates, without) == seconds(faster, without)

@@ -86,16 +86,18 @@ class ForkServer:
 def serve() -> None:
     import torch  # noqa: F401
     from conftest import assumed_rates
+    from support.rates import layers_by
     from transformers import AutoTokenizer, GPTJConfig, GPTJForCausalLM  # noqa: F401
 
     import gptj_ft.cli.commands.finetune
     import gptj_ft.cli.html.run_page
     import gptj_ft.training.finetune  # noqa: F401
-    from gptj_ft.planning import probe
+    from gptj_ft.planning import layer_times, probe
 
     # Each home is a new one; measuring the machine for it would take longer than the command.
     rates = assumed_rates()
     probe.measure_compute = lambda device: rates.compute  # type: ignore[assignment]
+    layer_times.time_kinds = layers_by(rates.compute)
     probe.measure_disk = lambda folder: rates.disk  # type: ignore[assignment]
     for count, text in enumerate(sys.stdin):
         job = Job(**json.loads(text))

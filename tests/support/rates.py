@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gptj_ft.planning.layer_times import LayerKind, Seconds
 from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
+
+
+def layers_by(compute: ComputeRates) -> Callable[[Sequence[LayerKind]], list[Seconds]]:
+    """Return what times layers on a machine that does nothing but their products, at these rates."""
+
+    def seconds(kind: LayerKind) -> Seconds:
+        rate = compute.fp32 if kind.given.dtype == torch.float32 else compute.bf16
+        parameters = sum(parameter.numel() for parameter in kind.layer.parameters())
+        forward = (2.0 * parameters * kind.given.tokens + 1.0) / rate
+        return Seconds(forward, 2.0 * forward if kind.is_trained else 0.0)
+
+    return lambda kinds: [seconds(kind) for kind in kinds]
 
 
 def round_rates(disk: DiskRates, to_device: float, from_device: float, on_cpu: bool = False) -> Rates:

@@ -431,13 +431,15 @@ def prepare() -> None:
     accelerator.install()
     logging.disable(logging.WARNING)
     import conftest
+    from support.rates import layers_by
 
     if "simulated-home-" not in os.environ.get("GPTJ_FT_HOME", ""):  # a fork has its parent's
         os.environ["GPTJ_FT_HOME"] = tempfile.mkdtemp(prefix="simulated-home-", dir=memory())
-    from gptj_ft.planning import probe
+    from gptj_ft.planning import layer_times, probe
 
     rates = conftest.assumed_rates()
     probe.measure_compute = lambda device: rates.compute  # type: ignore[assignment]
+    layer_times.time_kinds = layers_by(rates.compute)
     probe.measure_disk = lambda folder: rates.disk  # type: ignore[assignment]
     gc.freeze()
 

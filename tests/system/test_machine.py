@@ -19,14 +19,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from support.rates import layers_by
 from support.steps import failing
 from support.thread_group import Hub, Member
 
 from gptj_ft.errors import ResourceError, UsageError
-from gptj_ft.planning import machine_profile, probe
-from gptj_ft.planning.machine_profile import choose_dtype, compute_rates, disk_rates, reason_for
+from gptj_ft.planning import layer_times, machine_profile, probe
+from gptj_ft.planning.machine_profile import choose_dtype, compute_rates, disk_rates, reason_for, with_times
 from gptj_ft.planning.probe import ASSUMED_DISK, DiskRates, Rates, matmul_rate, measure_disk
 from gptj_ft.planning.resources import free_resources
+from gptj_ft.planning.workload import Workload
 from gptj_ft.system import accelerator
 from gptj_ft.system.accelerator import NARROW_SUMS, sum_in_fp32
 from gptj_ft.system.direct_io import write_bytes
@@ -36,6 +38,11 @@ from gptj_ft.system.paths import home
 
 CPU = torch.device("cpu")
 MB = 2**20
+
+
+def without_layers(dtype: torch.dtype) -> Workload:
+    """Return a workload that nobody knows the layers of."""
+    return Workload([], 64, dtype, 64, 64, 64, 64, None)
 
 
 @pytest.fixture
@@ -196,7 +203,9 @@ def test_auto_precision_is_bf16_where_that_is_measured_to_be_worth_it(
     compute = replace(fixed_rates.compute, bf16=gain * fixed_rates.compute.fp32)
     monkeypatch.setattr(probe, "measure_compute", lambda device: compute)
     assert choose_dtype("auto", CPU) == PRECISIONS[expected]
-    assert f"bf16 products are {gain:.2g} times as fast" in reason_for("auto", PRECISIONS[expected], compute)
+    chosen = without_layers(PRECISIONS[expected])
+    assert with_times(replace(chosen, dtype=torch.float16), "auto", CPU, 10**12) == chosen
+    assert f"bf16 products are {gain:.2g} times as fast" in reason_for("auto", chosen, compute)
 
 
 @pytest.mark.parametrize(("gain", "expected"), [(1.25, "fp32"), (6.0, "fp16")])
@@ -208,7 +217,9 @@ def test_auto_precision_is_fp16_where_a_fast_device_has_no_bf16(
     monkeypatch.setattr(machine_profile, "supports_bf16", lambda device: False)
     assert choose_dtype("auto", CPU) == PRECISIONS[expected]
     if expected == "fp16":
-        assert reason_for("auto", torch.float16, compute).startswith("fp16 products are 6 times as fast here")
+        assert reason_for("auto", without_layers(torch.float16), compute).startswith(
+            "fp16 products are 6 times as fast here"
+        )
     assert choose_dtype("bf16", CPU) == torch.bfloat16, "it is emulated for those who ask for it"
 
 
@@ -218,13 +229,14 @@ def test_a_precision_that_is_asked_for_is_taken_and_nothing_measured(
     assert choose_dtype("bf16", CPU) == torch.bfloat16
     assert choose_dtype("fp32", CPU) == torch.float32
     assert not measured
-    assert reason_for("bf16", torch.bfloat16, fixed_rates.compute) == "as asked for"
+    assert reason_for("bf16", without_layers(torch.bfloat16), fixed_rates.compute) == "as asked for"
 
 
 @pytest.fixture
 def fast_bf16(fixed_rates: Rates, monkeypatch: pytest.MonkeyPatch) -> None:
     compute = replace(fixed_rates.compute, bf16=5 * fixed_rates.compute.fp32)
     monkeypatch.setattr(probe, "measure_compute", lambda device: compute)
+    monkeypatch.setattr(layer_times, "time_kinds", layers_by(compute))
 
 
 def test_plan_evaluate_and_generate_compute_in_the_type_that_is_faster(
@@ -236,7 +248,7 @@ def test_plan_evaluate_and_generate_compute_in_the_type_that_is_faster(
 
     options = "--recipe summarization --data rows.jsonl"
     planned = shell(f"plan {options} --model tiny --json").json
-    assert (planned["precision"], planned["reason"]) == ("bf16", "bf16 products are 5 times as fast here")
+    assert (planned["precision"], planned["reason"]) == ("bf16", "its layers are 5 times as fast in bf16 here")
     folder, used = tiny_model(Recipe(), rows_file), []
 
     def spy(folder: Path, device: torch.device, dtype: torch.dtype, *_: object) -> None:
@@ -259,6 +271,7 @@ def test_a_run_keeps_its_type_though_the_machine_is_measured_otherwise_when_it_i
     assert "precision: bf16  # chosen by measuring" in text
     assert yaml.safe_load(text)["precision"] == "bf16"
     monkeypatch.setattr(probe, "measure_compute", lambda device: fixed_rates.compute)
+    monkeypatch.setattr(layer_times, "time_kinds", layers_by(fixed_rates.compute))
     (home() / "machine.json").unlink()
     done = shell("finetune --resume run --dry-run --json")
     assert (done.json["precision"], done.json["reason"]) == ("bf16", "as asked for")

@@ -36,11 +36,13 @@ def main(arguments: Sequence[str]) -> None:
 def assume_rates() -> None:
     """Have nothing measure this machine or the device."""
     import conftest
+    from support.rates import layers_by
 
-    from gptj_ft.planning import probe
+    from gptj_ft.planning import layer_times, probe
 
     rates = conftest.assumed_rates()
     probe.measure_compute = lambda device: rates.compute  # type: ignore[assignment]
+    layer_times.time_kinds = layers_by(rates.compute)
     probe.measure_disk = lambda folder: rates.disk  # type: ignore[assignment]
 
 

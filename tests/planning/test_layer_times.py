@@ -1,0 +1,247 @@
+"""Times of a model's layers on a CPU: what is timed, what a plan makes of it, and which type it chooses by it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import assumed_rates
+from support.rates import layers_by
+
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.batches import Rows
+from gptj_ft.errors import ResourceError
+from gptj_ft.models import bert, gpt2, gptj
+from gptj_ft.models.layout import Layout
+from gptj_ft.models.registry import Architecture, families
+from gptj_ft.models.trainable import Selection, select
+from gptj_ft.planning import layer_times, machine_profile
+from gptj_ft.planning.costs import Costs, cost
+from gptj_ft.planning.layer_times import LayerKind, Seconds, Timing
+from gptj_ft.planning.machine_profile import rates, with_times
+from gptj_ft.planning.scale_out import part_of, replica_of
+from gptj_ft.planning.workload import LayerTimes, Line, Workload
+from gptj_ft.streaming.model import BufferBudget
+from gptj_ft.streaming.relay import assign
+from gptj_ft.streaming.stores.placement import Placement, training_dtypes
+from gptj_ft.system.paths import home
+from gptj_ft.training.setup import workload_of
+
+CPU = torch.device("cpu")
+SHAPE = {"vocab_size": 101, "n_positions": 512, "n_embd": 32, "n_layer": 4, "n_head": 4, "rotary_dim": 4}
+GPT2_SHAPE = {name: value for name, value in SHAPE.items() if name != "rotary_dim"}
+PLENTY = 10**12
+NOTHING = LayerTimes(Line(0.0, 0.0), Line(0.0, 0.0))
+RESIDENT = Placement("device", "device")
+REAL = layer_times.time_kinds  # before a fixture stands in for it
+
+
+def workload(family: str = "gptj", recipe: Recipe = Recipe(), **different: object) -> Workload:
+    """Return eight rows of 50 tokens, 10 of them targets, in micro-batches of two rows."""
+    shape = SHAPE if family == "gptj" else GPT2_SHAPE
+    found = families()[family]
+    selection = select(Architecture(found, found.read_config(shape), shape), recipe)
+    return replace(of(selection), **different)
+
+
+def of(selection: Selection) -> Workload:
+    return Workload(
+        selection.trained, 32, torch.float32, 128, 400, 400.0, 80.0, 10, longest_row=50, frozen=selection.frozen,
+        layers=selection.build(), mean_micro_batches=4.0,
+    )  # fmt: skip
+
+
+def costs_of(load: Workload, kept: int = 0) -> Costs:
+    budget = BufferBudget(num_kept_layers=kept)
+    return cost(RESIDENT, load, Recipe(), training_dtypes(load.dtype), assumed_rates(), budget)
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[LayerKind]:
+    """Note what is timed."""
+    kinds: list[LayerKind] = []
+    plain = layers_by(assumed_rates().compute)
+
+    def time_kinds(asked: Sequence[LayerKind]) -> list[Seconds]:
+        kinds.extend(asked)
+        return plain(asked)
+
+    monkeypatch.setattr(layer_times, "time_kinds", time_kinds)
+    return kinds
+
+
+@pytest.mark.parametrize(("bf16", "chosen"), [(0.5, "bf16"), (0.7, "bf16"), (0.8, "fp32"), (4.0, "fp32")])
+def test_auto_takes_the_type_in_which_the_models_own_layers_are_faster(
+    bf16: float, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Products are five times as slow in bf16 here: they are not what decides.
+    def time_kinds(kinds: Sequence[LayerKind]) -> list[Seconds]:
+        return [Seconds(bf16, 2 * bf16) if kind.given.dtype == torch.bfloat16 else Seconds(1.0, 2.0) for kind in kinds]
+
+    monkeypatch.setattr(layer_times, "time_kinds", time_kinds)
+    load = with_times(workload(), "auto", CPU, PLENTY)
+    assert str(load.dtype) == {"bf16": "torch.bfloat16", "fp32": "torch.float32"}[chosen]
+    assert load.speed_in_half == pytest.approx(1 / bf16)
+    reason = machine_profile.reason_for("auto", load, assumed_rates().compute)
+    assert reason == f"its layers are {1 / bf16:.2g} times as fast in bf16 here"
+    assert with_times(workload(), "bf16", CPU, PLENTY).dtype == torch.bfloat16, "asked for"
+
+
+def test_types_are_timed_in_turns_on_the_tokens_of_the_runs_micro_batches(timed: list[LayerKind]) -> None:
+    with_times(workload(), "auto", CPU, PLENTY)
+    # 100 tokens and 20 targets in a micro-batch.
+    blocks, heads = ([kind.given for kind in timed if kind.is_head == is_head] for is_head in (False, True))
+    assert {given.dtype for given in blocks} == {torch.float32, torch.bfloat16}
+    assert {given.documents for given in blocks} == {(50, 14), (50, 50, 28)}
+    assert {given.documents for given in heads} == {(16,), (32,)}
+    assert len(timed) == 2 * (2 + 2), "all blocks are alike, and timed once"
+
+
+def test_real_layers_take_time_in_both_passes_and_draw_no_number_of_a_run() -> None:
+    state = torch.get_rng_state()
+    load = workload()
+    kinds = Timing(load, torch.bfloat16, 1e12).kinds + Timing(load, torch.float32, 1e12).kinds
+    found = REAL(kinds)
+    assert all(each.forward > 0 and each.backward > 0 for each in found)
+    assert torch.equal(torch.get_rng_state(), state), "a run after this would draw other numbers"
+
+
+def test_what_is_known_of_a_layer_is_not_timed_again(timed: list[LayerKind], tmp_path: Path) -> None:
+    first, load = with_times(workload(), "fp32", CPU, PLENTY), workload()
+    count = len(timed)
+    assert with_times(load, "fp32", CPU, PLENTY).times == first.times
+    assert with_times(replace(load, mean_step_tokens=440.0), "fp32", CPU, PLENTY).times == first.times
+    assert len(timed) == count, "between the same two numbers of tokens"
+    with_times(replace(load, mean_micro_batches=2.0), "fp32", CPU, PLENTY)
+    assert len(timed) > count, "micro-batches of another size"
+    count = len(timed)
+    with_times(load, "bf16", CPU, PLENTY)
+    assert len(timed) == count + 4, "another type"
+    with_times(workload("gpt2"), "fp32", CPU, PLENTY)
+    assert len(timed) == count + 8, "another model"
+    rates(CPU, tmp_path, again=True)
+    with_times(load, "fp32", CPU, PLENTY)
+    assert len(timed) == count + 12, "plan --measure"
+
+
+@pytest.mark.parametrize("entry", [[0.0, 1.0], [1.0], [1.0, -1.0], ["a", 1.0], [1e9, 1e9], None, {"forward": 1.0}])
+def test_times_that_make_no_sense_are_taken_again(entry: object, timed: list[LayerKind]) -> None:
+    from gptj_ft.system.digests import read_sealed, sealed
+
+    known = with_times(workload(), "fp32", CPU, PLENTY)
+    count, file = len(timed), home() / "machine.json"
+    text = read_sealed(file)
+    (layers,) = text["layers"].values()
+    layers[next(iter(layers))] = entry
+    file.write_text(json.dumps(sealed({name: each for name, each in text.items() if name != "sha256"})))
+    assert with_times(workload(), "fp32", CPU, PLENTY) == known
+    assert len(timed) == count + 1
+
+
+def test_a_step_takes_the_time_of_its_layers_on_its_micro_batches() -> None:
+    block = LayerTimes(Line(0.5, 0.01), Line(1.0, 0.02))
+    head = LayerTimes(Line(0.25, 0.0), Line(0.5, 0.1))
+    load = workload(times=(NOTHING, *(block,) * 4, head))
+    up, down, of_head = 4 * (0.5 + 1.0), 4 * (1.0 + 2.0), 0.25 + 0.5 + 2.0
+    for kept in (0, 3, 4):
+        seconds = costs_of(load, kept).compute_seconds
+        # Updates, and what sets gradients to zero and takes their norm, take 0.2 ms.
+        expected = 4 * (up + down + of_head + up * (4 - kept) / 4)
+        assert 0.0 < seconds - expected < 0.001
+
+
+def test_a_head_computes_in_chunks_and_a_micro_batch_without_room_for_two_rows_is_many() -> None:
+    head = LayerTimes(Line(1.0, 0.0), Line(0.0, 0.0))
+    load = workload(times=(*(NOTHING,) * 5, head), mean_step_targets=0.0)
+    assert load.head_seconds(0.0, trains=True) == 0.0
+    assert load.head_seconds(80.0, trains=True) == 4.0
+    assert load.head_seconds(4.0 * load.head_chunk + 4, trains=True) == 8.0
+    assert load.head_seconds(4.0 * load.head_chunk, trains=False) == 4.0
+
+
+def test_parts_of_a_model_and_replicas_take_together_what_the_whole_takes() -> None:
+    blocks = tuple(LayerTimes(Line(0.5, 0.01 * n), Line(1.0, 0.02 * n)) for n in range(4))
+    load = workload(times=(NOTHING, *blocks, LayerTimes(Line(0.25, 0.0), Line(0.5, 0.1))))
+    owners = assign(load.layouts, 2)
+    parts = [part_of(load, [layer for layer, owner in enumerate(owners) if owner == rank]) for rank in range(2)]
+    assert sum(part.layer_seconds for part in parts) == pytest.approx(load.layer_seconds)
+    assert 2 * replica_of(load, 2).layer_seconds == pytest.approx(load.layer_seconds)
+    assert replica_of(load, 8).micro_batches == 1, "there is no half of one"
+
+
+def test_what_is_frozen_has_a_cheaper_backward_pass_and_none_below_what_is_trained(timed: list[LayerKind]) -> None:
+    upper = with_times(workload(recipe=Recipe(train=["transformer.h.[23].*"])), "fp32", CPU, PLENTY)
+    assert [each.backward.per_token > 0 for each in upper.times[1:5]] == [False, False, True, True]
+    assert upper.layer_seconds < with_times(workload(), "fp32", CPU, PLENTY).layer_seconds
+    lora = with_times(workload(recipe=Recipe(method="lora")), "fp32", CPU, PLENTY)
+    assert all(each.backward.per_token > 0 for each in lora.times[1:5])
+    assert len({kind.name for kind in timed}) == len(timed), "each has a name of its own"
+
+
+def test_a_tied_head_is_timed_and_one_that_chooses_among_labels_is_not(timed: list[LayerKind]) -> None:
+    assert with_times(workload("gpt2"), "fp32", CPU, PLENTY).times[-1].backward.per_token > 0
+    layers = bert.FAMILY.build_layers(
+        bert.read_config({"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 64})
+    )
+    load = workload(layouts=[Layout.of(layer) for layer in layers], layers=layers, frozen=())
+    assert with_times(load, "fp32", CPU, PLENTY).times[-1] == NOTHING
+    assert REAL(Timing(load, torch.float32, 1e12).kinds)
+
+
+def test_nothing_is_timed_without_memory_nor_for_an_accelerator(timed: list[LayerKind]) -> None:
+    for load in (
+        with_times(workload(), "auto", CPU, free_bytes=1000),
+        with_times(workload(), "bf16", torch.device("meta"), PLENTY),
+        with_times(workload(layers=()), "fp32", CPU, PLENTY),
+    ):
+        assert not load.times
+        assert not load.speed_in_half
+    assert not timed
+
+
+def test_wide_blocks_are_timed_on_few_tokens_and_the_line_goes_on() -> None:
+    load = workload(mean_step_tokens=16384.0, micro_batch_tokens=4096, step_tokens=16384)
+    slow, fast = (Timing(load, torch.float32, rate) for rate in (1.0, 1e15))
+    assert {kind.given.tokens for kind in slow.kinds if not kind.is_head} == {256, 512}
+    assert {kind.given.tokens for kind in fast.kinds if not kind.is_head} == {2048, 4096}
+    found = {kind.name: Seconds(1.0 + kind.given.tokens, 2.0 * kind.given.tokens) for kind in slow.kinds}
+    (_, block, *_) = slow.times(found)
+    assert (block.forward.at(4096), block.backward.at(4096)) == (4097.0, 8192.0)
+
+
+def test_micro_batches_are_counted_as_they_are_packed() -> None:
+    lengths = [200, 100, 150, 120, 220, 90, 250, 30] * 3
+    rows = Rows([list(range(length + 1)) for length in lengths], [5] * len(lengths))
+    recipe = Recipe(batch_size=8, micro_batch_tokens=256, epochs=1.0)
+    selection = select(Architecture(gptj.FAMILY, gptj.read_config(SHAPE), SHAPE), recipe)
+    architecture = Architecture(gptj.FAMILY, gptj.read_config(SHAPE), SHAPE)
+    load = workload_of(recipe, architecture, selection, rows, Rows([], []))
+    packed = [len(rows.batches(range(start, start + 8), 256)) for start in (0, 8, 16)]
+    assert load.mean_micro_batches == pytest.approx(sum(packed) / 3, abs=0.7)
+    assert load.mean_micro_batches > load.mean_step_tokens / 256
+    assert load.typical_row == round(sum(length**2 for length in rows.lengths) / sum(rows.lengths))
+
+
+def test_a_run_that_does_not_fit_is_refused_as_before_without_a_layer_being_timed(
+    shell, rows_file: Path, timed: list[LayerKind]
+) -> None:
+    done = shell(
+        "finetune --recipe summarization --data rows.jsonl --model tiny --max-steps 1 --output run --device-memory 1000"
+    )
+    assert done.code == ResourceError.exit_code
+    assert not timed
+
+
+def test_gpt2_and_gptj_layers_have_other_names(timed: list[LayerKind]) -> None:
+    names = set()
+    for family, width in (("gptj", 4), ("gptj", 2), ("gpt2", 4)):
+        shape = (SHAPE if family == "gptj" else GPT2_SHAPE) | {"n_head": width}
+        module = gptj if family == "gptj" else gpt2
+        layers = module.FAMILY.build_layers(module.FAMILY.read_config(shape))
+        load = workload(layouts=[Layout.of(layer) for layer in layers], layers=layers, frozen=())
+        names |= {kind.name for kind in Timing(load, torch.float32, 1e12).kinds if not kind.is_head}
+    assert len(names) == 6, "heads are no parameters, and count"
