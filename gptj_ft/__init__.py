@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         plan_evaluation,
         prepare,
         prepare_run,
+        prove,
     )
     from gptj_ft.config.options import Recipe
     from gptj_ft.errors import GptjFtError
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from gptj_ft.training.finetune import Forecast, PreparedRun
     from gptj_ft.training.loop import TrainResult
     from gptj_ft.training.prepare_data import Preparation
+    from gptj_ft.training.proof import Proof, ProofRequest
     from gptj_ft.training.reporter import Progress, Reporter, StepReport
 
 __version__ = "0.1.0"
@@ -49,6 +51,8 @@ _HOMES = {  # of what is not in `api`
     "PreparedRun": "training.finetune",
     "TrainResult": "training.loop",
     "Preparation": "training.prepare_data",
+    "Proof": "training.proof",
+    "ProofRequest": "training.proof",
     "Progress": "training.reporter",
     "Reporter": "training.reporter",
     "StepReport": "training.reporter",
@@ -66,6 +70,8 @@ __all__ = [
     "Preparation",
     "PreparedRun",
     "Progress",
+    "Proof",
+    "ProofRequest",
     "Recipe",
     "Reporter",
     "StepReport",
@@ -83,6 +89,7 @@ __all__ = [
     "predict_file",
     "prepare",
     "prepare_run",
+    "prove",
 ]
 
 

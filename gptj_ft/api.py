@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from gptj_ft.training.doctor.checkup import Diagnosis
     from gptj_ft.training.finetune import Forecast, PreparedRun
     from gptj_ft.training.loop import TrainResult
+    from gptj_ft.training.proof import Proof, ProofRequest
 
 bound_kernel_caches()  # before torch multiplies for the first time, if that has not happened yet
 
@@ -219,6 +220,25 @@ def doctor(device: str = "auto", *, reporter: Reporter | None = None) -> Diagnos
     from gptj_ft.training.doctor.checkup import check_up
 
     return check_up(choose_device(device), reporter)
+
+
+def prove(request: ProofRequest, *, reporter: Reporter | None = None) -> Proof:
+    """Prove on this machine that training from disk takes little memory, loses no step and changes no bit.
+
+        >>> proof = gptj_ft.prove(gptj_ft.ProofRequest("tiny", Path("proof")))
+        >>> proof.holds, proof.verdict
+
+    Args:
+        request: size of the model, folder, and what else is asked for.
+        reporter: receiver of activities and messages.
+
+    Raises:
+        UsageError: the folder exists.
+        ResourceError: the disk is too small, or a run needs more memory than it may have.
+    """
+    from gptj_ft.training.proof import prove
+
+    return prove(request, reporter)
 
 
 def plan_evaluation(request: EvaluateRequest, reporter: Reporter | None = None) -> PairedEvaluation:

@@ -68,7 +68,7 @@ def make_tiny(
         seed: seed of the weights.
         model_type: family, one of `FAMILIES`; default ``gptj``.
         vocab_target: most tokens; at least 257, the bytes and ``<|endoftext|>``; default 1536.
-        sizes: fields of ``config.json`` in place of those here.
+        sizes: fields of ``config.json`` in place of those here; ``vocab_size`` may be more than the tokenizer has.
 
     Returns: the folder.
 
@@ -82,7 +82,7 @@ def make_tiny(
     num_tokens, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(END_OF_TEXT)
     ends = {} if family.is_encoder else {"bos_token_id": end, "eos_token_id": end}
     ids = {**ends, "vocab_size": -(-num_tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE}
-    raw = {**FAMILIES[model_type], **({} if family.is_encoder else SIZES), **sizes, **ids}
+    raw = {**FAMILIES[model_type], **({} if family.is_encoder else SIZES), **ids, **sizes}
     architecture = Architecture(family, family.read_config(raw), raw)
     with tempfile.TemporaryDirectory() as temporary:
         _save_tokenizer(Path(temporary), tokenizer, architecture.config.n_positions)

@@ -29,6 +29,7 @@ from gptj_ft.cli.commands import (
     plan,
     predict,
     prepare_data,
+    prove,
     recipes,
     report,
     runs,
@@ -87,6 +88,7 @@ _add(DATA, recipes.recipes_app, "recipes show summarization", name="recipes")
 _add(DATA, cache.cache_app, "cache list", name="cache")
 _add(PLAN, plan.plan, "plan --recipe summarization --host-memory 16GB")
 _add(PLAN, doctor.doctor, "doctor", "doctor --device cuda:1 --json")
+_add(PLAN, prove.prove, "prove", "prove --size 124M --output my-proof")
 _add(PLAN, report.report, "report runs/summarization-1", "report runs/summarization-1 runs/summarization-2")
 _add(KEEP, runs.runs_app, "runs list", "runs verify runs/summarization-1", name="runs")
 _add(KEEP, models.models_app, "models list", "models remove tiny", name="models")

@@ -12,6 +12,11 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e6:.1f} MB" if size >= 1e5 or not size else f"{size / 1e3:.1f} kB"
 
 
+def gibibytes(size: float) -> str:
+    """Return bytes in the unit that limits of memory are given in: ``3 GiB``."""
+    return f"{size / 2**30:.3g} GiB"
+
+
 def clock(seconds: float) -> str:
     """Return a duration as people read it: ``45 s``, ``3 min``, ``2 h 05 min``, ``3 d 4 h``."""
     if seconds < 90:

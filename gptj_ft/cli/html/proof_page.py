@@ -1,0 +1,133 @@
+"""Write a proof as a page: what was claimed, what was measured, what it took, and on which machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gptj_ft.cli.html import fill_template, to_json, write_new
+from gptj_ft.system.units import clock, gibibytes, gigabytes
+from gptj_ft.training.proof import Proof, Trained, seconds_in
+
+Rows = Mapping[str, str]
+DIGITS = 16  # of a digest that is compared by eye
+
+
+def write_proof(proof: Proof, folder: Path) -> list[Path]:
+    """Write ``prove.html``, ``prove.md`` and ``prove.json`` into a folder; return their paths.
+
+    Raises:
+        UsageError: one exists, or cannot be written.
+        ResourceError: the disk is full.
+    """
+    facts = {"verdict": proof.verdict, "sections": sections(proof), "steps": steps_of(proof)}
+    texts = {
+        "prove.html": fill_template("proof.html", facts),
+        "prove.md": fill_template("proof.md", facts),
+        "prove.json": to_json(proof.to_dict()),
+    }
+    for name, text in texts.items():
+        write_new(folder / name, text)
+    return [folder / name for name in texts]
+
+
+def sections(proof: Proof) -> dict[str, Rows]:
+    """Return what the page says, by the titles of its parts."""
+    return {
+        "Claimed": _claimed(proof),
+        "Measured": _measured(proof),
+        "What it took": _cost(proof),
+        "Machine": _machine(proof.machine),
+    }
+
+
+def _claimed(proof: Proof) -> Rows:
+    return {
+        "memory": f"all {proof.parameters:,} parameters, {gigabytes(proof.state_bytes)} of state, are trained within "
+         f"{gibibytes(proof.limit)} of memory, page cache included, without swap",
+        "kill": "a process that is killed by SIGKILL in the middle of a step loses that step alone",
+        "bits": f"losses, gradient norms and weights are those of {_other(proof)}, to the last bit",
+    }  # fmt: skip
+
+
+def _measured(proof: Proof) -> Rows:
+    run, other = proof.streamed, proof.reference
+    is_equal = "equal, all of them" if proof.holds else proof.difference
+    return {
+        "memory": _memory(proof),
+        "kill": f"{seconds_in(proof.lost_seconds)} into step {proof.killed_in} of {len(run.losses)}; step "
+         f"{proof.committed} was on the disk, and the run went on from there",
+        "bits": f"{len(run.losses)} losses, {len(run.norms)} gradient norms, {proof.parameters:,} weights: {is_equal}",
+        "weights": f"SHA-256 {run.weights_sha256[:DIGITS]}... from disk, {other.weights_sha256[:DIGITS]}... of "
+         f"{_other(proof)}",
+    }  # fmt: skip
+
+
+def _other(proof: Proof) -> str:
+    return "the same steps in RAM" if proof.is_in_ram else "the same steps from disk without a kill"
+
+
+def _memory(proof: Proof) -> str:
+    memory = proof.streamed.memory
+    rss = f"at most {gibibytes(memory.rss)} resident"
+    if proof.not_caged:
+        cache = "" if memory.page_cache is None else (
+            f"; the machine's page cache, of all its programs, grew by {gibibytes(memory.page_cache)}"
+        )  # fmt: skip
+        return f"not caged ({proof.not_caged}): {rss}{cache}"
+    group = "" if memory.group is None else f", of all {gibibytes(memory.group)}"
+    cache = f"{gibibytes(memory.page_cache or 0)} of page cache{group}"
+    return f"caged in {gibibytes(proof.limit)} by a control group without swap: {rss}, at most {cache}"
+
+
+def _cost(proof: Proof) -> Rows:
+    expected = f"expected: {clock(proof.forecast['seconds'])} and {gigabytes(proof.forecast['disk_bytes'])}"
+    used = f"{clock(proof.seconds)} and {gigabytes(proof.disk_bytes)} of disk ({expected})"
+    ram = "in RAM" if proof.is_in_ram else "not killed"
+    ratio = proof.streamed.steady_seconds / proof.reference.steady_seconds
+    return {
+        "in all": used,
+        "from disk": _speed(proof, proof.streamed),
+        ram: f"{_speed(proof, proof.reference)}; from disk a step takes {ratio:.2f} times as long",
+        "each step": f"{gigabytes(max(proof.streamed.bytes_read))} read, "
+         f"{gigabytes(max(proof.streamed.bytes_written))} written",
+    }  # fmt: skip
+
+
+def _speed(proof: Proof, run: Trained) -> str:
+    rate = proof.tokens_per_step / run.steady_seconds
+    return (
+        f"{run.steady_seconds:.3g} s a step of {proof.tokens_per_step:,} tokens (median of those with an update), "
+        f"{rate:,.3g} tokens/s, {gibibytes(run.memory.rss)} resident"
+    )
+
+
+def _machine(known: Mapping[str, Any]) -> Rows:
+    """Return facts of the machine; what could not be found out is left out."""
+    cpu, memory, disk = (known.get(name) or {} for name in ("cpu", "memory", "disk"))
+    versions, system = known.get("versions") or {}, known.get("system") or {}
+    rows = {}
+    if cpu:
+        amx = ", AMX" if cpu["has_amx"] else ""
+        rows["processor"] = f"{cpu['name']}, {cpu['cores_allowed']} cores, {cpu['instructions']}{amx}"
+        rows["threads"] = str(cpu["threads"])
+    if memory:
+        rows["RAM"] = f"{gigabytes(memory['total'])}, {gigabytes(memory['free'])} free at the end"
+    if disk:
+        direct = "takes direct I/O" if disk["takes_direct_io"] else "takes no direct I/O"
+        rows["disk"] = f"{gigabytes(disk['free'])} of {gigabytes(disk['total'])} free at the end, {direct}"
+    if system:
+        rows["system"] = " ".join(str(value) for value in system.values() if value)
+    names = ("gptj-ft", "torch", "python")
+    rows["versions"] = ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))
+    return rows
+
+
+def steps_of(proof: Proof) -> list[list[str]]:
+    """Return a table of the steps: as the page shows them, every digit of a float that decides its bits."""
+    pairs = zip(proof.streamed.losses, proof.reference.losses, proof.streamed.norms, proof.reference.norms, strict=True)
+    return [
+        [str(step), repr(loss), repr(other), repr(norm), repr(other_norm)]
+        for step, (loss, other, norm, other_norm) in enumerate(pairs, 1)
+    ]

@@ -1,0 +1,151 @@
+"""The proof: it holds here, it finds a bit that differs, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gptj_ft.cli.html.proof_page import sections, write_proof
+from gptj_ft.errors import ResourceError
+from gptj_ft.system.cage import NotCaged
+from gptj_ft.training import proof
+from gptj_ft.training.proof import Memory, Proof, ProofRequest, Trained, prove
+
+PAGES = {"prove.html", "prove.md", "prove.json"}
+RUN = Trained((3.0, 2.5, 2.25), (1.0, 0.5, 0.25), "ab" * 32, (9.0, 4.0, 6.0), (8,) * 3, (6,) * 3, Memory(7), 20.0)
+DONE = Proof(
+    size="tiny", precision="fp32", parameters=1000, state_bytes=10_000, tokens_per_step=100, limit=2**30,
+    not_caged="", num_limited=0, killed_in=3, committed=2, lost_seconds=2.0, streamed=RUN, reference=RUN,
+    is_in_ram=True, difference="", disk_bytes=5000, forecast={"seconds": 30.0, "disk_bytes": 6000}, machine={},
+    seconds=25.0,
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("measured_home")
+def test_a_killed_run_from_disk_has_the_bits_of_one_in_ram(shell) -> None:
+    done = shell("prove --size tiny --output proof --json")
+    assert done.code == 0, done.said
+    found = done.json
+    assert (found["holds"], found["is_in_ram"], found["difference"]) == (True, True, "")
+    assert found["verdict"].startswith(f"proven: {found['parameters']:,} parameters trained from disk")
+    streamed, reference = found["streamed"], found["reference"]
+    assert len(streamed["losses"]) == len(set(streamed["losses"])) == proof.SIZES["tiny"].num_steps
+    assert all(streamed[key] == reference[key] for key in ("losses", "norms", "weights_sha256"))
+    assert re.fullmatch("[0-9a-f]{64}", streamed["weights_sha256"])
+    assert found["killed_in"] - found["committed"] in (1, 2)  # the step before may be on its way to the disk
+    assert found["killed_in"] > proof.SIZES["tiny"].num_steps // 2
+    assert min(streamed["bytes_written"][1:]) > 0 == max(reference["bytes_written"])
+    if not found["not_caged"]:
+        assert 0 < streamed["memory"]["group"] <= found["limit"]
+    assert {path.name for path in Path("proof").iterdir()} == PAGES, "files of the proof are left"
+    assert json.loads(Path("proof/prove.json").read_text())["streamed"]["losses"] == streamed["losses"]
+    assert shell("prove --size tiny --output proof").code == 2
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (
+            replace(RUN, losses=(3.0, 2.5, 2.2500000000000004)),
+            "the loss of step 3 is 2.25 instead of 2.250000",
+        ),
+        (replace(RUN, norms=(1.0, 0.5000000000000001, 0.25)), "the gradient norm of step 2 is 0.5 instead of 0.500000"),
+        (replace(RUN, weights_sha256="cd" * 32), "the weights differ"),
+        (RUN, ""),
+    ],
+)
+def test_one_bit_of_a_loss_a_norm_or_a_weight_refutes_it(other: Trained, says: str) -> None:
+    found = RUN.difference(other)
+    assert found.startswith(says)
+    assert bool(found) == bool(says)
+
+
+def test_a_proof_that_fails_is_written_and_exits_with_1(shell, monkeypatch) -> None:
+    failed = replace(DONE, difference="the weights differ")
+
+    def prove(request: ProofRequest, reporter: object = None) -> Proof:
+        request.folder.mkdir()
+        return failed
+
+    monkeypatch.setattr(proof, "prove", prove)
+    done = shell("prove --output here --quiet")
+    assert done.code == 1
+    assert done.out == f"{failed.verdict}\n"
+    assert done.out.startswith("not proven: ")
+    assert "not proven" in Path("here/prove.html").read_text()
+
+
+def test_without_a_cage_the_page_says_so_and_what_was_measured(tmp_path: Path) -> None:
+    memory = replace(RUN, memory=Memory(3 * 2**29, 2**28))
+    found = replace(DONE, not_caged="no control groups are mounted", streamed=memory)
+    says = sections(found)["Measured"]["memory"]
+    assert says.startswith("not caged (no control groups are mounted): at most 1.5 GiB resident; ")
+    assert "grew by 0.25 GiB" in says
+    assert "without a cage" in found.verdict
+    pages = write_proof(found, tmp_path)
+    assert all("not caged" in path.read_text() for path in pages[:2])
+
+
+def test_a_disk_too_small_is_one_line_before_anything_is_written(shell, monkeypatch) -> None:
+    usage = shutil.disk_usage(".")._replace(free=10**9)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    done = shell("prove --size 124M --output none")
+    assert done.code == 4
+    assert "of disk, 1.0 GB are free in" in done.err
+    assert not Path("none").exists()
+
+
+def test_memory_too_small_names_what_would_do(shell) -> None:
+    done = shell("prove --size 124M --memory 600MiB --output none")
+    assert done.code == 4
+    assert "add --memory with at least 1." in done.err
+    assert not Path("none").exists()
+
+
+@pytest.mark.usefixtures("measured_home")
+def test_ctrl_c_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "gptj_ft", "prove", "--size", "tiny", "--output", str(tmp_path / "none"), "--steps"]
+    with subprocess.Popen([*words, "1000"], stderr=subprocess.PIPE, text=True) as process:
+        metrics = tmp_path / "none" / "work" / "streamed" / "metrics.jsonl"
+        while not metrics.is_file() and process.poll() is None:
+            time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert process.returncode == 130
+    assert "nothing is proven, and the files of the proof are removed" in said
+    assert not (tmp_path / "none").exists()
+    assert children
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+
+
+def test_what_the_kernel_kills_in_its_cage_is_told_as_too_little_memory(tmp_path: Path, monkeypatch) -> None:
+    killing = type("Killing", (), {
+        "command": lambda self, words: [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"],
+        "num_killed": 1, "peak_bytes": None, "page_cache_bytes": 0, "limit": 2**30,
+    })()  # fmt: skip
+    monkeypatch.setattr(proof, "_cage", lambda stack, limit: (killing, ""))
+    with pytest.raises(ResourceError, match="needs more than the 1 GiB of its cage"):
+        prove(ProofRequest("tiny", tmp_path / "none"))
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_run_that_fails_says_why(tmp_path: Path, monkeypatch) -> None:
+    def no_cage(limit: int, name: str) -> None:
+        raise NotCaged("not here")
+
+    monkeypatch.setattr(proof, "caged", no_cage)
+    monkeypatch.setattr(proof, "_words", lambda options: ["--set", "no_such=1"])
+    with pytest.raises(proof.GptjFtError, match=r"failed with exit code 2: .*no_such"):
+        prove(ProofRequest("tiny", tmp_path / "none"))
