@@ -192,6 +192,23 @@ class Trained:
 
 
 @dataclass(frozen=True)
+class Kill:
+    """What became of the run that was killed.
+
+    Attributes:
+        step: step in the middle of which it was killed.
+        committed: step that the second process went on from.
+        seconds: of work that the kill undid.
+        disk_bytes: most disk space of both processes.
+    """
+
+    step: int
+    committed: int
+    seconds: float
+    disk_bytes: int
+
+
+@dataclass(frozen=True)
 class Proof:
     """Result of a proof.
 
@@ -285,9 +302,8 @@ def prove(request: ProofRequest, reporter: Reporter | None = None) -> Proof:
             cage, not_caged = _cage(stack, size.memory)
             if not_caged:
                 reporter.on_message(f"not caged: {not_caged}; memory is measured, and not limited")
-            streamed, killed = _train_and_kill(request, size, cage, reporter)
+            streamed, kill = _train_and_kill(request, size, cage, reporter)
             num_limited = cage.num_limited if cage else 0
-        used = disk_bytes(files_in(request.work))
         _free(request, "streamed")
         reporter.on_activity("training in RAM" if cost.is_in_ram else "training from disk, not killed")
         with ExitStack() as stack:
@@ -296,12 +312,12 @@ def prove(request: ProofRequest, reporter: Reporter | None = None) -> Proof:
             process = _Process(request, "reference", again, reporter)
             process.run(["finetune", *_words(options)], size.num_steps)
         reference = _trained(request, "reference", process.memory, process.seconds)
-        used = max(used, disk_bytes(files_in(request.work)))
         return Proof(
             size=request.size, precision=request.precision, parameters=cost.streamed.num_parameters,
             state_bytes=cost.state_bytes, tokens_per_step=ROWS_PER_STEP * size.row_tokens, limit=size.memory,
-            not_caged=not_caged, num_limited=num_limited, **killed, streamed=streamed, reference=reference,
-            is_in_ram=cost.is_in_ram, difference=streamed.difference(reference), disk_bytes=used,
+            not_caged=not_caged, num_limited=num_limited, killed_in=kill.step, committed=kill.committed,
+            lost_seconds=kill.seconds, streamed=streamed, reference=reference, is_in_ram=cost.is_in_ram,
+            difference=streamed.difference(reference), disk_bytes=max(kill.disk_bytes, process.disk_bytes),
             forecast={"seconds": cost.seconds, "disk_bytes": cost.disk_bytes},
             machine=facts.collect(torch.device("cpu"), request.folder), seconds=time.monotonic() - began,
         )  # fmt: skip
@@ -415,13 +431,8 @@ def _words(options: Mapping[str, Any]) -> list[str]:
     return [word for key, value in options.items() for word in ("--set", f"{key}={json.dumps(value)}")]
 
 
-def _train_and_kill(
-    request: ProofRequest, size: Size, cage: Cage | None, reporter: Reporter
-) -> tuple[Trained, dict[str, Any]]:
-    """Train from disk; kill the process in the middle of a step, and resume in another.
-
-    Returns: the run; in which step it was killed, from which one it went on, and the seconds lost.
-    """
+def _train_and_kill(request: ProofRequest, size: Size, cage: Cage | None, reporter: Reporter) -> tuple[Trained, Kill]:
+    """Train from disk; kill the process in the middle of a step, and resume in another."""
     run = Run(request.work / "streamed")
     reporter.on_activity("training from disk")
     first = _Process(request, "streamed", cage, reporter)
@@ -435,8 +446,8 @@ def _train_and_kill(
     second = _Process(request, "streamed", cage, reporter)
     second.run(["finetune", "--resume", str(run.folder)], size.num_steps)
     memory, seconds = first.memory.joined(second.memory), first.seconds + second.seconds
-    killed = {"killed_in": killed_in, "committed": committed, "lost_seconds": lost}
-    return _trained(request, "streamed", memory, seconds), killed
+    kill = Kill(killed_in, committed, lost, max(first.disk_bytes, second.disk_bytes))
+    return _trained(request, "streamed", memory, seconds), kill
 
 
 class _Process:
@@ -444,15 +455,17 @@ class _Process:
 
     Attributes:
         memory: peak so far.
+        disk_bytes: most disk space that all files of the proof had.
         num_steps: steps that its run has lines of.
         seconds: from its start to its end.
     """
 
     def __init__(self, request: ProofRequest, name: str, cage: Cage | None, reporter: Reporter) -> None:
-        self._run, self._log = Run(request.work / name), request.work / f"{name}.log"
+        self._work, self._run = request.work, Run(request.work / name)
+        self._log = request.work / f"{name}.log"
         self._cage, self._reporter = cage, reporter
         self._cached, self._size, self._lines = _page_cache(), -1, list[dict[str, Any]]()
-        self.memory, self.seconds = Memory(), 0.0
+        self.memory, self.seconds, self.disk_bytes = Memory(), 0.0, 0
 
     @property
     def num_steps(self) -> int:
@@ -484,7 +497,7 @@ class _Process:
                         f"step {self.num_steps}/{num_steps}  loss {last['loss']:.4f}  {seconds_in(last['seconds'])}"
                     )
                 is_due = kill_after is not None and self.num_steps >= kill_after
-                if is_due and now - since > KILL_AT * self._lines[-1]["seconds"]:
+                if is_due and now - since > KILL_AT * min(line["seconds"] for line in self._lines):
                     _kill(process)
                     self._read_lines()
                     self._look(None)
@@ -521,7 +534,8 @@ class _Process:
         return self.num_steps > before
 
     def _look(self, pid: int | None) -> None:
-        """Take note of its memory; with no process, of what its control group remembers."""
+        """Take note of memory and disk; with no process, of what its control group remembers."""
+        self.disk_bytes = max(self.disk_bytes, disk_bytes(files_in(self._work)))
         rss = 0
         with suppress(psutil.Error):
             rss = psutil.Process(pid).memory_info().rss if pid is not None else 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -64,3 +66,20 @@ def test_messages_in_troubleshooting_are_those_of_the_program() -> None:
     unknown = [part for part in parts if part and not any(part in constant for constant in constants)]
     assert len(parts) > 40
     assert not unknown
+
+
+def test_the_notebook_is_whole_and_types_commands_that_there_are(shell) -> None:
+    notebook = json.loads((ROOT / "examples/prove.ipynb").read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["metadata"]["kernelspec"]["language"]) == (4, "python")
+    cells = {cell["id"]: cell for cell in notebook["cells"]}
+    assert len(cells) == len(notebook["cells"])
+    code = ["".join(cell["source"]) for cell in cells.values() if cell["cell_type"] == "code"]
+    assert all(not cell["outputs"] for cell in cells.values() if cell["cell_type"] == "code")
+    commands = [line.removeprefix("!gptj-ft ") for text in code for line in text.splitlines() if line[0:1] == "!"]
+    assert {line.split()[0] for line in commands} == {"doctor", "prove"}
+    for line in commands:
+        command, *words = shlex.split(line)
+        page = shell(f"{command} --help").out
+        assert all(word in page for word in words if word.startswith("-")), line
+    for text in code:
+        compile(re.sub(r"^[!%].*$", "pass", text, flags=re.M), "cell", "exec")
