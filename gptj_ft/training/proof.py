@@ -41,6 +41,7 @@ from gptj_ft.training.reporter import Reporter
 
 POLL_SECONDS, LOOK_SECONDS = 0.02, 0.25  # at the lines of a run; at its memory, a look at which costs a millisecond
 KILL_AT = 0.5  # of a step
+LONG_STEP_SECONDS = 3.0
 PLANNED_SHARE = 0.9  # of the cage: forecasts are within 10 %
 # What a process takes beside its steps, and what making and comparing takes, measured on 2 cores.
 PROCESS_SECONDS, SECONDS_PER_BILLION = 12.0, 45.0
@@ -300,12 +301,12 @@ def prove(request: ProofRequest, reporter: Reporter | None = None) -> Proof:
         _make_inputs(request, size)
         with ExitStack() as stack:
             cage, not_caged = _cage(stack, size.memory)
-            if not_caged:
-                reporter.on_message(f"not caged: {not_caged}; memory is measured, and not limited")
+            where = f"in a control group of {gibibytes(size.memory)}" if cage else f"not caged: {not_caged}"
+            reporter.on_message(f"1 of 3: training from disk, {where}")
             streamed, kill = _train_and_kill(request, size, cage, reporter)
             num_limited = cage.num_limited if cage else 0
         _free(request, "streamed")
-        reporter.on_activity("training in RAM" if cost.is_in_ram else "training from disk, not killed")
+        reporter.on_message(f"3 of 3: training {'in RAM' if cost.is_in_ram else 'from disk, without a kill'}")
         with ExitStack() as stack:
             again = None if cost.is_in_ram else _cage(stack, size.memory)[0]
             options = _options(request, size, "reference", is_on_disk=not cost.is_in_ram)
@@ -434,7 +435,6 @@ def _words(options: Mapping[str, Any]) -> list[str]:
 def _train_and_kill(request: ProofRequest, size: Size, cage: Cage | None, reporter: Reporter) -> tuple[Trained, Kill]:
     """Train from disk; kill the process in the middle of a step, and resume in another."""
     run = Run(request.work / "streamed")
-    reporter.on_activity("training from disk")
     first = _Process(request, "streamed", cage, reporter)
     options = _options(request, size, "streamed", is_on_disk=True)
     lost = first.run(["finetune", *_words(options)], size.num_steps, kill_after=size.num_steps // 2)
@@ -442,7 +442,7 @@ def _train_and_kill(request: ProofRequest, size: Size, cage: Cage | None, report
     if killed_in > size.num_steps:
         raise GptjFtError("the run was done before it could be killed: add --steps with more")
     reporter.on_message(f"killed (SIGKILL) {seconds_in(lost)} into step {killed_in}; step {committed} is on the disk")
-    reporter.on_activity("resuming")
+    reporter.on_message("2 of 3: resuming in another process")
     second = _Process(request, "streamed", cage, reporter)
     second.run(["finetune", "--resume", str(run.folder)], size.num_steps)
     memory, seconds = first.memory.joined(second.memory), first.seconds + second.seconds
@@ -493,9 +493,9 @@ class _Process:
                 now = time.monotonic()
                 if self._read_lines():
                     since, last = now, self._lines[-1]
-                    self._reporter.on_activity(
-                        f"step {self.num_steps}/{num_steps}  loss {last['loss']:.4f}  {seconds_in(last['seconds'])}"
-                    )
+                    shown = f"step {self.num_steps}/{num_steps}  loss {last['loss']:.4f}  {seconds_in(last['seconds'])}"
+                    is_long = last["seconds"] > LONG_STEP_SECONDS  # a line of a log each
+                    (self._reporter.on_message if is_long else self._reporter.on_activity)(shown)
                 is_due = kill_after is not None and self.num_steps >= kill_after
                 if is_due and now - since > KILL_AT * min(line["seconds"] for line in self._lines):
                     _kill(process)

@@ -76,9 +76,11 @@ def _memory(proof: Proof) -> str:
             f"; the machine's page cache, of all its programs, grew by {gibibytes(memory.page_cache)}"
         )  # fmt: skip
         return f"not caged ({proof.not_caged}): {rss}{cache}"
-    group = "" if memory.group is None else f", of all {gibibytes(memory.group)}"
-    cache = f"{gibibytes(memory.page_cache or 0)} of page cache{group}"
-    return f"caged in {gibibytes(proof.limit)} by a control group without swap: {rss}, at most {cache}"
+    used = "" if memory.group is None else f"{gibibytes(memory.group)} of it used at most, page cache included; "
+    return (
+        f"caged in {gibibytes(proof.limit)} by a control group without swap: {used}{rss}, with libraries that other "
+        f"programs share; at most {gibibytes(memory.page_cache or 0)} of page cache"
+    )
 
 
 def _cost(proof: Proof) -> Rows:
