@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from processor_time import busy_seconds
 
 from gptj_ft.system import direct_io
 from gptj_ft.system.direct_io import open_direct, read_direct, write_bytes
@@ -53,12 +54,6 @@ def read(path: Path, data: memoryview) -> None:
         read_direct(descriptor, data, 0)
     finally:
         os.close(descriptor)
-
-
-def busy_seconds() -> float:
-    """Return the processor seconds that this machine has spent on anything, so far."""
-    columns = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-    return (sum(columns[:3]) + sum(columns[5:7])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(task: Callable[[Path], None], paths: list[Path], idle: float) -> str:

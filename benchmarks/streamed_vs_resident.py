@@ -20,9 +20,25 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+from processor_time import ProcessorTime
+
+from gptj_ft.config.options import Recipe
+from gptj_ft.data.batches import micro_batches
+from gptj_ft.models.layout import Layout
+from gptj_ft.models.registry import families
+from gptj_ft.streaming.adamw import AdamW
+from gptj_ft.streaming.model import BufferBudget, OffloadedModel
+from gptj_ft.streaming.open import fill_layer
+from gptj_ft.streaming.step import train_step
+from gptj_ft.streaming.stores.placement import Place, Placement, open_stores, training_dtypes
+from gptj_ft.training.restore import optimizer_config
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SHAPE = {"vocab_size": 4096, "n_positions": 2048, "n_embd": 4096, "n_head": 16, "rotary_dim": 64}
 PARTS = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn"),
@@ -45,58 +61,61 @@ PARTS = {
 ROW = 256  # tokens a document, all of them but the first trained on
 
 
+def open_model(arguments: argparse.Namespace, place: Place, budget: BufferBudget) -> OffloadedModel:
+    """Open a model of GPT-J's blocks; what its stores hold is as it is found."""
+    family = families()["gptj"]
+    layers = family.build_layers(family.read_config({**SHAPE, "n_embd": arguments.width, "n_layer": arguments.layers}))
+    dtypes = training_dtypes(TYPES[arguments.compute], TYPES[arguments.moments], TYPES[arguments.gradients])
+    device = torch.device("cpu")
+    stores = open_stores(
+        Placement(place, place), [Layout.of(layer) for layer in layers], dtypes, device, arguments.work
+    )
+    return OffloadedModel(layers, dtypes, stores, device, budget)
+
+
+def fill_randomly(model: OffloadedModel) -> torch.Generator:
+    """Give a model random weights; return the generator."""
+    generator = torch.Generator().manual_seed(0)
+
+    def fill(name: str, view: torch.Tensor) -> None:
+        view.normal_(0, 0.02, generator=generator) if view.ndim > 1 else view.fill_(1.0)
+
+    for layer in range(len(model.layers)):
+        fill_layer(model, layer, fill)
+    model.drain()
+    return generator
+
+
 def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object]:
     """Train some steps in one placement; return what was measured."""
     place, *differences = variant.split(":")
     for key, value in (difference.split("=") for difference in differences):
         setattr(arguments, key, type(getattr(arguments, key))(value))
 
-    import torch
-
-    from gptj_ft.config.options import Recipe
-    from gptj_ft.data.batches import micro_batches
-    from gptj_ft.models.layout import Layout
-    from gptj_ft.models.registry import families
-    from gptj_ft.streaming.adamw import AdamW
-    from gptj_ft.streaming.model import BufferBudget, OffloadedModel
-    from gptj_ft.streaming.open import fill_layer
-    from gptj_ft.streaming.step import train_step
-    from gptj_ft.streaming.stores.placement import Placement, open_stores, training_dtypes
-    from gptj_ft.training.restore import optimizer_config
-
-    family, device, tokens = families()["gptj"], torch.device("cpu"), arguments.tokens
-    layers = family.build_layers(family.read_config({**SHAPE, "n_embd": arguments.width, "n_layer": arguments.layers}))
-    types = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    dtypes = training_dtypes(torch.float32, types[arguments.moments], types[arguments.gradients])
-    layouts = [Layout.of(layer) for layer in layers]
-    stores = open_stores(Placement(place, place), layouts, dtypes, device, arguments.work)  # type: ignore[arg-type]
+    tokens = arguments.tokens
     budget = BufferBudget(
         arguments.read_ahead, arguments.gradient_slots, arguments.parts, num_kept_layers=arguments.kept
     )
-    stack = OffloadedModel(layers, dtypes, stores, device, budget)
-    generator = torch.Generator().manual_seed(0)
-
-    def fill(name: str, view: torch.Tensor) -> None:
-        view.normal_(0, 0.02, generator=generator) if view.ndim > 1 else view.fill_(1.0)
-
-    for layer in range(len(layers)):
-        fill_layer(stack, layer, fill)
-    stack.drain()
+    stack = open_model(arguments, place, budget)  # type: ignore[arg-type]
+    generator = fill_randomly(stack)
     documents = [torch.randint(0, 4096, (ROW,), generator=generator).tolist() for _ in range(tokens // ROW)]
     batches = micro_batches(documents, [1] * len(documents), arguments.micro_batch)
     optimizer = AdamW(stack, optimizer_config(Recipe()), num_deferred=arguments.late)
     seconds, waited, losses, moved = [], [], [], []
+    spent: list[ProcessorTime] = []
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     for step in range(arguments.steps):
         if arguments.profile and step == arguments.steps - 1:
             profile.start()
         start, before, bytes_before = time.perf_counter(), stack.waited_seconds, stack.bytes_read + stack.bytes_written
+        spent_before = ProcessorTime.now()
         optimizer.begin_step(1e-5)
         losses.append(train_step(stack, optimizer, batches).mean)
         optimizer.finish_step()
         if place == "disk":  # what the trainer does there: the commit waits for the gradients, the next step does not
             stack.stores["grad"].then(lambda: None)
         seconds.append(time.perf_counter() - start)
+        spent.append(ProcessorTime.now().since(spent_before))
         waited.append(stack.waited_seconds - before)
         moved.append(stack.bytes_read + stack.bytes_written - bytes_before)
         print(f"{variant}: step {seconds[-1]:.1f} s, waiting {waited[-1]:.1f} s", file=sys.stderr, flush=True)
@@ -110,6 +129,7 @@ def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object
         "waited": waited,
         "losses": losses,
         "moved_bytes": moved,
+        "processor": [asdict(each) for each in spent],
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "gflops": [(8 - 2 * arguments.kept / arguments.layers) * blocks * tokens / s / 1e9 for s in seconds],
         "parameters": sum(layout.num_parameters for layout in stack.layouts),
@@ -143,8 +163,9 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=24)
     parser.add_argument("--kept", type=int, default=0, help="blocks whose activations are kept")
     parser.add_argument("--late", type=int, default=0, help="blocks whose update is kept in backward")
-    parser.add_argument("--moments", default="fp32", choices=["fp32", "bf16"])
-    parser.add_argument("--gradients", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--compute", default="fp32", choices=list(TYPES))
+    parser.add_argument("--moments", default="fp32", choices=list(TYPES))
+    parser.add_argument("--gradients", default="fp32", choices=list(TYPES))
     parser.add_argument("--profile", action="store_true", help="where the time of the last step goes")
     parser.add_argument("--variants", default="device,disk")
     parser.add_argument("--variant", help="used by the script itself")

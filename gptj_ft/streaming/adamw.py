@@ -24,10 +24,15 @@ from gptj_ft.streaming.loss_scale import LossScale
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher
 from gptj_ft.streaming.schedule import LayerTask, PendingUpdates, flush_tasks
+from gptj_ft.streaming.stores.base import chunks
 from gptj_ft.streaming.update_check import UnchangedParameters
 from gptj_ft.system.memory import allocate
 
 UNCORRECTED = 10**9
+# Elements updated at once on a CPU. An update takes up to a dozen passes over them, between which they stay in its
+# caches. Measured with moments in bf16: 1.5 ns of a core an element, 2.3 with a whole chunk at once, 2.3 with a
+# quarter of this, for then it is calls that take the time. A multiple of any vector's width: the bits are the same.
+BLOCK_NUMEL = 1 << 18
 NOISE = (1 << 20) + 7  # places; not a divisor of anything, so that parts and steps meet it differently
 
 
@@ -208,10 +213,13 @@ class AdamW:
         assert update is not None
         if task.writes:
             self._torn.add(task.layer)
-        if not update.is_skipped:
-            self._apply(update, task, span, tensors)
-        if self._model.parameter == "master":
-            tensors["weight"].copy_(tensors["master"])
+        numel = span.stop - span.start
+        for block in chunks(numel, BLOCK_NUMEL if self._model.device.type == "cpu" else numel):
+            part = {kind: tensor[block] for kind, tensor in tensors.items()}
+            if not update.is_skipped:
+                self._apply(update, task, slice(span.start + block.start, span.start + block.stop), part)
+            if self._model.parameter == "master":
+                part["weight"].copy_(part["master"])
 
     def _apply(self, update: Update, task: LayerTask, span: slice, tensors: Mapping[Kind, Tensor]) -> None:
         config, parameter = self._config, tensors[self._model.parameter]

@@ -41,7 +41,7 @@ from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.planning.traffic import training_passes
 from gptj_ft.planning.workload import Workload
-from gptj_ft.streaming import activations
+from gptj_ft.streaming import activations, adamw
 from gptj_ft.streaming.activations import NUM_BUFFERS, DeviceActivations, boundary_layout
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.buffers import Buffer, BufferPool
@@ -338,6 +338,19 @@ def test_layer_inputs_that_nobody_took_are_forgotten(forget) -> None:
     forget(here)
     with pytest.raises(KeyError):
         here.take(1)
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_an_update_in_blocks_gives_the_bits_of_one_in_a_piece(
+    compute, moments, narrow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+    for numel in (adamw.BLOCK_NUMEL, 96):  # a whole chunk is less than the first; the second divides nothing
+        monkeypatch.setattr(adamw, "BLOCK_NUMEL", numel)
+        stack = open_training(narrow_folder, tmp_path, dtypes=training_dtypes(compute, moments, moments))
+        runs.append(train(stack, Recipe(), steps=4))
+    assert_identical(*runs)
 
 
 @both_families
