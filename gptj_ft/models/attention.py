@@ -123,15 +123,15 @@ def attend(
         batch.cache.put(layer, k_TNH, v_TNH, batch.cu_seqlens, batch.document_ids)
     if takes_ragged(q_TNH.device, q_TNH.dtype, q_TNH.shape[-1]):
         return attend_ragged(q_TNH, k_TNH, v_TNH, batch, scale)
-    lengths = [end - start for start, end in pairwise(batch.cu_seqlens)]
+    lengths, count = [end - start for start, end in pairwise(batch.cu_seqlens)], batch.num_fillers
     # Split, not sliced one by one: the gradient of each slice would be zeros for the whole batch, added to the others.
-    parts = zip(*(x_TNH.split_with_sizes(lengths) for x_TNH in (q_TNH, k_TNH, v_TNH)), strict=True)
+    parts = zip(*(x_TNH.split_with_sizes([*lengths, count]) for x_TNH in (q_TNH, k_TNH, v_TNH)), strict=True)
     outputs = []
-    for length, part in zip(lengths, parts, strict=True):
+    for length, part in zip(lengths, parts, strict=False):  # not the fillers
         q, k, v = (x_LNH.transpose(0, 1)[None] for x_LNH in part)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1, scale=scale)
         outputs.append(out[0].transpose(0, 1))
-    return torch.cat(outputs)
+    return torch.cat([*outputs, q_TNH.new_zeros(count, *q_TNH.shape[1:])])
 
 
 def attend_both_ways(
@@ -168,11 +168,11 @@ def attend_in_buckets(
     num_heads, width = q_TNH.shape[1:]
     places, scale = documents.places(num_heads), width**-0.5 if scale is None else scale
     shapes = [(len(bucket.documents), num_heads, bucket.longest, width) for bucket in documents.buckets]
-    sizes = [math.prod(shape[:3]) for shape in shapes]
+    sizes = [*(math.prod(shape[:3]) for shape in shapes), documents.num_fillers * num_heads]
     parts = (_to_places(x_TNH.flatten(0, 1), places).split_with_sizes(sizes) for x_TNH in (q_TNH, k_TNH, v_TNH))
     drops = dropout is not None and dropout.rate and documents.seeds is not None
     outputs = []
-    for bucket, shape, *taken in zip(documents.buckets, shapes, *parts, strict=True):
+    for bucket, shape, *taken in zip(documents.buckets, shapes, *parts, strict=False):  # not the fillers
         q, k, v = (part.view(shape) for part in taken)
         unseen = _unseen(bucket, is_causal, q.device)
         if dropout is None or not drops:
@@ -182,6 +182,7 @@ def attend_in_buckets(
             kept = _kept(bucket, documents, dropout, num_heads)
             out = _DroppedAttention.apply(q, k, v, unseen, kept, scale, dropout.scale)  # type: ignore[no-untyped-call]
         outputs.append(out.reshape(-1, width))
+    outputs.append(q_TNH.new_zeros(sizes[-1], width))
     out_TH: Tensor = _Gathered.apply(torch.cat(outputs), places.back_T, places.there_P, False)  # type: ignore[no-untyped-call]
     return out_TH.view_as(q_TNH)
 

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gptj_ft.models.dropout import Noise, NoiseSpan
@@ -49,6 +50,25 @@ def padded_length(length: int) -> int:
     return -(-length // step) * step
 
 
+def rounded_up(count: int) -> int:
+    """Return a number of rows rounded up by less than a sixteenth, so that products have few different shapes.
+
+    oneDNN compiles a kernel for each shape, and keeps it. Measured, 1,000 micro-batches of 1,400 to 2,048 tokens
+    through a matrix of 96 x 384 and back: resident memory grows by 0.8 GB in bf16, 0.9 in fp32, rounded up by 0.03 and
+    0.04, in no more time; of 384 x 1,536 by 0.9 and 1.9 GB.
+
+    >>> [rounded_up(count) for count in (5, 31, 33, 100, 1000, 1100, 2048)]
+    [5, 31, 34, 100, 1024, 1152, 2048]
+    """
+    step = max(1, (1 << (count - 1).bit_length()) // 32)
+    return -(-count // step) * step
+
+
+def most_filled(count: int) -> int:
+    """Return the most rows that batches of so many in all may have when each is `rounded_up`."""
+    return count + count // 16
+
+
 class Bucket(NamedTuple):
     """Documents whose attention is computed together, each filled up to the same length.
 
@@ -70,6 +90,7 @@ class Places(NamedTuple):
 
     Attributes:
         there_P: row and head, numbered by rows, in each place; where there is no row, that of the document's first.
+            Behind the buckets those of fillers.
         back_T: place of each row and head, by rows.
     """
 
@@ -85,11 +106,13 @@ class Documents:
         cu_seqlens: cumulative lengths: document ``d`` is ``cu_seqlens[d]:cu_seqlens[d + 1]``; it may be empty.
         seeds: seed of what training drops of each document; ``None``: nothing is dropped.
         device: device of the rows.
+        num_fillers: rows behind them that belong to no document.
     """
 
     cu_seqlens: tuple[int, ...]
     seeds: tuple[int, ...] | None
     device: torch.device
+    num_fillers: int = 0
     known_places: dict[int, Places] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -114,11 +137,12 @@ class Documents:
         return buckets
 
     def places(self, num_heads: int) -> Places:
-        """Return where so many heads of each row are in the buckets."""
+        """Return where so many heads of each row are in the buckets; those of fillers are behind them."""
         if num_heads in self.known_places:
             return self.known_places[num_heads]
         heads_N1, there = torch.arange(num_heads)[:, None], []
-        back_TN, before = torch.empty(self.cu_seqlens[-1], num_heads, dtype=torch.int64), 0
+        num_rows, before = self.cu_seqlens[-1] + self.num_fillers, 0
+        back_TN = torch.empty(num_rows, num_heads, dtype=torch.int64)
         for bucket in self.buckets:
             starts_G1 = torch.tensor([self.cu_seqlens[document] for document in bucket.documents])[:, None]
             slots_L = torch.arange(bucket.longest)
@@ -129,6 +153,8 @@ class Documents:
             numbers_GNL = before + torch.arange(places_GNL.numel()).view_as(places_GNL)
             back_TN[rows_GL[is_token_GL]] = numbers_GNL.transpose(1, 2)[is_token_GL]
             before += places_GNL.numel()
+        there.append(torch.arange(self.cu_seqlens[-1] * num_heads, num_rows * num_heads))
+        back_TN[self.cu_seqlens[-1] :] = before + torch.arange(self.num_fillers * num_heads).view(-1, num_heads)
         places = Places(torch.cat(there).to(self.device), back_TN.flatten().to(self.device))
         self.known_places[num_heads] = places
         return places
@@ -148,13 +174,22 @@ class HeadRows:
     noise: Noise | None = None
     ends: tuple[int, ...] = ()
 
+    def filled(self, count: int) -> HeadRows:
+        """Return the rows with so many more of no document."""
+        return self if self.noise is None else replace(self, noise=(*self.noise, *filler_noise(count)))
+
+
+def filler_noise(count: int) -> Noise:
+    """Return random numbers for so many rows of no document: any, for nothing comes of them."""
+    return (NoiseSpan(0, 0, count, count),) if count else ()
+
 
 @dataclass(frozen=True)
 class PackedBatch:
     """A micro-batch: documents packed end to end, without padding.
 
     Attributes:
-        tokens_T: token ids, int64.
+        tokens_T: token ids, int64; those behind the last document are fillers, see `filled`.
         positions_T: position of each token in its own document, int64.
         targets_T: what to predict at each position, ``NO_TARGET`` where there is no loss, int64: the next token, or as
             `Marks` has it; where the head reads all tokens, 1 at the first of an answer and 2, added, at the last.
@@ -199,7 +234,8 @@ class PackedBatch:
         if self.seeds is None:
             return None
         lengths = [end - start for start, end in pairwise(self.cu_seqlens)]
-        return tuple(NoiseSpan(seed, 0, length, length) for seed, length in zip(self.seeds, lengths, strict=True))
+        spans = (NoiseSpan(seed, 0, length, length) for seed, length in zip(self.seeds, lengths, strict=True))
+        return (*spans, *filler_noise(self.num_fillers))
 
     @cached_property
     def row_ends(self) -> tuple[int, ...]:
@@ -210,7 +246,32 @@ class PackedBatch:
     @cached_property
     def documents(self) -> Documents:
         """Where its documents are."""
-        return Documents(self.cu_seqlens, self.seeds, self.tokens_T.device)
+        return Documents(self.cu_seqlens, self.seeds, self.tokens_T.device, self.num_fillers)
+
+    @property
+    def num_fillers(self) -> int:
+        """Tokens that belong to no document."""
+        return len(self.tokens_T) - self.cu_seqlens[-1]
+
+    def filled(self) -> PackedBatch:
+        """Return the batch with tokens behind its last document, so many that `rounded_up` is its number of tokens.
+
+        They are attended to by nobody, predict nothing, and have no gradient: what is computed is that of the documents
+        alone.
+        """
+        count = rounded_up(len(self.tokens_T)) - len(self.tokens_T)
+        if not count:
+            return self
+        assert self.cache is None, "keys and values are those of documents"
+        tokens_T, positions_T = (F.pad(x, (0, count)) for x in (self.tokens_T, self.positions_T))
+        return replace(
+            self,
+            tokens_T=tokens_T,
+            positions_T=positions_T,
+            targets_T=F.pad(self.targets_T, (0, count), value=NO_TARGET),
+            types_T=None if self.types_T is None else F.pad(self.types_T, (0, count)),
+            rotary_cache={},
+        )
 
     def head_rows(self, start: int, stop: int, with_ends: bool = False) -> HeadRows:
         """Describe some of the rows that carry a target, for the head; with the ends of documents, if it asks."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.models.batch import PackedBatch
+from gptj_ft.models.batch import NO_TARGET, PackedBatch
 
 FIRST, LAST = 1, 2  # what is added to the target of the first and of the last token of an answer
 
@@ -33,7 +33,7 @@ class Objective(Protocol):
         """Compute the loss of some rows.
 
         Args:
-            output_SC: what the head gives for them, fp32.
+            output_SC: what the head gives for them, fp32; for one class each, rows of no document may follow.
             batch: micro-batch.
             rows_S: tokens of the batch that they are.
 
@@ -65,8 +65,11 @@ class CrossEntropy:
 
     def loss(self, output_SC: Tensor, batch: PackedBatch, rows_S: Tensor) -> tuple[Tensor, Tensor | None]:
         weights = torch.tensor(self.class_weights, device=output_SC.device) if self.class_weights else None
-        loss = F.cross_entropy(output_SC, batch.targets_T[rows_S], weights, reduction="sum")
-        return loss, self.z_loss * output_SC.logsumexp(-1).square().sum() if self.z_loss else None
+        targets_S = F.pad(batch.targets_T[rows_S], (0, len(output_SC) - len(rows_S)), value=NO_TARGET)
+        loss = F.cross_entropy(output_SC, targets_S, weights, ignore_index=NO_TARGET, reduction="sum")
+        if not self.z_loss:
+            return loss, None
+        return loss, self.z_loss * output_SC[: len(rows_S)].logsumexp(-1).square().sum()
 
 
 @dataclass(frozen=True)

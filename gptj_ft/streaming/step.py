@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gptj_ft.errors import NotFinite
-from gptj_ft.models.batch import HeadRows, PackedBatch, Poll
+from gptj_ft.models.batch import HeadRows, PackedBatch, Poll, rounded_up
 from gptj_ft.models.embedding import EmbeddingRows
 from gptj_ft.models.linear import Kernel
 from gptj_ft.streaming.activations import Activations
@@ -97,7 +97,7 @@ def train_step(
         objective: what is learned; default: the next token.
         lanes: sums of gradients that the step has, where these batches are not all, or not one sum.
     """
-    relay, top = model.relay, len(model.layers) - 1
+    relay, top, batches = model.relay, len(model.layers) - 1, filled(model, batches)
     layers = Prefetcher(model, training_tasks(model, optimizer.updates), optimizer)
     first_kept = max(1, model.lowest_trained, top - model.budget.num_kept_layers)
     kept = {layer: KeptActivations() for layer in range(first_kept, top) if relay.has(layer)}
@@ -115,6 +115,11 @@ def train_step(
     down.end()
     (found,) = relay.from_head("loss", [asdict(loss)] if loss else None)
     return StepLoss(**found)  # type: ignore[arg-type]
+
+
+def filled(model: OffloadedModel, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+    """Return micro-batches whose numbers of tokens are few different ones, on a CPU: there each compiles kernels."""
+    return [batch.filled() if model.device.type == "cpu" and not batch.cache else batch for batch in batches]
 
 
 def route_up(model: OffloadedModel, batches: Sequence[PackedBatch]) -> Route:
@@ -415,8 +420,9 @@ def head_gradients(
     for b, (batch, x_TD) in enumerate(zip(batches, hidden, strict=True)):
         gradient_TD = torch.zeros_like(x_TD)
         for positions_S, rows in head_pieces(head, batch, objective):
-            x_SD = x_TD[positions_S].requires_grad_(head.is_above_trained)
-            output_SC = head.run(parameters, x_SD, rows)
+            count = num_fillers(head, positions_S, objective)
+            x_SD = x_TD[F.pad(positions_S, (0, count))].requires_grad_(head.is_above_trained)
+            output_SC = head.run(parameters, x_SD, rows.filled(count))
             loss, added = objective.loss(output_SC, batch, positions_S)
             losses.append(loss.detach())
             if added is not None:
@@ -424,7 +430,7 @@ def head_gradients(
                 loss = loss + added
             (loss / weight * scale).backward()  # type: ignore[no-untyped-call]
             if x_SD.grad is not None:
-                gradient_TD[positions_S] = x_SD.grad
+                gradient_TD[positions_S] = x_SD.grad[: len(positions_S)]
         if not down.hand_on(head.index, gradient_TD):
             gradients.append(gradient_TD)
         if lanes and head.is_trained:
@@ -456,6 +462,12 @@ def head_pieces(head: LayerLoad, batch: PackedBatch, objective: Objective) -> It
     for positions_S in torch.split(batch.target_positions_T, _chunk_size(head)):
         yield positions_S, batch.head_rows(start, start + len(positions_S))
         start += len(positions_S)
+
+
+def num_fillers(head: LayerLoad, positions_S: Tensor, objective: Objective) -> int:
+    """Return how many rows of no document the head takes behind these, see `filled`."""
+    is_filled = head.device.type == "cpu" and not objective.reads_documents
+    return rounded_up(len(positions_S)) - len(positions_S) if is_filled else 0
 
 
 def _chunk_size(head: LayerLoad) -> int:
@@ -597,6 +609,7 @@ def score_hidden(
 
 def forward_trunk(model: OffloadedModel, batches: Sequence[PackedBatch]) -> tuple[list[Tensor], LayerLoad | None]:
     """Run the layers below the head; return the head's inputs, and the head, if this process has it."""
+    batches = filled(model, batches)
     layers, up = Prefetcher(model, inference_tasks(model.own_layers)), route_up(model, batches)
     here = forward(layers, batches, up)
     head, hidden = None, list[Tensor]()

@@ -16,6 +16,7 @@ from torch import Tensor
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
+from gptj_ft.models.batch import most_filled
 from gptj_ft.models.registry import Architecture, read_architecture
 from gptj_ft.models.trainable import select
 from gptj_ft.streaming.activations import OffloadedActivations, boundary_layout
@@ -164,7 +165,7 @@ def opened(model: SmallModel, trial: Trial, wrap: Wrap = lambda store: store) ->
             wrapped = {id(store): wrap(store) for store in offloaded.stores.values()}
             offloaded.stores = {kind: wrapped[id(store)] for kind, store in offloaded.stores.items()}
             if places.boundaries != "device":
-                layout = boundary_layout(sum(LENGTHS), architecture.config.n_embd, len(LENGTHS))
+                layout = boundary_layout(most_filled(sum(LENGTHS)), architecture.config.n_embd, len(LENGTHS))
                 num_layers, compute = len(offloaded.layers), offloaded.compute_dtype
                 store = wrap(open_boundaries(places, [layout] * num_layers, compute, device, folder, CHUNK_NUMEL))
                 offloaded.boundaries = OffloadedActivations(
