@@ -92,7 +92,7 @@ def test_ten_steps_of_a_part_match_torch_with_requires_grad_false(
     oracle = random_model(shape)
     recipe = Recipe(train=patterns, clip_norm=0.2)
     stack = open_training(folder, tmp_path, patterns)
-    curve, weights = train(stack, recipe)
+    curve, weights = train(stack, recipe, steps=STEPS)
     named = dict(oracle.named_parameters())
     chosen = match(patterns, named, "--train", "parameter")
     for name, parameter in named.items():

@@ -154,7 +154,7 @@ FORMS.append(("Bert", "sentences"))
 
 
 @pytest.mark.parametrize(("family", "task"), FORMS)
-def test_losses_and_ten_steps_are_those_of_transformers(family: str, task: str, tmp_path: Path) -> None:
+def test_losses_and_steps_are_those_of_transformers(family: str, task: str, tmp_path: Path) -> None:
     oracle = make(tmp_path / "model", task, family)
     recipe = Recipe.model_validate({"task": task, "weight_decay": 0.01, "clip_norm": 1.0})
     stack = open_training(tmp_path / "model", tmp_path, recipe)
@@ -169,10 +169,10 @@ def test_losses_and_ten_steps_are_those_of_transformers(family: str, task: str, 
         eps=recipe.eps,
         betas=recipe.betas,
     )
-    for step in range(10):
+    for step in range(4):
         lr = 1e-3 * (step + 1)
         batches = batches_of(task, 60, is_encoder)
-        measured = evaluate_losses(stack, batches, objective)
+        measured = evaluate_losses(stack, batches, objective) if step == 0 else []
         optimizer.begin_step(lr)
         loss = train_step(stack, optimizer, batches, objective)
         norm = optimizer.finish_step()
@@ -185,8 +185,8 @@ def test_losses_and_ten_steps_are_those_of_transformers(family: str, task: str, 
         theirs.step()
         assert loss.mean == pytest.approx(expected.item(), rel=1e-5)
         assert norm == pytest.approx(expected_norm.item(), rel=1e-4)
-        total = sum(each.total for each in measured) / sum(each.weight for each in measured)
         if step == 0:
+            total = sum(each.total for each in measured) / sum(each.weight for each in measured)
             assert total == pytest.approx(loss.mean, rel=1e-5)
     optimizer.flush()
     stack.close()
