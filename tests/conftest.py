@@ -25,9 +25,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-torch.set_num_threads(2)
-# The processes that tests start, too: what is known of a machine goes by its threads.
-os.environ["OMP_NUM_THREADS"] = "2"
+# One, as there is a worker a core: of two threads, one mostly waits for the other to get its turn. The processes that
+# tests start, too: what is known of a machine goes by its threads.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # Tests wait for the disk nearly as long as they compute, and few of them need a real one.
 MEMORY = Path("/dev/shm")
@@ -50,7 +51,7 @@ GPT2_SHAPES = {
 }  # fmt: skip
 
 
-LONG_FOLDERS = ("simulated", "faults", "training", "system")  # with files of few tests that take a minute
+LONG_FOLDERS = ("simulated", "training", "faults", "streaming", "system", "golden", "planning", "checkpoints")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,8 +59,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the long files, so that no worker is left with one of them in the end."""
-    items.sort(key=lambda item: item.path.parent.name not in LONG_FOLDERS)
+    """Begin with the folders of long files, so that no worker is left with one of them in the end."""
+    order = {name: number for number, name in enumerate(LONG_FOLDERS)}
+    items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
 
 
 def pytest_collection_finish() -> None:
@@ -129,15 +131,6 @@ def server(fixed_rates: Rates) -> Iterator[ForkServer]:
     server = ForkServer()
     yield server
     server.close()
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Compute with one thread."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

@@ -39,8 +39,6 @@ from gptj_ft.system.processes.dealing import deal, end_serving, owners_of, serve
 from gptj_ft.system.processes.group import ALONE, Group
 from gptj_ft.training.reporter import Reporter
 
-# As `--nproc 2` does on two cores.
-pytestmark = pytest.mark.usefixtures("one_thread")
 T = TypeVar("T")
 SHORT = {"max_length": 96, "device": "cpu", "precision": "fp32", "micro_batch_tokens": 64}
 

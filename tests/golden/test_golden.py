@@ -23,7 +23,6 @@ import pytest
 import torch
 from safetensors import safe_open
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
 LOSSES, JSON, HELP, OLD = HERE / "losses", HERE / "json", HERE / "help", HERE / "old"

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +58,16 @@ from gptj_ft.streaming.stores.state_file import StateFile
 from gptj_ft.streaming.update_check import UnchangedParameters
 from gptj_ft.system.memory import allocate
 from gptj_ft.training.restore import optimizer_config
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_threads() -> Iterator[None]:
+    """Compute as users do, so that threads share the work of a kernel; other tests have one."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(num_threads)
+
 
 FAMILIES = {"gptj": "narrow", "gpt2": "gpt2"}  # family -> a shape of it, 101 tokens and 3 blocks
 both_families = pytest.mark.parametrize("family", FAMILIES)

@@ -33,8 +33,6 @@ from gptj_ft.training.shared import mirror, moving
 from gptj_ft.training.shared.follow import own_run
 from gptj_ft.training.shared.pace import PaceWatch
 
-# There are more processes than cores.
-pytestmark = pytest.mark.usefixtures("one_thread")
 ON_DEVICE = {"weights": "device", "optimizer_state": "device"}
 ON_DISK = {"weights": "disk", "optimizer_state": "disk", "boundaries": "disk"}
 PLACES: dict[str, dict[str, str]] = {
