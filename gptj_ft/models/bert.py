@@ -21,7 +21,7 @@ from gptj_ft.models.attention import attend_both_ways
 from gptj_ft.models.batch import HeadRows, PackedBatch, Poll
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.embedding import Embedding
-from gptj_ft.models.linear import OneDNNLinear
+from gptj_ft.models.linear import Linear
 from gptj_ft.models.registry import LARGEST, Family, HeadForm, Home
 
 # "gelu" is the exact form, by the error function; "gelu_new" and "gelu_pytorch_tanh" are one.
@@ -150,8 +150,8 @@ class Attention(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.num_heads = config.num_attention_heads
-        self.query, self.key, self.value = (OneDNNLinear(width, width) for _ in range(3))
-        self.output = OneDNNLinear(width, width)
+        self.query, self.key, self.value = (Linear(width, width) for _ in range(3))
+        self.output = Linear(width, width)
         self.weight_dropout = Dropout(config.attention_probs_dropout_prob, index, "attention weights")
         self.dropout = Dropout(config.hidden_dropout_prob, index, "attention")
 
@@ -171,8 +171,8 @@ class MLP(nn.Module):
     def __init__(self, config: BertConfig, index: int) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[config.hidden_act]
-        self.intermediate = OneDNNLinear(config.hidden_size, config.intermediate_size)
-        self.output = OneDNNLinear(config.intermediate_size, config.hidden_size)
+        self.intermediate = Linear(config.hidden_size, config.intermediate_size)
+        self.output = Linear(config.intermediate_size, config.hidden_size)
         self.dropout = Dropout(config.hidden_dropout_prob, index, "mlp")
 
     def forward(self, x_TD: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
@@ -204,7 +204,7 @@ class Pooler(nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.pooler = OneDNNLinear(config.hidden_size, config.hidden_size)
+        self.pooler = Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x_SD: Tensor, rows: HeadRows) -> Tensor:
         return torch.tanh(self.pooler(x_SD, rows)).float()
@@ -215,9 +215,9 @@ class PooledClassifier(nn.Module):
 
     def __init__(self, config: BertConfig, num_outputs: int) -> None:
         super().__init__()
-        self.pooler = OneDNNLinear(config.hidden_size, config.hidden_size)
+        self.pooler = Linear(config.hidden_size, config.hidden_size)
         self.dropout = Dropout(config.head_dropout, "classifier")
-        self.classifier = OneDNNLinear(config.hidden_size, num_outputs)
+        self.classifier = Linear(config.hidden_size, num_outputs)
 
     def forward(self, x_SD: Tensor, rows: HeadRows) -> Tensor:
         pooled_SD = torch.tanh(self.pooler(x_SD, rows))
@@ -231,7 +231,7 @@ class Classifier(nn.Module):
     def __init__(self, config: BertConfig, num_outputs: int) -> None:
         super().__init__()
         self.dropout = Dropout(config.head_dropout, "classifier")
-        self.classifier = OneDNNLinear(config.hidden_size, num_outputs)
+        self.classifier = Linear(config.hidden_size, num_outputs)
 
     def forward(self, x_SD: Tensor, rows: HeadRows) -> Tensor:
         logits_SC: Tensor = self.classifier(self.dropout(x_SD, rows.noise), rows).float()
@@ -243,7 +243,7 @@ class SpanOutputs(nn.Module):
 
     def __init__(self, config: BertConfig, num_outputs: int) -> None:
         super().__init__()
-        self.qa_outputs = OneDNNLinear(config.hidden_size, num_outputs)
+        self.qa_outputs = Linear(config.hidden_size, num_outputs)
 
     def forward(self, x_SD: Tensor, rows: HeadRows) -> Tensor:
         logits_SC: Tensor = self.qa_outputs(x_SD, rows).float()

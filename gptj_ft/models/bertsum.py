@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gptj_ft.models.attention import attend_in_buckets
 from gptj_ft.models.batch import Documents, HeadRows
 from gptj_ft.models.dropout import Dropout
-from gptj_ft.models.linear import OneDNNLinear
+from gptj_ft.models.linear import Linear
 from gptj_ft.models.registry import HeadForm, Home
 
 NUM_LAYERS, MOST_HEADS, INNER, EPSILON = 2, 8, 2048, 1e-6
@@ -34,8 +34,8 @@ class SentenceAttention(nn.Module):
         super().__init__()
         width = config.n_embd
         self.num_heads = next(number for number in range(MOST_HEADS, 0, -1) if width % number == 0)
-        self.linear_query, self.linear_keys, self.linear_values = (OneDNNLinear(width, width) for _ in range(3))
-        self.final_linear = OneDNNLinear(width, width)
+        self.linear_query, self.linear_keys, self.linear_values = (Linear(width, width) for _ in range(3))
+        self.final_linear = Linear(width, width)
         self.dropout = Dropout(config.attention_probs_dropout_prob, "sentences", layer, "attention weights")
 
     def forward(self, x_SD: Tensor, rows: HeadRows, documents: Documents) -> Tensor:
@@ -50,7 +50,7 @@ class SentenceMLP(nn.Module):
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
-        self.w_1, self.w_2 = OneDNNLinear(config.n_embd, INNER), OneDNNLinear(INNER, config.n_embd)
+        self.w_1, self.w_2 = Linear(config.n_embd, INNER), Linear(INNER, config.n_embd)
         self.layer_norm = nn.LayerNorm(config.n_embd, EPSILON)
         self.inner_dropout, self.dropout = (
             Dropout(config.head_dropout, "sentences", layer, name) for name in ("mlp inner", "mlp")
@@ -84,7 +84,7 @@ class SentenceScores(nn.Module):
         super().__init__()
         self.transformer_inter = nn.ModuleList(SentenceLayer(config, layer) for layer in range(NUM_LAYERS))
         self.layer_norm = nn.LayerNorm(config.n_embd, EPSILON)
-        self.wo = OneDNNLinear(config.n_embd, num_outputs)
+        self.wo = Linear(config.n_embd, num_outputs)
 
     def forward(self, x_SD: Tensor, rows: HeadRows) -> Tensor:
         seeds = None if rows.noise is None else tuple(span.seed for span in rows.noise)

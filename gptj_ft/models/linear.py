@@ -1,4 +1,4 @@
-"""Linear layers, and their products: by the BLAS in training, by oneDNN for the few tokens of decoding.
+"""Linear layers, and their products: on a CPU by oneDNN, with gradients of weights summed in fp32 as they come.
 
 Axis letters: T tokens, D their width.
 """
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from gptj_ft.models.dropout import Noise
 
 Kernel = Literal["training", "decoding"]
-"""Which product computes: the BLAS always, or one that is faster for few tokens on a CPU and rounds differently."""
+"""Which product computes: always the same, or one that is faster for few tokens on a CPU and rounds differently."""
 FEW_TOKENS = 32  # for fewer, weights are better on the left of a product
-MANY_TOKENS = 128  # for more, the BLAS is as fast
+MANY_TOKENS = 128  # for more, one product for several weights is no faster
+SUM_ROWS, SUM_NUMEL = 256, 2**20  # least rows, or elements, of a weight's gradient that are computed and summed at once
 
 
 class RowContext(Protocol):
@@ -30,27 +31,91 @@ class RowContext(Protocol):
     def noise(self) -> Noise | None: ...
 
 
-def project(x_TD: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel) -> Tensor:
-    """Compute `torch.nn.functional.linear`; decoding on a CPU, by oneDNN rather than by the BLAS.
+def project(x_TD: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel, is_transposed: bool = False) -> Tensor:
+    """Compute `torch.nn.functional.linear`, on a CPU by oneDNN; decoding few tokens, in another order.
 
-    Measured (torch 2.13 with MKL, 2 cores with AVX2): one token reads the weights 1.4 to 1.9 times as fast, as fast as
-    they can be read; 2 to 32, with weights on the left, 1.5 to 5 times; up to 128, 0.9 to 1.7 times. It rounds
-    differently, so training, which runs forward twice, does without.
+    Measured in fp32 (torch 2.13, 2 cores of an AMD EPYC): where there is AVX-512, of which MKL's products use half
+    there, oneDNN's have 1.9 to 2.6 times their rate, forward and backward; with AVX2 alone 0.95 to 1.6 times. In bf16
+    both are oneDNN's. In decoding, 2 to 32 tokens go 1.5 to 5 times as fast with weights on the left, which rounds
+    differently, so that training, which runs forward twice, does without.
+
+    Args:
+        x_TD: inputs.
+        weight: weight, (output width, input width).
+        bias: bias.
+        kernel: which product computes.
+        is_transposed: whether the weight is stored (input width, output width).
     """
-    if kernel == "training" or x_TD.shape[0] > MANY_TOKENS or not has_onednn(x_TD):
-        return F.linear(x_TD, weight, bias)
-    multiply = torch.ops.mkldnn._linear_pointwise.default
-    if 1 < x_TD.shape[0] <= FEW_TOKENS and weight.is_contiguous():
-        out: Tensor = multiply(weight, x_TD, None, "none", [], "").t().contiguous()
+    if not has_onednn(x_TD):
+        return F.linear(x_TD, weight.t() if is_transposed else weight, bias)
+    if torch.is_grad_enabled():
+        out: Tensor = _Product.apply(x_TD, weight, bias, is_transposed)  # type: ignore[no-untyped-call]
+        return out
+    if is_transposed:
+        weight = weight.t()
+    if kernel == "decoding" and 1 < x_TD.shape[0] <= FEW_TOKENS and weight.is_contiguous() and _is_fp32(x_TD):
+        out = multiply(weight, x_TD).t().contiguous()
         return out if bias is None else out.add_(bias)
-    out = multiply(x_TD, weight, bias, "none", [], "")
-    return out
+    return multiply(x_TD, weight, bias)
 
 
 def has_onednn(x_TD: Tensor) -> bool:
-    """Tell whether oneDNN has products for them: in fp32, on a CPU."""
-    is_kind = x_TD.device.type == "cpu" and x_TD.dtype == torch.float32
+    """Tell whether oneDNN has products for them: in fp32 or bf16, on a CPU."""
+    is_kind = x_TD.device.type == "cpu" and x_TD.dtype in (torch.float32, torch.bfloat16)
     return is_kind and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+
+
+def multiply(x_TI: Tensor, weight_OI: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply by a weight on a CPU, by oneDNN, without a graph: [T, O]."""
+    if not _is_fp32(x_TI):
+        return F.linear(x_TI, weight_OI, bias)
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_TI, weight_OI, bias, "none", [], "")
+    return out
+
+
+def _is_fp32(x: Tensor) -> bool:
+    return x.dtype == torch.float32
+
+
+def add_product(total_MN: Tensor, left_TM: Tensor, right_TN: Tensor) -> None:
+    """Add ``left.t() @ right`` to a sum in fp32, some rows at a time.
+
+    Product and sum of some rows stay in the cache. Of the whole matrix, in memory that is new each time, the product is
+    written and read once more: with 220 tokens that takes twice as long as the arithmetic of bf16, with 2,048 a fifth.
+    """
+    num_rows = max(SUM_ROWS, SUM_NUMEL // total_MN.shape[1])
+    for total, left in zip(torch.split(total_MN, num_rows), torch.split(left_TM, num_rows, dim=1), strict=True):
+        total.add_(multiply(left.t(), right_TN.t()))
+
+
+class _Product(torch.autograd.Function):
+    """A product of oneDNN, and those of its gradients.
+
+    Where the weight is a leaf that has a gradient already, its gradient is added to that by `add_product`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.leaf = weight if weight.is_leaf and weight.requires_grad else None  # its values may be elsewhere by then
+        ctx.is_transposed = is_transposed
+        return multiply(x, weight.t() if is_transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (x, weight), (gradient,), (for_x, for_weight, for_bias, _) = ctx.saved_tensors, gradients, ctx.needs_input_grad
+        sides = (x, gradient) if ctx.is_transposed else (gradient, x)
+        of_weight = None
+        if for_weight and ctx.leaf is not None and ctx.leaf.grad is not None:
+            add_product(ctx.leaf.grad, *sides)
+        elif for_weight:
+            of_weight = multiply(sides[0].t(), sides[1].t())
+        return (
+            multiply(gradient, weight if ctx.is_transposed else weight.t()) if for_x else None,
+            of_weight,
+            gradient.sum(0) if for_bias else None,
+            None,
+        )
 
 
 def project_by_all(x_TD: Tensor, linears: Sequence[Linear], rows: RowContext) -> Iterator[Tensor]:
@@ -61,7 +126,7 @@ def project_by_all(x_TD: Tensor, linears: Sequence[Linear], rows: RowContext) ->
     is_plain = all(type(linear) is Linear for linear in linears)  # no adapters
     first, *others = weights = [linear.weight for linear in linears]
     ends = [weight.data_ptr() + weight.nbytes for weight in weights]
-    is_few = rows.kernel == "decoding" and x_TD.shape[0] <= MANY_TOKENS and has_onednn(x_TD)
+    is_few = rows.kernel == "decoding" and x_TD.shape[0] <= MANY_TOKENS and has_onednn(x_TD) and _is_fp32(x_TD)
     if not (is_plain and is_few and [weight.data_ptr() for weight in others] == ends[:-1]):
         yield from (linear(x_TD, rows) for linear in linears)
         return
@@ -78,45 +143,6 @@ class Linear(nn.Linear):
         return project(input, self.weight, self.bias, rows.kernel)
 
 
-class OneDNNLinear(Linear):
-    """`Linear` whose products are oneDNN's in training, too, by way of `project_by_onednn`."""
-
-    def forward(self, input: Tensor, rows: RowContext) -> Tensor:  # type: ignore[override]
-        return project_by_onednn(input, self.weight, self.bias)
-
-
-def project_by_onednn(x_TD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute `torch.nn.functional.linear`, in fp32 on a CPU by oneDNN, forward and backward.
-
-    Measured (torch 2.13, whose MKL uses AVX2 on an AMD EPYC with AVX-512; 430 and 2048 tokens, widths 384 to 3072): 1.8
-    to 2.4 times the rate of the BLAS. A number of tokens that was not met before costs half a millisecond a shape.
-    """
-    if not has_onednn(x_TD):
-        return F.linear(x_TD, weight, bias)
-    out: Tensor = _OneDNNProduct.apply(x_TD, weight, bias)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _OneDNNProduct(torch.autograd.Function):
-    """oneDNN's product, and those of its gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        multiply = torch.ops.mkldnn._linear_pointwise.default
-        (x, weight), (gradient,), (for_x, for_weight, for_bias) = ctx.saved_tensors, gradients, ctx.needs_input_grad
-        return (
-            multiply(gradient, weight.t(), None, "none", [], "") if for_x else None,
-            multiply(gradient.t(), x.t(), None, "none", [], "") if for_weight else None,
-            gradient.sum(0) if for_bias else None,
-        )
-
-
 class Conv1D(nn.Module):
     """A linear layer whose weight is stored (in, out), as TensorFlow did."""
 
@@ -126,7 +152,7 @@ class Conv1D(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_out))
 
     def forward(self, x_TI: Tensor, rows: RowContext) -> Tensor:
-        return project(x_TI, self.weight.t(), self.bias, rows.kernel)
+        return project(x_TI, self.weight, self.bias, rows.kernel, is_transposed=True)
 
 
 class TiedLinear(nn.Module):

@@ -51,9 +51,8 @@ class LoRALinear(nn.Module):
         self.lora_B = nn.Parameter(torch.empty(height, rank.rank, device="meta"))
 
     def forward(self, x: Tensor, rows: RowContext) -> Tensor:
-        weight = self.weight.t() if self.is_transposed else self.weight
         # In this order: autograd sums the gradients of x in the reverse one, and another order rounds otherwise.
-        output = project(x, weight, self.bias, rows.kernel)
+        output = project(x, self.weight, self.bias, rows.kernel, self.is_transposed)
         narrow = F.linear(self.dropout(x, rows.noise), self.lora_A)
         return output + F.linear(narrow, self.lora_B) * self.scaling
 

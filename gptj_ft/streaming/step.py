@@ -320,6 +320,9 @@ def sum_gradients(loaded: LayerLoad, parameters: dict[str, Tensor], lanes: LaneS
         parameter = parameters[name]
         if parameter.dtype == total.dtype:
             parameter.grad = total
+        elif total.device.type == "cpu":  # `linear.project` adds to it as products come
+            parameter.grad_dtype = total.dtype
+            parameter.grad = total
         else:
             parameter.register_post_accumulate_grad_hook(_adder(total))  # type: ignore[no-untyped-call]
     return begun

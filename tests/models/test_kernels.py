@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate, pairwise
 
 import pytest
@@ -12,25 +13,50 @@ from gptj_ft.models.attention import attend_in_buckets
 from gptj_ft.models.batch import Documents, padded_length
 from gptj_ft.models.dropout import Dropout, NoiseSpan
 from gptj_ft.models.embedding import Embedding
-from gptj_ft.models.linear import project_by_onednn
+from gptj_ft.models.linear import SUM_ROWS, add_product, project
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 17, 0, 33, 8, 48, 9, 1, 70)
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_products_by_onednn_and_their_gradients_are_those_of_torch(has_bias: bool) -> None:
+@pytest.mark.parametrize("has_sum", [True, False])
+def test_products_by_onednn_and_their_gradients_are_those_of_torch(
+    has_bias: bool, is_transposed: bool, has_sum: bool
+) -> None:
     torch.manual_seed(0)
-    tensors = [torch.randn(61, 40), torch.randn(24, 40), *([torch.randn(24)] if has_bias else [])]
-    gradient = torch.randn(61, 24)
+    tensors = [torch.randn(61, 40), torch.randn(24, 40), torch.randn(24)]
+    gradient, begun = torch.randn(61, 24), torch.randn(24, 40)
     results = []
-    for product in (project_by_onednn, F.linear):
-        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-        output = product(*leaves, *([] if has_bias else [None]))
+    for is_ours in (True, False):
+        x, weight, bias = (tensor.clone().requires_grad_() for tensor in tensors)
+        if has_sum:
+            weight.grad = begun.clone()
+        if is_ours and is_transposed:
+            stored = weight.detach().t().contiguous().requires_grad_()
+            stored.grad = None if weight.grad is None else weight.grad.t().contiguous()
+            output = project(x, stored, bias if has_bias else None, "training", is_transposed=True)
+        else:
+            product = partial(project, kernel="training") if is_ours else F.linear
+            output = product(x, weight, bias=bias if has_bias else None)
         output.backward(gradient)
-        results.append([output.detach(), *(leaf.grad for leaf in leaves)])
+        of_weight = stored.grad.t() if is_ours and is_transposed and stored.grad is not None else weight.grad
+        results.append([output.detach(), x.grad, of_weight, *([bias.grad] if has_bias else [])])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_a_weight_is_summed_in_fp32_whatever_part_of_it_is_computed_at_once(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    left, right = torch.randn(33, 2 * SUM_ROWS + 7).to(dtype), torch.randn(33, 5000).to(dtype)
+    begun = torch.randn(left.shape[1], right.shape[1])
+    total = begun.clone()
+    add_product(total, left, right)
+    whole = begun + (left.t() @ right).float()
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]  # a last bit of a product of about 20
+    torch.testing.assert_close(total, whole, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
