@@ -101,7 +101,7 @@ def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object
     documents = [torch.randint(0, 4096, (ROW,), generator=generator).tolist() for _ in range(tokens // ROW)]
     batches = micro_batches(documents, [1] * len(documents), arguments.micro_batch)
     optimizer = AdamW(stack, optimizer_config(Recipe()), num_deferred=arguments.late)
-    seconds, waited, losses, moved = [], [], [], []
+    seconds, waited, losses, moved, best = [], [], [], [], []
     spent: list[ProcessorTime] = []
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     for step in range(arguments.steps):
@@ -118,6 +118,7 @@ def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object
         spent.append(ProcessorTime.now().since(spent_before))
         waited.append(stack.waited_seconds - before)
         moved.append(stack.bytes_read + stack.bytes_written - bytes_before)
+        best.append(best_product(TYPES[arguments.compute]))
         print(f"{variant}: step {seconds[-1]:.1f} s, waiting {waited[-1]:.1f} s", file=sys.stderr, flush=True)
     if arguments.profile:
         profile.stop()
@@ -130,11 +131,31 @@ def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object
         "losses": losses,
         "moved_bytes": moved,
         "processor": [asdict(each) for each in spent],
+        "best_product_gflops": best,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "gflops": [(8 - 2 * arguments.kept / arguments.layers) * blocks * tokens / s / 1e9 for s in seconds],
         "parameters": sum(layout.num_parameters for layout in stack.layouts),
         "profile": shares(profile, seconds[-1]) if arguments.profile else None,
     }
+
+
+def best_product(dtype: Any) -> float:
+    """Return GFLOP/s of the fastest of twenty products: what a step is held against, measured right after it."""
+    import torch
+
+    from gptj_ft.models.linear import project
+
+    width, best = SHAPE["n_embd"], 0.0
+    for tokens in (256, 512, 1024, 2048, 4096):
+        for inner, outer in ((width, width), (width, 4 * width), (4 * width, width), (width // 2, width // 2)):
+            x = torch.full((tokens, inner), 0.5, dtype=dtype)
+            weight = torch.full((outer, inner), 0.5, dtype=dtype)
+            with torch.no_grad():
+                for _ in range(2):
+                    start = time.perf_counter()
+                    project(x, weight, None, "training")
+                    best = max(best, 2e-9 * tokens * inner * outer / (time.perf_counter() - start))
+    return best
 
 
 def shares(profile: Any, seconds: float) -> dict[str, float]:
@@ -182,6 +203,8 @@ def main() -> None:
         steady = result["seconds"][1:]
         result["steady_seconds"] = sum(steady) / len(steady)
         result["stall"] = sum(result["waited"][1:]) / sum(steady)
+        rates = zip(result["gflops"][1:], result["best_product_gflops"][1:], strict=True)
+        result["share_of_best_product"] = sorted(rate / best for rate, best in rates)
         print(json.dumps({"variant": variant, **result}), flush=True)
 
     def is_rounded(variant: str) -> bool:
@@ -192,9 +215,11 @@ def main() -> None:
         like = next(other for other in results if is_rounded(other) == is_rounded(variant))
         assert result["losses"] == results[like]["losses"], f"{variant} and {like} differ"
         ratio = result["steady_seconds"] / results[like]["steady_seconds"]
+        shares_of_best = result["share_of_best_product"]
         print(
             f"{variant:<32}{result['steady_seconds']:>8.1f} s  {ratio:>5.3f} x {like}, waiting {result['stall']:.1%}, "
-            f"peak {result['peak_rss_bytes'] / 1e9:.1f} GB, same losses to the bit"
+            f"peak {result['peak_rss_bytes'] / 1e9:.1f} GB, same losses to the bit; blocks at "
+            f"{shares_of_best[0]:.0%} to {shares_of_best[-1]:.0%} of the best product"
         )
         for part, share in (result["profile"] or {}).items():
             print(f"    {share:>6.1%}  {part}")

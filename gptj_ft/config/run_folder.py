@@ -20,6 +20,7 @@ from gptj_ft.errors import DataError, GptjFtError, UsageError
 from gptj_ft.system.digests import digest_of, read_json, read_sealed, write_sealed
 from gptj_ft.system.files import appending, discard, disk_errors, replace_text, require_plain, sync_path
 from gptj_ft.system.jsonl import JsonLines
+from gptj_ft.system.machine import cpu_kernels
 from gptj_ft.system.paths import RUNS, is_tuned
 from gptj_ft.system.plain_text import command_line, one_line, without_secrets
 
@@ -328,17 +329,20 @@ def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str,
         **{name: version(name) for name in packages},
         "device": device,
         "threads": threads,
+        "kernels": f"{cpu_kernels()}, products of oneDNN",
         **chosen,
         "command": without_secrets(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     path = run.folder / ENVIRONMENT
     before = read_json(path) if path.is_file() else {}
+    if before and device == "cpu":
+        before.setdefault("kernels", "products of MKL")  # as it was before they were noted
     if LAYERS in before and "processes" in chosen:
         facts[LAYERS] = before[LAYERS]  # until they are where they are trained now
     changes = [
         f"{key} {one_line(str(before[key]))}, now {facts[key]}"
-        for key in ("torch", "device", "threads")
+        for key in ("torch", "device", "threads", "kernels")
         if key in before and before[key] != facts[key]
     ]
     write_json(path, facts)

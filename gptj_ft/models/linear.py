@@ -85,6 +85,8 @@ def add_product(total_MN: Tensor, left_TM: Tensor, right_TN: Tensor) -> None:
     """
     num_rows = max(SUM_ROWS, SUM_NUMEL // total_MN.shape[1])
     for total, left in zip(torch.split(total_MN, num_rows), torch.split(left_TM, num_rows, dim=1), strict=True):
+        if _is_fp32(left):  # what the product would otherwise do itself, slower: it takes no turned parts
+            left = left.contiguous().t().contiguous().t()
         total.add_(multiply(left.t(), right_TN.t()))
 
 

@@ -34,6 +34,17 @@ def bound_kernel_caches() -> None:
         os.environ.setdefault(name, str(KERNELS_KEPT))
 
 
+def cpu_kernels() -> str:
+    """Return the kernels that compute on this machine's CPU, on which the last bits of results depend."""
+    import torch
+
+    half = "AMX" if torch.cpu._is_amx_tile_supported() else "AVX-512" if torch.cpu._is_avx512_bf16_supported() else ""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "")  # oneDNN's own, as its documentation has it
+    return (
+        f"{torch.backends.cpu.get_cpu_capability()}{f', bf16 by {half}' if half else ''}{f', {limit}' if limit else ''}"
+    )
+
+
 def choose_device(name: str, cap: int | None = None, number_here: int | None = None) -> torch.device:
     """Return the device of a run, an accelerator with its number, and make it torch's current one.
 

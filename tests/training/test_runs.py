@@ -13,7 +13,7 @@ from support.cli_runner import Shell
 from support.small_run import assert_same_weights, weights_of
 from support.stopped_runs import make_runs
 
-from gptj_ft.config.run_folder import Run
+from gptj_ft.config.run_folder import Run, record_environment
 from gptj_ft.streaming.stores.state_file import StateFile
 from gptj_ft.system.lock import locked
 
@@ -286,6 +286,20 @@ def test_a_run_that_goes_on_with_another_number_of_threads_warns(runs: Path, she
     assert done.code == 0
     assert warning in (runs / "stopped" / "log.txt").read_text()
     assert warning.strip() in " ".join(done.err.split())
+
+
+def test_a_run_that_goes_on_with_other_kernels_warns(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert record_environment(run, "cpu", 1, {}) is None
+    here = json.loads((tmp_path / "environment.json").read_text())
+    assert record_environment(run, "cpu", 1, {}) is None
+    (tmp_path / "environment.json").write_text(json.dumps({**here, "kernels": "AVX2, products of oneDNN"}))
+    warning = record_environment(run, "cpu", 1, {})
+    assert warning is not None
+    assert f"kernels AVX2, products of oneDNN, now {here['kernels']}" in warning
+    del here["kernels"]  # of a run from before they were noted, whose products were another library's
+    (tmp_path / "environment.json").write_text(json.dumps(here))
+    assert "products of MKL, now" in (record_environment(run, "cpu", 1, {}) or "")
 
 
 def test_going_back_to_a_damaged_checkpoint_changes_nothing(runs: Path, shell: Shell) -> None:

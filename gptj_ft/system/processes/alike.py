@@ -10,6 +10,7 @@ import torch
 
 from gptj_ft import __version__
 from gptj_ft.errors import UsageError
+from gptj_ft.system.machine import cpu_kernels
 from gptj_ft.system.processes.group import Group
 
 
@@ -19,7 +20,7 @@ def facts_here() -> dict[str, Any]:
         "gptj-ft": __version__,
         "Python": platform.python_version(),
         "torch": torch.__version__,
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "instructions": cpu_kernels(),
         "threads": torch.get_num_threads(),
         "command": " ".join(sys.argv[1:]),
     }
