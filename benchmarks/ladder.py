@@ -1,0 +1,371 @@
+"""A ladder from a plain `transformers` loop to `gptj-ft finetune`: one model, one set of rows, one change a rung.
+
+    plain      rows padded to the longest of their batch, eager attention, logits of every position, fused AdamW
+    grouped    + batches of rows of like lengths: the same rows, sorted
+    targets    + the head on positions that carry a target only
+    sdpa       + torch's fused attention, which `transformers` has for GPT-2
+    compile    + torch.compile of the blocks, for any length
+    recompute  sdpa with gradient checkpointing: less memory, more time
+    ours       gptj-ft, in the placement that it chooses by itself
+    ours-disk  gptj-ft, weights and state on disk
+
+Each rung runs in fp32 and in bf16: the loops by autocast. Models are random, of GPT-2's shape with exact GELU (as
+Cerebras-GPT has it, and kinder to the loops' memory); clipping is on. Each run is a process of its own, watched from
+outside; all rungs take their turn before the next begins. The first step is not timed: it compiles and warms up.
+
+    python benchmarks/ladder.py --data train.jsonl --tokenizer gpt2/ --work /tmp/ladder --size 760M --batch-size 4
+
+A loop keeps 16 bytes a parameter and its activations in RAM. What does not fit, by an estimate that errs low, is
+skipped with the reason, as is a rung that needs a compiler where there is none. Rates are shares of the best of 20
+product shapes in the same precision, measured before and after: mfu counts what every way of training needs (real
+tokens, the head on targets), hfu what was computed (padding, the head everywhere, blocks computed twice).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+from same_work import NO_TARGET, Step, Work, decay_groups, loss_of_all_positions, pad
+from side_by_side import Watched, finetune, parser, watch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from gptj_ft.models.linear import project_by_onednn
+from gptj_ft.system.cage import NotCaged, caged
+
+SHAPES: Mapping[str, Mapping[str, int]] = {
+    "tiny": {"n_layer": 4, "n_embd": 128, "n_head": 4},
+    "124M": {"n_layer": 12, "n_embd": 768, "n_head": 12},
+    "350M": {"n_layer": 24, "n_embd": 1024, "n_head": 16},
+    "760M": {"n_layer": 24, "n_embd": 1536, "n_head": 16},
+    "1.0B": {"n_layer": 18, "n_embd": 2048, "n_head": 16},
+    "1.3B": {"n_layer": 24, "n_embd": 2048, "n_head": 16},
+}
+VOCABULARY = 50257
+LOOPS = ("plain", "grouped", "targets", "sdpa", "compile", "recompute")
+WITH_ALL_LOGITS, WITH_EAGER_ATTENTION = LOOPS[:2], LOOPS[:3]
+OURS = {"ours": "auto", "ours-disk": "disk"}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Of GPT-2, saved for backward of a block: elements of n_embd a token, and matrices of scores of the eager attention.
+SAVED, SCORES = 17, 3
+PROCESS_BYTES, SPARED_BYTES = 0.5e9, 0.5e9
+# Product shapes: tokens x columns x rows of the matrix.
+PRODUCT_TOKENS = (256, 512, 1024, 2048)
+PRODUCTS, BEST_SHAPES = 5, 4  # how often the fastest shapes are computed again, and how many
+MATRICES = ((768, 3072), (1024, 4096), (2048, 2048), (2048, 8192), (4096, 4096))
+SAME_LOSS = {"fp32": 1e-3, "bf16": 5e-2}
+
+
+class Skipped(Exception):
+    """A rung that cannot be taken here; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """What every rung works on.
+
+    Attributes:
+        shape: shape of the model, under Hugging Face's names.
+        work: steps in the order of `gptj-ft`; the first is not timed.
+    """
+
+    shape: Mapping[str, int]
+    work: Work
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of all blocks that products take."""
+        return 12 * self.shape["n_layer"] * self.shape["n_embd"] ** 2
+
+    @property
+    def head_parameters(self) -> int:
+        return VOCABULARY * self.shape["n_embd"]
+
+    def steps_of(self, loop: str) -> list[Step]:
+        """Return a loop's steps: from ``grouped`` on, those that are timed have the same rows, sorted by length."""
+        first, *timed = self.work.steps
+        if loop == "plain":
+            return self.work.steps
+        rows = sorted((row for step in timed for row in step.rows()), key=lambda row: row.num_tokens)
+        size, together = len(first.documents), [first]
+        for number, step in enumerate(timed):
+            group = rows[number * size : (number + 1) * size]
+            documents, prompts = [row.documents[0] for row in group], [row.prompt_lengths[0] for row in group]
+            together.append(Step(step.lr, documents, prompts))
+        return together
+
+    def needs(self, loop: str) -> float:
+        """Estimate the peak memory of a loop in fp32, in bytes."""
+        state = 16 * (self.block_parameters + self.head_parameters)
+        width, layers, heads = (self.shape[name] for name in ("n_embd", "n_layer", "n_head"))
+        peaks = []
+        for step in self.steps_of(loop):
+            tokens, longest = step.num_padded, max(map(len, step.documents))
+            scores = SCORES * tokens * longest * heads if loop in WITH_EAGER_ATTENTION else 0
+            block = SAVED * tokens * width + scores
+            blocks = layers * tokens * width + block if loop == "recompute" else layers * block
+            peaks.append(blocks + 3 * VOCABULARY * (tokens if loop in WITH_ALL_LOGITS else step.num_targets))
+        return state + 4 * max(peaks) + PROCESS_BYTES
+
+    def model_flops(self) -> float:
+        """FLOPs of the timed steps that every way of training needs."""
+        timed = self.work.steps[1:]
+        tokens, targets = sum(step.num_tokens for step in timed), sum(step.num_targets for step in timed)
+        return 6.0 * (tokens * self.block_parameters + targets * self.head_parameters)
+
+    def hardware_flops(self, rung: str, lines: Sequence[Mapping[str, Any]]) -> float:
+        """FLOPs of the timed steps that a rung computes."""
+        if rung in OURS:
+            return sum(line["hardware_gflops"] * line["seconds"] * 1e9 for line in lines[1:])
+        timed = self.steps_of(rung)[1:]
+        padded, targets = sum(step.num_padded for step in timed), sum(step.num_targets for step in timed)
+        logits = padded if rung in WITH_ALL_LOGITS else targets
+        passes = 8.0 if rung == "recompute" else 6.0
+        return passes * padded * self.block_parameters + 6.0 * logits * self.head_parameters
+
+
+def train(model: GPT2LMHeadModel, work: Work, loop: str, precision: str) -> Iterator[float]:
+    """Train a model by a loop; yield the loss of each step."""
+    if loop == "compile":
+        for block in model.transformer.h:
+            block.compile(dynamic=True)
+    if loop == "recompute":
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(
+        decay_groups(model, work.weight_decay), betas=work.betas, eps=work.eps, fused=True
+    )  # fmt: skip
+    for step in work.steps:
+        for group in optimizer.param_groups:
+            group["lr"] = step.lr
+        with torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext():
+            loss = (loss_of_all_positions if loop in WITH_ALL_LOGITS else loss_of_targets)(model, step)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), work.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield loss.item()
+
+
+def loss_of_targets(model: GPT2LMHeadModel, step: Step) -> Tensor:
+    """Return the mean loss over a step's targets; the head runs on their positions only."""
+    ids, mask, targets = pad(step.documents, step.prompt_lengths)
+    hidden = model.transformer(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    chosen = targets != NO_TARGET
+    return F.cross_entropy(model.lm_head(hidden[chosen]).float(), targets[chosen])
+
+
+def run_loop(arguments: argparse.Namespace) -> None:
+    """Be the process of a loop."""
+    loop, precision = arguments.loop.split(",")
+    attention = "eager" if loop in WITH_EAGER_ATTENTION else "sdpa"
+    model = GPT2LMHeadModel.from_pretrained(
+        arguments.work / "model", dtype=torch.float32, attn_implementation=attention
+    ).train()
+    work = Work.load(arguments.work / f"work-{loop}.json")
+    work.write_losses(train(model, work, loop, precision), arguments.work / "loop.jsonl")
+
+
+def take(ladder: Ladder, rung: str, precision: str, arguments: argparse.Namespace) -> Watched:
+    """Run a rung in a process of its own.
+
+    Raises:
+        Skipped: it cannot be taken here.
+    """
+    if rung in OURS:
+        watched, run = finetune(arguments, f"{OURS[rung]}:precision={precision}")
+        shutil.rmtree(run.folder)
+        return watched
+    if rung == "compile" and not shutil.which(os.environ.get("CXX", "g++")):
+        raise Skipped("torch.compile needs a C++ compiler, and there is none")
+    need, free = ladder.needs(rung), psutil.virtual_memory().available - SPARED_BYTES
+    if need > free:
+        raise Skipped(f"it needs at least {need / 1e9:.1f} GB of RAM, {free / 1e9:.1f} are free")
+    replace(ladder.work, steps=ladder.steps_of(rung)).save(arguments.work / f"work-{rung}.json")
+    lines = arguments.work / "loop.jsonl"
+    lines.unlink(missing_ok=True)
+    command = [sys.executable, __file__, "--loop", f"{rung},{precision}", "--work", str(arguments.work)]
+    with ExitStack() as stack:
+        with suppress(NotCaged):  # what needs more than is free ends here, and takes no other program with it
+            command = stack.enter_context(caged(int(free), f"ladder-{os.getpid()}")).command(command)
+        try:
+            return watch(command, lines)
+        except subprocess.CalledProcessError as error:
+            raise Skipped(f"it ended with {error.returncode}; {free / 1e9:.1f} GB of RAM were free") from error
+
+
+def best_product(precision: str) -> float:
+    """Return the FLOP/s of the best of 20 product shapes; in fp32 torch's own kernel, and oneDNN's.
+
+    Each is tried once, and the fastest again, for the first product of a shape also chooses its kernel.
+    """
+    kernels = (F.linear, project_by_onednn) if precision == "fp32" else (F.linear,)
+    shapes = [(tokens, *matrix) for tokens in PRODUCT_TOKENS for matrix in MATRICES]
+    tried = sorted(
+        ((rate_of(kernel, shape, precision), shape, kernel) for shape in shapes for kernel in kernels),
+        key=lambda each: each[0], reverse=True,
+    )  # fmt: skip
+    return max(rate_of(kernel, shape, precision, PRODUCTS) for _, shape, kernel in tried[:BEST_SHAPES])
+
+
+def rate_of(kernel: Callable[..., Tensor], shape: tuple[int, int, int], precision: str, times: int = 1) -> float:
+    """Return the FLOP/s of a product, the fastest of some."""
+    tokens, columns, rows = shape
+    x, weight = (torch.randn(size, columns).to(PRECISIONS[precision]) for size in (tokens, rows))
+    best = 0.0
+    for _ in range(times):
+        start = time.perf_counter()
+        kernel(x, weight, None)
+        best = max(best, 2.0 * tokens * columns * rows / (time.perf_counter() - start))
+    return best
+
+
+def make_model(folder: Path, tokenizer: Path, shape: Mapping[str, int]) -> None:
+    """Write a random GPT-2 with its tokenizer (a folder with vocab.json and merges.txt)."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        **shape, vocab_size=VOCABULARY, n_positions=1024, activation_function="gelu", resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(tokenizer / name, folder / name)
+
+
+def first_look(arguments: argparse.Namespace, precision: str) -> tuple[Watched, Work]:
+    """Train by `gptj-ft`, as all rungs then do; return its steps, too."""
+    watched, run = finetune(arguments, f"{OURS['ours']}:precision={precision}")
+    work = Work.of(run)
+    shutil.rmtree(run.folder)
+    return watched, work
+
+
+def check_losses(runs: Mapping[tuple[str, str], Sequence[Watched]]) -> None:
+    """Check that rungs with the same batches have the same losses.
+
+    Raises:
+        AssertionError: they have not.
+    """
+    for names in (("plain", *OURS), LOOPS[1:]):  # in their order of the rows, and sorted
+        for precision, most in SAME_LOSS.items():
+            taken = [runs[name, precision][0].lines for name in names if (name, precision) in runs]
+            for lines in taken[1:]:
+                apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(taken[0], lines, strict=True))
+                assert apart < most, f"losses of {names} in {precision} are apart by {apart}"
+
+
+def report(
+    ladder: Ladder, runs: Mapping[tuple[str, str], Sequence[Watched]], rates: Mapping[str, float], size: str
+) -> None:
+    """Print a JSON line, a table, and what the ladder is for: gptj-ft beside the best rung and beside the first."""
+    timed = ladder.work.steps[1:]
+    examples, tokens = sum(len(step.documents) for step in timed), sum(step.num_tokens for step in timed)
+    results: dict[tuple[str, str], dict[str, Any]] = {}
+    for (rung, precision), watched in runs.items():
+        seconds = [run.arrivals[-1] - run.arrivals[0] for run in watched]
+        middle = sorted(seconds)[len(seconds) // 2]
+        results[rung, precision] = {
+            "examples_per_second": [examples / each for each in seconds],
+            "tokens_per_second": tokens / middle,
+            "peak_rss_bytes": max(run.peak_rss_bytes for run in watched),
+            "mfu": ladder.model_flops() / middle / rates[precision],
+            "hfu": ladder.hardware_flops(rung, watched[0].lines) / middle / rates[precision],
+            "losses": [line["loss"] for line in watched[0].lines],
+        }
+    named = {f"{rung}, {precision}": result for (rung, precision), result in results.items()}
+    facts = {"size": size, "rates": rates, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    print(json.dumps({"results": named, "examples": examples, "tokens": tokens, **facts}))
+    print(f"| rung | examples/s | | tokens/s | peak RSS | mfu | hfu |\n{'|---' * 7}|")
+    speeds = {key: sorted(result["examples_per_second"]) for key, result in results.items()}
+    first = next(iter(results))
+    for (rung, precision), result in results.items():
+        low, middle, high = (speeds[rung, precision][at] for at in (0, len(speeds[rung, precision]) // 2, -1))
+        base = speeds.get(("plain", precision), speeds[first])
+        print(
+            f"| {rung}, {precision} | {middle:.3f} ({low:.3f} to {high:.3f}) | {middle / base[len(base) // 2]:.2f}x | "
+            f"{result['tokens_per_second']:.0f} | {result['peak_rss_bytes'] / 1e9:.2f} GB | {result['mfu']:.0%} | "
+            f"{result['hfu']:.0%} |"
+        )
+    compare(results)
+
+
+def compare(results: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
+    """Print ratios of what `gptj-ft` does to what the best rung does, and the first."""
+
+    def speed(key: tuple[str, str]) -> float:
+        values = sorted(results[key]["examples_per_second"])
+        return float(values[len(values) // 2])
+
+    for precision in PRECISIONS:
+        loops = [(loop, precision) for loop in LOOPS if (loop, precision) in results]
+        for rung in OURS:
+            if loops and (rung, precision) in results:
+                best, ours = max(loops, key=speed), (rung, precision)
+                memory = results[ours]["peak_rss_bytes"] / results[best]["peak_rss_bytes"]
+                print(f"{rung}, {precision}: {speed(ours) / speed(best):.2f}x the best rung ({best[0]}), "
+                      f"{memory:.2f}x its memory")  # fmt: skip
+    ours = [key for key in results if key[0] in OURS]
+    if ("plain", "fp32") in results and ours:
+        best = max(ours, key=speed)
+        print(f"end to end: {', '.join(best)}: {speed(best) / speed(('plain', 'fp32')):.2f}x plain, fp32")
+
+
+def main() -> None:
+    """Climb the ladder in turns."""
+    options = parser(__doc__)
+    options.set_defaults(steps=2, batch_size=4, max_length=512)
+    options.add_argument("--size", choices=SHAPES, default="1.3B")
+    options.add_argument("--rungs", default=",".join((*LOOPS, *OURS)))
+    options.add_argument("--precisions", default="fp32,bf16")
+    options.add_argument("--turns", type=int, default=2)
+    options.add_argument("--loop", help="used by the script itself")
+    arguments = options.parse_args()
+    if arguments.loop:
+        run_loop(arguments)
+        return
+    arguments.work.mkdir(parents=True)
+    arguments.steps += 1  # the first is not timed
+    shape, precisions = SHAPES[arguments.size], arguments.precisions.split(",")
+    make_model(arguments.work / "model", arguments.tokenizer, shape)
+    rates = {precision: best_product(precision) for precision in precisions}
+    runs: dict[tuple[str, str], list[Watched]] = {}
+    # The steps are those of a run of gptj-ft: one that counts, if it is among the rungs.
+    watched, work = first_look(arguments, precisions[0])
+    ladder = Ladder(shape, work)
+    if "ours" in arguments.rungs.split(","):
+        runs["ours", precisions[0]] = [watched]
+    skipped: dict[tuple[str, str], str] = {}
+    for turn in range(arguments.turns):
+        for rung in arguments.rungs.split(","):
+            for precision in precisions:
+                key = rung, precision
+                if key in skipped or (turn == 0 and key in runs):
+                    continue
+                try:
+                    runs.setdefault(key, []).append(take(ladder, rung, precision, arguments))
+                except Skipped as reason:
+                    skipped[key] = str(reason)
+                    runs.pop(key) if not runs.get(key) else None
+                    print(f"{rung}, {precision}: skipped: {reason}", flush=True)
+    rates = {precision: max(rate, best_product(precision)) for precision, rate in rates.items()}
+    order = [(rung, precision) for precision in precisions for rung in arguments.rungs.split(",")]
+    report(ladder, {key: runs[key] for key in order if runs.get(key)}, rates, arguments.size)
+    check_losses(runs)
+    shutil.rmtree(arguments.work)
+
+
+if __name__ == "__main__":
+    main()
