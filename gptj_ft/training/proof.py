@@ -505,6 +505,7 @@ class _Process:
         command = [sys.executable, "-m", "gptj_ft", *words, "--quiet"]
         began = since = time.monotonic()
         next_look = 0.0
+        self._read_lines()  # of a run that is resumed
         with _started(self._cage.command(command) if self._cage else command, self._log) as process:
             while process.poll() is None:
                 now = time.monotonic()
