@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from gptj_ft.models.batch import PackedBatch
     from gptj_ft.streaming.adamw import AdamW
     from gptj_ft.streaming.model import OffloadedModel
-    from gptj_ft.training.restore import optimizer_config
 
 FILES = {
     "dialogsum": "summarization/dialogsum/train.jsonl",
@@ -142,6 +141,7 @@ def open_model(arguments: argparse.Namespace) -> tuple[OffloadedModel, AdamW]:
     from gptj_ft.streaming.model import BufferBudget, OffloadedModel
     from gptj_ft.streaming.open import fill_layer
     from gptj_ft.streaming.stores.placement import Placement, open_stores, training_dtypes
+    from gptj_ft.training.restore import optimizer_config
 
     family, device = families()["gptj"], torch.device("cpu")
     width, heads = arguments.width, {"n_head": HEADS, "rotary_dim": arguments.width // HEADS}
