@@ -1,0 +1,261 @@
+"""One small form of every claim of RESULTS.md that can be had in minutes, beside a floor: exits with 1 if one is worse.
+
+    python benchmarks/floors.py --data data/ --tokenizer gpt2/ --vocabulary bert/ --work /tmp/floors
+    python benchmarks/floors.py ... --only disk,parity
+
+Each measurement is a benchmark of this folder in a small form, under ten minutes in all on two cores. Figures are
+ratios of two programs that ran side by side, never seconds, so floors hold on other machines of the same kind. They are
+those of these small forms, where much is worse than at full size: RESULTS.md has the claims. A figure 10 % worse than
+its floor is measured once more, for machines are shared; if it is again, the claim is named and the exit code is 1.
+
+Not here, for they take longer, another machine or a network: 6 billion parameters, DeepSpeed, forecasts of time,
+several processes, the tables of what is learnt, `predict`. Bits over kills and placements: `make test`, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+HERE = Path(__file__).parent
+WORSE = 0.10
+LEAST, MOST = "at least", "at most"
+# Of the small forms, machine C (2 cores of an AMD EPYC with AVX-512 and bf16), 2026-11-23.
+FLOORS: Mapping[str, tuple[str, float]] = {
+    "parity: relative difference of losses from transformers": (MOST, 1e-6),
+    "disk: seconds of a step, times those in RAM": (MOST, 1.35),
+    "disk: memory, times that in RAM": (MOST, 0.75),
+    "kept: seconds of a step with activations kept, times those recomputed": (MOST, 0.90),
+    "loop: examples/s, times a plain transformers loop": (LEAST, 2.0),
+    "loop: memory, times its": (MOST, 0.60),
+    "peft: examples/s of LoRA, times peft in a plain loop": (LEAST, 1.5),
+    "peft: memory, times its": (MOST, 0.60),
+    "depth: memory of four times the blocks, times what their inputs add": (MOST, 1.10),
+    "planned: memory of a killed and resumed run, times the forecast": (MOST, 0.85),
+    "prove: a killed run from disk has the bits of one in RAM": (LEAST, 1.0),
+    "generate: tokens/s of one row, times transformers.generate": (LEAST, 1.2),
+    "evaluate: rows/s, times a transformers loop": (LEAST, 1.2),
+    "prepare: tokens/s of prepare-data, times the bare tokenizer": (LEAST, 0.6),
+    "ragged: speed-up by no padding, share of the padding saved": (LEAST, 0.9),
+    "encoder: rows/s of MiniLM on SST-2, times a plain transformers loop": (LEAST, 2.5),
+}
+Objects = Sequence[Mapping[str, Any]]  # JSON that a benchmark printed
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A benchmark in a small form.
+
+    Attributes:
+        names: of its figures, in the order of `FLOORS`: what stands there before the colon.
+        script: file in this folder; empty: the command line of the program.
+        words: arguments; ``{data}``, ``{tokenizer}``, ``{vocabulary}`` and ``{work}`` are filled in.
+        read: returns the figures, from JSON and from all that was printed.
+    """
+
+    names: Sequence[str]
+    script: str
+    words: str
+    read: Callable[[Objects, str], Sequence[float]]
+
+    def run(self, places: Mapping[str, Path]) -> dict[str, float]:
+        """Run it; return its figures by their names.
+
+        Raises:
+            subprocess.CalledProcessError: it failed.
+        """
+        program = [str(HERE / self.script)] if self.script else ["-m", "gptj_ft"]
+        command = [sys.executable, *program, *(word.format(**places) for word in self.words.split())]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        shutil.rmtree(places["work"], ignore_errors=True)
+        if done.returncode and not self.script.startswith("evaluation"):  # that one exits by its own, larger, claims
+            raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
+        named = [name for name in FLOORS if name.partition(":")[0] in self.names]
+        return dict(zip(named, self.read(list(objects(done.stdout)), done.stdout), strict=True))
+
+
+def objects(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in what a benchmark printed, each at the beginning of a line."""
+    decoder, position = json.JSONDecoder(), 0
+    while (start := re.compile(r"^\{", re.MULTILINE).search(text, position)) is not None:
+        try:
+            value, position = decoder.raw_decode(text, start.start())
+        except ValueError:
+            position = start.end()
+            continue
+        yield value
+
+
+def parity(found: Objects, text: str) -> list[float]:
+    """Read `dialogsum_parity.py`."""
+    return [found[0]["largest_difference"] / found[0]["last_loss"]]
+
+
+def placements(found: Objects, text: str) -> list[float]:
+    """Read `streamed_vs_resident.py`: in RAM, from disk, in RAM with activations kept."""
+    ram, disk, kept = found
+    seconds, peaks = (lambda of: min(of["seconds"][1:])), (lambda of: of["peak_rss_bytes"])
+    return [seconds(disk) / seconds(ram), peaks(disk) / peaks(ram), seconds(kept) / seconds(ram)]
+
+
+def beside_a_loop(found: Objects, text: str) -> list[float]:
+    """Read what `side_by_side.report` prints: gptj-ft, and a loop."""
+    ours, loop = found[0]["results"].values()
+    speeds, peaks = ([of[key] for of in (ours, loop)] for key in ("examples_per_second", "peak_rss_bytes"))
+    return [speeds[0] / speeds[1], peaks[0] / peaks[1]]
+
+
+def depth(found: Objects, text: str) -> list[float]:
+    """Read `depth.py`: the deepest model beside the shallowest and the inputs of the layers between them."""
+    return [1 + float(re.findall(r"([-+][\d.]+)%", text)[-1]) / 100]
+
+
+def planned(found: Objects, text: str) -> list[float]:
+    """Read `full_size.py`."""
+    assert not found[0]["verified"]["problems"], found[0]["verified"]["problems"]
+    return [max(found[0]["peak_rss_bytes"]) / found[0]["forecast"]["memory_bytes"]]
+
+
+def proven(found: Objects, text: str) -> list[float]:
+    """Read `gptj-ft prove --json`."""
+    return [float(found[0]["holds"])]
+
+
+def generated(found: Objects, text: str) -> list[float]:
+    """Read figure a of `decoding.py`."""
+    return [found[0]["a"]["batch 1, beams 1"]["ratio"]]
+
+
+def evaluated(found: Objects, text: str) -> list[float]:
+    """Read `evaluation.py`."""
+    return [float(re.findall(r"([\d.]+) times the rows a second", text)[0])]
+
+
+def prepared(found: Objects, text: str) -> list[float]:
+    """Read part a of `prepare_data.py`: the mean over the forms of files."""
+    return [fmean(of["rates"][0] / of["rates"][1] for of in found if "rates" in of)]
+
+
+def ragged(found: Objects, text: str) -> list[float]:
+    """Read `ragged_vs_padded.py`."""
+    return [found[0]["reached"]]
+
+
+def encoder(found: Objects, text: str) -> list[float]:
+    """Read `encoders.py loop`: the last trainer is what the others are compared with."""
+    rates = [median(rates) for rates in found[0]["rates"].values()]
+    return [max(rates) / min(rates)]
+
+
+LOOP = "--data {data}/summarization/dialogsum/train.jsonl --tokenizer {tokenizer} --work {work}"
+MEASUREMENTS = [
+    Measurement(["parity"], "dialogsum_parity.py", f"{LOOP} --steps 4", parity),
+    Measurement(
+        ["disk", "kept"], "streamed_vs_resident.py",
+        "--work {work} --layers 4 --width 1024 --tokens 1024 --steps 4 --variants device,disk,device:kept=4",
+        placements,
+    ),
+    Measurement(
+        ["loop"], "transformers_loop.py",
+        f"{LOOP} --places auto --loops plain --steps 3 --warm-up 1 --batch-size 4 --max-length 512", beside_a_loop,
+    ),
+    Measurement(
+        ["peft"], "lora_vs_peft.py",
+        f"{LOOP} --places auto --loops plain --steps 4 --warm-up 1 --batch-size 4 --width 512", beside_a_loop,
+    ),
+    Measurement(["depth"], "depth.py", "--work {work} --layers 4,16 --width 1024 --tokens 128", depth),
+    Measurement(
+        ["planned"], "full_size.py",
+        "--work {work} --layers 4 --width 1024 --tokens 512 --micro-batch 512 --memory 3", planned,
+    ),
+    Measurement(["prove"], "", "prove --size tiny --output {work} --json", proven),
+    Measurement(
+        ["generate"], "decoding.py", "a --work {work} --layers 4 --width 1024 --tokens 16 --runs 2", generated
+    ),
+    Measurement(
+        ["evaluate"], "evaluation.py", "--data {data} --tokenizer {tokenizer} --work {work} --small", evaluated
+    ),
+    Measurement(
+        ["prepare"], "prepare_data.py",
+        "--data {data} --tokenizer {tokenizer} --work {work} --only a --megabytes 1 --repetitions 1", prepared,
+    ),
+    Measurement(
+        ["ragged"], "ragged_vs_padded.py",
+        "--data {data} --tokenizer {tokenizer} --work {work} --recipes dialogsum --width 512 --steps 2 --turns 2",
+        ragged,
+    ),
+    Measurement(
+        ["encoder"], "encoders.py",
+        "loop --data {data} --tokenizer {vocabulary} --work {work} --tasks sst2 --shapes minilm --precisions fp32 "
+        "--steps 3 --turns 1 --trainers gptj-ft,transformers", encoder,
+    ),
+]  # fmt: skip
+
+
+def is_worse(name: str, value: float) -> bool:
+    """Tell whether a figure is 10 % worse than its floor."""
+    side, floor = FLOORS[name]
+    return value < floor * (1 - WORSE) if side == LEAST else value > floor * (1 + WORSE)
+
+
+def better(name: str, one: float, other: float) -> float:
+    """Return the better of two figures."""
+    return (max if FLOORS[name][0] == LEAST else min)(one, other)
+
+
+def measure(measurement: Measurement, places: Mapping[str, Path]) -> dict[str, float]:
+    """Run a measurement, and once more if a figure is worse than its floor; of two figures the better counts."""
+    found = measurement.run(places)
+    if any(is_worse(name, value) for name, value in found.items()):
+        again = measurement.run(places)
+        found = {name: better(name, value, again[name]) for name, value in found.items()}
+    return found
+
+
+def main() -> None:
+    """Measure every claim, print a table, name those that are worse."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with summarization/, squad/, sentiment/")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="folder with GPT-2's vocab.json and merges.txt")
+    parser.add_argument("--vocabulary", type=Path, required=True, help="folder with BERT's vocab.txt")
+    parser.add_argument("--work", type=Path, required=True, help="new folder")
+    parser.add_argument("--only", help="names of measurements, with commas: parity,disk")
+    arguments = parser.parse_args()
+    places = {name: getattr(arguments, name).resolve() for name in ("data", "tokenizer", "vocabulary", "work")}
+    wanted = set(arguments.only.split(",")) if arguments.only else None
+    began, worse = time.monotonic(), []
+    print("| claim, in a small form | measured | floor | |\n|---|---|---|---|", flush=True)
+    for measurement in MEASUREMENTS:
+        if wanted is not None and not wanted & set(measurement.names):
+            continue
+        start = time.monotonic()
+        try:
+            found = measure(measurement, places)
+        except subprocess.CalledProcessError as error:
+            last = (error.stderr or "").strip().splitlines()[-1:]
+            worse += measurement.names
+            print(f"| {', '.join(measurement.names)} | failed: {' '.join(last)} | | worse |", flush=True)
+            continue
+        for name, value in found.items():
+            side, floor = FLOORS[name]
+            worse += [name] if is_worse(name, value) else []
+            verdict = "worse" if is_worse(name, value) else "ok"
+            print(f"| {name} | {value:.3g} | {side} {floor:g} | {verdict} |", flush=True)
+        print(f"{', '.join(measurement.names)}: {time.monotonic() - start:.0f} s", file=sys.stderr)
+    print(f"{(time.monotonic() - began) / 60:.1f} minutes", file=sys.stderr)
+    if worse:
+        sys.exit(f"worse than its floor by more than {WORSE:.0%}: {'; '.join(worse)}")
+
+
+if __name__ == "__main__":
+    main()
