@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -317,16 +318,13 @@ def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str,
         threads: number of CPU threads.
         chosen: values that the plan chose for options that say ``auto``.
     """
-    from importlib.metadata import version
-
     if not run.writes:
         return None
-    packages = ("torch", "transformers", "tokenizers", "datasets")
     facts = {
         "gptj_ft": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        **{name: version(name) for name in packages},
+        **_versions(),
         "device": device,
         "threads": threads,
         "kernels": f"{cpu_kernels()}, products of oneDNN",
@@ -349,6 +347,14 @@ def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str,
     if not changes:
         return None
     return f"computed otherwise from here on, so results may change in their last bits: {'; '.join(changes)}"
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Look up the releases of the packages that numbers depend on, once in a process: each takes 2 ms."""
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("torch", "transformers", "tokenizers", "datasets")}
 
 
 def note_layers(run: Run, owners: Mapping[str, Sequence[int]]) -> None:

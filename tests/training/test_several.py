@@ -129,7 +129,7 @@ def test_layers_shared_by_any_number_of_processes_give_the_bits_of_one(
     if method == "lora":
         options["optimizer_state"] = options["optimizer_state"] if place != "mixed" else "disk"
     train_alone(model, tmp_path / "alone", **options)
-    for size in (2, 3, 4):
+    for size in (2, 3, 4) if method == "full" else (2, 4):
         folder = tmp_path / str(size)
         train_together(size, model, folder, share="layers", **options)
         assert_same_run(folder, tmp_path / "alone", size)
