@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gptj_ft.config.options import Recipe
+from gptj_ft.data.checks.tokens import check_tokens
 from gptj_ft.data.dataset import (
     VERSION,
     Prepared,
@@ -23,7 +24,6 @@ from gptj_ft.data.hub_dataset import is_reference, local_folder
 from gptj_ft.data.labelled.encoder import with_labels
 from gptj_ft.data.prepare import tokenize_rows
 from gptj_ft.data.readers.source import ROWS_MANIFEST, FileOptions, Source, identify, is_prepared
-from gptj_ft.data.token_checks import check_tokens
 from gptj_ft.data.tokenization import RowTokenizer, tokenizer_digest
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.system.digests import read_json

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pyarrow
 
 from gptj_ft.config.options import Recipe
+from gptj_ft.data.checks.texts import Checks
 from gptj_ft.data.columns import (
     LABEL,
     FieldReader,
@@ -36,7 +37,6 @@ from gptj_ft.data.readers.source import FileOptions, Source, identify
 from gptj_ft.data.readers.tables import check_headers
 from gptj_ft.data.table import LABELLED, SCHEMA, TableWriter, TokenTable, empty_lists, to_arrow
 from gptj_ft.data.tokenization import RowTokenizer, Tokens, tokenize_by, tokenizer_digest
-from gptj_ft.data.validation import Checks
 from gptj_ft.errors import DataError, RowSkipped
 from gptj_ft.system.plain_text import shortened
 

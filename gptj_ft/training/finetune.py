@@ -18,12 +18,12 @@ from gptj_ft.config.options import FREE_ON_RESUME, Recipe
 from gptj_ft.config.resolve import Resolved, build, dump_recipe, resolve
 from gptj_ft.config.run_folder import START, Run, choose_folder, steps_done, stopped, what_is_saved
 from gptj_ft.data.batches import Rows
+from gptj_ft.data.checks.tokens import check_tokens
 from gptj_ft.data.dataset import Prepared, Report, load_dataset, save_dataset
 from gptj_ft.data.load import data_path, read_or_prepare
 from gptj_ft.data.readers.rows import PLACES_SHOWN, Occurrences, format_places
 from gptj_ft.data.readers.source import FileOptions, identify
 from gptj_ft.data.split import split
-from gptj_ft.data.token_checks import check_tokens
 from gptj_ft.data.tokenization import load_row_tokenizer, vocab_size_of
 from gptj_ft.errors import DataError, Interrupted, NotFinite, UsageError
 from gptj_ft.models.published import Published, find_published

@@ -13,10 +13,10 @@ from support.tiny_tokenizer import make_tokenizer
 
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.batches import rows_of_step
+from gptj_ft.data.checks.texts import CHECKS, PLAIN, delimiters_of
 from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.lengths import Lengths, histogram
 from gptj_ft.data.prepare import tokenize_rows
-from gptj_ft.data.validation import CHECKS, PLAIN, delimiters_of
 
 NOTE = "The patient came on foot and was given water, rest and a second visit in the spring of the year after. Part "
 

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptj_ft.config.resolve import resolve
+from gptj_ft.data.checks.repair import FIXES, RepairReport, choose_target, fix_rows, fix_texts
+from gptj_ft.data.checks.texts import CONTROL, TAG
 from gptj_ft.data.readers.records import read_rows
-from gptj_ft.data.repair import FIXES, RepairReport, choose_target, fix_rows, fix_texts
-from gptj_ft.data.validation import CONTROL, TAG
 from gptj_ft.errors import DataError, UsageError
 
 RECIPE = resolve({"recipe": "summarization"}, environment={}).recipe

@@ -15,13 +15,13 @@ from support.tiny_wordpiece import SPECIAL, make_wordpiece, write_vocabulary
 from transformers import AutoTokenizer, BertTokenizer, RobertaTokenizer
 
 from gptj_ft.config.options import Recipe
+from gptj_ft.data.checks.tokens import check_tokens
 from gptj_ft.data.dataset import Prepared, save_dataset
 from gptj_ft.data.labelled.assembly import longest_first, windows_of
 from gptj_ft.data.labelled.labels import LabelSet
 from gptj_ft.data.load import read_or_prepare
 from gptj_ft.data.prepare import tokenize_rows
 from gptj_ft.data.split import split
-from gptj_ft.data.token_checks import check_tokens
 from gptj_ft.data.tokenization import load_tokenizer, tokenize
 from gptj_ft.errors import DataError, UsageError
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.real_data import real_data
 
-from gptj_ft.data.oracle import MAX_SENTENCES, oracle_sentences
+from gptj_ft.data.labelled.oracle import MAX_SENTENCES, oracle_sentences
 
 
 def rouge_sum(chosen: list[str], summary: str) -> float:

@@ -14,11 +14,11 @@ from support.tiny_wordpiece import SPECIAL, make_wordpiece
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
+from gptj_ft.data.checks.tokens import check_tokens
 from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.labelled.sentences import split_sentences
 from gptj_ft.data.prepare import tokenize_rows
 from gptj_ft.data.readers.source import FileOptions, identify
-from gptj_ft.data.token_checks import check_tokens
 from gptj_ft.data.tokenization import load_tokenizer, tokenize
 from gptj_ft.errors import DataError, UsageError
 

@@ -14,10 +14,10 @@ from transformers import AutoTokenizer, BertTokenizer, RobertaTokenizer
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
+from gptj_ft.data.checks.tokens import check_tokens
 from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.prepare import tokenize_rows
 from gptj_ft.data.split import split
-from gptj_ft.data.token_checks import check_tokens
 from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import DataError, UsageError
 

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.cli_runner import Shell
 
+from gptj_ft.data.checks.tokens import check_tokens
 from gptj_ft.data.dataset import Prepared, Report
 from gptj_ft.data.loss_mask import num_targets
 from gptj_ft.data.table import LABELLED, SCHEMA, TokenTable, to_arrow
-from gptj_ft.data.token_checks import check_tokens
 from gptj_ft.errors import DataError
 
 VOCABULARY, LENGTH = 100, 12

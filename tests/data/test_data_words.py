@@ -12,10 +12,10 @@ from support.tiny_wordpiece import SPECIAL, make_wordpiece
 from transformers import BertTokenizer
 
 from gptj_ft.config.options import Recipe
+from gptj_ft.data.checks.tokens import check_tokens
 from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.load import read_or_prepare
 from gptj_ft.data.prepare import tokenize_rows
-from gptj_ft.data.token_checks import check_tokens
 from gptj_ft.data.tokenization import tokenize
 from gptj_ft.errors import DataError, UsageError
 

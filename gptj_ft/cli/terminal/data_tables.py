@@ -20,8 +20,8 @@ from gptj_ft.system.plain_text import command_line, shortened
 
 if TYPE_CHECKING:
     from gptj_ft.config.options import Recipe
+    from gptj_ft.data.checks.repair import RepairReport
     from gptj_ft.data.dataset import Prepared, Report
-    from gptj_ft.data.repair import RepairReport
     from gptj_ft.training.finetune import PreparedRun
     from gptj_ft.training.prepare_data import Preparation
 

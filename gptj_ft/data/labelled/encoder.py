@@ -15,6 +15,7 @@ import pyarrow
 from numpy.typing import NDArray
 
 from gptj_ft.config.options import Recipe
+from gptj_ft.data.checks.texts import Checks
 from gptj_ft.data.counts import RowCounts
 from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.labelled.assembly import LabelledRow
@@ -22,7 +23,6 @@ from gptj_ft.data.labelled.labels import LabelSet
 from gptj_ft.data.readers.rows import Occurrences, Row
 from gptj_ft.data.table import SCHEMA, TableWriter, TokenTable, bounds_of, numbers_of, to_arrow
 from gptj_ft.data.tokenization import Frame, RowTokenizer, frame_of, tokenize_by
-from gptj_ft.data.validation import Checks
 from gptj_ft.errors import DataError, RowSkipped, listed
 from gptj_ft.system.plain_text import shortened
 

@@ -14,8 +14,8 @@ from gptj_ft.data.columns import FieldTexts
 from gptj_ft.data.dataset import content_hash
 from gptj_ft.data.labelled.assembly import Document, LabelledRow
 from gptj_ft.data.labelled.encoder import Setting, TaskReader
+from gptj_ft.data.labelled.oracle import MAX_SENTENCES, oracle_sentences
 from gptj_ft.data.labelled.words import only_field
-from gptj_ft.data.oracle import MAX_SENTENCES, oracle_sentences
 from gptj_ft.data.readers.rows import Row
 from gptj_ft.data.tokenization import backend_of
 from gptj_ft.data.wordpiece import splits_at_blanks

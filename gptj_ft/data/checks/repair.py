@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gptj_ft.config.options import Recipe
+from gptj_ft.data.checks.texts import CONTROL, ENTITY, MOJIBAKE, NEXT, TAG, has_html, is_mojibake, is_treebank
 from gptj_ft.data.columns import alternatives_of, columns_of, read_fields
 from gptj_ft.data.encode import check_templates, parts
 from gptj_ft.data.prepare import TOKENS, find_columns
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings, Occurrences, Row
 from gptj_ft.data.readers.source import COMPRESSIONS, SUFFIXES, FileOptions, identify
-from gptj_ft.data.validation import CONTROL, ENTITY, MOJIBAKE, NEXT, TAG, has_html, is_mojibake, is_treebank
 from gptj_ft.errors import DataError, RowSkipped, UsageError
 from gptj_ft.system.atomic import atomic_files, require_new
 
