@@ -123,6 +123,15 @@ def fixed_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rates]:
         yield rates
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_numbers_without_memory() -> Iterator[None]:
+    """Draw no first values for layers on the ``meta`` device, which keeps none: an eighth of the time of a small run."""
+    draw = torch.nn.Linear.reset_parameters
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Linear, "reset_parameters", lambda self: None if self.weight.is_meta else draw(self))
+        yield
+
+
 @pytest.fixture(scope="session")
 def server(fixed_rates: Rates) -> Iterator[ForkServer]:
     """Give a process that has everything imported, to run commands in."""
