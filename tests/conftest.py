@@ -125,7 +125,7 @@ def fixed_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rates]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_numbers_without_memory() -> Iterator[None]:
-    """Draw no first values for layers on the ``meta`` device, which keeps none: an eighth of the time of a small run."""
+    """Draw no first values for layers on the ``meta`` device, which keeps none: an eighth of a small run's time."""
     draw = torch.nn.Linear.reset_parameters
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.Linear, "reset_parameters", lambda self: None if self.weight.is_meta else draw(self))
