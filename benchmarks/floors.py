@@ -110,9 +110,10 @@ def placements(found: Objects, text: str) -> list[float]:
 
 def beside_a_loop(found: Objects, text: str) -> list[float]:
     """Read what `side_by_side.report` prints: gptj-ft, and a loop."""
-    ours, loop = found[0]["results"].values()
-    speeds, peaks = ([of[key] for of in (ours, loop)] for key in ("examples_per_second", "peak_rss_bytes"))
-    return [speeds[0] / speeds[1], peaks[0] / peaks[1]]
+    results = found[0]["results"]
+    ours = next(of for name, of in results.items() if name.startswith("gptj-ft"))
+    loop = next(of for name, of in results.items() if not name.startswith("gptj-ft"))
+    return [ours[key] / loop[key] for key in ("examples_per_second", "peak_rss_bytes")]
 
 
 def depth(found: Objects, text: str) -> list[float]:
@@ -162,7 +163,7 @@ MEASUREMENTS = [
     Measurement(["parity"], "dialogsum_parity.py", f"{LOOP} --steps 4", parity),
     Measurement(
         ["disk", "kept"], "streamed_vs_resident.py",
-        "--work {work} --layers 4 --width 1024 --tokens 1024 --steps 4 --variants device,disk,device:kept=4",
+        "--work {work} --layers 12 --width 1024 --tokens 512 --steps 3 --variants device,disk,device:kept=12",
         placements,
     ),
     Measurement(
