@@ -107,7 +107,7 @@ def train(arguments: argparse.Namespace) -> None:
     """Train to the end of the second step, from nothing or from the last commit."""
     work, run = Work(arguments), Run(arguments.work)
     stack = work.open(run)
-    late = len(work.layouts) - 2 if work.plan.costs.is_late else 0
+    late = work.plan.costs.num_deferred
     start = time.perf_counter()
     if last := run.last_commit():
         optimizer = AdamW(stack, optimizer_config(work.recipe), last["step"], late)
@@ -209,7 +209,7 @@ def main() -> None:
         "verified": {"bytes": checker.bytes, "seconds": time.perf_counter() - start, "problems": problems},
         "disk_bytes": sum(path.stat().st_blocks * 512 for path in arguments.work.rglob("*") if path.is_file()),
         "room": vars(work.plan.budget),
-        "is_late": work.plan.costs.is_late,
+        "num_deferred": work.plan.costs.num_deferred,
     }
     print(json.dumps(result))
     for line in result["said"]:

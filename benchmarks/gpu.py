@@ -138,7 +138,7 @@ def run_variant(cap: float | None, arguments: argparse.Namespace, rates: Rates, 
         model, plan.placement, training_dtypes(torch.bfloat16, torch.bfloat16, torch.bfloat16), device, Path(),
         plan.budget, boundary=boundary_layout(max(tokens_of_steps), SHAPE["n_embd"], max(tokens_of_steps) // ROW),
     )  # fmt: skip
-    late = len(layouts) - 2 if plan.costs.is_late else 0
+    late = plan.costs.num_deferred
     optimizer = AdamW(filled(stack), optimizer_config(Recipe(moments="bf16", gradients="bf16")), num_deferred=late)
     filling = time.perf_counter() - begin
     for tokens in tokens_of_steps:
@@ -158,7 +158,7 @@ def run_variant(cap: float | None, arguments: argparse.Namespace, rates: Rates, 
         steady = sum(seconds[WARM_UP:])
         flops = count_flops(layouts, tokens, tokens, plan.budget.num_kept_layers)
         say(
-            cap=cap, tokens=tokens, placement=str(plan.placement), kept=plan.budget.num_kept_layers, is_late=bool(late),
+            cap=cap, tokens=tokens, placement=str(plan.placement), kept=plan.budget.num_kept_layers, num_deferred=late,
             seconds=seconds, losses=losses, tokens_per_second=STEPS * tokens / steady,
             mfu=STEPS * flops.model / steady / rates.compute.bf16,
             stall=(stack.waited_seconds - waited) / steady,

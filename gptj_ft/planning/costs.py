@@ -40,7 +40,7 @@ class Costs:
 
     Attributes:
         num_steps: optimizer steps to do; ``None`` while they are not counted.
-        is_late: whether updates are applied in forward and again in backward, to be written there.
+        num_deferred: leading blocks whose updates are applied in forward and again in backward, to be written there.
         forward: forward pass of an average step.
         backward: backward pass of an average step.
         compute_seconds: seconds of a step's computation alone.
@@ -53,7 +53,7 @@ class Costs:
     """
 
     num_steps: int | None
-    is_late: bool
+    num_deferred: int
     forward: Pass
     backward: Pass
     compute_seconds: float
@@ -126,7 +126,7 @@ def cost(
     stored: Mapping[Kind, torch.dtype],
     rates: Rates,
     budget: BufferBudget = BufferBudget(),
-    is_late: bool = False,
+    num_deferred: int = 0,
 ) -> Costs:
     """Compute the bytes that a run moves and the seconds that it takes.
 
@@ -137,9 +137,9 @@ def cost(
         stored: the kinds that have a store, and their types; without ``grad`` updates are applied in backward.
         rates: rates of the machine.
         budget: buffer budget.
-        is_late: whether updates are applied in forward and again in backward, to be written there.
+        num_deferred: leading blocks whose updates are applied in forward and again in backward, to be written there.
     """
-    forward, backward, flush = training_passes(placement, load, stored, budget, is_late)
+    forward, backward, flush = training_passes(placement, load, stored, budget, num_deferred)
     passes = forward, backward
     state = {kind: stored[kind] for kind in state_kinds(stored)}
     by_place = bytes_moved(placement, state, load.stored_elements)
@@ -157,7 +157,7 @@ def cost(
     per_validation = seconds_per_validation(placement, load, flush, rates, budget.pass_tokens)
     return Costs(
         num_steps=load.num_steps,
-        is_late=is_late,
+        num_deferred=num_deferred,
         forward=forward,
         backward=backward,
         compute_seconds=sum(each.compute_seconds(load, rates) for each in passes),

@@ -408,10 +408,10 @@ def forecast(placement: Placement, load: Workload, recipe: Recipe, rates: Rates,
     costs = cost(placement, load, recipe, stored, rates, budget)
     can_be_late = placement.weights != "device" and placement.optimizer_state != "device"  # see `PendingUpdates`
     if can_be_late and costs.forward.transfer_seconds(rates) > costs.forward.compute_seconds(load, rates):
-        costs = min(
-            (costs, cost(placement, load, recipe, stored, rates, budget, is_late=True)),
-            key=lambda costs: costs.seconds_per_step,
-        )
+        late = cost(placement, load, recipe, stored, rates, budget, max(len(load.layouts) - 3, 0))
+        between = _balanced(costs, late, load, rates)
+        tried = [costs, late, *(cost(placement, load, recipe, stored, rates, budget, number) for number in between)]
+        costs = min(tried, key=lambda costs: costs.seconds_per_step)
     is_unclipped = load.dtype == torch.float16 and recipe.clip_norm is None
     waiting = "; gradients are stored though none is clipped: any may overflow" if is_unclipped else ""
     return Plan(
@@ -440,6 +440,28 @@ def forecast(placement: Placement, load: Workload, recipe: Recipe, rates: Rates,
     )
 
 
+def _balanced(none: Costs, every: Costs, load: Workload, rates: Rates) -> list[int]:
+    """Return how many blocks' updates may best be deferred, one number at most, from the costs of none and of all.
+
+    Each deferred one takes bytes off forward and puts more on backward, all in proportion. So a step is shortest where
+    one of the passes takes as long to move its bytes as to compute, or with none or all of them.
+    """
+    most = every.num_deferred
+    ends = [
+        (none.forward.compute_seconds(load, rates), every.forward.compute_seconds(load, rates)),
+        (none.forward.transfer_seconds(rates), every.forward.transfer_seconds(rates)),
+        (none.backward.compute_seconds(load, rates), every.backward.compute_seconds(load, rates)),
+        (none.backward.transfer_seconds(rates), every.backward.transfer_seconds(rates)),
+    ]
+
+    def seconds(number: int) -> float:
+        up, moved_up, down, moved_down = (a + (b - a) * number / max(most, 1) for a, b in ends)
+        return max(up, moved_up) + max(down, moved_down)
+
+    best = min(range(most + 1), key=seconds)
+    return [best] if 0 < best < most else []
+
+
 def replayed(plan: Plan, load: Workload, recipe: Recipe) -> Plan:
     """Return a plan with a step replayed in virtual time, where it is for an accelerator; otherwise as it is.
 
@@ -449,15 +471,15 @@ def replayed(plan: Plan, load: Workload, recipe: Recipe) -> Plan:
         return plan
     stored, rates = _stored(plan.placement, load, recipe), plan.rates
 
-    def timeline(is_late: bool) -> Timeline:
-        schedule = Schedule(plan.placement, tuple(stored.items()), plan.budget, len(load.layouts) if is_late else 0)
+    def timeline(num_deferred: int) -> Timeline:
+        schedule = Schedule(plan.placement, tuple(stored.items()), plan.budget, num_deferred)
         return replay(load, schedule, rates)
 
-    is_late = plan.costs.is_late
-    best = timeline(is_late)
-    if is_late and (other := timeline(False)).seconds < best.seconds:
-        is_late, best = False, other
-    costs = cost(plan.placement, load, recipe, stored, rates, plan.budget, is_late)
+    num_deferred = plan.costs.num_deferred
+    best = timeline(num_deferred)
+    if num_deferred and (other := timeline(0)).seconds < best.seconds:
+        num_deferred, best = 0, other
+    costs = cost(plan.placement, load, recipe, stored, rates, plan.budget, num_deferred)
     more = max(_tokens_to_hide(each, load, rates) for each in (costs.forward, costs.backward))
     costs = replace(
         costs, seconds_per_step=best.seconds, compute_seconds=best.step.compute, transfer_seconds=best.step.moving

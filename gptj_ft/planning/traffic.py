@@ -101,7 +101,11 @@ class CountedUpdates:
 
 
 def training_passes(
-    placement: Placement, workload: Workload, stored: Mapping[Kind, torch.dtype], budget: BufferBudget, is_late: bool
+    placement: Placement,
+    workload: Workload,
+    stored: Mapping[Kind, torch.dtype],
+    budget: BufferBudget,
+    num_deferred: int,
 ) -> tuple[Pass, Pass, Pass]:
     """Count an average step: its forward pass, its backward pass, and a flush of the updates that it leaves pending.
 
@@ -110,7 +114,7 @@ def training_passes(
         workload: workload of the run.
         stored: the kinds that have a store, and their types; without ``grad`` backward applies the updates.
         budget: buffer budget.
-        is_late: whether the updates of all blocks but the last are deferred.
+        num_deferred: leading blocks whose updates are deferred, see `PendingUpdates`.
     """
     kept = budget.num_kept_layers
     # Neither tokens nor kept activations change what moves of the model, so plans that differ in them share a count.
@@ -119,7 +123,7 @@ def training_passes(
     )
     buffers = replace(budget, num_kept_layers=0, pass_tokens=0)
     where = replace(placement, boundaries="device")
-    forward, backward, flush = count_step(where, model, tuple(stored.items()), buffers, is_late)
+    forward, backward, flush = count_step(where, model, tuple(stored.items()), buffers, num_deferred)
     flops = 2.0 * workload.block_parameters * workload.mean_step_tokens
     forward = replace(forward, flops=flops, times=1.0, layers=workload.forward_seconds)
     backward = replace(
@@ -142,10 +146,10 @@ def count_step(
     workload: Workload,
     stored: tuple[tuple[Kind, torch.dtype], ...],
     budget: BufferBudget,
-    is_late: bool,
+    num_deferred: int,
 ) -> tuple[Pass, Pass, Pass]:
     """Count the bytes of a step in the steady state: see `StepCounter`."""
-    return StepCounter(placement, workload, dict(stored), budget, is_late).passes()
+    return StepCounter(placement, workload, dict(stored), budget, num_deferred).passes()
 
 
 @dataclass
@@ -157,19 +161,19 @@ class StepCounter:
         workload: the model's layouts.
         stored: the kinds that have a store, and their types; without ``grad`` backward applies updates.
         budget: buffer budget.
-        is_late: whether the updates of all blocks but the last are deferred.
+        num_deferred: leading blocks whose updates are deferred, see `PendingUpdates`.
     """
 
     placement: Placement
     workload: Workload
     stored: Mapping[Kind, torch.dtype]
     budget: BufferBudget
-    is_late: bool = False
+    num_deferred: int = 0
 
     def __post_init__(self) -> None:
         self._stores: dict[Place, CountingStore] = {"host": CountingStore(), "disk": CountingStore()}
         self.model = counting_model(self.placement, self.workload, self.stored, self.budget, self._stores)
-        self._optimizer = CountedUpdates(self.model, len(self.model.layers) if self.is_late else 0)
+        self._optimizer = CountedUpdates(self.model, self.num_deferred)
 
     def passes(self) -> tuple[Pass, Pass, Pass]:
         """Count a step in the steady state: forward, backward, and a flush of what it leaves pending."""

@@ -55,7 +55,7 @@ class PendingUpdates:
     step: int = 0
     layers: set[int] = field(default_factory=set)
     waits: bool = True
-    deferred: range = range(0)
+    deferred: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, model: OffloadedModel, step: int = 0, num_deferred: int = 0) -> PendingUpdates:
@@ -65,11 +65,12 @@ class PendingUpdates:
             model: the offloaded model; gradients with a store wait there for the norm, and for a crash after which
                 they are applied again.
             step: optimizer steps done.
-            num_deferred: leading blocks whose updates are deferred; not the last block, with whose weights backward
-                begins, and none where the state is on the device, changed in place.
+            num_deferred: leading blocks, of those that this process has, whose updates are deferred; not the last
+                block of all, with whose weights backward begins, and none where the state is on the device, changed in
+                place.
         """
-        deferred = 0 if model.updates_in_place else min(num_deferred, len(model.layers) - 3)
-        return cls(step, set(), "grad" in model.stores, range(1, 1 + deferred))
+        blocks = tuple(layer for layer in model.own_layers if 1 <= layer < len(model.layers) - 2)
+        return cls(step, set(), "grad" in model.stores, () if model.updates_in_place else blocks[:num_deferred])
 
 
 def training_tasks(model: OffloadedModel, pending: PendingUpdates) -> list[LayerTask]:

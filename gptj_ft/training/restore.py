@@ -146,8 +146,8 @@ def lowest_trained(setup: TrainSetup) -> int:
 
 def make_optimizer(setup: TrainSetup, stack: OffloadedModel, state: RunState) -> AdamW:
     """Make the optimizer of a run at its step; some blocks are updated in forward and again in backward."""
-    late = len(setup.architecture.layers()) - 2 if setup.plan.costs.is_late else 0
-    optimizer = AdamW(stack, optimizer_config(setup.recipe), state.step, late, state.updates_before)
+    costs = setup.plan.costs
+    optimizer = AdamW(stack, optimizer_config(setup.recipe), state.step, costs.num_deferred, state.updates_before)
     optimizer.loss_scale = state.loss_scale or optimizer.loss_scale
     return optimizer
 

@@ -72,7 +72,7 @@ def test_a_power_cut_at_any_disk_operation_loses_nothing_but_the_step_in_flight(
 def test_a_power_cut_where_updates_are_kept_in_backward_loses_nothing_either(
     stride: int, session: TrainSetup, straight, tmp_path: Path
 ) -> None:
-    costs, budget = replace(session.plan.costs, is_late=True), replace(session.plan.budget, num_kept_layers=1)
+    costs, budget = replace(session.plan.costs, num_deferred=99), replace(session.plan.budget, num_kept_layers=1)
     late = replace(session, plan=replace(session.plan, costs=costs, budget=budget))
     total = count_operations(late, tmp_path)
     shutil.rmtree(tmp_path / "run")

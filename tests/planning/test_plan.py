@@ -19,13 +19,14 @@ from gptj_ft.errors import ResourceError
 from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.published import CEREBRAS_GPT, find_published
+from gptj_ft.planning.costs import cost
 from gptj_ft.planning.plan import FASTEST_FIRST, Free, Plan, candidates, choose, forecast
 from gptj_ft.planning.probe import ASSUMED_DISK, DiskRates, Rates
 from gptj_ft.planning.scaling_law import ScalingForecast, pile_loss
 from gptj_ft.planning.traffic import Pass
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
-from gptj_ft.streaming.stores.placement import Placement
+from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system.units import gigabytes
 
 GB = 10**9
@@ -124,7 +125,8 @@ def ends(load: Workload) -> tuple[int, int]:
 
 
 def test_each_pass_moves_the_bytes_that_the_design_says_but_for_what_is_still_there(six_b: Workload) -> None:
-    costs, all_of_it = planned(six_b).costs, six_b.stored_elements
+    fast = replace(RATES, disk=DiskRates(1e11, 1e11, 1e11))  # so that no update is deferred
+    costs, all_of_it = planned(six_b, rates=fast).costs, six_b.stored_elements
     low, high = ends(six_b)
     # Forward reads weights, moments and gradients, and writes weights and moments; backward weights and gradients.
     assert costs.forward.read == {"disk": 16 * all_of_it - 4 * low - 4 * low}
@@ -145,13 +147,32 @@ def test_nothing_is_read_of_a_model_so_small_that_its_layers_stay_where_they_are
 def test_an_update_kept_for_backward_is_that_of_the_first_and_the_last_layers_at_once(six_b: Workload) -> None:
     slow = replace(RATES, disk=DiskRates(2e9, 2e9, 2e9))
     costs, (low, _) = planned(six_b, recipe=Recipe(activations="recompute"), rates=slow).costs, ends(six_b)
-    assert costs.is_late
-    bottom, last, head = (six_b.layouts[layer].numel for layer in (0, -2, -1))
-    late = six_b.stored_elements - bottom - last - head
+    assert 0 < costs.num_deferred < len(six_b.layouts) - 3
+    last, head = (six_b.layouts[layer].numel for layer in (-2, -1))
+    late = sum(layout.numel for layout in six_b.layouts[1 : 1 + costs.num_deferred])
     assert costs.forward.read == {"disk": 16 * six_b.stored_elements - 8 * low}
-    assert costs.forward.written == {"disk": 12 * (bottom + last + head)}
-    assert costs.backward.read == {"disk": 16 * late + 4 * bottom}
+    assert costs.forward.written == {"disk": 12 * (six_b.stored_elements - late)}
+    assert costs.backward.read == {"disk": 16 * late + 4 * (six_b.stored_elements - late - last - head)}
     assert costs.backward.written == {"disk": 12 * late + 4 * six_b.stored_elements}
+
+
+def test_as_many_updates_are_deferred_as_balance_the_passes(six_b: Workload) -> None:
+    # With moments in bf16 and products of an AMX machine, forward alone would be bound by the disk, and backward if
+    # it wrote all updates: the step is shorter with some of them, and that is what the plan takes.
+    load = replace(six_b, dtype=torch.bfloat16)
+    recipe = Recipe(activations="recompute", moments="bf16", gradients="bf16")
+    rates = replace(
+        RATES, compute=replace(RATES.compute, bf16=2e12, bf16_narrow=2e12), disk=DiskRates(1.3e9, 1.3e9, 1.3e9)
+    )
+    chosen = planned(load, recipe=recipe, rates=rates)
+    most = len(load.layouts) - 3
+    stored = training_dtypes(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    seconds = [
+        cost(ON_DISK, load, recipe, stored, rates, chosen.budget, number).seconds_per_step for number in range(most + 1)
+    ]
+    assert 0 < chosen.costs.num_deferred < most
+    assert chosen.costs.seconds_per_step == pytest.approx(min(seconds), rel=0.01)
+    assert min(seconds) < 0.95 * min(seconds[0], seconds[-1])
 
 
 def test_narrow_models_and_what_is_no_matrix_product_take_their_time(six_b: Workload) -> None:
@@ -213,13 +234,13 @@ def test_a_pass_takes_as_long_as_the_slowest_of_computing_and_moving(six_b: Work
     assert moved[0] / 2e9 > forward / 1e12 + update
     assert moved[1] / 2e9 < backward / 1e12
     kept_in_forward = moved[0] / 2e9 + backward / 1e12
-    # So the update is kept in backward, which reads the state once more but takes the writes off forward.
+    # So updates are kept in backward, which reads the state once more but takes the writes off forward: of some blocks,
+    # for with those of all it would be backward that waits.
     bottom, last, head = (six_b.layouts[layer].numel for layer in (0, -2, -1))
     late = all_of_it - bottom - last - head
     up = 16 * all_of_it - 8 * low + 12 * (all_of_it - late)
     down = 28 * late + 4 * bottom + 4 * all_of_it
-    assert seconds(2e9, 1e12) == pytest.approx((up + down) / 2e9, rel=1e-3)
-    assert seconds(2e9, 1e12) < kept_in_forward
+    assert sum(moved) / 2e9 < seconds(2e9, 1e12) < 0.95 * min((up + down) / 2e9, kept_in_forward)
 
 
 def test_what_is_in_host_memory_crosses_the_link_both_ways_at_once(six_b: Workload) -> None:
@@ -253,8 +274,8 @@ def test_validations_and_checkpoints_are_counted(six_b: Workload) -> None:
     assert costs.checkpoints.seconds == pytest.approx(12 * six_b.num_parameters / 1e9, rel=1e-4)
     asides = plain.start.seconds + plain.end.seconds + 6 * costs.validations.seconds + 5 * costs.checkpoints.seconds
     assert costs.seconds == pytest.approx(101 * plain.seconds_per_step + asides)
-    streamed = planned(load).costs
-    update = streamed.forward.transfer_seconds(RATES)
+    streamed, stored = planned(load).costs, training_dtypes(torch.float32)
+    update = cost(ON_DISK, load, Recipe(), stored, RATES, planned(load).budget).forward.transfer_seconds(RATES)
     assert streamed.validations.seconds == pytest.approx(update + flops / 1e12, rel=1e-3)
     slow = DiskRates(5e7, 5e7, 5e7)
     streamed = planned(load, rates=replace(RATES, disk=slow)).costs

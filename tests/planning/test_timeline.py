@@ -69,7 +69,7 @@ def test_a_model_that_stays_on_the_device_waits_for_nothing() -> None:
 def test_the_replay_moves_the_bytes_that_the_schedule_counts(clips: bool) -> None:
     load, asked = workload(2048), schedule(clips=clips)
     found = replay(load, asked, RATES)
-    passes = training_passes(ON_HOST, load, dict(asked.stored), asked.budget, is_late=False)[:2]
+    passes = training_passes(ON_HOST, load, dict(asked.stored), asked.budget, 0)[:2]
     assert found.step.link_in * 1e10 == pytest.approx(sum(each.read["host"] for each in passes), rel=0.01)
     assert found.step.link_out * 1e10 == pytest.approx(sum(each.written.get("host", 0) for each in passes), rel=0.01)
 

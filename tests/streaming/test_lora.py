@@ -191,7 +191,7 @@ def test_the_bytes_read_of_what_is_not_trained_are_those_forecast(folders, tmp_p
     rows = 48 * len(torch.cat([batch.tokens_T for batch in batches]).unique())
     load = Workload(stack.layouts, 48, torch.float32, 40, 74, 74.0, 50.0, 3, frozen=stack.frozen)
     where, stored = Placement("device", "device", frozen="disk"), training_dtypes(torch.float32)
-    *passes, _ = training_passes(where, load, stored, BufferBudget(read_ahead), is_late=False)
+    *passes, _ = training_passes(where, load, stored, BufferBudget(read_ahead), num_deferred=0)
     assert reads[2] - rows == sum(each.read.get("disk", 0) for each in passes) // 4
     stack.close()
 

@@ -570,7 +570,7 @@ def test_the_bytes_of_a_step_are_those_forecast(tmp_path: Path, family: str, par
     moved = stack.bytes_read - before[0], stack.bytes_written - before[1]
     stack.close()
     load = Workload(stack.layouts, 32, dtypes["weight"], 40, 74, 74.0, 50.0, 3)
-    *passes, _ = training_passes(Placement("disk", "disk"), load, dtypes, budget, is_late=late > 0)
+    *passes, _ = training_passes(Placement("disk", "disk"), load, dtypes, budget, len(load.layouts) if late else 0)
     assert moved == (sum(each.read["disk"] for each in passes), sum(each.written["disk"] for each in passes))
 
 

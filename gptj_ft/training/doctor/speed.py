@@ -237,7 +237,7 @@ def measure_overlap(blocks: Blocks, known: Rates) -> dict[str, Any]:
         for tokens in blocks.tokens:
             load = blocks.workload(tokens)
             planned = replayed(forecast(plan.placement, load, recipe, known, plan.have), load, recipe)
-            deferred = NUM_BLOCKS if planned.costs.is_late else 0
+            deferred = planned.costs.num_deferred
             optimizer = AdamW(model, optimizer_config(recipe), step, deferred)
             taken = take_steps(model, optimizer, blocks.batches(tokens))
             optimizer.flush()
