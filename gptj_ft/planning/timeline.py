@@ -22,7 +22,7 @@ from gptj_ft.planning.working_memory import head_chunk, head_cost
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.activations import OffloadedActivations, boundary_layout
 from gptj_ft.streaming.model import BufferBudget
-from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher
+from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher, Updated
 from gptj_ft.streaming.schedule import LayerTask, training_tasks
 from gptj_ft.streaming.stores.placement import Place, Placement
 from gptj_ft.system.direct_io import TRANSFERS
@@ -208,8 +208,8 @@ class _Updates(CountedUpdates):
         narrow = sum(dtype != torch.float32 for dtype in stored.values())
         self._kernels = 4 + 6 * narrow
 
-    def apply(self, task: LayerTask, span: slice, tensors: Mapping[Kind, Tensor]) -> None:
-        super().apply(task, span, tensors)
+    def apply(self, task: LayerTask, span: slice, tensors: Mapping[Kind, Tensor], updated: Updated) -> None:
+        super().apply(task, span, tensors, updated)
         piece = self._replay.prices.bytes_moved(self._bytes * (span.stop - span.start), self._kernels)
         self._replay.update(piece, tensors)
 

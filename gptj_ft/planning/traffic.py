@@ -14,7 +14,7 @@ from gptj_ft.models.layout import TIED_SOURCE_LAYER, Kind
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.model import BufferBudget, OffloadedModel
-from gptj_ft.streaming.prefetch import Prefetcher
+from gptj_ft.streaming.prefetch import Prefetcher, Updated
 from gptj_ft.streaming.schedule import LayerTask, PendingUpdates, flush_tasks, training_tasks
 from gptj_ft.streaming.stores.base import LayerStore
 from gptj_ft.streaming.stores.device import DeviceStore
@@ -89,7 +89,7 @@ class CountedUpdates:
         self.updates = PendingUpdates.of(model, 0, num_deferred)
         self.forward = self.backward = 0
 
-    def apply(self, task: LayerTask, span: slice, tensors: Mapping[Kind, Tensor]) -> None:
+    def apply(self, task: LayerTask, span: slice, tensors: Mapping[Kind, Tensor], updated: Updated) -> None:
         if self.updates.waits and not task.descends:
             self.forward += span.stop - span.start
         else:

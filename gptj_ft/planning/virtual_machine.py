@@ -357,6 +357,7 @@ class VirtualStore:
     def __init__(
         self, queue: VirtualQueue, link: Link, hazards: Hazards, chunk_numel: int, events: Callable[[], list[Work]]
     ) -> None:
+        self.digest_numel = 0
         self._queue, self._link, self._hazards, self._part, self._events = queue, link, hazards, chunk_numel, events
 
     def own(self, kind: Kind, layer: int) -> Tensor | None:
@@ -376,8 +377,9 @@ class VirtualStore:
         self._transfer("in", kind, layer, out.view(-1), after).result()
 
     def write(
-        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
-    ) -> Future[None]:
+        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = (),
+        digests: Sequence[str] = (),
+    ) -> Future[None]:  # fmt: skip
         work = self._transfer("out", kind, layer, values, after)
         self._queue.writes.append(work)
         return cast("Future[None]", work)

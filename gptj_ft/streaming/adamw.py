@@ -22,7 +22,7 @@ from gptj_ft.errors import GptjFtError
 from gptj_ft.models.layout import MOMENTS, Kind
 from gptj_ft.streaming.loss_scale import LossScale
 from gptj_ft.streaming.model import OffloadedModel
-from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher
+from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher, Updated
 from gptj_ft.streaming.schedule import LayerTask, PendingUpdates, flush_tasks
 from gptj_ft.streaming.stores.base import chunks
 from gptj_ft.streaming.update_check import UnchangedParameters
@@ -208,7 +208,7 @@ class AdamW:
             pass
         self._model.drain()
 
-    def apply(self, task: LayerTask, span: slice, tensors: Mapping[Kind, Tensor]) -> None:
+    def apply(self, task: LayerTask, span: slice, tensors: Mapping[Kind, Tensor], updated: Updated) -> None:
         update = self._update if self.updates.waits else Update(self.step + 1, self._lr, 1.0)
         assert update is not None
         if task.writes:
@@ -216,12 +216,20 @@ class AdamW:
         numel = span.stop - span.start
         for block in chunks(numel, BLOCK_NUMEL if self._model.device.type == "cpu" else numel):
             part = {kind: tensor[block] for kind, tensor in tensors.items()}
-            if not update.is_skipped:
-                self._apply(update, task, slice(span.start + block.start, span.start + block.stop), part)
+            if update.is_skipped:
+                for kind in MOMENTS:
+                    updated(kind, part[kind])
+            else:
+                self._apply(update, task, slice(span.start + block.start, span.start + block.stop), part, updated)
             if self._model.parameter == "master":
                 part["weight"].copy_(part["master"])
+            for kind in ("weight", "master"):
+                if kind in part:
+                    updated(kind, part[kind])
 
-    def _apply(self, update: Update, task: LayerTask, span: slice, tensors: Mapping[Kind, Tensor]) -> None:
+    def _apply(
+        self, update: Update, task: LayerTask, span: slice, tensors: Mapping[Kind, Tensor], updated: Updated
+    ) -> None:
         config, parameter = self._config, tensors[self._model.parameter]
         gradient = self._in_fp32("grad", tensors["grad"])
         if (factor := update.clip / update.scale) != 1.0:  # unscaled and clipped in one pass
@@ -246,6 +254,7 @@ class AdamW:
             if exact is not tensors[kind]:
                 key = (config.seed, update.number, task.layer, kind)
                 round_stochastically(exact, tensors[kind], key, span.start)
+            updated(kind, tensors[kind])
 
     def applied(self, task: LayerTask) -> None:
         if task.writes:

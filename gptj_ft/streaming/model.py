@@ -265,15 +265,22 @@ class OffloadedModel:
         if not lease.is_cached:
             lease.transfers.append(self.fetch(kind, layer, lease.tensor, start, lease.transfers))
 
-    def send(self, kind: Kind, layer: int, values: Tensor, start: int) -> Future[None]:
+    def digests_by_chunk(self, kind: Kind) -> bool:
+        """Tell whether a kind's store takes the digest of each chunk from who has it in a processor's cache."""
+        return self.device.type == "cpu" and self.stores[kind].digest_numel == self.budget.chunk_numel
+
+    def send(self, kind: Kind, layer: int, values: Tensor, start: int, digests: Sequence[str] = ()) -> Future[None]:
         """Give elements to a kind's store, as the current stream leaves them."""
         self.bytes_written += values.nbytes
-        return self.stores[kind].write(kind, layer, values, start, record_event(self.device))
+        return self.stores[kind].write(kind, layer, values, start, record_event(self.device), digests)
 
-    def keep(self, lease: Lease, kind: Kind, layer: int, start: int = 0, values: Tensor | None = None) -> None:
+    def keep(
+        self, lease: Lease, kind: Kind, layer: int, start: int = 0, values: Tensor | None = None,
+        digests: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         """Give the elements of a lease, or values in its memory, to a kind's store, unless they are its own."""
         if lease.buffer is not None:
-            lease.transfers.append(self.send(kind, layer, lease.tensor if values is None else values, start))
+            lease.transfers.append(self.send(kind, layer, lease.tensor if values is None else values, start, digests))
 
     def read_chunks(self, kind: Kind, layer: int) -> Iterator[tuple[int, Tensor]]:
         """Yield a layer's tensor in chunks, with the first element's number; valid until the next is asked for.

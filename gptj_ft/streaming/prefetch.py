@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,14 +17,25 @@ from gptj_ft.streaming.buffers import Lease
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.schedule import LayerTask
 from gptj_ft.streaming.stores.base import chunks
+from gptj_ft.streaming.stores.state_file import PartDigest
 from gptj_ft.system.accelerator import Stream, StreamEvent, Transfer, record_event, wait_for
+
+Updated = Callable[[Kind, Tensor], None]
+"""Take the new values of some elements of a kind, in order."""
 
 
 class Updater(Protocol):
     """Applies updates to chunks of layers while they are loaded."""
 
-    def apply(self, task: LayerTask, span: slice, tensors: Mapping[Kind, Tensor]) -> None:
-        """Update the elements of a span in place, given those of every kind and of the gradient."""
+    def apply(self, task: LayerTask, span: slice, tensors: Mapping[Kind, Tensor], updated: Updated) -> None:
+        """Update the elements of a span in place, block by block.
+
+        Args:
+            task: task of the layer.
+            span: which elements of the layer.
+            tensors: those of every kind, and of the gradient.
+            updated: called with the new values of each kind, block by block, while they are in a processor's cache.
+        """
 
     def applied(self, task: LayerTask) -> None:
         """Note that every element of the layer has been updated, and sent to the stores if the task writes."""
@@ -438,12 +449,19 @@ class LayerLoad:
         self._wait([*self._ready, *chunk.transfers], model.update_stream)
         tensors = {kind: tensor[chunk.span] for kind, tensor in self.tensors.items()}
         tensors |= {kind: lease.tensor for kind, lease in chunk.leases.items()}
-        updater.apply(task, chunk.span, tensors)
+        digests = {kind: PartDigest() for kind in model.updated_kinds if task.writes and model.digests_by_chunk(kind)}
+
+        def add(kind: Kind, block: Tensor) -> None:
+            if kind in digests:
+                digests[kind].add(block)
+
+        updater.apply(task, chunk.span, tensors, add)
         version = None if task.version is None else task.version + 1
         for kind in model.updated_kinds:
             if task.writes:
                 lease = chunk.leases.get(kind) or self._leases[kind]
-                model.keep(lease, kind, self.index, chunk.span.start, tensors[kind])
+                known = [digests[kind].of(tensors[kind])] if kind in digests else []
+                model.keep(lease, kind, self.index, chunk.span.start, tensors[kind], known)
             if kind in chunk.leases:
                 chunk.leases[kind].label(None if version is None else (self.index, chunk.span.start, version))
         for lease in chunk.leases.values():

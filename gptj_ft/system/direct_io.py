@@ -16,7 +16,7 @@ from gptj_ft.errors import ResourceError
 from gptj_ft.system.files import PRIVATE_FILE, create_file, disk_errors, open_file
 
 PAGE = 4096
-REQUEST_BYTES = 8 * 2**20
+REQUEST_BYTES = 16 * 2**20  # a chunk of the stores is one: it goes through no second thread
 REQUESTS_IN_FLIGHT = 8
 RESUME = "free some and resume the run"
 TRANSFERS = 4  # that are cut into requests at a time

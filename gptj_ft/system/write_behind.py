@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gptj_ft.system.direct_io import (
     PAGE,
-    REQUEST_BYTES,
     REQUESTS_IN_FLIGHT,
     let_go,
     open_direct,
@@ -24,7 +23,7 @@ from gptj_ft.system.direct_io import (
 from gptj_ft.system.files import SHARED_FILE
 from gptj_ft.system.memory import borrow
 
-BUFFER_BYTES = REQUEST_BYTES  # that are filled, and then written as one request
+BUFFER_BYTES = 8 * 2**20  # that are filled, and then written as one request
 
 
 class Digest(Protocol):

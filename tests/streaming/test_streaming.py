@@ -53,8 +53,9 @@ from gptj_ft.streaming.open import load_weights, open_for_inference, open_for_tr
 from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher
 from gptj_ft.streaming.schedule import LayerTask, inference_tasks, training_tasks
 from gptj_ft.streaming.step import evaluate_losses, train_step
+from gptj_ft.streaming.stores.disk import DiskStore
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
-from gptj_ft.streaming.stores.state_file import StateFile
+from gptj_ft.streaming.stores.state_file import StateFile, layer_path
 from gptj_ft.streaming.update_check import UnchangedParameters
 from gptj_ft.system.memory import allocate
 from gptj_ft.training.restore import optimizer_config
@@ -363,6 +364,24 @@ def test_an_update_in_blocks_gives_the_bits_of_one_in_a_piece(
         stack = open_training(narrow_folder, tmp_path, dtypes=training_dtypes(compute, moments, moments))
         runs.append(train(stack, Recipe(), steps=4))
     assert_identical(*runs)
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_digests_summed_up_block_by_block_are_those_of_the_file(
+    moments, narrow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adamw, "BLOCK_NUMEL", 96)
+    dtypes = training_dtypes(torch.bfloat16, moments, moments)
+    stack = open_training(narrow_folder, tmp_path, ("disk", "disk"), dtypes=dtypes)
+    known = []
+    write = DiskStore.write
+    monkeypatch.setattr(DiskStore, "write", lambda *args: known.append(args[-1]) or write(*args))
+    train(stack, Recipe(), steps=2)
+    assert any(known), "the store computes all digests itself"
+    kinds = {kind: dtype for kind, dtype in dtypes.items() if kind != "grad"}
+    for layer, layout in enumerate(stack.layouts):
+        path = layer_path(tmp_path / "disk-disk" / "layer", layer)
+        assert StateFile(layout, kinds, stack.budget.chunk_numel).damage(path) == []
 
 
 @both_families

@@ -24,7 +24,12 @@ class LayerStore(Protocol):
     """Holds some kinds of every layer, in whole or in spans of elements. Transfers are asynchronous.
 
     A read sees what was committed before it was asked for; what is written after that commit it may see or not.
+
+    Attributes:
+        digest_numel: elements of each part of a tensor of which a digest is kept; 0: there are no digests.
     """
+
+    digest_numel: int
 
     def own(self, kind: Kind, layer: int) -> Tensor | None:
         """Return the store's own flat tensor on the device, to be used and changed in place; ``None``: it has none."""
@@ -60,9 +65,19 @@ class LayerStore(Protocol):
         """
 
     def write(
-        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
-    ) -> Future[None]:
-        """Keep new values from element ``start`` on; they are there after ``after``, and change after this."""
+        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = (),
+        digests: Sequence[str] = (),
+    ) -> Future[None]:  # fmt: skip
+        """Keep new values from element ``start`` on; they are there after ``after``, and change after this.
+
+        Args:
+            kind: kind of the tensor.
+            layer: number of the layer.
+            values: flat.
+            start: the first element.
+            after: transfers that must end first.
+            digests: digests of the parts, of who had them in a processor's cache; default: computed here, if kept.
+        """
 
     def commit(self, layer: int, step: int) -> None:
         """Every kind of the layer has been written: together they are its state after ``step``."""

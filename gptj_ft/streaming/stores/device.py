@@ -22,6 +22,7 @@ class DeviceStore:
 
     def __init__(self, layouts: Sequence[Layout], kinds: Mapping[Kind, torch.dtype], device: torch.device) -> None:
         self._tensors: dict[tuple[Kind, int], Tensor] = {}
+        self.digest_numel = 0
         self.zeroed: list[StreamEvent] = []
         for kind, dtype in kinds.items():
             for layer, layout in enumerate(layouts):
@@ -46,8 +47,9 @@ class DeviceStore:
         raise AssertionError("the matrix itself is there")
 
     def write(
-        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
-    ) -> Future[None]:
+        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = (),
+        digests: Sequence[str] = (),
+    ) -> Future[None]:  # fmt: skip
         raise AssertionError("it is changed in place")
 
     def commit(self, layer: int, step: int) -> None:

@@ -45,7 +45,7 @@ class DiskStore:
         durable: bool,
         chunk_numel: int,
     ) -> None:
-        self._queue, self._durable = queue, durable
+        self._queue, self._durable, self.digest_numel = queue, durable, chunk_numel
         self._files = [StateFile(layout, kinds, chunk_numel) for layout in layouts]
         self._paths = [layer_path(prefix, layer) for layer in range(len(layouts))]
         self._new: dict[int, tuple[int, Digests]] = {}  # layer -> descriptor and digests of the file being written
@@ -91,18 +91,19 @@ class DiskStore:
         raise AssertionError("what is trained comes whole")
 
     def write(
-        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
-    ) -> Future[None]:
+        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = (),
+        digests: Sequence[str] = (),
+    ) -> Future[None]:  # fmt: skip
         def save(events: Sequence[StreamEvent]) -> None:
             file = self._files[layer]
             with self._lock:
                 if layer not in self._new:
                     self._new[layer] = self._create(layer), file.no_digests()
-            descriptor, digests = self._new[layer]
+            descriptor, noted = self._new[layer]
             for at, part, host in self._through_host(values, start):
                 if host is not part:
                     copy(part, host, events)
-                file.write(descriptor, kind, host, at, digests)
+                file.write(descriptor, kind, host, at, noted, digests)
 
         return self._queue.write(layer, after, save)
 

@@ -34,6 +34,7 @@ class CountingStore:
 
     def __init__(self, fails: Callable[[Request], BaseException | None] = lambda _: None) -> None:
         self.requests: list[Request] = []
+        self.digest_numel = 0
         self._fails, self._done = fails, finished(None)  # one for all: a forecast makes very many requests
 
     def own(self, kind: Kind, layer: int) -> Tensor | None:
@@ -55,8 +56,9 @@ class CountingStore:
             raise error
 
     def write(
-        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
-    ) -> Future[None]:
+        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = (),
+        digests: Sequence[str] = (),
+    ) -> Future[None]:  # fmt: skip
         error = self._note(Request("write", kind, layer, values.nbytes))
         return self._done if error is None else failed(error)
 

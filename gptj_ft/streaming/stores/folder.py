@@ -28,6 +28,7 @@ class FolderStore:
     """
 
     def __init__(self, layouts: Sequence[Layout], find: Callable[[int, str], Source], device: torch.device) -> None:
+        self.digest_numel = 0
         # The next layer's blocks are asked for while this one's last are on their way: the disk is never idle.
         self._queue = TransferQueue("folder", 2, device)
         self._blocks = BlockReader(device)
@@ -70,8 +71,9 @@ class FolderStore:
             copy(source()[torch.tensor(rows)], out, after)
 
     def write(
-        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
-    ) -> Future[None]:
+        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = (),
+        digests: Sequence[str] = (),
+    ) -> Future[None]:  # fmt: skip
         raise AssertionError("a model folder is read only")
 
     def commit(self, layer: int, step: int) -> None:

@@ -21,6 +21,7 @@ class HostStore:
     """Keeps its kinds in host RAM. On a CPU the copies are real too, so that a test there exercises this path."""
 
     def __init__(self, layouts: Sequence[Layout], kinds: Mapping[Kind, torch.dtype], device: torch.device) -> None:
+        self.digest_numel = 0
         self._queue = TransferQueue("host", 2 if has_streams(device) else 1, device)
         self._layouts = layouts
         self._tensors = {
@@ -61,8 +62,9 @@ class HostStore:
         copy(values, out, after)
 
     def write(
-        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
-    ) -> Future[None]:
+        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = (),
+        digests: Sequence[str] = (),
+    ) -> Future[None]:  # fmt: skip
         own = self._tensors[kind, layer][start : start + len(values)]
         return self._queue.write(layer, after, lambda events: copy(values, own, events))
 

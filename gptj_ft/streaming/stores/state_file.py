@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -68,11 +68,23 @@ class StateFile:
         view[:] = struct.pack("<Q", len(body)) + body
         write_bytes(descriptor, view, 0)
 
-    def write(self, descriptor: int, kind: Kind, values: Tensor, start: int, digests: Digests) -> None:
-        """Write elements of one kind from ``start`` on, and note their digests."""
-        for index, part in self._parts_of(start, values):
-            view = _bytes_of(part)
-            digests[kind][index] = digest(view)
+    def write(
+        self, descriptor: int, kind: Kind, values: Tensor, start: int, noted: Digests, digests: Sequence[str] = ()
+    ) -> None:
+        """Write elements of one kind from ``start`` on, and note the digests of their parts.
+
+        Args:
+            descriptor: descriptor of the open file.
+            kind: kind to write.
+            values: flat.
+            start: the first element.
+            noted: digests of the whole file, which those of these parts go into.
+            digests: those of these parts; default: computed here.
+        """
+        parts = list(self._parts_of(start, values))
+        known = digests or [digest(_bytes_of(part)) for _, part in parts]
+        for (index, _), each in zip(parts, known, strict=True):
+            noted[kind][index] = each
         write_bytes(descriptor, _bytes_of(values), self.offsets[kind] + start * values.itemsize)
 
     def read(self, descriptor: int, kind: Kind, out: Tensor, start: int, digests: Digests | None = None) -> None:
@@ -184,6 +196,29 @@ def digest(view: memoryview) -> str:
     import xxhash  # only what is on disk has digests
 
     return xxhash.xxh3_64_hexdigest(view)
+
+
+class PartDigest:
+    """Digest of a part whose elements come block by block, each while it is in a processor's cache.
+
+    Measured: the digest of a gigabyte takes 0.05 core-seconds from memory, 0.01 to 0.02 from a cache.
+    """
+
+    def __init__(self) -> None:
+        import xxhash
+
+        self._state = xxhash.xxh3_64()
+        self._num_bytes = 0
+
+    def add(self, block: Tensor) -> None:
+        """Add the next elements."""
+        self._state.update(_bytes_of(block))
+        self._num_bytes += block.nbytes
+
+    def of(self, part: Tensor) -> str:
+        """Return what `digest` returns for a part, all blocks of which have come."""
+        assert self._num_bytes == part.nbytes, "a part was changed, and not all of it was told"
+        return self._state.hexdigest()
 
 
 def layer_path(prefix: Path, layer: int) -> Path:

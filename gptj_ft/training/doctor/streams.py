@@ -75,7 +75,7 @@ class ShakenStore:
     """A store with transfers that come late at random; see `Shaker`."""
 
     def __init__(self, store: LayerStore, shaker: Shaker) -> None:
-        self._store, self._shaker = store, shaker
+        self._store, self._shaker, self.digest_numel = store, shaker, store.digest_numel
         self.own, self.in_host, self.commit, self.then = store.own, store.in_host, store.commit, store.then
         self.drain, self.close = store.drain, store.close
 
@@ -90,9 +90,10 @@ class ShakenStore:
         self._store.read_rows(kind, layer, name, rows, out, (*after, *self._shaker.delay()))
 
     def write(
-        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = ()
-    ) -> Future[None]:
-        return self._store.write(kind, layer, values, start, (*after, *self._shaker.delay()))
+        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = (),
+        digests: Sequence[str] = (),
+    ) -> Future[None]:  # fmt: skip
+        return self._store.write(kind, layer, values, start, (*after, *self._shaker.delay()), digests)
 
 
 def shaken_trials(device: torch.device, precision: str, num_steps: int = 3) -> list[Trial]:
