@@ -20,6 +20,7 @@ NO_TARGET = -100
 BUCKET_PAIRS = (
     2**17
 )  # of tokens, a weight of attention each: few enough that those of all heads stay near the processor
+SHORT = 32  # tokens of a document, up to which a call for each takes longer than filling them up to one length
 Poll = Callable[[], None]
 """Called by a layer between its operations: lets the next layers' weights come nearer; see `prefetch.Prefetcher`."""
 
@@ -85,6 +86,41 @@ class Bucket(NamedTuple):
     is_token_GL: Tensor | None
 
 
+class AttentionCall(NamedTuple):
+    """Short documents whose causal attention is one call of a kernel, each filled up to the same length.
+
+    Attributes:
+        num_documents: how many there are.
+        length: length that they are filled up to.
+        rows_P: their rows, [G * L]; where there is no row those of the first.
+        tokens: their rows without what fills them up.
+        places: where these are among ``rows_P``.
+        is_filler_P: which of ``rows_P`` fill up, bool [G * L, 1, 1].
+    """
+
+    num_documents: int
+    length: int
+    rows_P: Tensor
+    tokens: Tensor
+    places: Tensor
+    is_filler_P: Tensor
+
+    def take(self, x_TNH: Tensor) -> Tensor:
+        """Return the rows of the documents, [G, N, L, H]."""
+        taken = x_TNH.index_select(0, self.rows_P)
+        return taken.view(self.num_documents, self.length, *x_TNH.shape[1:]).transpose(1, 2)
+
+    def take_gradient(self, x_TNH: Tensor) -> Tensor:
+        """Return the rows of the documents, zeros where they are filled up."""
+        taken = x_TNH.index_select(0, self.rows_P).masked_fill_(self.is_filler_P, 0.0)
+        return taken.view(self.num_documents, self.length, *x_TNH.shape[1:]).transpose(1, 2)
+
+    def put(self, x_TNH: Tensor, values: Tensor) -> None:
+        """Put what was computed, [G, N, L, H], into the documents' rows."""
+        values_PNH = values.transpose(1, 2).reshape(-1, *x_TNH.shape[1:])
+        x_TNH.index_copy_(0, self.tokens, values_PNH.index_select(0, self.places).to(x_TNH.dtype))
+
+
 class Places(NamedTuple):
     """Where heads of rows are in all buckets together: those of one bucket after another's, [G, N, L] of each.
 
@@ -135,6 +171,35 @@ class Documents:
             is_full = min(lengths) == longest
             buckets.append(Bucket(documents, lengths, longest, None if is_full else is_token_GL.to(self.device)))
         return buckets
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Rows of each document, and of no document."""
+        return [*(end - start for start, end in pairwise(self.cu_seqlens)), self.num_fillers]
+
+    @cached_property
+    def long(self) -> list[int]:
+        """Numbers of the documents that are not short."""
+        return [document for document, size in enumerate(self.sizes[:-1]) if size > SHORT]
+
+    @cached_property
+    def short(self) -> list[AttentionCall]:
+        """Short documents, by the length that they are filled up to for causal attention; the others go one by one.
+
+        What is computed of a document depends on its own length alone.
+        """
+        calls, short = list[AttentionCall](), dict[int, list[tuple[int, int]]]()
+        for start, end in pairwise(self.cu_seqlens):
+            if 0 < end - start <= SHORT:
+                short.setdefault(padded_length(end - start), []).append((start, end))
+        for length, ends in sorted(short.items()):
+            starts_G1, ends_G1 = torch.tensor(ends).T[:, :, None]
+            rows_GL = starts_G1 + torch.arange(length)
+            is_token_P = (rows_GL < ends_G1).flatten()
+            rows_P = torch.where(rows_GL < ends_G1, rows_GL, starts_G1).flatten()
+            found = rows_P, rows_P[is_token_P], is_token_P.nonzero().squeeze(-1), ~is_token_P[:, None, None]
+            calls.append(AttentionCall(len(ends), length, *(each.to(self.device) for each in found)))
+        return calls
 
     def places(self, num_heads: int) -> Places:
         """Return where so many heads of each row are in the buckets; those of fillers are behind them."""

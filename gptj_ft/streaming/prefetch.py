@@ -203,8 +203,12 @@ class LayerLoad:
     @property
     def is_reusable(self) -> bool:
         """Whether the load can be reused: resident weights that never change, as in inference."""
-        is_own = all(lease.buffer is None for lease in self._leases.values())
-        return set(self._model.dtypes) == {"weight"} and is_own and not self._tables
+        return set(self._model.dtypes) == {"weight"} and self.is_resident and not self._tables
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the layer is in memory of its stores', where it stays."""
+        return all(lease.buffer is None for lease in self._leases.values())
 
     @property
     def takes_slot(self) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial, reduce
 from itertools import islice
@@ -148,7 +149,7 @@ class KeptActivations:
     """The autograd graphs of a layer, one per micro-batch, kept from forward to backward instead of recomputed.
 
     The layer's weights do not stay in between: what a graph has saved of them is noted as a place in the flat tensor,
-    and looked up in the slot that the layer is in when backward comes to it.
+    and looked up in the slot that the layer is in when backward comes to it; unless they have no slot and stay.
     """
 
     def __init__(self) -> None:
@@ -165,7 +166,8 @@ class KeptActivations:
         self.load(loaded)
         self.parameters = trainable_leaves(loaded)
         here = []
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        places = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with nullcontext() if loaded.is_resident else places:
             for values, batch in zip(arriving, batches, strict=True):
                 x = values.detach().requires_grad_(loaded.is_above_trained)
                 self.inputs.append(x)

@@ -1,0 +1,82 @@
+"""Causal attention of documents on a CPU: what is computed together, and in which type, changes no document."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gptj_ft.models.attention import apply_rotary, attend, rotary_freqs
+from gptj_ft.models.batch import PackedBatch, pack
+
+LENGTHS = (5, 70, 31, 7, 1, 40, 30, 8, 33, 6)  # short ones are filled up to 8 and 32, and computed together
+HEADS, WIDTH = 3, 12
+
+
+def inputs(dtype: torch.dtype) -> tuple[PackedBatch, list[Tensor], Tensor]:
+    """Return a batch with fillers; queries, keys and values; the gradient of what comes of them."""
+    torch.manual_seed(0)
+    batch = pack([[1] * length for length in LENGTHS]).filled()
+    shape = len(batch.tokens_T), HEADS, WIDTH
+    assert batch.num_fillers
+    taken = [torch.randn(shape).to(dtype).requires_grad_() for _ in range(3)]
+    gradient = torch.randn(shape).to(dtype)
+    gradient[batch.cu_seqlens[-1] :] = 0.0
+    return batch, taken, gradient
+
+
+def found(batch: PackedBatch, taken: list[Tensor], gradient: Tensor) -> list[Tensor]:
+    """Return attention and its gradients."""
+    out = attend(*taken, batch, 0)
+    return [out.detach(), *torch.autograd.grad(out, taken, gradient)]
+
+
+def test_a_document_has_the_same_bits_alone_and_among_others() -> None:
+    batch, taken, gradient = inputs(torch.float32)
+    together = found(batch, taken, gradient)
+    for start, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
+        parts = [x[start:end].detach().requires_grad_() for x in taken]
+        alone = found(pack([[1] * (end - start)]), parts, gradient[start:end])
+        for ours, theirs in zip(alone, together, strict=True):
+            assert torch.equal(ours, theirs[start:end]), end - start
+    for each in together:
+        assert not each[batch.cu_seqlens[-1] :].any(), "fillers"
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+def test_attention_and_its_gradients_are_those_of_torch_in_fp64(dtype: torch.dtype, tolerance: float) -> None:
+    batch, taken, gradient = inputs(dtype)
+    ours = found(batch, taken, gradient)
+    for start, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
+        q, k, v = parts = [x[start:end].detach().double().requires_grad_() for x in taken]
+        unseen = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
+        scores = torch.einsum("qnh,knh->nqk", q, k) * WIDTH**-0.5
+        weights = F.softmax(scores.masked_fill(unseen, -torch.inf), -1)
+        out = torch.einsum("nqk,knh->qnh", weights, v)
+        for each, theirs in zip(
+            ours, [out, *torch.autograd.grad(out, parts, gradient[start:end].double())], strict=True
+        ):
+            assert each.dtype == dtype
+            torch.testing.assert_close(each[start:end].double(), theirs.detach(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [12, 7])
+def test_rotation_and_its_gradient_are_those_of_pairs_of_numbers(dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(0)
+    batch = pack([[1] * 9, [1] * 4])
+    x = torch.randn(13, 2, width).to(dtype).requires_grad_()
+    gradient, rotary_dim = torch.randn(x.shape).to(dtype), 6
+    out = apply_rotary(x, rotary_freqs(batch, rotary_dim), in_place=False)
+    (ours,) = torch.autograd.grad(out, x, gradient)
+    exact = x.detach().double().requires_grad_()
+    angles = batch.positions_T[:, None] * 10000.0 ** (-torch.arange(0, rotary_dim, 2).double() / rotary_dim)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    even, odd = exact[..., :rotary_dim:2], exact[..., 1:rotary_dim:2]
+    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+    expected = torch.cat((turned, exact[..., rotary_dim:]), -1)
+    (theirs,) = torch.autograd.grad(expected, exact, gradient.double())
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out.detach().double(), expected.detach(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
