@@ -328,11 +328,10 @@ class PackedBatch:
         if not count:
             return self
         assert self.cache is None, "keys and values are those of documents"
-        tokens_T, positions_T = (F.pad(x, (0, count)) for x in (self.tokens_T, self.positions_T))
         return replace(
             self,
-            tokens_T=tokens_T,
-            positions_T=positions_T,
+            tokens_T=torch.cat([self.tokens_T, self.tokens_T[-1:].expand(count)]),  # no other row of a table is read
+            positions_T=F.pad(self.positions_T, (0, count)),
             targets_T=F.pad(self.targets_T, (0, count), value=NO_TARGET),
             types_T=None if self.types_T is None else F.pad(self.types_T, (0, count)),
             rotary_cache={},
