@@ -297,7 +297,7 @@ def candidates(recipe: Recipe, free: Free) -> list[Placement]:
 
 def forecast_memory(placement: Placement, load: Workload, recipe: Recipe, have: Free) -> MemoryForecast:
     """Forecast the memory of a placement, and choose its buffer budget."""
-    dtypes, stored = _dtypes(load, recipe), _stored(placement, load, recipe)
+    dtypes, stored = _dtypes(load, recipe), stored_kinds(placement, load, recipe)
     total, largest = load.stored_elements, max(layout.numel for layout in load.layouts)
     by_place: dict[Place, int] = {"device": 0, "host": 0, "disk": 0}
     for kind, dtype in stored.items():
@@ -404,7 +404,7 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
 def forecast(placement: Placement, load: Workload, recipe: Recipe, rates: Rates, have: Free) -> Plan:
     """Forecast memory and costs of a placement."""
     memory = forecast_memory(placement, load, recipe, have)
-    stored, budget = _stored(placement, load, recipe), memory.budget
+    stored, budget = stored_kinds(placement, load, recipe), memory.budget
     costs = cost(placement, load, recipe, stored, rates, budget)
     can_be_late = placement.weights != "device" and placement.optimizer_state != "device"  # see `PendingUpdates`
     if can_be_late and costs.forward.transfer_seconds(rates) > costs.forward.compute_seconds(load, rates):
@@ -469,7 +469,7 @@ def replayed(plan: Plan, load: Workload, recipe: Recipe) -> Plan:
     """
     if not _is_replayed(plan.have, load):
         return plan
-    stored, rates = _stored(plan.placement, load, recipe), plan.rates
+    stored, rates = stored_kinds(plan.placement, load, recipe), plan.rates
 
     def timeline(num_deferred: int) -> Timeline:
         schedule = Schedule(plan.placement, tuple(stored.items()), plan.budget, num_deferred)
@@ -511,7 +511,7 @@ def _dtypes(load: Workload, recipe: Recipe) -> dict[Kind, torch.dtype]:
     return training_dtypes(load.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
 
 
-def _stored(placement: Placement, load: Workload, recipe: Recipe) -> dict[Kind, torch.dtype]:
+def stored_kinds(placement: Placement, load: Workload, recipe: Recipe) -> dict[Kind, torch.dtype]:
     """Return the kinds of a training run that have a store, and their types."""
     keeps = keeps_gradients(recipe, placement, load.dtype)
     return {kind: dtype for kind, dtype in _dtypes(load, recipe).items() if kind != "grad" or keeps}

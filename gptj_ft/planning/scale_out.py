@@ -21,13 +21,15 @@ import torch
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.errors import UsageError
-from gptj_ft.models.layout import Layout
+from gptj_ft.models.layout import Kind, Layout
 from gptj_ft.planning.costs import exported_elements
 from gptj_ft.planning.flops import EMPTY
-from gptj_ft.planning.plan import DoesNotFit, Free, Plan, Requirements, choose, keeps_gradients, shortage
+from gptj_ft.planning.plan import DoesNotFit, Free, Plan, Requirements, choose, keeps_gradients, shortage, stored_kinds
 from gptj_ft.planning.probe import Rates
+from gptj_ft.planning.traffic import state_kinds
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.relay import assign
+from gptj_ft.streaming.stores.state_file import StateFile
 
 LATENCY = 2e-4  # seconds of a message beside its bytes: a LAN's, and two threads that wake up; assumed
 PAYLOAD = 0.94  # of a link's rate; the rest are headers, in packets of 1,500 bytes
@@ -179,6 +181,7 @@ class Share:
         nodes: machines, one for all that are alike.
         start_seconds: seconds to send the weights, where only the first machine has them.
         end_seconds: seconds to send the first machine what it has not of the tuned model.
+        moved: bytes of files that go from machine to machine if one has begun the run, and these go on with it.
     """
 
     stages: int
@@ -188,6 +191,7 @@ class Share:
     nodes: tuple[Node, ...]
     start_seconds: float
     end_seconds: float
+    moved: int
 
     @property
     def name(self) -> str:
@@ -256,6 +260,7 @@ class Share:
             **{name: self.most(name) for name in most},
             "start_seconds": self.start_seconds,
             "end_seconds": self.end_seconds,
+            "moved": self.moved,
             "forward": self.forward.to_dict(),
             "backward": self.backward.to_dict(),
             "nodes": [node.to_dict() for node in self.nodes],
@@ -421,7 +426,34 @@ def forecast_share(job: Job, stages: int, replicas: int) -> Share:
     weights = FP32 * (replicas * _elements(load) - _elements(first))
     results = FP32 * (exported_elements(job.recipe, load) - exported_elements(job.recipe, first))
     rate = job.network.rate
-    return Share(stages, replicas, owners, chain.micro_batches, nodes, weights / rate, results / rate)
+    moved = sum(moved_bytes(nodes[0].plan, job.recipe, load, [0] * len(owners), owners).values())
+    return Share(stages, replicas, owners, chain.micro_batches, nodes, weights / rate, results / rate, moved)
+
+
+def moved_bytes(
+    plan: Plan, recipe: Recipe, load: Workload, before: Sequence[int], after: Sequence[int]
+) -> dict[int, int]:
+    """Return the bytes of files that each process gets from others when a run goes on that others have begun.
+
+    They are on machines of their own; on one disk nothing moves. Of a run on disk it is the most: gradients of a step
+    go along with their layers, but those of layers that have been updated with them already, as after a clean stop.
+
+    Args:
+        plan: plan of a process: what is stored, and where.
+        recipe: recipe of the run.
+        load: workload of the whole run, or of a replica.
+        before: rank of the process that has had each layer.
+        after: rank of the process that gets each.
+    """
+    stored = stored_kinds(plan.placement, load, recipe)
+    files: list[dict[Kind, torch.dtype]] = [{kind: stored[kind] for kind in state_kinds(stored)}]
+    if plan.placement.is_durable:
+        files.append({"grad": stored["grad"]})
+    moved = dict.fromkeys(after, 0)
+    for layout, old, new in zip(load.layouts, before, after, strict=True):
+        if layout.numel and old != new:
+            moved[new] += sum(StateFile(layout, kinds, plan.budget.chunk_numel).num_bytes for kinds in files)
+    return moved
 
 
 @dataclass(frozen=True)

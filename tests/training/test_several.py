@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Rows
 from gptj_ft.errors import DataError, GptjFtError, Interrupted, NotFinite, UsageError
+from gptj_ft.planning.scale_out import moved_bytes
 from gptj_ft.streaming.lanes import LaneSums, add_up, lanes_of, lanes_of_rank, nodes_of
 from gptj_ft.streaming.relay import assign
 from gptj_ft.system.processes.control import PeerFailed
 from gptj_ft.system.processes.group import ALONE, Group
-from gptj_ft.training import checkpoint, loop
+from gptj_ft.training import checkpoint, loop, restore
 from gptj_ft.training.loop import Session, TrainResult, train
 from gptj_ft.training.setup import TrainSetup, make_setup, shared_recipe
 from gptj_ft.training.shared import mirror, moving
@@ -328,6 +329,52 @@ def test_layers_move_between_machines_that_have_no_file_system_in_common(models,
     assert_same_run(tmp_path / "0", tmp_path / "alone")
     assert losses_of(tmp_path / "1") == losses_of(tmp_path / "0")
     assert not (tmp_path / "1" / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("method", "place", "clip"),
+    [("full", "device", 1.0), ("full", "disk", 1.0), ("lora", "disk", None), ("part", "mixed", None)],
+)
+def test_the_bytes_that_move_to_machines_that_join_are_those_forecast(models, tmp_path, method, place, clip) -> None:
+    sizes, options = (1, 2, 3, 4), {**PLACES[place], **METHODS[method], "clip_norm": clip, "save_every": 1}
+    moved = moved_while(sizes, lambda size: train_apart(size, models["gptj"], tmp_path, max_steps=6, **options))
+    setup = setup_of(models["gptj"], tmp_path / "alone", max_steps=6, **options)
+    owners = [assign(setup.plan.load.layouts, size) for size in sizes]
+    assert moved[0] == {0: 0}
+    for at, (before, after) in enumerate(itertools.pairwise(owners), start=1):
+        said = moved_bytes(setup.plan, setup.recipe, setup.plan.load, before, after)
+        assert moved[at] == said, sizes[at]
+        assert sum(said.values()) > 0
+    train_apart(4, models["gptj"], tmp_path, max_steps=6, **options)
+    train_alone(models["gptj"], tmp_path / "alone", max_steps=6, **options)
+    assert_same_run(tmp_path / "0", tmp_path / "alone")
+
+
+@pytest.mark.parametrize("place", ["device", "disk"])
+def test_nothing_moves_on_one_disk_however_many_processes_go_on(models, tmp_path, place) -> None:
+    options = {**PLACES[place], "share": "layers", "save_every": 1, "max_steps": 6}
+    folder = tmp_path / "run"
+    moved = moved_while((2, 3, 1, 2), lambda size: train_together(size, models["gptj"], folder, **options))
+    assert moved == [dict.fromkeys(range(size), 0) for size in (2, 3, 1, 2)]
+
+
+def moved_while(sizes: Sequence[int], go_on: Callable[[int], object]) -> list[dict[int, int]]:
+    """Train a step with each number of processes, kill them; return the bytes that each has got before its step."""
+    agree, moved = restore.agree, list[dict[int, int]]()
+
+    def counted(setup: TrainSetup, run: Run) -> moving.Saved:
+        saved = agree(setup, run)
+        moved[-1][setup.group.rank] = saved.bytes_moved
+        return saved
+
+    for step, size in enumerate(sizes, start=1):
+        moved.append({})
+        with pytest.MonkeyPatch.context() as patch:
+            stop_all_after(patch, step, Killed)
+            patch.setattr(restore, "agree", counted)
+            with pytest.raises(Killed):
+                go_on(size)
+    return moved
 
 
 def test_a_layer_stays_where_it_was_until_it_is_on_its_new_disk(models, tmp_path, monkeypatch) -> None:

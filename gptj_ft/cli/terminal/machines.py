@@ -65,6 +65,7 @@ def _chosen(found: ScaleOut) -> Iterator[tuple[str, str]]:
     if share.seconds is not None:
         yield "finish", f"after about {clock(share.seconds)}: {time_after(share.seconds)} if it starts now"
     copies = {"of the weights to machines without them": share.start_seconds, "of the results": share.end_seconds}
+    copies["of the state of a run that one machine has begun"] = share.moved / found.network.rate
     texts = [f"{what} {_seconds(seconds)}" for what, seconds in copies.items() if seconds > 1]
     if texts:
         yield "copies", ", ".join(texts)
