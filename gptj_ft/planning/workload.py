@@ -169,6 +169,12 @@ class Workload:
     def block_parameters(self) -> int:
         return sum(layout.num_parameters for both in self.whole_layers[1:-1] for layout in both)
 
+    @cached_property
+    def biggest_matrix(self) -> int:
+        """Numbers in the largest matrix that is multiplied with, trained or not."""
+        layers = (layout for both in self.whole_layers[1:] for layout in both)
+        return max((shape.numel() for layout in layers for shape in layout.used_shapes.values()), default=0)
+
     @property
     def head_parameters(self) -> int:
         """Parameters that the head computes with, those that it shares with the embedding included; 0: none here."""
