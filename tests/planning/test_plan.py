@@ -19,6 +19,7 @@ from gptj_ft.errors import ResourceError
 from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.published import CEREBRAS_GPT, find_published
+from gptj_ft.planning import plan
 from gptj_ft.planning.costs import cost
 from gptj_ft.planning.plan import FASTEST_FIRST, Free, Plan, candidates, choose, forecast
 from gptj_ft.planning.probe import ASSUMED_DISK, DiskRates, Rates
@@ -496,6 +497,26 @@ def test_the_law_is_that_of_the_paper_and_says_where_it_holds() -> None:
     assert pile_loss(2.3e22) == pytest.approx(1.580, abs=1e-3)
     layouts = [Layout.of(layer) for layer in build_layers(GPTJConfig(n_layer=1, n_embd=64, n_head=4, rotary_dim=8))]
     assert not ScalingForecast.of(layouts, 64, 2048, (1.0, 1.0), None).is_in_range
+
+
+def test_bf16_on_a_cpu_takes_room_for_packed_matrices_and_sums(six_b: Workload, monkeypatch) -> None:
+    have = Free(10**13, 10**13, 10**14, is_shared=True)
+    place, recipe = Placement("device", "device", frozen="device"), Recipe(activations="recompute")
+    nothing = [Layout({}, {}, 0, 0)] * len(six_b.layouts)
+    head = Layout.of(torch.nn.Linear(4096, 50400, bias=False, device="meta"))
+    for dtype, is_trained, per_number in (
+        (torch.bfloat16, True, 8),
+        (torch.bfloat16, False, 3),
+        (torch.float32, True, 0),
+    ):
+        parts = [*nothing[:-1], head], nothing
+        layouts, frozen = parts if is_trained else reversed(parts)
+        load = replace(six_b, dtype=dtype, layouts=layouts, frozen=frozen)
+        with monkeypatch.context() as patch:
+            counted = forecast(place, load, recipe, RATES, have).device_bytes
+            patch.setattr(plan, "HALF_SCRATCH", 0)
+            patch.setattr(plan, "FROZEN_SCRATCH", 0)
+            assert counted - forecast(place, load, recipe, RATES, have).device_bytes == per_number * head.numel
 
 
 def test_a_tied_head_needs_room_for_what_it_borrows_and_for_a_gradient_that_stays(six_b: Workload) -> None:
