@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from gptj_ft.models.batch import HeadRows, PackedBatch
 from gptj_ft.models.functional import FunctionalLayer
 from gptj_ft.models.layout import Layout
+from gptj_ft.streaming.step import sum_into
 
 META = torch.device("meta")
 ALLOCATION_BYTES = 512  # an accelerator's allocator rounds up to multiples of it
@@ -288,19 +289,6 @@ def parameters_of(
     for name, whole in names.items():
         is_trained = name in trained.used_shapes
         parameters[name] = leaf = torch.empty(whole.shape, dtype=dtype, device=device, requires_grad=is_trained)
-        if not is_trained:
-            continue
-        total = torch.empty(whole.shape, device=device)
-        if dtype == torch.float32:
-            leaf.grad = total
-        else:
-            leaf.register_post_accumulate_grad_hook(_adder(total))  # type: ignore[no-untyped-call]
+        if is_trained:
+            sum_into(leaf, torch.empty(whole.shape, device=device))
     return parameters
-
-
-def _adder(total: Tensor) -> Any:
-    def add(parameter: Tensor) -> None:
-        total.add_(parameter.grad)  # type: ignore[arg-type]
-        parameter.grad = None
-
-    return add

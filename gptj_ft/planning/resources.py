@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -77,6 +77,8 @@ class Target:
 
     def settled(self, load: Workload, recipe: Recipe) -> Workload:
         """Return a workload in the type that is computed in here; on a CPU, with the times of its layers."""
+        if self.device.type != "cpu":
+            load = replace(load, mean_step_fillers=0.0)
         return with_times(load, self.precision, self.device, self.free.capped(recipe).device)
 
 

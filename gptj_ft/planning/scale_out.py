@@ -381,6 +381,7 @@ def replica_of(load: Workload, replicas: int) -> Workload:
         mean_step_targets=load.mean_step_targets / replicas,
         step_pairs=math.ceil(load.step_pairs / replicas),
         mean_micro_batches=load.mean_micro_batches / replicas,
+        mean_step_fillers=load.mean_step_fillers / replicas,
     )
 
 
@@ -504,7 +505,7 @@ class _Chain:
     def _passes(self, plan: Plan, ranks: Sequence[int]) -> tuple[NodePass, NodePass]:
         own, load, network = plan.load, self.load, self.job.network
         blocks = len(own.layouts) - 2
-        hop_bytes = load.width * load.dtype.itemsize * load.mean_step_tokens
+        hop_bytes = load.width * load.dtype.itemsize * load.computed_tokens
         hop = hop_bytes / self.micro_batches / network.rate + network.latency
         lowest = next((layout.numel for layout in own.layouts if layout.numel), 0)
         waits = keeps_gradients(self.job.recipe, plan.placement, own.dtype)
@@ -542,7 +543,7 @@ def _wire_bytes(
     load: Workload, own: Workload, owners: Sequence[int], rank: int, replicas: int
 ) -> list[tuple[float, float]]:
     """Return the bytes that a process of a replica sends and receives in forward, and those in backward."""
-    hop_bytes = load.width * load.dtype.itemsize * load.mean_step_tokens
+    hop_bytes = load.width * load.dtype.itemsize * load.computed_tokens
     found = []
     for descends in (False, True):
         pairs = list(pairwise(owners))[load.lowest_trained if descends else 0 :]
@@ -619,6 +620,7 @@ def _rows_that_hide(job: Job, chosen: Share) -> int | None:
         more = replace(
             load,
             mean_micro_batches=factor * load.mean_micro_batches,
+            mean_step_fillers=factor * load.mean_step_fillers,
             step_tokens=factor * load.step_tokens,
             mean_step_tokens=factor * load.mean_step_tokens,
             mean_step_targets=factor * load.mean_step_targets,

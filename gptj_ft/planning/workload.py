@@ -79,6 +79,7 @@ class Workload:
         frozen: layout of the frozen parameters of each layer; empty if everything is trained.
         layers: the layers on the ``meta`` device, for what is computed and kept.
         mean_micro_batches: micro-batches of an average step; 0: as many as its tokens need at least.
+        mean_step_fillers: tokens of no document in an average step, see `PackedBatch.filled`.
         times: measured times of each layer, in this type; empty: they are computed from rates.
         speed_in_half: how many times as fast the layers were in bf16 as in fp32; 0: they were not compared.
     """
@@ -102,6 +103,7 @@ class Workload:
     frozen: Sequence[Layout] = ()
     layers: Sequence[nn.Module] = field(default=(), compare=False, repr=False)
     mean_micro_batches: float = 0.0
+    mean_step_fillers: float = 0.0
     times: tuple[LayerTimes, ...] = ()
     speed_in_half: float = 0.0
 
@@ -196,9 +198,14 @@ class Workload:
         return max(1.0, self.mean_micro_batches or math.ceil(self.mean_step_tokens / self.micro_batch_tokens))
 
     @property
+    def computed_tokens(self) -> float:
+        """Tokens that are computed in an average step, those of no document included."""
+        return self.mean_step_tokens + self.mean_step_fillers
+
+    @property
     def micro_batch_mean(self) -> float:
-        """Tokens of an average micro-batch."""
-        return self.mean_step_tokens / self.micro_batches
+        """Tokens that are computed in an average micro-batch."""
+        return self.computed_tokens / self.micro_batches
 
     @property
     def head_chunk(self) -> int:

@@ -319,15 +319,19 @@ def sum_gradients(loaded: LayerLoad, parameters: dict[str, Tensor], lanes: LaneS
         lanes.begin(loaded.gradient_sums())
         lanes.close(loaded.gradient_sums(), 0)
     for name, total in totals.items():
-        parameter = parameters[name]
-        if parameter.dtype == total.dtype:
-            parameter.grad = total
-        elif total.device.type == "cpu":  # `linear.project` adds to it as products come
-            parameter.grad_dtype = total.dtype
-            parameter.grad = total
-        else:
-            parameter.register_post_accumulate_grad_hook(_adder(total))  # type: ignore[no-untyped-call]
+        sum_into(parameters[name], total)
     return begun
+
+
+def sum_into(parameter: Tensor, total: Tensor) -> None:
+    """Have autograd sum the gradients of a leaf into a tensor in fp32."""
+    if parameter.dtype == total.dtype:
+        parameter.grad = total
+    elif total.device.type == "cpu":  # `linear.project` adds to it as products come
+        parameter.grad_dtype = total.dtype
+        parameter.grad = total
+    else:
+        parameter.register_post_accumulate_grad_hook(_adder(total))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)

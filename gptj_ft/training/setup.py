@@ -15,7 +15,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run, steps_done
 from gptj_ft.data.batches import Rows, first_fit, rows_of_step, steps_per_epoch
 from gptj_ft.errors import UsageError
-from gptj_ft.models.batch import padded_length
+from gptj_ft.models.batch import padded_length, rounded_up
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture, read_architecture
 from gptj_ft.models.trainable import Selection, select
@@ -172,7 +172,8 @@ def workload_of(
     sizes = [sum(each) for each in chosen]
     typical = sum(length * length for length in lengths) / sum(lengths)
     most = max(recipe.micro_batch_tokens, max(lengths))
-    packed = [len(first_fit(each, most)) for each in chosen[:COUNTED_STEPS]]
+    packed = [[sum(each[row] for row in group) for group in first_fit(each, most)] for each in chosen[:COUNTED_STEPS]]
+    fillers = [rounded_up(tokens) - tokens for step in packed for tokens in step]
     is_encoder, drops = architecture.family.is_encoder, architecture.drops_attention
     pairs = max(sum(padded_length(length) ** 2 for length in each) for each in chosen) if is_encoder or drops else 0
     return Workload(
@@ -190,7 +191,8 @@ def workload_of(
         longest_row=max(lengths),
         attended=typical / (1 if is_encoder else 2),
         typical_row=round(typical),
-        mean_micro_batches=sum(packed) / len(packed),
+        mean_micro_batches=sum(map(len, packed)) / len(packed),
+        mean_step_fillers=sum(fillers) / len(packed),
         step_pairs=pairs,
         dropped_heads=architecture.config.n_head if drops else 0,
         validation_tokens=sum(validation.lengths),

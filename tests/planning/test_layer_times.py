@@ -224,6 +224,10 @@ def test_micro_batches_are_counted_as_they_are_packed() -> None:
     packed = [len(rows.batches(range(start, start + 8), 256)) for start in (0, 8, 16)]
     assert load.mean_micro_batches == pytest.approx(sum(packed) / 3, abs=0.7)
     assert load.mean_micro_batches > load.mean_step_tokens / 256
+    batches = [rows.batches(range(start, start + 8), 256) for start in (0, 8, 16)]
+    fillers = [len(batch.filled().tokens_T) - len(batch.tokens_T) for step in batches for batch in step]
+    assert load.mean_step_fillers == pytest.approx(sum(fillers) / 3, rel=0.3)
+    assert load.computed_tokens == load.mean_step_tokens + load.mean_step_fillers
     assert load.typical_row == round(sum(length**2 for length in rows.lengths) / sum(rows.lengths))
 
 
