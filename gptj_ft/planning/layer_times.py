@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 FEWEST_TOKENS, ALWAYS_TOKENS = 16, 512  # of a micro-batch that is timed; so many are, however long they take
 LONGEST = 1.0  # seconds of a layer, forward and backward, from which on fewer tokens are timed
 TURNS, ENOUGH_SECONDS = 3, 1.5  # in which types are timed; none begins after so many seconds
-TURN_SECONDS, MOST_RUNS = 0.03, 20  # of a layer in a turn
+TURN_SECONDS, MOST_RUNS = 0.01, 20  # of a layer in a turn
 NEVER_TWICE = 1.5  # seconds of a layer that pays for no warming up
 BYTES_PER_ELEMENT = 4 + 4 + 4  # while a layer is timed: a weight, its gradient, and what is added to that
 
