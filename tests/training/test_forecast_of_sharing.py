@@ -32,7 +32,8 @@ METHODS: dict[str, dict[str, Any]] = {
 def setup_of(model: Path, folder: Path, group: Group = ALONE, **options: Any) -> TrainSetup:
     """Set up a run on one epoch of eight random rows of several lengths, in micro-batches with tokens that fill up."""
     generator = torch.Generator().manual_seed(0)
-    documents = [torch.randint(1, 40, (length,), generator=generator).tolist() for length in (29, 25, 31, 27, 30, 23, 28, 21)]
+    lengths = (29, 25, 31, 27, 30, 23, 28, 21)
+    documents = [torch.randint(1, 40, (length,), generator=generator).tolist() for length in lengths]
     base = {"batch_size": 4, "max_length": 32, "micro_batch_tokens": 90, "device": "cpu", "precision": "fp32"}
     places = {"weights": "device", "optimizer_state": "device", "activations": "recompute"}
     recipe = build({**base, **places, "max_steps": STEPS, "output": str(folder), **options})
