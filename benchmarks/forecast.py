@@ -2,8 +2,8 @@
 
 Random GPT-Js on rows of DialogSum, in fp32 and bf16 on the CPU, in placements and settings of all kinds; each is
 planned (`finetune --dry-run --json`) and then run, in processes of their own. Before each the machine is measured, as a
-user would have it measured (`plan --measure`), and the layers by the plan, because a virtual machine is not the same for
-long; nothing else should run. Asked for: memory 0 to 10 % above what is measured, time within 15 % in nine of the ten.
+user would have it measured (`plan --measure`), because a virtual machine is not the same for long; nothing else should
+run. Asked for: memory 0 to 10 % above what is measured, time within 15 % in nine of the ten.
 
     python benchmarks/forecast.py --data train.jsonl --tokenizer gpt2/ --work /tmp/forecast
 
