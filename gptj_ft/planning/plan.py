@@ -38,8 +38,8 @@ SAVED_PER_TOKEN = 20  # tensors of [tokens, width] that one block keeps for its 
 # encoders, whose blocks are small. Where graphs are kept, they fill them.
 HOLES, MOST_HOLES = 6, 260 * 10**6
 # Of oneDNN, for each number of the largest matrix that is trained, of any: packed, and sums of its gradient in fp32.
-# Measured in bf16 with heads of 52 and 103 million, on machine C of benchmarks/RESULTS.md.
-HALF_SCRATCH, FROZEN_SCRATCH = 8, 3
+# Measured in bf16 with runs of 204 million parameters, a head of 52, on machine C of benchmarks/RESULTS.md.
+HALF_SCRATCH, FROZEN_SCRATCH = 4, 3
 HEAP_SHARE = 0.05  # and what else is between their tensors, kernels that oneDNN makes for shapes included
 DISK_STAGING_BYTES = 2 * 2 * TRANSFERS * 4 * CHUNK_NUMEL  # locked, by the threads of two stores that read and write
 UPDATE_BYTES = 4 * 4 * CHUNK_NUMEL  # on an accelerator: of resident moments in fp32, random bits, a first step's copies

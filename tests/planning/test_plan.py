@@ -505,7 +505,7 @@ def test_bf16_on_a_cpu_takes_room_for_packed_matrices_and_sums(six_b: Workload, 
     nothing = [Layout({}, {}, 0, 0)] * len(six_b.layouts)
     head = Layout.of(torch.nn.Linear(4096, 50400, bias=False, device="meta"))
     for dtype, is_trained, per_number in (
-        (torch.bfloat16, True, 8),
+        (torch.bfloat16, True, 4),
         (torch.bfloat16, False, 3),
         (torch.float32, True, 0),
     ):
