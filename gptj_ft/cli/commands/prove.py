@@ -30,7 +30,7 @@ def prove(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Prove on this machine that training from disk keeps its memory, survives a kill and changes no bit.
+    """Prove on this machine that training from disk is exact.
 
     A random model, all of its parameters trained with their state on disk, in a control group of little memory where
     one may be made; killed and resumed; compared with the same steps in RAM, where there is enough. Exit code 0 only
