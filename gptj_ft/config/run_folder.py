@@ -340,7 +340,7 @@ def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str,
         facts[LAYERS] = before[LAYERS]  # until they are where they are trained now
     changes = [
         f"{key} {one_line(str(before[key]))}, now {facts[key]}"
-        for key in ("torch", "device", "threads", "kernels")
+        for key in ("torch", "device", "threads", *(["kernels"] if device == "cpu" else []))
         if key in before and before[key] != facts[key]
     ]
     write_json(path, facts)

@@ -72,6 +72,7 @@ def test_a_run_killed_around_skipped_steps_repeats_them_and_ends_with_the_same_b
     with pytest.MonkeyPatch.context() as patch:
         power = Power(patch)
         train(session, new_run(tmp_path))
+    num_cut = 0
     for last in range(7, power.count - 3, stride):
         shutil.rmtree(tmp_path / "run")
         run = new_run(tmp_path)
@@ -79,11 +80,13 @@ def test_a_run_killed_around_skipped_steps_repeats_them_and_ends_with_the_same_b
             Power(patch, last)
             with suppress(PowerCut):  # near the end there may be fewer operations: it depends on which threads wait
                 train(session, run)
+        num_cut += not run.model.exists()
         assert run.last_commit() is None or not scale_problems(run), last
         if not run.model.exists():
             train(session, run)
         assert_same_weights(weights_of(run.model), weights_of(straight.model), last)
         assert steps_of(run) == steps_of(straight), last
+    assert num_cut > power.count // stride // 2, "most runs were cut before their model was there"
 
 
 def scale_problems(run: Run) -> list[str]:
