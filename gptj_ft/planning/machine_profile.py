@@ -36,7 +36,7 @@ MOST_LAYERS = 500  # that are remembered of a device
 BF16_GAIN = 1.3  # how much faster bf16 must be to be worth its rounding
 
 T = TypeVar("T", ComputeRates, DiskRates)
-_unsaved: dict[tuple[str, str], Any] = {}  # what could not be written to the file
+_unsaved: dict[tuple[Path, str, str], Any] = {}  # by file: what could not be written to it
 
 
 def rates(device: torch.device, folder: Path, again: bool = False) -> Rates:
@@ -133,8 +133,8 @@ def with_times(load: Workload, precision: str, device: torch.device, free_bytes:
 def layer_seconds(kinds: Sequence[LayerKind], device: torch.device) -> Mapping[str, Seconds]:
     """Return the seconds of layers by their names, from the cache or measured now, all that are missing together."""
     key = _device_key(device)
-    entries = _unsaved.get(("layers", key)) or _entries("layers").get(key)
-    known = entries if isinstance(entries, dict) else {}
+    entry = _entry("layers", key)
+    known = entry if isinstance(entry, dict) else {}
     found = {kind.name: _seconds_of(known.get(kind.name)) for kind in kinds}
     missing = {kind.name: kind for kind in kinds if found[kind.name] is None}
     if missing:
@@ -198,11 +198,15 @@ def _entries(part: str) -> dict[str, Any]:
     return entries if isinstance(entries, dict) else {}
 
 
+def _entry(part: str, key: str) -> Any:
+    """Return what is known of a device or file system: of the file, or newer than it."""
+    return _unsaved.get((_cache(), part, key)) or _entries(part).get(key)
+
+
 def _recall(part: str, key: str, form: type[T]) -> T | None:
     """Look up cached rates; damaged or implausible ones are ignored."""
-    entry = _unsaved.get((part, key)) or _entries(part).get(key)
     try:
-        known = form(**entry)  # type: ignore[arg-type]
+        known = form(**_entry(part, key))
     except TypeError:
         return None
     values = {field: getattr(known, field.name) for field in fields(known)}
@@ -224,4 +228,6 @@ def _keep(part: str, key: str, measured: dict[str, Any]) -> None:
         write_file(new, json.dumps(sealed(known), indent=2) + "\n")
         os.replace(new, _cache())
     except OSError:
-        _unsaved[part, key] = measured
+        _unsaved[_cache(), part, key] = measured
+    else:
+        _unsaved.pop((_cache(), part, key), None)

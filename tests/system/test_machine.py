@@ -179,6 +179,8 @@ def test_a_home_that_cannot_be_written_costs_one_measuring_and_no_error(
     for _ in range(2):
         assert machine_profile.rates(CPU, tmp_path) == fixed_rates
     assert measured == {"compute": 1, "disk": 1}
+    monkeypatch.setenv("GPTJ_FT_HOME", str(tmp_path / "another-home"))
+    assert not machine_profile.is_known(CPU), "another home knows what could not be written to the first"
 
 
 def test_a_full_or_unwritable_disk_is_assumed_and_that_is_not_remembered(
