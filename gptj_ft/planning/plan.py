@@ -37,9 +37,10 @@ SAVED_PER_TOKEN = 20  # tensors of [tokens, width] that one block keeps for its 
 # Holes in the heap, left by graphs of small blocks that come and go with micro-batches of many lengths; measured with
 # encoders, whose blocks are small. Where graphs are kept, they fill them.
 HOLES, MOST_HOLES = 6, 260 * 10**6
-# Of oneDNN, for each number of the largest matrix that is trained, of any: packed, and sums of its gradient in fp32.
-# Measured in bf16 with runs of 204 million parameters, a head of 52, on machine C of benchmarks/RESULTS.md.
-HALF_SCRATCH, FROZEN_SCRATCH = 4, 3
+# Of oneDNN and of a heap that is kept, for each number of the largest matrix that is trained: sums of its gradient, in
+# bf16 packed besides; of the largest of any, packed in bf16. Measured with 204 million parameters, a head of 52, on
+# machine C of benchmarks/RESULTS.md.
+FULL_SCRATCH, HALF_SCRATCH, FROZEN_SCRATCH = 5, 6, 3
 HEAP_SHARE = 0.05  # and what else is between their tensors, kernels that oneDNN makes for shapes included
 DISK_STAGING_BYTES = 2 * 2 * TRANSFERS * 4 * CHUNK_NUMEL  # locked, by the threads of two stores that read and write
 UPDATE_BYTES = 4 * 4 * CHUNK_NUMEL  # on an accelerator: of resident moments in fp32, random bits, a first step's copies
@@ -374,11 +375,10 @@ def _on_accelerator(demand: _Demand, resident: int, have: int) -> tuple[int, Buf
 def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple[int, BufferBudget]:
     """Return the same where it is the host's memory, which one process need not have to itself: by a rule of thumb."""
     placement, load, recipe, hidden = demand.placement, demand.load, demand.recipe, demand.hidden_bytes
-    # Its gradient, before that is added to the others.
-    biggest_matrix = max((shape.numel() for layout in load.layouts for shape in layout.shapes.values()), default=0)
-    scratch = 0
+    trained = max((shape.numel() for layout in load.layouts for shape in layout.shapes.values()), default=0)
+    scratch = FULL_SCRATCH * trained
     if load.dtype != torch.float32:
-        scratch = max(HALF_SCRATCH * biggest_matrix, FROZEN_SCRATCH * load.biggest_matrix)
+        scratch = max(HALF_SCRATCH * trained, FROZEN_SCRATCH * load.biggest_matrix)
     graph = SAVED_PER_TOKEN * hidden * min(load.micro_batch_tokens, load.step_tokens)
     activations = graph + load.weights_bytes(load.micro_batch_pairs) + load.bucket_bytes
     # Beside those of the blocks there are what the head takes, its gradient, and what a block is just giving; where the
@@ -387,7 +387,7 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     boundaries = beside * hidden * load.step_tokens
     # Logits of a chunk, their softmax and their gradient.
     head = 3 * min(HEAD_CHUNK_BYTES, 4 * load.vocabulary * load.micro_batch_tokens)
-    fixed = by_place["device"] + biggest_matrix * 4 + scratch + activations + boundaries + head
+    fixed = by_place["device"] + scratch + activations + boundaries + head
     free = have.device - fixed - (by_place["host"] + PROCESS_BYTES if have.is_shared else 0)
     budget, buffers = demand.buffers_within(free)
     per_block = SAVED_PER_TOKEN * hidden * load.step_tokens + load.weights_bytes(load.step_pairs)

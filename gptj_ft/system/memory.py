@@ -4,17 +4,23 @@ Measured when a model of 480 MB is converted: 0.2 s of system time with recycled
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
+import platform
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 LEAST_BYTES = 1 << 20  # what is smaller is not worth it
 MOST_IDLE_BYTES = 256 << 20  # that wait to be lent again
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+KEPT_BYTES = 1 << 30  # larger blocks are returned to the system when they are freed
+GLIBC_MOST_BYTES = 32 << 20  # the largest threshold at which glibc arrives by itself
 
 _idle: list[mmap.mmap] = []
 _lock = threading.RLock()  # a collection of garbage may give memory back while its thread is taking some
@@ -83,3 +89,27 @@ def pages(num_bytes: int) -> mmap.mmap:
     buffer = mmap.mmap(-1, max(num_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     buffer.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults and TLB misses on gigabytes
     return buffer
+
+
+@contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """Have glibc keep what is freed for what comes next, where it would return every large block to the system.
+
+    A step takes and frees the same blocks again and again: outputs of layers, and copies of weights that oneDNN makes
+    for each product. Measured (GPT-J's width, 2,048 tokens, 2 cores of an AMD EPYC): without, 1.6 million page faults
+    a step in fp32, for a tenth of its seconds. Memory at most grows by what lies between blocks in use, 0 to 5 %.
+
+    Other C libraries, and a glibc that takes no such threshold, are left alone. Afterwards thresholds are those that
+    glibc itself ends at.
+    """
+    libc = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
+    if libc is None or not libc.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES):
+        yield
+        return
+    libc.mallopt(M_TRIM_THRESHOLD, -1)
+    try:
+        yield
+    finally:
+        libc.mallopt(M_MMAP_THRESHOLD, GLIBC_MOST_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, 2 * GLIBC_MOST_BYTES)
+        libc.malloc_trim(0)

@@ -499,23 +499,24 @@ def test_the_law_is_that_of_the_paper_and_says_where_it_holds() -> None:
     assert not ScalingForecast.of(layouts, 64, 2048, (1.0, 1.0), None).is_in_range
 
 
-def test_bf16_on_a_cpu_takes_room_for_packed_matrices_and_sums(six_b: Workload, monkeypatch) -> None:
+def test_a_cpu_takes_room_for_packed_matrices_and_sums(six_b: Workload, monkeypatch) -> None:
     have = Free(10**13, 10**13, 10**14, is_shared=True)
     place, recipe = Placement("device", "device", frozen="device"), Recipe(activations="recompute")
     nothing = [Layout({}, {}, 0, 0)] * len(six_b.layouts)
     head = Layout.of(torch.nn.Linear(4096, 50400, bias=False, device="meta"))
     for dtype, is_trained, per_number in (
-        (torch.bfloat16, True, 4),
+        (torch.bfloat16, True, 6),
         (torch.bfloat16, False, 3),
-        (torch.float32, True, 0),
+        (torch.float32, True, 5),
+        (torch.float32, False, 0),
     ):
         parts = [*nothing[:-1], head], nothing
         layouts, frozen = parts if is_trained else reversed(parts)
         load = replace(six_b, dtype=dtype, layouts=layouts, frozen=frozen)
         with monkeypatch.context() as patch:
             counted = forecast(place, load, recipe, RATES, have).device_bytes
-            patch.setattr(plan, "HALF_SCRATCH", 0)
-            patch.setattr(plan, "FROZEN_SCRATCH", 0)
+            for name in ("FULL_SCRATCH", "HALF_SCRATCH", "FROZEN_SCRATCH"):
+                patch.setattr(plan, name, 0)
             assert counted - forecast(place, load, recipe, RATES, have).device_bytes == per_number * head.numel
 
 

@@ -1,5 +1,8 @@
 """What a conversion is made of: memory that is used again, threads ahead, files written behind."""
 
+import mmap
+import platform
+import resource
 import threading
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import xxhash
 
 from gptj_ft.errors import DataError
 from gptj_ft.system import memory, write_behind
-from gptj_ft.system.memory import LEAST_BYTES, borrow
+from gptj_ft.system.memory import LEAST_BYTES, borrow, freed_memory_kept
 from gptj_ft.system.prefetch import AHEAD_TASKS, prefetch
 from gptj_ft.system.write_behind import WriteBehind
 
@@ -35,6 +38,25 @@ def test_idle_memory_is_bounded_and_far_larger_one_is_not_lent(monkeypatch: pyte
     several = [borrow(2 * LEAST_BYTES) for _ in range(5)]
     del several
     assert sum(map(len, memory._idle)) == 6 * LEAST_BYTES
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_large_blocks_that_a_step_frees_are_taken_again_without_page_faults_and_returned_at_its_end() -> None:
+    num_bytes = 64 << 20
+
+    def faults_of_a_block() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(num_bytes, dtype=torch.uint8)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    with freed_memory_kept():
+        faults_of_a_block()
+        assert faults_of_a_block() < num_bytes // mmap.PAGESIZE // 100
+        while_kept = resident_bytes()
+    assert while_kept - resident_bytes() > num_bytes // 2
 
 
 def test_results_come_in_order_and_no_more_are_made_than_fit() -> None:
