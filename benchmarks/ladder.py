@@ -44,7 +44,7 @@ from side_by_side import Watched, finetune, parser, watch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gptj_ft.models.linear import project_by_onednn
+from gptj_ft.models.linear import multiply
 from gptj_ft.system.cage import NotCaged, caged
 
 SHAPES: Mapping[str, Mapping[str, int]] = {
@@ -212,7 +212,7 @@ def best_product(precision: str) -> float:
 
     Each is tried once, and the fastest again, for the first product of a shape also chooses its kernel.
     """
-    kernels = (F.linear, project_by_onednn) if precision == "fp32" else (F.linear,)
+    kernels = (F.linear, multiply) if precision == "fp32" else (F.linear,)
     shapes = [(tokens, *matrix) for tokens in PRODUCT_TOKENS for matrix in MATRICES]
     tried = sorted(
         ((rate_of(kernel, shape, precision), shape, kernel) for shape in shapes for kernel in kernels),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -36,6 +37,20 @@ def test_no_test_imports_another() -> None:
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert not [name for name in names if name.startswith("test_")], f"{path}: what it shares is for support/"
+
+
+def test_what_benchmarks_and_examples_import_of_the_package_is_there() -> None:
+    scripts = [path for folder in ("benchmarks", "examples", "docs") for path in (ROOT / folder).rglob("*.py")]
+    assert scripts
+    for path in scripts:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "gptj_ft":
+                module = importlib.import_module(str(node.module))
+                for name in (alias.name for alias in node.names):
+                    is_module = (
+                        importlib.util.find_spec(f"{node.module}.{name}") if hasattr(module, "__path__") else None
+                    )
+                    assert hasattr(module, name) or is_module, f"{path}: {node.module} has no {name}"
 
 
 def test_help_and_completion_import_no_torch() -> None:
