@@ -355,7 +355,10 @@ def main() -> None:
                 if key in skipped or (turn == 0 and key in runs):
                     continue
                 try:
-                    runs.setdefault(key, []).append(take(ladder, rung, precision, arguments))
+                    watched = take(ladder, rung, precision, arguments)
+                    runs.setdefault(key, []).append(watched)
+                    took, peak = watched.arrivals[-1] - watched.arrivals[0], watched.peak_rss_bytes / 1e9
+                    print(f"{rung}, {precision}: {took:.1f} s, {peak:.2f} GB", file=sys.stderr, flush=True)
                 except Skipped as reason:
                     skipped[key] = str(reason)
                     runs.pop(key) if not runs.get(key) else None
