@@ -95,9 +95,9 @@ def pages(num_bytes: int) -> mmap.mmap:
 def freed_memory_kept() -> Iterator[None]:
     """Have glibc keep what is freed for what comes next, where it would return every large block to the system.
 
-    A step takes and frees the same blocks again and again. Measured (GPT-J's width, 2,048 tokens, fp32, 2 cores of an AMD
-    EPYC): 1.6 million page faults and 3 to 5 of 62 core-seconds in the kernel without, a few hundred and 0.2 with it; of a
-    step's seconds 2 %, 0 to 10 %. Memory grows by what lies between blocks in use, 0 to 5 %.
+    A step takes and frees the same blocks again and again. Measured (GPT-J's width, 2,048 tokens, fp32, 2 cores of an
+    AMD EPYC): 1.6 million page faults and 3 to 5 of 62 core-seconds in the kernel without, a few hundred and 0.2 with
+    it; of a step's seconds 2 %, 0 to 10 %. Memory grows by what lies between blocks in use, 0 to 5 %.
 
     Other C libraries, and a glibc that takes no such threshold, are left alone. Afterwards thresholds are those that
     glibc itself ends at.
