@@ -20,7 +20,6 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ from gptj_ft.streaming.model import BufferBudget, OffloadedModel
 from gptj_ft.streaming.open import fill_layer
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Place, Placement, open_stores, training_dtypes
-from gptj_ft.system.memory import freed_memory_kept
 from gptj_ft.training.restore import optimizer_config
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -186,7 +184,6 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=24)
     parser.add_argument("--kept", type=int, default=0, help="blocks whose activations are kept")
     parser.add_argument("--late", type=int, default=0, help="blocks whose update is kept in backward")
-    parser.add_argument("--freed", default="kept", help="kept: what a run does with freed memory; returned: to compare")
     parser.add_argument("--compute", default="fp32", choices=list(TYPES))
     parser.add_argument("--moments", default="fp32", choices=list(TYPES))
     parser.add_argument("--gradients", default="fp32", choices=list(TYPES))
@@ -195,8 +192,7 @@ def main() -> None:
     parser.add_argument("--variant", help="used by the script itself")
     arguments = parser.parse_args()
     if arguments.variant:
-        with nullcontext() if "freed=returned" in arguments.variant else freed_memory_kept():
-            print(json.dumps(run_variant(arguments.variant, arguments)))
+        print(json.dumps(run_variant(arguments.variant, arguments)))
         return
     results = {}
     for variant in arguments.variants.split(","):

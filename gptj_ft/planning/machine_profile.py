@@ -27,10 +27,9 @@ from gptj_ft.system.digests import read_sealed, sealed
 from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.files import write_file
 from gptj_ft.system.machine import existing_folder, free_disk
-from gptj_ft.system.memory import freed_memory_kept
 from gptj_ft.system.paths import home, make_home
 
-METHOD = 10  # of measuring: figures from another one are not used
+METHOD = 9  # of measuring: figures from another one are not used
 SLOWEST, FASTEST = 1e3, 1e21  # FLOP or bytes a second
 LEAST_SECONDS, MOST_SECONDS = 1e-7, 1e4  # of a layer
 MOST_LAYERS = 500  # that are remembered of a device
@@ -139,8 +138,7 @@ def layer_seconds(kinds: Sequence[LayerKind], device: torch.device) -> Mapping[s
     found = {kind.name: _seconds_of(known.get(kind.name)) for kind in kinds}
     missing = {kind.name: kind for kind in kinds if found[kind.name] is None}
     if missing:
-        with freed_memory_kept():  # as runs compute
-            measured = dict(zip(missing, layer_times.time_kinds(list(missing.values())), strict=True))
+        measured = dict(zip(missing, layer_times.time_kinds(list(missing.values())), strict=True))
         newest = list({**known, **{name: list(each) for name, each in measured.items()}}.items())[-MOST_LAYERS:]
         _keep("layers", key, dict(newest))
         found |= measured

@@ -37,10 +37,10 @@ SAVED_PER_TOKEN = 20  # tensors of [tokens, width] that one block keeps for its 
 # Holes in the heap, left by graphs of small blocks that come and go with micro-batches of many lengths; measured with
 # encoders, whose blocks are small. Where graphs are kept, they fill them.
 HOLES, MOST_HOLES = 6, 260 * 10**6
-# Of oneDNN and of a heap that is kept, for each number of the largest matrix that is trained: sums of its gradient, in
-# bf16 packed besides; of the largest of any, packed in bf16. Measured with 204 million parameters, a head of 52, on
-# machine C of benchmarks/RESULTS.md.
-FULL_SCRATCH, HALF_SCRATCH, FROZEN_SCRATCH = 5, 6, 3
+# Bytes of oneDNN for each number of the largest matrix that is trained: packed, sums of its gradient, and what a freed
+# one of that size leaves; in bf16, of the largest of any, packed. Measured with 204 million parameters, a head of 52,
+# on machine C of benchmarks/RESULTS.md.
+TRAINED_SCRATCH, FROZEN_SCRATCH = 6, 3
 HEAP_SHARE = 0.05  # and what else is between their tensors, kernels that oneDNN makes for shapes included
 DISK_STAGING_BYTES = 2 * 2 * TRANSFERS * 4 * CHUNK_NUMEL  # locked, by the threads of two stores that read and write
 UPDATE_BYTES = 4 * 4 * CHUNK_NUMEL  # on an accelerator: of resident moments in fp32, random bits, a first step's copies
@@ -376,9 +376,8 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     """Return the same where it is the host's memory, which one process need not have to itself: by a rule of thumb."""
     placement, load, recipe, hidden = demand.placement, demand.load, demand.recipe, demand.hidden_bytes
     trained = max((shape.numel() for layout in load.layouts for shape in layout.shapes.values()), default=0)
-    scratch = FULL_SCRATCH * trained
-    if load.dtype != torch.float32:
-        scratch = max(HALF_SCRATCH * trained, FROZEN_SCRATCH * load.biggest_matrix)
+    packed = 0 if load.dtype == torch.float32 else FROZEN_SCRATCH * load.biggest_matrix
+    scratch = max(TRAINED_SCRATCH * trained, packed)
     graph = SAVED_PER_TOKEN * hidden * min(load.micro_batch_tokens, load.step_tokens)
     activations = graph + load.weights_bytes(load.micro_batch_pairs) + load.bucket_bytes
     # Beside those of the blocks there are what the head takes, its gradient, and what a block is just giving; where the

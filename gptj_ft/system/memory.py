@@ -10,17 +10,13 @@ import mmap
 import platform
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 LEAST_BYTES = 1 << 20  # what is smaller is not worth it
 MOST_IDLE_BYTES = 256 << 20  # that wait to be lent again
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-KEPT_BYTES = 1 << 30  # larger blocks are returned to the system when they are freed
-GLIBC_MOST_BYTES = 32 << 20  # the largest threshold at which glibc arrives by itself
 
 _idle: list[mmap.mmap] = []
 _lock = threading.RLock()  # a collection of garbage may give memory back while its thread is taking some
@@ -91,25 +87,7 @@ def pages(num_bytes: int) -> mmap.mmap:
     return buffer
 
 
-@contextmanager
-def freed_memory_kept() -> Iterator[None]:
-    """Have glibc keep what is freed for what comes next, where it would return every large block to the system.
-
-    A step takes and frees the same blocks again and again. Measured (GPT-J's width, 2,048 tokens, fp32, 2 cores of an
-    AMD EPYC): 1.6 million page faults and 3 to 5 of 62 core-seconds in the kernel without, a few hundred and 0.2 with
-    it; of a step's seconds 2 %, 0 to 10 %. Memory grows by what lies between blocks in use, 0 to 5 %.
-
-    Other C libraries, and a glibc that takes no such threshold, are left alone. Afterwards thresholds are those that
-    glibc itself ends at.
-    """
-    libc = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
-    if libc is None or not libc.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES):
-        yield
-        return
-    libc.mallopt(M_TRIM_THRESHOLD, -1)
-    try:
-        yield
-    finally:
-        libc.mallopt(M_MMAP_THRESHOLD, GLIBC_MOST_BYTES)
-        libc.mallopt(M_TRIM_THRESHOLD, 2 * GLIBC_MOST_BYTES)
-        libc.malloc_trim(0)
+def return_freed_memory() -> None:
+    """Have glibc return to the system what tensors have freed and it still holds; nothing with another C library."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)

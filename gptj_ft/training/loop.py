@@ -27,7 +27,7 @@ from gptj_ft.streaming.replicas import lent
 from gptj_ft.streaming.step import StepLoss, evaluate_losses, train_step
 from gptj_ft.system.accelerator import limit_memory
 from gptj_ft.system.files import discard
-from gptj_ft.system.memory import freed_memory_kept
+from gptj_ft.system.memory import return_freed_memory
 from gptj_ft.system.paths import remember_run
 from gptj_ft.system.processes.dealing import serve
 from gptj_ft.system.processes.group import ALONE, agreed, from_first
@@ -117,15 +117,15 @@ def train(setup: TrainSetup, run: Run, reporter: Reporter | None = None, session
     """
     began, session = time.monotonic(), session or Session()
     with opened(setup, run, reporter or Reporter(), session) as training:
-        with freed_memory_kept():
-            while True:
-                training.validate_if_due()
-                training.stop_if_asked()
-                if training.is_done:
-                    break
-                training.take_step()
-                training.save_if_due()
-                training.stop_if_late()
+        while True:
+            training.validate_if_due()
+            training.stop_if_asked()
+            if training.is_done:
+                break
+            training.take_step()
+            training.save_if_due()
+            training.stop_if_late()
+        return_freed_memory()  # an export takes buffers of other sizes than steps did
         training.export()
     return training.finish(began)
 
