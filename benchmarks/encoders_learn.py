@@ -60,6 +60,9 @@ TASKS = {
     "sst2": Task(
         "sst2-bert", "sentiment/sst2/train.tsv", "sentiment/sst2/dev.tsv", 200, ("accuracy", "loss"), 2000, ("lr=5e-5",)
     ),
+    "mnli": Task(
+        "mnli-bert", "nli/mnli/train.tsv", "nli/mnli/dev_matched.tsv", 60, ("accuracy", "loss"), 2000, ("lr=5e-5",)
+    ),
     "squad": Task(
         "squad-bert", "squad/train-v1.1-subset.json", "squad/dev-v1.1.json", 300, ("exact_match", "f1"), 1000,
         ("lr=5e-5", "batch_size=12"),
