@@ -9,7 +9,11 @@ parameters by `share: layers`, LoRA by `share: rows`. The first step is left out
 
 * bytes: what the link has carried in a step, against the plan's;
 * seconds: those of ``metrics.jsonl``, against `gptj-ft plan --nodes 2 --network RATE`;
-* the seconds of each layer in one process are measured, too, and are what `scaling.py --measured` simulates with.
+* two runs of one process each at once, that share nothing but the machine: what two of its cores do against one is the
+  most that sharing can give there, since they have one memory and one cache;
+* the seconds of each layer in these are measured, too, and are what `scaling.py --measured` simulates with.
+
+All of that in turns; figures are means over turns, with the least and most.
 """
 
 from __future__ import annotations
@@ -71,6 +75,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="rows with dialogue and summary")
     parser.add_argument("--work", type=Path, required=True, help="new folder, with 8 GB free")
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--shares", nargs="+", choices=SHARES, default=list(SHARES))
     given = parser.parse_args()
     work = given.work.resolve()
@@ -84,26 +89,7 @@ def main() -> None:
     )
     points = []
     for share in given.shares:
-        words, split = SHARES[share]
-        alone, memory, layers = run_alone(work, f"{options} {words}", SHAPE["n_layer"])
-        forecast, _ = planned(work, f"{options} {words}", layers["tokens"])
-        print(f"{share}: one process {alone:.2f} s a step, planned {forecast:.2f}; {memory:.2f} GB", flush=True)
-        base = None
-        for name, rate in RATES.items():
-            with link(rate):
-                seconds, sent, peaks = run_together(work, f"{options} {words}")
-            base = base or seconds
-            text = f"  {name}: {seconds:.2f} s, {base / seconds:.2f} of unshaped; sent {sent / 1e6:.1f} MB"
-            text += f"; {' and '.join(f'{peak:.2f}' for peak in peaks)} GB"
-            if rate:
-                forecast, share_sent = planned(
-                    work, f"{options} {words} --nodes 2 --network {name}", layers["tokens"], split
-                )
-                text += f"; forecast {forecast:.2f} s, {share_sent / 1e6:.1f} MB"
-                if share == "layers":
-                    measured = {"link_bytes_per_s": rate / 8 * PAYLOAD, "seconds_step_measured": seconds}
-                    points.append({**layers, **measured, "ranks": 2})
-            print(text, flush=True)
+        points += measure(work, f"{options} {SHARES[share][0]}", share, given.turns)
     if not points:
         return
     (work.parent / "links.json").write_text(json.dumps(points, indent=1), encoding="utf-8")
@@ -113,29 +99,82 @@ def main() -> None:
     )
 
 
-def run_alone(work: Path, options: str, num_blocks: int) -> tuple[float, float, dict[str, float]]:
-    """Train in one process; return the seconds of a step, its memory, and the seconds of each kind of layer."""
-    output = work / "run"
-    shutil.rmtree(output, ignore_errors=True)
-    command = ["taskset", "-c", "0", sys.executable, "-c", TIMED, "finetune", *options.split(), "--quiet", "--output"]
-    process, peak = subprocess.Popen([*command, output], env=environment(), stdout=subprocess.DEVNULL), 0.0
-    while process.poll() is None:
-        peak = max(peak, peak_gigabytes(process.pid))
+def measure(work: Path, options: str, share: str, turns: int) -> list[dict[str, float]]:
+    """Measure one way to share, in turns, and print it; return what to simulate."""
+    alone, beside = list[float](), list[float]()
+    kinds, together = list[dict[str, float]](), {name: list[float]() for name in RATES}
+    said = dict[str, str]()
+    for turn in range(turns):
+        (seconds,), peak, _ = run_alone(work, options, 1)
+        alone.append(seconds)
+        both, _, layers = run_alone(work, options, 2)
+        beside.append(statistics.mean(both))
+        kinds.append(layers)
+        for name, rate in RATES.items():
+            with link(rate):
+                seconds, sent, peaks = run_together(work, options)
+            together[name].append(seconds)
+            said[name] = f"sent {sent / 1e6:.1f} MB; {' and '.join(f'{each:.2f}' for each in peaks)} GB"
+        print(f"{share}, turn {turn}:", alone[-1], beside[-1], {name: each[-1] for name, each in together.items()})
+    layers = {name: statistics.mean(each[name] for each in kinds) for name in kinds[0]}
+    forecast, _ = planned(work, options, layers["tokens"])
+    print(f"{share}: one process {spread(alone)} a step, planned {forecast:.2f}; {peak:.2f} GB")
+    ratio = 2 * statistics.mean(alone) / statistics.mean(beside)
+    print(f"  two runs at once {spread(beside)}: two cores do {ratio:.2f} times what one does")
+    points, base = [], statistics.mean(together["unshaped"])
+    for name, rate in RATES.items():
+        mean = statistics.mean(together[name])
+        text = f"  {name}: {spread(together[name])}, {statistics.mean(alone) / mean:.2f} times, {base / mean:.2f} of"
+        text += f" unshaped; {said[name]}"
+        if rate:
+            network = f"--nodes 2 --network {name}"
+            forecast, sent = planned(work, f"{options} {network}", layers["tokens"], SHARES[share][1])
+            text += f"; forecast {forecast:.2f} s, {sent / 1e6:.1f} MB"
+            if share == "layers":
+                measured = {"link_bytes_per_s": rate / 8 * PAYLOAD, "seconds_step_measured": mean}
+                points.append({**layers, **measured, "ranks": 2})
+        print(text, flush=True)
+    return points
+
+
+def spread(seconds: list[float]) -> str:
+    """Return a mean of seconds, with the least and most."""
+    return f"{statistics.mean(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})"
+
+
+def run_alone(work: Path, options: str, copies: int) -> tuple[list[float], float, dict[str, float]]:
+    """Train in one process, or in several at once that share nothing.
+
+    Returns:
+        Seconds of a step of each; memory of the first; mean seconds of each kind of layer, those of a step beside
+        blocks and head (an embedding's, while the others wait), and what else a simulation takes.
+    """
+    outputs = [work / f"run-{core}" for core in range(copies)]
+    processes, peak = list[subprocess.Popen[bytes]](), 0.0
+    for core, output in enumerate(outputs):
+        shutil.rmtree(output, ignore_errors=True)
+        command = ["taskset", "-c", str(core), sys.executable, "-c", TIMED, "finetune", *options.split(), "--quiet"]
+        processes.append(subprocess.Popen([*command, "--output", output], env=environment(), stdout=subprocess.DEVNULL))
+    while any(each.poll() is None for each in processes):
+        peak = max(peak, peak_gigabytes(processes[0].pid))
         time.sleep(0.1)
-    assert process.wait() == 0
-    steps = steps_of(output)
-    top, ahead, back, head = num_blocks + 1, list[float](), list[float](), list[float]()
-    for times, micro_batches in json.loads(Path(f"{output}.times").read_text(encoding="utf-8"))[1:]:
-        spent = [(index, after - now) for (now, index), (after, _) in pairwise(times)][: 2 * top + 1]
-        ahead += [seconds / micro_batches for index, seconds in spent[1:top]]
-        head.append(spent[top][1] / micro_batches)
-        back += [seconds / micro_batches for index, seconds in spent[top + 1 :] if index]
-    layers = {"seconds_forward_block": ahead, "seconds_backward_block": back, "seconds_head": head}
-    found = {name: statistics.mean(each) for name, each in layers.items()}
-    tokens = statistics.mean(line["tokens"] for line in steps[1:])
-    found |= {"blocks": num_blocks, "micro_batches": micro_batches, "tokens": tokens}
+    assert not any(each.wait() for each in processes)
+    steps = [steps_of(output) for output in outputs]
+    top, ahead, back, head, rest = SHAPE["n_layer"] + 1, list[float](), list[float](), list[float](), list[float]()
+    for output, lines in zip(outputs, steps, strict=True):
+        layers = json.loads(Path(f"{output}.times").read_text(encoding="utf-8"))
+        for (times, micro_batches), line in list(zip(layers, lines, strict=True))[1:]:
+            spent = [(index, after - now) for (now, index), (after, _) in pairwise(times)][: 2 * top + 1]
+            ahead += [seconds / micro_batches for index, seconds in spent[1:top]]
+            head.append(spent[top][1] / micro_batches)
+            back += [seconds / micro_batches for index, seconds in spent[top + 1 :] if index]
+            rest.append(line["seconds"] - sum(seconds for index, seconds in spent if index))
+    means = {"forward_block": ahead, "backward_block": back, "head": head, "beside": rest}
+    found = {f"seconds_{name}": statistics.mean(each) for name, each in means.items()}
+    tokens = statistics.mean(line["tokens"] for line in steps[0][1:])
+    found |= {"blocks": SHAPE["n_layer"], "micro_batches": micro_batches, "tokens": tokens}
     found["bytes_hop"] = 4.0 * SHAPE["n_embd"] * tokens / micro_batches
-    return mean_seconds(steps), peak, found
+    return [mean_seconds(each) for each in steps], peak, found
 
 
 def run_together(work: Path, options: str) -> tuple[float, float, list[float]]:

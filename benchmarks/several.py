@@ -4,8 +4,9 @@
 
 4 blocks of n_embd 4096 with GPT-J's vocabulary (1.2 billion parameters, random), fp32, clipping on, the state on disk,
 8 rows of some 256 tokens a step in micro-batches of 512. Whole commands, one after the other: one process with one
-thread, two with one thread each (`--nproc 2 --set share=layers`), one with two threads; so in turns. The first step of
-each is left out: it has no update to apply. Losses of one thread must be the same, to the bit.
+thread, two with one thread each (`--nproc 2 --set share=layers`), one with two threads, and two runs of one thread at
+once that share nothing but the machine: what its second core, its memory and its disk can add. So in turns. The first
+step of each is left out: it has no update to apply. Losses of one thread must be the same, to the bit.
 
 Asked for: two processes of one thread against one of them 1.85 times as fast, against one of two threads 0.95; half
 of its memory and disk, and a tenth.
@@ -17,17 +18,24 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 SHAPE = {"vocab_size": 50400, "n_positions": 2048, "n_embd": 4096, "n_layer": 4, "n_head": 16, "rotary_dim": 64}
-RUNS = {"one process, 1 thread": (1, 1), "two processes, 1 thread each": (2, 1), "one process, 2 threads": (1, 2)}
+RUNS = {  # runs at once, processes of each, threads of a process
+    "one process, 1 thread": (1, 1, 1),
+    "two processes, 1 thread each": (1, 2, 1),
+    "one process, 2 threads": (1, 1, 2),
+    "two runs at once, 1 thread each": (2, 1, 1),
+}
 
 
 def main() -> None:
@@ -35,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with GPT-2's tokenizer")
     parser.add_argument("--data", type=Path, required=True, help="rows with dialogue and summary")
-    parser.add_argument("--work", type=Path, required=True, help="new folder, on a disk with 40 GB free")
+    parser.add_argument("--work", type=Path, required=True, help="new folder, on a disk with 70 GB free")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--width", type=int, default=4096)
@@ -44,14 +52,21 @@ def main() -> None:
     model = make_model(arguments.work / "model", arguments.tokenizer, arguments.width)
     measured: dict[str, list[dict[str, object]]] = {name: [] for name in RUNS}
     for turn in range(arguments.turns):
-        for name, (processes, threads) in RUNS.items():
-            measured[name].append(run(model, arguments, processes, threads))
-            print(turn, name, json.dumps(measured[name][-1]), flush=True)
+        for name, (copies, processes, threads) in RUNS.items():
+            with ThreadPoolExecutor(copies) as pool:
+                started = [pool.submit(run, model, arguments, processes, threads, copy) for copy in range(copies)]
+                every = [each.result() for each in started]
+            measured[name] += every
+            print(turn, name, json.dumps(every), flush=True)
     first = measured["one process, 1 thread"][0]
     assert all(each["losses"] == first["losses"] for each in measured["two processes, 1 thread each"])
-    seconds = {name: min(float(str(each["seconds"])) for each in turns) for name, turns in measured.items()}
-    one, two, threads2 = (seconds[name] for name in RUNS)
+    for name, runs in measured.items():
+        each = [float(str(run["seconds"])) for run in runs]
+        print(f"{name}: {statistics.mean(each):.1f} s a step ({min(each):.1f} to {max(each):.1f})")
+    means = {name: statistics.mean(float(str(run["seconds"])) for run in runs) for name, runs in measured.items()}
+    one, two, threads2, at_once = (means[name] for name in RUNS)
     print(f"two processes against one of 1 thread {one / two:.2f}x, against one of 2 threads {threads2 / two:.2f}x")
+    print(f"two runs at once do {2 * one / at_once:.2f} times the work of one: the most that sharing could give here")
     shutil.rmtree(arguments.work)
 
 
@@ -68,9 +83,9 @@ def make_model(folder: Path, tokenizer: Path, width: int) -> Path:
     return folder
 
 
-def run(model: Path, arguments: argparse.Namespace, processes: int, threads: int) -> dict[str, object]:
+def run(model: Path, arguments: argparse.Namespace, processes: int, threads: int, copy: int) -> dict[str, object]:
     """Train some steps by a command; return the mean seconds of a step, memory and disk of each process, and losses."""
-    output = arguments.work / "run"
+    output = arguments.work / f"run-{copy}"
     shutil.rmtree(output, ignore_errors=True)
     options = (
         f"--recipe dialogsum --model {model} --data {arguments.data} --output {output} --max-steps {arguments.steps} "
