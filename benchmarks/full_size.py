@@ -1,11 +1,16 @@
 """All 6,050,882,784 parameters of GPT-J trained from disk in 6 GiB, killed in the middle of a step, and resumed.
 
-Random weights, in fp32; moments and stored gradients in bf16: the run takes 10 bytes a parameter on the disk, 61
-GB, and 2 more for a layer on its way. AdamW, clipping on, 2 steps of 2,048 tokens. A first process trains until it is
-killed (SIGKILL) in the middle of the second step; a second one resumes, ends that step, applies its update to
-every layer; then every file is read and compared with its digests.
+Random weights, computed with in fp32 or bf16; moments and stored gradients in bf16: the run takes 10 bytes a parameter
+on the disk, 61 GB, and 2 more for a layer on its way. AdamW, clipping on, steps of 2,048 tokens. A first process trains
+until it is killed (SIGKILL) in the middle of the second step; a second one resumes, ends that step and the rest,
+applies the last update to every layer; then every file is read and compared with its digests.
 
     python benchmarks/full_size.py --work /tmp/full --memory 6
+    python benchmarks/full_size.py --work /tmp/full --memory 6 --precision bf16 --steps 5
+
+Each step is held against the longer of two bounds: its FLOP by the best of twenty products, recomputation counted, and
+its bytes by the rate at which the disk reads and writes at once. Steps from the third on are steady: they begin and end
+with an update on its way.
 
 The steps are the trainer's own (`AdamW`, `train_step`, `checkpoint.commit`), and what is on the device at once is what
 `plan` allows under the cap; there are no rows to prepare and no model folder to start from, which would be 24 GB more.
@@ -26,6 +31,7 @@ from typing import Any
 
 import torch
 from side_by_side import memory
+from streamed_vs_resident import best_product
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run
@@ -36,7 +42,6 @@ from gptj_ft.models.registry import Architecture, families
 from gptj_ft.planning.flops import count_flops
 from gptj_ft.planning.machine_profile import rates
 from gptj_ft.planning.plan import Free, Plan, forecast
-from gptj_ft.planning.probe import matmul_rate
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.adamw import AdamW, Update
 from gptj_ft.streaming.model import OffloadedModel
@@ -64,29 +69,30 @@ class Work:
         shape = {**SHAPE, "n_layer": arguments.layers, "n_embd": arguments.width}
         family = families()["gptj"]
         self.architecture = Architecture(family, family.read_config(shape), shape)
+        self.dtype, self.steps = PRECISIONS[arguments.precision], arguments.steps
         self.layouts = [Layout.of(layer) for layer in self.architecture.layers()]
         self.device, self.tokens = torch.device("cpu"), arguments.tokens
         self.recipe = Recipe(
             moments="bf16", gradients="bf16", micro_batch_tokens=arguments.micro_batch, activations="recompute"
         )
-        cap = int(arguments.memory * 2**30)
-        self.plan = self._plan(Free(cap, cap, shutil.disk_usage(arguments.work).free, is_shared=True), arguments.work)
+        cap, self.rates = int(arguments.memory * 2**30), rates(self.device, arguments.work)
+        self.plan = self._plan(Free(cap, cap, shutil.disk_usage(arguments.work).free, is_shared=True))
         generator = torch.Generator().manual_seed(1)
         count = self.tokens // ROW
         documents = [torch.randint(0, 50257, (ROW,), generator=generator).tolist() for _ in range(count)]
         self.batches = micro_batches(documents, [1] * count, arguments.micro_batch)
         self.num_targets = count * (ROW - 1)
 
-    def _plan(self, have: Free, folder: Path) -> Plan:
+    def _plan(self, have: Free) -> Plan:
         load = Workload(
-            self.layouts, self.architecture.config.n_embd, torch.float32, self.recipe.micro_batch_tokens, self.tokens,
-            self.tokens, self.tokens, num_steps=2,
+            self.layouts, self.architecture.config.n_embd, self.dtype, self.recipe.micro_batch_tokens, self.tokens,
+            self.tokens, self.tokens, num_steps=self.steps,
         )  # fmt: skip
-        return forecast(ON_DISK, load, self.recipe, rates(self.device, folder), have)
+        return forecast(ON_DISK, load, self.recipe, self.rates, have)
 
     def open(self, run: Run) -> OffloadedModel:
         """Open the stores."""
-        dtypes = training_dtypes(torch.float32, PRECISIONS["bf16"], PRECISIONS["bf16"])
+        dtypes = training_dtypes(self.dtype, torch.bfloat16, torch.bfloat16)
         return open_for_training(self.architecture, ON_DISK, dtypes, self.device, run.state, self.plan.budget)
 
 
@@ -104,7 +110,7 @@ def fill(generator: torch.Generator, name: str, view: torch.Tensor) -> None:
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """Train to the end of the second step, from nothing or from the last commit."""
+    """Train to the end of the last step, from nothing or from the last commit."""
     work, run = Work(arguments), Run(arguments.work)
     stack = work.open(run)
     late = work.plan.costs.num_deferred
@@ -123,7 +129,7 @@ def train(arguments: argparse.Namespace) -> None:
         optimizer = AdamW(stack, optimizer_config(work.recipe), num_deferred=late)
         checkpoint.commit(run, RunState(0, None), None)
         say("filled", seconds=time.perf_counter() - start)
-    while optimizer.step < 2:
+    while optimizer.step < work.steps:
         stopwatch = Stopwatch(stack)
         loss = take_step(run, stack, optimizer, work.batches)
         counts = stopwatch.read(work.tokens, work.num_targets)
@@ -179,6 +185,8 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=6.0, help="GiB that the plan may use")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--micro-batch", type=int, default=1024)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--layers", type=int, default=SHAPE["n_layer"], help="fewer only to try the script")
     parser.add_argument("--width", type=int, default=SHAPE["n_embd"], help="less only to try the script")
     parser.add_argument("--kill-at", type=float, default=0.6, help="share of the second step")
@@ -188,12 +196,12 @@ def main() -> None:
         train(arguments)
         return
     arguments.work.mkdir(parents=True)
-    work, cpu = Work(arguments), torch.device("cpu")
-    before = matmul_rate(cpu, torch.float32)
+    work = Work(arguments)
+    before = 1e9 * best_product(work.dtype)
     words = [*sys.argv[1:], "--rate", str(before)]
     first, first_peak = watch(words, arguments.kill_at)
     second, second_peak = watch(words, None)
-    after = matmul_rate(cpu, torch.float32)
+    after = 1e9 * best_product(work.dtype)
     start = time.perf_counter()
     checker = Checker(Run(arguments.work), work.layouts)
     problems = list(checker.state())
@@ -204,7 +212,8 @@ def main() -> None:
             "seconds_per_step": work.plan.costs.seconds_per_step,
         },
         "peak_rss_bytes": [first_peak, second_peak],
-        "matmul_rates": [before, after],
+        "best_products": [before, after],
+        "disk_rates": vars(work.rates.disk),
         "said": [*first, *second],
         "verified": {"bytes": checker.bytes, "seconds": time.perf_counter() - start, "problems": problems},
         "disk_bytes": sum(path.stat().st_blocks * 512 for path in arguments.work.rglob("*") if path.is_file()),
@@ -215,8 +224,12 @@ def main() -> None:
     for line in result["said"]:
         if line["kind"] == "step":
             shares = {f"{name} of the rate before": line[name] for name in ("hfu", "mfu")}
-            shares |= {"stall": line["stall"]}
+            flop = line["hardware_gflops"] * line["seconds"]
+            bounds = flop / max(before, after) * 1e9, work.rates.disk.seconds(line["bytes_read"], line["bytes_written"])
+            shares |= {"stall": line["stall"], "of the longer bound": line["seconds"] / max(bounds)}
             print(f"step {line['step']}: {line['seconds']:.0f} s, loss {line['loss']:.6f},", shares)
+            print(f"    bounds: {bounds[0]:.0f} s of products, {bounds[1]:.0f} s of the disk", end="; ")
+            print(f"{line['bytes_read'] / 1e9:.1f} GB read, {line['bytes_written'] / 1e9:.1f} written")
     print(f"peak RSS {max(first_peak, second_peak) / 2**30:.2f} GiB; damaged: {problems or 'nothing'}")
     shutil.rmtree(arguments.work)
     assert not problems
