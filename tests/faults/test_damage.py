@@ -250,7 +250,7 @@ def test_folders_named_almost_like_a_checkpoint_are_none(here: Path) -> None:
         ("dtype", "float22"),
         ("layer_norm_epsilon", "x"),
         ("n_layer", 10**9),
-        ("n_layer", 9000),
+        ("n_layer", 900),
         ("n_head", True),
         ("n_inner", "x"),
     ],
