@@ -161,7 +161,7 @@ class Plan(Requirements):
         rates: rates of the machine that the costs are computed from.
         load: workload that is planned.
         outlook: compute beside that of pre-training.
-        timeline: a step replayed in virtual time, for an accelerator; the seconds of `costs` are then its.
+        timeline: a step replayed in virtual time, on an accelerator or from disk; the seconds of `costs` are then its.
         device: name of a device that is not here.
         tokens_to_hide_stall: how many more tokens in a step would take as long to compute as its transfers take.
     """
@@ -230,8 +230,8 @@ def choose(recipe: Recipe, load: Workload, free: Free, rates: Rates, has_begun: 
     fitting: list[MemoryForecast] = []
     for each in forecasts(recipe, load):
         (tried if each.lack else fitting).append(each)
-        if fitting and not _is_replayed(free, load):
-            return forecast(each.placement, load, recipe, rates, each.have)
+        if fitting and not _compares_replays(free, load):
+            return replayed(forecast(each.placement, load, recipe, rates, each.have), load, recipe)
     if fitting:
         return _fastest(fitting, load, recipe, rates)
     best = min(tried, key=lambda each: each.lack)
@@ -243,9 +243,15 @@ def choose(recipe: Recipe, load: Workload, free: Free, rates: Rates, has_begun: 
     raise DoesNotFit(nearest, f"does not fit: with {nearest.placement} {shortage(nearest.lacking, free)}; {hint}")
 
 
-def _is_replayed(have: Free, load: Workload) -> bool:
-    """Tell whether steps are replayed in virtual time: on accelerators, if it is known what layers compute there."""
+def _compares_replays(have: Free, load: Workload) -> bool:
+    """Tell whether placements are compared by replays: on accelerators, if it is known what layers compute there."""
     return bool(load.layers) and not have.is_shared
+
+
+def _is_replayed(plan: Plan, load: Workload) -> bool:
+    """Tell whether a plan's step is replayed in virtual time: there, and on CPUs that move what is on disk."""
+    timed_on_cpu = plan.rates.on_cpu and bool(load.layers and load.times)
+    return _compares_replays(plan.have, load) or (timed_on_cpu and bool(kinds_on_disk(plan.placement)))
 
 
 def _fastest(fitting: Sequence[MemoryForecast], load: Workload, recipe: Recipe, rates: Rates) -> Plan:
@@ -468,11 +474,11 @@ def _balanced(none: Costs, every: Costs, load: Workload, rates: Rates) -> list[i
 
 
 def replayed(plan: Plan, load: Workload, recipe: Recipe) -> Plan:
-    """Return a plan with a step replayed in virtual time, where it is for an accelerator; otherwise as it is.
+    """Return a plan with a step replayed in virtual time, where that tells more than sums do; otherwise as it is.
 
     Where the step waits for transfers, deferred updates are tried, too, and taken if that is faster.
     """
-    if not _is_replayed(plan.have, load):
+    if not _is_replayed(plan, load):
         return plan
     stored, rates = stored_kinds(plan.placement, load, recipe), plan.rates
 

@@ -2,12 +2,15 @@
 
 `Prefetcher` and `schedule.training_tasks` run as in `step.train_step`, on the ``meta`` device; kernels are those that
 the layers were seen to need there (`layer_cost`), transfers those that the schedule asks the stores for.
+
+On a CPU the program waits for each kernel, layers take the seconds that they were timed to take, files are read into
+the tensors themselves, and what moves takes processor time from what computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -33,6 +36,7 @@ BACKWARD_PIECES = 6  # between which updates of other layers may come
 HOST_TRANSFERS = 2  # threads of a host store, each way
 FOLDER_TRANSFERS = 8  # threads that read a model's folder
 STEPS = 2  # the first has no update pending
+ZEROED_ON_CPU = 5  # passes over a gradient that setting it to zero takes, with the faults of its pages
 
 
 @dataclass(frozen=True)
@@ -198,6 +202,15 @@ class _LayerPieces:
         parts = [cost.backward[start : start + size] for start in range(0, len(cost.backward), size)]
         return cls(tuple(map(prices.piece, cost.forward)), tuple(map(prices.piece, parts)))
 
+    def lasting(self, forward: float, backward: float) -> _LayerPieces:
+        """Return the same pieces, each way so many seconds together."""
+        return _LayerPieces(_scaled(self.forward, forward), _scaled(self.backward, backward))
+
+
+def _scaled(pieces: Sequence[_Piece], seconds: float) -> tuple[_Piece, ...]:
+    total = sum(piece.seconds for piece in pieces)
+    return tuple(replace(piece, seconds=piece.seconds * seconds / total) for piece in pieces) if total else ()
+
 
 class _Updates(CountedUpdates):
     """An optimizer whose updates take the time of their bytes."""
@@ -229,13 +242,15 @@ class _Replay:
 
     def __init__(self, load: Workload, schedule: Schedule, rates: Rates) -> None:
         self._load, self._schedule = load, schedule
-        self.prices = _Prices(load, rates)
+        self.prices, self._on_cpu = _Prices(load, rates), rates.on_cpu
         self._clock = clock = Clock()
         self._earlier: list[Work] = []  # that what is computed next comes after
         self._turn: tuple[float, ...] = ()  # what had been done when the head began
         budget, placement = schedule.budget, schedule.placement
         self._link = Link(clock, rates.compute.to_device, rates.compute.from_device, rates.disk)
         self._processor, self._hazards = Processor(clock, self._link.at_work), Hazards(budget.chunk_numel)
+        if rates.on_cpu:
+            self._link.delays = self._processor.delay
         disk = VirtualQueue(clock, TRANSFERS)
         stored = dict(schedule.stored)
         stores: dict[Kind, VirtualStore] = {}
@@ -260,6 +275,12 @@ class _Replay:
                 store, layout.numel, budget.chunk_numel, load.dtype, META, self.model
             )
         self._costs = [_LayerPieces.of(cost, self.prices) for cost in self._layer_costs()]
+        if rates.on_cpu:
+            tokens = load.micro_batch_mean
+            self._costs[1:-1] = [
+                pieces.lasting(times.forward.at(tokens), times.backward.at(tokens))
+                for pieces, times in zip(self._costs[1:-1], load.times[1:-1], strict=True)
+            ]
 
     def _store(self, place: Place, queue: VirtualQueue) -> VirtualStore:
         part = self._schedule.budget.chunk_numel if place == "disk" else 0
@@ -310,6 +331,10 @@ class _Replay:
             self._hazards.note(tensor, self._processor.last["compute"], writes)
 
     def _give(self, stream: Literal["compute", "update"], piece: _Piece, earlier: Sequence[Work]) -> Work:
+        if self._on_cpu:
+            work = self._processor.give(stream, piece.seconds, earlier)
+            self._clock.wait(work)
+            return work
         issue = piece.number * ISSUE_SECONDS
         work = self._processor.give(stream, max(piece.seconds, issue), earlier)
         self._clock.advance(issue)
@@ -375,6 +400,14 @@ class _Replay:
     def _head(self, load: LayerLoad) -> None:
         if load.is_trained:
             self._zero_gradients(load)
+        self._compute_head(load)
+        self._clock.wait(self._processor.last["compute"])  # for the loss
+        if load.task.gradient:
+            self._updates.add_gradient(load)
+
+    def _compute_head(self, load: LayerLoad) -> None:
+        if self._on_cpu:
+            return self.compute(_Piece(self._load.head_seconds(self._load.mean_step_targets, trains=True), 1))
         chunk = head_chunk(self._load).tokens
         left = self._load.mean_step_targets
         cost = self._costs[load.index]
@@ -383,9 +416,6 @@ class _Replay:
             for piece in (*cost.forward, *cost.backward):
                 self.compute(_Piece(share * piece.seconds, piece.number))
             left -= chunk
-        self._clock.wait(self._processor.last["compute"])  # for the loss
-        if load.task.gradient:
-            self._updates.add_gradient(load)
 
     def _zero_gradients(self, load: LayerLoad) -> None:
         """Take the buffers that a layer's gradients are summed in, and set them to zero."""
@@ -393,7 +423,7 @@ class _Replay:
         if load.layout.numel:
             gradient = load.tensors["grad"]
             self.use([gradient], writes=True)
-            self.compute(self.prices.bytes_moved(gradient.nbytes))
+            self.compute(self.prices.bytes_moved((ZEROED_ON_CPU if self._on_cpu else 1) * gradient.nbytes))
 
     def _counters(self) -> tuple[float, ...]:
         engines = self._link.engines

@@ -194,8 +194,14 @@ class Processor:
         self._running, self._ends = work, max(self._clock.now, self._updates_until) + seconds
         self._clock.at(self._ends, partial(self._end_compute, work))
 
+    def delay(self, seconds: float) -> None:
+        """Take so many seconds from what computes just now, if anything does."""
+        if self._running is not None:
+            self.busy += seconds
+            self._ends += seconds
+
     def _end_compute(self, work: Work) -> None:
-        if self._clock.now + 1e-12 < self._ends:  # an update came between
+        if self._clock.now + 1e-12 < self._ends:  # an update came between, or a transfer took its time
             self._clock.at(self._ends, partial(self._end_compute, work))
             return
         self._running, self._idle_since, self._idle_for = None, self._clock.now, self._at_work()
@@ -263,12 +269,15 @@ class Link:
         clock: virtual time.
         to_device, from_device: bytes/s of each direction.
         rates: rates of the disk.
+        delays: takes seconds of the processor that computes, where that is the one which moves bytes, too; files are
+            then read into the device's own memory.
     """
 
     clock: Clock
     to_device: float
     from_device: float
     rates: DiskRates
+    delays: Callable[[float], None] | None = None
     engines: dict[str, Engine] = field(default_factory=dict)
     _disk_waits: dict[str, int] = field(default_factory=lambda: {"in": 0, "out": 0})
 
@@ -299,6 +308,9 @@ class Link:
 
         def done() -> None:
             self._disk_waits[direction] -= 1
+            if self.delays:
+                moved = (num_bytes, 0) if direction == "in" else (0, num_bytes)
+                self.delays(self.rates.cpu_seconds(*moved))
             ended()
 
         self.engines["disk"].do(seconds, done)
@@ -426,6 +438,8 @@ class VirtualStore:
         go_on = partial(self._move, direction, sizes, before, end)
         if not self._part:
             link.clock.after(before, lambda: link.copy(direction, size, go_on))
+        elif link.delays:
+            link.clock.after(before, lambda: link.use_disk(direction, size, go_on))
         elif direction == "in":
             link.use_disk("in", size, lambda: link.clock.after(before, lambda: link.copy("in", size, go_on)))
         else:

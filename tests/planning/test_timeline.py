@@ -29,7 +29,7 @@ from gptj_ft.planning.plan import (
 from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
 from gptj_ft.planning.timeline import Schedule, Timeline, replay
 from gptj_ft.planning.traffic import training_passes
-from gptj_ft.planning.workload import Workload
+from gptj_ft.planning.workload import LayerTimes, Line, Workload
 from gptj_ft.streaming.model import BufferBudget
 from gptj_ft.streaming.stores.placement import Place, Placement, training_dtypes
 
@@ -188,6 +188,53 @@ def test_inputs_that_wait_in_host_memory_cross_the_link() -> None:
     here, away = (replay(load, schedule(replace(ON_HOST, boundaries=place)), RATES) for place in ("device", "host"))
     moved = 4 * 8192 * 4096 * 2 / 1e10
     assert away.step.link_out - here.step.link_out == pytest.approx(moved, rel=0.02)
+
+
+MEMORY_OF_NO_COST = replace(RATES.compute, memory=1e30, near_memory=1e30)
+DISK_OF_NO_COST = DiskRates(1e30, 1e30, 1e30)
+
+
+def timed_workload(tokens: int = 4096) -> Workload:
+    """The same blocks, timed: a block forward takes 0.01 s and 0.1 ms a token, backward twice as long."""
+    load = workload(tokens)
+    block = LayerTimes(Line(0.01, 1e-4), Line(0.02, 2e-4))
+    return replace(load, times=(block, *(block,) * 4, block))
+
+
+def on_cpu(**rates: object) -> Rates:
+    return replace(Rates(MEMORY_OF_NO_COST, DISK_OF_NO_COST, on_cpu=True), **rates)
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_on_a_cpu_layers_take_the_seconds_that_they_were_timed_to_take(kept: int) -> None:
+    load = timed_workload()
+    found = replay(load, schedule(Placement("disk", "disk"), num_kept_layers=kept), on_cpu())
+    assert found.forward.compute == pytest.approx(load.forward_seconds, rel=0.02)
+    assert found.backward.compute == pytest.approx(load.backward_seconds(kept), rel=0.02)
+    assert found.stall < 1e-3
+
+
+def test_on_a_cpu_what_moves_beside_a_computation_takes_time_from_it() -> None:
+    load, each = timed_workload(tokens=16384), 1e-10
+    costly = on_cpu(disk=replace(RATES.disk, read_cpu=each, write_cpu=2 * each))
+    asked = schedule(Placement("disk", "disk"))
+    passes = training_passes(asked.placement, load, dict(asked.stored), asked.budget, 0)[:2]
+    moving = each * sum(found.read["disk"] + 2 * found.written["disk"] for found in passes)
+    found, free = (replay(load, asked, rates) for rates in (costly, on_cpu(disk=RATES.disk)))
+    assert 0.7 * moving < found.step.compute - free.step.compute < moving, "nothing is taken while nothing is computed"
+
+
+def test_on_a_cpu_a_step_from_disk_takes_longer_than_its_passes_would_if_all_overlapped() -> None:
+    # The update of an embedding comes before there is anything to compute, and the gradient of one when all is done.
+    recipe = Recipe(moments="bf16", gradients="bf16", weights="disk", optimizer_state="disk", activations="recompute")
+    free, load = Free(10**11, 10**11, 10**13, is_shared=True), timed_workload()
+    plan = choose(recipe, load, free, on_cpu(disk=RATES.disk))
+    assert plan.timeline is not None
+    assert plan.costs.seconds_per_step == plan.timeline.seconds
+    overlapped = forecast(plan.placement, load, recipe, plan.rates, free).costs.seconds_per_step
+    assert 1.05 * overlapped < plan.timeline.seconds < 2 * overlapped
+    in_memory = recipe.model_copy(update={"weights": "device", "optimizer_state": "device"})
+    assert choose(in_memory, load, free, plan.rates).timeline is None
 
 
 def test_a_replay_is_the_same_each_time() -> None:
