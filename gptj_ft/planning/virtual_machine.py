@@ -292,7 +292,7 @@ class Link:
 
     def at_work(self) -> str:
         """Tell what the computation would wait for."""
-        if self.engines["disk"].works:
+        if self.delays or self.engines["disk"].works:
             return "disk"
         return "link" if self.engines["in"].works or self.engines["out"].works else "program"
 
