@@ -29,10 +29,11 @@ from gptj_ft.system.files import write_file
 from gptj_ft.system.machine import existing_folder, free_disk
 from gptj_ft.system.paths import home, make_home
 
-METHOD = 9  # of measuring: figures from another one are not used
+METHOD = 11  # of measuring: figures from another one are not used
 SLOWEST, FASTEST = 1e3, 1e21  # FLOP or bytes a second
 LEAST_SECONDS, MOST_SECONDS = 1e-7, 1e4  # of a layer
 MOST_LAYERS = 500  # that are remembered of a device
+QUIET = 0.5  # load of each core; what is measured while it is higher is measured again when it is not
 BF16_GAIN = 1.3  # how much faster bf16 must be to be worth its rounding
 
 T = TypeVar("T", ComputeRates, DiskRates)
@@ -68,7 +69,7 @@ def compute_rates(device: torch.device, again: bool = False) -> ComputeRates:
     """Return the rates of a device, from the cache or measured now."""
     key = _device_key(device)
     known = None if again else _recall("compute", key, ComputeRates)
-    if known is None:
+    if known is None or _was_busy(known.load):
         known = probe.measure_compute(device)
         _keep("compute", key, asdict(known))
     return known
@@ -138,19 +139,27 @@ def layer_seconds(kinds: Sequence[LayerKind], device: torch.device) -> Mapping[s
     found = {kind.name: _seconds_of(known.get(kind.name)) for kind in kinds}
     missing = {kind.name: kind for kind in kinds if found[kind.name] is None}
     if missing:
+        load = probe.core_load()
         measured = dict(zip(missing, layer_times.time_kinds(list(missing.values())), strict=True))
-        newest = list({**known, **{name: list(each) for name, each in measured.items()}}.items())[-MOST_LAYERS:]
+        newest = list({**known, **{name: [*each, load] for name, each in measured.items()}}.items())[-MOST_LAYERS:]
         _keep("layers", key, dict(newest))
         found |= measured
     return {name: each for name, each in found.items() if each is not None}
 
 
 def _seconds_of(entry: object) -> Seconds | None:
-    """Read seconds of a layer; none, if they make no sense."""
-    if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(each, float) for each in entry):
+    """Read seconds of a layer; none, if they make no sense, or others were busy then and are not now."""
+    if not isinstance(entry, list) or len(entry) != 3 or not all(isinstance(each, float) for each in entry):
         return None
-    found = Seconds(*entry)
+    found, load = Seconds(*entry[:2]), entry[2]
+    if _was_busy(load):
+        return None
     return found if LEAST_SECONDS <= found.forward <= MOST_SECONDS and 0.0 <= found.backward <= MOST_SECONDS else None
+
+
+def _was_busy(load: float) -> bool:
+    """Tell whether a machine was busy when something was measured, and now it is not."""
+    return load > QUIET >= probe.core_load()
 
 
 def reason_for(precision: str, load: Workload, measured: ComputeRates) -> str:

@@ -6,12 +6,13 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from threading import Event
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,8 @@ NEAR_BYTES = 4 * 2**20  # of each of two tensors that the caches hold together
 FILE_BYTES = 512 * 2**20
 _CHUNK_BYTES = 128 * 2**20
 LONGEST_TRANSFER = 1.5  # seconds after which a slow disk has shown what it does
+UPDATED_NUMEL = 1 << 23  # elements; four times as many are more than caches hold
+UPDATES_SECONDS = 0.4
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ class DiskRates:
         mixed: read and written together, at the same time.
         read_cpu: seconds of a processor that reading takes, per byte.
         write_cpu: the same of writing, with the digest of what is written.
+        update_delay: seconds that updates on a CPU, which its memory bounds, take longer for a byte that is moved
+            beside them.
     """
 
     read: float
@@ -104,6 +109,7 @@ class DiskRates:
     mixed: float
     read_cpu: float = 0.0
     write_cpu: float = 0.0
+    update_delay: float = 0.0
 
     def seconds(self, read: float, written: float) -> float:
         """Return the seconds to read and write, overlapping as long as there are both."""
@@ -137,9 +143,14 @@ class Rates:
         return self.disk == ASSUMED_DISK
 
 
+def core_load() -> float:
+    """Return the average load of each core in the last minute, what this program did included; 0: not known."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
+
+
 def measure_compute(device: torch.device) -> ComputeRates:
     """Measure a device; about three seconds on two cores."""
-    load = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
+    load = core_load()
     one, other = (torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     copy = to_device = from_device = _copy_rate(one, other)
     near = max(copy, _copy_rate(one[:NEAR_BYTES], other[:NEAR_BYTES]))
@@ -229,12 +240,20 @@ def measure_disk(folder: Path, file_bytes: int = FILE_BYTES, chunk_bytes: int = 
         _transfer(lambda offset: _write(new, source, offset), written, chunk_bytes)
         mixed = _mixed_rate(lambda offset: _write(new, source, offset), old, target, written)
         digested = _transfer(lambda offset: digest(source), written, chunk_bytes)
+
+        def move(offset: int) -> None:
+            read_direct(old, target, offset)
+            _write(new, source, offset)
+            digest(source)
+
+        delay = _update_delay(move, written, 2 * chunk_bytes)
     return DiskRates(
         read.bytes / read.seconds,
         write.bytes / write.seconds,
         mixed,
         read.cpu_seconds / read.bytes,
         write.cpu_seconds / write.bytes + digested.cpu_seconds / digested.bytes,
+        delay,
     )
 
 
@@ -256,6 +275,39 @@ def _mixed_rate(write: Callable[[int], None], old: int, target: memoryview, file
         while not writing.done():
             num_read += read_direct(old, part, num_read % file_bytes)
     return (writing.result().bytes + num_read) / (time.perf_counter() - start)
+
+
+def _update_delay(move: Callable[[int], object], file_bytes: int, moved_at_once: int) -> float:
+    """Measure how much longer updates on all cores take for each byte that is moved beside them, in seconds."""
+    state = [torch.full((UPDATED_NUMEL,), 0.5) for _ in range(4)]
+    alone, ended = _updates_per_second(state), Event()
+
+    def go_on() -> _Moved:
+        start, number = time.perf_counter(), 0
+        while not number or not ended.is_set():
+            move(number * moved_at_once // 2 % file_bytes)
+            number += 1
+        return _Moved(number * moved_at_once, time.perf_counter() - start, 0.0)
+
+    with ThreadPoolExecutor(1) as pool:
+        moving = pool.submit(go_on)
+        beside = _updates_per_second(state)
+        ended.set()
+        moved = moving.result()
+    return max(0.0, 1 - beside / alone) * moved.seconds / moved.bytes
+
+
+def _updates_per_second(state: Sequence[Tensor]) -> float:
+    """Return how many updates by AdamW of so many elements are done in a second."""
+    parameter, gradient, first, second = ([tensor] for tensor in state)
+    step, start, number, seconds = torch.ones(()), time.perf_counter(), 0, 0.0
+    while not number or seconds < UPDATES_SECONDS:
+        torch._fused_adamw_(
+            parameter, gradient, first, second, [], [step],
+            lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        number, seconds = number + 1, time.perf_counter() - start
+    return number / seconds
 
 
 def _transfer(move: Callable[[int], object], most: int, chunk: int) -> _Moved:

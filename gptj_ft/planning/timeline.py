@@ -20,7 +20,16 @@ from gptj_ft.models.layout import Kind
 from gptj_ft.planning.layer_cost import Kernel, LayerCost, LayerInput, embedding_cost, measure_blocks
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.traffic import META, CountedUpdates, bytes_to_update, model_without_data
-from gptj_ft.planning.virtual_machine import Clock, Hazards, Link, Processor, VirtualQueue, VirtualStore, Work
+from gptj_ft.planning.virtual_machine import (
+    Clock,
+    Direction,
+    Hazards,
+    Link,
+    Processor,
+    VirtualQueue,
+    VirtualStore,
+    Work,
+)
 from gptj_ft.planning.working_memory import head_chunk, head_cost
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.activations import OffloadedActivations, boundary_layout
@@ -162,10 +171,11 @@ def replay(load: Workload, schedule: Schedule, rates: Rates) -> Timeline:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Kernels that are given one after the other."""
+    """Kernels that are given one after the other; bound by memory, or not known to be."""
 
     seconds: float
     number: int
+    by_memory: bool = False
 
 
 class _Prices:
@@ -181,7 +191,7 @@ class _Prices:
 
     def bytes_moved(self, num_bytes: float, number: int = 1) -> _Piece:
         """Return kernels that read and write so many bytes."""
-        return _Piece(num_bytes / self._compute.memory + number * LAUNCH_SECONDS, number)
+        return _Piece(num_bytes / self._compute.memory + number * LAUNCH_SECONDS, number, by_memory=True)
 
     def _seconds(self, kernel: Kernel) -> float:
         rate = self._compute.attention if kernel.is_attention else self._products
@@ -242,7 +252,8 @@ class _Replay:
 
     def __init__(self, load: Workload, schedule: Schedule, rates: Rates) -> None:
         self._load, self._schedule = load, schedule
-        self.prices, self._on_cpu = _Prices(load, rates), rates.on_cpu
+        self.prices, self._disk, self._on_cpu = _Prices(load, rates), rates.disk, rates.on_cpu
+        self._by_memory = False  # what is computed on a CPU
         self._clock = clock = Clock()
         self._earlier: list[Work] = []  # that what is computed next comes after
         self._turn: tuple[float, ...] = ()  # what had been done when the head began
@@ -250,7 +261,7 @@ class _Replay:
         self._link = Link(clock, rates.compute.to_device, rates.compute.from_device, rates.disk)
         self._processor, self._hazards = Processor(clock, self._link.at_work), Hazards(budget.chunk_numel)
         if rates.on_cpu:
-            self._link.delays = self._processor.delay
+            self._link.delays = self._delay
         disk = VirtualQueue(clock, TRANSFERS)
         stored = dict(schedule.stored)
         stores: dict[Kind, VirtualStore] = {}
@@ -302,7 +313,7 @@ class _Replay:
             self._processor.idle.clear()
             self._step()
         forward, backward = _between(start, self._turn), _between(self._turn, self._counters())
-        idle, total = self._processor.idle, sum(self._processor.idle.values())
+        idle, total = self._processor.idle, sum(self._processor.idle.values()) or 1.0
         still = forward.seconds + backward.seconds - forward.compute - backward.compute
         return Timeline(
             self._tokens, forward, backward, {name: max(0.0, still) * each / total for name, each in idle.items()}
@@ -331,14 +342,21 @@ class _Replay:
             self._hazards.note(tensor, self._processor.last["compute"], writes)
 
     def _give(self, stream: Literal["compute", "update"], piece: _Piece, earlier: Sequence[Work]) -> Work:
-        if self._on_cpu:
-            work = self._processor.give(stream, piece.seconds, earlier)
+        if self._on_cpu:  # updates, too, are computed by the thread that polls
+            self._by_memory = piece.by_memory
+            work = self._processor.give("compute", piece.seconds, earlier)
             self._clock.wait(work)
             return work
         issue = piece.number * ISSUE_SECONDS
         work = self._processor.give(stream, max(piece.seconds, issue), earlier)
         self._clock.advance(issue)
         return work
+
+    def _delay(self, direction: Direction, num_bytes: int) -> None:
+        """Have what is computed take as much longer as bytes that were moved take of cores or of memory."""
+        read, written = (num_bytes, 0) if direction == "in" else (0, num_bytes)
+        taken = self._disk.cpu_seconds(read, written)
+        self._processor.delay(self._disk.update_delay * num_bytes if self._by_memory else taken)
 
     def _step(self) -> None:
         """Run one step: the counterpart of `step.train_step`."""

@@ -269,15 +269,15 @@ class Link:
         clock: virtual time.
         to_device, from_device: bytes/s of each direction.
         rates: rates of the disk.
-        delays: takes seconds of the processor that computes, where that is the one which moves bytes, too; files are
-            then read into the device's own memory.
+        delays: is told of bytes that were moved, where that delays what is computed; files are then read into the
+            device's own memory.
     """
 
     clock: Clock
     to_device: float
     from_device: float
     rates: DiskRates
-    delays: Callable[[float], None] | None = None
+    delays: Callable[[Direction, int], None] | None = None
     engines: dict[str, Engine] = field(default_factory=dict)
     _disk_waits: dict[str, int] = field(default_factory=lambda: {"in": 0, "out": 0})
 
@@ -309,8 +309,7 @@ class Link:
         def done() -> None:
             self._disk_waits[direction] -= 1
             if self.delays:
-                moved = (num_bytes, 0) if direction == "in" else (0, num_bytes)
-                self.delays(self.rates.cpu_seconds(*moved))
+                self.delays(direction, num_bytes)
             ended()
 
         self.engines["disk"].do(seconds, done)

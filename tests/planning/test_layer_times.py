@@ -129,7 +129,19 @@ def test_what_is_known_of_a_layer_is_not_timed_again(timed: list[LayerKind], tmp
     assert len(timed) == count + 12, "plan --measure"
 
 
-@pytest.mark.parametrize("entry", [[0.0, 1.0], [1.0], [1.0, -1.0], ["a", 1.0], [1e9, 1e9], None, {"forward": 1.0}])
+def test_layers_that_were_timed_on_a_busy_machine_are_timed_again_on_a_quiet_one(timed, monkeypatch) -> None:
+    load = {"now": 0.9}
+    monkeypatch.setattr(machine_profile.probe, "core_load", lambda: load["now"])
+    counts = []
+    for load["now"] in (0.9, 0.6, 0.1, 0.1):
+        with_times(workload(), "fp32", CPU, PLENTY)
+        counts.append(len(timed))
+    assert counts == [4, 4, 8, 8]
+
+
+@pytest.mark.parametrize(
+    "entry", [[0.0, 1.0, 0.0], [1.0, 1.0], [1.0, -1.0, 0.0], ["a", 1.0, 0.0], [1e9, 1e9, 0.0], None, {"forward": 1.0}]
+)
 def test_times_that_make_no_sense_are_taken_again(entry: object, timed: list[LayerKind]) -> None:
     from gptj_ft.system.digests import read_sealed, sealed
 

@@ -224,6 +224,17 @@ def test_on_a_cpu_what_moves_beside_a_computation_takes_time_from_it() -> None:
     assert 0.7 * moving < found.step.compute - free.step.compute < moving, "nothing is taken while nothing is computed"
 
 
+def test_on_a_cpu_updates_wait_for_the_memory_that_transfers_take() -> None:
+    load, asked = timed_workload(), schedule(Placement("disk", "disk"))
+    compute = replace(MEMORY_OF_NO_COST, memory=1e10)
+    disks = (replace(RATES.disk, update_delay=delay) for delay in (0.0, 1e-10))
+    alone, beside = (replay(load, asked, on_cpu(compute=compute, disk=disk)) for disk in disks)
+    passes = training_passes(asked.placement, load, dict(asked.stored), asked.budget, 0)[:2]
+    moved = [sum((*each.read.values(), *each.written.values())) for each in passes]
+    assert 0.5e-10 * moved[0] < beside.forward.compute - alone.forward.compute < 1e-10 * moved[0]
+    assert beside.backward.compute - alone.backward.compute < 0.5e-10 * moved[1], "products, mostly"
+
+
 def test_on_a_cpu_a_step_from_disk_takes_longer_than_its_passes_would_if_all_overlapped() -> None:
     # The update of an embedding comes before there is anything to compute, and the gradient of one when all is done.
     recipe = Recipe(moments="bf16", gradients="bf16", weights="disk", optimizer_state="disk", activations="recompute")

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -68,6 +69,7 @@ def test_measuring_a_disk_moves_bytes_and_leaves_nothing_behind(tmp_path: Path) 
     descriptors = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 0
     found = measure_disk(tmp_path, file_bytes=4 * MB, chunk_bytes=MB)
     assert all(0 < rate < math.inf for rate in (found.read, found.write, found.mixed))
+    assert 0 <= found.update_delay < 1e-6
     assert not list(tmp_path.iterdir())
     if descriptors:
         assert len(os.listdir("/proc/self/fd")) == descriptors
@@ -96,8 +98,29 @@ def test_a_slow_disk_is_not_measured_for_longer_than_it_takes_to_know(tmp_path: 
 
     monkeypatch.setattr(probe, "LONGEST_TRANSFER", 0.0)
     monkeypatch.setattr(probe, "write_bytes", counted)
+    monkeypatch.setattr(probe, "_update_delay", lambda *_: 0.0)
     measure_disk(tmp_path, file_bytes=64 * MB, chunk_bytes=MB)
     assert written == [MB] * 4, "one chunk for each of: new, over it, new, over it beside reads"
+
+
+def test_updates_that_are_half_as_fast_beside_a_transfer_are_delayed_for_half_of_its_seconds(monkeypatch) -> None:
+    per_second = iter([10.0, 5.0])
+    monkeypatch.setattr(probe, "_updates_per_second", lambda _: next(per_second))
+    delay = probe._update_delay(lambda _: time.sleep(0.05), 100, 10)
+    assert 0.5 * 0.05 / 10 <= delay < 0.5 * 0.5 / 10
+
+
+def test_what_was_measured_on_a_busy_machine_is_measured_again_on_a_quiet_one(
+    measured, fixed_rates, monkeypatch
+) -> None:
+    load = {"now": 0.9}
+    monkeypatch.setattr(probe, "core_load", lambda: load["now"])
+    busy = replace(fixed_rates.compute, load=0.9)
+    monkeypatch.setattr(probe, "measure_compute", lambda _: measured.update(["compute"]) or busy)
+    for now, count in ((0.9, 1), (0.8, 1), (0.1, 2)):
+        load["now"] = now
+        machine_profile.compute_rates(CPU)
+        assert measured["compute"] == count, now
 
 
 def test_matmul_rate_counts_two_flops_for_each_weight_and_token(monkeypatch) -> None:
