@@ -4,8 +4,8 @@
 
 Rows as in DialogSum (260 tokens, 36 of them trained on), one epoch, 32 rows a step, GPT-J 6B. Computed by the planner
 that `gptj-ft plan` runs, from the rates below. They are assumptions, well below the data sheets; `gptj-ft plan`
-measures those of your machine. Only the rates of the first machine, and its 649 s for a step of 2,048 tokens, were
-measured (benchmarks/RESULTS.md). No GPU has run the program yet.
+measures those of your machine. Only the rates of the first two machines, and their seconds for a step of 2,048 tokens,
+were measured (benchmarks/RESULTS.md). No GPU has run the program yet.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gptj_ft.system.dtypes import PRECISIONS
 ROWS, ROW_TOKENS, ROW_TARGETS, BATCH = 10_000, 260, 36, 32
 GB, TERA = 10**9, 10**12
 METHODS = ("full", "lora")
-MEASURED_STEP_SECONDS, MEASURED_STEP_TOKENS = 649, 2048  # RESULTS.md, "All 6 billion parameters in 6 GiB"
+MEASURED_STEP_TOKENS = 2048  # RESULTS.md, "All 6 billion parameters in 6 GiB"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Machine:
         memory: bytes/s read and written in the memory of the device.
         link: bytes/s between RAM and GPU, each way.
         disk: bytes/s of reads and writes.
-        is_measured: whether the rates were measured on such a machine.
+        step_seconds: seconds that a step of `MEASURED_STEP_TOKENS` took on such a machine; 0: not measured.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Machine:
     memory: float
     link: float
     disk: float
-    is_measured: bool = False
+    step_seconds: int = 0
 
     @property
     def precision(self) -> str:
@@ -85,7 +85,8 @@ class Machine:
 
 
 MACHINES = [
-    Machine("2 CPU cores (AVX2), 24 GB RAM", 22 * GB, 0, 0.145 * TERA, 0.02 * TERA, 37 * GB, 18 * GB, 1.35 * GB, True),
+    Machine("2 CPU cores (AVX2), 24 GB RAM", 22 * GB, 0, 0.145 * TERA, 0.02 * TERA, 37 * GB, 18 * GB, 1.35 * GB, 649),
+    Machine("2 CPU cores (AVX-512), 24 GB RAM", 22 * GB, 0, 0.4 * TERA, 0.75 * TERA, 50 * GB, 25 * GB, 3.6 * GB, 178),
     Machine("8 CPU cores (AVX2), 32 GB RAM", 28 * GB, 0, 0.5 * TERA, 0.07 * TERA, 60 * GB, 30 * GB, 3 * GB),
     Machine("32 CPU cores (AMX), 256 GB RAM", 240 * GB, 0, 2 * TERA, 8 * TERA, 250 * GB, 100 * GB, 3 * GB),
     Machine("8 GB GPU, 32 GB RAM", 28 * GB, 7 * GB, 7 * TERA, 12 * TERA, 250 * GB, 10 * GB, 3 * GB),
@@ -134,11 +135,12 @@ def rounded(hours: float) -> str:
 def table() -> str:
     """Return the table of README.md."""
     lines = ["| machine | products | all parameters | LoRA | |", "|---|---|---|---|---|"]
-    measured = rounded(ROWS * ROW_TOKENS / MEASURED_STEP_TOKENS * MEASURED_STEP_SECONDS / 3600)
+    num_steps = ROWS * ROW_TOKENS / MEASURED_STEP_TOKENS
     for machine in MACHINES:
         full, lora = (duration(plan_for(machine, method)) for method in METHODS)
         head = f"| {machine.name} | {machine.products} |"
-        if machine.is_measured:
+        if machine.step_seconds:
+            measured = rounded(num_steps * machine.step_seconds / 3600)
             lines.append(f"{head} {measured} | | a step measured, times their number |")
         lines.append(f"{head} {full} | {lora} | forecast |")
     return "\n".join(lines)

@@ -149,6 +149,7 @@ def run_alone(work: Path, options: str, copies: int) -> tuple[list[float], float
         Seconds of a step of each; memory of the first; mean seconds of each kind of layer, those of a step beside
         blocks and head (an embedding's, while the others wait), and what else a simulation takes.
     """
+    os.sync()  # else this run computes beside the writing of the model of the one before
     outputs = [work / f"run-{core}" for core in range(copies)]
     processes, peak = list[subprocess.Popen[bytes]](), 0.0
     for core, output in enumerate(outputs):
@@ -179,6 +180,7 @@ def run_alone(work: Path, options: str, copies: int) -> tuple[list[float], float
 
 def run_together(work: Path, options: str) -> tuple[float, float, list[float]]:
     """Train in two namespaces; return the seconds of a step, the bytes that the busier one sends in it, and memory."""
+    os.sync()
     output = work / "run"
     shutil.rmtree(output, ignore_errors=True)
     processes = []

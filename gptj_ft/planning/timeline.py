@@ -287,9 +287,9 @@ class _Replay:
             )
         self._costs = [_LayerPieces.of(cost, self.prices) for cost in self._layer_costs()]
         if rates.on_cpu:
-            tokens = load.micro_batch_mean
+            tokens, share = load.micro_batch_mean, load.micro_batches / self._micro_batches
             self._costs[1:-1] = [
-                pieces.lasting(times.forward.at(tokens), times.backward.at(tokens))
+                pieces.lasting(share * times.forward.at(tokens), share * times.backward.at(tokens))
                 for pieces, times in zip(self._costs[1:-1], load.times[1:-1], strict=True)
             ]
 

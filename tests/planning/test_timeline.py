@@ -205,9 +205,9 @@ def on_cpu(**rates: object) -> Rates:
     return replace(Rates(MEMORY_OF_NO_COST, DISK_OF_NO_COST, on_cpu=True), **rates)
 
 
-@pytest.mark.parametrize("kept", [0, 2])
-def test_on_a_cpu_layers_take_the_seconds_that_they_were_timed_to_take(kept: int) -> None:
-    load = timed_workload()
+@pytest.mark.parametrize(("kept", "micro_batches"), [(0, 0.0), (2, 0.0), (0, 2.6)])
+def test_on_a_cpu_layers_take_the_seconds_that_they_were_timed_to_take(kept: int, micro_batches: float) -> None:
+    load = replace(timed_workload(), mean_micro_batches=micro_batches)
     found = replay(load, schedule(Placement("disk", "disk"), num_kept_layers=kept), on_cpu())
     assert found.forward.compute == pytest.approx(load.forward_seconds, rel=0.02)
     assert found.backward.compute == pytest.approx(load.backward_seconds(kept), rel=0.02)
