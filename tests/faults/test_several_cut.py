@@ -124,7 +124,7 @@ def test_a_process_that_dies_at_any_deed_of_a_shared_run_costs_it_at_most_the_st
         machines = machines_with_a_run(model, tmp_path / "machines", options)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Mortal, "deaths", Deaths(patch, machines, last))
-            # One run has a deed more than another, as its threads meet.
+            # One run has some deeds more than another, as its threads meet.
             with suppress(PowerCut) if is_last(last, numbers) else pytest.raises(PowerCut):
                 train_apart(model, machines, options)
         runs = [Run(machines / str(rank)) for rank in range(SIZE)]
@@ -139,4 +139,4 @@ def test_a_process_that_dies_at_any_deed_of_a_shared_run_costs_it_at_most_the_st
 
 def is_last(last: Mapping[int, int], numbers: Sequence[range]) -> bool:
     """Tell whether the deeds at which processes die are so late that a run may end before."""
-    return all(number >= len(numbers[rank]) - 4 for rank, number in last.items())
+    return all(number >= len(numbers[rank]) - 10 for rank, number in last.items())

