@@ -148,7 +148,7 @@ def layer_seconds(kinds: Sequence[LayerKind], device: torch.device) -> Mapping[s
 
 
 def _seconds_of(entry: object) -> Seconds | None:
-    """Read seconds of a layer; none, if they make no sense, or others were busy then and are not now."""
+    """Read seconds of a layer; none, if they make no sense, or are of a busy machine that is quiet now."""
     if not isinstance(entry, list) or len(entry) != 3 or not all(isinstance(each, float) for each in entry):
         return None
     found, load = Seconds(*entry[:2]), entry[2]
@@ -158,7 +158,7 @@ def _seconds_of(entry: object) -> Seconds | None:
 
 
 def _was_busy(load: float) -> bool:
-    """Tell whether a machine was busy when something was measured, and now it is not."""
+    """Tell whether the machine was busy, by its load then, when something was measured, and is quiet now."""
     return load > QUIET >= probe.core_load()
 
 
