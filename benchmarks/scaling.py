@@ -27,8 +27,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gptj_ft.models.layout import NO_PARAMETERS
 from gptj_ft.planning.scale_out import LATENCY, Network, waiting_seconds
-from gptj_ft.streaming.relay import EMPTY, assign
+from gptj_ft.streaming.relay import assign
 
 BLOCKS, WIDTH, BLOCK_PARAMETERS, HEAD_PARAMETERS = 28, 4096, 201_379_840, 206_488_800  # of GPT-J 6B
 MICRO_BATCH = 2048  # tokens
@@ -75,7 +76,7 @@ class Cluster:
     @property
     def owners(self) -> list[int]:
         """Rank of each layer: embedding, blocks, head."""
-        return assign([EMPTY] * (self.blocks + 2), self.stages)
+        return assign([NO_PARAMETERS] * (self.blocks + 2), self.stages)
 
     @property
     def forecast(self) -> float:

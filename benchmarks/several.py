@@ -3,10 +3,12 @@
     python benchmarks/several.py --tokenizer gpt2/ --data dialogues.jsonl --work /tmp/several
 
 4 blocks of n_embd 4096 with GPT-J's vocabulary (1.2 billion parameters, random), fp32, clipping on, the state on disk,
-8 rows of some 256 tokens a step in micro-batches of 512. Whole commands, one after the other: one process with one
+8 rows of some 256 tokens a step in micro-batches of 256 (or 512, with ``--micro-batch``): while the first of a pass is
+in one process and the last in the other, each waits for it. Whole commands, one after the other: one process with one
 thread, two with one thread each (`--nproc 2 --set share=layers`), one with two threads, and two runs of one thread at
 once that share nothing but the machine: what its second core, its memory and its disk can add. So in turns. The first
-step of each is left out: it has no update to apply. Losses of one thread must be the same, to the bit.
+two steps of each are left out: one has no update to apply, the next takes the memory of its buffers. Losses of one
+thread must be the same, to the bit.
 
 Asked for: two processes of one thread against one of them 1.85 times as fast, against one of two threads 0.95; half
 of its memory and disk, and a tenth.
@@ -30,6 +32,7 @@ from pathlib import Path
 import psutil
 
 SHAPE = {"vocab_size": 50400, "n_positions": 2048, "n_embd": 4096, "n_layer": 4, "n_head": 16, "rotary_dim": 64}
+WARM_UP = 2  # steps
 RUNS = {  # runs at once, processes of each, threads of a process
     "one process, 1 thread": (1, 1, 1),
     "two processes, 1 thread each": (1, 2, 1),
@@ -44,20 +47,25 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with GPT-2's tokenizer")
     parser.add_argument("--data", type=Path, required=True, help="rows with dialogue and summary")
     parser.add_argument("--work", type=Path, required=True, help="new folder, on a disk with 70 GB free")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--micro-batch", type=int, default=256, help="tokens")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--only", choices=RUNS, nargs="+", default=list(RUNS), help="these, and no comparison")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     model = make_model(arguments.work / "model", arguments.tokenizer, arguments.width)
     measured: dict[str, list[dict[str, object]]] = {name: [] for name in RUNS}
     for turn in range(arguments.turns):
-        for name, (copies, processes, threads) in RUNS.items():
+        for name in arguments.only:
+            copies, processes, threads = RUNS[name]
             with ThreadPoolExecutor(copies) as pool:
                 started = [pool.submit(run, model, arguments, processes, threads, copy) for copy in range(copies)]
                 every = [each.result() for each in started]
             measured[name] += every
             print(turn, name, json.dumps(every), flush=True)
+    if arguments.only != list(RUNS):
+        return
     first = measured["one process, 1 thread"][0]
     assert all(each["losses"] == first["losses"] for each in measured["two processes, 1 thread each"])
     for name, runs in measured.items():
@@ -89,9 +97,9 @@ def run(model: Path, arguments: argparse.Namespace, processes: int, threads: int
     shutil.rmtree(output, ignore_errors=True)
     options = (
         f"--recipe dialogsum --model {model} --data {arguments.data} --output {output} --max-steps {arguments.steps} "
-        "--batch-size 8 --set micro_batch_tokens=512 --set holdout=0 --precision fp32 --weights disk "
-        "--optimizer-state disk --activations recompute --set export=last --quiet --lr 1e-5 --max-length 512 "
-        f"--nproc {processes} --set share=layers"
+        f"--batch-size 8 --set micro_batch_tokens={arguments.micro_batch} --set holdout=0 --precision fp32 "
+        "--weights disk --optimizer-state disk --activations recompute --set export=last --quiet --lr 1e-5 "
+        f"--max-length 512 --nproc {processes} --set share=layers"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     command = [sys.executable, "-m", "gptj_ft", "finetune", *options.split()]
@@ -118,7 +126,7 @@ def run(model: Path, arguments: argparse.Namespace, processes: int, threads: int
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if "loss" in line]
     return {
-        "seconds": sum(line["seconds"] for line in steps[1:]) / (len(steps) - 1),
+        "seconds": statistics.mean(line["seconds"] for line in steps[WARM_UP:]),
         "each": [round(line["seconds"], 2) for line in steps],
         "tokens": steps[-1]["tokens"],
         "gigabytes": [round(peak / 1e9, 2) for peak in peaks.values() if peak > 3e8],

@@ -29,7 +29,7 @@ from typer.core import TyperGroup
 import gptj_ft.api
 from gptj_ft.cli.app import app
 from gptj_ft.cli.options import SHOWS_ALL
-from gptj_ft.config.options import FREE_ON_RESUME, GROUPS, Duration, Options, Recipe, Size, meaning_of
+from gptj_ft.config.options import FREE_ON_RESUME, GROUPS, ByteSize, Duration, Options, Recipe, meaning_of
 from gptj_ft.config.presets import load_preset, preset_names
 from gptj_ft.planning.devices import DEVICES, LINKS
 
@@ -153,7 +153,7 @@ def shown(value: Any) -> str:
 def kind(annotation: Any) -> str:
     """Name a type in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if annotation in (Size, Duration):
+    if annotation in (ByteSize, Duration):
         return "text or number"
     if origin is Annotated:
         return kind(arguments[0])
@@ -171,7 +171,7 @@ def kind(annotation: Any) -> str:
 def unit(name: str, annotation: Any) -> str:
     """Return the unit of an option."""
     parts = {annotation, *get_args(annotation)}
-    if Size in parts:
+    if ByteSize in parts:
         return "bytes, or `8GiB`"
     if Duration in parts:
         return "seconds, or `1h30m`"

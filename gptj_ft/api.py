@@ -184,13 +184,13 @@ def plan(
     Raises:
         UsageError, DataError: wrong options, no such model, or rows that cannot be used.
     """
-    from gptj_ft.planning.link import AUTO, measure_network
+    from gptj_ft.planning.link import AUTO_RATE, measure_network
     from gptj_ft.planning.scale_out import Network
     from gptj_ft.training.finetune import forecast_run
     from gptj_ft.training.shared.forecast import SharedForecast
 
     reporter = reporter or Reporter()
-    if network == AUTO:
+    if network == AUTO_RATE:
         reporter.on_activity("measuring the network")
         between, nodes = measure_network(group), max(nodes, group.size)
     else:
@@ -236,9 +236,9 @@ def prove(request: ProofRequest, *, reporter: Reporter | None = None) -> Proof:
         UsageError: the folder exists.
         ResourceError: the disk is too small, or a run needs more memory than it may have.
     """
-    from gptj_ft.training.proof import prove
+    from gptj_ft.training.proof import run_proof
 
-    return prove(request, reporter)
+    return run_proof(request, reporter)
 
 
 def plan_evaluation(request: EvaluateRequest, reporter: Reporter | None = None) -> PairedEvaluation:
@@ -423,7 +423,7 @@ class Model(AbstractContextManager["Model"]):
 
         recipe = self.generator.setup.recipe
         check_num_return(recipe, num_return)
-        with seeded(recipe.seed, self.generator.setup.device):
+        with fixed_seed(recipe.seed, self.generator.setup.device):
             return self.generator.write(fill_fields(recipe, prompt, fields or {}), num_return, on_text)
 
     def close(self) -> None:
@@ -438,7 +438,7 @@ def open_model(setup: GenerationSetup, weights: str | None = None) -> Model:
     """Open the weights of a generation setup; ``weights`` is their place, by default the recipe's."""
     from gptj_ft.generation.generator import open_generator
 
-    with ExitStack() as opened, seeded(setup.recipe.seed, setup.device):
+    with ExitStack() as opened, fixed_seed(setup.recipe.seed, setup.device):
         generator = opened.enter_context(open_generator(setup, weights))
         return Model(generator, opened.pop_all())
 
@@ -458,7 +458,7 @@ def run_file(setup: GenerationSetup, job: BatchJob, reporter: Reporter) -> Batch
     """Generate the answers of `plan_file`."""
     from gptj_ft.generation.batch import run_batch
 
-    with open_model(setup, job.plan.weights) as opened, seeded(setup.recipe.seed, setup.device):
+    with open_model(setup, job.plan.weights) as opened, fixed_seed(setup.recipe.seed, setup.device):
         return run_batch(opened.generator, job, lambda done, total: reporter.on_count("answering", done, total, "rows"))
 
 
@@ -659,7 +659,7 @@ def fetched_rows(data: str, offline: bool, reporter: Reporter) -> str:
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
+def fixed_seed(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators inside, and leave them as they were."""
     import torch
 

@@ -31,6 +31,23 @@ def test_the_families_named_without_torch_are_those_there_are() -> None:
     assert set(MODEL_TYPES) == set(TINY_MODELS.values()) == set(families())
 
 
+def test_a_public_name_is_one_thing() -> None:
+    """But for what each family defines by its contract, and a command, which has the name of the function it calls."""
+    idioms, families = {"T", "log", "main"}, PACKAGE / "models"
+    places: dict[str, set[Path]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            names += [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+            for name in names:
+                if not name.startswith("_") and name not in idioms and path.stem != name:
+                    places.setdefault(name, set()).add(path)
+    twice = {name: paths for name, paths in places.items() if len(paths) > 1}
+    assert not {name: paths for name, paths in twice.items() if {path.parent for path in paths} != {families}}
+    assert len(twice) < 12, sorted(twice)
+
+
 def test_no_test_imports_another() -> None:
     for path in (ROOT / "tests").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -16,7 +16,7 @@ from gptj_ft.checkpoints.open import CheckpointSource
 from gptj_ft.errors import DataError
 from gptj_ft.models.registry import Architecture
 from gptj_ft.system.memory import cast
-from gptj_ft.system.prefetch import Task, prefetch
+from gptj_ft.system.prefetch import SizedTask, prefetch
 
 _SHOWN = 10  # differences
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of one
@@ -102,7 +102,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(INTEGERS[tensor.dtype.itemsize])
 
 
-def _reading_both(first: Checkpoint, second: Checkpoint, name: str, other: str) -> Iterator[Task[Tensor]]:
+def _reading_both(first: Checkpoint, second: Checkpoint, name: str, other: str) -> Iterator[SizedTask[Tensor]]:
     """Yield the tasks of reading the same rows of both, in turn."""
     for rows in first.row_ranges(name, max(first.rows_at_once(name), second.rows_at_once(other))):
         yield first.read_task(name, rows)

@@ -42,7 +42,7 @@ from gptj_ft.system.files import files_in, remove
 from gptj_ft.system.machine import free_disk
 
 DtypeChoice = Literal["keep", "fp32", "bf16", "fp16"]
-Target = Literal["folder", "huggingface", "mesh"]
+OutputForm = Literal["folder", "huggingface", "mesh"]
 UNPACKED = "unpacked"  # in the draft: an archive's content
 COMPANION_BYTES = 16 << 20  # tokenizer, configs, headers: more than GPT-J's take
 
@@ -67,7 +67,7 @@ class Conversion:
 
     form: CheckpointFormat | None = None
     config: Path | None = None
-    to: Target = "folder"
+    to: OutputForm = "folder"
     dtype: DtypeChoice = "keep"
     shard_bytes: int = 5 * 10**9
     mesh_shards: int = 8

@@ -27,7 +27,7 @@ from gptj_ft.system.block_reader import Extent
 from gptj_ft.system.digests import FOLDER_DIGESTS, folder_digests, read_json
 from gptj_ft.system.files import SHARED_FILE, inside, read_bytes, write_file
 from gptj_ft.system.paths import TOKENIZER_FILES
-from gptj_ft.system.prefetch import Task
+from gptj_ft.system.prefetch import SizedTask
 
 INDEX = "model.safetensors.index.json"
 METADATA_FILE = "gptj_ft.json"
@@ -115,7 +115,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         for start in range(0, num_rows, rows):
             yield start, min(start + rows, num_rows)
 
-    def read_task(self, name: str, rows: RowRange) -> Task[Tensor]:
+    def read_task(self, name: str, rows: RowRange) -> SizedTask[Tensor]:
         """Return the task, for `prefetch`, that reads some rows."""
         entry = self.entry(name)
         return entry.num_bytes * (rows[1] - rows[0]) // entry.rows, partial(self.read, name, *rows)

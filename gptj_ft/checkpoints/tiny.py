@@ -20,20 +20,20 @@ from gptj_ft.checkpoints.model_folder import write_model
 from gptj_ft.models.registry import Architecture, families
 
 VOCAB_TARGET = 1536  # tokens the tokenizer learns at most; a small corpus gives fewer
-SIZES: Mapping[str, int | float] = {
+TINY_SIZES: Mapping[str, int | float] = {
     "n_embd": 96,
     "n_layer": 2,
     "n_head": 4,
     "n_positions": 2048,
     "initializer_range": 0.05,
 }
-BERT: Mapping[str, Any] = {
+TINY_BERT: Mapping[str, Any] = {
     "model_type": "bert", "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 384, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
     "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12, "pad_token_id": 0,
     "initializer_range": 0.05,
 }  # fmt: skip
-ROBERTA: Mapping[str, Any] = {
+TINY_ROBERTA: Mapping[str, Any] = {
     "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5, "pad_token_id": 1, "bos_token_id": 0,
     "eos_token_id": 2,
 }  # fmt: skip
@@ -41,9 +41,9 @@ ROBERTA: Mapping[str, Any] = {
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gptj": {**GPTJ_6B, "rotary_dim": 12},
     "gpt2": {**GPT2, "activation_function": "gelu"},
-    "bert": BERT,
-    "roberta": {**BERT, **ROBERTA, "model_type": "roberta"},
-    "xlm-roberta": {**BERT, **ROBERTA, "model_type": "xlm-roberta"},
+    "bert": TINY_BERT,
+    "roberta": {**TINY_BERT, **TINY_ROBERTA, "model_type": "roberta"},
+    "xlm-roberta": {**TINY_BERT, **TINY_ROBERTA, "model_type": "xlm-roberta"},
 }
 MARKS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask>"}
 PIECES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # BERT's special tokens
@@ -82,7 +82,7 @@ def make_tiny(
     num_tokens, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(END_OF_TEXT)
     ends = {} if family.is_encoder else {"bos_token_id": end, "eos_token_id": end}
     ids = {**ends, "vocab_size": -(-num_tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE}
-    raw = {**FAMILIES[model_type], **({} if family.is_encoder else SIZES), **ids, **sizes}
+    raw = {**FAMILIES[model_type], **({} if family.is_encoder else TINY_SIZES), **ids, **sizes}
     architecture = Architecture(family, family.read_config(raw), raw)
     with tempfile.TemporaryDirectory() as temporary:
         _save_tokenizer(Path(temporary), tokenizer, architecture.config.n_positions)

@@ -18,7 +18,7 @@ from gptj_ft.checkpoints.model_folder import Checkpoint, RowRange, write_index
 from gptj_ft.errors import DataError
 from gptj_ft.models.registry import Architecture
 from gptj_ft.system.memory import bytes_of
-from gptj_ft.system.prefetch import Task, prefetch
+from gptj_ft.system.prefetch import SizedTask, prefetch
 from gptj_ft.system.write_behind import WriteBehind
 
 
@@ -184,7 +184,7 @@ def checksum_of(tensor: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(bytes_of(tensor))
 
 
-def _checksum_task(checkpoint: Checkpoint, name: str, rows: RowRange) -> Task[str]:
+def _checksum_task(checkpoint: Checkpoint, name: str, rows: RowRange) -> SizedTask[str]:
     size, read = checkpoint.read_task(name, rows)
     return size, partial(lambda: checksum_of(read()))
 

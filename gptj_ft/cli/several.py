@@ -31,7 +31,7 @@ def sharing(num_processes: int | None) -> Iterator[Group]:
         sys.exit(error.exit_code)
 
 
-def take_part(group: Group) -> None:
+def serve_run(group: Group) -> None:
     """Do this process's share of a run that process 0 leads.
 
     Raises:
@@ -62,7 +62,7 @@ def leading(num_processes: int | None) -> Iterator[Group]:
 
                 announce_end(group)
             return
-        from gptj_ft.evaluation.replica import take_part as compute
+        from gptj_ft.evaluation.replica import serve_models as compute
 
         # What a terminal or a launcher sends to all of them is for process 0 to tell of.
         with stop_says(lambda: "stopped"), StopRequest():

@@ -67,7 +67,7 @@ def parse_size(value: object) -> object:
     return int(float(match[1]) * units[match[2].lower()])
 
 
-Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+ByteSize = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 
 
 def _words(value: Any) -> Any:
@@ -295,7 +295,7 @@ class Recipe(Options):
     """sheet of a spreadsheet that is read; empty: the first"""
     header: Names = ()
     """names of the columns of a table whose first line is a row already; none: the first line has them"""
-    max_record: Size = MOST_RECORD_BYTES
+    max_record: ByteSize = MOST_RECORD_BYTES
     """longest line, cell or record of a file, e.g. 1GiB; what is longer is taken for damage"""
     max_bad_rows: int = Field(0, ge=0)
     """records that may be unreadable before the data is refused"""
@@ -432,11 +432,11 @@ class Recipe(Options):
     """where gradients, moments and master weights live (device: GPU memory, host: RAM)"""
     max_time: Duration | None = None
     """stop in time, saved, when a session has run as long as this: 8h, 90m, 1h30m; default: no limit"""
-    device_memory: Size | None = None
+    device_memory: ByteSize | None = None
     """most device memory to use, e.g. 8GiB; default: what is free"""
-    host_memory: Size | None = None
+    host_memory: ByteSize | None = None
     """most RAM to use, e.g. 6GiB; default: what is free"""
-    disk_space: Size | None = None
+    disk_space: ByteSize | None = None
     """most disk space to use, e.g. 200GB; default: what is free"""
     activations: Literal["auto", "keep", "recompute"] | Annotated[int, Field(ge=0)] = "auto"
     """blocks whose activations are kept for backward: what fits, all, none, or so many"""

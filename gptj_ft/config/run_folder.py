@@ -25,12 +25,12 @@ from gptj_ft.system.machine import cpu_kernels
 from gptj_ft.system.paths import RUNS, is_tuned
 from gptj_ft.system.plain_text import command_line, one_line, without_secrets
 
-ENVIRONMENT = "environment.json"  # with what a run is computed, and on which machines
+ENVIRONMENT_FILE = "environment.json"  # with what a run is computed, and on which machines
 LAYERS = "layers"  # there: which process has which
 COMMIT = "commit.json"  # in the state folder of a run whose whole state is on disk: its last step
 MERGED = "merged"  # beside an adapter: the model with it
 MANIFEST = "manifest.json"  # in a checkpoint, written last
-STEP = re.compile(r"step-([0-9]{1,18})")  # a checkpoint's folder
+STEP_FOLDER = re.compile(r"step-([0-9]{1,18})")  # a checkpoint's folder
 START = "start"  # the name of no checkpoint: where a run began
 
 
@@ -65,7 +65,7 @@ class Run:
         """Return the checkpoints by their steps, oldest first; half-written and half-removed ones are none."""
         found = {}
         for manifest in self.checkpoints.glob(f"step-*/{MANIFEST}"):
-            if name := STEP.fullmatch(manifest.parent.name):  # not step-000120.tmp
+            if name := STEP_FOLDER.fullmatch(manifest.parent.name):  # not step-000120.tmp
                 found[int(name[1])] = manifest.parent
         return dict(sorted(found.items()))
 
@@ -332,7 +332,7 @@ def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str,
         "command": without_secrets(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    path = run.folder / ENVIRONMENT
+    path = run.folder / ENVIRONMENT_FILE
     before = read_json(path) if path.is_file() else {}
     if before and device == "cpu":
         before.setdefault("kernels", "products of MKL")  # as it was before they were noted
@@ -360,14 +360,14 @@ def _versions() -> dict[str, str]:
 def note_layers(run: Run, owners: Mapping[str, Sequence[int]]) -> None:
     """Write down in ``environment.json`` which process of a shared run has which layers, by name."""
     if run.writes and owners:
-        path = run.folder / ENVIRONMENT
+        path = run.folder / ENVIRONMENT_FILE
         texts = [f"{name}: {' '.join(map(str, layers))}" for name, layers in owners.items()]
         write_json(path, {**read_json(path), LAYERS: "; ".join(texts)})
 
 
 def owner_of(run: Run, layer: int) -> str:
     """Return the name of the process that has had a layer, as `note_layers` has written it; empty: not known."""
-    path = run.folder / ENVIRONMENT
+    path = run.folder / ENVIRONMENT_FILE
     noted = read_json(path).get(LAYERS, "") if path.is_file() else ""
     owners = (text.rpartition(": ") for text in str(noted).split("; "))
     return next((one_line(name) for name, _, layers in owners if str(layer) in layers.split()), "")

@@ -92,7 +92,7 @@ class Rows:
         if packing == "off" or any(prompts) or any(untrained):
             return plain
         assert length is not None, "packing fills windows of some length"
-        windows = joined(lengths, rows["continues"], length) if packing == "joined" else apart(lengths, length)
+        windows = fill_windows(lengths, rows["continues"], length) if packing == "joined" else apart(lengths, length)
         return cls(plain.documents, prompts, (), windows, lengths, packing == "joined", length)
 
     def __len__(self) -> int:
@@ -268,7 +268,7 @@ def apart(lengths: Sequence[int], length: int) -> list[list[Slice]]:
     return [window for window in windows if window]
 
 
-def joined(lengths: Sequence[int], continues: Sequence[bool], length: int) -> list[list[Slice]]:
+def fill_windows(lengths: Sequence[int], continues: Sequence[bool], length: int) -> list[list[Slice]]:
     """Fill windows with one stream of tokens, each from the token that the last one ended with: the last is short.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.sandbox import bounded_environment, compile_template
-from gptj_ft.data.template import ENVIRONMENT, fields_of, render, stripped, stripped_fields
+from gptj_ft.data.template import JINJA, fields_of, render, stripped, stripped_fields
 from gptj_ft.errors import RowSkipped, UsageError
 from gptj_ft.system.plain_text import shortened
 
@@ -95,7 +95,7 @@ def up_to_the_last_answer(conversation: Conversation) -> Conversation:
     return Conversation(conversation[: answers[-1] + 1])
 
 
-def parts_of(recipe: Recipe, conversation: Conversation) -> list[tuple[str, bool]]:
+def render_parts(recipe: Recipe, conversation: Conversation) -> list[tuple[str, bool]]:
     """Render a conversation that ends with an answer: texts, each with whether it is trained on.
 
     Raises:
@@ -165,7 +165,7 @@ def chat_template(recipe: Recipe) -> str | None:
 def _portable(source: str) -> str:
     """Return a template that keeps its white space where blocks are trimmed by default; without its comments."""
     text = ""
-    for _, kind, value in ENVIRONMENT.lex(source):
+    for _, kind, value in JINJA.lex(source):
         if kind == "block_begin":
             text += value if value[2:] else value + "+"
         elif kind == "block_end":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.chat import MESSAGES, REPLY, is_chat, parts_of, shorter
+from gptj_ft.data.chat import MESSAGES, REPLY, is_chat, render_parts, shorter
 from gptj_ft.data.loss_mask import num_inputs
 from gptj_ft.data.template import fields_of, render
 from gptj_ft.data.tokenization import NoTokenizer, RowTokenizer, no_tokenizer, tokenize
@@ -127,7 +127,7 @@ def parts(recipe: Recipe, values: Mapping[str, Any]) -> list[TextPart]:
     """
     _require_content(recipe.prompt, values)
     if is_chat(recipe):
-        return parts_of(recipe, values[MESSAGES])
+        return render_parts(recipe, values[MESSAGES])
     completion = render(recipe.completion, values)
     if not completion.strip():
         raise RowSkipped("the completion is empty")
@@ -183,7 +183,7 @@ def assemble(
         return Encoded(_windows(_joined(texts, ids, eos).documents[0], limit), 0)
     if is_chat(recipe):
         for fewer in shorter(values[MESSAGES]):
-            texts = parts_of(recipe, fewer)
+            texts = render_parts(recipe, fewer)
             ids = tokenize(tokenizer, [text for text, _ in texts])
             if (rest := sum(map(len, ids)) + 1) <= limit:
                 return _joined(texts, ids, eos, num_tokens - rest)

@@ -101,7 +101,7 @@ def cache_entries() -> list[CacheEntry]:
     return sorted(found, key=lambda each: -each.bytes)
 
 
-def clear_cache() -> int:
+def remove_prepared_rows() -> int:
     """Empty the cache; return the bytes freed."""
     size = disk_bytes(files_in(cache_folder()))
     discard(cache_folder())

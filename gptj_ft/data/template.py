@@ -14,7 +14,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.data.sandbox import Compiled, bounded_environment, compile_template, shown
 from gptj_ft.errors import UsageError
 
-ENVIRONMENT = bounded_environment(keep_trailing_newline=True)
+JINJA = bounded_environment(keep_trailing_newline=True)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def parse_template(source: str) -> Template:
     Raises:
         UsageError: it is no Jinja, or has single braces where fields are meant.
     """
-    template = compile_template(ENVIRONMENT, source)
+    template = compile_template(JINJA, source)
     tree, names = template.tree, template.fields
     if not names and (lone := re.search(r"\{(\w+)\}", source)):
         raise UsageError(f"template {shown(source)}: write {{{{ {lone[1]} }}}} for a field, not {lone[0]}")

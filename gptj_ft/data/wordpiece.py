@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 VOCABULARY = "vocab.txt"
 CLASSES = ("BertTokenizer", "BertTokenizerFast")
-PIECE = "##"  # before what goes on with a word
+CONTINUATION = "##"  # before what goes on with a word
 # The tokens that frame texts, by the name that they have in tokenizer_config.json.
 SPECIAL = {
     "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"
@@ -68,7 +68,7 @@ def load_wordpiece(folder: Path, config: Mapping[str, Any]) -> PreTrainedTokeniz
     backend.normalizer = _normalizer({"do_lower_case": not is_cased(vocabulary) if is_lower is None else is_lower})
     backend.normalizer = normalizer_as_said(backend.normalizer, config)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece(prefix=PIECE)
+    backend.decoder = decoders.WordPiece(prefix=CONTINUATION)
     cls, sep = special["cls_token"], special["sep_token"]
     backend.post_processor = processors.TemplateProcessing(
         single=f"{cls}:0 $A:0 {sep}:0",

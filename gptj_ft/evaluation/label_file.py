@@ -23,8 +23,8 @@ from gptj_ft.data.table import TokenTable
 from gptj_ft.data.template import fields_of
 from gptj_ft.errors import DataError, UsageError, did_you_mean
 from gptj_ft.evaluation.labelled import check_head, read_labelled
-from gptj_ft.evaluation.outputs import outputs_of, parts_of, row_outputs
-from gptj_ft.evaluation.readout import Answer, reader_of
+from gptj_ft.evaluation.outputs import outputs_of, row_outputs, split_rows
+from gptj_ft.evaluation.readout import RowAnswer, readout_of
 from gptj_ft.generation.answers_file import ROW, AnswersFile
 from gptj_ft.generation.generator import InferenceSetup
 from gptj_ft.models.registry import Architecture
@@ -170,7 +170,7 @@ def _label(
     """Label the rows that are not in a file yet; each row's first document is given."""
     row_of = {start: row for row, start in enumerate(starts)}
     with job.setup.open(job.plan.weights) as (architecture, stack):
-        for part in parts_of(job.prepared.rows, job.plan.together.read):
+        for part in split_rows(job.prepared.rows, job.plan.together.read):
             first, count = row_of[part.start], sum(number in row_of for number in part)
             if not file.done >= set(range(first, first + count)):
                 lines = _answers(job, part, first, architecture, stack)
@@ -180,7 +180,7 @@ def _label(
     file.finish()
 
 
-def label_texts(setup: InferenceSetup, texts: Sequence[Mapping[str, Any]]) -> list[Answer]:
+def label_texts(setup: InferenceSetup, texts: Sequence[Mapping[str, Any]]) -> list[RowAnswer]:
     """Label texts that are in no file.
 
     Args:
@@ -212,7 +212,7 @@ def label_texts(setup: InferenceSetup, texts: Sequence[Mapping[str, Any]]) -> li
     rows_of_text = Rows.of(prepared.rows)
     with setup.open(plan.weights) as (architecture, stack):
         outputs = outputs_of(stack, rows_of_text, objective_of(recipe), plan.together)
-        reader = reader_of(recipe, architecture.labels)
+        reader = readout_of(recipe, architecture.labels)
         answers = [reader.read(row) for row in row_outputs(prepared.rows, rows_of_text, outputs)]
     if len(answers) != len(texts):
         why = "; ".join(prepared.report.rows_skipped)
@@ -237,7 +237,7 @@ def _answers(
 ) -> Iterator[dict[str, Any]]:
     """Yield the line of each row of some documents, from the first row's number on."""
     table, recipe = job.prepared.rows.select(part), job.setup.recipe
-    rows, reader = Rows.of(table), reader_of(recipe, architecture.labels)
+    rows, reader = Rows.of(table), readout_of(recipe, architecture.labels)
     outputs = outputs_of(stack, rows, objective_of(recipe), job.plan.together)
     several = len(job.prepared.report.files) > 1
     for number, row in enumerate(row_outputs(table, rows, outputs), first):

@@ -20,7 +20,7 @@ from gptj_ft.evaluation.evaluate import Evaluation
 from gptj_ft.evaluation.metrics.label_scores import LabelScores
 from gptj_ft.evaluation.metrics.statistic import Ratio, Statistic
 from gptj_ft.evaluation.outputs import RowOutput, outputs_of, row_outputs
-from gptj_ft.evaluation.readout import Answer, Reader, loss_of, reader_of
+from gptj_ft.evaluation.readout import Readout, RowAnswer, loss_of, readout_of
 from gptj_ft.generation.generator import InferenceSetup
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.inference_plan import InferencePlan
@@ -43,7 +43,7 @@ class Answered:
         remark: what the scores do not say; mostly empty.
     """
 
-    answers: list[Answer]
+    answers: list[RowAnswer]
     places: list[str]
     references: list[list[str]]
     figures: dict[str, Statistic]
@@ -51,7 +51,7 @@ class Answered:
     remark: str
 
 
-def answer_rows(recipe: Recipe, reader: Reader, rows: Sequence[RowOutput]) -> Answered:
+def answer_rows(recipe: Recipe, reader: Readout, rows: Sequence[RowOutput]) -> Answered:
     """Read the answers to rows, and score them.
 
     Raises:
@@ -107,7 +107,7 @@ class LabelledEvaluation:
                 found.append(row)
                 if progress:
                     progress(len(found), total)
-        answered = answer_rows(recipe, reader_of(recipe, architecture.labels), found)
+        answered = answer_rows(recipe, readout_of(recipe, architecture.labels), found)
         notes = (*self.notes, answered.remark) if answered.remark else self.notes
         return Evaluation(
             str(self.setup.folder), answered.figures, answered.places, [each.text for each in answered.answers],

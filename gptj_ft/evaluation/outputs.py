@@ -22,7 +22,7 @@ from gptj_ft.streaming.objective import Objective
 from gptj_ft.streaming.step import StepLoss, head_outputs
 
 Outputs = NDArray[np.float32]
-WHOLE = 2**62  # tokens: no limit
+NO_TOKEN_LIMIT = 2**62  # tokens: no limit
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def outputs_of(
         before_pass()
         groups = first_fit([rows.lengths[row] for row in span], together.computed)
         numbers = [[span.start + place for place in group] for group in groups]
-        batches = [batch.to(stack.device) for group in numbers for batch in rows.batches(group, WHOLE)]
+        batches = [batch.to(stack.device) for group in numbers for batch in rows.batches(group, NO_TOKEN_LIMIT)]
         found: dict[int, Outputs] = {}
         for group, batch, output_SC in zip(numbers, batches, head_outputs(stack, batches, objective), strict=True):
             if loss is not None:
@@ -110,7 +110,7 @@ def row_outputs(table: TokenTable, rows: Rows, outputs: Iterator[Outputs]) -> It
         yield whole()
 
 
-def parts_of(table: TokenTable, most_tokens: int) -> Iterator[range]:
+def split_rows(table: TokenTable, most_tokens: int) -> Iterator[range]:
     """Yield ranges of documents of about so many tokens, none of which parts the windows of a row."""
     start = tokens = 0
     for number, (length, continues) in enumerate(zip(table.lengths().tolist(), table["continues"], strict=True)):

@@ -27,7 +27,7 @@ from gptj_ft.system.atomic import atomic_files
 
 TEXT_KEYS = ("prediction", "answer", "output", "text")
 REFERENCE_KEYS = ("references", "reference")
-ID = "id"
+ID_KEY = "id"
 _SHOWN = 5  # places in a message
 
 
@@ -145,7 +145,7 @@ def _read(path: Path) -> Iterator[PredictionRow]:
 
 def _is_texts_by_id(values: Mapping[str, Any]) -> bool:
     """Tell whether an object is a SQuAD prediction file (texts by id), not one line."""
-    keys = {*TEXT_KEYS, *REFERENCE_KEYS, ID}
+    keys = {*TEXT_KEYS, *REFERENCE_KEYS, ID_KEY}
     return not keys & values.keys() and all(isinstance(value, str) for value in values.values())
 
 
@@ -202,7 +202,7 @@ def _by_id(lines: Sequence[PredictionRow]) -> dict[str, PredictionRow]:
 
 
 def _id_of(values: Mapping[str, Any]) -> str | None:
-    return str(values[ID]) if values.get(ID) is not None else None
+    return str(values[ID_KEY]) if values.get(ID_KEY) is not None else None
 
 
 def _complain(what: str, places: Sequence[str], hint: str) -> None:

@@ -31,11 +31,11 @@ from gptj_ft.evaluation.outputs import RowOutput
 from gptj_ft.evaluation.sentences import select_sentences
 from gptj_ft.evaluation.spans import SpanAnswer, SpanSettings, Window, best_answer, best_thresholds
 
-Numbers = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Answer:
+class RowAnswer:
     """The answer to a row.
 
     Attributes:
@@ -51,35 +51,35 @@ class Answer:
     given: Any = None
 
 
-class Reader(Protocol):
+class Readout(Protocol):
     """Interface of a task to predictions and scores."""
 
-    def read(self, row: RowOutput) -> Answer:
+    def read(self, row: RowOutput) -> RowAnswer:
         """Read the answer to a row."""
 
-    def figures(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
+    def figures(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
         """Score the answers to rows that say what is right."""
 
-    def by_label(self, answers: Sequence[Answer]) -> LabelScores | None:
+    def by_label(self, answers: Sequence[RowAnswer]) -> LabelScores | None:
         """Score each label; ``None`` where there are none."""
 
-    def remark(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> str:
+    def remark(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> str:
         """Say what the scores do not; mostly nothing."""
 
 
-def pooled(row: RowOutput) -> Numbers:
+def pooled(row: RowOutput) -> FloatArray:
     """Return the mean of the outputs of all windows of a text, [C]."""
-    means: Numbers = np.concatenate([output_SC[:1] for output_SC in row.outputs]).astype(np.float64).mean(0)
+    means: FloatArray = np.concatenate([output_SC[:1] for output_SC in row.outputs]).astype(np.float64).mean(0)
     return means
 
 
-def by_name(names: Sequence[str], probabilities_C: Numbers) -> dict[str, float]:
+def by_name(names: Sequence[str], probabilities_C: FloatArray) -> dict[str, float]:
     """Return probabilities by the names of the labels."""
     return {name: round(float(each), 6) for name, each in zip(names, probabilities_C, strict=True)}
 
 
 @dataclass(frozen=True)
-class ClassReader:
+class ClassReadout:
     """One label of a text: the likeliest; logits of windows are averaged.
 
     Attributes:
@@ -88,25 +88,25 @@ class ClassReader:
 
     names: tuple[str, ...]
 
-    def read(self, row: RowOutput) -> Answer:
+    def read(self, row: RowOutput) -> RowAnswer:
         probabilities_C = softmax(pooled(row))
         label = self.names[int(probabilities_C.argmax())]
         facts = {"label": label, "probabilities": by_name(self.names, probabilities_C)}
-        return Answer(label, facts, row.marks[0].targets[0], probabilities_C)
+        return RowAnswer(label, facts, row.marks[0].targets[0], probabilities_C)
 
-    def figures(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
+    def figures(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
         return single_label([each.expected for each in answers], np.stack([each.given for each in answers]))
 
-    def by_label(self, answers: Sequence[Answer]) -> LabelScores:
+    def by_label(self, answers: Sequence[RowAnswer]) -> LabelScores:
         given = np.stack([each.given for each in answers])
         return scores_of_rows([each.expected for each in answers], given, self.names)
 
-    def remark(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> str:
+    def remark(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> str:
         return ""
 
 
 @dataclass(frozen=True)
-class LabelSetReader:
+class LabelSetReadout:
     """Several labels of a text: those from a probability on.
 
     Attributes:
@@ -117,48 +117,48 @@ class LabelSetReader:
     names: tuple[str, ...]
     threshold: float
 
-    def read(self, row: RowOutput) -> Answer:
+    def read(self, row: RowOutput) -> RowAnswer:
         probabilities_C = sigmoid(pooled(row))
         labels = [name for name, each in zip(self.names, probabilities_C, strict=True) if each >= self.threshold]
         facts = {"label": labels, "probabilities": by_name(self.names, probabilities_C)}
-        return Answer(", ".join(labels), facts, row.marks[0].values, probabilities_C)
+        return RowAnswer(", ".join(labels), facts, row.marks[0].values, probabilities_C)
 
-    def figures(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
+    def figures(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
         return multi_label(*self._arrays(answers), self.threshold)
 
-    def by_label(self, answers: Sequence[Answer]) -> LabelScores:
+    def by_label(self, answers: Sequence[RowAnswer]) -> LabelScores:
         return scores_of_label_sets(*self._arrays(answers), self.threshold, self.names)
 
     @staticmethod
-    def _arrays(answers: Sequence[Answer]) -> tuple[Numbers, Numbers]:
+    def _arrays(answers: Sequence[RowAnswer]) -> tuple[FloatArray, FloatArray]:
         return np.array([each.expected for each in answers], np.float64), np.stack([each.given for each in answers])
 
-    def remark(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> str:
+    def remark(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> str:
         best = best_threshold(*self._arrays(answers))
         return f"on these rows label_threshold {best:.4g} has the best micro_f1; it is {self.threshold:g}"
 
 
 @dataclass(frozen=True)
-class NumberReader:
+class NumberReadout:
     """A number for a text; those of windows are averaged."""
 
-    def read(self, row: RowOutput) -> Answer:
+    def read(self, row: RowOutput) -> RowAnswer:
         number = float(pooled(row)[0])
         values = row.marks[0].values
-        return Answer(f"{number:.6g}", {"score": number}, values[0] if len(values) else None, number)
+        return RowAnswer(f"{number:.6g}", {"score": number}, values[0] if len(values) else None, number)
 
-    def figures(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
+    def figures(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
         return regression([each.expected for each in answers], [each.given for each in answers])
 
-    def by_label(self, answers: Sequence[Answer]) -> None:
+    def by_label(self, answers: Sequence[RowAnswer]) -> None:
         return None
 
-    def remark(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> str:
+    def remark(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> str:
         return ""
 
 
 @dataclass(frozen=True)
-class WordReader:
+class WordReadout:
     """A label for each word: the likeliest for its first piece; the windows of a row are put together again.
 
     Attributes:
@@ -167,7 +167,7 @@ class WordReader:
 
     names: tuple[str, ...]
 
-    def read(self, row: RowOutput) -> Answer:
+    def read(self, row: RowOutput) -> RowAnswer:
         probabilities_SC = softmax(np.concatenate(row.outputs).astype(np.float64))
         given = probabilities_SC.argmax(-1).tolist()
         expected = [target for mark in row.marks for target in mark.targets]
@@ -177,29 +177,29 @@ class WordReader:
             {"text": text, "label": label, "probability": round(each, 6)}
             for text, label, each in zip(row.texts, labels, most, strict=False)
         ]
-        return Answer(" ".join(labels), {"tokens": tokens}, expected, given)
+        return RowAnswer(" ".join(labels), {"tokens": tokens}, expected, given)
 
-    def figures(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
+    def figures(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
         return entities(*self._tags(answers), self.names)
 
-    def by_label(self, answers: Sequence[Answer]) -> LabelScores:
+    def by_label(self, answers: Sequence[RowAnswer]) -> LabelScores:
         if are_entity_tags(self.names):
             return scores_of_entities(*self._tags(answers))
         expected, given = ([number for each in answers for number in getattr(each, of)] for of in ("expected", "given"))
         return scores_of_words(expected, given, self.names)
 
-    def _tags(self, answers: Sequence[Answer]) -> tuple[list[list[str]], list[list[str]]]:
+    def _tags(self, answers: Sequence[RowAnswer]) -> tuple[list[list[str]], list[list[str]]]:
         expected, given = (
             [[self.names[number] for number in getattr(each, of)] for each in answers] for of in ("expected", "given")
         )
         return expected, given
 
-    def remark(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> str:
+    def remark(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> str:
         return ""
 
 
 @dataclass(frozen=True)
-class SpanReader:
+class SpanReadout:
     """The span of a text that answers a question.
 
     Attributes:
@@ -208,7 +208,7 @@ class SpanReader:
 
     settings: SpanSettings
 
-    def read(self, row: RowOutput) -> Answer:
+    def read(self, row: RowOutput) -> RowAnswer:
         windows = [
             Window(output_SC[:, 0], output_SC[:, 1], offsets)
             for output_SC, offsets in zip(row.outputs, row.offsets, strict=True)
@@ -219,15 +219,15 @@ class SpanReader:
         facts |= {"start": best.start, "end": best.end} if found.text else {}
         facts |= {} if found.null_odds is None else {"null_odds": found.null_odds}
         facts["candidates"] = [each.to_dict() for each in found.candidates]
-        return Answer(found.text, facts, row.references, found)
+        return RowAnswer(found.text, facts, row.references, found)
 
-    def figures(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
+    def figures(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
         return score(("squad",), [each.text for each in answers], references)
 
-    def by_label(self, answers: Sequence[Answer]) -> None:
+    def by_label(self, answers: Sequence[RowAnswer]) -> None:
         return None
 
-    def remark(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> str:
+    def remark(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> str:
         """Say which threshold would have scored best, where a question may have no answer."""
         found: list[SpanAnswer] = [each.given for each in answers]
         if not self.settings.may_abstain:
@@ -240,7 +240,7 @@ class SpanReader:
 
 
 @dataclass(frozen=True)
-class SentenceReader:
+class SentenceReadout:
     """The sentences of a text that make its summary.
 
     Attributes:
@@ -251,21 +251,21 @@ class SentenceReader:
     num_sentences: int
     block_trigrams: bool
 
-    def read(self, row: RowOutput) -> Answer:
+    def read(self, row: RowOutput) -> RowAnswer:
         scores = sigmoid(np.concatenate(row.outputs)[:, 0].astype(np.float64))
         texts = list(row.texts)[: len(scores)]
         chosen = select_sentences(scores[: len(texts)].tolist(), texts, self.num_sentences, self.block_trigrams)
         picked = [texts[number] for number in chosen]
         facts = {"sentences": picked, "numbers": chosen, "scores": [round(float(each), 6) for each in scores]}
-        return Answer("\n".join(picked), facts, row.references, chosen)
+        return RowAnswer("\n".join(picked), facts, row.references, chosen)
 
-    def figures(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
+    def figures(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
         return score(("rouge",), [each.text for each in answers], references)
 
-    def by_label(self, answers: Sequence[Answer]) -> None:
+    def by_label(self, answers: Sequence[RowAnswer]) -> None:
         return None
 
-    def remark(self, answers: Sequence[Answer], references: Sequence[Sequence[str]]) -> str:
+    def remark(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> str:
         return ""
 
 
@@ -292,14 +292,14 @@ def loss_of(task: Task, row: RowOutput) -> tuple[float, float]:
     return total, weight
 
 
-def _log_sum(logits: Numbers) -> Numbers:
+def _log_sum(logits: FloatArray) -> FloatArray:
     """Return the logarithm of the sum of exponentials along the last axis."""
     most = logits.max(-1)
-    sums: Numbers = most + np.log(np.exp(logits - most[..., None]).sum(-1))
+    sums: FloatArray = most + np.log(np.exp(logits - most[..., None]).sum(-1))
     return sums
 
 
-def reader_of(recipe: Recipe, labels: Sequence[str]) -> Reader:
+def readout_of(recipe: Recipe, labels: Sequence[str]) -> Readout:
     """Return the reader of a recipe's task.
 
     Args:
@@ -308,12 +308,12 @@ def reader_of(recipe: Recipe, labels: Sequence[str]) -> Reader:
     """
     names = tuple(labels)
     spans = SpanSettings(recipe.num_best, recipe.max_answer_tokens, bool(recipe.no_answer), recipe.null_threshold)
-    readers: Mapping[str, Reader] = {
-        "classification": ClassReader(names),
-        "multi-label": LabelSetReader(names, recipe.label_threshold),
-        "regression": NumberReader(),
-        "token-labels": WordReader(names),
-        "spans": SpanReader(spans),
-        "sentences": SentenceReader(recipe.num_sentences, recipe.block_trigrams),
+    readers: Mapping[str, Readout] = {
+        "classification": ClassReadout(names),
+        "multi-label": LabelSetReadout(names, recipe.label_threshold),
+        "regression": NumberReadout(),
+        "token-labels": WordReadout(names),
+        "spans": SpanReadout(spans),
+        "sentences": SentenceReadout(recipe.num_sentences, recipe.block_trigrams),
     }
     return readers[recipe.task]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-def take_part(group: Group) -> None:
+def serve_models(group: Group) -> None:
     """Open the models that process 0 opens, and compute what it deals out, until it is done.
 
     Raises:

@@ -19,7 +19,7 @@ from gptj_ft.evaluation.metrics.probability import softmax
 from gptj_ft.evaluation.metrics.squad import squad
 from gptj_ft.evaluation.metrics.statistic import Vector
 
-NO_SPAN = "empty"
+NO_ANSWER = "empty"
 """answer where no window has a span that is allowed: ``run_qa``'s"""
 
 
@@ -124,7 +124,7 @@ def best_answer(windows: Sequence[Window], context: str, settings: SpanSettings)
     texts = [context[max(start, 0) : max(end, 0)] for _, _, start, end in found]
     if not any(texts):
         found.insert(0, (0.0, 0.0, -1, -1))
-        texts.insert(0, NO_SPAN)
+        texts.insert(0, NO_ANSWER)
     probabilities = softmax([start + end for start, end, _, _ in found]).tolist()
     candidates = tuple(
         SpanCandidate(text, probability, *span)

@@ -22,7 +22,7 @@ from gptj_ft.models.batch import HeadRows, PackedBatch, Poll
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.embedding import Embedding
 from gptj_ft.models.linear import Linear
-from gptj_ft.models.registry import LARGEST, Family, HeadForm, Home
+from gptj_ft.models.registry import LARGEST_FIELDS, Family, HeadForm, Home
 
 # "gelu" is the exact form, by the error function; "gelu_new" and "gelu_pytorch_tanh" are one.
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -97,7 +97,7 @@ def read_config(raw: Mapping[str, Any], kind: type[BertConfig] = BertConfig) -> 
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     for name in (*sizes, "max_position_embeddings", "type_vocab_size"):
         value = getattr(config, name)
-        most = LARGEST["n_layer"] if name == "num_hidden_layers" else 2**31
+        most = LARGEST_FIELDS["n_layer"] if name == "num_hidden_layers" else 2**31
         if type(value) is not int or not 1 <= value <= most:
             raise DataError(f"{name} must be a positive integer that a model can have, not {value!r}")
     for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gptj_ft.system.accelerator import seeded
+from gptj_ft.system.accelerator import seeded_generator
 
-STEPS = 2**16  # of a rate: what is drawn is 16 bits an element
+RATE_STEPS = 2**16  # of a rate: what is drawn is 16 bits an element
 PER_NUMBER = 4  # elements for which one number of a generator is enough
 
 
@@ -91,7 +91,7 @@ class Dropout(nn.Module):
         sizes = [_numbers(count) for count in counts]
         if device.type == "meta":
             return torch.empty(sum(sizes) * PER_NUMBER, dtype=torch.int16, device=device)
-        generator = seeded(device, 0)
+        generator = seeded_generator(device, 0)
         numbers = torch.empty(sum(sizes), dtype=torch.int64, device=generator.device)
         for span, part in zip(noise, numbers.split_with_sizes(sizes), strict=True):
             generator.manual_seed(seed_of((span.seed, self.site)))
@@ -106,15 +106,15 @@ class Dropout(nn.Module):
     @property
     def scale(self) -> float:
         """What is kept is multiplied by."""
-        return STEPS / (STEPS - self._threshold)
+        return RATE_STEPS / (RATE_STEPS - self._threshold)
 
     @property
     def _threshold(self) -> int:
-        return round(self.rate * STEPS)
+        return round(self.rate * RATE_STEPS)
 
     @property
     def _least_kept(self) -> int:
-        return self._threshold - STEPS // 2
+        return self._threshold - RATE_STEPS // 2
 
 
 def _numbers(count: int) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gptj_ft.models.linear import TiedLinear
 
 Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq", "grad", "frozen", "boundary"]
+FROZEN: Kind = "frozen"
 MOMENTS: tuple[Kind, Kind] = ("exp_avg", "exp_avg_sq")
 PARAMETER_ALIGNMENT = 32  # elements: 64 bytes in bf16, a cache line and the widest vector register
 FLAT_ALIGNMENT = 2048  # elements: a 4096-byte page in bf16, so that kinds in a file start on page boundaries
@@ -104,3 +105,6 @@ def tied_parameters(layer: nn.Module) -> dict[str, TiedParameter]:
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+NO_PARAMETERS = Layout({}, {}, 0, 0)

@@ -59,7 +59,7 @@ CEREBRAS_GPT: Mapping[str, tuple[int, int, int, int, int, float, float]] = {
 
 
 # Layers, width, heads; rows of the vocabulary.
-BERT: Mapping[str, tuple[int, int, int, int]] = {
+BERT_SIZES: Mapping[str, tuple[int, int, int, int]] = {
     "base-uncased": (12, 768, 12, 30522),
     "base-cased": (12, 768, 12, 28996),
     "base-multilingual-cased": (12, 768, 12, 119547),
@@ -68,7 +68,7 @@ BERT: Mapping[str, tuple[int, int, int, int]] = {
 }
 
 
-ROBERTA: Mapping[str, tuple[str, int, int, int, int]] = {
+ROBERTA_SIZES: Mapping[str, tuple[str, int, int, int, int]] = {
     "FacebookAI/roberta-base": ("roberta", 12, 768, 12, 50265),
     "FacebookAI/roberta-large": ("roberta", 24, 1024, 16, 50265),
     "FacebookAI/xlm-roberta-base": ("xlm-roberta", 12, 768, 12, 250002),
@@ -94,8 +94,8 @@ def _published() -> list[Published]:
             Published(f"cerebras/Cerebras-GPT-{size}", _config(*shape), 2048.0 * batch * steps, flops, loss)
             for size, (*shape, batch, steps, flops, loss) in CEREBRAS_GPT.items()
         ),
-        *(Published(f"google-bert/bert-{name}", _bert_config(*shape)) for name, shape in BERT.items()),
-        *(Published(name, _roberta_config(*shape)) for name, shape in ROBERTA.items()),
+        *(Published(f"google-bert/bert-{name}", _bert_config(*shape)) for name, shape in BERT_SIZES.items()),
+        *(Published(name, _roberta_config(*shape)) for name, shape in ROBERTA_SIZES.items()),
     ]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gptj_ft.config.options import Task
 from gptj_ft.errors import DataError, UsageError, listed
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
-from gptj_ft.models.supported import unsupported_family
+from gptj_ft.models.supported import MOST_LABELS, unsupported_family
 from gptj_ft.system.digests import check_file
 from gptj_ft.system.files import read_text, require_plain
 
@@ -26,11 +26,10 @@ PROBLEM_TYPES: Mapping[Task, str] = {  # what `transformers` calls tasks that sh
     "regression": "regression",
 }
 LABEL_KEYS = ("id2label", "label2id", "problem_type")
-MOST_LABELS = 100_000
 NAMES_SHOWN = 4  # of tensors, in a note
 # Where a tensor of a checkpoint belongs: ("embed" | "block" | "head", name inside that layer).
 Home = tuple[str, str]
-LARGEST = {"n_layer": 10_000}  # ten times what anybody has trained; making so many takes seconds
+LARGEST_FIELDS = {"n_layer": 10_000}  # ten times what anybody has trained; making so many takes seconds
 
 
 @dataclass(frozen=True)
@@ -294,7 +293,7 @@ def check_numbers(config: Any) -> None:
     """
     for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "d_inner"):
         value = getattr(config, name)
-        if type(value) is not int or not 1 <= value <= LARGEST.get(name, 2**31):
+        if type(value) is not int or not 1 <= value <= LARGEST_FIELDS.get(name, 2**31):
             name = "n_inner" if name == "d_inner" else name
             raise DataError(f"{name} must be a positive integer that a model can have, not {value!r}")
     epsilon = config.layer_norm_epsilon

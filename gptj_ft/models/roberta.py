@@ -31,7 +31,7 @@ from gptj_ft.models.registry import Family, HeadForm
 
 PREFIX = "roberta."
 POOLER = f"{PREFIX}pooler.dense"
-PRETRAINING = (  # the head of pre-training, which no task here has a use for
+PRETRAINING_HEAD = (  # the head of pre-training, which no task here has a use for
     "lm_head.bias", "lm_head.dense.weight", "lm_head.dense.bias", "lm_head.layer_norm.weight",
     "lm_head.layer_norm.bias", "lm_head.decoder.weight", "lm_head.decoder.bias",
 )  # fmt: skip
@@ -113,7 +113,7 @@ def _family(model_type: str, prefix: str) -> Family:
                 "classifier": ("head", "classifier"),
                 "qa_outputs": ("head", "qa_outputs"),
             }),
-            **dict.fromkeys(PRETRAINING),
+            **dict.fromkeys(PRETRAINING_HEAD),
         },
         lora_targets=BERT.lora_targets,
         heads=(

@@ -13,6 +13,7 @@ TINY_MODELS = {
     "tiny": "gptj", "tiny-gpt2": "gpt2", "tiny-bert": "bert", "tiny-roberta": "roberta",
     "tiny-xlm-roberta": "xlm-roberta",
 }  # fmt: skip
+MOST_LABELS = 100_000  # of a task
 DEFAULT_REPOSITORY = "EleutherAI/gpt-j-6b"
 DEFAULTS = (DEFAULT_REPOSITORY, f"{DEFAULT_REPOSITORY}-fp16")  # as `download --variant fp16` calls its folder
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gptj_ft.models.layout import Layout
-
-EMPTY = Layout({}, {}, 0, 0)
+from gptj_ft.models.layout import NO_PARAMETERS, Layout
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def count_flops(
     top, lowest = len(layouts) - 1, next((i for i, layout in enumerate(layouts) if layout.numel), 0)
     runs = [0.0, *[2.0 * tokens] * (top - 1), 2.0 * target_tokens]  # FLOPs a parameter
     trained = [layout.num_used for layout in layouts]
-    whole = [own + rest.num_used for own, rest in zip(trained, frozen or [EMPTY] * len(trained), strict=True)]
+    whole = [own + rest.num_used for own, rest in zip(trained, frozen or [NO_PARAMETERS] * len(trained), strict=True)]
     return Flops(
         forward=sum(run * number for run, number in zip(runs, whole, strict=True)),
         backward=sum(runs[i] * (whole[i] + trained[i]) for i in range(lowest, top + 1)),

@@ -30,7 +30,7 @@ LIVE_TENSORS = 16  # of [tokens computed at once, width] that a block has at onc
 LIVE_LOGITS = 5  # of [rows, vocabulary], fp32, while the next tokens are chosen
 LEAST_TOKENS = 256  # suggested: of a row, and computed at once
 LEAST_NEW_TOKENS = 32  # suggested
-LINE_BYTES = 8  # on the disk of a token written
+WRITTEN_TOKEN_BYTES = 8  # on the disk of a token written
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def _plan(recipe: Recipe, reads: InferenceWorkload, have: Free, place: Place, to
         together=together,
         device_bytes=own + reads.adapter_bytes + reads.working_bytes(together),
         host_bytes=PROCESS_BYTES + texts + staging + (reads.weight_bytes() if place == "host" else 0),
-        disk_bytes=LINE_BYTES * (answers + 16 * len(reads.documents)),
+        disk_bytes=WRITTEN_TOKEN_BYTES * (answers + 16 * len(reads.documents)),
         have=have,
     )
 

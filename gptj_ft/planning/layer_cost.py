@@ -23,15 +23,15 @@ from gptj_ft.models.batch import HeadRows, PackedBatch
 from gptj_ft.models.functional import FunctionalLayer
 from gptj_ft.models.layout import Layout
 from gptj_ft.streaming.step import sum_into
+from gptj_ft.system.accelerator import META
 
-META = torch.device("meta")
 ALLOCATION_BYTES = 512  # an accelerator's allocator rounds up to multiples of it
 ATTENTION = "_varlen_attn"
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelCost:
     """A kernel: its FLOPs, of a product or of attention, and the bytes that it reads and writes in memory."""
 
     flops: float
@@ -53,8 +53,8 @@ class LayerCost:
             weights, inputs, the outputs' gradient and the flat gradient of its parameters.
     """
 
-    forward: tuple[tuple[Kernel, ...], ...]
-    backward: tuple[Kernel, ...]
+    forward: tuple[tuple[KernelCost, ...], ...]
+    backward: tuple[KernelCost, ...]
     kept_bytes: int
     forward_bytes: int
     graph_bytes: int
@@ -74,7 +74,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, documents: Sequence[int] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kernels: list[list[Kernel]] = [[]]
+        self.kernels: list[list[KernelCost]] = [[]]
         self.bytes = self.peak = 0
         self._pairs = sum(length * (length + 1) // 2 for length in documents)
         self._known: set[int] = set()
@@ -88,7 +88,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.partition("::")[2]
         if not func.is_view and not name.startswith(("empty", "detach", "_unsafe_view", "new_empty")):
             moved = sum(x.nbytes for x in [*inputs, *outputs])
-            self.kernels[-1].append(Kernel(self._flops(name, inputs), moved, name.startswith(ATTENTION)))
+            self.kernels[-1].append(KernelCost(self._flops(name, inputs), moved, name.startswith(ATTENTION)))
         return result
 
     def poll(self) -> None:
@@ -139,10 +139,10 @@ class _FusedAttention(torch.autograd.Function):
         return None, torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _attention(query: Tensor, factor: float) -> Kernel:
+def _attention(query: Tensor, factor: float) -> KernelCost:
     """Return the kernel of causal attention in one document, [1, heads, tokens, width]."""
     pairs = query.shape[-2] * (query.shape[-2] + 1) // 2
-    return Kernel(factor * pairs * query.shape[1] * query.shape[-1], int(factor) * query.nbytes, is_attention=True)
+    return KernelCost(factor * pairs * query.shape[1] * query.shape[-1], int(factor) * query.nbytes, is_attention=True)
 
 
 class _StandIn(TorchFunctionMode):
@@ -244,9 +244,9 @@ def embedding_cost(trained: Layout, given: LayerInput) -> LayerCost:
     hidden = given.tokens * given.width * given.dtype.itemsize
     tables = sum(shape.numel() for shape in trained.shapes.values())
     size = tables * given.dtype.itemsize
-    added = Kernel(0.0, size + 2 * tables * torch.float32.itemsize)
-    backward = (Kernel(0.0, hidden + size), added) if tables else ()
-    return LayerCost(((Kernel(0.0, 2 * hidden),),), backward, 0, 2 * hidden, 2 * hidden, 2 * hidden + size)
+    added = KernelCost(0.0, size + 2 * tables * torch.float32.itemsize)
+    backward = (KernelCost(0.0, hidden + size), added) if tables else ()
+    return LayerCost(((KernelCost(0.0, 2 * hidden),),), backward, 0, 2 * hidden, 2 * hidden, 2 * hidden + size)
 
 
 @lru_cache(maxsize=64)

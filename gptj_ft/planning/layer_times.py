@@ -24,9 +24,9 @@ from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.functional import FunctionalLayer
 from gptj_ft.models.layout import Layout
 from gptj_ft.planning.layer_cost import LayerInput, first_alike, parameters_of
-from gptj_ft.planning.workload import LayerTimes, Line, Workload
+from gptj_ft.planning.workload import LayerTimes, SecondsByTokens, Workload
+from gptj_ft.system.accelerator import CPU
 
-CPU = torch.device("cpu")
 FEWEST_TOKENS, ALWAYS_TOKENS = 16, 512  # of a micro-batch that is timed; so many are, however long they take
 LONGEST = 1.0  # seconds of a layer, forward and backward, from which on fewer tokens are timed
 TURNS, ENOUGH_SECONDS = 3, 1.5  # in which types are timed; none begins after so many seconds
@@ -174,7 +174,7 @@ class Timing:
     def times(self, found: Mapping[str, Seconds]) -> tuple[LayerTimes, ...]:
         """Return the times of all layers, given those of the kinds by their names."""
         load = self.load
-        nothing = LayerTimes(Line(0.0, 0.0), Line(0.0, 0.0))
+        nothing = LayerTimes(SecondsByTokens(0.0, 0.0), SecondsByTokens(0.0, 0.0))
         firsts = first_alike(load.layers, load.layouts, load.lowest_trained)
         by_first = {
             index: _through(self._sizes(index), [found[self._block(index, n).name] for n in self._sizes(index)])
@@ -232,14 +232,14 @@ def _through(sizes: Sequence[int], found: Sequence[Seconds]) -> LayerTimes:
     return LayerTimes(*(_line(few, low, many, high) for low, high in zip(*found, strict=True)))
 
 
-def _line(few: int, low: float, many: int, high: float) -> Line:
+def _line(few: int, low: float, many: int, high: float) -> SecondsByTokens:
     """Return a line through two points; no part of it is negative, whatever has disturbed them.
 
     >>> _line(128, 2.0, 256, 3.0), _line(1, 1.0, 2, 3.0), _line(1, 3.0, 2, 2.0)
     (Line(fixed=1.0, per_token=0.0078125), Line(fixed=0.0, per_token=1.5), Line(fixed=2.0, per_token=0.0))
     """
     per_token = min(max(0.0, high - low) / (many - few), high / many)
-    return Line(high - per_token * many, per_token)
+    return SecondsByTokens(high - per_token * many, per_token)
 
 
 def _seconds(start: float, middle: float) -> Seconds:

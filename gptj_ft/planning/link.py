@@ -14,7 +14,7 @@ from gptj_ft.system.processes.group import Group
 
 MOST_BYTES, FIRST_BYTES = 64 * 2**20, 2**20  # sent to one neighbour while as much comes from the other
 SMALL_MESSAGES = 20
-AUTO = "auto"  # in the place of a rate: it is measured
+AUTO_RATE = "auto"  # in the place of a rate: it is measured
 
 
 def measure_network(group: Group) -> Network:

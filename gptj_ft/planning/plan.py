@@ -17,7 +17,7 @@ from gptj_ft.planning.machine_profile import reason_for
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.scaling_law import ScalingForecast
 from gptj_ft.planning.suggestions import HARMLESS, TRAINING, Candidate, suggest
-from gptj_ft.planning.timeline import Schedule, Timeline, replay
+from gptj_ft.planning.timeline import ScheduleInputs, Timeline, replay
 from gptj_ft.planning.traffic import Pass
 from gptj_ft.planning.working_memory import TOKEN_BYTES, WorkingMemory, reserve, usable
 from gptj_ft.planning.workload import Workload
@@ -231,7 +231,7 @@ def choose(recipe: Recipe, load: Workload, free: Free, rates: Rates, has_begun: 
     for each in forecasts(recipe, load):
         (tried if each.lack else fitting).append(each)
         if fitting and not _compares_replays(free, load):
-            return replayed(forecast(each.placement, load, recipe, rates, each.have), load, recipe)
+            return with_replay(forecast(each.placement, load, recipe, rates, each.have), load, recipe)
     if fitting:
         return _fastest(fitting, load, recipe, rates)
     best = min(tried, key=lambda each: each.lack)
@@ -267,7 +267,7 @@ def _fastest(fitting: Sequence[MemoryForecast], load: Workload, recipe: Recipe, 
         if kinds_on_disk(each.placement) <= least_on_disk
     ]
     by_seconds = sorted(range(len(plans)), key=lambda number: plans[number].costs.seconds_per_step)
-    replays = [replayed(plans[number], load, recipe) for number in sorted(by_seconds[:NUM_REPLAYED])]
+    replays = [with_replay(plans[number], load, recipe) for number in sorted(by_seconds[:NUM_REPLAYED])]
     least = min(plan.costs.seconds_per_step for plan in replays)
     return next(plan for plan in replays if plan.costs.seconds_per_step <= (1 + SAME) * least)
 
@@ -473,7 +473,7 @@ def _balanced(none: Costs, every: Costs, load: Workload, rates: Rates) -> list[i
     return [best] if 0 < best < most else []
 
 
-def replayed(plan: Plan, load: Workload, recipe: Recipe) -> Plan:
+def with_replay(plan: Plan, load: Workload, recipe: Recipe) -> Plan:
     """Return a plan with a step replayed in virtual time, where that tells more than sums do; otherwise as it is.
 
     Where the step waits for transfers, deferred updates are tried, too, and taken if that is faster.
@@ -483,7 +483,7 @@ def replayed(plan: Plan, load: Workload, recipe: Recipe) -> Plan:
     stored, rates = stored_kinds(plan.placement, load, recipe), plan.rates
 
     def timeline(num_deferred: int) -> Timeline:
-        schedule = Schedule(plan.placement, tuple(stored.items()), plan.budget, num_deferred)
+        schedule = ScheduleInputs(plan.placement, tuple(stored.items()), plan.budget, num_deferred)
         return replay(load, schedule, rates)
 
     num_deferred = plan.costs.num_deferred

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from threading import Event
@@ -115,6 +115,11 @@ class DiskRates:
         """Return the seconds to read and write, overlapping as long as there are both."""
         both = min(read, written)
         return 2 * both / self.mixed + (read - both) / self.read + (written - both) / self.write
+
+    def shared(self, processes: int) -> DiskRates:
+        """Return the rates of one of several processes that read and write at the same time, in step."""
+        of_each = {name: getattr(self, name) / processes for name in ("read", "write", "mixed")}
+        return replace(self, **of_each)
 
     def cpu_seconds(self, read: float, written: float) -> float:
         """Return the processor seconds that reading and writing cost."""

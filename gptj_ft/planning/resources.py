@@ -9,10 +9,9 @@ import torch
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.errors import UsageError
-from gptj_ft.models.layout import Layout
+from gptj_ft.models.layout import NO_PARAMETERS, Layout
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.devices import find_device, is_published_name
-from gptj_ft.planning.flops import EMPTY
 from gptj_ft.planning.machine_profile import disk_rates, rates, with_times
 from gptj_ft.planning.plan import Free, device_cap
 from gptj_ft.planning.probe import Rates
@@ -53,7 +52,9 @@ class Target:
         """
         device = machine.choose_device(recipe.device, recipe.device_memory, group.number_here)
         free = free_resources(device, folder, recipe.device, group)
-        return cls(device, recipe.precision, free, rates(device, folder))
+        found = rates(device, folder)
+        found = replace(found, disk=found.disk.shared(group.on_this_machine))
+        return cls(device, recipe.precision, free, found)
 
     @classmethod
     def of(cls, recipe: Recipe, folder: Path) -> Target:
@@ -88,7 +89,7 @@ def inference_dtype(recipe: Recipe, architecture: Architecture, device: torch.de
         return PRECISIONS[recipe.precision]
     layers = architecture.layers()
     load = Workload(
-        layouts=[EMPTY] * len(layers),
+        layouts=[NO_PARAMETERS] * len(layers),
         frozen=[Layout.of(layer) for layer in layers],
         layers=layers,
         width=architecture.config.n_embd,

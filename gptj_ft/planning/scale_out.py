@@ -21,9 +21,8 @@ import torch
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.errors import UsageError
-from gptj_ft.models.layout import Kind, Layout
+from gptj_ft.models.layout import NO_PARAMETERS, Kind, Layout
 from gptj_ft.planning.costs import exported_elements
-from gptj_ft.planning.flops import EMPTY
 from gptj_ft.planning.plan import DoesNotFit, Free, Plan, Requirements, choose, keeps_gradients, shortage, stored_kinds
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.traffic import state_kinds
@@ -120,7 +119,7 @@ class NodePass:
 
 
 @dataclass(frozen=True)
-class Node(Requirements):
+class NodeRequirements(Requirements):
     """What a share asks of a machine; bytes.
 
     Attributes:
@@ -188,7 +187,7 @@ class Share:
     replicas: int
     owners: tuple[int, ...]
     micro_batches: int
-    nodes: tuple[Node, ...]
+    nodes: tuple[NodeRequirements, ...]
     start_seconds: float
     end_seconds: float
     moved: int
@@ -400,7 +399,7 @@ def part_of(load: Workload, layers: Sequence[int]) -> Workload:
     kept = [index for index in range(top + 1) if index in own or index in (0, top)]
 
     def pick(layouts: Sequence[Layout]) -> tuple[Layout, ...]:
-        return tuple(layouts[index] if index in own else EMPTY for index in kept) if layouts else ()
+        return tuple(layouts[index] if index in own else NO_PARAMETERS for index in kept) if layouts else ()
 
     return replace(
         load,
@@ -479,7 +478,7 @@ class _Chain:
     def micro_batches(self) -> int:
         return max(1, math.ceil(self.load.micro_batches))
 
-    def node(self, part: Workload, ranks: Sequence[int]) -> Node:
+    def node(self, part: Workload, ranks: Sequence[int]) -> NodeRequirements:
         """Plan the layers of a machine, and forecast its passes."""
         job, load = self.job, self.load
         largest = max(layout.numel for layout in part.layouts)
@@ -500,7 +499,7 @@ class _Chain:
         layers = tuple(layer for layer, owner in enumerate(self.owners) if owner == ranks[0])
         forward, backward = self._passes(plan, ranks)
         need = plan.device_bytes, plan.host_bytes + beside, plan.disk_bytes + on_disk
-        return Node(tuple(ranks), layers, plan, *need, have, forward, backward)
+        return NodeRequirements(tuple(ranks), layers, plan, *need, have, forward, backward)
 
     def _passes(self, plan: Plan, ranks: Sequence[int]) -> tuple[NodePass, NodePass]:
         own, load, network = plan.load, self.load, self.job.network

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from gptj_ft.models.layout import Kind
-from gptj_ft.planning.layer_cost import Kernel, LayerCost, LayerInput, embedding_cost, measure_blocks
+from gptj_ft.planning.layer_cost import KernelCost, LayerCost, LayerInput, embedding_cost, measure_blocks
 from gptj_ft.planning.probe import Rates
-from gptj_ft.planning.traffic import META, CountedUpdates, bytes_to_update, model_without_data
+from gptj_ft.planning.traffic import CountedUpdates, bytes_to_update, model_without_data
 from gptj_ft.planning.virtual_machine import (
     Clock,
+    CopyEngines,
     Direction,
     Hazards,
-    Link,
     Processor,
     VirtualQueue,
     VirtualStore,
@@ -37,6 +37,7 @@ from gptj_ft.streaming.model import BufferBudget
 from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher, Updated
 from gptj_ft.streaming.schedule import LayerTask, training_tasks
 from gptj_ft.streaming.stores.placement import Place, Placement
+from gptj_ft.system.accelerator import META
 from gptj_ft.system.direct_io import TRANSFERS
 
 ISSUE_SECONDS = 10e-6  # of the program, to give the device a kernel
@@ -44,7 +45,7 @@ LAUNCH_SECONDS = 3e-6  # of the device, to begin one
 BACKWARD_PIECES = 6  # between which updates of other layers may come
 HOST_TRANSFERS = 2  # threads of a host store, each way
 FOLDER_TRANSFERS = 8  # threads that read a model's folder
-STEPS = 2  # the first has no update pending
+REPLAYED_STEPS = 2  # the first has no update pending
 ZEROED_ON_CPU = 5  # passes over a gradient that setting it to zero takes, with the faults of its pages
 
 
@@ -142,7 +143,7 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduleInputs:
     """What decides a step's schedule.
 
     Attributes:
@@ -158,7 +159,7 @@ class Schedule:
     num_deferred: int = 0
 
 
-def replay(load: Workload, schedule: Schedule, rates: Rates) -> Timeline:
+def replay(load: Workload, schedule: ScheduleInputs, rates: Rates) -> Timeline:
     """Replay a step in the steady state.
 
     Args:
@@ -185,7 +186,7 @@ class _Prices:
         self._load, self._compute = load, rates.compute
         self._products = rates.compute.matmul(load.dtype, load.width)
 
-    def piece(self, kernels: Sequence[Kernel]) -> _Piece:
+    def piece(self, kernels: Sequence[KernelCost]) -> _Piece:
         """Add up kernels."""
         return _Piece(sum(self._seconds(kernel) for kernel in kernels), len(kernels))
 
@@ -193,7 +194,7 @@ class _Prices:
         """Return kernels that read and write so many bytes."""
         return _Piece(num_bytes / self._compute.memory + number * LAUNCH_SECONDS, number, by_memory=True)
 
-    def _seconds(self, kernel: Kernel) -> float:
+    def _seconds(self, kernel: KernelCost) -> float:
         rate = self._compute.attention if kernel.is_attention else self._products
         memory = self._compute.memory_for(kernel.num_bytes / 2)
         return max(kernel.flops / rate, kernel.num_bytes / memory) + LAUNCH_SECONDS
@@ -250,7 +251,7 @@ class _Updates(CountedUpdates):
 class _Replay:
     """A model on the ``meta`` device, virtual stores and a virtual device."""
 
-    def __init__(self, load: Workload, schedule: Schedule, rates: Rates) -> None:
+    def __init__(self, load: Workload, schedule: ScheduleInputs, rates: Rates) -> None:
         self._load, self._schedule = load, schedule
         self.prices, self._disk, self._on_cpu = _Prices(load, rates), rates.disk, rates.on_cpu
         self._by_memory = False  # what is computed on a CPU
@@ -258,7 +259,7 @@ class _Replay:
         self._earlier: list[Work] = []  # that what is computed next comes after
         self._turn: tuple[float, ...] = ()  # what had been done when the head began
         budget, placement = schedule.budget, schedule.placement
-        self._link = Link(clock, rates.compute.to_device, rates.compute.from_device, rates.disk)
+        self._link = CopyEngines(clock, rates.compute.to_device, rates.compute.from_device, rates.disk)
         self._processor, self._hazards = Processor(clock, self._link.at_work), Hazards(budget.chunk_numel)
         if rates.on_cpu:
             self._link.delays = self._delay
@@ -308,7 +309,7 @@ class _Replay:
 
     def run(self) -> Timeline:
         """Replay steps up to the steady state, and return the last."""
-        for _ in range(STEPS):
+        for _ in range(REPLAYED_STEPS):
             start = self._counters()
             self._processor.idle.clear()
             self._step()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gptj_ft.models.embedding import Embedding
-from gptj_ft.models.layout import TIED_SOURCE_LAYER, Kind
+from gptj_ft.models.layout import FROZEN, TIED_SOURCE_LAYER, Kind
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.model import BufferBudget, OffloadedModel
@@ -20,10 +20,9 @@ from gptj_ft.streaming.stores.base import LayerStore
 from gptj_ft.streaming.stores.device import DeviceStore
 from gptj_ft.streaming.stores.fake import CountingStore
 from gptj_ft.streaming.stores.placement import Place, Placement
+from gptj_ft.system.accelerator import META
 
 NOTHING: Mapping[Place, int] = {}
-META = torch.device("meta")
-FROZEN: Kind = "frozen"
 STEPS_TO_STEADY = 3  # the first has no update pending, the second finds nothing of an update in buffers
 
 

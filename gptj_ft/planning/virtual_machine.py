@@ -262,7 +262,7 @@ class Hazards:
 
 
 @dataclass
-class Link:
+class CopyEngines:
     """The copy engines, one each way, and the disk.
 
     Attributes:
@@ -366,7 +366,12 @@ class VirtualStore:
     """
 
     def __init__(
-        self, queue: VirtualQueue, link: Link, hazards: Hazards, chunk_numel: int, events: Callable[[], list[Work]]
+        self,
+        queue: VirtualQueue,
+        link: CopyEngines,
+        hazards: Hazards,
+        chunk_numel: int,
+        events: Callable[[], list[Work]],
     ) -> None:
         self.digest_numel = 0
         self._queue, self._link, self._hazards, self._part, self._events = queue, link, hazards, chunk_numel, events

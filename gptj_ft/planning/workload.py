@@ -24,14 +24,14 @@ from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
 TOUCHED = 44
 TOUCHED_LOGITS = 12  # tensors of [targets, vocabulary], fp32: softmax, loss and their gradients
 SUMMED = 3  # passes over a gradient by which autograd adds that of a micro-batch
-WHOLE = 6  # and those once a step that set it to zero, four times as slow as a copy, and take its norm
+ONCE_A_STEP = 6  # and those once a step that set it to zero, four times as slow as a copy, and take its norm
 INNER = 4  # times as wide as the model is its MLP
 WEIGHT_BYTES = 4 + 1  # of an attention weight that is dropped or not: in fp32, and whether it stays
 WEIGHT_COPIES = 4  # of the weights that are computed with at once: scores, weights, those that stay, gradients
 
 
 @dataclass(frozen=True)
-class Line:
+class SecondsByTokens:
     """Seconds of a layer by the tokens of a micro-batch: some in any case, and some for each token."""
 
     fixed: float
@@ -50,8 +50,8 @@ class LayerTimes:
         backward: what training takes beside one such pass.
     """
 
-    forward: Line
-    backward: Line
+    forward: SecondsByTokens
+    backward: SecondsByTokens
 
 
 @dataclass(frozen=True)
@@ -284,8 +284,8 @@ class Workload:
     def touched_by_backward(self) -> float:
         """Bytes that the head and the sums of gradients read and write, as far as they are in no measured time."""
         if self.times:
-            return WHOLE * torch.float32.itemsize * self.num_trained
+            return ONCE_A_STEP * torch.float32.itemsize * self.num_trained
         logits = TOUCHED_LOGITS * self.vocabulary * torch.float32.itemsize * self.mean_step_targets
         micro_batches = -(-self.mean_step_tokens // self.micro_batch_tokens)
-        sums = (SUMMED * micro_batches + WHOLE) * torch.float32.itemsize * self.num_trained
+        sums = (SUMMED * micro_batches + ONCE_A_STEP) * torch.float32.itemsize * self.num_trained
         return logits + sums

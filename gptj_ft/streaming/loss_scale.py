@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 GROWTH, BACKOFF = 2.0, 0.5
-LARGEST = torch.finfo(torch.float32).max
+LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -44,4 +44,4 @@ class LossScale:
         if self.growth_tracker + 1 < self.growth_interval:
             return replace(self, growth_tracker=self.growth_tracker + 1)
         grown = self.scale * GROWTH
-        return replace(self, scale=grown if grown <= LARGEST else self.scale, growth_tracker=0)
+        return replace(self, scale=grown if grown <= LARGEST_SCALE else self.scale, growth_tracker=0)

@@ -15,7 +15,7 @@ from gptj_ft.checkpoints.formats.peft import Adapter, base_folder, open_adapter,
 from gptj_ft.checkpoints.metadata import check_base
 from gptj_ft.checkpoints.model_folder import Checkpoint, check_tensors, layer_tensor, open_checkpoint, tensor_source
 from gptj_ft.models.heads import initialise_head
-from gptj_ft.models.layout import MOMENTS, Kind, Layout
+from gptj_ft.models.layout import FROZEN, MOMENTS, Kind, Layout
 from gptj_ft.models.lora import A, B, initialise, is_adapter_parameter, linear_layers
 from gptj_ft.models.registry import Architecture
 from gptj_ft.models.trainable import Selection, adapted, places_of
@@ -28,8 +28,6 @@ from gptj_ft.streaming.stores.host import HostStore
 from gptj_ft.streaming.stores.placement import Place, Placement, open_boundaries, open_stores
 from gptj_ft.system.digests import check_weights
 from gptj_ft.system.machine import free_memory
-
-FROZEN: Kind = "frozen"
 
 
 def open_for_training(

@@ -9,16 +9,14 @@ numbers are those of one process, to the last bit, however many there are.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from gptj_ft.models.layout import Layout
+from gptj_ft.models.layout import NO_PARAMETERS, Layout
 from gptj_ft.system.processes.group import ALONE, Group, Handover, Link
-
-EMPTY = Layout({}, {}, 0, 0)
 
 
 class Relay:
@@ -103,12 +101,13 @@ class Route:
         if own and own[0] == layers[0]:  # nothing arrives for the first of the pass
             self._ask_next(own[0])
 
-    def arriving(self, layer: int, here: list[Tensor]) -> Iterator[Tensor]:
+    def arriving(self, layer: int, here: list[Tensor], wait: Callable[[Handover], None]) -> Iterator[Tensor]:
         """Yield the inputs of a layer, one per micro-batch, as they come.
 
         Args:
             layer: a layer that is here.
             here: what the layer before has given, if that is here, too; emptied on the way.
+            wait: called to wait for one from another process.
         """
         self._ask_next(layer)
         if layer not in self._coming:
@@ -120,7 +119,7 @@ class Route:
         coming.reverse()
         while coming:
             values, handover = coming.pop()
-            handover.wait()
+            wait(handover)
             yield values.to(self._device)
 
     def hand_on(self, layer: int, values: Tensor) -> bool:
@@ -186,4 +185,4 @@ def assign(layouts: Sequence[Layout], size: int) -> list[int]:
 
 def restricted(layouts: Sequence[Layout], owners: Sequence[int], rank: int) -> list[Layout]:
     """Return the layouts of the layers that a process has; those of the others are empty."""
-    return [layout if owner == rank else EMPTY for layout, owner in zip(layouts, owners, strict=True)]
+    return [layout if owner == rank else NO_PARAMETERS for layout, owner in zip(layouts, owners, strict=True)]

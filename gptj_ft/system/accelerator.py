@@ -27,6 +27,7 @@ from torch import Tensor
 
 from gptj_ft.system.memory import allocate
 
+CPU, META = torch.device("cpu"), torch.device("meta")
 Stream = Any  # torch.cuda.Stream, or what another module has in its place; ``None`` on a device without streams
 PORTABLE = 1  # cudaHostRegisterPortable: locked for every device, not only for the current one
 NARROW_SUMS = (
@@ -262,7 +263,7 @@ class DeviceMemory(NamedTuple):
     reserved: int
 
 
-def peak_memory(device: torch.device) -> DeviceMemory:
+def peak_device_memory(device: torch.device) -> DeviceMemory:
     """Return the most memory that this process has taken on a device; zeros on the CPU, or where it is not counted."""
     if not is_accelerator(device):
         return DeviceMemory(0, 0)
@@ -339,7 +340,7 @@ def fork_rng(device: torch.device) -> AbstractContextManager[None]:
     return torch.random.fork_rng([device.index or 0], device_type=device.type)
 
 
-def seeded(device: torch.device, seed: int) -> torch.Generator:
+def seeded_generator(device: torch.device, seed: int) -> torch.Generator:
     """Return a generator of a device with a seed; of the CPU, where the device has none."""
     try:
         generator = torch.Generator(device)

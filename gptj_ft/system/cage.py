@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OWN = Path("/proc/self")
-PATIENCE_SECONDS = 10.0  # until the kernel has let go of a process that was killed
+EXIT_SECONDS = 10.0  # until the kernel has let go of a process that was killed
 # What a process writes before it becomes the command: no thread of ours runs between its start and its cage.
 ENTER = 'echo $$ > "$0" && exec "$@"'
 # What is limited and read, in version 1 and 2. Swap off: what does not fit is refused, and not written elsewhere.
@@ -119,7 +119,7 @@ def _limit(cage: Cage) -> None:
 
 def _remove(folder: Path) -> None:
     """Remove a control group, whose last process may still be ending."""
-    until = time.monotonic() + PATIENCE_SECONDS
+    until = time.monotonic() + EXIT_SECONDS
     while True:
         try:
             return folder.rmdir()

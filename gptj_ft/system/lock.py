@@ -25,7 +25,7 @@ except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
 LOCK = "run.lock"
-PATIENCE_SECONDS = 0.5  # for `holder`, which takes the lock for an instant
+HOLDER_SECONDS = 0.5  # for `holder`, which takes the lock for an instant
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def locked(folder: Path, work: str) -> Iterator[None]:
         yield
         return
     try:
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + HOLDER_SECONDS
         while not _take(descriptor, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 raise UsageError(

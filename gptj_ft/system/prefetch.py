@@ -8,12 +8,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
-Task = tuple[int, Callable[[], T]]  # bytes of memory that its result takes, and what makes it
+SizedTask = tuple[int, Callable[[], T]]  # bytes of memory that its result takes, and what makes it
 AHEAD_TASKS = 8  # that are under way, or done before they are asked for
 AHEAD_BYTES = 256 << 20
 
 
-def prefetch(tasks: Iterable[Task[T]], num_bytes: int = AHEAD_BYTES) -> Generator[T, None, None]:
+def prefetch(tasks: Iterable[SizedTask[T]], num_bytes: int = AHEAD_BYTES) -> Generator[T, None, None]:
     """Yield the results of tasks in their order, while threads work on those that follow.
 
     Args:

@@ -103,7 +103,7 @@ def layers_behind(run: Run, stack: OffloadedModel, step: int) -> set[int]:
     return behind
 
 
-def save(run: Run, stack: OffloadedModel, state: RunState) -> None:
+def save_checkpoint(run: Run, stack: OffloadedModel, state: RunState) -> None:
     """Write a checkpoint. Pending updates must have been flushed.
 
     Args:

@@ -47,7 +47,13 @@ from gptj_ft.training.shared.follow import open_replica, send_state
 from gptj_ft.training.shared.pace import Pace, PaceWatch, pace_of
 from gptj_ft.training.throughput import StepCounts, Stopwatch, Throughput, summarize
 from gptj_ft.training.trackers import tracking
-from gptj_ft.training.validation import LabelledValidation, ValidationSample, ValidationSamples, samples_of, validate
+from gptj_ft.training.validation import (
+    LabelledValidation,
+    ValidationSample,
+    ValidationSamples,
+    validate,
+    validation_samples,
+)
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ def train(setup: TrainSetup, run: Run, reporter: Reporter | None = None, session
         DataError: a weight of the model.
     """
     began, session = time.monotonic(), session or Session()
-    with opened(setup, run, reporter or Reporter(), session) as training:
+    with open_session(setup, run, reporter or Reporter(), session) as training:
         while True:
             training.validate_if_due()
             training.stop_if_asked()
@@ -131,7 +137,7 @@ def train(setup: TrainSetup, run: Run, reporter: Reporter | None = None, session
 
 
 @contextmanager
-def opened(setup: TrainSetup, run: Run, reporter: Reporter, session: Session) -> Iterator[Training]:
+def open_session(setup: TrainSetup, run: Run, reporter: Reporter, session: Session) -> Iterator[Training]:
     """Open the stores of a run, restore its state, and take signals while it trains."""
     started = time.monotonic() if session.started is None else session.started
     deadline = Deadline(setup.recipe.max_time, started, forecast_seconds(setup))
@@ -154,7 +160,7 @@ def opened(setup: TrainSetup, run: Run, reporter: Reporter, session: Session) ->
             note_layers(run, setup.relay.by_name)
         recent = RecentSteps(setup.num_steps, state.step, setup.plan.costs.seconds_per_step)
         retention = CheckpointRetention(setup, run, stack, optimizer)
-        samples = samples_of(setup, run)
+        samples = validation_samples(setup, run)
         tracked = setup.recipe if setup.group.rank == 0 else setup.recipe.model_copy(update={"report_to": "none"})
         with (
             reporting(reporter, recent.progress),

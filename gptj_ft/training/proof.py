@@ -50,7 +50,7 @@ READ_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
-class Size:
+class ProofSize:
     """Shape of a model, and what is done with it.
 
     Attributes:
@@ -75,11 +75,11 @@ class Size:
         return {**shape, "n_positions": 1024, "initializer_range": 0.02}
 
 
-SIZES: Mapping[str, Size] = {
-    "1.3B": Size(24, 2048, 16, 3 * 2**30),
-    "350M": Size(24, 1024, 16, 2 * 2**30),
-    "124M": Size(12, 768, 12, 7 * 2**28),
-    "tiny": Size(4, 64, 4, 2**30, vocab_size=512, row_tokens=32, num_steps=24),
+PROOF_SIZES: Mapping[str, ProofSize] = {
+    "1.3B": ProofSize(24, 2048, 16, 3 * 2**30),
+    "350M": ProofSize(24, 1024, 16, 2 * 2**30),
+    "124M": ProofSize(12, 768, 12, 7 * 2**28),
+    "tiny": ProofSize(4, 64, 4, 2**30, vocab_size=512, row_tokens=32, num_steps=24),
 }
 
 
@@ -253,7 +253,7 @@ class Proof:
     is_in_ram: bool
     difference: str
     disk_bytes: int
-    forecast: Mapping[str, float]
+    plan_proof: Mapping[str, float]
     machine: Mapping[str, Any]
     seconds: float
 
@@ -277,7 +277,7 @@ class Proof:
         return {"verdict": self.verdict, "holds": self.holds, **asdict(self)}
 
 
-def prove(request: ProofRequest, reporter: Reporter | None = None) -> Proof:
+def run_proof(request: ProofRequest, reporter: Reporter | None = None) -> Proof:
     """Train from disk in a cage, kill, resume, train again in RAM, and compare.
 
     Args:
@@ -290,14 +290,14 @@ def prove(request: ProofRequest, reporter: Reporter | None = None) -> Proof:
         GptjFtError: a run failed.
     """
     began, reporter = time.monotonic(), reporter or Reporter()
-    if request.size not in SIZES:
-        raise UsageError(f"--size {request.size}: there are {', '.join(SIZES)}")
-    size = SIZES[request.size]
+    if request.size not in PROOF_SIZES:
+        raise UsageError(f"--size {request.size}: there are {', '.join(PROOF_SIZES)}")
+    size = PROOF_SIZES[request.size]
     size = replace(size, num_steps=request.num_steps or size.num_steps, memory=request.memory or size.memory)
     require_new(request.folder)
     with _working(request):
         reporter.on_activity("planning")
-        cost = forecast(request, size)
+        cost = plan_proof(request, size)
         reporter.on_message(announcement(request, size, cost))
         reporter.on_activity("making the model")
         _make_inputs(request, size)
@@ -326,7 +326,7 @@ def prove(request: ProofRequest, reporter: Reporter | None = None) -> Proof:
         )  # fmt: skip
 
 
-def forecast(request: ProofRequest, size: Size) -> Cost:
+def plan_proof(request: ProofRequest, size: ProofSize) -> Cost:
     """Plan both runs; nothing is written but the shape of the model.
 
     Raises:
@@ -362,7 +362,8 @@ def forecast(request: ProofRequest, size: Size) -> Cost:
     if disk > streamed.have.disk:
         raise ResourceError(
             f"this needs {gigabytes(disk)} of disk, {gigabytes(streamed.have.disk)} are free in "
-            f"{request.folder.parent.resolve()}; add --output on a larger one, or --size with one of {', '.join(SIZES)}"
+            f"{request.folder.parent.resolve()}; add --output on a larger one, "
+            f"or --size with one of {', '.join(PROOF_SIZES)}"
         )
     steps = sum(float(each.to_dict()["seconds"]) for each in (streamed, reference))
     again = (1 + KILL_AT) * streamed.costs.seconds_per_step
@@ -375,7 +376,7 @@ def memory_lacking(plan: Plan) -> Need | None:
     return next((need for need in plan.lacking if need.resource != "disk"), None)
 
 
-def announcement(request: ProofRequest, size: Size, cost: Cost) -> str:
+def announcement(request: ProofRequest, size: ProofSize, cost: Cost) -> str:
     """Say what will be done, and what it costs."""
     other = "with everything in RAM" if cost.is_in_ram else "without a kill, from disk: RAM is short"
     return (
@@ -412,7 +413,7 @@ def _cage(stack: ExitStack, limit: int) -> tuple[Cage | None, str]:
         return None, str(reason)
 
 
-def _make_inputs(request: ProofRequest, size: Size) -> None:
+def _make_inputs(request: ProofRequest, size: ProofSize) -> None:
     """Write the model and the rows: random tokens, of the whole vocabulary, so that all of the embedding is trained."""
     make_tiny(request.work / "model", [""], 0, model_type="gpt2", vocab_target=257, **size.config)
     generator = torch.Generator().manual_seed(0)
@@ -421,7 +422,7 @@ def _make_inputs(request: ProofRequest, size: Size) -> None:
     (request.work / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def _options(request: ProofRequest, size: Size, name: str, host_memory: int | None) -> dict[str, Any]:
+def _options(request: ProofRequest, size: ProofSize, name: str, host_memory: int | None) -> dict[str, Any]:
     """Return the options of a run; what decides its numbers is the same for all.
 
     Moments and stored gradients are in bf16: 10 bytes a parameter, so that 16 GB hold the run in RAM.
@@ -448,7 +449,7 @@ def _words(options: Mapping[str, Any]) -> list[str]:
 
 
 def _train_and_kill(
-    request: ProofRequest, size: Size, cost: Cost, cage: Cage | None, reporter: Reporter
+    request: ProofRequest, size: ProofSize, cost: Cost, cage: Cage | None, reporter: Reporter
 ) -> tuple[Trained, Kill]:
     """Train from disk; kill the process in the middle of a step, and resume in another."""
     run = Run(request.work / "streamed")

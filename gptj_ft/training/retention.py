@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.config.run_folder import COMMIT, MANIFEST, STEP, Run
+from gptj_ft.config.run_folder import COMMIT, MANIFEST, STEP_FOLDER, Run
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.evaluation.metrics import score_names
 from gptj_ft.streaming.adamw import AdamW
@@ -135,7 +135,7 @@ class CheckpointRetention:
             # From now on the state names this checkpoint; no other may be removed before that is known.
             checkpoint.commit_together(self._run, self._stack.relay.group, state, self._optimizer.pending)
         else:
-            checkpoint.save(self._run, self._stack, state)
+            checkpoint.save_checkpoint(self._run, self._stack, state)
         if self._disks:
             self._mirror(state.step)
         self._saved_at = time.monotonic()
@@ -219,7 +219,7 @@ def find_checkpoint(run: Run, name: str) -> int:
         UsageError: there is none of that name; says which there are.
     """
     found = run.whole_checkpoints()
-    number = STEP.fullmatch(f"step-{name.removeprefix('step-')}")
+    number = STEP_FOLDER.fullmatch(f"step-{name.removeprefix('step-')}")
     if name == "last" and found:
         return max(found)
     if name == "best" and (best := _best_of(run, found)) is not None:

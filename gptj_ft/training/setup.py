@@ -122,7 +122,7 @@ def make_setup(
     target = target or Target.here(recipe, folder, group)
     has_begun = Run(folder).recipe_file.is_file()
     recipe = shared_recipe(recipe, group.size, len(whole.trained) - 2, has_begun)
-    relay, peers = parts_of(recipe, group, whole.trained, architecture.config.n_embd)
+    relay, peers = layer_owners(recipe, group, whole.trained, architecture.config.n_embd)
     owners = relay.owners
     selection = replace(
         whole,
@@ -261,7 +261,7 @@ def shared_recipe(recipe: Recipe, size: int, num_blocks: int, has_begun: bool = 
     return recipe.model_copy(update={"share": share, "replicas": replicas if stages > 1 else None, "lanes": lanes})
 
 
-def parts_of(recipe: Recipe, group: Group, layouts: Sequence[Layout], width: int) -> tuple[Relay, Group]:
+def layer_owners(recipe: Recipe, group: Group, layouts: Sequence[Layout], width: int) -> tuple[Relay, Group]:
     """Return which process of this one's replica has which layer, and the processes that have the same as this one."""
     replicas = group.size if recipe.share == "rows" else recipe.replicas or 1
     stages = group.size // replicas if group.size > 1 else 1

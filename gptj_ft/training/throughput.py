@@ -122,11 +122,11 @@ class Stopwatch:
         """Return what this many tokens took."""
         # Not above: a terminal shows progress before torch is needed.
         from gptj_ft.system import machine
-        from gptj_ft.system.accelerator import peak_memory
+        from gptj_ft.system.accelerator import peak_device_memory
 
         seconds = time.monotonic() - self._start
         waited, read, written = (now - then for now, then in zip(_counters(self._stack), self._before, strict=True))
-        on_device = peak_memory(self._stack.device)
+        on_device = peak_device_memory(self._stack.device)
         return StepCounts(
             tokens, target_tokens, seconds, waited, int(read), int(written), machine.peak_memory(), *on_device
         )  # fmt: skip

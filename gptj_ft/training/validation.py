@@ -74,11 +74,11 @@ class LabelledValidation:
     """
 
     def __init__(self, setup: TrainSetup, run: Run) -> None:
-        from gptj_ft.evaluation.readout import reader_of
+        from gptj_ft.evaluation.readout import readout_of
 
         self._setup = setup
         self._table = load_dataset(run.data / "validation").rows
-        self._reader = reader_of(setup.recipe, setup.architecture.labels)
+        self._reader = readout_of(setup.recipe, setup.architecture.labels)
 
     def measure(self, stack: OffloadedModel, before_pass: Callable[[], None]) -> tuple[StepLoss, ValidationSample]:
         """Compute the loss over the rows, and their scores; nothing is trained.
@@ -159,7 +159,7 @@ class ValidationSamples:
             raise ResourceError(f"cannot write {folder}: {error.strerror}") from error
 
 
-def samples_of(setup: TrainSetup, run: Run) -> LabelledValidation | ValidationSamples | None:
+def validation_samples(setup: TrainSetup, run: Run) -> LabelledValidation | ValidationSamples | None:
     """Return what answers the validation rows of a run; ``None`` if nothing does."""
     if not len(setup.validation):
         return None

@@ -150,7 +150,7 @@ class Checker:
             return  # a run of another type, or one of whose lines some are damaged
         if scale is None:
             yield f"{path} has no loss scale, which a run in fp16 goes on from"
-        elif scale != (expected := replayed(lines, scale)):
+        elif scale != (expected := replay_loss_scale(lines, scale)):
             yield (
                 f"{path} has a loss scale of {scale.scale:g} after {scale.num_skipped} skipped steps, not of "
                 f"{expected.scale:g} after {expected.num_skipped}, which its steps lead to"
@@ -187,7 +187,7 @@ class Checker:
         self._progress(self.bytes, self._total)
 
 
-def replayed(lines: Sequence[Mapping[str, Any]], last: LossScale) -> LossScale:
+def replay_loss_scale(lines: Sequence[Mapping[str, Any]], last: LossScale) -> LossScale:
     """Return the loss scale that the steps of ``metrics.jsonl`` lead to; ``last`` has the interval of its growth."""
     scale = LossScale(lines[0]["loss_scale"] if lines else last.scale, growth_interval=last.growth_interval)
     for line in lines:

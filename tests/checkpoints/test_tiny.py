@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
-from gptj_ft.checkpoints.tiny import FAMILIES, SIZES, make_tiny, train_wordpiece
+from gptj_ft.checkpoints.tiny import FAMILIES, TINY_SIZES, make_tiny, train_wordpiece
 from gptj_ft.errors import UsageError
 from gptj_ft.models.registry import families, read_architecture
 
@@ -87,12 +87,12 @@ def test_transformers_opens_model_and_tokenizer(tmp_path: Path, family: str) -> 
     folder = make_tiny(tmp_path / "tiny", TEXTS, 0, model_type=family)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     own = {"bos_token_id", "eos_token_id", "vocab_size", "architectures"}
-    expected = {key: value for key, value in {**FAMILIES[family], **SIZES}.items() if key not in own}
+    expected = {key: value for key, value in {**FAMILIES[family], **TINY_SIZES}.items() if key not in own}
     assert model.config.architectures == [type(model).__name__]
     assert all(getattr(model.config, name) == value for name, value in expected.items())
     assert tokenizer.eos_token == tokenizer.bos_token == "<|endoftext|>"
     assert tokenizer.eos_token_id == tokenizer.bos_token_id == model.config.eos_token_id
-    assert tokenizer.model_max_length == SIZES["n_positions"]
+    assert tokenizer.model_max_length == TINY_SIZES["n_positions"]
     assert tokenizer("x<|endoftext|>").input_ids[-1] == tokenizer.eos_token_id
     assert model.config.vocab_size == -(-len(tokenizer) // 64) * 64
     with torch.no_grad():

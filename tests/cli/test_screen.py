@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gptj_ft.cli.terminal import bars, progress
-from gptj_ft.cli.terminal.bars import Pace, activity, bar
+from gptj_ft.cli.terminal.bars import ItemRate, activity, bar
 from gptj_ft.cli.terminal.data_tables import in_few_lines
 from gptj_ft.cli.terminal.progress import TerminalReporter
 from gptj_ft.cli.terminal.screen import panel, table, whole
@@ -105,7 +105,7 @@ def test_what_cannot_be_counted_is_named_on_a_terminal_while_it_lasts_and_leaves
 def test_the_time_left_is_that_of_what_was_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(bars.time, "monotonic", lambda: now[0])
-    resumed, fresh = Pace(), Pace()
+    resumed, fresh = ItemRate(), ItemRate()
     assert resumed.left(50, 100) is None
     now[0] += 10
     assert resumed.left(60, 100) == pytest.approx(40)

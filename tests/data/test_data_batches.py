@@ -4,7 +4,7 @@ import sys
 import pytest
 from support.tables import table_of
 
-from gptj_ft.data.batches import Rows, apart, joined, micro_batches, rows_of_step, steps_per_epoch
+from gptj_ft.data.batches import Rows, apart, fill_windows, micro_batches, rows_of_step, steps_per_epoch
 from gptj_ft.data.loss_mask import num_inputs, num_targets
 from gptj_ft.models.batch import NO_TARGET
 
@@ -97,7 +97,7 @@ def test_windows_of_documents_apart_have_every_token_once_as_target_and_are_full
 def test_windows_of_documents_joined_have_every_token_but_the_first_once_as_target(length):
     # The third document begins with the token that the second ends with, which is not read twice.
     continues = [number == 2 for number in range(len(LENGTHS))]
-    windows = joined(LENGTHS, continues, length)
+    windows = fill_windows(LENGTHS, continues, length)
     stream = [(document, at) for document, tokens in enumerate(LENGTHS) for at in range(continues[document], tokens)]
     read = [[(document, at) for document, start, end in window for at in range(start, end)] for window in windows]
     assert [token for window in read for token in window[1:]] == stream[1:]

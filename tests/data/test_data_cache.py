@@ -160,7 +160,7 @@ def test_what_processes_that_were_killed_left_behind_goes_and_what_others_are_wr
     prepare_once(recipe(), make_tokenizer(), rows, 50400)
     (kept,) = cache.cache_entries()
     name = kept.folder.name
-    cache.clear_cache()
+    cache.remove_prepared_rows()
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
     here = platform.node()

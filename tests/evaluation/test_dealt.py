@@ -27,7 +27,7 @@ from gptj_ft.config.resolve import build
 from gptj_ft.errors import NotFinite, ResourceError, UsageError
 from gptj_ft.evaluation import evaluate
 from gptj_ft.evaluation.evaluate import Evaluation
-from gptj_ft.evaluation.replica import take_part
+from gptj_ft.evaluation.replica import serve_models
 from gptj_ft.evaluation.run import EvaluateRequest, PairedEvaluation
 from gptj_ft.generation import decoding, replica
 from gptj_ft.generation.answers_file import AnswersFile
@@ -62,7 +62,7 @@ def led(size: int, lead: Callable[[Group], T]) -> T:
 
     def work(member: Member) -> T | None:
         if member.rank:
-            take_part(member)
+            serve_models(member)
             return None
         found = lead(member)
         announce_end(member)

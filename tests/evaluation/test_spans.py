@@ -14,7 +14,7 @@ from support.real_data import real_data
 from gptj_ft.evaluation.metrics.squad import f1_v2, normalize_answer, squad
 from gptj_ft.evaluation.metrics.statistic import values
 from gptj_ft.evaluation.spans import (
-    NO_SPAN,
+    NO_ANSWER,
     SpanAnswer,
     SpanCandidate,
     SpanSettings,
@@ -108,7 +108,7 @@ def test_answers_are_those_of_run_qas_rules(settings: SpanSettings, ties: bool) 
             assert each.to_dict() == expected | {"probability": pytest.approx(expected["probability"], rel=1e-12)}
             if each.start >= 0:
                 assert CONTEXT[each.start : each.end] == each.text
-        kinds.add("none" if not text else "empty" if text == NO_SPAN else "span")
+        kinds.add("none" if not text else "empty" if text == NO_ANSWER else "span")
     assert "span" in kinds
     if settings.may_abstain:
         assert "none" in kinds
@@ -117,12 +117,12 @@ def test_answers_are_those_of_run_qas_rules(settings: SpanSettings, ties: bool) 
 def test_a_question_without_a_span_that_is_allowed_has_the_answer_empty() -> None:
     window = Window(np.array([1.0, 0.5]), np.array([2.0, 0.5]), np.full((2, 2), -1))
     found = best_answer([window], "context", SpanSettings())
-    assert (found.text, found.best.start) == (NO_SPAN, -1)
+    assert (found.text, found.best.start) == (NO_ANSWER, -1)
     found = best_answer([window], "context", SpanSettings(may_abstain=True))
     assert (found.text, found.null_odds) == ("", 3.0)
-    assert [each.text for each in found.candidates] == [NO_SPAN, ""]
+    assert [each.text for each in found.candidates] == [NO_ANSWER, ""]
     found = best_answer([window], "context", SpanSettings(may_abstain=True, null_threshold=3.0))
-    assert found.text == NO_SPAN
+    assert found.text == NO_ANSWER
 
 
 def test_no_answer_scores_as_in_the_window_where_it_is_least_likely() -> None:

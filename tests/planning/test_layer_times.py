@@ -24,7 +24,7 @@ from gptj_ft.planning.costs import Costs, cost
 from gptj_ft.planning.layer_times import LayerKind, Seconds, Timing
 from gptj_ft.planning.machine_profile import rates, with_times
 from gptj_ft.planning.scale_out import part_of, replica_of
-from gptj_ft.planning.workload import LayerTimes, Line, Workload
+from gptj_ft.planning.workload import LayerTimes, SecondsByTokens, Workload
 from gptj_ft.streaming.model import BufferBudget
 from gptj_ft.streaming.relay import assign
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 SHAPE = {"vocab_size": 101, "n_positions": 512, "n_embd": 32, "n_layer": 4, "n_head": 4, "rotary_dim": 4}
 GPT2_SHAPE = {name: value for name, value in SHAPE.items() if name != "rotary_dim"}
 PLENTY = 10**12
-NOTHING = LayerTimes(Line(0.0, 0.0), Line(0.0, 0.0))
+NOTHING = LayerTimes(SecondsByTokens(0.0, 0.0), SecondsByTokens(0.0, 0.0))
 RESIDENT = Placement("device", "device")
 REAL = layer_times.time_kinds  # before a fixture stands in for it
 
@@ -157,8 +157,8 @@ def test_times_that_make_no_sense_are_taken_again(entry: object, timed: list[Lay
 
 
 def test_a_step_takes_the_time_of_its_layers_on_its_micro_batches() -> None:
-    block = LayerTimes(Line(0.5, 0.01), Line(1.0, 0.02))
-    head = LayerTimes(Line(0.25, 0.0), Line(0.5, 0.1))
+    block = LayerTimes(SecondsByTokens(0.5, 0.01), SecondsByTokens(1.0, 0.02))
+    head = LayerTimes(SecondsByTokens(0.25, 0.0), SecondsByTokens(0.5, 0.1))
     load = workload(times=(NOTHING, *(block,) * 4, head))
     up, down, of_head = 4 * (0.5 + 1.0), 4 * (1.0 + 2.0), 0.25 + 0.5 + 2.0
     for kept in (0, 3, 4):
@@ -169,7 +169,7 @@ def test_a_step_takes_the_time_of_its_layers_on_its_micro_batches() -> None:
 
 
 def test_a_head_computes_in_chunks_and_a_micro_batch_without_room_for_two_rows_is_many() -> None:
-    head = LayerTimes(Line(1.0, 0.0), Line(0.0, 0.0))
+    head = LayerTimes(SecondsByTokens(1.0, 0.0), SecondsByTokens(0.0, 0.0))
     load = workload(times=(*(NOTHING,) * 5, head), mean_step_targets=0.0)
     assert load.head_seconds(0.0, trains=True) == 0.0
     assert load.head_seconds(80.0, trains=True) == 4.0
@@ -178,8 +178,8 @@ def test_a_head_computes_in_chunks_and_a_micro_batch_without_room_for_two_rows_i
 
 
 def test_parts_of_a_model_and_replicas_take_together_what_the_whole_takes() -> None:
-    blocks = tuple(LayerTimes(Line(0.5, 0.01 * n), Line(1.0, 0.02 * n)) for n in range(4))
-    load = workload(times=(NOTHING, *blocks, LayerTimes(Line(0.25, 0.0), Line(0.5, 0.1))))
+    blocks = tuple(LayerTimes(SecondsByTokens(0.5, 0.01 * n), SecondsByTokens(1.0, 0.02 * n)) for n in range(4))
+    load = workload(times=(NOTHING, *blocks, LayerTimes(SecondsByTokens(0.25, 0.0), SecondsByTokens(0.5, 0.1))))
     owners = assign(load.layouts, 2)
     parts = [part_of(load, [layer for layer, owner in enumerate(owners) if owner == rank]) for rank in range(2)]
     assert sum(part.layer_seconds for part in parts) == pytest.approx(load.layer_seconds)

@@ -24,12 +24,12 @@ from gptj_ft.planning.plan import (
     forecast,
     forecast_memory,
     kinds_on_disk,
-    replayed,
+    with_replay,
 )
 from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
-from gptj_ft.planning.timeline import Schedule, Timeline, replay
+from gptj_ft.planning.timeline import ScheduleInputs, Timeline, replay
 from gptj_ft.planning.traffic import training_passes
-from gptj_ft.planning.workload import LayerTimes, Line, Workload
+from gptj_ft.planning.workload import LayerTimes, SecondsByTokens, Workload
 from gptj_ft.streaming.model import BufferBudget
 from gptj_ft.streaming.stores.placement import Place, Placement, training_dtypes
 
@@ -51,9 +51,9 @@ def workload(tokens: int, blocks: int = 4) -> Workload:
     return Workload(layouts, 4096, BF16, 2048, tokens, tokens, tokens, None, longest_row=1024, layers=layers)
 
 
-def schedule(placement: Placement = ON_HOST, clips: bool = True, **budget: int) -> Schedule:
+def schedule(placement: Placement = ON_HOST, clips: bool = True, **budget: int) -> ScheduleInputs:
     stored = {kind: dtype for kind, dtype in training_dtypes(BF16, BF16, BF16).items() if clips or kind != "grad"}
-    return Schedule(placement, tuple(stored.items()), BufferBudget(**budget))
+    return ScheduleInputs(placement, tuple(stored.items()), BufferBudget(**budget))
 
 
 def test_a_model_that_stays_on_the_device_waits_for_nothing() -> None:
@@ -150,7 +150,7 @@ def test_of_the_placements_that_fit_an_accelerator_the_one_whose_replay_is_faste
     seconds = {}
     for each in candidates(recipe, free):
         if not kinds_on_disk(each) and not forecast_memory(each, load, recipe, free).lack:
-            seconds[each] = replayed(forecast(each, load, recipe, rates, free), load, recipe).costs.seconds_per_step
+            seconds[each] = with_replay(forecast(each, load, recipe, rates, free), load, recipe).costs.seconds_per_step
     assert len(seconds) > NUM_REPLAYED
     assert plan.costs.seconds_per_step == seconds[plan.placement] <= (1 + SAME) * min(seconds.values())
     assert seconds[plan.placement] < 0.96 * next(iter(seconds.values())), "memory of the device is for activations"
@@ -197,7 +197,7 @@ DISK_OF_NO_COST = DiskRates(1e30, 1e30, 1e30)
 def timed_workload(tokens: int = 4096) -> Workload:
     """The same blocks, timed: a block forward takes 0.01 s and 0.1 ms a token, backward twice as long."""
     load = workload(tokens)
-    block = LayerTimes(Line(0.01, 1e-4), Line(0.02, 2e-4))
+    block = LayerTimes(SecondsByTokens(0.01, 1e-4), SecondsByTokens(0.02, 2e-4))
     return replace(load, times=(block, *(block,) * 4, block))
 
 

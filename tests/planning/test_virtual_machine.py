@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from gptj_ft.planning.probe import DiskRates
-from gptj_ft.planning.virtual_machine import Clock, Hazards, Link, Processor, VirtualQueue, VirtualStore, Work
+from gptj_ft.planning.virtual_machine import Clock, CopyEngines, Hazards, Processor, VirtualQueue, VirtualStore, Work
 
 
-def link(clock: Clock) -> Link:
-    return Link(clock, 10.0, 5.0, DiskRates(read=4.0, write=2.0, mixed=1.0))
+def link(clock: Clock) -> CopyEngines:
+    return CopyEngines(clock, 10.0, 5.0, DiskRates(read=4.0, write=2.0, mixed=1.0))
 
 
-def store(clock: Clock, over: Link, hazards: Hazards, part: int = 0) -> VirtualStore:
+def store(clock: Clock, over: CopyEngines, hazards: Hazards, part: int = 0) -> VirtualStore:
     return VirtualStore(VirtualQueue(clock, 1), over, hazards, part, list)
 
 

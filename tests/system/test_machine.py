@@ -24,11 +24,12 @@ from support.rates import layers_by
 from support.steps import failing
 from support.thread_group import Hub, Member
 
+from gptj_ft.config.options import Recipe
 from gptj_ft.errors import ResourceError, UsageError
 from gptj_ft.planning import layer_times, machine_profile, probe
 from gptj_ft.planning.machine_profile import choose_dtype, compute_rates, disk_rates, reason_for, with_times
 from gptj_ft.planning.probe import ASSUMED_DISK, DiskRates, Rates, matmul_rate, measure_disk
-from gptj_ft.planning.resources import free_resources
+from gptj_ft.planning.resources import Target, free_resources
 from gptj_ft.planning.workload import Workload
 from gptj_ft.system import accelerator
 from gptj_ft.system.accelerator import NARROW_SUMS, sum_in_fp32
@@ -36,6 +37,7 @@ from gptj_ft.system.direct_io import write_bytes
 from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.machine import choose_device
 from gptj_ft.system.paths import home
+from gptj_ft.system.processes.group import ALONE
 
 CPU = torch.device("cpu")
 MB = 2**20
@@ -268,7 +270,6 @@ def test_plan_evaluate_and_generate_compute_in_the_type_that_is_faster(
     shell, rows_file: Path, fast_bf16: None, monkeypatch
 ) -> None:
     from gptj_ft.checkpoints.base_model import tiny_model
-    from gptj_ft.config.options import Recipe
     from gptj_ft.generation import generator
 
     options = "--recipe summarization --data rows.jsonl"
@@ -352,6 +353,14 @@ def test_processes_of_a_machine_take_its_accelerators_in_turn(monkeypatch, name,
     assert [each.device for each in found] == [memory[0] // share for share in shares]
     assert choose_device(name, None, None).index == (1 if name == "cuda:1" else 0)
     assert free_resources(devices[0], tmp_path, name).device == memory[0]
+
+
+def test_processes_of_a_machine_plan_with_their_share_of_its_disk(tmp_path) -> None:
+    alone, shared = (Target.here(Recipe(device="cpu"), tmp_path, group) for group in (ALONE, Member(Hub(2), 0)))
+    for read, written in ((3e9, 0.0), (0.0, 2e9), (3e9, 2e9)):
+        expected = 2 * alone.rates.disk.seconds(read, written)
+        assert shared.rates.disk.seconds(read, written) == pytest.approx(expected)
+    assert shared.rates.disk.cpu_seconds(3e9, 2e9) == alone.rates.disk.cpu_seconds(3e9, 2e9)
 
 
 @pytest.fixture

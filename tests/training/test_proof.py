@@ -19,7 +19,7 @@ from gptj_ft.cli.html.proof_page import sections, write_proof
 from gptj_ft.errors import ResourceError
 from gptj_ft.system.cage import NotCaged
 from gptj_ft.training import proof
-from gptj_ft.training.proof import Memory, Proof, ProofRequest, Trained, prove
+from gptj_ft.training.proof import Memory, Proof, ProofRequest, Trained, run_proof
 
 PAGES = {"prove.html", "prove.md", "prove.json"}
 RUN = Trained((3.0, 2.5, 2.25), (1.0, 0.5, 0.25), "ab" * 32, (9.0, 4.0, 6.0), (8,) * 3, (6,) * 3, Memory(7), 20.0)
@@ -39,11 +39,11 @@ def test_a_killed_run_from_disk_has_the_bits_of_one_in_ram(shell) -> None:
     assert (found["holds"], found["is_in_ram"], found["difference"]) == (True, True, "")
     assert found["verdict"].startswith(f"proven: {found['parameters']:,} parameters trained from disk")
     streamed, reference = found["streamed"], found["reference"]
-    assert len(streamed["losses"]) == len(set(streamed["losses"])) == proof.SIZES["tiny"].num_steps
+    assert len(streamed["losses"]) == len(set(streamed["losses"])) == proof.PROOF_SIZES["tiny"].num_steps
     assert all(streamed[key] == reference[key] for key in ("losses", "norms", "weights_sha256"))
     assert re.fullmatch("[0-9a-f]{64}", streamed["weights_sha256"])
     assert found["killed_in"] - found["committed"] in (1, 2)  # the step before may be on its way to the disk
-    assert found["killed_in"] > proof.SIZES["tiny"].num_steps // 2
+    assert found["killed_in"] > proof.PROOF_SIZES["tiny"].num_steps // 2
     assert min(streamed["bytes_written"][1:]) > 0 == max(reference["bytes_written"])
     if not found["not_caged"]:
         assert 0 < streamed["memory"]["group"] <= found["limit"]
@@ -77,7 +77,7 @@ def test_a_proof_that_fails_is_written_and_exits_with_1(shell, monkeypatch) -> N
         request.folder.mkdir()
         return failed
 
-    monkeypatch.setattr(proof, "prove", prove)
+    monkeypatch.setattr(proof, "run_proof", run_proof)
     done = shell("prove --output here --quiet")
     assert done.code == 1
     assert done.out == f"{failed.verdict}\n"
@@ -137,7 +137,7 @@ def test_what_the_kernel_kills_in_its_cage_is_told_as_too_little_memory(tmp_path
     })()  # fmt: skip
     monkeypatch.setattr(proof, "_cage", lambda stack, limit: (killing, ""))
     with pytest.raises(ResourceError, match="needs more than the 1 GiB of its cage"):
-        prove(ProofRequest("tiny", tmp_path / "none"))
+        run_proof(ProofRequest("tiny", tmp_path / "none"))
     assert not (tmp_path / "none").exists()
 
 
@@ -148,4 +148,4 @@ def test_a_run_that_fails_says_why(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(proof, "caged", no_cage)
     monkeypatch.setattr(proof, "_words", lambda options: ["--set", "no_such=1"])
     with pytest.raises(proof.GptjFtError, match=r"failed with exit code 2: .*no_such"):
-        prove(ProofRequest("tiny", tmp_path / "none"))
+        run_proof(ProofRequest("tiny", tmp_path / "none"))

@@ -19,7 +19,7 @@ from gptj_ft.checkpoints.transfer import TensorTransfer, checksum_of
 from gptj_ft.errors import UsageError
 from gptj_ft.models.registry import Architecture, Leaf
 from gptj_ft.system.memory import borrow_tensor, bytes_of, cast, contiguous
-from gptj_ft.system.prefetch import Task, prefetch
+from gptj_ft.system.prefetch import SizedTask, prefetch
 from gptj_ft.system.write_behind import WriteBehind
 
 STORED = {torch.float32, torch.bfloat16}
@@ -122,7 +122,7 @@ class MeshWriter:
         for file, page in zip(files, pages, strict=True):
             page.finish(partial(file.with_suffix(".part").replace, file))
 
-    def _tasks(self, leaf: Leaf | None, step: int) -> Iterator[Task[ShardParts]]:
+    def _tasks(self, leaf: Leaf | None, step: int) -> Iterator[SizedTask[ShardParts]]:
         """Yield the tasks that make a leaf's parts, shard by shard or all at once."""
         if leaf is None:
             yield 0, lambda: ShardParts([torch.tensor(step, dtype=torch.int32)] * self.num_shards)

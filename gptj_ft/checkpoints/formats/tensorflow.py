@@ -29,7 +29,7 @@ MOST_INDEX_BYTES = 64 << 20  # BERT's is 30 kB
 # By TensorFlow's numbers of them.
 DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.float16, 3: torch.int32, 9: torch.int64}
 SUFFIX = ".index"
-STEP = "global_step"
+GLOBAL_STEP = "global_step"
 UNUSED = re.compile(r".*/adam_[mv]|global_step|.*/Adam(_1)?|beta[12]_power|_CHECKPOINTABLE_OBJECT_GRAPH")
 # Whole names of the heads, and those before the last part, in google-research's files.
 HEADS = {
@@ -95,7 +95,7 @@ def open_tensorflow(path: Path, family: Family) -> tuple[Checkpoint, int]:
         if name is None:
             raise UsageError(f"{path}: holds {own}, which google-research/bert has not: only its checkpoints are read")
         shards[name] = JoinedShard(Leaf(name, "rows", own.endswith("/kernel")), [(shard, own)])
-    step = int(shard.read(STEP)) if STEP in shard.entries and not shard.entries[STEP].shape else 0
+    step = int(shard.read(GLOBAL_STEP)) if GLOBAL_STEP in shard.entries and not shard.entries[GLOBAL_STEP].shape else 0
     return Checkpoint(path, shards, family.full_name), step
 
 

@@ -33,9 +33,9 @@ def list_cache(as_json: Json = False) -> None:
 @cache_app.command("clear")
 def clear_cache(quiet: Quiet = False, as_json: Json = False) -> None:
     """Remove all of it; runs have their own copies."""
-    from gptj_ft.data.load import clear_cache
+    from gptj_ft.data.load import remove_prepared_rows
     from gptj_ft.system.units import gigabytes
 
-    freed = clear_cache()
+    freed = remove_prepared_rows()
     out = Output(as_json, quiet)
     out.finish({"freed_bytes": freed}, "", lambda console: console.print(f"{gigabytes(freed)} freed"))

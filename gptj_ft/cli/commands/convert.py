@@ -123,9 +123,9 @@ def _one_of(option: str, value: str, choices: tuple[str, ...]) -> str:
 def _bytes_of(size: str) -> int:
     from pydantic import TypeAdapter, ValidationError
 
-    from gptj_ft.config.options import Size
+    from gptj_ft.config.options import ByteSize
 
     try:
-        return TypeAdapter(Size).validate_python(size)
+        return TypeAdapter(ByteSize).validate_python(size)
     except ValidationError as error:
         raise UsageError(f"--shard-size {size}: {error.errors()[0]['msg']}") from error

@@ -60,14 +60,14 @@ def finetune(
     By weight streaming: every parameter, some of them (--train) or adapters (--method lora).
     """
     began = time.monotonic()
-    from gptj_ft.cli.several import sharing, take_part
+    from gptj_ft.cli.several import serve_run, sharing
     from gptj_ft.config.run_folder import Run, stopped
     from gptj_ft.system.signals import stop_says
 
     run = Run(resume) if resume is not None else None
     with stop_says(lambda: stopped(run)), sharing(nproc) as group:
         if group.rank > 0:
-            take_part(group)
+            serve_run(group)
             return
         out = Output(as_json, quiet)
         with out.activity():

@@ -46,9 +46,9 @@ def plan(
         raise UsageError("--nproc is for what measures the network: add --network auto, or name machines by --nodes")
     with sharing(nproc) as group:
         if group.rank > 0:
-            from gptj_ft.planning.link import AUTO, measure_network
+            from gptj_ft.planning.link import AUTO_RATE, measure_network
 
-            if network == AUTO:
+            if network == AUTO_RATE:
                 measure_network(group)
             return
         out = Output(as_json, quiet)

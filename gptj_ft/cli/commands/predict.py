@@ -75,7 +75,7 @@ def predict(
         out = Output(as_json, quiet)
         with out.activity():
             from gptj_ft import api
-            from gptj_ft.cli.terminal.labels import label_file, label_text
+            from gptj_ft.cli.terminal.labels import label_file, show_text_labels
             from gptj_ft.generation.generator import InferenceSetup
 
         folder = api.named_model(model, "predict")
@@ -84,4 +84,4 @@ def predict(
             columns = tuple(name.strip() for name in (keep or "").split(",") if name.strip())
             label_file(InferenceSetup.of(folder, recipe, group=group), rows, output, columns, dry_run, out)
         else:
-            label_text(folder, recipe, str(given), pair, out)
+            show_text_labels(folder, recipe, str(given), pair, out)

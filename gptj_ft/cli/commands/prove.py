@@ -13,7 +13,7 @@ from gptj_ft.cli.terminal.output import Output
 from gptj_ft.errors import GptjFtError, UsageError
 from gptj_ft.system.signals import stop_says
 
-STOPPED = "stopped; nothing is proven, and the files of the proof are removed"
+PROOF_STOPPED = "stopped; nothing is proven, and the files of the proof are removed"
 
 
 def prove(
@@ -46,7 +46,7 @@ def prove(
 
     folder = output or next(name for number in count(1) if not (name := Path(f"prove-{number}")).exists())
     request = ProofRequest(size, folder, steps, _bytes_of(memory), precision, keep)
-    with stop_says(lambda: STOPPED), TerminalReporter(out.notes) as reporter:
+    with stop_says(lambda: PROOF_STOPPED), TerminalReporter(out.notes) as reporter:
         proof = api.prove(request, reporter=reporter)
     pages = write_proof(proof, folder)
     facts = {**proof.to_dict(), "pages": [str(page) for page in pages]}

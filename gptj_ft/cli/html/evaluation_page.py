@@ -29,7 +29,7 @@ LONG_CHARACTERS, LONG_LINES = 200, 6  # from which on a page folds a text
 WORD = re.compile(r"\w+|[^\w\s]")
 RECORD = "evaluation.json"  # in a run's folder
 RECORDED = 20  # rows of each kind
-DIGITS = {"loss": 4, "perplexity": 3, "word_perplexity": 3, "byte_perplexity": 3, "mse": 4, "mae": 4}  # others 2
+METRIC_DIGITS = {"loss": 4, "perplexity": 3, "word_perplexity": 3, "byte_perplexity": 3, "mse": 4, "mae": 4}  # others 2
 POWERS_FROM = 10_000  # what is larger, as perplexities of an untrained model are, has three digits and a power of ten
 EVALUATION_SUFFIXES = (".json", ".md", ".html")
 # Scores in a sentence, where their names for --gate and programs are no words.
@@ -55,7 +55,7 @@ def evaluation_facts(verdict: ModelComparison, command: str, num_samples: int) -
         "by_file": {name: table_of(found) for name, found in files},
         "labels": label_facts(verdict.model.labels, baseline.labels if baseline else None),
         "lines": lines_of(verdict),
-        "samples": samples_of(verdict, range(min(num_samples, rows))),
+        "samples": changed_samples(verdict, range(min(num_samples, rows))),
         "command": command,
         "portable_command": portable(shlex.split(command)[1:]),
     }
@@ -161,8 +161,8 @@ def record(run: Path, verdict: ModelComparison, command: str) -> None:
     """
     extremes = (verdict.by_row.better[:RECORDED], verdict.by_row.worse[:RECORDED]) if verdict.by_row else ([], [])
     shown = dict.fromkeys([*extremes[0], *extremes[1], *range(min(RECORDED, verdict.model.rows))])
-    texts = {kind: samples_of(verdict, rows) for kind, rows in zip(("better", "worse"), extremes, strict=True)}
-    texts["first"] = samples_of(verdict, list(shown)[-RECORDED:])
+    texts = {kind: changed_samples(verdict, rows) for kind, rows in zip(("better", "worse"), extremes, strict=True)}
+    texts["first"] = changed_samples(verdict, list(shown)[-RECORDED:])
     write_json(run / RECORD, {**verdict.to_dict(texts=False), "samples": texts, "command": command})
 
 
@@ -249,7 +249,7 @@ def lines_of(verdict: ModelComparison) -> list[str]:
     return [*lines, *(f"note: {note}" for note in verdict.model.notes)]
 
 
-def samples_of(verdict: ModelComparison, rows: Sequence[int]) -> list[dict[str, Any]]:
+def changed_samples(verdict: ModelComparison, rows: Sequence[int]) -> list[dict[str, Any]]:
     """Return what was expected and answered in some rows, cut to what can be looked at, and how the score changed."""
     model, baseline, by_row = verdict.model, verdict.baseline, verdict.by_row
     return [
@@ -290,7 +290,7 @@ def evaluation_report(suffix: str, facts: Facts, json_facts: Facts) -> str:
 def _texts(name: str, estimate: Estimate | None, sign: str = "") -> dict[str, str]:
     if estimate is None:
         return {"value": "", "interval": ""}
-    digits = DIGITS.get(name, 2)
+    digits = METRIC_DIGITS.get(name, 2)
     if digits > 2 and math.isfinite(estimate.value):  # of large perplexities nobody reads more
         digits = max(0, digits - max(0, len(f"{abs(estimate.value):.0f}") - 1))
 

@@ -10,8 +10,8 @@ from gptj_ft.cli.html import fill_template, to_json, write_new
 from gptj_ft.system.units import clock, gibibytes, gigabytes
 from gptj_ft.training.proof import Proof, Trained, seconds_in
 
-Rows = Mapping[str, str]
-DIGITS = 16  # of a digest that is compared by eye
+FactRows = Mapping[str, str]
+HASH_DIGITS = 16  # of a digest that is compared by eye
 
 
 def write_proof(proof: Proof, folder: Path) -> list[Path]:
@@ -32,7 +32,7 @@ def write_proof(proof: Proof, folder: Path) -> list[Path]:
     return [folder / name for name in texts]
 
 
-def sections(proof: Proof) -> dict[str, Rows]:
+def sections(proof: Proof) -> dict[str, FactRows]:
     """Return what the page says, by the titles of its parts."""
     return {
         "Claimed": _claimed(proof),
@@ -42,7 +42,7 @@ def sections(proof: Proof) -> dict[str, Rows]:
     }
 
 
-def _claimed(proof: Proof) -> Rows:
+def _claimed(proof: Proof) -> FactRows:
     return {
         "memory": f"all {proof.parameters:,} parameters, {gigabytes(proof.state_bytes)} of state, are trained within "
          f"{gibibytes(proof.limit)} of memory, page cache included, without swap",
@@ -51,7 +51,7 @@ def _claimed(proof: Proof) -> Rows:
     }  # fmt: skip
 
 
-def _measured(proof: Proof) -> Rows:
+def _measured(proof: Proof) -> FactRows:
     run, other = proof.streamed, proof.reference
     is_equal = "equal, all of them" if proof.holds else proof.difference
     return {
@@ -59,8 +59,8 @@ def _measured(proof: Proof) -> Rows:
         "kill": f"{seconds_in(proof.lost_seconds)} into step {proof.killed_in} of {len(run.losses)}; step "
          f"{proof.committed} was on the disk, and the run went on from there",
         "bits": f"{len(run.losses)} losses, {len(run.norms)} gradient norms, {proof.parameters:,} weights: {is_equal}",
-        "weights": f"SHA-256 {run.weights_sha256[:DIGITS]}... from disk, {other.weights_sha256[:DIGITS]}... of "
-         f"{_other(proof)}",
+        "weights": f"SHA-256 {run.weights_sha256[:HASH_DIGITS]}... from disk, "
+         f"{other.weights_sha256[:HASH_DIGITS]}... of {_other(proof)}",
     }  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def _memory(proof: Proof) -> str:
     )
 
 
-def _cost(proof: Proof) -> Rows:
+def _cost(proof: Proof) -> FactRows:
     expected = f"expected: {clock(proof.forecast['seconds'])} and {gigabytes(proof.forecast['disk_bytes'])}"
     used = f"{clock(proof.seconds)} and {gigabytes(proof.disk_bytes)} of disk ({expected})"
     ram = "in RAM" if proof.is_in_ram else "not killed"
@@ -105,7 +105,7 @@ def _speed(proof: Proof, run: Trained) -> str:
     )
 
 
-def _machine(known: Mapping[str, Any]) -> Rows:
+def _machine(known: Mapping[str, Any]) -> FactRows:
     """Return facts of the machine; what could not be found out is left out."""
     cpu, memory, disk = (known.get(name) or {} for name in ("cpu", "memory", "disk"))
     versions, system = known.get("versions") or {}, known.get("system") or {}

@@ -128,7 +128,7 @@ def hold_chat(folder: Path, recipe: Recipe, system: str | None, out: Output) -> 
     with out.activity("loading the model"):
         setup = GenerationSetup.of(folder, recipe)
         model = api.open_model(setup)
-    with model, api.seeded(recipe.seed, setup.device), every_ctrl_c():
+    with model, api.fixed_seed(recipe.seed, setup.device), every_ctrl_c():
         print_note(HELP)
         run_chat(model.generator, _typed_lines(), system, _show, print_note)
 

@@ -124,7 +124,7 @@ class LogTimes:
         return True
 
 
-class Pace:
+class ItemRate:
     """How fast something goes, from what has been done since it began, or began again."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class _Amount:
     """How much is done, as a share and in words."""
 
     def __init__(self, what: str, unit: str, then: str) -> None:
-        self.what, self._unit, self._then, self._pace, self._done = what, unit, then, Pace(), 0
+        self.what, self._unit, self._then, self._pace, self._done = what, unit, then, ItemRate(), 0
         self.share: float | None = None
         self.text = "..."
 

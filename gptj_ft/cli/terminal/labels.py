@@ -49,7 +49,7 @@ def _show(console: Console, shown: LabelTable) -> None:
     table(console, shown.title, [shown.head, *shown.rows], right=range(shown.num_names, len(shown.head)))
 
 
-def label_text(folder: Path, recipe: Recipe, text: str, pair: str | None, out: Output) -> None:
+def show_text_labels(folder: Path, recipe: Recipe, text: str, pair: str | None, out: Output) -> None:
     """Label a text, or a pair of them, and show what was found."""
     with out.activity("reading the text"):
         (facts,) = api.label([text if pair is None else (text, pair)], folder, recipe)

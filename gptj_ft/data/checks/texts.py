@@ -125,7 +125,7 @@ ENTITY = re.compile(r"&(?:amp|nbsp|quot|apos|lt|gt|#\d{1,7}|#x[0-9a-f]{1,6});", 
 EMAIL = re.compile(r"[\w.+-]+@[\w-]+\.[\w.-]*\w")
 PHONE = re.compile(r"(?<![\w.])(?:\+\d{1,3}[ .-]?)?(?:\(\d{2,4}\)|\d{3})[ .-]\d{3,4}[ .-]\d{3,4}(?![\w-])")
 SOCIAL_SECURITY = re.compile(r"(?<![\d-])\d{3}-\d{2}-\d{4}(?![\d-])")
-NUMBER = re.compile(r"[0-9(][0-9() .-]{10}")  # what is in all three: one look instead of three slow ones
+NUMBER_LIKE = re.compile(r"[0-9(][0-9() .-]{10}")  # what is in all three: one look instead of three slow ones
 CARD = re.compile(r"(?<!\d)(?:\d[ -]?){12,18}\d(?!\d)")
 # What nearly all of a text is, and no check but that for capitals looks for; and what else is no control character.
 PLAIN = bytes({*b"\n\t", *range(32, 127)} - {*b"0123456789#:'-<>&@`"})
@@ -240,7 +240,7 @@ def has_personal_data(text: str) -> bool:
     """Tell whether a text seems to hold an e-mail address, telephone, social security or card number."""
     if "@" in text and EMAIL.search(text):
         return True
-    if b"000" not in text.encode(errors="replace").translate(_DIGITS) or not NUMBER.search(text):
+    if b"000" not in text.encode(errors="replace").translate(_DIGITS) or not NUMBER_LIKE.search(text):
         return False  # three digits in a row, said much faster than what comes next
     if PHONE.search(text) or SOCIAL_SECURITY.search(text):
         return True

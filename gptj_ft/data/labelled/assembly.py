@@ -11,7 +11,7 @@ from gptj_ft.errors import RowSkipped, UsageError
 JOINT = "\n"  # between two texts, where a tokenizer has nothing to stand there
 
 
-class Document(NamedTuple):
+class EncodedDocument(NamedTuple):
     """A text, a pair or a window as the model reads it; see the columns of `gptj_ft.data.table`.
 
     Attributes:
@@ -49,7 +49,7 @@ class LabelledRow(NamedTuple):
         tokens_cut: how many tokens it has lost.
     """
 
-    documents: Sequence[Document]
+    documents: Sequence[EncodedDocument]
     group: int
     label: str = ""
     references: Sequence[str] = ()

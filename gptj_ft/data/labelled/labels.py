@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 from gptj_ft.data.readers.rows import PLACES_SHOWN, Occurrences
 from gptj_ft.errors import DataError, RowSkipped
+from gptj_ft.models.supported import MOST_LABELS
 from gptj_ft.system.plain_text import shortened
 
 RARE = 5  # rows, below which a label is called rare
 NAMED = 8  # labels named in a sentence
-MOST_LABELS = 100_000
 # From so many labels on, and for so many rows each, labels are taken for free texts or measurements.
 MANY_LABELS, FEW_ROWS_EACH = 50, 2
-WHOLE = re.compile(r"([+-]?\d+)\.0+")
+WHOLE_NUMBER = re.compile(r"([+-]?\d+)\.0+")
 INTEGER = re.compile(r"[+-]?\d{1,18}")
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 def label_text(text: str) -> str:
@@ -29,7 +29,7 @@ def label_text(text: str) -> str:
     ('1', '1.05', 'v1.0')
     """
     text = text.strip()
-    whole = WHOLE.fullmatch(text)
+    whole = WHOLE_NUMBER.fullmatch(text)
     return whole[1] if whole else text
 
 
@@ -138,7 +138,7 @@ class LabelSet:
             only = f"all have the label '{shortened(there[0])}'" if there else "none has a label"
             raise DataError(f"of the {rows:,} {what} {only}: there is nothing to tell apart")
         if not self._fixed and len(there) > max(MANY_LABELS, rows / FEW_ROWS_EACH):
-            are_numbers = all(NUMBER.fullmatch(name) for name in there)
+            are_numbers = all(DECIMAL.fullmatch(name) for name in there)
             other = "a measurement is learnt by --set task=regression" if are_numbers else "texts are no labels"
             raise DataError(
                 f"{len(there):,} labels in {rows:,} {what}, e.g. {_listed(there[:3])}: most are there only once; "

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from gptj_ft.data.columns import FieldTexts
 from gptj_ft.data.dataset import content_hash
-from gptj_ft.data.labelled.assembly import Document, LabelledRow
+from gptj_ft.data.labelled.assembly import EncodedDocument, LabelledRow
 from gptj_ft.data.labelled.encoder import Setting, TaskReader
 from gptj_ft.data.labelled.oracle import MAX_SENTENCES, oracle_sentences
 from gptj_ft.data.labelled.words import only_field
@@ -158,7 +158,7 @@ class SentenceReader(TaskReader):
         count = len(marks)
         borders = marks[1:] if self.setting.frame.has_types else ()
         targets = labels[:count] if self.setting.needs_target else [0] * count
-        document = Document(ids, borders, marks, targets, texts=sentences[:count])
+        document = EncodedDocument(ids, borders, marks, targets, texts=sentences[:count])
         return LabelledRow([document], group, "", (summary,) if self.setting.needs_target else (), lost)
 
 

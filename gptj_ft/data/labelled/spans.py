@@ -16,7 +16,7 @@ from gptj_ft.data.columns import FieldReader, FieldTexts, alternatives_of
 from gptj_ft.data.dataset import content_hash
 from gptj_ft.data.labelled.assembly import (
     JOINT,
-    Document,
+    EncodedDocument,
     LabelledRow,
     check_stride,
     frame_tokens,
@@ -129,7 +129,7 @@ class SpanReader(TaskReader):
         group = content_hash(read.passage.strip().encode())
         return LabelledRow(documents, group, "", read.references, tokens_cut)
 
-    def _window(self, read: _Read, question: Located, passage: Located, first: int, end: int) -> Document:
+    def _window(self, read: _Read, question: Located, passage: Located, first: int, end: int) -> EncodedDocument:
         ids, borders = framed(self._frame, question.ids, passage.ids[first:end])
         before = len(self._frame.first) + len(question) + len(self._frame.middle)
         offsets = np.full((len(ids), 2), -1, np.int32)
@@ -137,7 +137,7 @@ class SpanReader(TaskReader):
         targets = NO_SPAN
         if read.answer is not None and (span := tokens_of(passage.spans[first:end], *read.answer)):
             targets = before + span[0], before + span[1]
-        return Document(ids, borders, (), targets, (), (read.passage,), offsets.ravel().tolist())
+        return EncodedDocument(ids, borders, (), targets, (), (read.passage,), offsets.ravel().tolist())
 
     def _answer(self, row: Row, passage: str) -> tuple[tuple[int, int] | None, list[str]]:
         """Return the characters of the first answer, and all answers as texts.

@@ -15,7 +15,7 @@ from gptj_ft.data.counts import RowCounts
 from gptj_ft.data.dataset import document_hash
 from gptj_ft.data.labelled.assembly import (
     JOINT,
-    Document,
+    EncodedDocument,
     LabelledRow,
     check_stride,
     frame_tokens,
@@ -34,11 +34,11 @@ from gptj_ft.data.tokenization import tokenize
 from gptj_ft.errors import DataError, RowSkipped, UsageError
 from gptj_ft.system.plain_text import shortened
 
-SEPARATORS = (";", "|", ",")  # of labels in one text: the first that is there
+LABEL_SEPARATORS = (";", "|", ",")  # of labels in one text: the first that is there
 YES, NO = frozenset(("1", "1.0", "true", "yes", "y", "t")), frozenset(("0", "0.0", "false", "no", "n", "f", "", "-"))
 
 
-class Answer(NamedTuple):
+class RowLabels(NamedTuple):
     """What a row is labelled with.
 
     Attributes:
@@ -52,7 +52,7 @@ class Answer(NamedTuple):
 
 class _Read(NamedTuple):
     found: FieldTexts
-    answer: Answer
+    answer: RowLabels
 
 
 class TextReader(TaskReader):
@@ -82,7 +82,7 @@ class TextReader(TaskReader):
             if not found.values[name].strip():
                 raise RowSkipped(f"the field '{name}' is empty")
         texts = [render(template, found.values) for template in (recipe.prompt, recipe.pair) if template]
-        answer = self._answer(row, found.values) if self.setting.needs_target else Answer()
+        answer = self._answer(row, found.values) if self.setting.needs_target else RowLabels()
         self.setting.checks.look(row, found, "\0".join(texts), ", ".join(answer.names))
         return texts, _Read(found, answer)
 
@@ -93,7 +93,7 @@ class TextReader(TaskReader):
         for first, second in pieces:
             ids, borders = framed(self._frame, first, second)
             mark = 0 if self._frame.is_there else len(ids) - 1
-            documents.append(Document(ids, borders, (mark,), targets, values))
+            documents.append(EncodedDocument(ids, borders, (mark,), targets, values))
         group = document_hash(self.setting.recipe, read.found.values)
         return LabelledRow(documents, group, label, references, tokens_cut)
 
@@ -106,7 +106,7 @@ class TextReader(TaskReader):
     def warnings(self) -> dict[str, Any]:
         return self.setting.labels.warnings() if self.setting.needs_target else {}
 
-    def _answer(self, row: Row, values: Mapping[str, Any]) -> Answer:
+    def _answer(self, row: Row, values: Mapping[str, Any]) -> RowLabels:
         """Read the label of a row.
 
         Raises:
@@ -115,9 +115,9 @@ class TextReader(TaskReader):
         names = dict.fromkeys(self.setting.labels.name_of(text) for text in self._target_texts(row, values))
         if len(names) > 1:
             raise RowSkipped("several labels in one row, which is for task=multi-label")
-        return Answer(tuple(names))
+        return RowLabels(tuple(names))
 
-    def _labelled(self, row: Row, answer: Answer) -> tuple[str, Sequence[str], Sequence[int], Sequence[float]]:
+    def _labelled(self, row: Row, answer: RowLabels) -> tuple[str, Sequence[str], Sequence[int], Sequence[float]]:
         """Return label, references, targets and values of a row that is kept; count its labels."""
         if not answer.names:
             return "", (), (0,), ()
@@ -183,7 +183,7 @@ def _cut_side(recipe: Recipe) -> int | None:
 class NumberReader(TextReader):
     """Reads texts or pairs that have a number each."""
 
-    def _answer(self, row: Row, values: Mapping[str, Any]) -> Answer:
+    def _answer(self, row: Row, values: Mapping[str, Any]) -> RowLabels:
         texts = self._target_texts(row, values)
         try:
             (number,) = map(float, texts)
@@ -191,9 +191,9 @@ class NumberReader(TextReader):
             raise RowSkipped(f"'{shortened(texts[0].strip())}' is no number") from None
         if not math.isfinite(number):
             raise RowSkipped(f"'{texts[0].strip()}' is no finite number")
-        return Answer(value=number)
+        return RowLabels(value=number)
 
-    def _labelled(self, row: Row, answer: Answer) -> tuple[str, Sequence[str], Sequence[int], Sequence[float]]:
+    def _labelled(self, row: Row, answer: RowLabels) -> tuple[str, Sequence[str], Sequence[int], Sequence[float]]:
         if answer.value is None:
             return "", (), (0,), ()
         return "", (repr(answer.value),), (0,), (answer.value,)
@@ -216,7 +216,7 @@ class SetReader(TextReader):
                 "named by --map label=first+second"
             )
 
-    def _answer(self, row: Row, values: Mapping[str, Any]) -> Answer:
+    def _answer(self, row: Row, values: Mapping[str, Any]) -> RowLabels:
         (column,) = self._targets.values()
         several = columns_of(column, row.values)
         if len(several) > 1:
@@ -225,7 +225,7 @@ class SetReader(TextReader):
         else:
             found = self._in_cell(row, column, row.values.get(column))
         names = dict.fromkeys(self.setting.labels.name_of(text) for text in found)
-        return Answer(tuple(names))
+        return RowLabels(tuple(names))
 
     def _in_cell(self, row: Row, column: str, cell: Any) -> list[str]:
         """Return the labels in a cell: of a list, its items; of a text, what separators are between."""
@@ -245,7 +245,7 @@ class SetReader(TextReader):
             return items
         if label_text(stripped) in self.setting.labels.found:  # a label with a comma in its name
             return [stripped]
-        for separator in SEPARATORS:
+        for separator in LABEL_SEPARATORS:
             if separator in stripped:
                 self.setting.checks.add(f"a text of several labels, which '{separator}' separates", row.where)
                 return stripped.split(separator)
@@ -262,7 +262,7 @@ class SetReader(TextReader):
             raise RowSkipped(f"column '{shortened(name)}' has '{shortened(text)}', which is neither 1 nor 0")
         return text in YES
 
-    def _labelled(self, row: Row, answer: Answer) -> tuple[str, Sequence[str], Sequence[int], Sequence[float]]:
+    def _labelled(self, row: Row, answer: RowLabels) -> tuple[str, Sequence[str], Sequence[int], Sequence[float]]:
         ids = [self.setting.labels.add(name, row.where) for name in answer.names]
         names = tuple(answer.names)
         return "; ".join(sorted(names)), names, ids, ()  # `finish` makes values of the ids, once it knows all labels

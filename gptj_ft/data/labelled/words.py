@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from gptj_ft.data.columns import FieldTexts
 from gptj_ft.data.counts import RowCounts
 from gptj_ft.data.dataset import content_hash
-from gptj_ft.data.labelled.assembly import Document, LabelledRow, frame_tokens, framed
+from gptj_ft.data.labelled.assembly import EncodedDocument, LabelledRow, frame_tokens, framed
 from gptj_ft.data.labelled.encoder import Setting, TaskReader, renumbered
 from gptj_ft.data.readers.rows import Occurrences, Row
 from gptj_ft.data.table import TokenTable
@@ -133,13 +133,13 @@ class WordReader(TaskReader):
 
     def _document(
         self, read: _Read, pieces: Sequence[Sequence[int]], targets: Sequence[int], first: int, end: int
-    ) -> Document:
+    ) -> EncodedDocument:
         flat, marks = list[int](), list[int]()
         for ids in pieces[first:end]:
             marks.append(len(self._frame.first) + len(flat))
             flat.extend(ids)
         ids, _ = framed(self._frame, flat, None)
-        return Document(ids, (), marks, targets[first:end] or [0] * len(marks), texts=read.words[first:end])
+        return EncodedDocument(ids, (), marks, targets[first:end] or [0] * len(marks), texts=read.words[first:end])
 
 
 def only_field(template: str, option: str, example: str) -> str:

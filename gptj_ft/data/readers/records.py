@@ -16,7 +16,7 @@ from gptj_ft.data.readers.tables import read_parquet, read_saved_dataset, read_t
 from gptj_ft.data.readers.tfrecord import read_tfrecords
 from gptj_ft.errors import DataError, UsageError
 
-Reader = Callable[[File, Findings], Iterator[Row]]
+RowReader = Callable[[File, Findings], Iterator[Row]]
 
 
 def read_rows(
@@ -79,7 +79,7 @@ def refuse_prepared(file: File, findings: Findings) -> Iterator[Row]:
     raise UsageError(f"{file.path} is prepared data, whose rows are tokens: name the rows that it was prepared from")
 
 
-_READERS: dict[str, Reader] = {
+_READERS: dict[str, RowReader] = {
     "jsonl": read_json_lines,
     "json": read_json_rows,
     "csv": read_table,

@@ -23,7 +23,7 @@ HEADER_ROWS = 1000  # in which the header must be
 # A few bytes can be unpacked to any number. Texts and tables of a workbook are read from the first, and what says how
 # they look is held as a whole; so is a row or a text, between two of what begins one.
 MOST_BYTES, MOST_OTHER_BYTES, MOST_PIECE_BYTES = 2**30, 2**26, 2**24
-PIECE = re.compile(rb"<(?:\w+:)?(?:row|si)[\s/>]")
+ROW_TAG = re.compile(rb"<(?:\w+:)?(?:row|si)[\s/>]")
 _READ_BYTES = 2**20
 SHEETS_SHOWN = 10
 
@@ -148,7 +148,7 @@ def _longest_piece(archive: zipfile.ZipFile, part: zipfile.ZipInfo) -> int:
     longest = since = 0
     with archive.open(part) as opened:
         while piece := opened.read(_READ_BYTES):
-            since = 0 if PIECE.search(piece) else since + len(piece)
+            since = 0 if ROW_TAG.search(piece) else since + len(piece)
             longest = max(longest, since)
     return longest
 

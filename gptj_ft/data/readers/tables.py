@@ -9,7 +9,7 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
 
-from gptj_ft.data.readers.encodings import AUTO
+from gptj_ft.data.readers.encodings import AUTO_ENCODING
 from gptj_ft.data.readers.rows import Findings, Row, numbered_lines, too_long
 from gptj_ft.data.readers.source import DATASET_FILES, File, opened_file
 from gptj_ft.errors import DataError
@@ -20,7 +20,7 @@ MOST_UNPACKED_BYTES = 2**30  # of Parquet that is packed once more, which is rea
 # csv refuses cells above 131,072 characters, and documents are longer. This is the most a C long holds everywhere.
 csv.field_size_limit(2**31 - 1)
 # What separates cells by a file's name, what else may, and what a message calls it.
-SEPARATORS = {"csv": ",", "tsv": "\t"}
+COLUMN_SEPARATORS = {"csv": ",", "tsv": "\t"}
 SEPARATOR_NAMES = {",": "commas", ";": "';'", "\t": "tabs", "|": "'|'"}
 # What the separator is chosen by: so much of the beginning.
 SAMPLE_LINES, _SAMPLE_CHARACTERS = 100, 2**18
@@ -66,8 +66,8 @@ def read_table(file: File, findings: Findings) -> Iterator[Row]:
     if told:
         number, beginning = 2, beginning[1:]
     wanted = file.options.delimiter
-    dialect = choose_dialect(file, beginning, told[1] if told and wanted == AUTO else wanted)
-    if dialect.delimiter != SEPARATORS[file.format] and wanted == AUTO:
+    dialect = choose_dialect(file, beginning, told[1] if told and wanted == AUTO_ENCODING else wanted)
+    if dialect.delimiter != COLUMN_SEPARATORS[file.format] and wanted == AUTO_ENCODING:
         what = SEPARATOR_NAMES.get(dialect.delimiter, repr(dialect.delimiter))
         findings.note(f"{file.path} is separated by {what}")
     records = _records(file, dialect, number, chain(beginning, lines))
@@ -85,7 +85,7 @@ def read_table(file: File, findings: Findings) -> Iterator[Row]:
         yield Row(str(file.path), line, {k: v.replace("\r\n", "\n") for k, v in zip(header, cells, strict=True)})
 
 
-def choose_dialect(file: File, beginning: Sequence[str], delimiter: str = AUTO) -> Dialect:
+def choose_dialect(file: File, beginning: Sequence[str], delimiter: str = AUTO_ENCODING) -> Dialect:
     """Choose the delimiter of a table.
 
     The name of the file is right unless another separator splits the header and the records after it more evenly.
@@ -95,8 +95,8 @@ def choose_dialect(file: File, beginning: Sequence[str], delimiter: str = AUTO) 
         beginning: the first lines.
         delimiter: what it is, if that is known.
     """
-    by_name = SEPARATORS[file.format]
-    if delimiter == AUTO:
+    by_name = COLUMN_SEPARATORS[file.format]
+    if delimiter == AUTO_ENCODING:
         shares = {each: _evenness(_dialect(file, beginning, each), beginning) for each in SEPARATOR_NAMES}
         best = max(shares, key=lambda each: shares[each])  # of several, the first
         delimiter = best if shares[best] > max(shares[by_name], 1 - MOST_UNLIKE) else by_name
@@ -105,7 +105,7 @@ def choose_dialect(file: File, beginning: Sequence[str], delimiter: str = AUTO) 
 
 def _dialect(file: File, beginning: Sequence[str], delimiter: str) -> Dialect:
     quotes = file.options.quotes
-    if quotes != AUTO:
+    if quotes != AUTO_ENCODING:
         return Dialect(delimiter, quotes == "on")
     is_quoted = bool(beginning) and beginning[0].startswith('"') and beginning[0].rstrip().endswith('"')
     return Dialect(delimiter, file.format == "csv" or delimiter != "\t" or is_quoted)

@@ -15,7 +15,7 @@ from gptj_ft.system.block_reader import BlockReader, Extent
 
 ROWS_BLOCK_BYTES = 64 * 2**10  # around rows that are wanted: takes a disk hardly longer than one of them
 ROW_READERS = 4
-Source = Extent | Callable[[], Tensor]
+WriteSource = Extent | Callable[[], Tensor]
 
 
 class FolderStore:
@@ -27,7 +27,9 @@ class FolderStore:
         device: device that computes.
     """
 
-    def __init__(self, layouts: Sequence[Layout], find: Callable[[int, str], Source], device: torch.device) -> None:
+    def __init__(
+        self, layouts: Sequence[Layout], find: Callable[[int, str], WriteSource], device: torch.device
+    ) -> None:
         self.digest_numel = 0
         # The next layer's blocks are asked for while this one's last are on their way: the disk is never idle.
         self._queue = TransferQueue("folder", 2, device)

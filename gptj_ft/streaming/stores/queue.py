@@ -9,11 +9,10 @@ from typing import TypeVar
 
 import torch
 
-from gptj_ft.system.accelerator import StreamEvent, Transfer, ended, use_own_stream
+from gptj_ft.system.accelerator import CPU, StreamEvent, Transfer, ended, use_own_stream
 
 T = TypeVar("T")
 Events = Sequence[StreamEvent]
-CPU = torch.device("cpu")
 
 
 class TransferQueue:

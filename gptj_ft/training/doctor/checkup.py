@@ -24,6 +24,7 @@ from gptj_ft.planning.machine_profile import rates
 from gptj_ft.planning.probe import Rates
 from gptj_ft.system.accelerator import has_streams, is_accelerator, module_of, supports_bf16
 from gptj_ft.system.paths import RUNS
+from gptj_ft.system.plain_text import HIDDEN
 from gptj_ft.system.units import gigabytes
 from gptj_ft.training.doctor import facts, parity, speed, streams
 from gptj_ft.training.doctor.parity import Mismatch, Skipped
@@ -33,7 +34,6 @@ from gptj_ft.training.finetune import forecast_run
 from gptj_ft.training.reporter import Reporter
 
 MODEL = "EleutherAI/gpt-j-6b"
-HIDDEN = "***"
 SHAKING_SECONDS = 25.0
 PRIVATE_LEAST = 3  # characters: shorter names stand in too many words
 State = Literal["passed", "failed", "skipped"]
@@ -239,7 +239,7 @@ class Checkup:
         """Return a small model, made if there is none yet."""
         folder = self.folder / family
         if not (folder / "config.json").is_file():
-            parity.save(parity.make_reference(family), folder)
+            parity.save_reference(parity.make_reference(family), folder)
         return SmallModel.read(folder)
 
     def known_rates(self) -> Rates:

@@ -17,7 +17,7 @@ import torch
 
 from gptj_ft import __version__
 from gptj_ft.planning.machine_profile import cpu_name
-from gptj_ft.system.accelerator import device_name, free_and_total, is_accelerator, module_of, pin, supports_bf16
+from gptj_ft.system.accelerator import CPU, device_name, free_and_total, is_accelerator, module_of, pin, supports_bf16
 from gptj_ft.system.direct_io import takes_direct
 from gptj_ft.system.machine import existing_folder, free_memory
 from gptj_ft.system.memory import allocate
@@ -28,7 +28,6 @@ PROBED_BYTES = 64 * 2**20
 FIRST_LOCKED, MOST_LOCKED = 256 * 2**20, 16 * 2**30
 LOCKED_SHARE = 0.5  # of free RAM, at most
 HUGE_PAGE_KEYS = ("AnonHugePages", "ShmemPmdMapped")
-CPU = torch.device("cpu")
 
 
 def collect(device: torch.device, folder: Path) -> dict[str, Any]:

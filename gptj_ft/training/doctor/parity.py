@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from gptj_ft.models.attention import attend, takes_ragged
 from gptj_ft.models.batch import pack
 from gptj_ft.streaming.stores.placement import Place, Placement
-from gptj_ft.system.accelerator import is_accelerator
+from gptj_ft.system.accelerator import CPU, is_accelerator
 from gptj_ft.system.dtypes import PRECISIONS
-from gptj_ft.training.doctor.trial import CPU, PEAK_LR, PROMPTS, RESIDENT, SmallModel, Trial, opened, run, take_step
+from gptj_ft.training.doctor.trial import PEAK_LR, PROMPTS, RESIDENT, SmallModel, Trial, open_trial, run, take_step
 
 # A head as wide as GPT-J's: not every kernel takes it.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
@@ -60,7 +60,7 @@ def make_reference(model_type: str) -> Any:
     return model
 
 
-def save(reference: Any, folder: Path) -> None:
+def save_reference(reference: Any, folder: Path) -> None:
     """Write a model of `transformers` into a folder, without its progress bar."""
     from transformers.utils import logging
 
@@ -86,7 +86,7 @@ def check_transformers(folder: Path, num_steps: int = 3) -> dict[str, Any]:
     found = {}
     for model_type in SHAPES:
         reference = make_reference(model_type)
-        save(reference, folder / model_type)
+        save_reference(reference, folder / model_type)
         errors = _compare_training(SmallModel.read(folder / model_type), reference, num_steps)
         for name, limit in ROUNDING.items():
             if not errors[name] <= limit:
@@ -107,7 +107,7 @@ def _compare_training(model: SmallModel, reference: Any, num_steps: int) -> dict
     )  # fmt: skip
     losses: list[float] = []
     gradients: list[float] = []
-    with opened(model, Trial(CPU)) as (offloaded, optimizer):
+    with open_trial(model, Trial(CPU)) as (offloaded, optimizer):
         num_layers, name_of = len(offloaded.layers), model.architecture.family.name_of
 
         def difference(kind: Any, expected: Mapping[str, Tensor]) -> float:

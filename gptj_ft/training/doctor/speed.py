@@ -20,7 +20,7 @@ from gptj_ft.models.batch import PackedBatch, most_filled
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture, families
 from gptj_ft.planning.machine_profile import rates
-from gptj_ft.planning.plan import DoesNotFit, Free, Plan, choose, forecast, replayed
+from gptj_ft.planning.plan import DoesNotFit, Free, Plan, choose, forecast, with_replay
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.working_memory import allocator_limit
 from gptj_ft.planning.workload import Workload
@@ -31,6 +31,7 @@ from gptj_ft.streaming.open import fill_layer, open_for_training
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import training_dtypes
 from gptj_ft.system.accelerator import (
+    CPU,
     empty_cache,
     free_and_total,
     has_streams,
@@ -38,7 +39,7 @@ from gptj_ft.system.accelerator import (
     module_of,
     new_stream,
     on_stream,
-    peak_memory,
+    peak_device_memory,
     pin,
     synchronize,
 )
@@ -48,7 +49,6 @@ from gptj_ft.system.memory import allocate
 from gptj_ft.system.units import gigabytes
 from gptj_ft.training.restore import optimizer_config
 
-CPU = torch.device("cpu")
 WIDTHS = (4096, 2048, 1024, 512, 256)  # of blocks: GPT-J's, or the widest that there is memory and time for
 TOKENS = (512, 2048, 8192)  # of a step
 NUM_BLOCKS, VOCABULARY, CONTEXT = 3, 1024, 2048
@@ -236,7 +236,7 @@ def measure_overlap(blocks: Blocks, known: Rates) -> dict[str, Any]:
     with blocks.opened(plan) as model:
         for tokens in blocks.tokens:
             load = blocks.workload(tokens)
-            planned = replayed(forecast(plan.placement, load, recipe, known, plan.have), load, recipe)
+            planned = with_replay(forecast(plan.placement, load, recipe, known, plan.have), load, recipe)
             deferred = planned.costs.num_deferred
             optimizer = AdamW(model, optimizer_config(recipe), step, deferred)
             taken = take_steps(model, optimizer, blocks.batches(tokens))
@@ -285,7 +285,7 @@ def measure_memory(blocks: Blocks, known: Rates, tokens: int) -> dict[str, Any]:
         with blocks.opened(plan) as model:
             optimizer = AdamW(model, optimizer_config(blocks.recipe()), num_deferred=0)
             take_steps(model, optimizer, blocks.batches(tokens))
-            peak, left = peak_memory(device), free_and_total(device)[0]
+            peak, left = peak_device_memory(device), free_and_total(device)[0]
             optimizer.flush()
     except RuntimeError as error:
         if "out of memory" not in str(error):

@@ -26,10 +26,10 @@ from gptj_ft.streaming.open import load_weights, open_for_training, open_frozen
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.base import LayerStore
 from gptj_ft.streaming.stores.placement import Placement, open_boundaries, training_dtypes
+from gptj_ft.system.accelerator import CPU
 from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.training.restore import optimizer_config
 
-CPU = torch.device("cpu")
 LENGTHS, PROMPTS, MICRO_BATCH = (5, 17, 9, 30, 2, 11), (2, 3, 1, 10, 0, 5), 40  # tokens
 PEAK_LR = 1e-3
 CHUNK_NUMEL, NUM_CHUNKS = 1 << 17, 3  # a layer has several chunks, and more of them than there are buffers
@@ -140,7 +140,9 @@ class Outcome:
 
 
 @contextmanager
-def opened(model: SmallModel, trial: Trial, wrap: Wrap = lambda store: store) -> Iterator[tuple[OffloadedModel, AdamW]]:
+def open_trial(
+    model: SmallModel, trial: Trial, wrap: Wrap = lambda store: store
+) -> Iterator[tuple[OffloadedModel, AdamW]]:
     """Open a small model for training; what is on disk is in a temporary folder.
 
     Args:
@@ -186,7 +188,7 @@ def take_step(model: SmallModel, offloaded: OffloadedModel, optimizer: AdamW) ->
 
 def run(model: SmallModel, trial: Trial, wrap: Wrap = lambda store: store) -> Outcome:
     """Train a small model; arguments as in `opened`."""
-    with opened(model, trial, wrap) as (offloaded, optimizer):
+    with open_trial(model, trial, wrap) as (offloaded, optimizer):
         losses, norms = zip(*(take_step(model, offloaded, optimizer) for _ in range(trial.num_steps)), strict=True)
         optimizer.flush()
         chunks = [

@@ -25,8 +25,6 @@ from gptj_ft.system.direct_io import RESUME
 from gptj_ft.system.files import create_file, disk_errors, new_name, remove, sync_path, write_file
 from gptj_ft.system.processes.group import Group, Handover
 
-PART_BYTES = 16 * 2**20
-
 
 def disks_of(group: Group, folder: Path) -> list[int]:
     """Return which disk the run folder of each process is on: the rank of the first process that sees the same one."""
@@ -38,6 +36,9 @@ def disks_of(group: Group, folder: Path) -> list[int]:
         return [each["is"] for each in group.gather("disk", {"is": seen})]
     finally:
         remove(mark)
+
+
+PART_BYTES = 16 * 2**20  # of a file on its way to another process
 
 
 @dataclass(frozen=True)

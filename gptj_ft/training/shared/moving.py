@@ -26,9 +26,8 @@ from gptj_ft.system.processes.group import Group
 from gptj_ft.training.retention import go_back
 from gptj_ft.training.run_state import RunState
 from gptj_ft.training.setup import TrainSetup
+from gptj_ft.training.shared.mirror import PART_BYTES
 from gptj_ft.training.verify import stored_form
-
-PART_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
