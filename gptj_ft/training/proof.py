@@ -253,7 +253,7 @@ class Proof:
     is_in_ram: bool
     difference: str
     disk_bytes: int
-    plan_proof: Mapping[str, float]
+    forecast: Mapping[str, float]
     machine: Mapping[str, Any]
     seconds: float
 
