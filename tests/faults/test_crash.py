@@ -144,7 +144,7 @@ def lose_power(session: TrainSetup, run: Run, last: int, seed: int | None) -> No
     with pytest.MonkeyPatch.context() as patch:
         disk = LossyDisk(patch, run.folder)
         Power(patch, last)
-        for name, position in (("commit", 1), ("save", 2), ("link", 2)):
+        for name, position in (("commit", 1), ("save_checkpoint", 2), ("link", 2)):
             original = getattr(checkpoint, name)
 
             def noting(*arguments, original=original, position=position):

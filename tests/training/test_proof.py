@@ -73,7 +73,7 @@ def test_one_bit_of_a_loss_a_norm_or_a_weight_refutes_it(other: Trained, says: s
 def test_a_proof_that_fails_is_written_and_exits_with_1(shell, monkeypatch) -> None:
     failed = replace(DONE, difference="the weights differ")
 
-    def prove(request: ProofRequest, reporter: object = None) -> Proof:
+    def run_proof(request: ProofRequest, reporter: object = None) -> Proof:
         request.folder.mkdir()
         return failed
 
