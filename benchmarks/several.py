@@ -64,6 +64,7 @@ def main() -> None:
                 every = [each.result() for each in started]
             measured[name] += every
             print(turn, name, json.dumps(every), flush=True)
+    shutil.rmtree(arguments.work)
     if arguments.only != list(RUNS):
         return
     first = measured["one process, 1 thread"][0]
@@ -75,7 +76,6 @@ def main() -> None:
     one, two, threads2, at_once = (means[name] for name in RUNS)
     print(f"two processes against one of 1 thread {one / two:.2f}x, against one of 2 threads {threads2 / two:.2f}x")
     print(f"two runs at once do {2 * one / at_once:.2f} times the work of one: the most that sharing could give here")
-    shutil.rmtree(arguments.work)
 
 
 def make_model(folder: Path, tokenizer: Path, width: int) -> Path:

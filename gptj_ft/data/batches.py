@@ -92,7 +92,10 @@ class Rows:
         if packing == "off" or any(prompts) or any(untrained):
             return plain
         assert length is not None, "packing fills windows of some length"
-        windows = fill_windows(lengths, rows["continues"], length) if packing == "joined" else apart(lengths, length)
+        if packing == "joined":
+            windows = windows_joined(lengths, rows["continues"], length)
+        else:
+            windows = windows_apart(lengths, length)
         return cls(plain.documents, prompts, (), windows, lengths, packing == "joined", length)
 
     def __len__(self) -> int:
@@ -242,7 +245,7 @@ def first_fit(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
     return sorted(map(sorted, groups))
 
 
-def apart(lengths: Sequence[int], length: int) -> list[list[Slice]]:
+def windows_apart(lengths: Sequence[int], length: int) -> list[list[Slice]]:
     """Fill windows with documents, end to end; the last may be short.
 
     What does not fit goes on in the next window, from the token that the piece ended with, so that every token but a
@@ -268,7 +271,7 @@ def apart(lengths: Sequence[int], length: int) -> list[list[Slice]]:
     return [window for window in windows if window]
 
 
-def fill_windows(lengths: Sequence[int], continues: Sequence[bool], length: int) -> list[list[Slice]]:
+def windows_joined(lengths: Sequence[int], continues: Sequence[bool], length: int) -> list[list[Slice]]:
     """Fill windows with one stream of tokens, each from the token that the last one ended with: the last is short.
 
     Args:

@@ -212,8 +212,8 @@ def label_texts(setup: InferenceSetup, texts: Sequence[Mapping[str, Any]]) -> li
     rows_of_text = Rows.of(prepared.rows)
     with setup.open(plan.weights) as (architecture, stack):
         outputs = outputs_of(stack, rows_of_text, objective_of(recipe), plan.together)
-        reader = readout_of(recipe, architecture.labels)
-        answers = [reader.read(row) for row in row_outputs(prepared.rows, rows_of_text, outputs)]
+        readout = readout_of(recipe, architecture.labels)
+        answers = [readout.read(row) for row in row_outputs(prepared.rows, rows_of_text, outputs)]
     if len(answers) != len(texts):
         why = "; ".join(prepared.report.rows_skipped)
         raise DataError(f"{len(texts) - len(answers)} of {len(texts)} texts cannot be labelled: {why}")
@@ -237,13 +237,13 @@ def _answers(
 ) -> Iterator[dict[str, Any]]:
     """Yield the line of each row of some documents, from the first row's number on."""
     table, recipe = job.prepared.rows.select(part), job.setup.recipe
-    rows, reader = Rows.of(table), readout_of(recipe, architecture.labels)
+    rows, readout = Rows.of(table), readout_of(recipe, architecture.labels)
     outputs = outputs_of(stack, rows, objective_of(recipe), job.plan.together)
     several = len(job.prepared.report.files) > 1
     for number, row in enumerate(row_outputs(table, rows, outputs), first):
         source, _, line = row.place.rpartition(":")
         head: dict[str, Any] = {"line": int(line), **({"file": source} if several else {})}
-        facts = reader.read(row).facts
+        facts = readout.read(row).facts
         taken, kept = {ROW, *FILE_AND_LINE, *facts}, job.kept[number] if job.kept else {}
         yield {**head, **{KEPT * (name in taken) + name: value for name, value in kept.items()}, **facts}
 

@@ -51,22 +51,22 @@ class Answered:
     remark: str
 
 
-def answer_rows(recipe: Recipe, reader: Readout, rows: Sequence[RowOutput]) -> Answered:
+def answer_rows(recipe: Recipe, readout: Readout, rows: Sequence[RowOutput]) -> Answered:
     """Read the answers to rows, and score them.
 
     Raises:
         NotFinite: a loss.
     """
-    answers, losses = [reader.read(row) for row in rows], [loss_of(recipe.task, row) for row in rows]
+    answers, losses = [readout.read(row) for row in rows], [loss_of(recipe.task, row) for row in rows]
     for row, (total, _) in zip(rows, losses, strict=True):
         if not np.isfinite(total):
             why = "the model is damaged, or too large for fp16; try --precision fp32"
             raise NotFinite(f"the loss of {row.place} is not a finite number: {why}")
     references = [list(row.references) for row in rows]
     total_N, weight_N = (np.array(column, np.float64) for column in zip(*losses, strict=True))
-    figures = {"loss": Ratio(total_N, weight_N), **reader.figures(answers, references)}
-    remark = reader.remark(answers, references)
-    return Answered(answers, [row.place for row in rows], references, figures, reader.by_label(answers), remark)
+    figures = {"loss": Ratio(total_N, weight_N), **readout.figures(answers, references)}
+    remark = readout.remark(answers, references)
+    return Answered(answers, [row.place for row in rows], references, figures, readout.by_label(answers), remark)
 
 
 @dataclass(frozen=True)

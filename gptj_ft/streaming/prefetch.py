@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
-from threading import Thread
 from typing import Any, Protocol
 
 import torch
@@ -22,9 +19,7 @@ from gptj_ft.streaming.schedule import LayerTask
 from gptj_ft.streaming.stores.base import chunks
 from gptj_ft.streaming.stores.state_file import PartDigest
 from gptj_ft.system.accelerator import Stream, StreamEvent, Transfer, record_event, wait_for
-from gptj_ft.system.processes.group import Handover
 
-POLL_SECONDS = 0.005  # between looks at what has arrived from the stores, while another process is waited for
 Updated = Callable[[Kind, Tensor], None]
 """Take the new values of some elements of a kind, in order."""
 
@@ -88,25 +83,6 @@ class Prefetcher:
             if not load.advance():
                 break  # a later layer must not take the chunk buffers that this one needs
         self._end_updates()
-
-    def wait(self, handover: Handover) -> None:
-        """Wait for a tensor of another process, and update meanwhile what arrives from the stores.
-
-        Raises:
-            PeerFailed: the other process is gone.
-        """
-        group = self.model.relay.group
-        # On a device it is the stream of the calling thread that waits.
-        if group.wire(self.model.device).type != "cpu" or all(load.is_updated for load in self._in_order()):
-            handover.wait()
-            return
-        arrived = Future[None]()
-        Thread(target=_wait_for, args=(handover, arrived), daemon=True).start()
-        while not arrived.done():
-            self.poll()
-            with group.waited.measure(), suppress(TimeoutError):
-                arrived.result(POLL_SECONDS)
-        arrived.result()
 
     def _in_order(self) -> list[LayerLoad]:
         """Return the layers on the device and on their way there, in the order in which they are done with."""
@@ -528,13 +504,3 @@ def round_in_place(gradient: Tensor, dtype: torch.dtype, chunk_numel: int) -> Te
     for span in chunks(len(gradient), chunk_numel):
         packed[span] = gradient[span].to(dtype)  # a copy first: the first chunk overlaps its own rounded form
     return packed
-
-
-def _wait_for(handover: Handover, arrived: Future[None]) -> None:
-    """Wait for a handover, and tell that it is there, or what has failed."""
-    try:
-        handover.wait()
-    except BaseException as error:
-        arrived.set_exception(error)
-    else:
-        arrived.set_result(None)

@@ -9,7 +9,7 @@ numbers are those of one process, to the last bit, however many there are.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -101,13 +101,12 @@ class Route:
         if own and own[0] == layers[0]:  # nothing arrives for the first of the pass
             self._ask_next(own[0])
 
-    def arriving(self, layer: int, here: list[Tensor], wait: Callable[[Handover], None]) -> Iterator[Tensor]:
+    def arriving(self, layer: int, here: list[Tensor]) -> Iterator[Tensor]:
         """Yield the inputs of a layer, one per micro-batch, as they come.
 
         Args:
             layer: a layer that is here.
             here: what the layer before has given, if that is here, too; emptied on the way.
-            wait: called to wait for one from another process.
         """
         self._ask_next(layer)
         if layer not in self._coming:
@@ -119,7 +118,7 @@ class Route:
         coming.reverse()
         while coming:
             values, handover = coming.pop()
-            wait(handover)
+            handover.wait()
             yield values.to(self._device)
 
     def hand_on(self, layer: int, values: Tensor) -> bool:

@@ -108,7 +108,7 @@ def train_step(
     loss, gradients, summing = None, list[Tensor](), None
     if relay.has_head:
         head = next(layers)
-        arriving = up.arriving(top, hidden, layers.wait)
+        arriving = up.arriving(top, hidden)
         loss, gradients = head_gradients(head, arriving, batches, objective, optimizer.loss_scale, down, lanes)
         summing = add_gradient(head, optimizer, lanes, None, None)
     up.end()
@@ -218,7 +218,7 @@ def forward(
     hidden: list[Tensor] = [batch.tokens_T for batch in batches]
     relay = layers.model.relay
     for loaded in islice(layers, relay.owners[:-1].count(relay.group.rank)):
-        arriving = up.arriving(loaded.index, hidden, layers.wait)
+        arriving = up.arriving(loaded.index, hidden)
         if kept and loaded.index in kept:
             hidden = kept[loaded.index].run(loaded, arriving, batches, layers.poll, up)
             continue
@@ -265,7 +265,7 @@ def backward(
     """
     boundaries = layers.model.boundaries
     for loaded in layers:
-        arriving, here = down.arriving(loaded.index, gradients, layers.wait), list[Tensor]()
+        arriving, here = down.arriving(loaded.index, gradients), list[Tensor]()
         graph = kept.pop(loaded.index, None)
         inputs = graph.inputs if graph else boundaries.take(loaded.index) if batches else []
         if graph is not None:
@@ -623,7 +623,7 @@ def forward_trunk(model: OffloadedModel, batches: Sequence[PackedBatch]) -> tupl
     here = forward(layers, batches, up)
     head, hidden = None, list[Tensor]()
     if model.relay.has_head:
-        hidden = list(up.arriving(len(model.layers) - 1, here, layers.wait))
+        hidden = list(up.arriving(len(model.layers) - 1, here))
         head = next(layers)
     up.end()
     return hidden, head

@@ -78,7 +78,7 @@ class LabelledValidation:
 
         self._setup = setup
         self._table = load_dataset(run.data / "validation").rows
-        self._reader = readout_of(setup.recipe, setup.architecture.labels)
+        self._readout = readout_of(setup.recipe, setup.architecture.labels)
 
     def measure(self, stack: OffloadedModel, before_pass: Callable[[], None]) -> tuple[StepLoss, ValidationSample]:
         """Compute the loss over the rows, and their scores; nothing is trained.
@@ -96,7 +96,7 @@ class LabelledValidation:
         setup, rows, losses = self._setup, self._setup.validation, list[StepLoss]()
         together = TokenBudget(setup.recipe.micro_batch_tokens, stack.budget.pass_tokens)
         outputs = outputs_of(stack, rows, setup.objective, together, before_pass, losses.append)
-        answered = answer_rows(setup.recipe, self._reader, list(row_outputs(self._table, rows, outputs)))
+        answered = answer_rows(setup.recipe, self._readout, list(row_outputs(self._table, rows, outputs)))
         scores = values(answered.figures, len(answered.answers))
         expected = " | ".join(answered.references[0]) if answered.references[0] else ""
         sample = ValidationSample(

@@ -4,7 +4,7 @@ import sys
 import pytest
 from support.tables import table_of
 
-from gptj_ft.data.batches import Rows, apart, fill_windows, micro_batches, rows_of_step, steps_per_epoch
+from gptj_ft.data.batches import Rows, micro_batches, rows_of_step, steps_per_epoch, windows_apart, windows_joined
 from gptj_ft.data.loss_mask import num_inputs, num_targets
 from gptj_ft.models.batch import NO_TARGET
 
@@ -83,7 +83,7 @@ LENGTHS = [3, 9, 2, 1, 14, 5, 5, 2, 30]
 
 @pytest.mark.parametrize("length", [2, 3, 7, 8, 100])
 def test_windows_of_documents_apart_have_every_token_once_as_target_and_are_full_but_the_last(length):
-    windows = apart(LENGTHS, length)
+    windows = windows_apart(LENGTHS, length)
     targets = [(document, at) for window in windows for document, start, end in window for at in range(start + 1, end)]
     assert targets == [(document, at) for document, tokens in enumerate(LENGTHS) for at in range(1, tokens)]
     # A target may stand behind a window that one document fills.
@@ -97,7 +97,7 @@ def test_windows_of_documents_apart_have_every_token_once_as_target_and_are_full
 def test_windows_of_documents_joined_have_every_token_but_the_first_once_as_target(length):
     # The third document begins with the token that the second ends with, which is not read twice.
     continues = [number == 2 for number in range(len(LENGTHS))]
-    windows = fill_windows(LENGTHS, continues, length)
+    windows = windows_joined(LENGTHS, continues, length)
     stream = [(document, at) for document, tokens in enumerate(LENGTHS) for at in range(continues[document], tokens)]
     read = [[(document, at) for document, start, end in window for at in range(start, end)] for window in windows]
     assert [token for window in read for token in window[1:]] == stream[1:]

@@ -672,49 +672,6 @@ def test_a_layer_that_lacks_room_lets_no_later_layer_take_it(narrow_folder: Path
     assert asked == [0, 1]
 
 
-def begin_second_step(folder: Path, tmp: Path):
-    """Train a step from disk; return the model, and the layers of the next, of which the first is here."""
-    stack = open_training(folder, tmp, ("disk", "disk"))
-    optimizer = AdamW(stack, optimizer_config(Recipe()))
-    optimizer.begin_step(1e-3)
-    train_step(stack, optimizer, micro_batches(documents(stack.layers[0].wte.num_embeddings), PROMPTS, 40))
-    optimizer.finish_step()
-    layers = Prefetcher(stack, training_tasks(stack, optimizer.updates), optimizer)
-    next(layers)
-    return stack, layers
-
-
-def test_layers_are_updated_while_another_process_is_waited_for(narrow_folder: Path, tmp_path: Path) -> None:
-    stack, layers = begin_second_step(narrow_folder, tmp_path)
-    second = layers._loading[0]
-    assert second.task.updates
-    assert not second.is_updated, "there is nothing to do meanwhile"
-
-    def wait() -> None:
-        while not second.is_updated:
-            assert layers.is_active
-            time.sleep(0.001)
-
-    waiting = threading.Thread(target=layers.wait, args=(SimpleNamespace(wait=wait),), daemon=True)
-    waiting.start()
-    waiting.join(10.0)
-    assert not waiting.is_alive(), "it waits for what only it can do"
-    stack.cancel()
-    stack.close()
-
-
-def test_what_another_process_fails_with_is_raised_where_it_is_waited_for(narrow_folder: Path, tmp_path: Path) -> None:
-    stack, layers = begin_second_step(narrow_folder, tmp_path)
-
-    def fail() -> None:
-        raise TimeoutError("gone")
-
-    with pytest.raises(TimeoutError, match="gone"):
-        layers.wait(SimpleNamespace(wait=fail))
-    stack.cancel()
-    stack.close()
-
-
 def test_time_spent_waiting_for_the_stores_is_counted(narrow_folder: Path, tmp_path: Path) -> None:
     stack, start = open_training(narrow_folder, tmp_path), time.perf_counter()
     before = stack.waited_seconds

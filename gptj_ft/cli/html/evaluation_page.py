@@ -55,7 +55,7 @@ def evaluation_facts(verdict: ModelComparison, command: str, num_samples: int) -
         "by_file": {name: table_of(found) for name, found in files},
         "labels": label_facts(verdict.model.labels, baseline.labels if baseline else None),
         "lines": lines_of(verdict),
-        "samples": changed_samples(verdict, range(min(num_samples, rows))),
+        "samples": row_samples(verdict, range(min(num_samples, rows))),
         "command": command,
         "portable_command": portable(shlex.split(command)[1:]),
     }
@@ -161,8 +161,8 @@ def record(run: Path, verdict: ModelComparison, command: str) -> None:
     """
     extremes = (verdict.by_row.better[:RECORDED], verdict.by_row.worse[:RECORDED]) if verdict.by_row else ([], [])
     shown = dict.fromkeys([*extremes[0], *extremes[1], *range(min(RECORDED, verdict.model.rows))])
-    texts = {kind: changed_samples(verdict, rows) for kind, rows in zip(("better", "worse"), extremes, strict=True)}
-    texts["first"] = changed_samples(verdict, list(shown)[-RECORDED:])
+    texts = {kind: row_samples(verdict, rows) for kind, rows in zip(("better", "worse"), extremes, strict=True)}
+    texts["first"] = row_samples(verdict, list(shown)[-RECORDED:])
     write_json(run / RECORD, {**verdict.to_dict(texts=False), "samples": texts, "command": command})
 
 
@@ -249,7 +249,7 @@ def lines_of(verdict: ModelComparison) -> list[str]:
     return [*lines, *(f"note: {note}" for note in verdict.model.notes)]
 
 
-def changed_samples(verdict: ModelComparison, rows: Sequence[int]) -> list[dict[str, Any]]:
+def row_samples(verdict: ModelComparison, rows: Sequence[int]) -> list[dict[str, Any]]:
     """Return what was expected and answered in some rows, cut to what can be looked at, and how the score changed."""
     model, baseline, by_row = verdict.model, verdict.baseline, verdict.by_row
     return [

@@ -144,7 +144,7 @@ class _Amount:
     """How much is done, as a share and in words."""
 
     def __init__(self, what: str, unit: str, then: str) -> None:
-        self.what, self._unit, self._then, self._pace, self._done = what, unit, then, ItemRate(), 0
+        self.what, self._unit, self._then, self._rate, self._done = what, unit, then, ItemRate(), 0
         self.share: float | None = None
         self.text = "..."
 
@@ -152,7 +152,7 @@ class _Amount:
         if done < self._done:
             self.what = self._then
         self._done = done
-        left = self._pace.left(done, total) if total else None
+        left = self._rate.left(done, total) if total else None
         self.share = min(done / total, 1.0) if total else None
         percent = f"{self.share:.0%}, " if self.share is not None else ""
         about = f", {clock(left)} left" if left is not None and total and done < total else ""

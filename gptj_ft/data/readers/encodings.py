@@ -13,7 +13,7 @@ from typing import BinaryIO, cast
 
 from gptj_ft.errors import DataError
 
-AUTO_ENCODING = "auto"
+DETECT = "auto"  # an encoding, quotes or a delimiter that the file itself has to tell
 UTF8, WINDOWS = "utf-8", "cp1252"
 RECODED_BYTES = 2**16
 # Longest first: that of UTF-32 begins as that of UTF-16.

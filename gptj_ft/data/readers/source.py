@@ -24,7 +24,7 @@ from typing import BinaryIO, cast
 import google_crc32c
 
 from gptj_ft.config.options import MOST_RECORD_BYTES, Recipe
-from gptj_ft.data.readers.encodings import AUTO_ENCODING, ENCODING_NAMES, encoding_by_head
+from gptj_ft.data.readers.encodings import DETECT, ENCODING_NAMES, encoding_by_head
 from gptj_ft.errors import DataError, UsageError, did_you_mean
 from gptj_ft.system.plain_text import shortened
 
@@ -175,9 +175,9 @@ class FileOptions:
     """How to read files: the recipe's options of the same names."""
 
     documents: str = "paragraph"
-    quotes: str = AUTO_ENCODING
-    delimiter: str = AUTO_ENCODING
-    encoding: str = AUTO_ENCODING
+    quotes: str = DETECT
+    delimiter: str = DETECT
+    encoding: str = DETECT
     sheet: str = ""
     header: tuple[str, ...] = ()
     task: str = "language-model"
@@ -314,7 +314,7 @@ def identify_file(path: Path, options: FileOptions = FileOptions()) -> File:
         if not by_content:
             raise DataError(f"{path} is {ADVICE[meant]}")
     by_name, told, encoding = SUFFIXES.get(suffix, ""), encoding_by_head(head), options.encoding
-    encoding = told if encoding == AUTO_ENCODING or (told and encoding in ("utf-16", "utf-32")) else encoding
+    encoding = told if encoding == DETECT or (told and encoding in ("utf-16", "utf-32")) else encoding
     format_ = by_content or _format_of(_recoded(head, encoding), by_name)
     if not format_ and suffix in ADVICE:
         raise DataError(f"{path} is by its name {ADVICE[suffix]}")

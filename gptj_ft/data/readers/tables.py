@@ -9,7 +9,7 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
 
-from gptj_ft.data.readers.encodings import AUTO_ENCODING
+from gptj_ft.data.readers.encodings import DETECT
 from gptj_ft.data.readers.rows import Findings, Row, numbered_lines, too_long
 from gptj_ft.data.readers.source import DATASET_FILES, File, opened_file
 from gptj_ft.errors import DataError
@@ -66,8 +66,8 @@ def read_table(file: File, findings: Findings) -> Iterator[Row]:
     if told:
         number, beginning = 2, beginning[1:]
     wanted = file.options.delimiter
-    dialect = choose_dialect(file, beginning, told[1] if told and wanted == AUTO_ENCODING else wanted)
-    if dialect.delimiter != COLUMN_SEPARATORS[file.format] and wanted == AUTO_ENCODING:
+    dialect = choose_dialect(file, beginning, told[1] if told and wanted == DETECT else wanted)
+    if dialect.delimiter != COLUMN_SEPARATORS[file.format] and wanted == DETECT:
         what = SEPARATOR_NAMES.get(dialect.delimiter, repr(dialect.delimiter))
         findings.note(f"{file.path} is separated by {what}")
     records = _records(file, dialect, number, chain(beginning, lines))
@@ -85,7 +85,7 @@ def read_table(file: File, findings: Findings) -> Iterator[Row]:
         yield Row(str(file.path), line, {k: v.replace("\r\n", "\n") for k, v in zip(header, cells, strict=True)})
 
 
-def choose_dialect(file: File, beginning: Sequence[str], delimiter: str = AUTO_ENCODING) -> Dialect:
+def choose_dialect(file: File, beginning: Sequence[str], delimiter: str = DETECT) -> Dialect:
     """Choose the delimiter of a table.
 
     The name of the file is right unless another separator splits the header and the records after it more evenly.
@@ -96,7 +96,7 @@ def choose_dialect(file: File, beginning: Sequence[str], delimiter: str = AUTO_E
         delimiter: what it is, if that is known.
     """
     by_name = COLUMN_SEPARATORS[file.format]
-    if delimiter == AUTO_ENCODING:
+    if delimiter == DETECT:
         shares = {each: _evenness(_dialect(file, beginning, each), beginning) for each in SEPARATOR_NAMES}
         best = max(shares, key=lambda each: shares[each])  # of several, the first
         delimiter = best if shares[best] > max(shares[by_name], 1 - MOST_UNLIKE) else by_name
@@ -105,7 +105,7 @@ def choose_dialect(file: File, beginning: Sequence[str], delimiter: str = AUTO_E
 
 def _dialect(file: File, beginning: Sequence[str], delimiter: str) -> Dialect:
     quotes = file.options.quotes
-    if quotes != AUTO_ENCODING:
+    if quotes != DETECT:
         return Dialect(delimiter, quotes == "on")
     is_quoted = bool(beginning) and beginning[0].startswith('"') and beginning[0].rstrip().endswith('"')
     return Dialect(delimiter, file.format == "csv" or delimiter != "\t" or is_quoted)
