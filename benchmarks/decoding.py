@@ -4,8 +4,9 @@
     python benchmarks/decoding.py b --work NEW_FOLDER     # bytes of weights a second, beside what memory gives
     python benchmarks/decoding.py c --work NEW_FOLDER     # from disk: batch 8 beside batch 1 and the disk's rate
 
-A random GPT-J of 8 layers x 1024 with GPT-J's vocabulary, fp32, on the CPU: 0.8 GB, which a holds twice in memory and
-b once; c reads it past the page cache. Runs take turns, and medians are compared. To try the script:
+A random GPT-J of 8 layers x 1024 with GPT-J's vocabulary, on the CPU, in fp32 or, with `--precision bf16`, in bf16, in
+memory and on disk, by both programs: 0.8 GB or half of that, which a holds twice in memory and b once; c reads it past
+the page cache. Runs take turns, and medians are compared. To try the script:
 `--layers 2 --width 64 --vocabulary 512 --tokens 4 --runs 1 --memory-bytes 4000000`.
 """
 
@@ -29,6 +30,7 @@ from transformers import GPTJConfig, GPTJForCausalLM
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.generation.hf_model import StreamedModel
 from gptj_ft.streaming.open import open_for_inference
+from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.memory import allocate
 
 CASES = [(1, 1), (8, 1), (1, 4), (8, 4)]  # rows, beams
@@ -38,7 +40,7 @@ BLOCK_BYTES, READERS = 2**20, 8  # of requests to the disk, those that are on th
 
 def model_folder(arguments: argparse.Namespace) -> Path:
     """Return the folder of the model; make it if it is new."""
-    folder = arguments.work / "model"
+    folder = arguments.work / f"model-{arguments.precision}"
     if not folder.exists():
         torch.manual_seed(0)
         config = GPTJConfig(
@@ -46,7 +48,7 @@ def model_folder(arguments: argparse.Namespace) -> Path:
             n_head=max(1, arguments.width // 64), rotary_dim=min(64, arguments.width), bos_token_id=0,
             eos_token_id=None,
         )  # fmt: skip
-        GPTJForCausalLM(config).float().save_pretrained(folder)
+        GPTJForCausalLM(config).to(PRECISIONS[arguments.precision]).save_pretrained(folder)
     return Path(folder)
 
 
@@ -72,9 +74,10 @@ def seconds_a_pass(model: Any, arguments: argparse.Namespace, rows: int, beams: 
 
 def figure_a(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time whole calls of `generate`, prompts included."""
-    theirs = GPTJForCausalLM.from_pretrained(model_folder(arguments)).eval()
+    dtype = PRECISIONS[arguments.precision]
+    theirs = GPTJForCausalLM.from_pretrained(model_folder(arguments), dtype=dtype).eval()
     found: dict[str, Any] = {}
-    with open_for_inference(model_folder(arguments), CPU, torch.float32, "device") as (architecture, stack):
+    with open_for_inference(model_folder(arguments), CPU, dtype, "device") as (architecture, stack):
         models = {"transformers": theirs, "gptj-ft": StreamedModel(architecture, stack)}
         for rows, beams in CASES:
             seconds: dict[str, list[float]] = {name: [] for name in models}
@@ -104,10 +107,11 @@ def figure_b(arguments: argparse.Namespace) -> dict[str, Any]:
         memory.sum()
         return memory.nbytes / (time.perf_counter() - start)
 
-    with open_for_inference(model_folder(arguments), CPU, torch.float32, "device") as (architecture, stack):
+    dtype = PRECISIONS[arguments.precision]
+    with open_for_inference(model_folder(arguments), CPU, dtype, "device") as (architecture, stack):
         model = StreamedModel(architecture, stack)
         # of the embedding one row is read
-        weights = 4 * sum(layout.num_parameters for layout in stack.frozen[1:])
+        weights = dtype.itemsize * sum(layout.num_parameters for layout in stack.frozen[1:])
         shares, rates = [], []
         for turn in range(arguments.runs + 1):
             before, seconds, after = read_rate(), seconds_a_pass(model, arguments, 1), read_rate()
@@ -158,13 +162,13 @@ class Disk:
 
 def figure_c(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time a pass of one row and of eight, the disk before and after each."""
-    folder = model_folder(arguments)
+    folder, dtype = model_folder(arguments), PRECISIONS[arguments.precision]
     disk = Disk(folder, lambda name: "wte" not in name)  # of the embedding a few rows are needed
     found: dict[str, dict[int, list[float]]] = {name: {1: [], 8: []} for name in ("seconds", "share", "waiting")}
     disks: list[float] = []
-    with open_for_inference(folder, CPU, torch.float32, "disk") as (architecture, stack):
+    with open_for_inference(folder, CPU, dtype, "disk") as (architecture, stack):
         model = StreamedModel(architecture, stack)
-        num_bytes = 4 * sum(layout.num_parameters for layout in stack.frozen[1:])
+        num_bytes = dtype.itemsize * sum(layout.num_parameters for layout in stack.frozen[1:])
         for turn in range(arguments.runs + 1):
             for rows in (1, 8):
                 before = disk.rate(arguments.disk_bytes)
@@ -198,6 +202,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("figure", choices=FIGURES)
     options.add_argument("--work", type=Path, required=True, help="folder for the model; kept")
+    options.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of both programs")
     options.add_argument("--layers", type=int, default=8)
     options.add_argument("--width", type=int, default=1024)
     options.add_argument("--vocabulary", type=int, default=50400)

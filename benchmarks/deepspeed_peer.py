@@ -1,14 +1,16 @@
 """`gptj-ft finetune` with everything on disk against DeepSpeed ZeRO-3 with NVMe offload, on the same rows of DialogSum.
 
-Model: a random GPT-J of 8 blocks x n_embd 1024 with 50,400 rows of vocabulary, 204 M parameters, fp32 on the CPU. The
-script installs DeepSpeed with the same torch and `transformers` into an environment of its own and compiles what it
-needs there before anything is timed. It needs a C++ compiler and libaio's headers:
+Model: a random GPT-J of 8 blocks x n_embd 1024 with 50,400 rows of vocabulary, 204 M parameters, fp32 on the CPU, or
+with `--size` one of the depth and width that `ladder.py` has under that name (GPT-J's head comes on top). The script
+installs DeepSpeed with the same torch and `transformers` into an environment of its own and compiles what it needs
+there before anything is timed. It needs a C++ compiler and libaio's headers:
 
     apt-get install g++ libaio-dev
     python benchmarks/deepspeed_peer.py --data train.jsonl --tokenizer gpt2/ --work /tmp/peer
 
 DeepSpeed runs `transformers`' model on rows padded to the longest of their batch, in one process with its CPU
-accelerator, gloo and `DeepSpeedCPUAdam`; weights come in through its own `zero.Init`. Modes:
+accelerator, gloo and `DeepSpeedCPUAdam`; weights come in through its own `zero.Init`. Its head computes on positions
+with a target only, as ours does; with `--loss all` on every position, as `model(labels=...)` does. Modes:
 
     nvme        parameters and optimizer state on disk
     recompute   the same, with gradient checkpointing: less memory, more time
@@ -16,12 +18,13 @@ accelerator, gloo and `DeepSpeedCPUAdam`; weights come in through its own `zero.
     ram         both in RAM (ZeRO-3 with CPU offload)
 
 By itself ``offload_param`` leaves the first 1e9 parameters in RAM; ``max_in_cpu: 0`` sends them to the disk. A buffer
-for parameters has to hold the largest of them, the 50,400 x 1024 head, so five take 1.0 GB.
+for parameters has to hold the largest of them, the head of 50,400 x n_embd, so five take 1.0 GB at a width of 1024.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -31,20 +34,38 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from same_work import SHAPE, Work, decay_groups, loss_of_all_positions, make_model, open_model
+import torch
+from same_work import LOSSES, SHAPE, SHAPES, Step, Work, decay_groups, make_model, open_model
 
 DEEPSPEED = "0.19.8"
 MODES = ("nvme", "recompute", "optimizer", "ram")
 SUB_GROUP = 2**24  # parameters updated at once
 
 
+class LossModel(torch.nn.Module):
+    """A model whose forward pass is the loss of a step: DeepSpeed fetches weights around the forward pass of a whole.
+
+    Args:
+        model: model of `transformers`.
+        loss: name of the loss in `LOSSES`.
+    """
+
+    def __init__(self, model: torch.nn.Module, loss: str) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, step: Step) -> torch.Tensor:
+        return LOSSES[self.loss](self.model, step)
+
+
 def settings(work: Work, mode: str, folder: Path) -> dict[str, Any]:
-    """Return DeepSpeed's configuration."""
-    disk = {"device": "nvme", "nvme_path": str(folder), "pin_memory": True}
+    """Return DeepSpeed's configuration for a model folder."""
+    config = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))
+    disk = {"device": "nvme", "nvme_path": str(folder / "nvme"), "pin_memory": True}
     memory = {"device": "cpu", "pin_memory": True}
     # Small buffers, not tuned: weights, gradients and both moments of a sub-group; a few parameters in flight.
     optimizer = {**disk, "buffer_count": 4, "fast_init": True}
-    largest = SHAPE["vocab_size"] * SHAPE["n_embd"]
+    largest = config["vocab_size"] * config["n_embd"]
     parameters = {**disk, "buffer_count": 5, "buffer_size": largest, "max_in_cpu": 0}
     offload = {"optimizer": (optimizer, memory), "ram": (memory, memory)}.get(mode, (optimizer, parameters))
     return {
@@ -70,24 +91,24 @@ def settings(work: Work, mode: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def train(folder: Path, work: Work, mode: str) -> Iterator[float]:
+def train(folder: Path, work: Work, mode: str, loss_name: str) -> Iterator[float]:
     """Train a model folder with DeepSpeed, in its environment; yield the loss of each step."""
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
 
-    config = settings(work, mode, folder / "nvme")
+    config = settings(work, mode, folder)
     deepspeed.init_distributed(dist_backend="gloo")
     partitioning = HfDeepSpeedConfig(config)  # as long as it lives, from_pretrained partitions what it reads
     model = open_model(folder / "model")
     if mode == "recompute":
         model.gradient_checkpointing_enable()
     groups = decay_groups(model, work.weight_decay)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    engine, *_ = deepspeed.initialize(model=LossModel(model, loss_name), model_parameters=groups, config=config)
     del partitioning
     for step in work.steps:
         for group in engine.optimizer.param_groups:
             group["lr"] = step.lr
-        loss = loss_of_all_positions(engine, step)
+        loss = engine(step)
         engine.backward(loss)
         engine.step()
         yield loss.item()
@@ -130,29 +151,36 @@ def main(words: Sequence[str]) -> None:
     options.add_argument("--environment", type=Path, help="folder of DeepSpeed's, made if missing; default in WORK")
     options.add_argument("--variant", default="disk", help="of gptj-ft, e.g. disk:device_memory=2.5GiB")
     options.add_argument("--modes", default="nvme", help="any of " + ", ".join(MODES))
+    options.add_argument(
+        "--loss", choices=LOSSES, default="targets", help="positions that DeepSpeed's head computes on"
+    )
+    options.add_argument("--size", choices=SHAPES, help="depth and width; default: 8 blocks x n_embd 1024")
     arguments = options.parse_args(words)
     folder: Path = arguments.work
     folder.mkdir(parents=True)
     place = (arguments.environment or folder / "environment").absolute()
     environment = make_environment(place)
-    make_model(folder / "model", arguments.tokenizer)
+    make_model(folder / "model", arguments.tokenizer, {**SHAPE, **SHAPES.get(arguments.size, {})})
     watched, run = finetune(arguments, arguments.variant)
     runs, work = {f"gptj-ft, {arguments.variant}": watched}, Work.of(run)
     work.save(folder / "work.json")
     for mode in arguments.modes.split(","):
         command = [str(place / "bin" / "python"), __file__, "--mode", mode, "--work", str(folder)]
+        command += ["--loss", arguments.loss]
         runs[f"DeepSpeed ZeRO-3, {mode}"] = watch(command, folder / f"{mode}.jsonl", environment)
-    report(runs, work, arguments.warm_up, {**facts_of(run), "deepspeed": DEEPSPEED})
+    report(runs, work, arguments.warm_up, {**facts_of(run), "deepspeed": DEEPSPEED, "loss": arguments.loss})
 
 
 def peer(words: Sequence[str]) -> None:
     """Train in this process, which DeepSpeed's environment runs."""
     options = argparse.ArgumentParser()
     options.add_argument("--mode", choices=MODES)
+    options.add_argument("--loss", choices=LOSSES)
     options.add_argument("--work", type=Path)
     arguments = options.parse_args(words)
     work = Work.load(arguments.work / "work.json")
-    work.write_losses(train(arguments.work, work, arguments.mode), arguments.work / f"{arguments.mode}.jsonl")
+    losses = train(arguments.work, work, arguments.mode, arguments.loss)
+    work.write_losses(losses, arguments.work / f"{arguments.mode}.jsonl")
 
 
 if __name__ == "__main__":

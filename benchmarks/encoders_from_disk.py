@@ -15,12 +15,11 @@ import argparse
 import hashlib
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from side_by_side import watch
+from side_by_side import command, watch
 from torch import Tensor
 
 from gptj_ft.checkpoints.model_folder import write_model
@@ -57,8 +56,7 @@ def main() -> None:
             **dict(word.split("=") for word in MORE.get(arguments.shape, ())),
             **({"host_memory": arguments.memory} if place == "disk" else {}),
         }  # fmt: skip
-        words = [word for key, value in chosen.items() for word in ("--set", f"{key}={value}")]
-        watched = watch([sys.executable, "-m", "gptj_ft", "finetune", *words], run / "metrics.jsonl")
+        watched = watch(command("finetune", chosen), run / "metrics.jsonl")
         seconds = sorted(line["seconds"] for line in watched.lines[1:])[len(watched.lines) // 2 - 1]
         print(f"| {place} | {watched.peak_rss_bytes / 2**30:.2f} GiB | {seconds:.1f} | {digest(run / 'model')[:16]} |")
         shutil.rmtree(run)

@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from same_work import SHAPE, make_model
-from side_by_side import parser, watch
+from side_by_side import command, parser, watch
 
 from gptj_ft.config.run_folder import Run
 
@@ -102,12 +102,6 @@ def plan_and_run(arguments: Any, model: Path, different: dict[str, Any]) -> dict
             "stall": sum(line["waited_seconds"] for line in steady) / sum(line["seconds"] for line in steady),
         },
     }
-
-
-def command(name: str, choices: dict[str, Any]) -> list[str]:
-    """Return a command line of `gptj-ft`."""
-    words = [word for key, value in choices.items() for word in ("--set", f"{key}={value}")]
-    return [sys.executable, "-m", "gptj_ft", name, *words]
 
 
 if __name__ == "__main__":

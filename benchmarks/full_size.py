@@ -9,11 +9,12 @@ applies the last update to every layer; then every file is read and compared wit
     python benchmarks/full_size.py --work /tmp/full --memory 6 --precision bf16 --steps 5
 
 Each step is held against the longer of two bounds: its FLOP by the best of twenty products, recomputation counted, and
-its bytes by the rate at which the disk reads and writes at once. Steps from the third on are steady: they begin and end
-with an update on its way.
+its bytes by the rates of the disk; both are measured before and after, in the same go, and the better counts. Steps
+from the third on are steady: they begin and end with an update on its way.
 
-The steps are the trainer's own (`AdamW`, `train_step`, `checkpoint.commit`), and what is on the device at once is what
-`plan` allows under the cap; there are no rows to prepare and no model folder to start from, which would be 24 GB more.
+The steps are the trainer's own (`AdamW`, `train_step`, `checkpoint.commit`). What is on the device at once, and which
+updates wait, is what `plan` chooses under the cap, by the times of these layers and a replay of the step. There are no
+rows to prepare and no model folder to start from, which would be 24 GB more.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ from gptj_ft.models.batch import PackedBatch
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture, families
 from gptj_ft.planning.flops import count_flops
-from gptj_ft.planning.machine_profile import rates
-from gptj_ft.planning.plan import Free, Plan, forecast
+from gptj_ft.planning.machine_profile import disk_rates, rates
+from gptj_ft.planning.plan import Free, Plan, forecast, with_replay
+from gptj_ft.planning.resources import Target
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.adamw import AdamW, Update
 from gptj_ft.streaming.model import OffloadedModel
@@ -70,25 +72,27 @@ class Work:
         family = families()["gptj"]
         self.architecture = Architecture(family, family.read_config(shape), shape)
         self.dtype, self.steps = PRECISIONS[arguments.precision], arguments.steps
-        self.layouts = [Layout.of(layer) for layer in self.architecture.layers()]
+        self.layers = self.architecture.layers()
+        self.layouts = [Layout.of(layer) for layer in self.layers]
         self.device, self.tokens = torch.device("cpu"), arguments.tokens
         self.recipe = Recipe(
             moments="bf16", gradients="bf16", micro_batch_tokens=arguments.micro_batch, activations="recompute"
         )
-        cap, self.rates = int(arguments.memory * 2**30), rates(self.device, arguments.work)
-        self.plan = self._plan(Free(cap, cap, shutil.disk_usage(arguments.work).free, is_shared=True))
+        cap, count = int(arguments.memory * 2**30), self.tokens // ROW
+        self.num_targets = count * (ROW - 1)
+        free = Free(cap, cap, shutil.disk_usage(arguments.work).free, is_shared=True)
+        self.plan = self._plan(Target(self.device, arguments.precision, free, rates(self.device, arguments.work)))
         generator = torch.Generator().manual_seed(1)
-        count = self.tokens // ROW
         documents = [torch.randint(0, 50257, (ROW,), generator=generator).tolist() for _ in range(count)]
         self.batches = micro_batches(documents, [1] * count, arguments.micro_batch)
-        self.num_targets = count * (ROW - 1)
 
-    def _plan(self, have: Free) -> Plan:
+    def _plan(self, target: Target) -> Plan:
         load = Workload(
             self.layouts, self.architecture.config.n_embd, self.dtype, self.recipe.micro_batch_tokens, self.tokens,
-            self.tokens, self.tokens, num_steps=self.steps,
+            self.tokens, self.num_targets, num_steps=self.steps, longest_row=ROW, layers=self.layers,
         )  # fmt: skip
-        return forecast(ON_DISK, load, self.recipe, self.rates, have)
+        load = target.settled(load, self.recipe)
+        return with_replay(forecast(ON_DISK, load, self.recipe, target.rates, target.free), load, self.recipe)
 
     def open(self, run: Run) -> OffloadedModel:
         """Open the stores."""
@@ -196,12 +200,14 @@ def main() -> None:
         train(arguments)
         return
     arguments.work.mkdir(parents=True)
+    disks = [rates(torch.device("cpu"), arguments.work, again=True).disk]  # those that both processes plan with
     work = Work(arguments)
-    before = 1e9 * best_product(work.dtype)
+    before = 1e9 * best_product(work.dtype, arguments.width)
     words = [*sys.argv[1:], "--rate", str(before)]
     first, first_peak = watch(words, arguments.kill_at)
     second, second_peak = watch(words, None)
-    after = 1e9 * best_product(work.dtype)
+    after = 1e9 * best_product(work.dtype, arguments.width)
+    disks.append(disk_rates(arguments.work, again=True))
     start = time.perf_counter()
     checker = Checker(Run(arguments.work), work.layouts)
     problems = list(checker.state())
@@ -213,7 +219,7 @@ def main() -> None:
         },
         "peak_rss_bytes": [first_peak, second_peak],
         "best_products": [before, after],
-        "disk_rates": vars(work.rates.disk),
+        "disk_rates": list(map(vars, disks)),
         "said": [*first, *second],
         "verified": {"bytes": checker.bytes, "seconds": time.perf_counter() - start, "problems": problems},
         "disk_bytes": sum(path.stat().st_blocks * 512 for path in arguments.work.rglob("*") if path.is_file()),
@@ -225,11 +231,15 @@ def main() -> None:
         if line["kind"] == "step":
             shares = {f"{name} of the rate before": line[name] for name in ("hfu", "mfu")}
             flop = line["hardware_gflops"] * line["seconds"]
-            bounds = flop / max(before, after) * 1e9, work.rates.disk.seconds(line["bytes_read"], line["bytes_written"])
+            moved = min(disk.seconds(line["bytes_read"], line["bytes_written"]) for disk in disks)
+            bounds = flop / max(before, after) * 1e9, moved
             shares |= {"stall": line["stall"], "of the longer bound": line["seconds"] / max(bounds)}
             print(f"step {line['step']}: {line['seconds']:.0f} s, loss {line['loss']:.6f},", shares)
             print(f"    bounds: {bounds[0]:.0f} s of products, {bounds[1]:.0f} s of the disk", end="; ")
             print(f"{line['bytes_read'] / 1e9:.1f} GB read, {line['bytes_written'] / 1e9:.1f} written")
+    for name, disk, product in zip(("before", "after"), disks, (before, after), strict=True):
+        print(f"{name}: products {product / 1e9:.0f} GFLOP/s; the disk {disk.read / 1e9:.2f} GB/s read, "
+              f"{disk.write / 1e9:.2f} written, {disk.mixed / 1e9:.2f} both at once")  # fmt: skip
     print(f"peak RSS {max(first_peak, second_peak) / 2**30:.2f} GiB; damaged: {problems or 'nothing'}")
     shutil.rmtree(arguments.work)
     assert not problems

@@ -16,9 +16,13 @@ outside; all rungs take their turn before the next begins. The first step is not
     python benchmarks/ladder.py --data train.jsonl --tokenizer gpt2/ --work /tmp/ladder --size 760M --batch-size 4
 
 A loop keeps 16 bytes a parameter and its activations in RAM. What does not fit, by an estimate that errs low, is
-skipped with the reason, as is a rung that needs a compiler where there is none. Rates are shares of the best of 20
-product shapes in the same precision, measured before and after: mfu counts what every way of training needs (real
-tokens, the head on targets), hfu what was computed (padding, the head everywhere, blocks computed twice).
+skipped with the reason, as is a rung that needs a compiler where there is none; gptj-ft is compared with the best of
+those that ran. Each result is a JSON line as soon as it is there. If gptj-ft fails on a rung, the others go on, it is
+told at the end, and the exit code is 1. Figures are medians over turns, with the least and most.
+
+Rates are shares of the best of 20 product shapes in the same precision, measured before and after: mfu counts what
+every way of training needs (real tokens, the head on targets), hfu what was computed (padding, the head everywhere,
+blocks computed twice).
 """
 
 from __future__ import annotations
@@ -32,29 +36,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
 import torch
 import torch.nn.functional as F
-from same_work import NO_TARGET, Step, Work, decay_groups, loss_of_all_positions, pad
-from side_by_side import Watched, finetune, parser, watch
+from same_work import SHAPES, Step, Work, loss_of_all_positions, loss_of_targets, take_steps
+from side_by_side import Watched, finetune, parser, run_of, watch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gptj_ft.models.linear import multiply
 from gptj_ft.system.cage import NotCaged, caged
 
-SHAPES: Mapping[str, Mapping[str, int]] = {
-    "tiny": {"n_layer": 4, "n_embd": 128, "n_head": 4},
-    "124M": {"n_layer": 12, "n_embd": 768, "n_head": 12},
-    "350M": {"n_layer": 24, "n_embd": 1024, "n_head": 16},
-    "760M": {"n_layer": 24, "n_embd": 1536, "n_head": 16},
-    "1.0B": {"n_layer": 18, "n_embd": 2048, "n_head": 16},
-    "1.3B": {"n_layer": 24, "n_embd": 2048, "n_head": 16},
-}
 VOCABULARY = 50257
 LOOPS = ("plain", "grouped", "targets", "sdpa", "compile", "recompute")
 WITH_ALL_LOGITS, WITH_EAGER_ATTENTION = LOOPS[:2], LOOPS[:3]
@@ -68,10 +65,15 @@ PRODUCT_TOKENS = (256, 512, 1024, 2048)
 PRODUCTS, BEST_SHAPES = 5, 4  # how often the fastest shapes are computed again, and how many
 MATRICES = ((768, 3072), (1024, 4096), (2048, 2048), (2048, 8192), (4096, 4096))
 SAME_LOSS = {"fp32": 1e-3, "bf16": 5e-2}
+Key = tuple[str, str]  # rung and precision
 
 
 class Skipped(Exception):
     """A rung that cannot be taken here; the message is the reason."""
+
+
+class Failed(Exception):
+    """A rung of gptj-ft that ended with an error; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -145,27 +147,14 @@ def train(model: GPT2LMHeadModel, work: Work, loop: str, precision: str) -> Iter
             block.compile(dynamic=True)
     if loop == "recompute":
         model.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW(
-        decay_groups(model, work.weight_decay), betas=work.betas, eps=work.eps, fused=True
-    )  # fmt: skip
-    for step in work.steps:
-        for group in optimizer.param_groups:
-            group["lr"] = step.lr
+
+    def add_gradients(step: Step) -> float:
         with torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext():
             loss = (loss_of_all_positions if loop in WITH_ALL_LOGITS else loss_of_targets)(model, step)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), work.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        yield loss.item()
+        return float(loss.item())
 
-
-def loss_of_targets(model: GPT2LMHeadModel, step: Step) -> Tensor:
-    """Return the mean loss over a step's targets; the head runs on their positions only."""
-    ids, mask, targets = pad(step.documents, step.prompt_lengths)
-    hidden = model.transformer(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-    chosen = targets != NO_TARGET
-    return F.cross_entropy(model.lm_head(hidden[chosen]).float(), targets[chosen])
+    yield from take_steps(model, work, add_gradients)
 
 
 def run_loop(arguments: argparse.Namespace) -> None:
@@ -184,11 +173,16 @@ def take(ladder: Ladder, rung: str, precision: str, arguments: argparse.Namespac
 
     Raises:
         Skipped: it cannot be taken here.
+        Failed: it is one of gptj-ft, and ended with an error.
     """
     if rung in OURS:
-        watched, run = finetune(arguments, f"{OURS[rung]}:precision={precision}")
-        shutil.rmtree(run.folder)
-        return watched
+        variant = f"{OURS[rung]}:precision={precision}"
+        try:
+            return finetune(arguments, variant)[0]
+        except subprocess.CalledProcessError as error:
+            raise Failed(f"`gptj-ft finetune` ended with {error.returncode}, see above") from error
+        finally:
+            shutil.rmtree(run_of(arguments, variant).folder, ignore_errors=True)
     if rung == "compile" and not shutil.which(os.environ.get("CXX", "g++")):
         raise Skipped("torch.compile needs a C++ compiler, and there is none")
     need, free = ladder.needs(rung), psutil.virtual_memory().available - SPARED_BYTES
@@ -245,15 +239,26 @@ def make_model(folder: Path, tokenizer: Path, shape: Mapping[str, int]) -> None:
         shutil.copy(tokenizer / name, folder / name)
 
 
-def first_look(arguments: argparse.Namespace, precision: str) -> tuple[Watched, Work]:
-    """Train by `gptj-ft`, as all rungs then do; return its steps, too."""
-    watched, run = finetune(arguments, f"{OURS['ours']}:precision={precision}")
+def first_look(arguments: argparse.Namespace, precision: str) -> tuple[Watched | Failed, Work]:
+    """Train by `gptj-ft`, as all rungs then do; return its steps, too, which a run that fails leaves as well.
+
+    Raises:
+        subprocess.CalledProcessError: it failed before it had any.
+    """
+    variant = f"{OURS['ours']}:precision={precision}"
+    run, found = run_of(arguments, variant), list[Watched | Failed]()
+    try:
+        found.append(finetune(arguments, variant)[0])
+    except subprocess.CalledProcessError as error:
+        if not run.recipe_file.is_file():
+            raise
+        found.append(Failed(f"`gptj-ft finetune` ended with {error.returncode}, see above"))
     work = Work.of(run)
     shutil.rmtree(run.folder)
-    return watched, work
+    return found[0], work
 
 
-def check_losses(runs: Mapping[tuple[str, str], Sequence[Watched]]) -> None:
+def check_losses(runs: Mapping[Key, Sequence[Watched]]) -> None:
     """Check that rungs with the same batches have the same losses.
 
     Raises:
@@ -267,60 +272,114 @@ def check_losses(runs: Mapping[tuple[str, str], Sequence[Watched]]) -> None:
                 assert apart < most, f"losses of {names} in {precision} are apart by {apart}"
 
 
-def report(
-    ladder: Ladder, runs: Mapping[tuple[str, str], Sequence[Watched]], rates: Mapping[str, float], size: str
-) -> None:
+@dataclass
+class Results:
+    """What came of the rungs.
+
+    Attributes:
+        ladder: what every rung works on.
+        runs: finished trainings, a list entry for each turn.
+        skipped: reasons of rungs that could not be taken.
+        failed: reasons of rungs of gptj-ft that ended with an error.
+    """
+
+    ladder: Ladder
+    runs: dict[Key, list[Watched]] = field(default_factory=dict)
+    skipped: dict[Key, str] = field(default_factory=dict)
+    failed: dict[Key, str] = field(default_factory=dict)
+
+    def add(self, key: Key, found: Watched | Skipped | Failed) -> None:
+        """Keep what came of a rung, and print it as a JSON line."""
+        facts: dict[str, Any]
+        if isinstance(found, Watched):
+            self.runs.setdefault(key, []).append(found)
+            facts = {
+                "examples_per_second": self.speeds(key)[-1],
+                "seconds": found.arrivals[-1] - found.arrivals[0],
+                "peak_rss_bytes": found.peak_rss_bytes,
+                "losses": [line["loss"] for line in found.lines],
+            }
+        elif isinstance(found, Skipped):
+            self.skipped[key] = str(found)
+            facts = {"skipped": str(found)}
+        else:
+            self.failed[key] = str(found)
+            facts = {"failed": str(found)}
+        print(json.dumps({"rung": key[0], "precision": key[1], **facts}), flush=True)
+
+    def speeds(self, key: Key) -> list[float]:
+        """Return the examples/s of each turn of a rung."""
+        examples = sum(len(step.documents) for step in self.ladder.work.steps[1:])
+        return [examples / (run.arrivals[-1] - run.arrivals[0]) for run in self.runs[key]]
+
+    def speed(self, key: Key) -> float:
+        """Return the examples/s of a rung, the median over turns."""
+        return median(self.speeds(key))
+
+    def peak(self, key: Key) -> int:
+        """Return the most memory of a rung, in bytes."""
+        return max(run.peak_rss_bytes for run in self.runs[key])
+
+
+def report(results: Results, rates: Mapping[str, float], size: str) -> None:
     """Print a JSON line, a table, and what the ladder is for: gptj-ft beside the best rung and beside the first."""
-    timed = ladder.work.steps[1:]
+    ladder, timed = results.ladder, results.ladder.work.steps[1:]
     examples, tokens = sum(len(step.documents) for step in timed), sum(step.num_tokens for step in timed)
-    results: dict[tuple[str, str], dict[str, Any]] = {}
-    for (rung, precision), watched in runs.items():
-        seconds = [run.arrivals[-1] - run.arrivals[0] for run in watched]
-        middle = sorted(seconds)[len(seconds) // 2]
-        results[rung, precision] = {
-            "examples_per_second": [examples / each for each in seconds],
-            "tokens_per_second": tokens / middle,
-            "peak_rss_bytes": max(run.peak_rss_bytes for run in watched),
-            "mfu": ladder.model_flops() / middle / rates[precision],
-            "hfu": ladder.hardware_flops(rung, watched[0].lines) / middle / rates[precision],
+    named: dict[str, dict[str, Any]] = {}
+    for (rung, precision), watched in results.runs.items():
+        speed = results.speed((rung, precision))
+        share = speed / examples / rates[precision]
+        named[f"{rung}, {precision}"] = {
+            "examples_per_second": results.speeds((rung, precision)),
+            "tokens_per_second": tokens / examples * speed,
+            "peak_rss_bytes": results.peak((rung, precision)),
+            "mfu": ladder.model_flops() * share,
+            "hfu": ladder.hardware_flops(rung, watched[0].lines) * share,
             "losses": [line["loss"] for line in watched[0].lines],
         }
-    named = {f"{rung}, {precision}": result for (rung, precision), result in results.items()}
+    left_out = {
+        what: {", ".join(key): reason for key, reason in reasons.items()}
+        for what, reasons in (("skipped", results.skipped), ("failed", results.failed))
+    }
     facts = {"size": size, "rates": rates, "torch": torch.__version__, "threads": torch.get_num_threads()}
-    print(json.dumps({"results": named, "examples": examples, "tokens": tokens, **facts}))
+    print(json.dumps({"results": named, **left_out, "examples": examples, "tokens": tokens, **facts}))
     print(f"| rung | examples/s | | tokens/s | peak RSS | mfu | hfu |\n{'|---' * 7}|")
-    speeds = {key: sorted(result["examples_per_second"]) for key, result in results.items()}
-    first = next(iter(results))
-    for (rung, precision), result in results.items():
-        low, middle, high = (speeds[rung, precision][at] for at in (0, len(speeds[rung, precision]) // 2, -1))
-        base = speeds.get(("plain", precision), speeds[first])
+    for rung, precision in results.runs:
+        speeds, result = results.speeds((rung, precision)), named[f"{rung}, {precision}"]
+        base = ("plain", precision)
+        ratio = f"{results.speed((rung, precision)) / results.speed(base):.2f}x" if base in results.runs else ""
         print(
-            f"| {rung}, {precision} | {middle:.3f} ({low:.3f} to {high:.3f}) | {middle / base[len(base) // 2]:.2f}x | "
+            f"| {rung}, {precision} | {median(speeds):.3f} ({min(speeds):.3f} to {max(speeds):.3f}) | {ratio} | "
             f"{result['tokens_per_second']:.0f} | {result['peak_rss_bytes'] / 1e9:.2f} GB | {result['mfu']:.0%} | "
             f"{result['hfu']:.0%} |"
         )
+    for what, reasons in left_out.items():
+        for name, reason in reasons.items():
+            print(f"{what}: {name}: {reason}")
     compare(results)
 
 
-def compare(results: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
-    """Print ratios of what `gptj-ft` does to what the best rung does, and the first."""
-
-    def speed(key: tuple[str, str]) -> float:
-        values = sorted(results[key]["examples_per_second"])
-        return float(values[len(values) // 2])
-
+def compare(results: Results) -> None:
+    """Print ratios of what `gptj-ft` does to what the best of the rungs that ran does, and the first."""
     for precision in PRECISIONS:
-        loops = [(loop, precision) for loop in LOOPS if (loop, precision) in results]
+        loops = [(loop, precision) for loop in LOOPS if (loop, precision) in results.runs]
         for rung in OURS:
-            if loops and (rung, precision) in results:
-                best, ours = max(loops, key=speed), (rung, precision)
-                memory = results[ours]["peak_rss_bytes"] / results[best]["peak_rss_bytes"]
-                print(f"{rung}, {precision}: {speed(ours) / speed(best):.2f}x the best rung ({best[0]}), "
-                      f"{memory:.2f}x its memory")  # fmt: skip
-    ours = [key for key in results if key[0] in OURS]
-    if ("plain", "fp32") in results and ours:
-        best = max(ours, key=speed)
-        print(f"end to end: {', '.join(best)}: {speed(best) / speed(('plain', 'fp32')):.2f}x plain, fp32")
+            ours = rung, precision
+            if loops and ours in results.runs:
+                best = max(loops, key=results.speed)
+                memory = results.peak(ours) / results.peak(best)
+                print(f"{rung}, {precision}: {ratio_of(results, ours, best)} the best of the {len(loops)} loops that "
+                      f"ran ({best[0]}), {memory:.2f}x its memory")  # fmt: skip
+    plain, ours_that_ran = ("plain", "fp32"), [key for key in results.runs if key[0] in OURS]
+    if plain in results.runs and ours_that_ran:
+        best = max(ours_that_ran, key=results.speed)
+        print(f"end to end: {', '.join(best)}: {ratio_of(results, best, plain)} plain, fp32")
+
+
+def ratio_of(results: Results, one: Key, other: Key) -> str:
+    """Return the ratio of the speeds of two rungs, and of those of each turn the least and most."""
+    turns = [a / b for a, b in zip(results.speeds(one), results.speeds(other), strict=False)]
+    return f"{results.speed(one) / results.speed(other):.2f}x ({min(turns):.2f} to {max(turns):.2f})"
 
 
 def main() -> None:
@@ -338,36 +397,32 @@ def main() -> None:
         return
     arguments.work.mkdir(parents=True)
     arguments.steps += 1  # the first is not timed
-    shape, precisions = SHAPES[arguments.size], arguments.precisions.split(",")
+    shape, precisions, rungs = SHAPES[arguments.size], arguments.precisions.split(","), arguments.rungs.split(",")
     make_model(arguments.work / "model", arguments.tokenizer, shape)
     rates = {precision: best_product(precision) for precision in precisions}
-    runs: dict[tuple[str, str], list[Watched]] = {}
     # The steps are those of a run of gptj-ft: one that counts, if it is among the rungs.
-    watched, work = first_look(arguments, precisions[0])
-    ladder = Ladder(shape, work)
-    if "ours" in arguments.rungs.split(","):
-        runs["ours", precisions[0]] = [watched]
-    skipped: dict[tuple[str, str], str] = {}
+    found, work = first_look(arguments, precisions[0])
+    results, first = Results(Ladder(shape, work)), ("ours", precisions[0])
+    if "ours" in rungs:
+        results.add(first, found)
     for turn in range(arguments.turns):
-        for rung in arguments.rungs.split(","):
+        for rung in rungs:
             for precision in precisions:
                 key = rung, precision
-                if key in skipped or (turn == 0 and key in runs):
+                if key in results.skipped or key in results.failed or (turn == 0 and key in results.runs):
                     continue
                 try:
-                    watched = take(ladder, rung, precision, arguments)
-                    runs.setdefault(key, []).append(watched)
-                    took, peak = watched.arrivals[-1] - watched.arrivals[0], watched.peak_rss_bytes / 1e9
-                    print(f"{rung}, {precision}: {took:.1f} s, {peak:.2f} GB", file=sys.stderr, flush=True)
-                except Skipped as reason:
-                    skipped[key] = str(reason)
-                    runs.pop(key) if not runs.get(key) else None
-                    print(f"{rung}, {precision}: skipped: {reason}", flush=True)
+                    results.add(key, take(results.ladder, rung, precision, arguments))
+                except (Skipped, Failed) as reason:
+                    results.add(key, reason)
     rates = {precision: max(rate, best_product(precision)) for precision, rate in rates.items()}
-    order = [(rung, precision) for precision in precisions for rung in arguments.rungs.split(",")]
-    report(ladder, {key: runs[key] for key in order if runs.get(key)}, rates, arguments.size)
-    check_losses(runs)
+    order = [(rung, precision) for precision in precisions for rung in rungs]
+    results.runs = {key: results.runs[key] for key in order if key in results.runs}
+    report(results, rates, arguments.size)
+    check_losses(results.runs)
     shutil.rmtree(arguments.work)
+    if results.failed:
+        sys.exit(f"failed: {'; '.join(map(', '.join, results.failed))}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import statistics
 import subprocess
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from same_work import make_model
+from side_by_side import memory
 
 SHAPE = {"vocab_size": 50400, "n_positions": 2048, "n_embd": 1024, "n_layer": 12, "n_head": 8, "rotary_dim": 64}
 PLACES = ("gptj-ft-a", "gptj-ft-b")  # names of the namespaces
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--shares", nargs="+", choices=SHARES, default=list(SHARES))
     given = parser.parse_args()
     work = given.work.resolve()
-    work.mkdir(parents=True, exist_ok=True)
+    work.mkdir(parents=True)
     model = work / "model"
     make_model(model, given.tokenizer, SHAPE)
     options = (
@@ -157,7 +157,7 @@ def run_alone(work: Path, options: str, copies: int) -> tuple[list[float], float
         command = ["taskset", "-c", str(core), sys.executable, "-c", TIMED, "finetune", *options.split(), "--quiet"]
         processes.append(subprocess.Popen([*command, "--output", output], env=environment(), stdout=subprocess.DEVNULL))
     while any(each.poll() is None for each in processes):
-        peak = max(peak, peak_gigabytes(processes[0].pid))
+        peak = max(peak, memory(processes[0].pid, "VmHWM") / 1e9)
         time.sleep(0.1)
     assert not any(each.wait() for each in processes)
     steps = [steps_of(output) for output in outputs]
@@ -194,7 +194,7 @@ def run_together(work: Path, options: str) -> tuple[float, float, list[float]]:
     while processes[0].poll() is None:
         done = len(steps_of(output))
         carried.setdefault(done, [sent_bytes(place) for place in PLACES])
-        peaks = [max(peak, peak_gigabytes(each.pid)) for peak, each in zip(peaks, processes, strict=True)]
+        peaks = [max(peak, memory(each.pid, "VmHWM") / 1e9) for peak, each in zip(peaks, processes, strict=True)]
         time.sleep(0.1)
     assert [each.wait() for each in processes] == [0, 0]
     steps = steps_of(output)
@@ -215,15 +215,6 @@ def planned(work: Path, options: str, tokens: float, split: dict[str, int] | Non
     shares = found["machines"]["shares"]
     (way,) = (each for each in shares if all(each[key] == value for key, value in split.items()))
     return share * float(way["seconds_per_step"]), share * float(way["sent"])
-
-
-def peak_gigabytes(pid: int) -> float:
-    """Return the most memory that a process has had; 0 when it has ended."""
-    try:
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
-    except OSError:
-        return 0.0
-    return int(found[1]) * 1024 / 1e9 if found else 0.0
 
 
 def environment() -> dict[str, str]:

@@ -16,13 +16,12 @@ import argparse
 import json
 import random
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from full_size import SHAPE, fill
-from side_by_side import watch
+from side_by_side import command, watch
 
 from gptj_ft.checkpoints.model_folder import write_model
 from gptj_ft.config.run_folder import Run
@@ -78,8 +77,7 @@ def main() -> None:
         "schedule": "constant", "warmup": 0,
         **dict(word.split("=", 1) for word in arguments.set),
     }  # fmt: skip
-    words = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
-    watched = watch([sys.executable, "-m", "gptj_ft", "finetune", *words], run.metrics_file)
+    watched = watch(command("finetune", options), run.metrics_file)
     (line,) = watched.lines
     result = {
         "weights_bytes": weights_bytes,

@@ -19,11 +19,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from same_work import SHAPE, Work, decay_groups, loss_of_all_positions, make_model, open_model
+from same_work import SHAPE, Step, Work, loss_of_all_positions, loss_of_targets, make_model, open_model, take_steps
 from side_by_side import facts_of, finetune, parser, report, watch
-from transformers_loop import loss_of_targets
 
 from gptj_ft.models.lora import initialise
 
@@ -47,22 +45,16 @@ def train(folder: Path, work: Work, loop: str) -> Iterator[float]:
     if loop == "recompute":
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable()
-    groups = decay_groups(model, work.weight_decay)
-    groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
-    groups = [group for group in groups if group["params"]]
-    optimizer = torch.optim.AdamW(groups, betas=work.betas, eps=work.eps, fused=True)
-    for step in work.steps:
-        for group in optimizer.param_groups:
-            group["lr"] = step.lr
+
+    def add_gradients(step: Step) -> float:
         # What PEFT has changed is in the model itself, whose head can then be run apart.
         loss = (
             loss_of_targets(model.get_base_model(), step) if loop == "targets" else loss_of_all_positions(model, step)
         )
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), work.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        yield loss.item()
+        return float(loss.item())
+
+    yield from take_steps(model, work, add_gradients)
 
 
 def main() -> None:

@@ -63,14 +63,15 @@ def main() -> None:
     parser.add_argument(
         "--micro-batch", type=int, default=2048, help="tokens computed at once, with padding or without"
     )
+    parser.add_argument("--asked", type=float, default=ASKED, help="share of what the tokens allow; less exits with 1")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True)
     make_model(arguments)
     print(f"{'':<24}{'tokens':>9}{'padded':>9}{'more':>8}{'ragged':>10}{'padded':>10}{'speed-up':>10}{'of it':>8}")
     reached = [compare(recipe, arguments) for recipe in arguments.recipes.split(",")]
     shutil.rmtree(arguments.work)
-    if min(reached) < ASKED:
-        sys.exit(f"{min(reached):.3f} of what the tokens allow, asked for: {ASKED}")
+    if min(reached) < arguments.asked:
+        sys.exit(f"{min(reached):.3f} of what the tokens allow, asked for: {arguments.asked}")
 
 
 def compare(recipe: str, arguments: argparse.Namespace) -> float:
@@ -133,13 +134,13 @@ def vocabulary_of(arguments: argparse.Namespace) -> int:
 def open_model(arguments: argparse.Namespace) -> tuple[OffloadedModel, AdamW]:
     """Return a random model, all of it in memory, every block recomputed, and its optimizer."""
     import torch
+    from streamed_vs_resident import fill_randomly
 
     from gptj_ft.config.options import Recipe
     from gptj_ft.models.layout import Layout
     from gptj_ft.models.registry import families
     from gptj_ft.streaming.adamw import AdamW
     from gptj_ft.streaming.model import BufferBudget, OffloadedModel
-    from gptj_ft.streaming.open import fill_layer
     from gptj_ft.streaming.stores.placement import Placement, open_stores, training_dtypes
     from gptj_ft.training.restore import optimizer_config
 
@@ -151,14 +152,7 @@ def open_model(arguments: argparse.Namespace) -> tuple[OffloadedModel, AdamW]:
     layouts = [Layout.of(layer) for layer in layers]
     stores = open_stores(Placement("device", "device"), layouts, dtypes, device, arguments.work / "state")
     stack = OffloadedModel(layers, dtypes, stores, device, BufferBudget())
-    generator = torch.Generator().manual_seed(0)
-
-    def fill(name: str, view: torch.Tensor) -> None:
-        view.normal_(0, 0.02, generator=generator) if view.ndim > 1 else view.fill_(1.0)
-
-    for layer in range(len(layers)):
-        fill_layer(stack, layer, fill)
-    stack.drain()
+    fill_randomly(stack)
     return stack, AdamW(stack, optimizer_config(Recipe()))
 
 

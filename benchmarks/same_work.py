@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,15 @@ if TYPE_CHECKING:
 NO_TARGET = -100
 # 203,992,288 parameters.
 SHAPE = {"vocab_size": 50400, "n_positions": 1024, "n_embd": 1024, "n_layer": 8, "n_head": 16, "rotary_dim": 32}
+# Depths and widths, under the names of GPT-2's models of these sizes.
+SHAPES: Mapping[str, Mapping[str, int]] = {
+    "tiny": {"n_layer": 4, "n_embd": 128, "n_head": 4},
+    "124M": {"n_layer": 12, "n_embd": 768, "n_head": 12},
+    "350M": {"n_layer": 24, "n_embd": 1024, "n_head": 16},
+    "760M": {"n_layer": 24, "n_embd": 1536, "n_head": 16},
+    "1.0B": {"n_layer": 18, "n_embd": 2048, "n_head": 16},
+    "1.3B": {"n_layer": 24, "n_embd": 2048, "n_head": 16},
+}
 
 
 @dataclass(frozen=True)
@@ -112,9 +121,9 @@ def make_model(folder: Path, tokenizer: Path, shape: Mapping[str, int] = SHAPE) 
         shutil.copy(tokenizer / name, folder / name)
 
 
-def open_model(folder: Path) -> GPTJForCausalLM:
-    """Read it in fp32, with the only attention that `transformers` has for GPT-J on a CPU."""
-    return GPTJForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+def open_model(folder: Path, dtype: torch.dtype = torch.float32) -> GPTJForCausalLM:
+    """Read it with the only attention that `transformers` has for GPT-J on a CPU."""
+    return GPTJForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").train()
 
 
 def pad(documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,18 +144,56 @@ def pad(documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> tu
 def loss_of_all_positions(model: Callable[..., Any], step: Step) -> Tensor:
     """Return the mean loss over a step's targets, from logits at every position, as ``model(labels=...)`` does.
 
-    The targets are shifted and not the logits: there is no copy of a [tokens, vocabulary] tensor.
+    The targets are shifted and not the logits: in fp32 there is no copy of a [tokens, vocabulary] tensor.
     """
     ids, mask, targets = pad(step.documents, step.prompt_lengths)
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=NO_TARGET)
+
+
+def loss_of_targets(model: Any, step: Step) -> Tensor:
+    """Return the mean loss over a step's targets; the head runs on their positions only.
+
+    Args:
+        model: GPT-2 or GPT-J of `transformers`: its head is apart from the rest.
+        step: rows of a step.
+    """
+    ids, mask, targets = pad(step.documents, step.prompt_lengths)
+    hidden = model.transformer(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    chosen = targets != NO_TARGET
+    return F.cross_entropy(model.lm_head(hidden[chosen]).float(), targets[chosen])
+
+
+LOSSES: Mapping[str, Callable[[Any, Step], Tensor]] = {"targets": loss_of_targets, "all": loss_of_all_positions}
+
+
+def take_steps(model: torch.nn.Module, work: Work, add_gradients: Callable[[Step], float]) -> Iterator[float]:
+    """Train by a plain loop, with a fused AdamW and clipping; yield the loss of each step.
+
+    Args:
+        model: model; what of it needs no gradient is not trained.
+        work: steps and settings.
+        add_gradients: adds the gradients of the mean loss of a step, and returns that loss.
+    """
+    groups = decay_groups(model, work.weight_decay)
+    optimizer = torch.optim.AdamW(groups, betas=work.betas, eps=work.eps, fused=True)
+    for step in work.steps:
+        for group in optimizer.param_groups:
+            group["lr"] = step.lr
+        loss = add_gradients(step)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), work.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield loss
 
 
 def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the parameters as `torch.optim` takes them; biases and norms are not decayed."""
+    """Return the trained parameters as `torch.optim` takes them; biases and norms are not decayed."""
     # DeepSpeed leaves an empty tensor in a parameter's place and its shape in ds_shape.
-    dims = {parameter: len(getattr(parameter, "ds_shape", parameter.shape)) for parameter in model.parameters()}
-    return [
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    dims = {parameter: len(getattr(parameter, "ds_shape", parameter.shape)) for parameter in trained}
+    groups = [
         {"params": [p for p, dim in dims.items() if dim > 1], "weight_decay": weight_decay},
         {"params": [p for p, dim in dims.items() if dim == 1], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]

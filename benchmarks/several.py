@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--only", choices=RUNS, nargs="+", default=list(RUNS), help="these, and no comparison")
     arguments = parser.parse_args()
-    arguments.work.mkdir(parents=True, exist_ok=True)
+    arguments.work.mkdir(parents=True)
     model = make_model(arguments.work / "model", arguments.tokenizer, arguments.width)
     measured: dict[str, list[dict[str, object]]] = {name: [] for name in RUNS}
     for turn in range(arguments.turns):

@@ -61,15 +61,29 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return options
 
 
+def command(name: str, options: Mapping[str, Any]) -> list[str]:
+    """Return a command line of `gptj-ft`, with options of its recipe."""
+    words = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
+    return [sys.executable, "-m", "gptj_ft", name, *words]
+
+
+def run_of(arguments: argparse.Namespace, variant: str) -> Run:
+    """Return the run of a variant: its folder in WORK."""
+    return Run(arguments.work / f"run-{variant.replace(':', '-').replace('=', '-')}")
+
+
 def finetune(arguments: argparse.Namespace, variant: str) -> tuple[Watched, Run]:
     """Run `gptj-ft finetune` on ``WORK/model``; keep no tuned model.
 
     Args:
         arguments: of the benchmark.
         variant: where weights and state are, and what sets it apart: ``disk:activations=keep:device_memory=4GiB``.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
     """
     place, *different = variant.split(":")
-    run = Run(arguments.work / f"run-{variant.replace(':', '-').replace('=', '-')}")
+    run = run_of(arguments, variant)
     options = {
         "recipe": "summarization",
         "model": arguments.work / "model",
@@ -85,17 +99,16 @@ def finetune(arguments: argparse.Namespace, variant: str) -> tuple[Watched, Run]
         "optimizer_state": place,
         **dict(word.split("=", 1) for word in (*arguments.set, *different)),
     }
-    words = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
-    watched = watch([sys.executable, "-m", "gptj_ft", "finetune", *words], run.metrics_file)
+    watched = watch(command("finetune", options), run.metrics_file)
     shutil.rmtree(run.model)
     return watched, run
 
 
-def watch(command: Sequence[str], lines: Path, environment: Mapping[str, str] | None = None) -> Watched:
+def watch(words: Sequence[str], lines: Path, environment: Mapping[str, str] | None = None) -> Watched:
     """Run a trainer to its end; what it prints goes to stderr.
 
     Args:
-        command: how to start it.
+        words: its command line.
         lines: the file to which it adds a JSON line per step.
         environment: its variables; by default those of this process.
 
@@ -105,7 +118,7 @@ def watch(command: Sequence[str], lines: Path, environment: Mapping[str, str] | 
     arrivals: list[float] = []
     peak = written_bytes = 0
     next_look = time.perf_counter()
-    with psutil.Popen(command, stdout=sys.stderr, env=environment) as process:
+    with psutil.Popen(words, stdout=sys.stderr, env=environment) as process:
         is_running = True
         while is_running:
             is_running = process.poll() is None
@@ -120,7 +133,7 @@ def watch(command: Sequence[str], lines: Path, environment: Mapping[str, str] | 
             arrivals += [time.perf_counter()] * (written - len(arrivals))
             time.sleep(POLL_SECONDS)
     if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, list(command))
+        raise subprocess.CalledProcessError(process.returncode, list(words))
     return Watched(
         [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()], arrivals, peak, written_bytes
     )

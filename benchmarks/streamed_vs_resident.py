@@ -7,30 +7,38 @@ first step is left out, because it has no update to apply.
     python benchmarks/streamed_vs_resident.py --work /tmp/bench --tokens 1024 --steps 4
 
 A variant is a placement and what sets it apart from the options of the whole: ``disk:late=2:parts=60``. Variants that
-differ in placement, late updates or kept activations only must have the same losses, to the bit. ``--profile`` tells
-where the time of the last step goes.
+differ in placement, late updates or kept activations only must have the same losses, to the bit. With ``--turns``
+variants take turns, and figures are medians, with the least and most. ``--profile`` tells where the time of the last
+step goes.
+
+A step from disk is held against the longer of two bounds: the step of the first variant in RAM, and its bytes by the
+rates of the disk, measured in the same go: the better of before and after the variants.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
+import os
 import shutil
 import subprocess
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from processor_time import ProcessorTime
+from side_by_side import memory
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.models.layout import Layout
+from gptj_ft.models.linear import project
 from gptj_ft.models.registry import families
+from gptj_ft.planning.probe import DiskRates, measure_disk
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.model import BufferBudget, OffloadedModel
 from gptj_ft.streaming.open import fill_layer
@@ -101,14 +109,14 @@ def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object
     documents = [torch.randint(0, 4096, (ROW,), generator=generator).tolist() for _ in range(tokens // ROW)]
     batches = micro_batches(documents, [1] * len(documents), arguments.micro_batch)
     optimizer = AdamW(stack, optimizer_config(Recipe()), num_deferred=arguments.late)
-    seconds, waited, losses, moved, best = [], [], [], [], []
+    seconds, waited, losses, read, written, best = [], [], [], [], [], []
     spent: list[ProcessorTime] = []
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     for step in range(arguments.steps):
         if arguments.profile and step == arguments.steps - 1:
             profile.start()
-        start, before, bytes_before = time.perf_counter(), stack.waited_seconds, stack.bytes_read + stack.bytes_written
-        spent_before = ProcessorTime.now()
+        start, before, spent_before = time.perf_counter(), stack.waited_seconds, ProcessorTime.now()
+        read_before, written_before = stack.bytes_read, stack.bytes_written
         optimizer.begin_step(1e-5)
         losses.append(train_step(stack, optimizer, batches).mean)
         optimizer.finish_step()
@@ -117,8 +125,9 @@ def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object
         seconds.append(time.perf_counter() - start)
         spent.append(ProcessorTime.now().since(spent_before))
         waited.append(stack.waited_seconds - before)
-        moved.append(stack.bytes_read + stack.bytes_written - bytes_before)
-        best.append(best_product(TYPES[arguments.compute]))
+        read.append(stack.bytes_read - read_before)
+        written.append(stack.bytes_written - written_before)
+        best.append(best_product(TYPES[arguments.compute], arguments.width))
         print(f"{variant}: step {seconds[-1]:.1f} s, waiting {waited[-1]:.1f} s", file=sys.stderr, flush=True)
     if arguments.profile:
         profile.stop()
@@ -129,23 +138,26 @@ def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object
         "seconds": seconds,
         "waited": waited,
         "losses": losses,
-        "moved_bytes": moved,
+        "read_bytes": read,
+        "written_bytes": written,
+        "moved_bytes": [sum(both) for both in zip(read, written, strict=True)],
         "processor": [asdict(each) for each in spent],
         "best_product_gflops": best,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_rss_bytes": memory(os.getpid(), "VmHWM"),  # getrusage() would count what the parent had, too
         "gflops": [(8 - 2 * arguments.kept / arguments.layers) * blocks * tokens / s / 1e9 for s in seconds],
         "parameters": sum(layout.num_parameters for layout in stack.layouts),
         "profile": shares(profile, seconds[-1]) if arguments.profile else None,
     }
 
 
-def best_product(dtype: Any) -> float:
-    """Return GFLOP/s of the fastest of twenty products: what a step is held against, measured right after it."""
-    import torch
+def best_product(dtype: torch.dtype, width: int) -> float:
+    """Return GFLOP/s of the fastest of twenty products: what a step is held against, measured right after it.
 
-    from gptj_ft.models.linear import project
-
-    width, best = SHAPE["n_embd"], 0.0
+    Args:
+        dtype: data type of the computation.
+        width: width of the model; products are those of its blocks.
+    """
+    best = 0.0
     for tokens in (256, 512, 1024, 2048, 4096):
         for inner, outer in ((width, width), (width, 4 * width), (4 * width, width), (width // 2, width // 2)):
             x = torch.full((tokens, inner), 0.5, dtype=dtype)
@@ -173,7 +185,7 @@ def shares(profile: Any, seconds: float) -> dict[str, float]:
 def main() -> None:
     """Run the variants one after the other, each in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="new folder, removed at the end")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--micro-batch", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=4)
@@ -189,40 +201,90 @@ def main() -> None:
     parser.add_argument("--gradients", default="fp32", choices=list(TYPES))
     parser.add_argument("--profile", action="store_true", help="where the time of the last step goes")
     parser.add_argument("--variants", default="device,disk")
+    parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--variant", help="used by the script itself")
     arguments = parser.parse_args()
     if arguments.variant:
         print(json.dumps(run_variant(arguments.variant, arguments)))
         return
-    results = {}
-    for variant in arguments.variants.split(","):
-        words = [*sys.argv[1:], "--variant", variant]
-        done = subprocess.run([sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE)
-        shutil.rmtree(arguments.work, ignore_errors=True)
-        results[variant] = result = json.loads(done.stdout)
-        steady = result["seconds"][1:]
-        result["steady_seconds"] = sum(steady) / len(steady)
-        result["stall"] = sum(result["waited"][1:]) / sum(steady)
-        rates = zip(result["gflops"][1:], result["best_product_gflops"][1:], strict=True)
-        result["share_of_best_product"] = sorted(rate / best for rate, best in rates)
-        print(json.dumps({"variant": variant, **result}), flush=True)
+    arguments.work.mkdir(parents=True)
+    variants = arguments.variants.split(",")
+    is_any_on_disk = any(place_of(variant) == "disk" for variant in variants)
+    disks = [measure_disk(arguments.work)] if is_any_on_disk else []
+    results: dict[str, list[dict[str, Any]]] = {variant: [] for variant in variants}
+    for turn in range(arguments.turns):
+        for variant in variants:
+            results[variant].append(run_apart(variant, arguments.work))
+            print(json.dumps({"variant": variant, "turn": turn, **results[variant][-1]}), flush=True)
+    disks += [measure_disk(arguments.work)] if is_any_on_disk else []
+    arguments.work.rmdir()
+    report(results, disks, arguments)
+
+
+def place_of(variant: str) -> str:
+    """Return where a variant has its weights and state."""
+    return variant.partition(":")[0]
+
+
+def run_apart(variant: str, work: Path) -> dict[str, Any]:
+    """Run a variant in a process of its own; return what was measured, and what follows from it."""
+    state = work / "state"
+    words = [*sys.argv[1:], "--variant", variant, "--work", str(state)]
+    done = subprocess.run([sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE)
+    shutil.rmtree(state, ignore_errors=True)
+    result = dict(json.loads(done.stdout))
+    steady = result["seconds"][1:]
+    result["steady_seconds"] = sum(steady) / len(steady)
+    result["stall"] = sum(result["waited"][1:]) / sum(steady)
+    rates = zip(result["gflops"][1:], result["best_product_gflops"][1:], strict=True)
+    result["share_of_best_product"] = sorted(rate / best for rate, best in rates)
+    return result
+
+
+def report(results: dict[str, list[dict[str, Any]]], disks: list[DiskRates], arguments: argparse.Namespace) -> None:
+    """Print a line for each variant, and the bounds of a step from disk.
+
+    Raises:
+        AssertionError: variants that compute the same have other losses.
+    """
 
     def is_rounded(variant: str) -> bool:
         return "bf16" in (variant if "moments=" in variant else arguments.moments)
 
-    for variant, result in results.items():
+    seconds = {variant: [run["steady_seconds"] for run in runs] for variant, runs in results.items()}
+    for variant, runs in results.items():
         # What rounds differently has a reference of its own: the first variant with the same moments.
         like = next(other for other in results if is_rounded(other) == is_rounded(variant))
-        assert result["losses"] == results[like]["losses"], f"{variant} and {like} differ"
-        ratio = result["steady_seconds"] / results[like]["steady_seconds"]
-        shares_of_best = result["share_of_best_product"]
+        for run in runs:
+            assert run["losses"] == results[like][0]["losses"], f"{variant} and {like} differ"
+        shares_of_best = sorted(share for run in runs for share in run["share_of_best_product"])
         print(
-            f"{variant:<32}{result['steady_seconds']:>8.1f} s  {ratio:>5.3f} x {like}, waiting {result['stall']:.1%}, "
-            f"peak {result['peak_rss_bytes'] / 1e9:.1f} GB, same losses to the bit; blocks at "
+            f"{variant:<32}{median(seconds[variant]):>8.1f} s ({min(seconds[variant]):.1f} to "
+            f"{max(seconds[variant]):.1f})  {median(seconds[variant]) / median(seconds[like]):>5.3f} x {like}, "
+            f"waiting {median(run['stall'] for run in runs):.1%}, "
+            f"peak {max(run['peak_rss_bytes'] for run in runs) / 1e9:.1f} GB, same losses to the bit; blocks at "
             f"{shares_of_best[0]:.0%} to {shares_of_best[-1]:.0%} of the best product"
         )
-        for part, share in (result["profile"] or {}).items():
+        if place_of(variant) == "disk":
+            print_bounds(runs, disks, next((seconds[other] for other in results if place_of(other) == "device"), []))
+        for part, share in (runs[-1]["profile"] or {}).items():
             print(f"    {share:>6.1%}  {part}")
+    for name, disk in zip(("before", "after"), disks, strict=False):
+        print(f"the disk {name}: {disk.read / 1e9:.2f} GB/s read, {disk.write / 1e9:.2f} written, "
+              f"{disk.mixed / 1e9:.2f} both at once")  # fmt: skip
+
+
+def print_bounds(runs: list[dict[str, Any]], disks: list[DiskRates], in_ram: list[float]) -> None:
+    """Print what a step from disk takes at least: as long as in RAM, and as the disk takes for its bytes."""
+    read, written = (
+        median(sum(run[name][1:]) / len(run[name][1:]) for run in runs) for name in ("read_bytes", "written_bytes")
+    )
+    bounds = [min(disk.seconds(read, written) for disk in disks), *([median(in_ram)] if in_ram else [])]
+    taken = median(run["steady_seconds"] for run in runs)
+    print(
+        f"    bounds: {f'{bounds[1]:.1f} s in RAM, ' if in_ram else ''}{bounds[0]:.1f} s of the disk "
+        f"({read / 1e9:.1f} GB read, {written / 1e9:.1f} written); {taken / max(bounds):.2f} x the longer"
+    )
 
 
 if __name__ == "__main__":

@@ -238,7 +238,7 @@ def steps(arguments: argparse.Namespace) -> Iterator[str]:
 def main() -> None:
     """Measure the transfers; steps only if asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="new folder, removed at the end")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--parts", type=int, default=8)
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--no-plain", action="store_true", help="the store alone")
     arguments = parser.parse_args()
-    arguments.work.mkdir(parents=True, exist_ok=True)
+    arguments.work.mkdir(parents=True)
     torch.set_num_threads(arguments.threads)
     print(
         f"core-seconds a GB moved{'':<19}{'best':>8}{'median':>8}{'user':>9}{'kernel':>8}{'GB/s':>7}{'faults':>9}  "

@@ -24,11 +24,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-import torch
-import torch.nn.functional as F
-from same_work import NO_TARGET, Step, Work, decay_groups, loss_of_all_positions, make_model, open_model, pad
+from same_work import Step, Work, loss_of_all_positions, loss_of_targets, make_model, open_model, take_steps
 from side_by_side import facts_of, finetune, parser, report, watch
-from torch import Tensor
 from transformers import GPTJForCausalLM
 
 PLACES = ("auto", "disk")
@@ -39,12 +36,8 @@ def train(model: GPTJForCausalLM, work: Work, loop: str = "plain") -> Iterator[f
     """Train a model; yield the loss of each step."""
     if loop == "recompute":
         model.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW(
-        decay_groups(model, work.weight_decay), betas=work.betas, eps=work.eps, fused=True
-    )  # fmt: skip
-    for step in work.steps:
-        for group in optimizer.param_groups:
-            group["lr"] = step.lr
+
+    def add_gradients(step: Step) -> float:
         total = 0.0
         for part in step.rows() if loop == "rows" else [step]:
             if loop in ("plain", "recompute"):
@@ -53,18 +46,9 @@ def train(model: GPTJForCausalLM, work: Work, loop: str = "plain") -> Iterator[f
                 loss = loss_of_targets(model, part) * (part.num_targets / step.num_targets)
             loss.backward()
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), work.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        yield total
+        return total
 
-
-def loss_of_targets(model: GPTJForCausalLM, step: Step) -> Tensor:
-    """Return the mean loss over a step's targets; the head runs on their positions only."""
-    ids, mask, targets = pad(step.documents, step.prompt_lengths)
-    hidden = model.transformer(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-    chosen = targets != NO_TARGET
-    return F.cross_entropy(model.lm_head(hidden[chosen]), targets[chosen])
+    yield from take_steps(model, work, add_gradients)
 
 
 def main() -> None:

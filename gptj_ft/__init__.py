@@ -19,6 +19,8 @@ if TYPE_CHECKING:
         load,
         plan,
         plan_evaluation,
+        predict,
+        predict_file,
         prepare,
         prepare_run,
         prove,

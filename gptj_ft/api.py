@@ -1,7 +1,11 @@
-"""Python API: prepare rows, fine-tune, evaluate and generate. Everything here is called by the command line, too.
+"""Python API: prepare rows, fine-tune, evaluate and generate.
+
+The command line is made of the same steps: `prepare`, `prepare_run`, `plan_evaluation`, `plan_file` and `run_file`,
+`plan_predictions` and `run_predictions`, `label`.
 
 Options are the fields of `Recipe`, given as keywords; ``recipe`` names a preset. Nothing is printed: a `Reporter` gets
-progress and messages, errors are `GptjFtError`, results are frozen dataclasses.
+progress and messages, errors are `GptjFtError`, results are frozen dataclasses; `predict` returns a dictionary for each
+text, with the fields that ``docs/encoders.md`` names.
 
     >>> import gptj_ft
     >>> result = gptj_ft.finetune("summarization", data="my.jsonl", model="tiny", max_steps=20)
@@ -103,8 +107,7 @@ def prepare_run(
     >>> run = gptj_ft.prepare_run("summarization", data="my.jsonl", model="tiny")
     >>> run.setup.plan.costs.seconds_per_step
     """
-    from gptj_ft.training.finetune import options_on_resume, resume_run
-    from gptj_ft.training.finetune import prepare_new_run as read_run
+    from gptj_ft.training.finetune import options_on_resume, prepare_new_run, resume_run
 
     reporter = reporter or Reporter()
     if start is not None and resume is None:
@@ -113,7 +116,7 @@ def prepare_run(
         given = recipe if isinstance(recipe, Resolved) else options_on_resume(*_split(options, recipe))
         reporter.on_activity("reading the run")
         return resume_run(Path(resume), given, start, group, reporter)
-    return read_run(fetched(resolved_options(recipe, options), offline, reporter), reporter, group=group)
+    return prepare_new_run(fetched(resolved_options(recipe, options), offline, reporter), reporter, group=group)
 
 
 def finetune(

@@ -1,4 +1,4 @@
-"""Everything that can go wrong because of the world outside the program.
+"""Define the errors that users can cause or meet, with their exit codes.
 
     GptjFtError            exit 1
     ├── UsageError         exit 2   an option, a recipe, a folder that is not what was asked for

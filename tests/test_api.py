@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -81,6 +82,13 @@ def test_every_name_of_the_package_is_of_the_api_and_is_documented() -> None:
             assert ">>>" in value.__doc__ or "`finetune`" in value.__doc__ or "`evaluate`" in value.__doc__, name
     with pytest.raises(AttributeError, match="no attribute 'train_everything'"):
         gptj_ft.train_everything  # noqa: B018
+
+
+def test_type_checkers_know_every_name_of_the_package() -> None:
+    tree = ast.parse(Path(gptj_ft.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    imports = (node for node in block.body if isinstance(node, ast.ImportFrom))
+    assert {alias.name for node in imports for alias in node.names} == set(gptj_ft.__all__)
 
 
 def test_importing_the_package_imports_no_torch() -> None:

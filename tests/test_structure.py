@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -186,3 +187,70 @@ def test_docstrings_name_the_arguments_that_there_are() -> None:
         for name in sorted(documented_arguments(node) - arguments(node))
     ]
     assert wrong == []
+
+
+def described(docstring: str) -> list[str]:
+    """Return the descriptions under ``Args`` and ``Attributes`` in a docstring, as far as their first lines go."""
+    sections = re.findall(r"^(?:Args|Attributes):\n((?:    .*(?:\n|$))+)", docstring, re.M)
+    return re.findall(r"^    [*\w][^:]*: (.*)", "".join(f"{each}\n" for each in sections), re.M)
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of every docstring of the package."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
+                name = "" if isinstance(node, ast.Module) else f":{node.lineno} {node.name}"
+                yield f"{path.relative_to(ROOT)}{name}", ast.get_docstring(node) or ""
+
+
+def test_arguments_are_described_by_noun_phrases() -> None:
+    no_noun = re.compile(r"(?:of|what|how|which|where|when|why|that|it|who|by|for|on)\b")
+    entries = [(place, entry) for place, text in docstrings() for entry in described(text)]
+    assert len(entries) > 1000
+    assert not [f"{place}: {entry}" for place, entry in entries if no_noun.match(entry)]
+
+
+def defines(body: list[ast.stmt], names: list[str]) -> bool:
+    """Tell whether a module or a class has the first of some names, which has the second, and so on."""
+    if not names:
+        return True
+    for node in body:
+        if isinstance(node, ast.ClassDef) and node.name == names[0]:
+            return defines(node.body, names[1:]) or (len(names) == 2 and f"self.{names[1]}" in ast.unparse(node))
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        found = [each.id for target in targets if target for each in ast.walk(target) if isinstance(each, ast.Name)]
+        if names in [[each] for each in (*found, getattr(node, "name", None))]:
+            return True
+    return False
+
+
+def test_names_of_modules_and_classes_in_docstrings_are_there() -> None:
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    modules = {path.relative_to(ROOT).with_suffix("").parts: tree.body for path, tree in trees.items()}
+    modules = {parts[:-1] if parts[-1] == "__init__" else parts: body for parts, body in modules.items()}
+
+    def is_there(names: list[str]) -> bool:
+        if any(defines(body, names) for body in modules.values()):
+            return True
+        splits = [(tuple(names[:number]), names[number:]) for number in range(1, len(names) + 1)]
+        return any(
+            parts[-len(module) :] == module and defines(body, rest)
+            for parts, body in modules.items()
+            for module, rest in splits
+        )
+
+    own = {parts[-1] for parts in modules}
+    references = [
+        (place, name)
+        for place, text in docstrings()
+        for name in re.findall(r"(?<!`)`([A-Za-z_]\w*(?:\.\w+)+)`(?!`)", text)
+    ]
+    assert len(references) > 50
+    gone = []
+    for place, name in references:
+        first = name.partition(".")[0]
+        is_foreign = first not in own and importlib.util.find_spec(first)
+        if not is_foreign and not is_there(name.split(".")):
+            gone.append(f"{place}: {name}")
+    assert not gone

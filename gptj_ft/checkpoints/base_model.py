@@ -93,7 +93,7 @@ def _check_family(folder: Path) -> None:
 
 
 def default_download() -> Path | None:
-    """Return what `download` has fetched of GPT-J 6B, in fp32 if possible; ``None`` if nothing."""
+    """Return the folder of the downloaded GPT-J 6B, in fp32 if possible; ``None`` if there is none."""
     return next(filter(is_model, map(download_folder, DEFAULTS)), None)
 
 

@@ -123,7 +123,7 @@ def convert(
     type, before the result appears under its name. After a kill or Ctrl-C the same call goes on where it was.
 
     Args:
-        source: a checkpoint of any form that `sources.open_source` reads.
+        source: a checkpoint of any form that `open.open_source` reads.
         target: the folder to write; it must not exist.
         conversion: the request.
         progress: callback of bytes done and total bytes, written and compared; default: none.

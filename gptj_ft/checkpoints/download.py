@@ -51,7 +51,7 @@ class DownloadRequest:
     endpoint: str | None = None
 
     def folder(self) -> Path:
-        """Return where it goes if no folder is named; variants do not share one."""
+        """Return the default folder; variants do not share one."""
         return paths.download_folder(self.repository + ("-fp16" if self.variant == "fp16" else ""))
 
 
@@ -149,12 +149,12 @@ class Origin:
     files: tuple[HubFile, ...] = ()
 
     def to_text(self) -> str:
-        """Return it as it is written."""
+        """Return the text of the file."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
 def read_origin(folder: Path) -> Origin | None:
-    """Return what a folder says of its weights; ``None`` if nothing.
+    """Read the origin of a folder's weights; ``None`` if it names none.
 
     Raises:
         DataError: it is damaged.
@@ -246,7 +246,7 @@ def _report(folder: Path, origin: Origin, fetched: int = 0, free_bytes: int | No
 
 
 def _fetched_before(wanted: DownloadRequest, folder: Path, reason: str) -> Origin:
-    """Return what a folder holds.
+    """Return the origin of a model that was fetched before.
 
     Raises:
         UsageError: not the model that is wanted, or not all of it.

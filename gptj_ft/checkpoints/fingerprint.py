@@ -25,7 +25,7 @@ def fingerprint(folder: Path) -> dict[str, dict[str, Any]]:
     training; so this finds another model or another type, and not each flipped bit.
 
     Raises:
-        UsageError, DataError: as `huggingface.weights_of`.
+        UsageError, DataError: as `model_folder.weights_of`.
     """
     weights = sorted({shard.path for shard in weights_of(folder).values()})
     return {path.name: _of_file(path) for path in (folder / "config.json", *weights)}
@@ -42,7 +42,7 @@ def check_unchanged(folder: Path, began_with: dict[str, dict[str, Any]]) -> None
 
     Raises:
         DataError: it is not; names the first file that differs.
-        UsageError: as `huggingface.weights_of`.
+        UsageError: as `model_folder.weights_of`.
     """
     now = fingerprint(folder)
     for name in [*began_with, *now]:

@@ -66,8 +66,8 @@ class ModelMetadata:
         template: the recipe's `TEMPLATE_KEYS`.
         data: number of rows trained on and held out, and digest of the data.
         metrics: validation loss before and after, steps.
-        base_digest: of an adapter, `fingerprint.sampled_digest` of its base model; ``None`` for a model.
-        head: of an adapter with a head, its ``task`` and ``labels``, which ``config.json`` says of a model.
+        base_digest: digest of the base model of an adapter, see `fingerprint.sampled_digest`; ``None`` for a model.
+        head: ``task`` and ``labels`` of an adapter with a head; those of a model are in its ``config.json``.
     """
 
     base_model: str
@@ -252,7 +252,7 @@ def _card(trained: TunedModel, is_adapter: bool, template: str, pipeline: str | 
         is_adapter: whether the folder holds an adapter in PEFT's format instead of a model.
         template: name of the file.
         pipeline: the Hub's name of the task.
-        **values: what the template needs besides.
+        **values: further values for the template.
     """
     from huggingface_hub import ModelCardData
 

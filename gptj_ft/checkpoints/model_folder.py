@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from gptj_ft.checkpoints.download import SOURCE, read_origin
-from gptj_ft.checkpoints.formats.safetensors import open_shard, write_safetensors
+from gptj_ft.checkpoints.formats.safetensors import write_safetensors
 from gptj_ft.checkpoints.formats.tensor_info import Shard, TensorInfo
+from gptj_ft.checkpoints.formats.weight_file import open_shard
 from gptj_ft.data.wordpiece import is_cased, read_vocabulary
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.registry import Architecture, Family, families, full_name
@@ -100,13 +101,13 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self._shards[name].read(self._own_names[name], start, stop)
 
     def extent(self, name: str) -> Extent | None:
-        """Return where a tensor's numbers lie, row after row; none: nowhere in one piece."""
+        """Return the extent of a tensor's numbers, row after row; ``None``: they are not in one piece."""
         shard, own = self._shards[name], self._own_names[name]
         entry = shard.entries[own]
         return Extent(shard.path, entry.offset, entry.dtype) if entry.offset else None
 
     def rows_at_once(self, name: str) -> int:
-        """Return how many rows of a tensor to read at a time."""
+        """Return the number of rows of a tensor to read at a time."""
         return self._shards[name].rows_at_once(self._own_names[name])
 
     def row_ranges(self, name: str, rows: int | None = None) -> Iterator[RowRange]:
@@ -283,7 +284,7 @@ def layer_tensor(architecture: Architecture, checkpoint: Checkpoint, layer: int,
 def tensor_source(
     architecture: Architecture, checkpoint: Checkpoint, layer: int, local: str
 ) -> Extent | Callable[[], Tensor]:
-    """Return where one tensor lies; if that is nowhere in one piece, what reads it."""
+    """Return the extent of a tensor in its file; if it is not in one piece, a function that reads it."""
     name = _name_in(checkpoint, architecture, layer, local)
     return checkpoint.extent(name) or partial(checkpoint.read, name)
 

@@ -167,7 +167,7 @@ def _config_in(folders: list[Path], name: str = _CONFIG) -> Path | None:
 
 
 def _architecture(config: Path | None, checkpoint: Checkpoint) -> Architecture:
-    """Return what a config says; without one, GPT-J 6B if every shape is its."""
+    """Return the architecture of a config; without one, GPT-J 6B if every shape is its."""
     if config is not None:
         return architecture_of(read_foreign_config(config), config)
     architecture = architecture_of(GPTJ_6B, checkpoint.folder)

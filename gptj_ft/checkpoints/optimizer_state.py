@@ -50,7 +50,7 @@ def has_moments(folder: Path) -> bool:
 
 
 def count_updates(folder: Path) -> int:
-    """Return how many updates the moments in a model folder have seen.
+    """Return the number of updates that the moments in a model folder have seen.
 
     Raises:
         DataError: it does not say.
@@ -144,7 +144,7 @@ def _orders(names: Sequence[str], family: Family) -> Iterator[list[str]]:
 
 
 def _updates(file: MdlFile) -> int:
-    """Return how many updates the moments have seen.
+    """Return the number of updates that the moments have seen.
 
     The power of the second decay starts at it and is multiplied by it with each update. The file need not say the
     decay, nor have the power where the optimizer does not correct the bias; then the step of the run has to do.

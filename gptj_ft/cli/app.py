@@ -151,7 +151,7 @@ def _run(stop: StopRequest) -> int:
 
 
 def _failed_resource(error: Exception) -> ResourceError | None:
-    """Return what an error of the system or of torch means where memory or disk ran out, or the device failed."""
+    """Return the resource error behind an error of the system or of torch: memory, disk or device; or ``None``."""
     text, plan = str(error), "`gptj-ft plan` tells what a run needs"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ResourceError(f"disk space ran out: {text}; {plan}")

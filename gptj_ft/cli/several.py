@@ -62,11 +62,11 @@ def leading(num_processes: int | None) -> Iterator[Group]:
 
                 announce_end(group)
             return
-        from gptj_ft.evaluation.replica import serve_models as compute
+        from gptj_ft.evaluation.replica import serve_models
 
         # What a terminal or a launcher sends to all of them is for process 0 to tell of.
         with stop_says(lambda: "stopped"), StopRequest():
-            compute(group)
+            serve_models(group)
     sys.exit(0)
 
 

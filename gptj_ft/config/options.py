@@ -383,7 +383,7 @@ class Recipe(Options):
         Discriminator(
             lambda value: {str: "(shape)", list: "(pieces)", tuple: "(pieces)"}.get(type(value)),
             custom_error_type="schedule",
-            custom_error_message="linear, cosine, constant or a list of pieces is needed",
+            custom_error_message="linear, cosine, constant, inverse_sqrt or a list of pieces is needed",
         ),
     ] = "cosine"
     """linear, cosine, constant or inverse_sqrt after the warm-up; or a list of pieces (shape, start, end, steps), in

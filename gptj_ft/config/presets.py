@@ -37,7 +37,7 @@ def preset_file(name: str) -> Path:
 
 
 def load_preset(name: str) -> dict[str, Any]:
-    """Return what a preset says.
+    """Load the options of a preset.
 
     Raises:
         UsageError: as `preset_file`.
@@ -47,7 +47,7 @@ def load_preset(name: str) -> dict[str, Any]:
 
 @functools.cache
 def _options_of(preset: Path) -> dict[str, Any]:
-    """Return what a preset says; a command asks several times."""
+    """Load the options of a preset, cached: a command asks several times."""
     return load_options(preset)
 
 

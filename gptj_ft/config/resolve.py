@@ -84,7 +84,7 @@ class Resolved:
 
 
 def peers_option(name: str) -> tuple[str, str] | None:
-    """Return what an option of another system is called here, and its meaning; ``None`` if none is known by it.
+    """Return the option that corresponds to one of another system, and its meaning; ``None`` if there is none.
 
     Args:
         name: name of an option, or of a flag without its dashes.
@@ -150,7 +150,7 @@ def resolve(
     origins: dict[str, str] = {}
     for origin, values in reversed(sources):
         for key, value in values.items():
-            _assign(merged, key, value, origin)
+            _assign(merged, key, value)
             origins[key] = origin
     for key in TEMPLATES:
         # What a model remembers is no name of a file: the model may be anybody's.
@@ -199,7 +199,7 @@ def dump_recipe(recipe: Recipe, origins: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _assign(merged: dict[str, Any], key: str, value: Any, origin: str) -> None:
+def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
     """Set ``key`` or ``group.key``; a group given as a mapping changes only the keys it names."""
     group, dot, rest = key.partition(".")
     if dot:

@@ -78,7 +78,7 @@ class Run:
         return _read_saved(self.state / COMMIT) if (self.state / COMMIT).is_file() else None
 
     def manifest(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint says of itself.
+        """Read the manifest of a checkpoint.
 
         Raises:
             DataError: that is missing, damaged, or of another step.
@@ -194,7 +194,7 @@ class Run:
         return [line for _, line in self._metrics_lines() if line is not None]
 
     def metrics_problems(self, step: int = 0) -> list[str]:
-        """Return what is wrong with ``metrics.jsonl``: damaged lines, and steps that have none.
+        """Return the problems of ``metrics.jsonl``: damaged lines, and steps that have none.
 
         Args:
             step: the run has got to, at least. A step's line is on the disk before the step is committed.
@@ -238,7 +238,7 @@ def steps_done(run: Run) -> int:
 
 
 def resume_command(run: Run) -> str:
-    """Return what to type to go on with a run."""
+    """Return the command that resumes a run."""
     return command_line("finetune", "--resume", run.folder)
 
 
@@ -309,8 +309,31 @@ def choose_folder(recipe: Recipe) -> Path:
     return folder
 
 
-def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str, str]) -> str | None:
-    """Write ``environment.json``: what a bit-identical repetition needs to be the same; return a warning if it changes.
+def environment_changes(run: Run, device: str, threads: int) -> str | None:
+    """Describe what a run would compute with that it has not computed with before; ``None``: nothing. Writes nothing.
+
+    Args:
+        run: the run.
+        device: device that computes.
+        threads: number of CPU threads.
+    """
+    path = run.folder / ENVIRONMENT_FILE
+    before = read_json(path) if path.is_file() else {}
+    if before and device == "cpu":
+        before.setdefault("kernels", "products of MKL")  # as it was before they were noted
+    now = _computing(device, threads)
+    changes = [
+        f"{key} {one_line(str(before[key]))}, now {now[key]}"
+        for key in ("torch", "device", "threads", *(["kernels"] if device == "cpu" else []))
+        if key in before and before[key] != now[key]
+    ]
+    if not changes:
+        return None
+    return f"computed otherwise from here on, so results may change in their last bits: {'; '.join(changes)}"
+
+
+def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str, str]) -> None:
+    """Write ``environment.json``: what a bit-identical repetition needs to be the same.
 
     Args:
         run: the run.
@@ -319,34 +342,30 @@ def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str,
         chosen: values that the plan chose for options that say ``auto``.
     """
     if not run.writes:
-        return None
+        return
     facts = {
         "gptj_ft": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        **_versions(),
-        "device": device,
-        "threads": threads,
-        "kernels": f"{cpu_kernels()}, products of oneDNN",
+        **_computing(device, threads),
         **chosen,
         "command": without_secrets(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     path = run.folder / ENVIRONMENT_FILE
     before = read_json(path) if path.is_file() else {}
-    if before and device == "cpu":
-        before.setdefault("kernels", "products of MKL")  # as it was before they were noted
     if LAYERS in before and "processes" in chosen:
         facts[LAYERS] = before[LAYERS]  # until they are where they are trained now
-    changes = [
-        f"{key} {one_line(str(before[key]))}, now {facts[key]}"
-        for key in ("torch", "device", "threads", *(["kernels"] if device == "cpu" else []))
-        if key in before and before[key] != facts[key]
-    ]
     write_json(path, facts)
-    if not changes:
-        return None
-    return f"computed otherwise from here on, so results may change in their last bits: {'; '.join(changes)}"
+
+
+def _computing(device: str, threads: int) -> dict[str, Any]:
+    """Return the facts that the last bits of a run depend on."""
+    import torch
+
+    products = "oneDNN" if torch.backends.mkldnn.is_available() else "torch"  # type: ignore[no-untyped-call]
+    kernels = f"{cpu_kernels()}, products of {products}"
+    return {**_versions(), "device": device, "threads": threads, "kernels": kernels}
 
 
 @cache

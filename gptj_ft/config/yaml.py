@@ -46,7 +46,7 @@ def parse(text: str, where: str) -> Any:
 
 
 def _num_values(node: yaml.Node) -> int:
-    """Return how many values some YAML stands for: what aliases repeat is counted each time, but looked at once."""
+    """Count the values of some YAML: those that aliases repeat are counted each time, but looked at once."""
     counted: dict[int, int] = {}
 
     def count(node: yaml.Node) -> int:

@@ -26,14 +26,14 @@ class Document(NamedTuple):
     Attributes:
         ids: its tokens.
         prompt_length: tokens at its start that are not trained on.
-        untrained: what else is not, as (start, end) pairs in one flat list.
+        masked_spans: further masked spans, (start, end) pairs in one flat list.
         window: most inputs, see `num_inputs`.
-        marks: what is predicted, where that is not the next tokens.
+        marks: targets other than the next tokens; default: the next tokens.
     """
 
     ids: Sequence[int]
     prompt_length: int = 0
-    untrained: Sequence[int] = ()
+    masked_spans: Sequence[int] = ()
     window: int | None = None
     marks: Marks | None = None
 
@@ -50,17 +50,17 @@ class Rows:
     Attributes:
         documents: token ids of each; of a table, read from its memory-mapped file when asked for.
         prompt_lengths: tokens at each document's start that are not trained on.
-        untrained: of each, what else is not; empty if there is no such row.
-        windows: what a row is made of, where that is not one document: pieces of several.
+        masked_spans: further masked spans of each document, (start, end) pairs in one flat list; empty: there are none.
+        windows: pieces of documents that make each row; ``None``: a row is one document.
         known_lengths: tokens of each document, if they have been counted.
         is_joined: whether a window is one document, so that attention goes across its pieces.
-        most_inputs: of a document, see `num_inputs`.
-        marks: what is predicted of each document, where that is not its next tokens.
+        most_inputs: most inputs of a document, see `num_inputs`; ``None``: no limit.
+        marks: targets of each document other than its next tokens; ``None``: the next tokens.
     """
 
     documents: Sequence[Sequence[int]]
     prompt_lengths: Sequence[int]
-    untrained: Sequence[Sequence[int]] = ()
+    masked_spans: Sequence[Sequence[int]] = ()
     windows: Sequence[Sequence[Slice]] | None = None
     known_lengths: Sequence[int] | None = None
     is_joined: bool = False
@@ -86,10 +86,10 @@ class Rows:
             lengths = rows.lengths().tolist()
             return cls(rows["input_ids"], lengths, (), None, lengths, marks=marks)
         prompts = list(rows["prompt_length"])
-        untrained = list(rows["untrained"])
+        masked_spans = list(rows["untrained"])
         lengths = rows.lengths().tolist()
-        plain = cls(rows["input_ids"], prompts, untrained if any(untrained) else [], None, lengths, False, length)
-        if packing == "off" or any(prompts) or any(untrained):
+        plain = cls(rows["input_ids"], prompts, masked_spans if any(masked_spans) else [], None, lengths, False, length)
+        if packing == "off" or any(prompts) or any(masked_spans):
             return plain
         assert length is not None, "packing fills windows of some length"
         if packing == "joined":
@@ -122,15 +122,15 @@ class Rows:
             return sum(end - start for window in self.windows for _, start, end in window) - firsts
         if self.marks is not None:
             return sum(len(mark.marks) or tokens for mark, tokens in zip(self.marks, self._tokens, strict=True))
-        untrained = self.untrained or [()] * len(self._tokens)
-        return sum(map(num_targets, self._tokens, self.prompt_lengths, untrained))
+        masked_spans = self.masked_spans or [()] * len(self._tokens)
+        return sum(map(num_targets, self._tokens, self.prompt_lengths, masked_spans))
 
     def row(self, index: int) -> list[Document]:
         """Return the documents of a row: one, if rows are not packed into windows."""
         if self.windows is None:
-            untrained = self.untrained[index] if self.untrained else ()
+            masked_spans = self.masked_spans[index] if self.masked_spans else ()
             marks = self.marks[index] if self.marks is not None else None
-            return [Document(self.documents[index], self.prompt_lengths[index], untrained, self.most_inputs, marks)]
+            return [Document(self.documents[index], self.prompt_lengths[index], masked_spans, self.most_inputs, marks)]
         pieces = [self.documents[document][start:end] for document, start, end in self.windows[index]]
         if self.is_joined:
             pieces = [[token for piece in pieces for token in piece]]
@@ -138,8 +138,8 @@ class Rows:
 
     def prompt(self, index: int) -> Sequence[int]:
         """Return the part of a row before its last span of targets."""
-        ids, untrained = self.documents[index], self.untrained[index] if self.untrained else ()
-        return ids[: untrained[-1] if untrained else self.prompt_lengths[index]]
+        ids, masked_spans = self.documents[index], self.masked_spans[index] if self.masked_spans else ()
+        return ids[: masked_spans[-1] if masked_spans else self.prompt_lengths[index]]
 
     def batches(
         self, rows: Iterable[int], budget_tokens: int, seed: Callable[[int], int] | None = None
@@ -152,10 +152,10 @@ class Rows:
             seed: number of a document among those of the rows -> its seed for dropout; ``None``: nothing is dropped.
         """
         documents = [document for row in rows for document in self.row(row)]
-        ids, prompts, untrained, _, marks = zip(*documents, strict=True) if documents else ((), (), (), (), ())
+        ids, prompts, masked_spans, _, marks = zip(*documents, strict=True) if documents else ((), (), (), (), ())
         seeds = None if seed is None else [seed(number) for number in range(len(documents))]
         given = None if self.marks is None else marks
-        return micro_batches(ids, prompts, budget_tokens, untrained, self.most_inputs, given, seeds)
+        return micro_batches(ids, prompts, budget_tokens, masked_spans, self.most_inputs, given, seeds)
 
 
 def steps_per_epoch(num_rows: int, batch_size: int) -> int:
@@ -169,7 +169,7 @@ def rows_of_step(step: int, num_rows: int, batch_size: int, seed: int) -> list[i
     Each epoch takes every row once, in an order that depends on (seed, epoch) alone; no step straddles two epochs.
 
     Args:
-        step: from 0.
+        step: number of the step, from 0.
         num_rows: rows of the data set, at least 1.
         batch_size: rows per step, at least 1.
         seed: the recipe's.
@@ -194,7 +194,7 @@ def micro_batches(
     documents: Sequence[Sequence[int]],
     prompt_lengths: Sequence[int],
     budget_tokens: int,
-    untrained: Sequence[Sequence[int]] | None = None,
+    masked_spans: Sequence[Sequence[int]] | None = None,
     window: int | None = None,
     marks: Sequence[Marks] | None = None,
     seeds: Sequence[int] | None = None,
@@ -209,14 +209,14 @@ def micro_batches(
         documents: token ids of each, of one optimizer step.
         prompt_lengths: tokens at each document's start that are not trained on.
         budget_tokens: tokens computed at once.
-        untrained: what else of each is not, as (start, end) pairs in one flat list.
+        masked_spans: further masked spans of each, (start, end) pairs in one flat list; default: none.
         window: most inputs of a document, see `num_inputs`.
-        marks: what is predicted of each, where that is not its next tokens.
-        seeds: of what is dropped of each; ``None``: nothing is.
+        marks: targets of each other than its next tokens; default: the next tokens.
+        seeds: seed of each document's dropout; ``None``: nothing is dropped.
     """
     from gptj_ft.models.batch import pack, pack_marked
 
-    gaps = untrained or [()] * len(documents)
+    gaps = masked_spans or [()] * len(documents)
     inputs = [len(ids) if marks is not None else num_inputs(len(ids), window) for ids in documents]
     batches = []
     for group in first_fit(inputs, budget_tokens):
@@ -224,7 +224,7 @@ def micro_batches(
         if marks is not None:
             batch = pack_marked(chosen, [marks[i] for i in group])
         else:
-            whole = pack(chosen, [prompt_lengths[i] for i in group], untrained=[gaps[i] for i in group])
+            whole = pack(chosen, [prompt_lengths[i] for i in group], masked_spans=[gaps[i] for i in group])
             batch = whole.up_to([inputs[i] for i in group])
         batches.append(batch if seeds is None else replace(batch, seeds=tuple(seeds[i] for i in group)))
     return batches

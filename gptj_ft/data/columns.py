@@ -33,8 +33,8 @@ class FieldTexts(NamedTuple):
     Attributes:
         values: field -> text, or `Conversation`; of several answers the first.
         references: every acceptable completion, stripped; empty for plain text.
-        answer_at: where in the `shorten` field the answer is, in characters; ``None`` if it is not there.
-        oddities: what is wrong with the row, though it can be used.
+        answer_at: first character of the answer in the `shorten` field; ``None``: it is not there.
+        warnings: warnings about a row that can be used all the same.
     """
 
     values: dict[str, Any]
@@ -58,7 +58,7 @@ class UnknownColumn(DataError):
     """The column of a field is missing or ambiguous.
 
     Attributes:
-        field: of the templates.
+        field: field of the templates.
         choices: the columns it may be.
     """
 
@@ -381,7 +381,7 @@ def _answer_at(
 
 
 def _is_unicode(text: str) -> bool:
-    """JSON can spell half a surrogate pair, which no tokenizer takes."""
+    """Tell whether a text is Unicode: JSON can spell half a surrogate pair, which no tokenizer takes."""
     if text.isascii():
         return True
     try:

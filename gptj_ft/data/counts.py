@@ -31,7 +31,7 @@ class RowCounts:
 
         Args:
             documents: tokens and targets of each.
-            tokens_cut: how many tokens it has lost.
+            tokens_cut: tokens lost by truncation.
         """
         numbers = self.numbers
         numbers["rows_read"] += 1

@@ -59,25 +59,25 @@ class Report:
     which are fewer once some are held out.
 
     Attributes:
-        files: what was read.
+        files: names of the files read.
         rows_read: ``rows_kept`` plus all that were skipped.
         rows_kept: rows that are trained on.
-        rows_skipped: by reason.
-        warnings: what is wrong with rows that were kept.
+        rows_skipped: rows left out, by reason.
+        warnings: rows that were kept with a warning, by warning.
         rows_cut: rows of which the `shorten` field lost a part.
-        tokens_cut: that were lost so.
+        tokens_cut: tokens lost by truncation.
         windows: documents in the data set; more than ``rows_kept`` if plain text was split.
-        tokens: of all documents, EOS included.
+        tokens: tokens of all documents, EOS included.
         target_tokens: those that are trained on; of tasks with labels, what has one: texts, words, sentences, windows.
         longest: tokens of the longest document.
         columns: field -> column.
-        data_sha256: of the file.
+        data_sha256: SHA-256 of the files that the rows came from.
         tokenizer_sha256: see `tokenizer_digest`.
-        notes: what is odd about the files.
+        notes: warnings about the files.
         settings: the options in `SETTINGS`.
         labels: names of the classes in the order of their ids; empty where there are none.
-        label_counts: of each, the rows that have it; of words that are labelled, the words.
-        version: of this layout.
+        label_counts: rows that have each label; of labelled words, the words.
+        version: version of this layout.
     """
 
     files: tuple[str, ...]

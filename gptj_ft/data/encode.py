@@ -42,13 +42,13 @@ class Encoded(NamedTuple):
     Attributes:
         documents: token ids, EOS at the end; more than one when plain text is split into windows.
         prompt_length: tokens at the start that are not trained on.
-        untrained: what else is not, as (start, end) pairs in one flat list; of conversations, their questions.
-        tokens_cut: how many tokens a row that was too long has lost.
+        masked_spans: further masked spans, (start, end) pairs in one flat list; of conversations, their questions.
+        tokens_cut: tokens lost by truncation.
     """
 
     documents: tuple[Sequence[int], ...]
     prompt_length: int
-    untrained: tuple[int, ...] = ()
+    masked_spans: tuple[int, ...] = ()
     tokens_cut: int = 0
 
 
@@ -168,7 +168,7 @@ def assemble(
         values: field -> text.
         texts: the row's texts, see `parts`.
         ids: tokens of each.
-        answer_at: where in the `shorten` field the answer is, in characters, if that is known.
+        answer_at: first character of the answer in the `shorten` field; ``None``: unknown.
 
     Raises:
         RowSkipped: too long and not to be shortened.
@@ -290,8 +290,9 @@ def _joined(texts: Sequence[TextPart], ids: Sequence[Sequence[int]], eos: int, t
         return Encoded((whole,), len(ids[0]), (), tokens_cut)
     borders = list(accumulate(map(len, ids), initial=0))
     spans = zip(texts, pairwise(borders), strict=True)
-    untrained = [span for (_, is_trained), span in spans if not is_trained]
-    return Encoded((whole,), untrained[0][1], tuple(border for span in untrained[1:] for border in span), tokens_cut)
+    masked_spans = [span for (_, is_trained), span in spans if not is_trained]
+    prompt_length, further = masked_spans[0][1], masked_spans[1:]
+    return Encoded((whole,), prompt_length, tuple(border for span in further for border in span), tokens_cut)
 
 
 def _require_content(template: str, values: Mapping[str, Any]) -> None:

@@ -3,6 +3,9 @@
 ``hub:owner/name/config:split@revision``; what comes behind ``owner/name`` may be left out. The files of one part go to
 ``datasets/owner--name@COMMIT/config/split/`` in `home`; a note beside tells what a name stood for when it was last
 looked up, so that it can be used without a network. Only `fetch` uses one.
+
+The names of the files and the card alone tell configurations and splits, by rules like those of `datasets`: nothing has
+to be downloaded or run to know them, and rows are prepared without importing `datasets`.
 """
 
 from __future__ import annotations
@@ -104,7 +107,7 @@ def layout_of(repository: str, names: Iterable[str], card: Mapping[str, Any]) ->
 
     Args:
         repository: ``owner/name``.
-        names: of all its files.
+        names: names of all its files.
         card: the metadata of its README.
     """
     every = sorted(names)
@@ -244,9 +247,9 @@ class ResolvedReference:
 
     Attributes:
         pinned: the same with config and commit.
-        folder: where its files are, below `datasets`.
-        files: which.
-        day: when it was looked up.
+        folder: folder of its files, below `datasets`.
+        files: files that it stands for.
+        day: day on which it was looked up.
     """
 
     pinned: str
@@ -300,8 +303,9 @@ def fetch(
     say: Callable[[str], None],
     progress: Callable[[int, int], None] | None = None,
 ) -> str:
-    """Fetch the rows that a name stands for now, unless they are here; where the Hub cannot be reached, those it stood
-    for when it was last looked up will do, which is said.
+    """Fetch the rows that a name stands for now, unless they are here.
+
+    Where the Hub cannot be reached, those it stood for when it was last looked up will do, which is said.
 
     Args:
         data: the name.

@@ -49,7 +49,7 @@ class Lengths:
         return float(self.steps.mean()) / self.window
 
     def padding(self, batch_size: int, seed: int) -> float:
-        """Return how many times as many tokens a step would have if its rows were padded to the longest of them."""
+        """Compute the cost of padding: tokens of a step padded to its longest row, as a multiple of its own."""
         padded = real = 0
         for step in range(min(steps_per_epoch(len(self.steps), batch_size), STEPS_LOOKED_AT)):
             batch = self.steps[rows_of_step(step, len(self.steps), batch_size, seed)]

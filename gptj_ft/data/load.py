@@ -158,8 +158,8 @@ def read_or_prepare(
     """Load prepared rows and check that they fit recipe, tokenizer and labels; prepare any others.
 
     Args:
-        recipe: of the run.
-        tokenizer: of the model.
+        recipe: options of the run.
+        tokenizer: tokenizer of the model.
         vocab_size: rows of its embedding.
         source: prepared rows, or others.
         labels, known_labels, needs_target: as in `tokenize_rows`; prepared rows get their class ids in this order.

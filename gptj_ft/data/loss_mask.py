@@ -28,19 +28,19 @@ def num_inputs(length: int, window: int | None) -> int:
     A window of n positions has n inputs and n targets, the last of which no position reads: it is made of n + 1 tokens.
 
     Args:
-        length: of the document, in tokens.
+        length: tokens of the document.
         window: most inputs; ``None``: no limit.
     """
     return length - (window is not None and length > window)
 
 
-def num_targets(length: int, prompt_length: int, untrained: Sequence[int] = ()) -> int:
+def num_targets(length: int, prompt_length: int, masked_spans: Sequence[int] = ()) -> int:
     """Count the tokens of a document that are targets.
 
     Args:
-        length: of the document, in tokens.
+        length: tokens of the document.
         prompt_length: tokens at its start that are not trained on; the first never is, since nothing predicts it.
-        untrained: what else is not, as (start, end) pairs in one flat list, all of it after the prompt.
+        masked_spans: further masked spans, (start, end) pairs in one flat list, all of them after the prompt.
     """
     targets = length - max(prompt_length, 1)
-    return targets - sum(untrained[1::2]) + sum(untrained[::2]) if untrained else targets
+    return targets - sum(masked_spans[1::2]) + sum(masked_spans[::2]) if masked_spans else targets

@@ -68,7 +68,7 @@ class RowEncoder:
         checks: collector of warnings.
 
     Attributes:
-        counts: of rows, tokens and targets.
+        counts: counts of rows, tokens and targets.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class RowEncoder:
             raise DataError(f"{row.where}: {error}") from error
         self._count(row, encoded)
         first, label = encoded.documents[0], found.values.get(LABEL, "")
-        rest = (encoded.prompt_length, encoded.untrained, found.references, row.source, row.line, group, label)
+        rest = (encoded.prompt_length, encoded.masked_spans, found.references, row.source, row.line, group, label)
         return [(document, *rest, document is not first) for document in encoded.documents]
 
     def _count(self, row: Row, encoded: Encoded) -> None:
@@ -144,7 +144,7 @@ class RowEncoder:
                 )
             if self._reader is None and max(ids) >= self._known_ids and ids is encoded.documents[0]:
                 self._checks.add(UNKNOWN_IDS, row.where)
-        sizes = [(len(ids), num_targets(len(ids), encoded.prompt_length, encoded.untrained))
+        sizes = [(len(ids), num_targets(len(ids), encoded.prompt_length, encoded.masked_spans))
                  for ids in encoded.documents]  # fmt: skip
         self.counts.keep(sizes, encoded.tokens_cut)
 
@@ -184,8 +184,8 @@ def tokenize_rows(
         source: path of a file or folder, a pattern, or the identified files.
         vocab_size: rows of the model's embedding; no token id may reach it.
         progress: called with the number of rows done.
-        labels: of a task with labels, their names in the order of ids, as the training rows have them; rows with other
-            labels are left out. Empty: found in the rows.
+        labels: names of a task's labels in the order of ids, as the training rows have them; rows with other labels are
+            left out. Empty: found in the rows.
         known_labels: names that the model has; their order holds if the rows have exactly these.
         needs_target: whether rows without what is to be predicted are left out; else it is not looked for.
 

@@ -60,7 +60,7 @@ class Budget:
     """Work left to one rendering, in units.
 
     Args:
-        values: what the template is given.
+        values: values given to the template.
         call: units that calling a macro costs.
     """
 

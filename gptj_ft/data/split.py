@@ -68,7 +68,7 @@ def _choose(groups: _Numbers, labels: _Numbers, count: int, seed: int, keeps_one
 
     Args:
         groups: hashes.
-        labels: of each, a number.
+        labels: number of each group's label.
         count: groups to choose.
         seed: the recipe's.
         keeps_one: whether of each label one is left, if there are other labels with more.

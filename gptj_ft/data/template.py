@@ -23,10 +23,10 @@ class Template:
 
     Attributes:
         fields: each once, in order of their first use.
-        uses: how often each is named.
+        uses: number of times that each is named.
         literals: the texts between them.
         pieces: texts and fields in turn, (text, is a field), if there is nothing else in it.
-        compiled: what renders it.
+        compiled: compiled template, which renders it.
     """
 
     fields: tuple[str, ...]

@@ -137,7 +137,7 @@ def _read(folder: Path, present: set[str]) -> PreTrainedTokenizerFast:
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
-    """Return what tokenizer_config.json says; nothing if it is not there or no JSON."""
+    """Read tokenizer_config.json; empty if it is not there or no JSON."""
     try:
         config = json.loads(read_text(folder / "tokenizer_config.json"))
     except (ValueError, OSError):
@@ -164,9 +164,9 @@ class Frame(NamedTuple):
     """Special tokens that stand around texts: [CLS] a [SEP], or [CLS] a [SEP] b [SEP].
 
     Attributes:
-        first: before the text.
-        last: after it, and after the second of two.
-        middle: between two.
+        first: tokens before the text.
+        last: tokens after it, and after the second of two.
+        middle: tokens between two texts.
         has_types: whether the second text, and what follows it, is of another token type.
     """
 
@@ -202,7 +202,7 @@ def vocab_size_of(folder: Path) -> int:
     """Read the vocabulary size from a model folder's config.json.
 
     Raises:
-        UsageError, DataError: as `families.read_architecture`.
+        UsageError, DataError: as `registry.read_architecture`.
     """
     try:
         raw = json.loads(read_text(folder / "config.json"))
@@ -234,7 +234,7 @@ class TokenSpans(Sequence[Span]):
     """Character spans of the tokens of a text.
 
     Args:
-        firsts, ends: of each, in the order of the tokens.
+        firsts, ends: first character and end of each token, in order.
     """
 
     def __init__(self, firsts: Characters, ends: Characters) -> None:
@@ -254,7 +254,7 @@ def token_spans(tokenizer: RowTokenizer, text: str, ids: Sequence[int]) -> Token
 
     Args:
         tokenizer: a fast one.
-        text: it.
+        text: text to locate them in.
         ids: its tokens, as `tokenize` returns them.
     """
     if len(sizes := _token_bytes(tokenizer)):

@@ -34,7 +34,7 @@ def shorten(
         tokenizer: a fast one.
         values: field -> text.
         room: tokens; the whole prompt has more.
-        answer_at: where in the field the answer is, in characters, if that is known.
+        answer_at: first character of the answer in the field; ``None``: unknown.
         ids: tokens of the whole prompt, if they are there.
 
     Raises:
@@ -80,12 +80,12 @@ class _FieldTokens:
     """The tokens of a field inside those of a prompt.
 
     Attributes:
-        ids: of the whole prompt.
+        ids: token ids of the prompt.
         prompt: its text.
-        start: of the field in it, in characters.
-        stop: of what follows it.
+        start: first character of the field in the prompt.
+        stop: first character after the field.
         first: token of the field.
-        offsets: of the field's tokens, in characters of the prompt.
+        offsets: characters of the field's tokens in the prompt.
     """
 
     ids: Sequence[int]
@@ -149,9 +149,9 @@ class _Cut:
 
     Attributes:
         whole: the text.
-        start: of it in what the offsets count.
-        offsets: of its tokens, in characters.
-        keeper: which stay.
+        start: position of the text's first character, as the offsets count.
+        offsets: characters of its tokens.
+        keeper: choice of the tokens that stay.
     """
 
     whole: str

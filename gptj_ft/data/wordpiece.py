@@ -47,7 +47,7 @@ def load_wordpiece(folder: Path, config: Mapping[str, Any]) -> PreTrainedTokeniz
     """Make BERT's tokenizer of a folder with a vocabulary and no tokenizer.json.
 
     Args:
-        folder: with ``vocab.txt``.
+        folder: folder with ``vocab.txt``.
         config: its tokenizer_config.json; a vocabulary with upper-case words is cased where that does not say.
 
     Raises:
@@ -83,7 +83,7 @@ def normalizer_as_said(normalizer: Any, config: Mapping[str, Any]) -> Any:
     """Return BERT's normalizer as tokenizer_config.json has it, which stands above tokenizer.json.
 
     Args:
-        normalizer: of tokenizer.json.
+        normalizer: normalizer of tokenizer.json.
         config: tokenizer_config.json, in which ``null`` says nothing but of accents.
     """
     if not isinstance(normalizer, normalizers.BertNormalizer):

@@ -111,7 +111,7 @@ def _cut_prompts(task: EvalSet, most: int, max_length: int) -> EvalSet:
             return document
         lost = document.prompt_length - room
         ids = [*document.ids[:room], *document.ids[document.prompt_length :]]
-        return Document(ids, room, [at - lost for at in document.untrained], document.window)
+        return Document(ids, room, [at - lost for at in document.masked_spans], document.window)
 
     prompts = [prompt[:most] for prompt in task.prompts]
     facts = {**task.facts, "max_prompt_tokens": most, "max_length": max_length}

@@ -51,7 +51,7 @@ class LabelJob:
         prepared: rows.
         output: file of answers, ``.jsonl``, ``.csv``, or ``.json`` for answers by id.
         kept: values of columns that are passed through, of each row.
-        settings: what the answers depend on.
+        settings: options that the answers depend on.
         plan: memory and token budget.
     """
 

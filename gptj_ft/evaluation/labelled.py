@@ -31,7 +31,7 @@ from gptj_ft.system.processes.group import ALONE, Group
 
 
 @dataclass(frozen=True)
-class Answered:
+class ScoredAnswers:
     """Answers to rows that say what is right, with their scores.
 
     Attributes:
@@ -40,7 +40,7 @@ class Answered:
         references: accepted answers of each row.
         figures: statistics by name, the loss included.
         labels: scores of each label; ``None`` where there are none.
-        remark: what the scores do not say; mostly empty.
+        remark: sentence about the scores; mostly empty.
     """
 
     answers: list[RowAnswer]
@@ -51,7 +51,7 @@ class Answered:
     remark: str
 
 
-def answer_rows(recipe: Recipe, readout: Readout, rows: Sequence[RowOutput]) -> Answered:
+def answer_rows(recipe: Recipe, readout: Readout, rows: Sequence[RowOutput]) -> ScoredAnswers:
     """Read the answers to rows, and score them.
 
     Raises:
@@ -66,7 +66,7 @@ def answer_rows(recipe: Recipe, readout: Readout, rows: Sequence[RowOutput]) -> 
     total_N, weight_N = (np.array(column, np.float64) for column in zip(*losses, strict=True))
     figures = {"loss": Ratio(total_N, weight_N), **readout.figures(answers, references)}
     remark = readout.remark(answers, references)
-    return Answered(answers, [row.place for row in rows], references, figures, readout.by_label(answers), remark)
+    return ScoredAnswers(answers, [row.place for row in rows], references, figures, readout.by_label(answers), remark)
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ def _likelihood(scores: TokenScores, span: slice) -> Likelihood:
 
 def _targets(document: Document) -> list[range]:
     """Return the spans of target tokens; never the first token, which nothing predicts."""
-    row = {"input_ids": document.ids, "prompt_length": document.prompt_length, "untrained": document.untrained}
+    row = {"input_ids": document.ids, "prompt_length": document.prompt_length, "untrained": document.masked_spans}
     spans = [range(max(start, 1), end) for start, end in list(pairwise(span_borders(row)))[1::2]]
     return [span for span in spans if span]
 

@@ -31,8 +31,8 @@ class RowOutput:
 
     Attributes:
         outputs: outputs for each of its windows, [S, C].
-        marks: what is read and expected in each window.
-        offsets: of a span's windows, start and end character of each token in the text; empty for other tasks.
+        marks: tokens read and targets of each window.
+        offsets: start and end character of each token in the text, for a span's windows; empty for other tasks.
         texts: context, words or sentences of the row; empty where there are none.
         references: accepted answers.
         place: file and line.
@@ -54,12 +54,12 @@ def outputs_of(
     before_pass: Callable[[], None] = lambda: None,
     loss: Callable[[StepLoss], object] | None = None,
 ) -> Iterator[Outputs]:
-    """Yield what the head gives for each document, [S, C].
+    """Yield the outputs of the head for each document, [S, C].
 
     Args:
         stack: model.
         rows: documents.
-        objective: what the head has learned.
+        objective: objective that the head was trained with.
         together: tokens computed at once, and in a pass over the weights.
         before_pass: called before each pass over the weights; may raise to stop.
         loss: receiver of the loss of each micro-batch; default: the rows have no targets, and none is computed.
@@ -86,7 +86,7 @@ def row_outputs(table: TokenTable, rows: Rows, outputs: Iterator[Outputs]) -> It
     Args:
         table: the rows, as they were prepared.
         rows: the same, as documents.
-        outputs: what the head gives for each document.
+        outputs: outputs of the head for each document.
     """
     assert rows.marks is not None
     columns = ("continues", "texts", "references", "source", "line", "offsets")

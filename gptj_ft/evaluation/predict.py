@@ -104,7 +104,7 @@ class Predictor:
         return [(texts, [RowLoss(**loss) for loss in of_documents]) for texts, of_documents in found]
 
     def compute(self, units: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[str], list[dict[str, Any]]]]:
-        """Yield what `answer` finds for this process's share."""
+        """Yield texts and losses of this process's share of the groups."""
         for unit in units:
             documents = [Document(**each) for each in unit["documents"]]
             texts, found = self._answer(PromptGroup(unit["prompts"], unit["seed"], documents))

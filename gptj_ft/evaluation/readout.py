@@ -28,7 +28,6 @@ from gptj_ft.evaluation.metrics.regression import regression
 from gptj_ft.evaluation.metrics.single_label import single_label
 from gptj_ft.evaluation.metrics.statistic import Statistic
 from gptj_ft.evaluation.outputs import RowOutput
-from gptj_ft.evaluation.sentences import select_sentences
 from gptj_ft.evaluation.spans import SpanAnswer, SpanSettings, Window, best_answer, best_thresholds
 
 FloatArray = NDArray[np.float64]
@@ -39,10 +38,10 @@ class RowAnswer:
     """The answer to a row.
 
     Attributes:
-        text: as a text: the label, the labels with commas between them, the number, the span, the summary.
-        facts: what `predict` writes of it, as JSON has it.
-        expected: what was right, for the scores; empty where the row does not say.
-        given: what was answered, for the scores.
+        text: text of the answer: the label, the labels with commas between them, the number, the span, the summary.
+        facts: fields of the row in the output of `predict`, JSON values.
+        expected: right answer, for the scores; empty where the row has none.
+        given: answer of the model, for the scores.
     """
 
     text: str
@@ -64,7 +63,7 @@ class Readout(Protocol):
         """Score each label; ``None`` where there are none."""
 
     def remark(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> str:
-        """Say what the scores do not; mostly nothing."""
+        """Return a sentence about the scores; mostly empty."""
 
 
 def pooled(row: RowOutput) -> FloatArray:
@@ -244,7 +243,7 @@ class SentenceReadout:
     """The sentences of a text that make its summary.
 
     Attributes:
-        num_sentences: how many.
+        num_sentences: number of sentences of a summary.
         block_trigrams: whether one that repeats three words of the summary is left out.
     """
 
@@ -267,6 +266,38 @@ class SentenceReadout:
 
     def remark(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> str:
         return ""
+
+
+def select_sentences(
+    scores: Sequence[float], sentences: Sequence[str], num_sentences: int, block_trigrams: bool
+) -> list[int]:
+    """Choose the sentences of a summary, best first; of equal scores the earlier one.
+
+    Args:
+        scores: score of each sentence.
+        sentences: their texts.
+        num_sentences: largest number of sentences; there are fewer if the document has no more, or none that is free of
+            repetition.
+        block_trigrams: whether to skip a sentence that has three words in a row in common with a chosen one. Words are
+            what stands between white space (Paulus et al. 2017, https://arxiv.org/abs/1705.04304, section 2.5).
+
+    Returns:
+        Numbers of the sentences in the order of their scores, which is their order in the summary.
+    """
+    assert len(scores) == len(sentences), f"{len(scores)} scores, {len(sentences)} sentences"
+    chosen: list[int] = []
+    said: set[tuple[str, ...]] = set()
+    for number in np.argsort(-np.asarray(scores, dtype=np.float64), kind="stable"):
+        if len(chosen) == num_sentences:
+            break
+        if block_trigrams:
+            words = sentences[number].split()
+            trigrams = set(zip(words, words[1:], words[2:], strict=False))
+            if trigrams & said:
+                continue
+            said |= trigrams
+        chosen.append(int(number))
+    return chosen
 
 
 def loss_of(task: Task, row: RowOutput) -> tuple[float, float]:

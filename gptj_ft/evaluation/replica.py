@@ -13,8 +13,9 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import build
 from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.evaluation.predict import Predictor
-from gptj_ft.generation.decoding import StreamedModel, continuations
+from gptj_ft.generation.decoding import continuations
 from gptj_ft.generation.generator import InferenceSetup
+from gptj_ft.generation.hf_model import StreamedModel
 from gptj_ft.generation.replica import hear_model
 from gptj_ft.models.registry import Architecture
 from gptj_ft.streaming.model import OffloadedModel

@@ -31,7 +31,7 @@ class SpanSettings:
         num_best: number of starts and ends that are looked at in each window, and of answers listed; default 20.
         max_answer_tokens: greatest length of an answer; default 30.
         may_abstain: whether a question may have no answer (SQuAD v2.0); default false.
-        null_threshold: by how much no answer must score better than the best one to be the answer; default 0.
+        null_threshold: margin by which no answer must score better than the best one to be the answer; default 0.
     """
 
     num_best: int = 20

@@ -23,7 +23,7 @@ class AnswersFile:
     Args:
         path: the file; new, or begun with the same settings.
         settings: rows, model and options that the answers depend on.
-        output: what the lines are made into in the end, which the settings are beside then; default: the file itself.
+        output: file that the lines become in the end, beside which the settings are; default: the file itself.
 
     Attributes:
         done: rows that are in the file.

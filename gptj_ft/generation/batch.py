@@ -16,8 +16,7 @@ from typing import Any
 from gptj_ft.checkpoints.metadata import template_of
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.chat import ASSISTANT, MESSAGES, Conversation, is_chat, read_conversation
-from gptj_ft.data.columns import FieldReader, choose_columns
-from gptj_ft.data.columns import cell_text as cell_text
+from gptj_ft.data.columns import FieldReader, cell_text, choose_columns
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings
 from gptj_ft.data.readers.source import FileOptions, Source, identify

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 T = TypeVar("T")
-__all__ = ["PromptBatch", "StreamedModel", "continuations", "cut_at", "generate_batches", "generate_tokens", "text_of"]
 
 
 @dataclass(frozen=True)

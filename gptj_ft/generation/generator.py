@@ -17,7 +17,8 @@ from gptj_ft.data.encode import Prompt, encode_prompt
 from gptj_ft.data.template import fields_of, stripped
 from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import UsageError, did_you_mean
-from gptj_ft.generation.decoding import StreamedModel, generate_tokens, text_of
+from gptj_ft.generation.decoding import generate_tokens, text_of
+from gptj_ft.generation.hf_model import StreamedModel
 from gptj_ft.generation.replica import announce_model
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.inference_plan import InferencePlan, InferenceWorkload, plan_inference

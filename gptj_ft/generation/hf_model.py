@@ -237,7 +237,7 @@ class Prefill:
         width: rows that will go on from each prompt.
 
     Attributes:
-        cache: for `generate`, once the documents have been scored.
+        cache: cache for `generate`, once the documents have been scored.
     """
 
     def __init__(self, model: StreamedModel, counts: Sequence[int], width: int) -> None:

@@ -21,7 +21,7 @@ def announce_model(group: Group, folder: Path, recipe: Recipe, **opening: Any) -
         group: the processes; the others are in `hear_model`.
         folder: model folder.
         recipe: options; its precision has been chosen.
-        **opening: how it is opened, see `InferenceSetup.open`.
+        **opening: options of `InferenceSetup.open`.
 
     Raises:
         UsageError: one of them is of another version, or has other threads, or another command.
@@ -42,7 +42,7 @@ def announce_end(group: Group) -> None:
 
 
 def hear_model(group: Group) -> dict[str, Any] | None:
-    """Return which model process 0 opens, and how; ``None`` if it opens none any more.
+    """Return the model that process 0 opens, and its options; ``None`` if it opens none any more.
 
     Raises:
         UsageError: it is not here, or it is another one.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gptj_ft.models.batch import Bucket, Documents, PackedBatch, Places
 from gptj_ft.models.dropout import Dropout, NoiseSpan, as_numbers
+from gptj_ft.system.machine import bf16_unit
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def _inv_freq(rotary_dim: int, base: float, device: torch.device) -> Tensor:
 
 
 def apply_rotary(x_TNH: Tensor, freqs: Tensor, in_place: bool) -> Tensor:
-    """Rotary position embedding on the first R dims of each head, interleaved pairs (2i, 2i+1); in place if possible.
+    """Apply rotary position embedding to the first R dims of each head (interleaved pairs); in place if possible.
 
     As in mesh-transformer-jax and GPT-J (https://arxiv.org/abs/2104.09864); in fp32.
     """
@@ -89,7 +90,7 @@ def attend_ragged(
     scale: float | None = None,
     is_causal: bool = True,
 ) -> Tensor:
-    """`attend` by one kernel for all documents, without a cache; see `takes_ragged`."""
+    """Attend inside all documents by one kernel, without a cache; see `takes_ragged`."""
     from torch.nn.attention.varlen import varlen_attn
 
     ends = batch.cu_seqlens_T
@@ -110,7 +111,7 @@ def attend(
     scale: float | None = None,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """Causal attention inside each document only; scores scaled, by 1/sqrt(H) unless told otherwise; softmax in fp32.
+    """Attend causally inside each document; scores scaled by 1/sqrt(H) unless told otherwise, softmax in fp32.
 
     With a cache, the queries also see what the cache holds of their document.
 
@@ -202,14 +203,13 @@ def _by_document(x_TNH: Tensor, documents: Documents) -> Sequence[Tensor]:
 @lru_cache
 def attention_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which a CPU computes attention: fp32, but for bf16 with AMX."""
-    has_tiles = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-    return dtype if has_tiles else torch.float32
+    return dtype if dtype == torch.bfloat16 and bf16_unit() == "AMX" else torch.float32
 
 
 def attend_both_ways(
     q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, batch: PackedBatch, dropout: Dropout | None = None
 ) -> Tensor:
-    """Attention of each token to all tokens of its document; scores scaled by 1/sqrt(H), softmax in fp32.
+    """Attend from each token to all tokens of its document; scores scaled by 1/sqrt(H), softmax in fp32.
 
     Returns: [T, N, H].
     """
@@ -232,8 +232,8 @@ def attend_in_buckets(
 
     Args:
         q_TNH, k_TNH, v_TNH: queries, keys and values.
-        documents: where the documents are.
-        scale: of the scores; default 1/sqrt(H).
+        documents: rows of each document.
+        scale: factor of the scores; default: 1/sqrt(H).
         dropout: dropout of the weights, which no fused kernel has by documents; default: none.
         is_causal: whether a token sees no later ones.
     """
@@ -260,7 +260,7 @@ def attend_in_buckets(
 
 
 def _unseen(bucket: Bucket, is_causal: bool, device: torch.device) -> Tensor | None:
-    """Return what is not attended to, for each token, bool [G, 1, 1 or L, L]; ``None``: everything is."""
+    """Return the mask of tokens that are not attended to, bool [G, 1, 1 or L, L]; ``None``: all are."""
     unseen = None if bucket.is_token_GL is None else ~bucket.is_token_GL[:, None, None]
     if is_causal:
         later_LL = torch.ones(bucket.longest, bucket.longest, dtype=torch.bool, device=device).triu(1)

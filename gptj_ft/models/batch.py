@@ -90,12 +90,12 @@ class AttentionCall(NamedTuple):
     """Short documents whose causal attention is one call of a kernel, each filled up to the same length.
 
     Attributes:
-        num_documents: how many there are.
+        num_documents: number of documents, G.
         length: length that they are filled up to.
         rows_P: their rows, [G * L]; where there is no row those of the first.
         tokens: their rows without what fills them up.
-        places: where these are among ``rows_P``.
-        is_filler_P: which of ``rows_P`` fill up, bool [G * L, 1, 1].
+        places: indices of these among ``rows_P``.
+        is_filler_P: whether each of ``rows_P`` is a filler, bool [G * L, 1, 1].
     """
 
     num_documents: int
@@ -202,7 +202,7 @@ class Documents:
         return calls
 
     def places(self, num_heads: int) -> Places:
-        """Return where so many heads of each row are in the buckets; those of fillers are behind them."""
+        """Return the places of so many heads of each row in the buckets; those of fillers are behind them."""
         if num_heads in self.known_places:
             return self.known_places[num_heads]
         heads_N1, there = torch.arange(num_heads)[:, None], []
@@ -230,9 +230,9 @@ class HeadRows:
     """Rows of hidden states that a head takes, those of one document after another.
 
     Attributes:
-        kernel: how products are computed.
+        kernel: kernel of products with weights.
         noise: random numbers of dropout; ``None``: nothing is dropped.
-        ends: where the rows of each document end; known where a document is never cut.
+        ends: end of the rows of each document; known where a document is never cut.
     """
 
     kernel: Kernel = "training"
@@ -256,10 +256,10 @@ class PackedBatch:
     Attributes:
         tokens_T: token ids, int64; those behind the last document are fillers, see `filled`.
         positions_T: position of each token in its own document, int64.
-        targets_T: what to predict at each position, ``NO_TARGET`` where there is no loss, int64: the next token, or as
-            `Marks` has it; where the head reads all tokens, 1 at the first of an answer and 2, added, at the last.
+        targets_T: target at each position, ``NO_TARGET`` where there is no loss, int64: the next token, or as `Marks`
+            has it; where the head reads all tokens, 1 at the first of an answer and 2, added, at the last.
         cu_seqlens: cumulative lengths: document ``d`` is ``cu_seqlens[d]:cu_seqlens[d + 1]``.
-        cache: when decoding, what keeps the keys and values.
+        cache: cache of keys and values, when decoding.
         is_decode_step: whether the documents began in an earlier pass, whose keys and values the cache holds.
         seeds: seed of what training drops of each document; ``None``: nothing is dropped.
         types_T: type of each token, int64; ``None``: all are of type 0.
@@ -400,7 +400,7 @@ def pack(
     documents: Sequence[Sequence[int]],
     prompt_lengths: Sequence[int] | None = None,
     cache: KVCache | None = None,
-    untrained: Sequence[Sequence[int]] | None = None,
+    masked_spans: Sequence[Sequence[int]] | None = None,
     document_ids: Sequence[int] = (),
 ) -> PackedBatch:
     """Pack documents end to end.
@@ -409,7 +409,7 @@ def pack(
         documents: token ids of each.
         prompt_lengths: tokens at each document's start that are not trained on; ``None``: no targets at all.
         cache: cache that keeps keys and values.
-        untrained: tokens after each document's prompt that are not trained on, as (start, end) pairs in one flat list.
+        masked_spans: further masked spans of each, (start, end) pairs in one flat list; default: none.
         document_ids: see `PackedBatch`.
     """
     tokens: list[int] = []
@@ -423,7 +423,7 @@ def pack(
         first = max(prompt_lengths[index], 1) - 1 if prompt_lengths is not None else len(ids)
         targets += [NO_TARGET] * min(first, len(ids)) + list(ids[first + 1 :])
         targets += [NO_TARGET] * (len(tokens) - len(targets))
-        gaps = untrained[index] if untrained else ()
+        gaps = masked_spans[index] if masked_spans else ()
         for left, right in zip(gaps[::2], gaps[1::2], strict=True):  # what predicts them is one position before
             targets[cu_seqlens[-1] + left - 1 : cu_seqlens[-1] + right - 1] = [NO_TARGET] * (right - left)
         cu_seqlens.append(len(tokens))
@@ -436,7 +436,7 @@ def pack_marked(documents: Sequence[Sequence[int]], marks: Sequence[Marks]) -> P
 
     Args:
         documents: token ids of each.
-        marks: what is predicted of each.
+        marks: targets of each.
     """
     lengths = [len(ids) for ids in documents]
     cu_seqlens = tuple(accumulate(lengths, initial=0))

@@ -77,7 +77,7 @@ class Dropout(nn.Module):
         return self._stays(drawn[:, :count]).reshape(len(noise), rows, longest, longest)
 
     def _stays(self, drawn: Tensor) -> Tensor:
-        """Return which elements stay; overwrites what was drawn, for torch compares into bool six times as slowly."""
+        """Return the mask of elements that stay; overwrites ``drawn``: torch compares into bool six times as slowly."""
         return drawn.ge_(self._least_kept).to(torch.bool)
 
     def _draw(self, noise: Noise, counts: Sequence[int], device: torch.device) -> Tensor:
@@ -85,7 +85,7 @@ class Dropout(nn.Module):
 
         Args:
             noise: seeds of the documents.
-            counts: how many of each; what its last number has more is drawn, too.
+            counts: integers to draw for each; those left over of its last number are drawn, too.
             device: device of the numbers.
         """
         sizes = [_numbers(count) for count in counts]
@@ -118,7 +118,7 @@ class Dropout(nn.Module):
 
 
 def _numbers(count: int) -> int:
-    """Return how many numbers of a generator so many 16-bit integers are made of."""
+    """Count the numbers of a generator that so many 16-bit integers are made of."""
     return -(-count // PER_NUMBER)
 
 

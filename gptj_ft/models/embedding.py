@@ -15,8 +15,8 @@ class EmbeddingRows:
     """Some rows of a matrix, where a layer needs no others.
 
     Attributes:
-        numbers: which, int64, rising.
-        values: theirs, [rows, D].
+        indices: indices of the rows, int64, rising.
+        values: values of the rows, [rows, D].
     """
 
     indices: Tensor

@@ -36,7 +36,7 @@ def decoder_heads(prefix: str, has_token_labels: bool) -> tuple[HeadForm, ...]:
     """Return the heads that a decoder can have in `transformers`.
 
     Args:
-        prefix: of the names of its classes.
+        prefix: beginning of the names of its classes.
         has_token_labels: whether there is a class for labels of words.
     """
 

@@ -1,9 +1,11 @@
 """Keys and values already computed, when a model writes.
 
-Rows that go on from one prompt (its beams) form a *tree* and share memory: the prompt is in it once, what the rows add
-lies side by side, and a mask says which of it each row has seen. So following the beams that survive moves no key.
+Rows that go on from one prompt (its beams) form a *prefix group* and share memory: the prompt is in it once, what the
+rows add lies side by side, and a mask says which of it each row has seen. So following the beams that survive moves no
+key.
 
-Axis letters: G trees, W rows of a tree, C new columns, L = W C queries of a tree, S slots, N heads, H head width.
+Axis letters: G prefix groups, W rows of a group, C new columns, L = W C queries of a group, S slots, N heads,
+H head width.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ MORE_ROOM = 64  # slots, beyond what grows geometrically
 class KVCache:
     """The keys and values of every layer; a pass over the layers either fills it with prompts or goes on from them.
 
-    A prompt that is shorter than the longest leaves its first slots unused, so that all trees grow at one slot.
+    A prompt that is shorter than the longest leaves its first slots unused, so that all prefix groups grow at one slot.
 
     Attributes:
-        num_slots: slots in use, of each tree.
+        num_slots: slots in use, of each prefix group.
         lengths: tokens of each row, int64 [G W].
     """
 
@@ -41,7 +43,7 @@ class KVCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [G, N, slots that there is room for, H]
 
     def begin(self, counts: Sequence[int], width: int, device: torch.device) -> None:
-        """Announce a pass over prompts, one to a tree.
+        """Announce a pass over prompts, one to a prefix group.
 
         Args:
             counts: tokens of each prompt.
@@ -140,7 +142,7 @@ class KVCache:
             self._seen_GWS = self._seen_GWS[:, :, : self.num_slots]
 
     def _split_groups(self) -> None:
-        """Give each row a tree of its own."""
+        """Give each row a prefix group of its own."""
         width, self._width = self._width, 1
         if width == 1:
             return
@@ -177,17 +179,17 @@ class KVCache:
 
 
 def _room_for(slots: int) -> int:
-    """Return how many slots are taken when so many are needed and there is no room."""
+    """Return the slots to allocate when so many are needed and there is no room."""
     return slots + MORE_ROOM + slots // 2
 
 
 def slots_taken(prompt: int, new: int, width: int) -> int:
-    """Return how many slots a tree has in the end at most.
+    """Return the slots that a prefix group has in the end at most.
 
     Args:
         prompt: tokens of the longest prompt.
         new: tokens written to each row.
-        width: rows of a tree.
+        width: rows of a prefix group.
     """
     room, needed = prompt + MORE_ROOM, prompt + new * width
     while room < needed:

@@ -17,7 +17,7 @@ FROZEN: Kind = "frozen"
 MOMENTS: tuple[Kind, Kind] = ("exp_avg", "exp_avg_sq")
 PARAMETER_ALIGNMENT = 32  # elements: 64 bytes in bf16, a cache line and the widest vector register
 FLAT_ALIGNMENT = 2048  # elements: a 4096-byte page in bf16, so that kinds in a file start on page boundaries
-TIED_SOURCE_LAYER = 0  # the layer that others may borrow parameters of: the embedding
+TIED_SOURCE_LAYER = 0  # the layer whose parameters others may be tied to: the embedding
 
 
 class TiedParameter(NamedTuple):
@@ -33,7 +33,7 @@ class Layout:
     """Offsets of a layer's parameters in its flat tensors, in elements.
 
     Matrices come first: weight decay applies to ``flat[:num_decayed]`` and to nothing else (biases, norms, padding).
-    What a layer borrows is no part of its tensors: it has its place, its update and its checksum in the layer it is of.
+    A tied parameter is no part of its layer's tensors: its place, update and checksum are those of the layer it is of.
     """
 
     shapes: Mapping[str, torch.Size]
@@ -54,14 +54,14 @@ class Layout:
         Args:
             layer: layer.
             names: those that it is about; none: all.
-            copies: whether what the layer borrows has a place among its own.
+            copies: whether the layer's tied parameters have a place among its own.
         """
-        loans = {name: loan for name, loan in tied_parameters(layer).items() if names is None or name in names}
+        ties = {name: tie for name, tie in tied_parameters(layer).items() if names is None or name in names}
         shapes = {
             name: parameter.shape for name, parameter in layer.named_parameters() if names is None or name in names
         }
         if copies:
-            shapes |= {name: loan.shape for name, loan in loans.items()}
+            shapes |= {name: tie.shape for name, tie in ties.items()}
         offsets, offset, num_decayed = {}, 0, 0
         adjacent = getattr(layer, "adjacent", ())
         # stable: keeps the layer's order
@@ -71,7 +71,7 @@ class Layout:
             if len(shapes[name]) >= 2:
                 num_decayed = offset
         numel = _round_up(offset, FLAT_ALIGNMENT)
-        return cls(shapes, offsets, num_decayed, numel, {} if copies else loans, frozenset(loans if copies else ()))
+        return cls(shapes, offsets, num_decayed, numel, {} if copies else ties, frozenset(ties if copies else ()))
 
     @cached_property
     def num_parameters(self) -> int:
@@ -79,8 +79,8 @@ class Layout:
 
     @cached_property
     def used_shapes(self) -> dict[str, torch.Size]:
-        """Shapes of all parameters that the layer computes with, those that it borrows included."""
-        return {**self.shapes, **{name: loan.shape for name, loan in self.tied.items()}}
+        """Shapes of all parameters that the layer computes with, tied ones included."""
+        return {**self.shapes, **{name: tie.shape for name, tie in self.tied.items()}}
 
     @cached_property
     def num_used(self) -> int:

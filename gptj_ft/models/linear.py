@@ -43,7 +43,7 @@ def project(x_TD: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel, i
         x_TD: inputs.
         weight: weight, (output width, input width).
         bias: bias.
-        kernel: which product computes.
+        kernel: kernel of the product.
         is_transposed: whether the weight is stored (input width, output width).
     """
     if not has_onednn(x_TD):
@@ -161,7 +161,7 @@ class TiedLinear(nn.Module):
     """A projection whose weight is a parameter of the model's first layer: its transposed embedding, say.
 
     The weight is a buffer, and in no ``state_dict``: it is stored, updated and counted where it belongs. Whoever runs
-    the layer hands it in; see `stores.Layout.tied`.
+    the layer hands it in; see `layout.Layout.tied`.
 
     Args:
         shape: shape of the weight, (output width, input width).

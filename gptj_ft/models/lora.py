@@ -58,7 +58,7 @@ class LoRALinear(nn.Module):
 
 
 def widths(linear: nn.Module) -> tuple[int, int]:
-    """Return how wide the inputs and the outputs of a linear layer are."""
+    """Return the input width and the output width of a linear layer."""
     rows, columns = linear.get_parameter("weight").shape
     return (rows, columns) if isinstance(linear, Conv1D) else (columns, rows)
 

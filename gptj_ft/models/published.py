@@ -22,11 +22,11 @@ class Published:
     """A model and its pre-training on the Pile.
 
     Attributes:
-        repository: on the Hub.
+        repository: repository on the Hub.
         config: ``config.json``, as far as it matters.
         tokens: tokens of its pre-training; this and what follows ``None``, where that was on other texts.
         flops: FLOPs of its pre-training, as published.
-        pile_loss: on the Pile's test set, in nats a token.
+        pile_loss: loss on the Pile's test set, nats per token.
     """
 
     repository: str

@@ -1,4 +1,4 @@
-"""One file per architecture; `family_of` finds the one a model folder needs."""
+"""Describe model families, one module for each; `architecture_of` finds the one of a ``config.json``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Leaf:
 
     Attributes:
         name: Hugging Face's, ``{}`` for the number of the block.
-        join: how the parts make the tensor, as Hugging Face has it: one after the other along the first axis
+        join: way from the parts to the tensor, as Hugging Face has it: one after the other along the first axis
             (``rows``) or the second (``columns``), ``sum``, or ``first``: that of shard 0 counts. ``added``: summed,
             and the sum added to every row of the tensor.
         is_transposed: whether each part has its axes the other way round.
@@ -58,7 +58,7 @@ class HeadForm:
         build: config, outputs of the head -> its module, on the ``meta`` device.
         output: the module in it that gives the outputs: new wherever the labels are others.
         kept: its parameters that a pre-trained model must have; what else is missing there begins as new.
-        tasks: what it can be trained for.
+        tasks: tasks that it can be trained for.
         initialise: gives the parameter of that name in the head its first random values, by a generator; ``None``:
             matrices normal, as the config says, biases zero.
     """
@@ -88,8 +88,8 @@ class Family:
             in the order of the table, which is that in which the parameters were made; ``None`` is dropped on purpose.
         lora_targets: the linear layers that get adapters unless others are named: by the ends of their names.
         heads: the other heads that it can have.
-        prefix: of all names but the head's; files of a model that was saved without its head lack it.
-        trunk: what comes after the prefix.
+        prefix: beginning of all names but the head's; files of a model that was saved without its head lack it.
+        trunk: first parts of the names after the prefix.
         aliases: endings of names in old files -> those of today.
         dropouts: fields of its config that are rates of dropout: of hidden states, and of attention's weights.
         is_encoder: whether each token sees those after it, so that nothing can be generated.
@@ -172,7 +172,7 @@ class Architecture:
         family: family.
         config: config of the family.
         raw: ``config.json``.
-        task: what the head is for; ``None``: as the family was pre-trained.
+        task: task of the head; ``None``: as the family was pre-trained.
         labels: names of the head's classes, in the order of its outputs.
         new: names of tensors that the folder lacks, or has for other labels, and a run begins with random ones.
         left_out: names of tensors of the folder that are of another head.
@@ -279,9 +279,9 @@ class Architecture:
         """Return the names of tensors that are others once more: a tied head's, and the embedding's that it is."""
         layers, name_of = self.layers(), self.family.name_of
         return {
-            name_of(index, local, len(layers)): name_of(TIED_SOURCE_LAYER, loan.source, len(layers))
+            name_of(index, local, len(layers)): name_of(TIED_SOURCE_LAYER, tie.source, len(layers))
             for index, layer in enumerate(layers)
-            for local, loan in Layout.of(layer).tied.items()
+            for local, tie in Layout.of(layer).tied.items()
         }
 
 

@@ -38,7 +38,7 @@ class Selection:
         trained, frozen = [], []
         for index, layer in enumerate(build()):
             homes = {name: (index, name) for name, _ in layer.named_parameters()}
-            homes |= {name: (TIED_SOURCE_LAYER, loan.source) for name, loan in tied_parameters(layer).items()}
+            homes |= {name: (TIED_SOURCE_LAYER, tie.source) for name, tie in tied_parameters(layer).items()}
             chosen = {name for name, home in homes.items() if is_trained(*home)}
             trained.append(Layout.of(layer, chosen))
             frozen.append(Layout.of(layer, homes.keys() - chosen, copies=True))
@@ -120,7 +120,7 @@ def match(patterns: Sequence[str], names: Iterable[str], option: str, what: str)
 
 
 def _patterns_of(name: str) -> Iterator[str]:
-    """Yield what one may have meant that matches a name: its endings, whole or with ``*`` for the last parts."""
+    """Yield the patterns that match a name: its endings, whole or with ``*`` for the last parts."""
     parts = name.split(".")
     for start in range(len(parts)):
         yield ".".join(parts[start:])

@@ -171,13 +171,13 @@ def cost(
 
 
 def exported_elements(recipe: Recipe, load: Workload) -> int:
-    """Return how many numbers a run writes at its end: a model, or an adapter, or both."""
+    """Count the elements that a run exports: a model, or an adapter, or both."""
     whole = load.stored_elements + load.frozen_elements
     return whole if recipe.method == "full" or recipe.lora.merge else load.stored_elements
 
 
 def num_validations(recipe: Recipe, load: Workload) -> int:
-    """Return how often a run measures its loss on the validation rows: before, after, and in between if asked to."""
+    """Count the validations of a run: before, after, and in between if asked to."""
     if not load.validation_tokens:
         return 0
     between = ((load.num_steps or 1) - 1) // recipe.validate_every if recipe.validate_every else 0
@@ -185,7 +185,7 @@ def num_validations(recipe: Recipe, load: Workload) -> int:
 
 
 def seconds_per_validation(placement: Placement, load: Workload, flush: Pass, rates: Rates, pass_tokens: int) -> float:
-    """Return how long one validation takes: the pending update of every layer, then passes over the weights."""
+    """Compute the seconds of one validation: the pending update of every layer, then passes over the weights."""
     passes = -(-load.validation_tokens // pass_tokens)
     flops = 2.0 * load.block_parameters * load.validation_tokens + 2.0 * load.head_parameters * load.validation_targets
     weights = bytes_moved(placement, {"weight": load.dtype}, passes * (load.stored_elements + load.lent_elements))
@@ -199,7 +199,7 @@ def seconds_per_validation(placement: Placement, load: Workload, flush: Pass, ra
 
 
 def num_checkpoints(recipe: Recipe, load: Workload, seconds_per_step: float) -> int:
-    """Return how often a run that is not its own checkpoint writes one: by steps, by minutes, whichever is sooner."""
+    """Count the checkpoints of a run that is not its own: by steps, by minutes, whichever is sooner."""
     steps = load.num_steps or 0
     by_steps = (steps - 1) // recipe.save_every if steps and recipe.save_every else 0
     return max(by_steps, int(steps * seconds_per_step / (recipe.save_minutes * 60)))

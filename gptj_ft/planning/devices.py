@@ -23,7 +23,7 @@ USABLE_SHARE = 0.93  # of a card's memory: error correction, the driver and a de
 
 
 @dataclass(frozen=True)
-class Reached:
+class ReachedShares:
     """Shares of published rates that runs reach; assumptions, until `gptj-ft doctor` has measured them on many.
 
     Attributes:
@@ -41,7 +41,7 @@ class Reached:
     link: float = 0.80
 
 
-REACHED = Reached()
+REACHED = ReachedShares()
 
 AMPERE = "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
 ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
@@ -64,7 +64,7 @@ class PublishedDevice:
         memory_rate: GB/s of its memory.
         link: kind of its link.
         has_bf16: whether it computes in bf16.
-        source: where the figures are published.
+        source: publication of the figures.
         is_derived: whether the rate of products is that of the family's published chips, by cores and clock.
     """
 

@@ -91,15 +91,15 @@ class InferenceWorkload:
         return self.width * self.dtype.itemsize
 
     def weight_bytes(self) -> int:
-        """Bytes of the whole model."""
+        """Compute the size of the whole model, in bytes."""
         return sum(layout.numel for layout in self.layouts) * self.dtype.itemsize
 
     def slot_bytes(self, read_ahead: int) -> int:
-        """Bytes of the buffers of streamed weights."""
+        """Compute the size of the buffers of streamed weights, in bytes."""
         return (read_ahead + 1) * max(layout.numel for layout in self.layouts) * self.dtype.itemsize
 
     def working_bytes(self, together: TokenBudget) -> int:
-        """Most bytes on the device beside weights: of one pass, or of keys, values and logits while writing."""
+        """Compute the peak of device memory beside the weights, in bytes: of a pass, or of generation and its cache."""
         most = max((*self.documents, *self.prompts, 1))
         computed = min(max(together.computed, most), max(sum(self.documents), sum(self.prompts)))
         head = 3 * min(HEAD_CHUNK_BYTES, 4 * self.vocabulary * computed) if self.documents else 0
@@ -128,9 +128,9 @@ class InferencePlan:
         weights: place of the model's weights.
         precision: type of the computation.
         together: token budgets.
-        device_bytes: needed on the device.
-        host_bytes: needed in host memory.
-        disk_bytes: needed on the disk for what is found out.
+        device_bytes: bytes needed on the device.
+        host_bytes: bytes needed in host memory.
+        disk_bytes: bytes needed on the disk for the results.
         have: available resources.
     """
 

@@ -218,7 +218,7 @@ def measure_blocks(
     Args:
         layers: all layers on the ``meta`` device, embedding and head included.
         layouts: layout of the trained parameters of each.
-        given: what each block gets.
+        given: input of each block.
         lowest_trained: the layer at which backward ends.
     """
     firsts = first_alike(layers, layouts, lowest_trained)

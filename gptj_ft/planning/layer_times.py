@@ -247,7 +247,7 @@ def _seconds(start: float, middle: float) -> Seconds:
 
 
 def _numbers_of(module: nn.Module) -> list[Any]:
-    """Return what a module knows beside tensors and modules; not which layer of the model it is."""
+    """Return the attributes of a module beside tensors and modules, without the number of its layer."""
     own = vars(module).items()
     return [
         (name, value)

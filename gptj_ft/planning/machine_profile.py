@@ -26,7 +26,7 @@ from gptj_ft.system.accelerator import device_name, is_accelerator, supports_bf1
 from gptj_ft.system.digests import read_sealed, sealed
 from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.files import write_file
-from gptj_ft.system.machine import existing_folder, free_disk
+from gptj_ft.system.machine import cpu_kernels, existing_folder, free_disk
 from gptj_ft.system.paths import home, make_home
 
 METHOD = 11  # of measuring: figures from another one are not used
@@ -76,7 +76,7 @@ def compute_rates(device: torch.device, again: bool = False) -> ComputeRates:
 
 
 def _device_key(device: torch.device) -> str:
-    name = device_name(device) if is_accelerator(device) else cpu_name()
+    name = device_name(device) if is_accelerator(device) else f"{cpu_name()}, {cpu_kernels()}"
     return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
@@ -208,7 +208,7 @@ def _entries(part: str) -> dict[str, Any]:
 
 
 def _entry(part: str, key: str) -> Any:
-    """Return what is known of a device or file system: of the file, or newer than it."""
+    """Return the figures of a device or file system: those of the file, or newer ones."""
     return _unsaved.get((_cache(), part, key)) or _entries(part).get(key)
 
 

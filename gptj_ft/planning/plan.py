@@ -11,6 +11,7 @@ import torch
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.errors import ResourceError
+from gptj_ft.models.batch import rounded_up
 from gptj_ft.models.layout import Kind
 from gptj_ft.planning.costs import Costs, cost, exported_elements
 from gptj_ft.planning.machine_profile import reason_for
@@ -148,13 +149,13 @@ class Plan(Requirements):
     Attributes:
         placement: placement of the training state.
         precision: data type of the computation.
-        reason: for that precision.
+        reason: reason for that precision.
         num_parameters: parameters of the model.
         num_trained: trained parameters, those of adapters included.
         tokens_per_step: tokens of an average step.
-        device_bytes: needed on the device.
-        host_bytes: needed in host memory.
-        disk_bytes: needed on the disk at most, with a checkpoint and the tuned model.
+        device_bytes: bytes needed on the device.
+        host_bytes: bytes needed in host memory.
+        disk_bytes: bytes needed on the disk at most, with a checkpoint and the tuned model.
         have: available resources.
         budget: buffer budget.
         costs: bytes moved and seconds.
@@ -163,7 +164,7 @@ class Plan(Requirements):
         outlook: compute beside that of pre-training.
         timeline: a step replayed in virtual time, on an accelerator or from disk; the seconds of `costs` are then its.
         device: name of a device that is not here.
-        tokens_to_hide_stall: how many more tokens in a step would take as long to compute as its transfers take.
+        tokens_to_hide_stall: further tokens of a step that would take as long to compute as its transfers take.
     """
 
     placement: Placement
@@ -273,7 +274,7 @@ def _fastest(fitting: Sequence[MemoryForecast], load: Workload, recipe: Recipe, 
 
 
 def kinds_on_disk(placement: Placement) -> set[str]:
-    """Return what a placement has on disk, by the names of its attributes."""
+    """Name the kinds that a placement keeps on disk."""
     return {name for name, place in asdict(placement).items() if place == "disk"}
 
 
@@ -384,18 +385,19 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     trained = max((shape.numel() for layout in load.layouts for shape in layout.shapes.values()), default=0)
     packed = 0 if load.dtype == torch.float32 else FROZEN_SCRATCH * load.biggest_matrix
     scratch = max(TRAINED_SCRATCH * trained, packed)
-    graph = SAVED_PER_TOKEN * hidden * min(load.micro_batch_tokens, load.step_tokens)
+    rows = load.most_step_rows
+    graph = SAVED_PER_TOKEN * hidden * min(rounded_up(load.micro_batch_tokens), rows)
     activations = graph + load.weights_bytes(load.micro_batch_pairs) + load.bucket_bytes
     # Beside those of the blocks there are what the head takes, its gradient, and what a block is just giving; where the
     # others are elsewhere, there are buffers.
     beside = 3 + (NUM_BUFFERS if placement.boundaries != "device" else 0)
-    boundaries = beside * hidden * load.step_tokens
+    boundaries = beside * hidden * rows
     # Logits of a chunk, their softmax and their gradient.
     head = 3 * min(HEAD_CHUNK_BYTES, 4 * load.vocabulary * load.micro_batch_tokens)
     fixed = by_place["device"] + scratch + activations + boundaries + head
     free = have.device - fixed - (by_place["host"] + PROCESS_BYTES if have.is_shared else 0)
     budget, buffers = demand.buffers_within(free)
-    per_block = SAVED_PER_TOKEN * hidden * load.step_tokens + load.weights_bytes(load.step_pairs)
+    per_block = SAVED_PER_TOKEN * hidden * rows + load.weights_bytes(load.step_pairs)
     room = int(FREE_SHARE * (free - buffers))
     kept = _kept_within(recipe, load.num_backward_blocks, lambda kept: kept * per_block <= room)
     device = fixed + buffers + kept * per_block
@@ -403,7 +405,7 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
         device += min(MOST_HOLES, HOLES * graph) if kept < load.num_backward_blocks else 0
         device += int(HEAP_SHARE * device)
     # A validation has the place of a step's hidden states and kept activations, and some of what is free.
-    of_step = boundaries - (beside - 3) * hidden * load.step_tokens + kept * per_block
+    of_step = boundaries - (beside - 3) * hidden * rows + kept * per_block
     of_step += load.boundary_bytes() if placement.boundaries == "device" else 0
     spare = max(0, room - kept * per_block)
     of_token = 2 * hidden + TOKEN_BYTES  # what a layer takes and what it gives
@@ -452,7 +454,7 @@ def forecast(placement: Placement, load: Workload, recipe: Recipe, rates: Rates,
 
 
 def _balanced(none: Costs, every: Costs, load: Workload, rates: Rates) -> list[int]:
-    """Return how many blocks' updates may best be deferred, one number at most, from the costs of none and of all.
+    """Return the best number of blocks with deferred updates, from the costs of none and of all; empty: one of these.
 
     Each deferred one takes bytes off forward and puts more on backward, all in proportion. So a step is shortest where
     one of the passes takes as long to move its bytes as to compute, or with none or all of them.
@@ -499,7 +501,7 @@ def with_replay(plan: Plan, load: Workload, recipe: Recipe) -> Plan:
 
 
 def _tokens_to_hide(moved: Pass, load: Workload, rates: Rates) -> int:
-    """Return how many more tokens in a step a pass could compute with while its bytes move."""
+    """Count the further tokens of a step that a pass could compute with while its bytes move."""
     updates = moved.updated / rates.compute.memory  # which take as long, however many tokens there are
     hidden = moved.transfer_seconds(rates) - moved.compute_seconds(load, rates)
     tokens = load.mean_step_tokens * hidden / (moved.compute_seconds(load, rates) - updates)
@@ -545,7 +547,7 @@ def _buffer_bytes(
 
 
 def _kept_within(recipe: Recipe, num_blocks: int, fits: Callable[[int], bool]) -> int:
-    """Return how many blocks keep their activations: as many as the recipe says, or as there is room for."""
+    """Count the blocks that keep their activations: as many as the recipe says, or as there is room for."""
     if isinstance(recipe.activations, int):
         return min(recipe.activations, num_blocks)
     if recipe.activations == "auto":
@@ -554,7 +556,7 @@ def _kept_within(recipe: Recipe, num_blocks: int, fits: Callable[[int], bool]) -
 
 
 def kept_checkpoints(recipe: Recipe, num_steps: int | None) -> int:
-    """Return how many checkpoints a run keeps at most, beside the one that it would resume from."""
+    """Count the checkpoints that a run keeps at most, beside the one that it would resume from."""
     regular = (num_steps or 0) // recipe.save_every if recipe.save_every else 0
     newest = regular if recipe.num_newest_kept is None else min(regular, recipe.num_newest_kept)
     return newest + recipe.keeps_best

@@ -95,9 +95,9 @@ class DiskRates:
     """Disk rates in bytes/s, by direct I/O with several requests in flight.
 
     Attributes:
-        read: while nothing is written.
-        write: while nothing is read.
-        mixed: read and written together, at the same time.
+        read: rate of reading while nothing is written.
+        write: rate of writing while nothing is read.
+        mixed: rate of reading and writing together, at the same time.
         read_cpu: seconds of a processor that reading takes, per byte.
         write_cpu: the same of writing, with the digest of what is written.
         update_delay: seconds that updates on a CPU, which its memory bounds, take longer for a byte that is moved
@@ -228,7 +228,7 @@ def measure_disk(folder: Path, file_bytes: int = FILE_BYTES, chunk_bytes: int = 
 
     Args:
         folder: folder on the file system to measure.
-        file_bytes: written to each of two files, or less if that takes long.
+        file_bytes: bytes written to each of two files, or fewer if that takes long.
         chunk_bytes: moved by one call.
 
     Raises:
@@ -296,14 +296,16 @@ def _update_delay(move: Callable[[int], object], file_bytes: int, moved_at_once:
 
     with ThreadPoolExecutor(1) as pool:
         moving = pool.submit(go_on)
-        beside = _updates_per_second(state)
-        ended.set()
+        try:
+            beside = _updates_per_second(state)
+        finally:
+            ended.set()  # or the pool would wait for the thread without end
         moved = moving.result()
     return max(0.0, 1 - beside / alone) * moved.seconds / moved.bytes
 
 
 def _updates_per_second(state: Sequence[Tensor]) -> float:
-    """Return how many updates by AdamW of so many elements are done in a second."""
+    """Measure the rate of AdamW's updates of so many elements, per second."""
     parameter, gradient, first, second = ([tensor] for tensor in state)
     step, start, number, seconds = torch.ones(()), time.perf_counter(), 0, 0.0
     while not number or seconds < UPDATES_SECONDS:

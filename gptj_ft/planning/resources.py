@@ -1,4 +1,4 @@
-"""Say what a run is planned for: its device, here or known by name, what is free, and rates; check row lengths."""
+"""Find the resources that a run is planned for: device, here or known by name, free bytes, rates; check row lengths."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class NodeRequirements(Requirements):
         ranks: machines of a replica of which as much is asked.
         layers: layers of the first of them.
         plan: plan of these layers, on the rows of the replica.
-        device_bytes, host_bytes, disk_bytes: needed, with what only a shared run needs.
+        device_bytes, host_bytes, disk_bytes: bytes needed, with those that only a shared run needs.
         have: available resources.
         forward, backward: passes of a step.
     """
@@ -276,7 +276,7 @@ class ScaleOut:
         alone: the run on one machine.
         shares: ways to share it.
         chosen: the fastest that fits on every machine; if none does, the one that lacks least.
-        advice: what would help.
+        advice: suggestions that would make it faster.
     """
 
     num_nodes: int
@@ -302,7 +302,7 @@ class ScaleOut:
         )
 
     def speedup(self, share: Share) -> float:
-        """Return how many times as fast as one machine a share is; if need be, as one with enough memory and disk."""
+        """Return the speedup of a share over one machine; if need be, over one with enough memory and disk."""
         return self.alone.seconds_per_step / share.seconds_per_step
 
     def to_dict(self) -> dict[str, Any]:
@@ -461,7 +461,7 @@ class _Chain:
     """Machines that share the layers of a replica.
 
     Attributes:
-        job: what is shared.
+        job: run that is shared.
         load: workload of a replica.
         owners: rank of each layer.
         stages: number of machines.
@@ -592,7 +592,7 @@ def _elements(load: Workload) -> int:
 
 
 def advise(job: Job, chosen: Share, alone: Share) -> Iterator[str]:
-    """Say what would make a share faster: a network that nobody waits for, more rows, other micro-batches."""
+    """Yield suggestions that would make a share faster: a faster network, more rows, other micro-batches."""
     if alone.fits and alone.seconds_per_step < chosen.seconds_per_step:
         yield "one machine alone is faster"
     passes = [each for node in chosen.nodes for each in (node.forward, node.backward)]
@@ -612,7 +612,7 @@ def advise(job: Job, chosen: Share, alone: Share) -> Iterator[str]:
 
 
 def _rows_that_hide(job: Job, chosen: Share) -> int | None:
-    """Return how many times as many rows a step need no longer wait for gradients; found by forecasting again."""
+    """Return the factor of rows with which a step no longer waits for gradients; found by forecasting again."""
     factor = 2
     while factor <= MOST_MORE:
         load = job.load

@@ -164,7 +164,7 @@ def replay(load: Workload, schedule: ScheduleInputs, rates: Rates) -> Timeline:
 
     Args:
         load: workload, with its layers.
-        schedule: what decides the schedule.
+        schedule: inputs of the schedule.
         rates: rates of the device and of the disk.
     """
     return _Replay(load, schedule, rates).run()

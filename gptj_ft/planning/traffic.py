@@ -275,10 +275,10 @@ def _embedding(workload: Workload) -> nn.Module:
 
 
 def bytes_to_update(stored: Mapping[Kind, torch.dtype]) -> int:
-    """Bytes that an update reads and writes in the device's memory, per element.
+    """Compute the bytes that an update reads and writes in the device's memory, per element.
 
     A gradient that had to wait is clipped into a copy; what is not fp32 becomes that first, and moments are rounded
-    with noise (see `optimizer.round_stochastically`): the noise is read and added, and the lower bits are masked.
+    with noise (see `adamw.round_stochastically`): the noise is read and added, and the lower bits are masked.
     """
     state = state_kinds(stored)
     # A master copy makes the weights anew: they are not read for an update.

@@ -291,7 +291,7 @@ class CopyEngines:
         self.engines[direction].do(lambda: num_bytes / rate + COPY_SECONDS, ended)
 
     def at_work(self) -> str:
-        """Tell what the computation would wait for."""
+        """Name the work that the computation would wait for."""
         if self.delays or self.engines["disk"].works:
             return "disk"
         return "link" if self.engines["in"].works or self.engines["out"].works else "program"
@@ -359,7 +359,7 @@ class VirtualStore:
 
     Args:
         queue: its threads.
-        link: what they use.
+        link: link that they use.
         hazards: the device's memory.
         chunk_numel: elements of a part that passes through host memory on its way from or to a disk; 0: host memory.
         events: returns the work that transfers of layer inputs come after.

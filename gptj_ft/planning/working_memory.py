@@ -24,17 +24,17 @@ TOKEN_BYTES = 3 * 8  # id, position and target of a token
 
 
 def usable(device_bytes: int) -> int:
-    """Return what tensors may take of an accelerator's free memory."""
+    """Return the usable share of an accelerator's free memory, in bytes."""
     return int((1 - FRAGMENTED_SHARE) * (device_bytes - LIBRARY_BYTES))
 
 
 def reserve(tensor_bytes: int) -> int:
-    """Return what must be free on an accelerator beside tensors."""
+    """Return the memory held back on an accelerator, in bytes."""
     return math.ceil(tensor_bytes / (1 - FRAGMENTED_SHARE)) + LIBRARY_BYTES - tensor_bytes
 
 
 def allocator_limit(device_bytes: int) -> int:
-    """Return what torch's allocator may take where the process may take so many bytes of an accelerator."""
+    """Return the limit of torch's allocator where the process may take so many bytes of an accelerator, in bytes."""
     return max(0, device_bytes - CONTEXT_BYTES)
 
 
@@ -74,7 +74,7 @@ class WorkingMemory:
         return max(max(block.forward_bytes for block in self.blocks), self.head.forward_bytes)
 
     def kept_bytes(self, num_kept: int) -> int:
-        """Memory that the graphs of the last blocks keep over a whole step."""
+        """Compute the memory that the graphs of the last blocks keep over a whole step, in bytes."""
         kept = sum(self._per_step(block.kept_bytes) for block in self.blocks[len(self.blocks) - num_kept :])
         # Devices that are to compute in fp16 have no kernel for ragged attention: documents are joined by a copy.
         return kept + (num_kept * self._hidden(self.load.step_tokens) if self.load.dtype == torch.float16 else 0)
@@ -106,7 +106,7 @@ class WorkingMemory:
         return max(phases) + TOKEN_BYTES * load.step_tokens
 
     def _peak_of_head(self, graphs: int, num_kept: int, micro: int, step: int) -> int:
-        """Its inputs leave as their gradients come, unless a kept graph has them."""
+        """Compute the peak of the head: its inputs leave as their gradients come, unless a kept graph has them."""
         return graphs + step + (step if num_kept else micro) + self.head.backward_bytes
 
     @property

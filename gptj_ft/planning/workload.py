@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from gptj_ft.models.batch import BUCKET_PAIRS, padded_length
+from gptj_ft.models.batch import BUCKET_PAIRS, most_filled, padded_length
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
 from gptj_ft.planning.flops import Flops, count_flops
 from gptj_ft.planning.probe import ComputeRates
@@ -47,7 +47,7 @@ class LayerTimes:
 
     Attributes:
         forward: forward pass without a graph; for the head, by its targets.
-        backward: what training takes beside one such pass.
+        backward: seconds of training beside one such pass.
     """
 
     forward: SecondsByTokens
@@ -81,7 +81,7 @@ class Workload:
         mean_micro_batches: micro-batches of an average step; 0: as many as its tokens need at least.
         mean_step_fillers: tokens of no document in an average step, see `PackedBatch.filled`.
         times: measured times of each layer, in this type; empty: they are computed from rates.
-        speed_in_half: how many times as fast the layers were in bf16 as in fp32; 0: they were not compared.
+        speed_in_half: speed of the layers in bf16, times that in fp32; 0: they were not compared.
     """
 
     layouts: Sequence[Layout]
@@ -156,8 +156,8 @@ class Workload:
         return count_flops(self.layouts, self.mean_step_tokens, self.mean_step_targets, kept, self.frozen)
 
     def boundary_bytes(self, kept: int = 0) -> int:
-        """Bytes of the inputs of all blocks that backward passes but the last ``kept``, in the largest step."""
-        return max(0, self.num_backward_blocks - kept) * self.width * self.dtype.itemsize * self.step_tokens
+        """Compute the bytes of the inputs of all blocks in backward but the last ``kept``, in the largest step."""
+        return max(0, self.num_backward_blocks - kept) * self.width * self.dtype.itemsize * self.most_step_rows
 
     @cached_property
     def num_parameters(self) -> int:
@@ -189,7 +189,7 @@ class Workload:
 
     @cached_property
     def lent_elements(self) -> int:
-        """Elements of one kind in the layers that are read once more for those that borrow from them."""
+        """Elements of one kind in the layers that are read once more for those that are tied to them."""
         return sum(self.layouts[TIED_SOURCE_LAYER].numel for layout in self.layouts if layout.tied)
 
     @property
@@ -201,6 +201,11 @@ class Workload:
     def computed_tokens(self) -> float:
         """Tokens that are computed in an average step, those of no document included."""
         return self.mean_step_tokens + self.mean_step_fillers
+
+    @property
+    def most_step_rows(self) -> int:
+        """Rows of hidden states in the largest step: its tokens, and what its micro-batches are filled up with."""
+        return most_filled(self.step_tokens) if self.mean_step_fillers else self.step_tokens
 
     @property
     def micro_batch_mean(self) -> float:
@@ -224,7 +229,7 @@ class Workload:
         return self.micro_batches * sum(each.forward.at(self.micro_batch_mean) for each in self.times[1:-1])
 
     def backward_seconds(self, kept: int) -> float:
-        """Seconds of the head, and of the blocks in backward, where ``kept`` of them are not computed again."""
+        """Compute the seconds of the head and of the blocks in backward; ``kept`` of them are not computed again."""
         if not self.times:
             return 0.0
         passed = self.times[max(1, self.lowest_trained) : -1]
@@ -239,7 +244,7 @@ class Workload:
         return self.forward_seconds + self.backward_seconds(kept=0)
 
     def head_seconds(self, targets: float, trains: bool) -> float:
-        """Seconds of the head, as timed, on the targets of an average step, or on as many in chunks."""
+        """Compute the seconds of the head, as timed, on the targets of an average step, or on as many in chunks."""
         if not targets:
             return 0.0
         head = self.times[-1]
@@ -254,7 +259,7 @@ class Workload:
         return self.width * self.dtype.itemsize * min(self.micro_batch_tokens, self.mean_step_tokens)
 
     def weights_bytes(self, pairs: int) -> int:
-        """Bytes of the attention weights that a block keeps for backward, of so many pairs of tokens."""
+        """Compute the bytes of the attention weights that a block keeps for backward, of so many pairs of tokens."""
         return WEIGHT_BYTES * self.dropped_heads * pairs
 
     @property
@@ -268,7 +273,7 @@ class Workload:
         return WEIGHT_COPIES * 4 * self.dropped_heads * max(BUCKET_PAIRS, padded_length(self.longest_row) ** 2)
 
     def seconds_between_products(self, rates: ComputeRates) -> float:
-        """Return how long the blocks' operations between products with weights take in one pass over a step."""
+        """Compute the seconds of the blocks' operations between products with weights, in one pass over a step."""
         tokens = (len(self.layouts) - 2) * self.mean_step_tokens
         touched = TOUCHED * tokens * self.width * self.dtype.itemsize / rates.memory_for(self.hidden_bytes)
         activated = INNER * tokens * self.width / rates.gelu
@@ -276,7 +281,7 @@ class Workload:
         return touched + activated + attended
 
     def times_again(self, kept: int) -> float:
-        """Return how often backward repeats forward's operations between products: twice, and once more unless kept."""
+        """Count backward's repetitions of forward's operations between products: twice, and once more unless kept."""
         blocks, passed = len(self.layouts) - 2, self.num_backward_blocks
         return (2.0 * passed + max(0, passed - kept)) / max(1, blocks)
 

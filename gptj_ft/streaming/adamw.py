@@ -303,6 +303,6 @@ def round_stochastically(exact: Tensor, rounded: Tensor, key: tuple[object, ...]
 
 @lru_cache
 def _noise(device: torch.device) -> Tensor:
-    """16 random bits for each of `NOISE` places; every rounding starts at a place of its own."""
+    """Draw 16 random bits for each of `NOISE` places; every rounding starts at a place of its own."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 1 << 16, (NOISE,), dtype=torch.int32, generator=generator).to(device)

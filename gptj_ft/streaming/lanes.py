@@ -111,8 +111,8 @@ class LaneSums:
     Attributes:
         group: processes; each has all layers.
         num_lanes: lanes of the step, at least one for each process.
-        ends: of the lanes of this process, how many micro-batches there are up to each one's end.
-        weight: what the sum of the losses of all lanes is divided by.
+        ends: micro-batches up to the end of each lane of this process.
+        weight: divisor of the sum of the losses of all lanes.
         num_targets: targets of all lanes.
     """
 

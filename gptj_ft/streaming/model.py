@@ -70,11 +70,11 @@ class OffloadedModel:
         budget: buffer budget.
         layouts: layout of the trained parameters of each layer, which have state; default: all of them.
         frozen: layout of the frozen parameters of each layer.
-        relay: which process has which layer; default: this one all. Layouts of the layers of others are empty.
+        relay: owner process of each layer; default: this one, of all. Layouts of the layers of others are empty.
         lowest_trained: layer at which backward ends, whoever has it; one above the head if nothing is trained.
         replicas: processes that have the same model, and are in `dealing.serve`: what is only read is dealt out to
             them; default: none.
-        bytes_read, bytes_written: between the stores and the device, so far.
+        bytes_read, bytes_written: bytes moved between the stores and the device, so far.
     """
 
     layers: Sequence[nn.Module]
@@ -317,7 +317,7 @@ class OffloadedModel:
             self._pools.pop(kind, None)
 
     def commit(self, kinds: Sequence[Kind], layer: int, step: int) -> None:
-        """Everything of these kinds has been written: it is the layer's state after ``step``."""
+        """Commit kinds of a layer: all of it is written, and is the layer's state after ``step``."""
         for store in {id(self.stores[kind]): self.stores[kind] for kind in kinds}.values():
             store.commit(layer, step)
 
@@ -364,7 +364,7 @@ class OffloadedModel:
 
 
 def _tables_of(layer: nn.Module) -> dict[str, str]:
-    """Return what tells the rows of each parameter of a layer that has nothing but embeddings; else nothing."""
+    """Map each parameter of a layer that has only embeddings to the source of its row indices; else empty."""
     tables: dict[str, str] = {
         f"{path}.weight": module.index for path, module in layer.named_modules() if isinstance(module, Embedding)
     }
@@ -397,17 +397,19 @@ def pool_shapes(
 
     Returns:
         ``weights`` and ``frozen``, for whole layers, with the source of tied parameters where a layer has some;
-        ``gradients``, for any layer but that source, and ``tied gradient`` for it; each kind, for its chunks.
+        ``gradients``, for any layer but that source, and ``tied gradient`` for it; each kind, for its chunks, no more
+        than all layers have.
     """
     source, has_ties = layouts[TIED_SOURCE_LAYER].numel, any(layout.tied for layout in layouts)
     whole = max(layout.numel + (source if layout.tied else 0) for layout in layouts)
     summed = max(layout.numel for i, layout in enumerate(layouts) if not (has_ties and i == TIED_SOURCE_LAYER))
     chunk = min(budget.chunk_numel, max(layout.numel for layout in layouts))
+    num_chunks = min(budget.num_chunks, sum(-(-layout.numel // max(1, chunk)) for layout in layouts))
     slots, fp32 = budget.read_ahead + 1, torch.float32
     return {
         "weights": PoolShape(slots, whole, dtypes["weight"]),
         "frozen": PoolShape(slots, max((layout.numel for layout in frozen), default=0), dtypes["weight"]),
         "gradients": PoolShape(budget.num_gradients, summed, fp32),
         "tied gradient": PoolShape(int(has_ties), source, fp32),
-        **{kind: PoolShape(budget.num_chunks, chunk, dtype) for kind, dtype in dtypes.items()},
+        **{kind: PoolShape(num_chunks, chunk, dtype) for kind, dtype in dtypes.items()},
     }

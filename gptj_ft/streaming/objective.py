@@ -27,13 +27,13 @@ class Objective(Protocol):
         """Whether all rows of a document belong together, so that a batch goes to the head in one piece."""
 
     def weight(self, batch: PackedBatch) -> float:
-        """Return what the loss of a step is divided by, as far as this batch counts."""
+        """Return the divisor of a batch's loss; that of a step is the sum over its batches."""
 
     def loss(self, output_SC: Tensor, batch: PackedBatch, rows_S: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute the loss of some rows.
 
         Args:
-            output_SC: what the head gives for them, fp32; for one class each, rows of no document may follow.
+            output_SC: outputs of the head for them, fp32; for one class each, rows of no document may follow.
             batch: micro-batch.
             rows_S: tokens of the batch that they are.
 
@@ -127,7 +127,7 @@ class Sentences:
 
 
 def objective_of(recipe: Recipe, class_weights: tuple[float, ...] = ()) -> Objective:
-    """Return what a recipe has a model learn."""
+    """Return the objective of a recipe's task."""
     if recipe.task in ("multi-label", "regression"):
         return Numbers(recipe.task == "multi-label")
     if recipe.task == "spans":

@@ -52,12 +52,12 @@ def open_for_training(
         placement: places of the tensors.
         dtypes: data type of each kind, see `training_dtypes`.
         device: device that computes.
-        folder: for what lives on disk.
+        folder: folder of the stores on disk.
         budget: buffer budget.
         keep_gradients: whether updates wait for the global norm, so that gradients need a store.
         boundary: layout of a layer's inputs; needed where the placement keeps them off the device.
         selection: trained parameters; default: all.
-        relay: which process has which layer; default: this one all.
+        relay: owner process of each layer; default: this one, of all.
         lowest_trained: layer at which backward ends, if another process has it.
     """
     if selection is None:
@@ -252,7 +252,7 @@ def open_for_inference(
     """Open a model folder to evaluate it or to write with it; an adapter's folder, with the model that it is for.
 
     Args:
-        folder: a model folder of any form that `formats.huggingface` reads, or an adapter in PEFT's.
+        folder: a model folder of any form that `checkpoints.model_folder` reads, or an adapter in PEFT's.
         device: device that computes.
         compute: type of the computation.
         weights: ``device`` keeps them there, ``host`` streams them from a copy in RAM, ``disk`` from the folder;

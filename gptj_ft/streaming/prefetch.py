@@ -32,7 +32,7 @@ class Updater(Protocol):
 
         Args:
             task: task of the layer.
-            span: which elements of the layer.
+            span: elements of the layer to update.
             tensors: those of every kind, and of the gradient.
             updated: called with the new values of each kind, block by block, while they are in a processor's cache.
         """
@@ -310,7 +310,7 @@ class LayerLoad:
             self._leases["weight"].label(None if version is None else (self.index, version))
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return where to sum the gradients of `trained_parameters`, fp32; waits until the gradient before has left.
+        """Return the sums of the gradients of `trained_parameters`, fp32; waits until the gradient before has left.
 
         They are zeros, but for those of the source of tied parameters. The layer that is tied to it, which backward
         comes to first, has begun them: the gradient of a parameter that two layers use is one sum, clipped and applied
@@ -502,5 +502,7 @@ def round_in_place(gradient: Tensor, dtype: torch.dtype, chunk_numel: int) -> Te
         return gradient
     packed = gradient.view(dtype)[: len(gradient)]
     for span in chunks(len(gradient), chunk_numel):
-        packed[span] = gradient[span].to(dtype)  # a copy first: the first chunk overlaps its own rounded form
+        source = gradient[span]
+        # The first chunk overlaps its own rounded form; that of any other ends before it begins.
+        packed[span].copy_(source if span.start else source.to(dtype))
     return packed

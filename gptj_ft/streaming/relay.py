@@ -60,7 +60,7 @@ class Relay:
         return sorted({(a, b, down) for owners, down in ways for a, b in pairwise(owners) if a != b})
 
     def from_head(self, topic: str, values: list[dict[str, float]] | None) -> list[dict[str, float]]:
-        """Return what the process of the head has found, in every process."""
+        """Broadcast the results of the process that has the head."""
         if values is not None and self.group.size == 1:
             return values
         found = self.group.gather(topic, {"values": values})[self.owners[-1]]["values"]
@@ -76,7 +76,7 @@ class Route:
     the next layer here, which it cannot before the other process has taken it.
 
     Args:
-        relay: which process has which layer.
+        relay: owner process of each layer.
         layers: layers of the pass, in order.
         tokens: tokens of each micro-batch.
         dtype: data type of what is handed on.
@@ -106,7 +106,7 @@ class Route:
 
         Args:
             layer: a layer that is here.
-            here: what the layer before has given, if that is here, too; emptied on the way.
+            here: outputs of the layer before, if that is here, too; emptied on the way.
         """
         self._ask_next(layer)
         if layer not in self._coming:
@@ -164,7 +164,7 @@ ONE_PROCESS = Relay.alone(0)  # for a model whose number of layers is still to b
 
 
 def assign(layouts: Sequence[Layout], size: int) -> list[int]:
-    """Return which process has each layer: blocks in turn, head and embedding with those that have the fewest blocks.
+    """Assign a process to each layer: blocks in turn, head and embedding to those that have the fewest blocks.
 
     Args:
         layouts: layout of each layer; a head that computes with the embedding's parameters is where that is.

@@ -48,7 +48,7 @@ def deal_batches(
         model: the offloaded model.
         kind: name of what is computed.
         batches: the micro-batches.
-        asked: what is asked of each, if more than that.
+        asked: queries of each, if there are any.
         compute: computes this process's share, see `batch_of`.
     """
     units = [

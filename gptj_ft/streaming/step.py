@@ -95,7 +95,7 @@ def train_step(
         model: the offloaded model.
         optimizer: optimizer that takes the gradients, and updates layers while they are loaded.
         batches: the micro-batches.
-        objective: what is learned; default: the next token.
+        objective: objective; default: the next token.
         lanes: sums of gradients that the step has, where these batches are not all, or not one sum.
     """
     relay, top, batches = model.relay, len(model.layers) - 1, filled(model, batches)
@@ -208,9 +208,9 @@ def forward(
     Args:
         layers: the layers as they come; the head is left for the caller.
         batches: the micro-batches.
-        up: what hands on their outputs.
-        kept: for training, the layers whose activations are kept, by number; default: none.
-        boundaries: for training, where the inputs of the others go; default: nowhere.
+        up: route that hands on their outputs.
+        kept: layers whose activations training keeps, by number; default: none.
+        boundaries: store of the inputs of the others, in training; default: none.
 
     Returns:
         The outputs of the last of them, [T, D] per micro-batch; empty if another process has got them.
@@ -264,6 +264,8 @@ def backward(
     What is ``summing`` ends while the next layer computes.
     """
     boundaries = layers.model.boundaries
+    # `planning.timeline` replays this loop and that of `forward` without computing: what changes here changes there.
+    # tests/simulated/test_forecasts.py compares its seconds with those of the operations that a step asks a device for.
     for loaded in layers:
         arriving, here = down.arriving(loaded.index, gradients), list[Tensor]()
         graph = kept.pop(loaded.index, None)
@@ -305,7 +307,7 @@ def trainable_leaves(loaded: LayerLoad) -> dict[str, Tensor]:
 def sum_gradients(loaded: LayerLoad, parameters: dict[str, Tensor], lanes: LaneSums | None = None) -> Tensor | None:
     """Have autograd sum the gradients of these leaves into the layer's flat gradient, in fp32.
 
-    Those of borrowed parameters go into the flat gradient of the layer that they are of.
+    Those of tied parameters go into the flat gradient of the layer that they are of.
 
     Returns:
         With lanes, what another layer has begun the sum with: it is of all lanes already, and is added at their end.
@@ -358,7 +360,7 @@ def add_gradient(
         loaded: the layer; its micro-batches are done.
         optimizer: optimizer that takes it.
         lanes: sums of gradients that the step has.
-        begun: what another layer has begun the sum with.
+        begun: sum that another layer has begun; ``None``: there is none.
         earlier: the layer before, if its gradient is still on its way.
 
     Returns: the layer, if its gradient is on its way now.
@@ -406,10 +408,10 @@ def head_gradients(
         head: the head.
         hidden: the head's inputs, one [T, D] per micro-batch, as they come.
         batches: the micro-batches of the whole step.
-        objective: what is learned.
+        objective: objective.
         loss_scale: factor of all gradients, in fp16. A loss that is not finite is then for the optimizer to see, by its
             gradients.
-        down: what hands on the gradients of its inputs.
+        down: route that hands on the gradients of its inputs.
         lanes: sums of gradients that the step has.
 
     Returns:
@@ -459,8 +461,9 @@ def sums(*series: Sequence[Tensor], lanes: LaneSums | None = None) -> list[float
 
 
 def head_pieces(head: LayerLoad, batch: PackedBatch, objective: Objective) -> Iterator[tuple[Tensor, HeadRows]]:
-    """Yield the positions that carry a target, in chunks whose logits stay below `HEAD_CHUNK_BYTES`, if they may be
-    cut; and what the head is told of each.
+    """Yield the positions that carry a target, in chunks that the head computes at once, and each chunk's `HeadRows`.
+
+    The logits of a chunk stay below `HEAD_CHUNK_BYTES`, but for an objective that reads whole documents: one chunk.
     """
     if not batch.num_targets:
         return
@@ -474,7 +477,7 @@ def head_pieces(head: LayerLoad, batch: PackedBatch, objective: Objective) -> It
 
 
 def num_fillers(head: LayerLoad, positions_S: Tensor, objective: Objective) -> int:
-    """Return how many rows of no document the head takes behind these, see `filled`."""
+    """Count the rows of no document that the head takes behind these, see `filled`."""
     is_filled = head.device.type == "cpu" and not objective.reads_documents
     return rounded_up(len(positions_S)) - len(positions_S) if is_filled else 0
 
@@ -494,7 +497,7 @@ def evaluate_losses(
 
 
 def _losses_here(model: OffloadedModel, batches: Sequence[PackedBatch], objective: Objective) -> list[StepLoss]:
-    """Return the same in the process that has the head, in others nothing."""
+    """Compute the loss of each batch in the process that has the head; elsewhere an empty list."""
     if isinstance(objective, CrossEntropy) and not objective.class_weights:
         return [
             StepLoss(-float(found.log_probabilities_S.double().sum()), count, num_targets=count)
@@ -509,7 +512,7 @@ def _losses_here(model: OffloadedModel, batches: Sequence[PackedBatch], objectiv
 
 
 def head_outputs(model: OffloadedModel, batches: Sequence[PackedBatch], objective: Objective) -> Iterator[Tensor]:
-    """Yield what the head gives for the rows of each batch that carry a target, fp32 [S, C] on the device.
+    """Yield the head's outputs for the rows of each batch that carry a target, fp32 [S, C] on the device.
 
     It is for heads of few outputs: those of a vocabulary are never all there at once, see `score_tokens`. Batches are
     dealt out to the model's replicas, if it has any.
@@ -541,7 +544,7 @@ def compute_outputs(model: OffloadedModel, objective: Objective, units: Sequence
 
 @dataclass(frozen=True)
 class TokenQuery:
-    """Tokens that are asked about: which, and the position before each; a position may stand there several times."""
+    """Token queries: target ids, and the positions that predict them (a position may repeat)."""
 
     positions_S: Tensor
     tokens_S: Tensor
@@ -569,7 +572,7 @@ def score_tokens(
 
     Args:
         model: the offloaded model; nothing of it is trained.
-        batches: which share a pass over the weights.
+        batches: micro-batches that share a pass over the weights.
         wanted: token queries of each batch.
 
     Returns: the scores of each batch, on the CPU, in the order asked.
@@ -589,7 +592,7 @@ def _scores_here(
 
 
 def compute_scores(model: OffloadedModel, units: Sequence[Unit]) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-    """Return `score_tokens` of this process's share of the micro-batches."""
+    """Score the token queries of this process's share of the micro-batches."""
     wanted = [
         TokenQuery(*(torch.from_numpy(unit[name]).to(model.device) for name in ("positions", "tokens")))
         for unit in units
@@ -601,7 +604,7 @@ def compute_scores(model: OffloadedModel, units: Sequence[Unit]) -> list[tuple[N
 def score_hidden(
     head: LayerLoad, hidden: Sequence[Tensor], wanted: Sequence[TokenQuery], kernel: Kernel = "training"
 ) -> list[TokenScores]:
-    """Return the same, given the head's inputs, with products by a kernel."""
+    """Score token queries, given the head's inputs."""
     parameters, size = head.parameters(), _chunk_size(head)
     scores = []
     for x_TD, asked in zip(hidden, wanted, strict=True):

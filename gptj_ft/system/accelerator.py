@@ -134,7 +134,7 @@ def copy(source: Tensor, target: Tensor, after: Iterable[StreamEvent] = ()) -> N
 
     Args:
         source: values to copy.
-        target: of the same shape, of any type.
+        target: tensor to fill, of the same shape and any type.
         after: work of other streams that must end first: what still uses the target, or makes the source.
     """
     device = next((x.device for x in (source, target) if has_streams(x.device)), None)
@@ -255,8 +255,8 @@ class DeviceMemory(NamedTuple):
     """Memory that a process takes on a device, at most, in bytes.
 
     Attributes:
-        allocated: by tensors.
-        reserved: by torch's allocator, for tensors now and later.
+        allocated: bytes of tensors.
+        reserved: bytes that torch's allocator holds, for tensors now and later.
     """
 
     allocated: int
@@ -307,7 +307,7 @@ def device_name(device: torch.device) -> str:
 
 
 def device_id(device: torch.device) -> str:
-    """Return what tells an accelerator from others of its machine, by whatever number a process knows it."""
+    """Return an accelerator's identity in its machine, by whatever number a process knows it."""
     return str(getattr(module_of(device).get_device_properties(device), "uuid", device))
 
 

@@ -7,11 +7,14 @@ processes in it cannot have others below it that are limited, beside it. What ma
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 OWN = Path("/proc/self")
 EXIT_SECONDS = 10.0  # until the kernel has let go of a process that was killed
@@ -34,7 +37,7 @@ class Cage:
 
     Attributes:
         folder: folder of the group.
-        version: of control groups, 1 or 2.
+        version: version of control groups, 1 or 2.
         limit: bytes.
     """
 
@@ -55,6 +58,12 @@ class Cage:
     def page_cache_bytes(self) -> int:
         """Page cache that the group has now."""
         return self._counts("memory.stat").get("cache" if self.version == 1 else "file", 0)
+
+    @property
+    def is_without_swap(self) -> bool:
+        """Whether nothing of the group can be swapped out: by its limit, or for want of swap on this machine."""
+        name, limit = ("memory.memsw.limit_in_bytes", self.limit) if self.version == 1 else ("memory.swap.max", 0)
+        return _number(self.folder / name) == limit or psutil.swap_memory().total == 0
 
     @property
     def num_limited(self) -> int:
@@ -96,6 +105,8 @@ def caged(limit: int, name: str, own: Path = OWN) -> Iterator[Cage]:
         raise NotCaged(f"no control group may be made: {error.strerror}") from error
     try:
         _limit(cage)
+        if subprocess.run(cage.command(["true"]), stderr=subprocess.DEVNULL, check=False).returncode:
+            raise NotCaged("no process may be put into a control group")
         yield cage
     finally:
         _remove(cage.folder)

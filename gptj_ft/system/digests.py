@@ -97,7 +97,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 
 def folder_digests(folder: Path, known: Mapping[str, str]) -> dict[str, Any]:
-    """Return what goes into a model folder's ``digests.json``.
+    """Compute the content of a model folder's ``digests.json``.
 
     Args:
         folder: the model folder, complete but for this file.

@@ -1,5 +1,6 @@
-"""The one way to files and folders of a run, a model and the home folder: nothing leads out of them, and a power cut
-leaves them as they were or as they were to be.
+"""Open, write and remove the files of a run, a model and the home folder.
+
+Nothing leads out of these folders, and a power cut leaves them as they were or as they were to be.
 
 Such a folder may have been received from somebody else. So what is opened is a regular file of that very name, never
 what a symbolic link there leads to; a predictable temporary name is removed and then created exclusively; and

@@ -2,6 +2,8 @@
 
 The lock is the operating system's, on ``run.lock`` in the folder. It ends with the process that holds it, however that
 ends: a process that was killed leaves no stale lock. The content of the file is for people only.
+
+`filelock` does not serve here: `holder` asks with a shared lock, in a folder that it may only read and leaves as it is.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def locked(folder: Path, work: str) -> Iterator[None]:
 
     Args:
         folder: the run folder.
-        work: what is done, for others' messages: "training".
+        work: activity, for others' messages: "training".
 
     Raises:
         UsageError: another process is at work there; says which, and what to do.
@@ -84,7 +86,7 @@ def take(descriptor: int) -> bool:
 
 
 def holder(folder: Path) -> Holder | None:
-    """Return who is at work in a run folder; ``None`` if nobody is."""
+    """Return the holder of a run folder's lock; ``None`` if nobody holds it."""
     descriptor = _open(folder, os.O_RDONLY)
     if descriptor is None:
         return None

@@ -34,15 +34,31 @@ def bound_kernel_caches() -> None:
         os.environ.setdefault(name, str(KERNELS_KEPT))
 
 
+def bf16_unit() -> str:
+    """Name the unit that multiplies in bf16 on this CPU, as far as oneDNN may use it: AMX, AVX-512, or none."""
+    import torch
+
+    limit = _onednn_limit()
+    if torch.cpu._is_amx_tile_supported() and (not limit or "AMX" in limit):
+        return "AMX"
+    is_allowed = not limit or any(name in limit for name in ("BF16", "FP16", "AMX", "AVX10"))
+    return "AVX-512" if torch.cpu._is_avx512_bf16_supported() and is_allowed else ""
+
+
 def cpu_kernels() -> str:
     """Return the kernels that compute on this machine's CPU, on which the last bits of results depend."""
     import torch
 
-    half = "AMX" if torch.cpu._is_amx_tile_supported() else "AVX-512" if torch.cpu._is_avx512_bf16_supported() else ""
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "")  # oneDNN's own, as its documentation has it
+    half, limit = bf16_unit(), _onednn_limit()
     return (
         f"{torch.backends.cpu.get_cpu_capability()}{f', bf16 by {half}' if half else ''}{f', {limit}' if limit else ''}"
     )
+
+
+def _onednn_limit() -> str:
+    """Return the instruction set that oneDNN is limited to, under its own name for it; empty: it is not."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    return "" if limit in ("ALL", "DEFAULT") else limit
 
 
 def choose_device(name: str, cap: int | None = None, number_here: int | None = None) -> torch.device:
@@ -117,7 +133,7 @@ def choose_device(name: str, cap: int | None = None, number_here: int | None = N
 
 
 def processes_on(device: torch.device, name: str, processes: int) -> int:
-    """Return how many of a run's processes on this machine compute with a device that each chose by this name."""
+    """Count the processes of a run on this machine that compute with a device which each chose by this name."""
     import torch
 
     from gptj_ft.system.accelerator import is_accelerator, module_of

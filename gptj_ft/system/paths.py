@@ -68,7 +68,7 @@ def models() -> Path:
 
 
 def download_folder(repository: str) -> Path:
-    """Return where the snapshot of a Hub repository goes: ``models/EleutherAI--gpt-j-6b``.
+    """Return the folder of a Hub repository's snapshot: ``models/EleutherAI--gpt-j-6b``.
 
     One without an owner goes where no converted model has its name: ``models/hub--bert-base-uncased``.
     """
@@ -76,7 +76,7 @@ def download_folder(repository: str) -> Path:
 
 
 def model_folder(repository: str) -> Path:
-    """Return where the converted form of a Hub repository goes: ``models/gpt-j-6b``."""
+    """Return the folder of a Hub repository's converted form: ``models/gpt-j-6b``."""
     return models() / repository.split("/")[-1]
 
 

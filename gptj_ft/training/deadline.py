@@ -19,7 +19,7 @@ class Deadline:
 
     Args:
         limit: seconds of the session; ``None`` is no limit.
-        began: when the session began, by `time.monotonic`.
+        began: time at which the session began, by `time.monotonic`.
         expected: seconds of each activity, until it has been measured.
     """
 
@@ -51,7 +51,7 @@ class Deadline:
 
 
 def next_activities(setup: TrainSetup, step: int) -> list[str]:
-    """Return what a session does after a step until it can stop again: one more step at least."""
+    """Return the activities of a session after a step until it can stop again: one more step at least."""
     validates, every = len(setup.validation) > 0, setup.recipe.validate_every
     activities = ["flush", "validation"] if validates and is_multiple(step, every) else []
     activities.append("step")
@@ -61,7 +61,7 @@ def next_activities(setup: TrainSetup, step: int) -> list[str]:
 
 
 def forecast_seconds(setup: TrainSetup) -> dict[str, float]:
-    """Return how long a run's activities may take; what is measured later takes its place."""
+    """Forecast the seconds of a run's activities; measured ones take their place later."""
     costs = setup.plan.costs
     return {
         "step": costs.seconds_per_step,

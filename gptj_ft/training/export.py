@@ -79,7 +79,7 @@ def every_layer(relay: Relay, own: Iterator[dict[str, Tensor]], whole: Selection
     """Yield the trained parameters of every layer, in process 0; other processes hand theirs on meanwhile.
 
     Args:
-        relay: which process has which layer.
+        relay: owner process of each layer.
         own: trained parameters of each layer, fp32; empty for layers of others.
         whole: layouts of all layers.
     """
@@ -143,7 +143,7 @@ def write_merged(target: Path, trained: TunedModel, adapter: Path, files: Mappin
 
 
 def peft_settings(trained: TunedModel, selection: Selection) -> dict[str, Any]:
-    """Return what PEFT's configuration says of an adapter made here.
+    """Build PEFT's configuration of an adapter made here.
 
     PEFT takes names of linear layers, whole or from any dot on, but no shell patterns.
     """

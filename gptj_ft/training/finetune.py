@@ -16,7 +16,15 @@ from gptj_ft.checkpoints.fingerprint import check_unchanged, fingerprint
 from gptj_ft.config import yaml
 from gptj_ft.config.options import FREE_ON_RESUME, Recipe
 from gptj_ft.config.resolve import Resolved, build, dump_recipe, resolve
-from gptj_ft.config.run_folder import START, Run, choose_folder, steps_done, stopped, what_is_saved
+from gptj_ft.config.run_folder import (
+    START,
+    Run,
+    choose_folder,
+    environment_changes,
+    steps_done,
+    stopped,
+    what_is_saved,
+)
 from gptj_ft.data.batches import Rows
 from gptj_ft.data.checks.tokens import check_tokens
 from gptj_ft.data.dataset import Prepared, Report, load_dataset, save_dataset
@@ -61,7 +69,7 @@ LONG_START = 5.0  # seconds
 FIRST_ON_DEVICE = "first run on this device: `gptj-ft doctor` checks it in two minutes"
 
 
-class Finished(UsageError):
+class AlreadyFinished(UsageError):
     """A run that is to be resumed has nothing left to do."""
 
 
@@ -73,7 +81,7 @@ class Inputs:
         model: folder.
         train: rows to train on.
         validation: rows to measure on.
-        report: on the rows that ``data`` names, whichever of them are held out.
+        report: report on the rows that ``data`` names, whichever of them are held out.
     """
 
     model: Path
@@ -156,7 +164,7 @@ class PreparedRun:
 
 
 def planning(device: torch.device, folder: Path) -> str:
-    """Say what takes the time when a run in a folder is planned."""
+    """Name the activity of planning a run, for messages."""
     return "planning" if are_known(device, folder) else "measuring this machine, once, up to 10 s"
 
 
@@ -168,7 +176,7 @@ def prepare_new_run(
     Args:
         resolved: options with their origins.
         reporter: receiver of activities.
-        target: what it is planned for; default: this machine, which it can then be trained on.
+        target: device and resources to plan for; default: this machine, which it can then be trained on.
         group: processes that share it.
 
     Raises:
@@ -231,7 +239,7 @@ def resume_run(
         reporter: receiver of messages.
 
     Raises:
-        Finished: all of the run is done; what it had left if it was cut off in its last moments has been removed.
+        AlreadyFinished: the run is done; what it had left if it was cut off in its last moments has been removed.
         UsageError: not a run folder, one that another process is training, a model that has moved, or an option that
             would change the result.
         DataError: a file that the run goes on from is missing, damaged, or not the one that it began with.
@@ -242,7 +250,7 @@ def resume_run(
         if is_finished := is_tuned(run.model):
             tidy(run)
     if is_finished:
-        raise Finished(f"{folder} is finished: its model is {run.model}; for more, finetune --model {run.model}")
+        raise AlreadyFinished(f"{folder} is finished: its model is {run.model}; for more, finetune --model {run.model}")
     changes = {key: getattr(given.recipe, key) for key in given.recipe.model_fields_set}
     for key, value in changes.items():
         if key not in FREE_ON_RESUME | {"model"} and value != getattr(saved, key):
@@ -298,6 +306,8 @@ def follow_run(group: Group, session: Session | None = None) -> None:
     setup = _setup(recipe, Path(recipe.model or ""), rows, folder, group=group)
     run = own_run(folder, setup, is_first_here)
     with locked(folder, "training") if run.writes else nullcontext():
+        if run.writes:
+            warn_of_changes(run, setup, Reporter())
         if run.writes and plan["start"] is not None:
             go_back(run, plan["start"])
         train(setup, run, Reporter(), session)
@@ -328,6 +338,8 @@ def train_run(prepared: PreparedRun, reporter: Reporter | None = None, session: 
     announce(prepared.setup, run, prepared.start)
     folder = new_run_folder(prepared) if prepared.run is None else locked(prepared.run.folder, "training")
     with going_on(run, session.owns_process), folder:
+        if prepared.run is not None:
+            warn_of_changes(run, prepared.setup, reporter)
         if prepared.start is not None:
             checker = Checker(run, prepared.setup.selection.trained)
             if damage := list(checker.checkpoint(prepared.start)) if prepared.start else []:
@@ -343,6 +355,11 @@ def train_run(prepared: PreparedRun, reporter: Reporter | None = None, session: 
         if prepared.setup.group.size > 1:
             share_folder(prepared.setup.group, run)
         return train(prepared.setup, run, reporter, session)
+
+
+def warn_of_changes(run: Run, setup: TrainSetup, reporter: Reporter) -> None:
+    """Warn, before anything is written, that a run goes on with other versions, threads or kernels."""
+    warn(run, reporter, environment_changes(run, str(setup.device), torch.get_num_threads()))
 
 
 def move_model(run: Run, model: Path) -> None:
@@ -410,8 +427,8 @@ class Forecast:
 
     Attributes:
         plan: plan of the run; where none fits, the nearest.
-        problem: why it does not fit.
-        notes: on how the model is treated.
+        problem: reason why it does not fit.
+        notes: notes on the treatment of the model.
         published: the model as it was published, if it is one of those that are known by name.
     """
 

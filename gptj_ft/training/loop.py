@@ -145,7 +145,7 @@ def open_session(setup: TrainSetup, run: Run, reporter: Reporter, session: Sessi
     if setup.group.size > 1:
         between = f" in {setup.peers.size} replicas" if setup.recipe.share == "layers" and setup.peers.size > 1 else ""
         chosen["processes"] = f"{setup.group.size}, sharing {setup.recipe.share}{between}"
-    warn(run, reporter, record_environment(run, str(setup.device), torch.get_num_threads(), chosen))
+    record_environment(run, str(setup.device), torch.get_num_threads(), chosen)
     if setup.relay.group.size > 1:
         way = setup.relay.group.connect(setup.device, setup.relay.links)
         run.log(f"hidden states go from process to process {way}")

@@ -32,7 +32,7 @@ class Entry:
         dtype: type in which they are stored, or ``mixed``.
         bytes: size on the disk.
         origin: repository or model that it was made from.
-        problem: why it cannot be used; ``None`` if it can.
+        problem: reason why it cannot be used; ``None``: it can.
     """
 
     name: str

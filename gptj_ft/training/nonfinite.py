@@ -84,7 +84,7 @@ class LossWatch:
         return f"{what}: the run gets worse, not better; start a new one with a lower --lr, or a longer --set warmup=N"
 
 
-class Found(Exception):
+class NonFiniteTensor(Exception):
     """The first thing in a forward pass that is not finite."""
 
     def __init__(self, layer: int, name: str, is_weight: bool) -> None:
@@ -126,7 +126,7 @@ def explain_gradient(error: GptjFtError, setup: TrainSetup, stack: OffloadedMode
 
 
 def advice(setup: TrainSetup) -> str:
-    """Say what may help a run whose numbers have grown out of bounds."""
+    """Suggest remedies for a run whose numbers have grown out of bounds."""
     knobs = ["a lower --lr"]
     if setup.recipe.clip_norm is None:
         knobs.append("--set clip_norm=1.0")
@@ -135,7 +135,7 @@ def advice(setup: TrainSetup) -> str:
     return f"resumed, this run would get here again: start a new one with {' or '.join(knobs)}"
 
 
-def find_in_forward(setup: TrainSetup, stack: OffloadedModel, forward: Callable[[], object]) -> Found | None:
+def find_in_forward(setup: TrainSetup, stack: OffloadedModel, forward: Callable[[], object]) -> NonFiniteTensor | None:
     """Return the first module whose weights or output are not finite in a forward pass."""
 
     def watch(layer: int, local: str) -> Callable[[nn.Module, Any, Tensor], None]:
@@ -143,11 +143,12 @@ def find_in_forward(setup: TrainSetup, stack: OffloadedModel, forward: Callable[
             # Of a layer as a whole, every weight, because it may use some without calling the module they are in.
             for name, weight in module.named_parameters(recurse=not local):
                 if not is_finite(weight):
-                    raise Found(layer, _name(setup, stack, layer, f"{local}.{name}".lstrip(".")), is_weight=True)
+                    called = _name(setup, stack, layer, f"{local}.{name}".lstrip("."))
+                    raise NonFiniteTensor(layer, called, is_weight=True)
             if not is_finite(output):
                 own = [name for name, _ in module.named_parameters(recurse=False)]
                 name = _name(setup, stack, layer, f"{local}.{own[0]}").rpartition(".")[0] if own else "its last sum"
-                raise Found(layer, f"the output of {name}" if own else name, is_weight=False)
+                raise NonFiniteTensor(layer, f"the output of {name}" if own else name, is_weight=False)
 
         return look
 
@@ -157,7 +158,7 @@ def find_in_forward(setup: TrainSetup, stack: OffloadedModel, forward: Callable[
                 hooks.enter_context(part.register_forward_hook(watch(layer, local)))
         try:
             forward()
-        except Found as found:
+        except NonFiniteTensor as found:
             return found
     return None
 

@@ -60,7 +60,7 @@ class Targets:
         return cls(folder, target)
 
     def stopped(self) -> str:
-        """Say what is there when a signal has stopped the work, and how to go on: what is there is whole."""
+        """Return the message after a signal: the files that are there, all of them whole, and how to go on."""
         if self.folder.exists():
             return f"stopped; the rows are in {self.folder}, and only the report on them is missing"
         if self.fixed is not None and self.fixed.exists():
@@ -74,7 +74,7 @@ class Preparation:
     """What was done.
 
     Attributes:
-        recipe: with the columns, if they were asked for.
+        recipe: options, with the columns if they were asked for.
         targets: folder and files written.
         model: model folder whose tokenizer was used.
         tokenizer: tokenizer of that model.
@@ -90,7 +90,7 @@ class Preparation:
     fixes: RepairReport | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
+        """Convert to JSON values, those that `--json` prints."""
         return {**self.origin, **self.prepared.report.to_dict()}
 
     @property

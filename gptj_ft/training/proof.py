@@ -88,7 +88,7 @@ class ProofRequest:
     """What is to be proven.
 
     Attributes:
-        size: name of a size, one of `SIZES`.
+        size: name of a size, one of `PROOF_SIZES`.
         folder: folder of the page; what is trained lies in ``work`` there until the end.
         num_steps: optimizer steps; ``None``: those of the size.
         memory: bytes of the cage; ``None``: those of the size.
@@ -117,8 +117,8 @@ class Cost:
         host_memory: bytes that it is planned for.
         reference: plan of the run that it is compared with.
         is_in_ram: whether that has everything in RAM.
-        disk_bytes: needed on the disk at most.
-        seconds: in all.
+        disk_bytes: bytes needed on the disk at most.
+        seconds: seconds in all.
     """
 
     streamed: Plan
@@ -156,7 +156,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Trained:
+class ProofRun:
     """A finished run.
 
     Attributes:
@@ -164,10 +164,10 @@ class Trained:
         norms: gradient norm of each step, before clipping.
         weights_sha256: SHA-256 of the weight files of the tuned model, one after the other.
         step_seconds: seconds of each step.
-        bytes_read: read from the stores by each step.
-        bytes_written: written to them by each step.
+        bytes_read: bytes that each step reads from the stores.
+        bytes_written: bytes that each step writes to them.
         memory: peak.
-        seconds: of all its processes.
+        seconds: seconds of all its processes.
     """
 
     losses: Sequence[float]
@@ -184,7 +184,7 @@ class Trained:
         """Median seconds of a step with an update in it, so without the first."""
         return statistics.median(self.step_seconds[1:] or self.step_seconds)
 
-    def difference(self, other: Trained) -> str:
+    def difference(self, other: ProofRun) -> str:
         """Describe the first difference in any bit; empty: there is none."""
         for name, one in (("losses", "loss"), ("norms", "gradient norm")):
             mine, others = getattr(self, name), getattr(other, name)
@@ -201,7 +201,7 @@ class Kill:
     Attributes:
         step: step in the middle of which it was killed.
         committed: step that the second process went on from.
-        seconds: of work that the kill undid.
+        seconds: seconds of work that the kill undid.
         disk_bytes: most disk space of both processes.
     """
 
@@ -222,8 +222,9 @@ class Proof:
         state_bytes: weights, moments and gradients.
         tokens_per_step: tokens of a step.
         limit: bytes of the cage that was asked for.
-        not_caged: why there was none; empty: there was.
-        num_limited: how often the cage was full, so that page cache had to go.
+        not_caged: reason why there was none; empty: there was.
+        is_without_swap: whether nothing of the caged process could be swapped out.
+        num_limited: number of times that the cage was full, so that page cache had to go.
         killed_in: step in the middle of which the first process was killed.
         committed: step that the second one went on from.
         lost_seconds: seconds of work that the kill undid.
@@ -232,9 +233,9 @@ class Proof:
         is_in_ram: whether that had everything in RAM.
         difference: first difference between the two; empty: every bit is equal.
         disk_bytes: disk space used at most.
-        forecast: what was said before it began.
+        forecast: forecast before it began, by name.
         machine: facts of the machine; no names of people, hosts or folders.
-        seconds: in all.
+        seconds: seconds in all.
     """
 
     size: str
@@ -244,12 +245,13 @@ class Proof:
     tokens_per_step: int
     limit: int
     not_caged: str
+    is_without_swap: bool
     num_limited: int
     killed_in: int
     committed: int
     lost_seconds: float
-    streamed: Trained
-    reference: Trained
+    streamed: ProofRun
+    reference: ProofRun
     is_in_ram: bool
     difference: str
     disk_bytes: int
@@ -281,7 +283,7 @@ def run_proof(request: ProofRequest, reporter: Reporter | None = None) -> Proof:
     """Train from disk in a cage, kill, resume, train again in RAM, and compare.
 
     Args:
-        request: what is to be proven.
+        request: options of the proof.
         reporter: receiver of activities and messages.
 
     Raises:
@@ -306,7 +308,7 @@ def run_proof(request: ProofRequest, reporter: Reporter | None = None) -> Proof:
             where = f"in a control group of {gibibytes(size.memory)}" if cage else f"not caged: {not_caged}"
             reporter.on_message(f"1 of 3: training from disk, {where}")
             streamed, kill = _train_and_kill(request, size, cost, cage, reporter)
-            num_limited = cage.num_limited if cage else 0
+            num_limited, is_without_swap = (cage.num_limited, cage.is_without_swap) if cage else (0, False)
         _free(request, "streamed")
         reporter.on_message(f"3 of 3: training {'in RAM' if cost.is_in_ram else 'from disk, without a kill'}")
         with ExitStack() as stack:
@@ -318,9 +320,10 @@ def run_proof(request: ProofRequest, reporter: Reporter | None = None) -> Proof:
         return Proof(
             size=request.size, precision=request.precision, parameters=cost.streamed.num_parameters,
             state_bytes=cost.state_bytes, tokens_per_step=ROWS_PER_STEP * size.row_tokens, limit=size.memory,
-            not_caged=not_caged, num_limited=num_limited, killed_in=kill.step, committed=kill.committed,
-            lost_seconds=kill.seconds, streamed=streamed, reference=reference, is_in_ram=cost.is_in_ram,
-            difference=streamed.difference(reference), disk_bytes=max(kill.disk_bytes, process.disk_bytes),
+            not_caged=not_caged, is_without_swap=is_without_swap, num_limited=num_limited, killed_in=kill.step,
+            committed=kill.committed, lost_seconds=kill.seconds, streamed=streamed, reference=reference,
+            is_in_ram=cost.is_in_ram, difference=streamed.difference(reference),
+            disk_bytes=max(kill.disk_bytes, process.disk_bytes),
             forecast={"seconds": cost.seconds, "disk_bytes": cost.disk_bytes},
             machine=facts.collect(torch.device("cpu"), request.folder), seconds=time.monotonic() - began,
         )  # fmt: skip
@@ -372,12 +375,12 @@ def plan_proof(request: ProofRequest, size: ProofSize) -> Cost:
 
 
 def memory_lacking(plan: Plan) -> Need | None:
-    """Return what a plan needs of memory, if that is more than there is."""
+    """Return the memory that a plan lacks; ``None`` if it has enough."""
     return next((need for need in plan.lacking if need.resource != "disk"), None)
 
 
 def announcement(request: ProofRequest, size: ProofSize, cost: Cost) -> str:
-    """Say what will be done, and what it costs."""
+    """Return the message before a proof: its parts and its costs."""
     other = "with everything in RAM" if cost.is_in_ram else "without a kill, from disk: RAM is short"
     return (
         f"{cost.streamed.num_parameters:,} random parameters in {request.precision}, {gigabytes(cost.state_bytes)} of "
@@ -428,7 +431,7 @@ def _options(request: ProofRequest, size: ProofSize, name: str, host_memory: int
     Moments and stored gradients are in bf16: 10 bytes a parameter, so that 16 GB hold the run in RAM.
 
     Args:
-        request: what is to be proven.
+        request: options of the proof.
         size: shape of the model, and steps.
         name: name of the run.
         host_memory: bytes that a run from disk is planned for; ``None``: everything is in RAM.
@@ -450,7 +453,7 @@ def _words(options: Mapping[str, Any]) -> list[str]:
 
 def _train_and_kill(
     request: ProofRequest, size: ProofSize, cost: Cost, cage: Cage | None, reporter: Reporter
-) -> tuple[Trained, Kill]:
+) -> tuple[ProofRun, Kill]:
     """Train from disk; kill the process in the middle of a step, and resume in another."""
     run = Run(request.work / "streamed")
     first = _Process(request, "streamed", cage, reporter)
@@ -475,7 +478,7 @@ class _Process:
         memory: peak so far.
         disk_bytes: most disk space that all files of the proof had.
         num_steps: steps that its run has lines of.
-        seconds: from its start to its end.
+        seconds: seconds from its start to its end.
     """
 
     def __init__(self, request: ProofRequest, name: str, cage: Cage | None, reporter: Reporter) -> None:
@@ -493,7 +496,7 @@ class _Process:
         """Run it to its end, or kill it.
 
         Args:
-            words: of the command.
+            words: words of the command.
             num_steps: optimizer steps of the run.
             kill_after: kill it in the middle of the step after this one.
 
@@ -596,7 +599,7 @@ def _page_cache() -> int | None:
     return None if cached is None else int(cached)
 
 
-def _trained(request: ProofRequest, name: str, memory: Memory, seconds: float) -> Trained:
+def _trained(request: ProofRequest, name: str, memory: Memory, seconds: float) -> ProofRun:
     """Read what a finished run has left."""
     run = Run(request.work / name)
     lines = [line for line in run.metrics() if "loss" in line]
@@ -605,7 +608,7 @@ def _trained(request: ProofRequest, name: str, memory: Memory, seconds: float) -
     def each(key: str) -> tuple[Any, ...]:
         return tuple(line[key] for line in lines)
 
-    return Trained(
+    return ProofRun(
         each("loss"), each("grad_norm"), _sha256(run.model), each("seconds"), each("bytes_read"),
         each("bytes_written"), memory.joined(own), seconds,
     )  # fmt: skip

@@ -31,7 +31,7 @@ class StepReport:
         grad_norm: global gradient norm before clipping.
         counts: tokens, seconds, bytes and memory.
         throughput: rates.
-        loss_scale: in fp16, what the loss was multiplied by; ``None``: of another type.
+        loss_scale: factor of the loss in fp16; ``None``: another type.
     """
 
     step: int
@@ -110,9 +110,9 @@ class Reporter:
         """Report how much of something is done.
 
         Args:
-            what: what is counted: ``rows``, ``downloading``, ``model``, ``baseline``.
-            done: so far.
-            total: in all, if that is known.
+            what: things counted: ``rows``, ``downloading``, ``model``, ``baseline``.
+            done: number done so far.
+            total: number in all; ``None``: unknown.
             unit: ``bytes``, ``rows``, ``questions``.
         """
 

@@ -34,7 +34,7 @@ def open_state(
     """Open the stores of a run and fill them: from where it stopped, else from the model it starts from.
 
     Args:
-        setup: how the run is shared, and where its state is to be.
+        setup: plan of the run: processes, layers and places of its state.
         run: run folder.
         say: takes the line of a run that goes back to its mirrors; default: nobody hears it.
 
@@ -126,9 +126,18 @@ def open_stack(setup: TrainSetup, run: Run, placement: Placement) -> OffloadedMo
     most_tokens, width = most_filled(setup.most_step_tokens), setup.architecture.config.n_embd
     boundary = boundary_layout(most_tokens, width, recipe.batch_size)
     stack = open_for_training(
-        setup.architecture, placement, dtypes, setup.device, run.state, budget, keep_gradients, boundary,
-        setup.selection, setup.relay, lowest_trained(setup),
-    )  # fmt: skip
+        setup.architecture,
+        placement,
+        dtypes,
+        setup.device,
+        run.state,
+        budget,
+        keep_gradients=keep_gradients,
+        boundary=boundary,
+        selection=setup.selection,
+        relay=setup.relay,
+        lowest_trained=lowest_trained(setup),
+    )
     try:
         weights = open_checkpoint(setup.model)
         open_frozen(stack, setup.architecture, weights, placement.of("frozen"))

@@ -53,7 +53,7 @@ class RunState:
         loss_before: validation loss before training, nats per target token; ``None`` without validation rows.
         updates_before: updates that the moments had seen before the run.
         best: best validated state so far.
-        loss_scale: of a run in fp16, scale of the next step's loss, and steps skipped so far; ``None``: of another.
+        loss_scale: scale of the next step's loss in fp16, and steps skipped so far; ``None``: another type.
     """
 
     step: int
@@ -72,7 +72,7 @@ class RunState:
         return cls(saved["step"], facts.get("recipe"), loss, updates, best, LossScale.of(facts.get("loss_scale")))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a commit or a manifest holds; files of earlier versions have the same keys."""
+        """Convert to the values of a commit or a manifest; files of earlier versions have the same keys."""
         facts = {
             "loss_before": self.loss_before,
             "updates_before": self.updates_before,

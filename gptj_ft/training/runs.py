@@ -32,12 +32,12 @@ class Summary:
         process: process that works on it; ``None`` if there is none.
         step: steps done, or if the run is stopped those that it goes on from.
         steps: optimizer steps of the whole run; ``None`` if its rows are not there.
-        saved_at: when its state or model was last written, seconds since 1970; ``None`` if never.
+        saved_at: time at which its state or model was last written, seconds since 1970; ``None``: never.
         loss_before: validation loss before training.
         loss_after: the newest validation loss after that.
         checkpoints: steps of those there are.
         bytes: size on the disk.
-        problem: why nothing more is known of it.
+        problem: reason why nothing more is known of it.
     """
 
     folder: str
@@ -58,7 +58,7 @@ class Summary:
         return Path(self.folder).resolve().name
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold; times as ISO 8601."""
+        """Convert to JSON values; times as ISO 8601."""
         saved_at = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.saved_at)) if self.saved_at else None
         return {"name": self.name, **asdict(self), "saved_at": saved_at}
 
@@ -72,7 +72,7 @@ class Leftovers:
     bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
+        """Convert to JSON values."""
         return {"run": self.run, "paths": [str(path) for path in self.paths], "bytes": self.bytes}
 
 
@@ -197,7 +197,7 @@ def _not_needed(run: Run) -> list[Path]:
 
 
 def _beside(run: Run) -> list[Path]:
-    """Return what was to become a run folder of this name."""
+    """Return the unfinished folders of a run of this name."""
     draft = hidden_name(run.folder, "starting")
     return [draft] if os.path.lexists(draft) else []
 

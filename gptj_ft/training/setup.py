@@ -34,16 +34,34 @@ COUNTED_STEPS = 100  # whose micro-batches are counted
 
 @dataclass(frozen=True)
 class TrainSetup:
-    """Recipe, model, rows, steps and plan of a run; the recipe's ``precision`` is not ``auto`` any more.
+    """Recipe, model, rows, steps and plan of a run.
 
-    No step of the run has more than ``most_step_tokens``, whatever the order of the rows. ``updates_before`` is how
-    many updates the moments have seen that it begins with; ``None``: it begins with zeros.
+    Several processes are replicas of the model, and a replica is one process or several that share its layers. The
+    state of a run is that of replica 0.
 
-    Several processes are replicas of the model, and a replica is one process or several that share its layers, as
-    ``relay`` says. ``peers`` are the processes that have the same layers as this one, one of each replica, by its
-    number: each has rows of some of the ``lanes``. The state of a run is that of replica 0. ``selection`` has the
-    layers of this process, ``whole`` those of the model. ``on_the_wire`` are the most bytes that a process sends in a
-    step, and the most that one receives.
+    Attributes:
+        recipe: options of the run; its ``precision`` is not ``auto`` any more.
+        model: folder of the model to start from.
+        architecture: architecture of the model, with the head of its task.
+        selection: trained and frozen parameters of this process's layers.
+        train: rows to train on.
+        validation: rows to measure on; may be none.
+        data_sha256: digest of the file the rows came from.
+        num_steps: optimizer steps of the run.
+        most_step_tokens: largest number of tokens of a step, whatever the order of the rows.
+        schedule: learning rates of the run.
+        device: device that computes.
+        dtype: data type of the computation.
+        plan: placement, buffer budget and forecast.
+        objective: objective of the task.
+        updates_before: updates that the first values of the moments have seen; ``None``: these are zeros.
+        group: processes that share the run.
+        relay: owner process of each layer, among the processes of this replica.
+        peers: processes that have the same layers as this one, one of each replica, by its number; each has rows of
+            some of the lanes.
+        lanes: shares that the rows of a step are dealt out to, see `streaming.lanes`.
+        whole: trained and frozen parameters of the model.
+        on_the_wire: most bytes that a process sends in a step, and most that one receives.
     """
 
     recipe: Recipe
@@ -107,7 +125,7 @@ def make_setup(
         validation: rows to measure on; may be none.
         data_sha256: digest of the file the rows came from.
         folder: the run folder, for the space and rate of its disk, and the steps done if it is resumed.
-        target: what it is planned for; default: this machine.
+        target: device and resources to plan for; default: this machine.
         labels: names of the classes, of a task with labels.
         group: processes that share the run.
 
@@ -141,10 +159,28 @@ def make_setup(
     most_step_tokens = sum(sorted(train.lengths)[-recipe.batch_size :])
     objective = objective_of(recipe, class_weights(recipe, train, len(labels)))
     return TrainSetup(
-        recipe, model, architecture, selection, train, validation, data_sha256, num_steps, most_step_tokens,
-        Schedule.of(recipe, num_steps), target.device, load.dtype, plan, objective,
-        updates_before(recipe, model, architecture), group, relay, peers, recipe.lanes or 1, whole, on_the_wire,
-    )  # fmt: skip
+        recipe=recipe,
+        model=model,
+        architecture=architecture,
+        selection=selection,
+        train=train,
+        validation=validation,
+        data_sha256=data_sha256,
+        num_steps=num_steps,
+        most_step_tokens=most_step_tokens,
+        schedule=Schedule.of(recipe, num_steps),
+        device=target.device,
+        dtype=load.dtype,
+        plan=plan,
+        objective=objective,
+        updates_before=updates_before(recipe, model, architecture),
+        group=group,
+        relay=relay,
+        peers=peers,
+        lanes=recipe.lanes or 1,
+        whole=whole,
+        on_the_wire=on_the_wire,
+    )
 
 
 def workload_of(
@@ -206,7 +242,7 @@ def shared_recipe(recipe: Recipe, size: int, num_blocks: int, has_begun: bool = 
     There are as many processes as replicas times processes that share the layers of one.
 
     Args:
-        recipe: how it is shared, or ``auto``.
+        recipe: options of the run; the way to share it may be ``auto``.
         size: number of processes.
         num_blocks: blocks of the model.
         has_begun: whether it is a run that goes on; its lanes stay.
@@ -262,7 +298,7 @@ def shared_recipe(recipe: Recipe, size: int, num_blocks: int, has_begun: bool = 
 
 
 def layer_owners(recipe: Recipe, group: Group, layouts: Sequence[Layout], width: int) -> tuple[Relay, Group]:
-    """Return which process of this one's replica has which layer, and the processes that have the same as this one."""
+    """Return the owners of the layers in this process's replica, and the processes with the same layers as this one."""
     replicas = group.size if recipe.share == "rows" else recipe.replicas or 1
     stages = group.size // replicas if group.size > 1 else 1
     first, stage = group.rank - group.rank % stages, group.rank % stages
@@ -292,7 +328,7 @@ def trained_architecture(recipe: Recipe, model: Path, labels: Sequence[str]) -> 
 
 
 def updates_before(recipe: Recipe, model: Path, architecture: Architecture) -> int | None:
-    """Return how many updates the moments have seen that a run begins with; ``None`` if it begins with zeros.
+    """Count the updates that a run's first moments have seen; ``None`` if they are zeros.
 
     Raises:
         UsageError, DataError: the moments in the model's folder are damaged, or of another model.

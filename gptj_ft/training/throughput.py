@@ -119,7 +119,7 @@ class Stopwatch:
         self._stack, self._start, self._before = stack, time.monotonic(), _counters(stack)
 
     def read(self, tokens: int, target_tokens: int) -> StepCounts:
-        """Return what this many tokens took."""
+        """Return the counts of a step with so many tokens."""
         # Not above: a terminal shows progress before torch is needed.
         from gptj_ft.system import machine
         from gptj_ft.system.accelerator import peak_device_memory
@@ -142,7 +142,7 @@ def describe_throughput(counts: StepCounts, throughput: Throughput, verbose: boo
     Args:
         counts: counts of one step or of a whole run.
         throughput: rates of the same.
-        verbose: with what the engine does: FLOPs, and bytes moved.
+        verbose: whether the engine's FLOPs and bytes moved are shown.
     """
     memory = f"{gigabytes(counts.memory_bytes)} of memory"
     if counts.device_memory_bytes:

@@ -38,7 +38,7 @@ def check_tracker(name: str) -> None:
 
 @contextmanager
 def tracking(run: Run, recipe: Recipe, warn: Callable[[str], None]) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Yield what takes each line of ``metrics.jsonl``: the file, and then the recipe's tracker.
+    """Yield the receiver of each line of ``metrics.jsonl``: the file, and then the recipe's tracker.
 
     Whatever a tracker does wrong is said once; it gets nothing more, and the run goes on. What it prints
     goes to stderr.

@@ -54,7 +54,7 @@ def validate(
         rows: rows to compute the loss of.
         budget_tokens: most tokens of a micro-batch.
         before_pass: called before each pass over the weights; may raise to stop.
-        objective: what is learned; default: the next token.
+        objective: objective; default: the next token.
     """
     losses: list[StepLoss] = []
     for span in passes(rows.lengths, PASS_TOKENS):
@@ -160,7 +160,7 @@ class ValidationSamples:
 
 
 def validation_samples(setup: TrainSetup, run: Run) -> LabelledValidation | ValidationSamples | None:
-    """Return what answers the validation rows of a run; ``None`` if nothing does."""
+    """Build the sampler of a run's validation rows; ``None`` if none is asked for."""
     if not len(setup.validation):
         return None
     if setup.recipe.task != "language-model":

@@ -9,7 +9,7 @@ from typing import Any
 
 from gptj_ft.checkpoints.fingerprint import check_unchanged
 from gptj_ft.checkpoints.formats.peft import open_adapter, tuned_architecture
-from gptj_ft.checkpoints.formats.safetensors import open_shard
+from gptj_ft.checkpoints.formats.weight_file import open_shard
 from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
 from gptj_ft.config.options import Recipe
@@ -43,7 +43,7 @@ class Verification:
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
+        """Convert to JSON values."""
         return asdict(self)
 
 
@@ -221,14 +221,14 @@ def _check_model(folder: Path) -> None:
 
 
 def _architecture(run: Run, recipe: Recipe, base: Path) -> Architecture:
-    """Return what the run trains, of the model that it started from or of the one that it has made."""
+    """Return the architecture of a run, of the model that it started from or of the one that it has made."""
     if recipe.task == "language-model" or base == run.model:
         return read_architecture(base)
     return trained_architecture(recipe, base, load_dataset(run.data / "train").report.labels)
 
 
 def _said(check_tensors: Callable[[], object]) -> list[str]:
-    """Return what a check complains of."""
+    """Return the problems that a check finds."""
     try:
         check_tensors()
     except (DataError, UsageError) as error:

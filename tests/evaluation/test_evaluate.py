@@ -65,8 +65,8 @@ def test_losses_and_token_accuracy_of_rows_match_transformers(folder: Path, stac
     found = losses(stack, tokenizer, documents, budget_tokens=24)
     for document, loss in zip(documents, found, strict=True):
         theirs = their_log_probabilities(folder, list(document.ids))
-        untrained = range(*(document.untrained or (0, 0)))
-        targets = [at for at in range(max(document.prompt_length, 1), len(document.ids)) if at not in untrained]
+        masked_spans = range(*(document.masked_spans or (0, 0)))
+        targets = [at for at in range(max(document.prompt_length, 1), len(document.ids)) if at not in masked_spans]
         expected = -sum(float(theirs[at - 1, document.ids[at]]) for at in targets)
         assert loss.total == pytest.approx(expected, rel=1e-5)
         assert loss.targets == len(targets)

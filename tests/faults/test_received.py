@@ -19,7 +19,7 @@ import pytest
 from support.cli_runner import Shell
 
 from gptj_ft.cli import app
-from gptj_ft.config.run_folder import Run, record_environment
+from gptj_ft.config.run_folder import Run, environment_changes
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.system import atomic, files
 from gptj_ft.system.jsonl import JsonLines
@@ -263,7 +263,7 @@ def test_a_received_run_adds_no_line_to_a_file_of_the_users(made: Made, tmp_path
     assert profile.read_text() == "# mine\n"
     (run / "log.txt").unlink()
     (tmp_path / "log.txt").rename(run / "log.txt")
-    Run(run).log(record_environment(Run(run), "cpu", 1, {}) or "")
+    Run(run).log(environment_changes(Run(run), "cpu", 1) or "")
     (line,) = [line for line in (run / "log.txt").read_text().splitlines() if "PWNED" in line]
     assert "torch x\\ntouch PWNED #\\x1b[2J, now" in line
 

@@ -12,8 +12,8 @@ from conftest import SHAPES, random_gptj
 from gptj_ft.config.options import Generation
 from gptj_ft.config.resolve import build
 from gptj_ft.errors import NotFinite, UsageError
-from gptj_ft.generation.decoding import StreamedModel, cut_at, generate_tokens
-from gptj_ft.generation.hf_model import RaggedCache
+from gptj_ft.generation.decoding import cut_at, generate_tokens
+from gptj_ft.generation.hf_model import RaggedCache, StreamedModel
 from gptj_ft.models import linear as products_of
 from gptj_ft.models.batch import HeadRows
 from gptj_ft.models.dropout import Dropout

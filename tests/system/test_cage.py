@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,12 +64,27 @@ def test_version_2_makes_it_beside_a_group_that_has_processes(tmp_path: Path, mo
     with caged(3 * 2**30, "proof", own) as cage:
         assert cage.folder == slice_ / "proof"
         written = {file.name: file.read_text() for file in cage.folder.iterdir()}
+        assert written.pop("cgroup.procs").strip().isdigit(), "nobody has tried to get in"
         assert written == {"memory.max": str(3 * 2**30), "memory.swap.max": "0", "memory.oom.group": "1"}
+        assert cage.is_without_swap
+        (cage.folder / "memory.swap.max").write_text("max\n")
+        monkeypatch.setattr("psutil.swap_memory", lambda: SimpleNamespace(total=2**30))
+        assert not cage.is_without_swap
         (cage.folder / "memory.events").write_text("low 0\nhigh 0\nmax 7\noom 2\noom_kill 1\n")
         (cage.folder / "memory.stat").write_text("anon 5\nfile 4096\n")
         assert (cage.num_limited, cage.num_killed, cage.page_cache_bytes, cage.peak_bytes) == (7, 1, 4096, None)
         (cage.folder / "memory.peak").write_text("123\n")
         assert cage.peak_bytes == 123
+
+
+def test_a_group_that_no_process_gets_into_is_no_cage(tmp_path: Path, monkeypatch) -> None:
+    own = described(tmp_path, "0::/user.slice/session-3.scope", "cgroup2 cgroup2 rw")
+    (tmp_path / "tree" / "user.slice" / "cgroup.subtree_control").write_text("memory\n")
+    (tmp_path / "tree" / "user.slice" / "session-3.scope" / "memory.max").write_text("max\n")
+    monkeypatch.setattr("gptj_ft.system.cage.ENTER", "exit 1")
+    monkeypatch.setattr("gptj_ft.system.cage._remove", lambda folder: None)
+    with pytest.raises(NotCaged, match="no process may be put"), caged(LIMIT, "proof", own):
+        pass
 
 
 @pytest.mark.parametrize(

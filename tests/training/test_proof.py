@@ -19,15 +19,15 @@ from gptj_ft.cli.html.proof_page import sections, write_proof
 from gptj_ft.errors import ResourceError
 from gptj_ft.system.cage import NotCaged
 from gptj_ft.training import proof
-from gptj_ft.training.proof import Memory, Proof, ProofRequest, Trained, run_proof
+from gptj_ft.training.proof import Memory, Proof, ProofRequest, ProofRun, run_proof
 
 PAGES = {"prove.html", "prove.md", "prove.json"}
-RUN = Trained((3.0, 2.5, 2.25), (1.0, 0.5, 0.25), "ab" * 32, (9.0, 4.0, 6.0), (8,) * 3, (6,) * 3, Memory(7), 20.0)
+RUN = ProofRun((3.0, 2.5, 2.25), (1.0, 0.5, 0.25), "ab" * 32, (9.0, 4.0, 6.0), (8,) * 3, (6,) * 3, Memory(7), 20.0)
 DONE = Proof(
     size="tiny", precision="fp32", parameters=1000, state_bytes=10_000, tokens_per_step=100, limit=2**30,
-    not_caged="", num_limited=0, killed_in=3, committed=2, lost_seconds=2.0, streamed=RUN, reference=RUN,
-    is_in_ram=True, difference="", disk_bytes=5000, forecast={"seconds": 30.0, "disk_bytes": 6000}, machine={},
-    seconds=25.0,
+    not_caged="", is_without_swap=True, num_limited=0, killed_in=3, committed=2, lost_seconds=2.0, streamed=RUN,
+    reference=RUN, is_in_ram=True, difference="", disk_bytes=5000, forecast={"seconds": 30.0, "disk_bytes": 6000},
+    machine={}, seconds=25.0,
 )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def test_a_killed_run_from_disk_has_the_bits_of_one_in_ram(shell) -> None:
         (RUN, ""),
     ],
 )
-def test_one_bit_of_a_loss_a_norm_or_a_weight_refutes_it(other: Trained, says: str) -> None:
+def test_one_bit_of_a_loss_a_norm_or_a_weight_refutes_it(other: ProofRun, says: str) -> None:
     found = RUN.difference(other)
     assert found.startswith(says)
     assert bool(found) == bool(says)

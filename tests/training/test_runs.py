@@ -13,7 +13,8 @@ from support.cli_runner import Shell
 from support.small_run import assert_same_weights, weights_of
 from support.stopped_runs import make_runs
 
-from gptj_ft.config.run_folder import Run, record_environment
+from gptj_ft.config.run_folder import Run, environment_changes, record_environment
+from gptj_ft.errors import DataError
 from gptj_ft.streaming.stores.state_file import StateFile
 from gptj_ft.system.lock import locked
 
@@ -290,16 +291,34 @@ def test_a_run_that_goes_on_with_another_number_of_threads_warns(runs: Path, she
 
 def test_a_run_that_goes_on_with_other_kernels_warns(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    assert record_environment(run, "cpu", 1, {}) is None
+    assert environment_changes(run, "cpu", 1) is None
+    record_environment(run, "cpu", 1, {})
+    assert environment_changes(run, "cpu", 1) is None
     here = json.loads((tmp_path / "environment.json").read_text())
-    assert record_environment(run, "cpu", 1, {}) is None
     (tmp_path / "environment.json").write_text(json.dumps({**here, "kernels": "AVX2, products of oneDNN"}))
-    warning = record_environment(run, "cpu", 1, {})
-    assert warning is not None
-    assert f"kernels AVX2, products of oneDNN, now {here['kernels']}" in warning
+    for _ in range(2):  # nothing is written: it is said again
+        warning = environment_changes(run, "cpu", 1)
+        assert warning is not None
+        assert f"kernels AVX2, products of oneDNN, now {here['kernels']}" in warning
     del here["kernels"]  # of a run from before they were noted, whose products were another library's
     (tmp_path / "environment.json").write_text(json.dumps(here))
-    assert "products of MKL, now" in (record_environment(run, "cpu", 1, {}) or "")
+    assert "products of MKL, now" in (environment_changes(run, "cpu", 1) or "")
+
+
+def test_a_warning_of_other_kernels_comes_before_anything_is_written(runs: Path, shell: Shell, monkeypatch) -> None:
+    noted = runs / "stopped" / "environment.json"
+    noted.write_text(json.dumps({**json.loads(noted.read_text()), "kernels": "AVX2"}))
+    before = noted.read_text()
+    seen = []
+
+    def move(run: Run, model: Path) -> None:
+        seen.append((run.folder / "log.txt").read_text())
+        raise DataError("here it ends")
+
+    monkeypatch.setattr("gptj_ft.training.finetune.move_model", move)
+    assert shell("finetune --resume runs/stopped").code == 3
+    assert "kernels AVX2, now" in seen[0]
+    assert noted.read_text() == before
 
 
 def test_going_back_to_a_damaged_checkpoint_changes_nothing(runs: Path, shell: Shell) -> None:

@@ -121,7 +121,7 @@ def test_a_run_whose_last_step_would_train_nothing_is_refused(num_steps: int) ->
     ("schedule", "message"),
     [
         ("cosin", "schedule: Input should be 'linear', 'cosine', 'constant' or 'inverse_sqrt', not 'cosin'"),
-        ("5", "schedule: linear, cosine, constant or a list of pieces is needed, not 5"),
+        ("5", "schedule: linear, cosine, constant, inverse_sqrt or a list of pieces is needed, not 5"),
         ("[]", "one of them must be 1"),
         (
             "[{shape: linear, end: 5e-5, steps: 3}]",

@@ -362,7 +362,7 @@ def moved_while(sizes: Sequence[int], go_on: Callable[[int], object]) -> list[di
     """Train a step with each number of processes, kill them; return the bytes that each has got before its step."""
     agree, moved = restore.agree, list[dict[int, int]]()
 
-    def counted(setup: TrainSetup, run: Run) -> moving.Saved:
+    def counted(setup: TrainSetup, run: Run) -> moving.ResumePoint:
         saved = agree(setup, run)
         moved[-1][setup.group.rank] = saved.bytes_moved
         return saved

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gptj_ft.checkpoints.formats.cerebras_hdf5 import MODEL_PREFIX, MdlFile, is_hdf5
-from gptj_ft.checkpoints.formats.safetensors import open_shard
 from gptj_ft.checkpoints.formats.tensor_info import Shard, TensorInfo
+from gptj_ft.checkpoints.formats.weight_file import open_shard
 from gptj_ft.checkpoints.model_folder import Checkpoint, weights_of
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.registry import Family, Leaf
@@ -29,7 +29,7 @@ def has_cerebras_names(folder: Path) -> bool:
     """Tell whether the weights of a folder go by Cerebras' names.
 
     Raises:
-        UsageError, DataError: as `huggingface.weights_of`.
+        UsageError, DataError: as `model_folder.weights_of`.
     """
     return any(TYPICAL in name for name in weights_of(folder))
 

@@ -243,7 +243,7 @@ def _arrays_of_shard(folder: Path) -> list[NpzArray]:
 
 
 def _layout(path: Path, family: Family, num_leaves: int) -> tuple[int, int]:
-    """Return how many blocks so many leaves make, and where the parameters begin: behind opt_state, if there is any."""
+    """Return the number of blocks, and the index of the first parameter leaf: after opt_state, if there is any."""
     in_block = sum("{}" in module for module, _ in family.mesh)
     apart = len(family.mesh) - in_block
     for copies, others in ((1, 1), (3, 3)):  # slim: step; full: two moments, two counts and step

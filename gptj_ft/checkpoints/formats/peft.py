@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from gptj_ft.checkpoints.base_model import find_model
-from gptj_ft.checkpoints.formats.safetensors import open_shard, write_safetensors
+from gptj_ft.checkpoints.formats.safetensors import write_safetensors
 from gptj_ft.checkpoints.formats.tensor_info import Shard, TensorInfo
+from gptj_ft.checkpoints.formats.weight_file import open_shard
 from gptj_ft.checkpoints.model_folder import METADATA_FILE, Checkpoint, copy_files, write_json_file
 from gptj_ft.config.options import Task
 from gptj_ft.errors import DataError, UsageError
@@ -63,11 +64,11 @@ class Adapter:
         return self.shard.read(f"{_PREFIX}{name}", start, stop)
 
     def read(self, module: str, matrix: str) -> Tensor:
-        """Return a linear layer's matrix, `lora.A` or `lora.B`."""
+        """Return a linear layer's matrix, `A` or `B`."""
         return self.shard.read(_key(module, matrix))
 
     def change(self, module: str) -> Tensor:
-        """Return what the adapter adds to a linear layer's weight, fp32."""
+        """Compute the adapter's change of a linear layer's weight, fp32."""
         product = self.read(module, B).float() @ self.read(module, A).float()
         return (product.T if module in self.transposed else product) * self.ranks[module].scaling
 
@@ -245,7 +246,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """Return where the tokenizer of a model or an adapter is: an adapter may have none of its own."""
+    """Return the folder of the tokenizer of a model or an adapter, which may have none of its own."""
     has_own = any((folder / name).is_file() for name in TOKENIZER_FILES)
     return folder if has_own else base_folder(folder)
 

@@ -16,25 +16,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.pytorch_bin import PickleShard
 from gptj_ft.checkpoints.formats.tensor_info import Shard, TensorInfo, read_tensor_rows
 from gptj_ft.errors import DataError
 from gptj_ft.system.dtypes import FROM_SAFETENSORS, SAFETENSORS_CODES
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
 ALIGNMENT = 64  # where the data starts
-
-
-def open_shard(path: Path) -> Shard:
-    """Open a weight file, safetensors or PyTorch's ``.bin``, by its suffix.
-
-    Raises:
-        DataError: unreadable, truncated, corrupt, or holding more than tensors.
-    """
-    try:
-        return SafetensorsShard(path) if path.suffix == ".safetensors" else PickleShard(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 class SafetensorsShard(Shard):
@@ -53,7 +40,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dt
 
     Args:
         path: the file, which must not exist.
-        tensors: by name, on any device.
+        tensors: tensors by name, on any device.
         dtype: the type to store; ``None`` keeps each tensor's own.
 
     Returns: bytes of tensor data, and the digest of the file.
@@ -77,7 +64,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dt
 
 
 def header_of(entries: Mapping[str, TensorInfo]) -> bytes:
-    """Return what a safetensors file of these tensors, in this order, begins with."""
+    """Build the header of a safetensors file of these tensors, in this order."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, entry in entries.items():

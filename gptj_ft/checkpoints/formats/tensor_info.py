@@ -45,7 +45,7 @@ class TensorInfo:
         return self.shape[0] if self.shape else 1
 
     def rows_in(self, num_bytes: int) -> int:
-        """Return how many rows fit into so many bytes, one at least."""
+        """Count the rows that fit into so many bytes, one at least."""
         return max(1, num_bytes * self.rows // max(1, self.num_bytes))
 
 
@@ -65,7 +65,7 @@ class Shard(Protocol):
         """Return a tensor, or its rows from ``start`` to ``stop``, on the CPU, in memory of its own."""
 
     def rows_at_once(self, name: str) -> int:
-        """Return how many rows to read at a time: few enough for little memory, and none read twice."""
+        """Return the number of rows to read at a time: few enough for little memory, and none read twice."""
         return self.entries[name].rows_in(PIECE_BYTES)
 
 

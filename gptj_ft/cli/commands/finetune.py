@@ -75,7 +75,7 @@ def finetune(
             from gptj_ft.cli.terminal.data_tables import show_rows
             from gptj_ft.cli.terminal.progress import TerminalReporter
             from gptj_ft.cli.terminal.tables import show_plan, show_prepared_run, show_training
-            from gptj_ft.training.finetune import Finished, options_on_resume
+            from gptj_ft.training.finetune import AlreadyFinished, options_on_resume
             from gptj_ft.training.loop import Session
             from gptj_ft.training.shared.follow import dismiss
         notes = out.notes
@@ -90,7 +90,7 @@ def finetune(
         if resume is not None:
             try:
                 ready = prepared(options_on_resume(options, config, assignments))
-            except Finished:
+            except AlreadyFinished:
                 if not (resume.expanduser() / "report.html").is_file():  # it was cut off in its last moment
                     _write_page(Run(resume.expanduser()), notes.print)
                 raise

@@ -82,7 +82,7 @@ def generate(
         out = Output(as_json, quiet)
         with out.activity():
             from gptj_ft import api
-            from gptj_ft.cli.terminal.answers import Shown, answer_file, answer_prompt, hold_chat
+            from gptj_ft.cli.terminal.answers import AnswerOutput, answer_file, answer_prompt, hold_chat
             from gptj_ft.generation.generator import GenerationSetup, check_num_return
 
         folder = api.named_model(model, "generate")
@@ -96,7 +96,7 @@ def generate(
         elif chat:
             hold_chat(folder, recipe, system, out)
         else:
-            answer_prompt(folder, recipe, str(text), field_texts(fields), Shown(num_return, stream, out))
+            answer_prompt(folder, recipe, str(text), field_texts(fields), AnswerOutput(num_return, stream, out))
 
 
 def _is_piped(prompt: str | None) -> bool:

@@ -48,7 +48,7 @@ def write_preparation(path: Path, done: Preparation, num_examples: int) -> None:
 
 
 def data_facts(prepared: Prepared, recipe: Recipe) -> dict[str, Any]:
-    """Return what there is to say of prepared rows: their report, lengths, what padding would cost, and the split."""
+    """Collect the facts of prepared rows: their report, lengths, the cost of padding, and the split."""
     lengths = Lengths.of(prepared, recipe.packing)
     whole = {"whole row": lengths.prompts + lengths.answers}
     has_parts = recipe.prompt and recipe.task == "language-model"
@@ -125,7 +125,7 @@ def data_report(suffix: str, facts: Mapping[str, Any]) -> str:
 
 
 def _without(value: Any, folders: Sequence[str]) -> Any:
-    """Return what is said of files, in whose texts they stand without their folders."""
+    """Return facts with the names of files without their folders."""
     if isinstance(value, str):
         for folder in folders:
             value = value.replace(f"{folder}/", "")

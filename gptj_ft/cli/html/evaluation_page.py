@@ -43,7 +43,7 @@ Facts = Mapping[str, Any]
 
 
 def evaluation_facts(verdict: ModelComparison, command: str, num_samples: int) -> dict[str, Any]:
-    """Return what there is to say, as text; of the rows' texts only as many as are asked for."""
+    """Collect the facts of a comparison as text, and the texts of some of its rows."""
     baseline, rows, by_row = verdict.baseline, verdict.model.rows, verdict.by_row
     files = zip(apart_names(list(verdict.by_file)), verdict.by_file.values(), strict=True)
     return {
@@ -167,7 +167,7 @@ def record(run: Path, verdict: ModelComparison, command: str) -> None:
 
 
 def recorded_facts(run: Path) -> dict[str, Any] | None:
-    """Return what `record` has kept in a run's folder, as a page shows it; ``None`` if there is nothing.
+    """Return the evaluation that `record` has kept in a run's folder, for a page; ``None`` if there is none.
 
     Raises:
         DataError: it is damaged.
@@ -250,7 +250,7 @@ def lines_of(verdict: ModelComparison) -> list[str]:
 
 
 def row_samples(verdict: ModelComparison, rows: Sequence[int]) -> list[dict[str, Any]]:
-    """Return what was expected and answered in some rows, cut to what can be looked at, and how the score changed."""
+    """Return expected and given answers of some rows, shortened, and the change of the score."""
     model, baseline, by_row = verdict.model, verdict.baseline, verdict.by_row
     return [
         {

@@ -25,7 +25,7 @@ class LabelTable:
         head: names of the columns.
         rows: texts of the cells.
         num_names: number of columns on the left that are names; the others are numbers.
-        shades: of a matrix, percentage of colour of each number; empty: a plain table.
+        shades: shade of each number of a matrix, in percent; empty: a plain table.
     """
 
     title: str
@@ -36,7 +36,7 @@ class LabelTable:
 
 
 def label_facts(scores: LabelScores | None, baseline: LabelScores | None = None) -> dict[str, Any] | None:
-    """Return what there is to say of labels, as text; ``None`` if there are no labels.
+    """Collect the facts of labels as text; ``None`` if there are no labels.
 
     Args:
         scores: scores of the model.

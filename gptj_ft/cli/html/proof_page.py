@@ -8,7 +8,7 @@ from typing import Any
 
 from gptj_ft.cli.html import fill_template, to_json, write_new
 from gptj_ft.system.units import clock, gibibytes, gigabytes
-from gptj_ft.training.proof import Proof, Trained, seconds_in
+from gptj_ft.training.proof import Proof, ProofRun, seconds_in
 
 FactRows = Mapping[str, str]
 HASH_DIGITS = 16  # of a digest that is compared by eye
@@ -33,7 +33,7 @@ def write_proof(proof: Proof, folder: Path) -> list[Path]:
 
 
 def sections(proof: Proof) -> dict[str, FactRows]:
-    """Return what the page says, by the titles of its parts."""
+    """Return the sections of the page, by title."""
     return {
         "Claimed": _claimed(proof),
         "Measured": _measured(proof),
@@ -45,8 +45,9 @@ def sections(proof: Proof) -> dict[str, FactRows]:
 def _claimed(proof: Proof) -> FactRows:
     return {
         "memory": f"all {proof.parameters:,} parameters, {gigabytes(proof.state_bytes)} of state, are trained within "
-         f"{gibibytes(proof.limit)} of memory, page cache included, without swap",
-        "kill": "a process that is killed by SIGKILL in the middle of a step loses that step alone",
+         f"{gibibytes(proof.limit)} of memory, page cache included",
+        "kill": "a process that is killed by SIGKILL in the middle of a step loses that step alone, or, where the one "
+         "before is not on the disk yet, both",
         "bits": f"losses, gradient norms and weights are those of {_other(proof)}, to the last bit",
     }  # fmt: skip
 
@@ -77,8 +78,9 @@ def _memory(proof: Proof) -> str:
         )  # fmt: skip
         return f"not caged ({proof.not_caged}): {rss}{cache}"
     used = "" if memory.group is None else f"{gibibytes(memory.group)} of it used at most, page cache included; "
+    swap = "without swap" if proof.is_without_swap else "whose swap could not be limited"
     return (
-        f"caged in {gibibytes(proof.limit)} by a control group without swap: {used}{rss}, with libraries that other "
+        f"caged in {gibibytes(proof.limit)} by a control group {swap}: {used}{rss}, with libraries that other "
         f"programs share; at most {gibibytes(memory.page_cache or 0)} of page cache"
     )
 
@@ -97,7 +99,7 @@ def _cost(proof: Proof) -> FactRows:
     }  # fmt: skip
 
 
-def _speed(proof: Proof, run: Trained) -> str:
+def _speed(proof: Proof, run: ProofRun) -> str:
     rate = proof.tokens_per_step / run.steady_seconds
     return (
         f"{run.steady_seconds:.3g} s a step of {proof.tokens_per_step:,} tokens (median of those with an update), "

@@ -175,7 +175,7 @@ def _environment(run: Run) -> dict[str, Any]:
 
 
 def _subject(run: Run, recipe: Recipe) -> str:
-    """Return what the page is about: the recipe, and the run unless it has no name of its own."""
+    """Return the subject of the page: the recipe, and the run unless it has no name of its own."""
     task, name = recipe.recipe.replace("_", " ").replace("-", " "), run.folder.resolve().name
     number = re.sub(r"^run\b[-_ ]*", "", name.removeprefix(f"{recipe.recipe}-"))
     return f"{task[:1].upper()}{task[1:]}" + (f", run\N{NO-BREAK SPACE}{number}" if number else "")
@@ -194,7 +194,7 @@ def _headline(run: Run, evaluation: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def _names(recipe: Recipe, parts: Mapping[str, Prepared]) -> dict[str, str]:
-    """Return what a page calls the folders and files of a recipe, by what the recipe calls them."""
+    """Map the folders and files of a recipe to their names on the page."""
     files = {
         "data": file_names(parts["train"].report.files) if "train" in parts else "",
         "val_data": file_names(parts["validation"].report.files) if "validation" in parts else "",
@@ -215,7 +215,7 @@ def _recipe_text(run: Run, names: Mapping[str, str]) -> str:
 
 
 def _digests(parts: Mapping[str, Prepared]) -> list[str]:
-    """Say what the data was, each digest once."""
+    """Return a sentence for each digest of the data."""
     found = {name: part.report.data_sha256 for name, part in parts.items()}
     if len(found) > 1 and len(set(found.values())) == 1:
         return [f"SHA-256 of the data: {found['train']}; the validation rows were held out from the same data"]
@@ -344,7 +344,7 @@ def _compared_changes(names: Sequence[str], evaluations: Sequence[Mapping[str, A
 
 
 def _sentence_on(runs: Sequence[Run], names: Sequence[str]) -> tuple[str, str]:
-    """Return which run has the lowest validation loss, its name apart, or why that cannot be said."""
+    """Name the run with the lowest validation loss, its name apart, or say why that cannot be told."""
     losses = [summarize_run(run).loss_after for run in runs]
     known = [loss for loss in losses if loss is not None]
     if len(known) < len(runs):
@@ -357,7 +357,7 @@ def _sentence_on(runs: Sequence[Run], names: Sequence[str]) -> tuple[str, str]:
 
 
 def _validation_rows(run: Run) -> tuple[str, ...] | None:
-    """Return what tells whether runs were validated on the same tokens."""
+    """Return the digests and counts that are equal where runs were validated on the same tokens."""
     manifest = run.data / "validation" / "manifest.json"
     if not manifest.is_file():
         return None

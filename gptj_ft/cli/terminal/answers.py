@@ -28,7 +28,7 @@ from gptj_ft.system.signals import every_ctrl_c
 
 
 @dataclass(frozen=True)
-class Shown:
+class AnswerOutput:
     """How answers are shown: how many, while they are written, where."""
 
     num_return: int
@@ -36,7 +36,7 @@ class Shown:
     out: Output
 
 
-def answer_prompt(folder: Path, recipe: Recipe, text: str, fields: Mapping[str, str], shown: Shown) -> None:
+def answer_prompt(folder: Path, recipe: Recipe, text: str, fields: Mapping[str, str], shown: AnswerOutput) -> None:
     """Answer one prompt, and print the answers.
 
     Args:
@@ -134,7 +134,7 @@ def hold_chat(folder: Path, recipe: Recipe, system: str | None, out: Output) -> 
 
 
 def _typed_lines() -> Iterator[str]:
-    """Yield what is typed, line by line, until it ends; of a pipe, its lines."""
+    """Yield the lines that are typed, or those of a pipe."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return

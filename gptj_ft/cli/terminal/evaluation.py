@@ -129,7 +129,7 @@ def evaluate_model(
 
 
 def rows_about(evaluation: PairedEvaluation) -> list[tuple[str, str]]:
-    """Return what is evaluated, as rows of a panel."""
+    """Return the rows of a panel about an evaluation."""
     request, baseline = evaluation.request, evaluation.baseline
     models = [("model", whole(str(request.model))), ("baseline", whole(str(baseline)) if baseline else "none")]
     if isinstance(request, TasksRequest):

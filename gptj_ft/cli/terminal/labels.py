@@ -84,7 +84,7 @@ def label_file(
 
 
 def _in_words(facts: Mapping[str, Any]) -> str:
-    """Return what was found, as a text."""
+    """Format the facts of an answer as a text."""
     if "label" in facts:
         label = facts["label"]
         return label if isinstance(label, str) else ", ".join(label)

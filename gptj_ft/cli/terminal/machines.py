@@ -21,7 +21,7 @@ def show_machines(console: Console, found: ScaleOut, notes: Sequence[str] = ()) 
     Args:
         console: terminal or log.
         found: forecast.
-        notes: on how the model is treated.
+        notes: notes on the treatment of the model.
     """
     others = [share for share in found.shares if share is not found.alone]
     rows = [_row(found, share) for share in (found.alone, *others)]

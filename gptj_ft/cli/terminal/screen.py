@@ -41,7 +41,7 @@ def is_live(console: Console) -> bool:
 
 
 def width_of(console: Console) -> int:
-    """Return how wide text may be."""
+    """Return the width of text, in columns."""
     return min(console.width, WIDEST)
 
 

@@ -59,7 +59,7 @@ def show_prepared_run(console: Console, prepared: PreparedRun, verbose: bool = F
 
 
 def _on_the_wire(prepared: PreparedRun) -> Iterator[tuple[str, str]]:
-    """Say what goes over the network in a step, and how long that takes."""
+    """Yield the bytes that go over the network in a step, and their seconds."""
     network, (sent, received) = prepared.network, prepared.setup.on_the_wire
     if network is None:
         return
@@ -70,7 +70,7 @@ def _on_the_wire(prepared: PreparedRun) -> Iterator[tuple[str, str]]:
 
 
 def cautions(train: int, validation: int, batch_size: int) -> list[str]:
-    """Return what is odd about the numbers of rows: to train on, to validate on, in a batch."""
+    """Return warnings about the numbers of rows: to train on, to validate on, in a batch."""
     found = []
     if train < FEW_TRAINING_ROWS:
         found.append(
@@ -99,12 +99,12 @@ def show_plan(console: Console, plan: Plan, notes: Sequence[str] = ()) -> None:
 
 
 def plan_rows(plan: Plan, notes: Sequence[str] = (), verbose: bool = True) -> list[tuple[str, str]]:
-    """Say what a run needs beside what it may use, what it moves, how long it takes.
+    """Return the rows of a plan: resources needed and available, bytes moved, seconds.
 
     Args:
         plan: plan of the run.
-        notes: on how the model is treated.
-        verbose: with what is moved and computed in a step, and what the machine was measured to do.
+        notes: notes on the treatment of the model.
+        verbose: whether bytes and FLOPs of a step and the machine's measured rates are shown.
     """
     rows = [
         ("parameters", f"{plan.num_parameters:,}, {_share_trained(plan)}"),
@@ -191,7 +191,7 @@ def show_training(
     Args:
         console: terminal or log.
         result: result of the run.
-        recipe: what it was trained with.
+        recipe: options of the run.
         num_validation: rows that it was measured on.
         verbose: whether the rates of the engine are shown; default false.
     """
@@ -217,7 +217,7 @@ def ask(recipe: Recipe, model: Path | None = None) -> str:
     """Return the command that asks a model.
 
     Args:
-        recipe: what it was trained with.
+        recipe: options of the run.
         model: its folder; default: that of the newest run.
     """
     named = ("--model", model) if model else ()

@@ -210,7 +210,7 @@ class RepairReport:
         diff: the file that says what was changed.
         rows_read: ``rows_written`` plus all that were dropped.
         rows_changed: rows written that differ from the source.
-        rows_dropped: by reason.
+        rows_dropped: rows dropped, by reason.
         cells: fix -> how many cells it changed, of the rows written.
     """
 

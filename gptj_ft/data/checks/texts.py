@@ -47,7 +47,7 @@ class Duplicates:
         """Count the rows whose prompt was seen before, and locate the first of them.
 
         Args:
-            places: how many of the first.
+            places: number of rows to locate.
 
         Returns:
             For rows with the same answer as the first that asks so (``True``), and with another (``False``).
@@ -139,7 +139,7 @@ class Checks:
     """Collects warnings about rows.
 
     Attributes:
-        found: what was found, by the sentence that says it.
+        found: rows that were found, by warning.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -259,7 +259,7 @@ TREEBANK_WRITTEN = (
     f"text split into Treebank tokens (-lrb-, do n't, <s>): the model would learn to write so; {_FIXES} it"
 )
 TREEBANK_READ = f"text split into Treebank tokens (-lrb-, do n't, <s>), as prompts would then have to be; {_FIXES} it"
-# What is odd -> what can only be so if it is true of the few bytes that are not plain, and what tells then.
+# Warning -> (cheap test of the bytes that are not plain, exact test of the text).
 CHECKS: Mapping[str, tuple[Callable[[bytes], bool], Callable[[str], bool]]] = {
     f"wrongly decoded letters (Ã©, â€™): save the file as UTF-8 from its source; {_FIXES} what can be": (
         lambda rest: not rest.isascii(), is_mojibake,

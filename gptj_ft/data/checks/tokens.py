@@ -86,19 +86,19 @@ def _problems(
 ) -> Iterator[tuple[int, str]]:
     """Yield (row, problem); of several problems of a row the most basic comes last."""
     prompts = numbers_of(batch.column("prompt_length"))
-    untrained, targets = _Lists.read(batch.column("untrained")), _Lists.read(batch.column("targets"))
+    masked_spans, targets = _Lists.read(batch.column("untrained")), _Lists.read(batch.column("targets"))
     tokens = batch.column("input_ids")
     starts = bounds_of(tokens)
     ids, lengths = numbers_of(tokens.flatten()), np.diff(starts)
     first_target = np.maximum(prompts, 1)
 
-    of, borders = untrained.of, untrained.flat
-    gap_starts = bounds_of(batch.column("untrained"))
-    is_wrong = untrained.counts % 2 == 1
-    is_wrong |= untrained.rows_where_pairs(lambda one, next_: next_ < one)
-    is_wrong |= untrained.rows_where((borders < first_target[of]) | (borders > lengths[of]))
-    signs = np.where(np.arange(len(borders)) - (gap_starts[:-1] - gap_starts[0])[of] & 1, 1, -1)
-    left_out = np.bincount(of, borders * signs, len(untrained.counts))
+    of, borders = masked_spans.of, masked_spans.flat
+    span_starts = bounds_of(batch.column("untrained"))
+    is_wrong = masked_spans.counts % 2 == 1
+    is_wrong |= masked_spans.rows_where_pairs(lambda one, next_: next_ < one)
+    is_wrong |= masked_spans.rows_where((borders < first_target[of]) | (borders > lengths[of]))
+    signs = np.where(np.arange(len(borders)) - (span_starts[:-1] - span_starts[0])[of] & 1, 1, -1)
+    left_out = np.bincount(of, borders * signs, len(masked_spans.counts))
     yield from _problems_of_labels(batch, lengths, targets, num_labels)
     yield from _each((lengths - first_target - left_out < 1) & (targets.counts == 0), _NO_TARGET)
     yield from _each(is_wrong, "its untrained tokens are no (start, end) pairs in order, after the prompt")

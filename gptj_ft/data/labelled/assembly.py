@@ -20,7 +20,7 @@ class EncodedDocument(NamedTuple):
         marks: tokens that the head reads; none: all.
         targets: class ids of the marks, or the first and the last token of a span.
         values: 0 or 1 for each label, or a number.
-        texts: what predictions are made of.
+        texts: words or texts that predictions are made of.
         offsets: characters of each token in the text, first and end.
     """
 
@@ -42,11 +42,11 @@ class LabelledRow(NamedTuple):
     """What becomes of a row.
 
     Attributes:
-        documents: of a row that is split, its windows in order.
+        documents: the row as the model reads it; of a row that is split, its windows in order.
         group: hash of what must not be divided between training and validation.
         label: names of its labels; empty where rows are not told apart by them.
         references: right answers, for scoring.
-        tokens_cut: how many tokens it has lost.
+        tokens_cut: tokens lost by truncation.
     """
 
     documents: Sequence[EncodedDocument]
@@ -72,7 +72,7 @@ def frame_tokens(frame: Frame, is_pair: bool) -> int:
 
 
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """Return how many tokens of each of two texts are kept: the longer one is cut, or both to the half.
+    """Return the number of tokens to keep of each of two texts: the longer one is cut, or both to the half.
 
     As the `tokenizers` library has it; Google's script takes single tokens from the longer text, and from the second
     if they are equal, which may give the first text a token more.
@@ -95,8 +95,8 @@ def kept_of(ids: Sequence[int], keep: int, cut: str) -> Sequence[int]:
 
     Args:
         ids: its tokens.
-        keep: how many stay.
-        cut: what is left out: its end, start or middle.
+        keep: number of tokens to keep.
+        cut: part that is left out: ``end``, ``start`` or ``middle``.
 
     >>> [kept_of([1, 2, 3, 4], 3, cut) for cut in ("end", "start", "middle")]
     [[1, 2, 3], [2, 3, 4], [1, 2, 4]]

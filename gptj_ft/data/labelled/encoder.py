@@ -33,7 +33,7 @@ class Setting:
 
     Attributes:
         recipe: templates and length policy.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         columns: field -> column.
         labels: the task's.
         checks: collector of warnings.
@@ -68,7 +68,7 @@ class TaskReader(ABC):
         """
 
     def tokenizer(self) -> Any:
-        """Return what turns a list of texts into the tokens of each."""
+        """Return the function that tokenizes a list of texts."""
         return tokenize_by(self.setting.tokenizer)
 
     @abstractmethod
@@ -89,7 +89,7 @@ class TaskReader(ABC):
         return table
 
     def warnings(self) -> dict[str, Occurrences]:
-        """Return what is odd about the labels."""
+        """Return warnings about the labels."""
         return {}
 
 
@@ -97,12 +97,12 @@ class LabelledEncoder:
     """Turns rows into labelled documents; counts and checks them.
 
     Args:
-        setting: what all rows have in common.
+        setting: settings that all rows share.
         task: reader of its rows.
         vocab_size: rows of the model's embedding; no token id may reach it.
 
     Attributes:
-        counts: of rows, tokens and targets.
+        counts: counts of rows, tokens and targets.
     """
 
     def __init__(self, setting: Setting, task: TaskReader, vocab_size: int) -> None:
@@ -234,7 +234,7 @@ def with_labels(prepared: Prepared, labels: Sequence[str], where: Path) -> Prepa
 
 
 def _reordered(values: pyarrow.Array, ids: NDArray[np.int32], count: int) -> pyarrow.Array:
-    """Return what each row says of each label in the order of their new ids."""
+    """Return each row's values of the labels in the order of their new ids."""
     changed = np.zeros((len(values), count))
     said, are_known = numbers_of(values.flatten()).reshape(len(values), len(ids)), ids >= 0
     changed[:, ids[are_known]] = said[:, are_known]

@@ -117,7 +117,7 @@ class LabelSet:
         return np.array([place[name] for name in self.found], np.int32)
 
     def counts(self) -> tuple[int, ...]:
-        """Return how many rows have each label, in the order of their ids."""
+        """Return the number of rows that have each label, in the order of their ids."""
         return tuple(self.found[name].count if name in self.found else 0 for name in self.order())
 
     def check(self, rows: int, fewest: int = 2, what: str = "rows") -> None:
@@ -126,7 +126,7 @@ class LabelSet:
         Args:
             rows: those that are kept.
             fewest: labels that are needed.
-            what: what has a label, if not a row.
+            what: name of the things that have a label, in the plural; default: rows.
 
         Raises:
             DataError: there are fewer labels, or so many that they are none.
@@ -146,10 +146,10 @@ class LabelSet:
             )
 
     def warnings(self, what: str = "rows") -> dict[str, Occurrences]:
-        """Return what is odd about the labels: rare ones, absent ones, and those that differ in case only.
+        """Warn of rare and absent labels, and of labels that differ in case only.
 
         Args:
-            what: what has a label.
+            what: name of the things that have a label, in the plural; default: rows.
         """
         warnings: dict[str, Occurrences] = {}
         rare = {name: of for name, of in self.found.items() if 0 < of.count < RARE}

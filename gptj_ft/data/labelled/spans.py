@@ -35,7 +35,7 @@ SEARCHED = "no answer_start: the first place of the answer is taken"
 NO_SPAN = (0, 0)  # both at the first token
 
 
-class Located(NamedTuple):
+class TokenizedText(NamedTuple):
     """The tokens of a text, and their places in it.
 
     Attributes:
@@ -97,18 +97,18 @@ class SpanReader(TaskReader):
     def tokenizer(self) -> Any:
         backend = backend_of(self.setting.tokenizer)
 
-        def locate(texts: list[str]) -> list[Located]:
+        def locate(texts: list[str]) -> list[TokenizedText]:
             several = list(dict.fromkeys(texts))  # a passage has many questions
             encodings = backend.encode_batch(several, add_special_tokens=False)
             places = {
-                text: Located(array("i", each.ids), np.array(each.offsets, np.int32).reshape(-1, 2))
+                text: TokenizedText(array("i", each.ids), np.array(each.offsets, np.int32).reshape(-1, 2))
                 for text, each in zip(several, encodings, strict=True)
             }
             return [places[text] for text in texts]
 
         return locate
 
-    def row_of(self, row: Row, read: _Read, tokens: list[Located]) -> LabelledRow:
+    def row_of(self, row: Row, read: _Read, tokens: list[TokenizedText]) -> LabelledRow:
         question, passage = tokens
         if not len(question) or not len(passage):
             raise RowSkipped("no tokens")
@@ -129,7 +129,9 @@ class SpanReader(TaskReader):
         group = content_hash(read.passage.strip().encode())
         return LabelledRow(documents, group, "", read.references, tokens_cut)
 
-    def _window(self, read: _Read, question: Located, passage: Located, first: int, end: int) -> EncodedDocument:
+    def _window(
+        self, read: _Read, question: TokenizedText, passage: TokenizedText, first: int, end: int
+    ) -> EncodedDocument:
         ids, borders = framed(self._frame, question.ids, passage.ids[first:end])
         before = len(self._frame.first) + len(question) + len(self._frame.middle)
         offsets = np.full((len(ids), 2), -1, np.int32)
@@ -188,7 +190,7 @@ def tokens_of(spans: NDArray[np.int32], start: int, end: int) -> tuple[int, int]
 
 
 def _places(text: str, part: str) -> list[int]:
-    """Return where a text has a part."""
+    """Return the positions of a part in a text, in characters."""
     places, at = list[int](), text.find(part)
     while at >= 0:
         places.append(at)

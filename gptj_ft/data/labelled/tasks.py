@@ -21,10 +21,10 @@ READERS: Mapping[str, type[TaskReader]] = {
 
 
 def labelled_encoder(setting: Setting, vocab_size: int) -> LabelledEncoder:
-    """Return what turns the rows of a task with labels into documents.
+    """Build the encoder of the rows of a task with labels.
 
     Args:
-        setting: what all rows have in common.
+        setting: settings that all rows share.
         vocab_size: rows of the model's embedding; no token id may reach it.
     """
     return LabelledEncoder(setting, READERS[setting.recipe.task](setting), vocab_size)

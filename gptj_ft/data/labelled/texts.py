@@ -125,7 +125,7 @@ class TextReader(TaskReader):
         return name, (name,), (self.setting.labels.add(name, row.where),), ()
 
     def _target_texts(self, row: Row, values: Mapping[str, Any]) -> list[str]:
-        """Return what the template of the answer says: a text, or each of those in a list."""
+        """Return the values of the answer's template: a text, or each of those in a list."""
         cells = {}
         for field, column in self._targets.items():
             cell = row.values.get(column)
@@ -164,7 +164,7 @@ class TextReader(TaskReader):
         return [(kept_of(first, keep[0], recipe.cut), kept_of(second, keep[1], recipe.cut))], count - room
 
     def _lengths(self, first: int, second: int) -> tuple[int, int]:
-        """Return how many tokens of a pair are kept: of the one that may be cut, or of the longer one."""
+        """Return the number of tokens to keep of each text of a pair, see `longest_first`."""
         if self._cut_side is None:
             return longest_first(first, second, self._room)
         other = second if self._cut_side == 0 else first
@@ -174,7 +174,7 @@ class TextReader(TaskReader):
 
 
 def _cut_side(recipe: Recipe) -> int | None:
-    """Return which text of a pair is cut, 0 or 1; ``None``: the longer one."""
+    """Return the text of a pair that is cut, 0 or 1; ``None``: the longer one."""
     if not recipe.shorten:
         return None
     return 0 if recipe.shorten in fields_of(recipe.prompt) else 1

@@ -146,9 +146,9 @@ def only_field(template: str, option: str, example: str) -> str:
     """Return the field of a template that has to be of one alone, as it names a list.
 
     Args:
-        template: it.
-        option: what it is called.
-        example: what it may be.
+        template: template of the option.
+        option: name of the option.
+        example: template that would do, for the message.
 
     Raises:
         UsageError: it has more.

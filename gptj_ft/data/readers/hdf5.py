@@ -106,7 +106,7 @@ def _corpus(file: File, findings: Findings, data: h5py.Dataset) -> Iterator[Row]
 
 
 def samples_at_once(data: h5py.Dataset) -> int:
-    """Return how many samples to read at a time: of bounded size, and no chunk is unpacked twice if that allows it."""
+    """Return the number of samples to read at a time: of bounded size, and if possible no chunk is unpacked twice."""
     sample_bytes = int(math.prod(data.shape[1:]) * data.dtype.itemsize)
     count = max(1, SLICE_BYTES // sample_bytes)
     chunk = int(data.chunks[0]) if data.chunks else 1

@@ -1,4 +1,7 @@
-"""Read JSON and JSON lines, holding no more of a file than a record."""
+"""Read JSON and JSON lines, holding no more of a file than a record.
+
+Every row, and every complaint, has the line on which it begins, which the events of `ijson` do not tell.
+"""
 
 from __future__ import annotations
 
@@ -148,9 +151,9 @@ class JsonText:
     """Incremental JSON decoder that knows the line of each value.
 
     Args:
-        file: that it is from.
+        file: file of the text.
         chunks: the text.
-        line: on which it begins.
+        line: line on which it begins.
     """
 
     def __init__(self, file: File, chunks: Iterator[str], line: int = 1) -> None:

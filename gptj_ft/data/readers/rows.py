@@ -23,7 +23,7 @@ class Row(NamedTuple):
 
     Attributes:
         source: the file, as the user named it.
-        line: where the record starts, from 1. In JSON written on a single line, and in files without lines: the
+        line: first line of the record, from 1. In JSON written on a single line, and in files without lines: the
             number of the record.
         values: column -> cell; of a row that comes as tokens, the two columns of `token_row`.
     """
@@ -56,7 +56,7 @@ def format_places(places: Sequence[str], count: int) -> str:
 
     Args:
         places: the first of them, as `Row.where` has them.
-        count: of all; three points stand for those that are not named.
+        count: number of all rows; three points stand for those that are not named.
     """
     lines: dict[str, list[str]] = {}
     for place in places:
@@ -74,13 +74,13 @@ def token_row(file: File, line: int, input_ids: list[int], trained: list[int]) -
     """Make a row of tokens: the contract between its readers and `tokenize_rows`.
 
     Args:
-        file: where it is from.
+        file: file of the row.
         line: the number of its record.
         input_ids: at least one token id, 0 to 2**31 - 1; whether the model has them is not known here. Where a document
             ended with EOS, so do they; no EOS is to be added.
-        trained: which of them are targets, that is, which the loss is taken on: the bounds of half-open intervals of
-            indices, all in one list, ascending. [1, 5, 8, 9] is tokens 1 to 4, and 8. Token 0 never is, as nothing
-            predicts it. Empty if there is no target: nothing is to be learnt from such a row.
+        trained: targets, that is, the tokens that the loss is taken on: the bounds of half-open intervals of indices,
+            all in one list, ascending. [1, 5, 8, 9] is tokens 1 to 4, and 8. Token 0 never is, as nothing predicts it.
+            Empty if there is no target: nothing is to be learnt from such a row.
     """
     return Row(str(file.path), line, {"input_ids": input_ids, "trained": trained})
 

@@ -93,7 +93,7 @@ def choose_dialect(file: File, beginning: Sequence[str], delimiter: str = DETECT
     Args:
         file: its format and its options.
         beginning: the first lines.
-        delimiter: what it is, if that is known.
+        delimiter: known delimiter; default: it is detected.
     """
     by_name = COLUMN_SEPARATORS[file.format]
     if delimiter == DETECT:

@@ -1,7 +1,7 @@
 """Adapt a streamed model to lm-eval: many requests share a pass over the weights.
 
 Texts become tokens, and windows of them, as lm-eval's own model of `transformers` makes them, so that the figures are
-the same. Only `harness`, which needs the extra of that name, imports this.
+the same. Only `lm_eval.tasks`, which needs the extra of that name, imports this.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Confusion:
     Attributes:
         label: name of the right one.
         answer: name of the one that was given.
-        count: how often.
+        count: number of times.
         share: percentage of those that have the label.
     """
 
@@ -73,7 +73,7 @@ class LabelScores:
         base_rate: accuracy of giving it to all, in percent; 0 for entities.
         confusion: number of each label, a row, given each label, a column; empty where there are more than
             `MOST_IN_MATRIX`, and where labels do not exclude each other.
-        confused: what is taken for what, the most frequent first, at most `MOST_CONFUSED`.
+        confused: pairs of confused labels, the most frequent first, at most `MOST_CONFUSED`.
         calibration: rows by the probability of their answer; empty where there are no probabilities.
         threshold: probability from which a label is given; ``None``: the most likely one is.
     """

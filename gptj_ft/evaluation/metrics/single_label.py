@@ -39,10 +39,10 @@ def single_label(labels: ArrayLike, probabilities: ArrayLike) -> dict[str, Stati
     right = mean(100.0 * (labels_N == answers_N))
     scores: dict[str, Statistic] = {
         "accuracy": right,
-        "macro_f1": Counted(labels_N, answers_N, num_classes, ClassCounts.macro_f1),
+        "macro_f1": ConfusionScore(labels_N, answers_N, num_classes, ClassCounts.macro_f1),
         "micro_f1": right,
-        "weighted_f1": Counted(labels_N, answers_N, num_classes, ClassCounts.weighted_f1),
-        "mcc": Counted(labels_N, answers_N, num_classes, ClassCounts.matthews),
+        "weighted_f1": ConfusionScore(labels_N, answers_N, num_classes, ClassCounts.weighted_f1),
+        "mcc": ConfusionScore(labels_N, answers_N, num_classes, ClassCounts.matthews),
     }
     if num_classes == 2:
         both_N = (labels_N * answers_N).astype(np.float64)
@@ -56,7 +56,7 @@ def single_label(labels: ArrayLike, probabilities: ArrayLike) -> dict[str, Stati
 
 
 @dataclass(frozen=True)
-class Counted:
+class ConfusionScore:
     """A score that follows from how many rows each class has, was given to, and both.
 
     Attributes:

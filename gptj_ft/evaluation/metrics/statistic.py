@@ -80,14 +80,14 @@ def mean(values: Sequence[float] | Vector, of: Sequence[bool] | None = None) -> 
 
 
 def precision_recall_f1(name: str, both: Vector, given: Vector, expected: Vector) -> dict[str, Statistic]:
-    """Build micro-averaged precision, recall and F1 of things found, times 100: tp / given, tp / expected, and
-    2 tp / (given + expected).
+    """Build micro-averaged precision, recall and F1 of things found, times 100.
 
-    A quotient with the divisor 0 is 0, but all are 100 where nothing was given and nothing expected.
+    They are tp / given, tp / expected, and 2 tp / (given + expected). A quotient with the divisor 0 is 0, but all are
+    100 where nothing was given and nothing expected.
 
     Args:
         name: text before the names of the scores.
-        both: for each row, number of things that are given and expected.
+        both: number of things that are given and expected, for each row.
         given: number of things that are given.
         expected: number of things that are expected.
     """

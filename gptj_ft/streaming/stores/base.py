@@ -59,7 +59,7 @@ class LayerStore(Protocol):
             kind: kind of the tensor.
             layer: number of the layer.
             name: name of the matrix in the layer.
-            rows: which.
+            rows: indices of the rows.
             out: target on the device, [rows, width].
             after: work of streams that still use ``out``.
         """
@@ -80,7 +80,7 @@ class LayerStore(Protocol):
         """
 
     def commit(self, layer: int, step: int) -> None:
-        """Every kind of the layer has been written: together they are its state after ``step``."""
+        """Commit a layer: every kind of it has been written, and together they are its state after ``step``."""
 
     def then(self, task: Callable[[], None]) -> Future[None]:
         """Run a task after everything written so far, and before anything written later."""

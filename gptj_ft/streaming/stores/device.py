@@ -17,7 +17,7 @@ class DeviceStore:
     """Keeps its kinds on the device for good; a read is a look, a write has already happened in place.
 
     Attributes:
-        zeroed: when the device has zeroed all of it, for streams other than the computation's.
+        zeroed: event after which all of it is zeroed, for streams other than the computation's.
     """
 
     def __init__(self, layouts: Sequence[Layout], kinds: Mapping[Kind, torch.dtype], device: torch.device) -> None:

@@ -146,7 +146,7 @@ class DiskStore:
         self._unpin.clear()
 
     def _through_host(self, values: Tensor, start: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield what a transfer moves, as first element, values and the host memory that a file can be read into.
+        """Yield the parts of a transfer: first element, values, and host memory that a file can be read into.
 
         On a CPU that is the values themselves; elsewhere it is a part at a time, in memory that this thread keeps.
         """

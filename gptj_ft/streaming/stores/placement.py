@@ -78,8 +78,8 @@ def open_stores(
         placement: place of each kind.
         layouts: layout of each layer.
         dtypes: the kinds to keep.
-        device: for what lives there.
-        folder: for what lives on disk.
+        device: device of the stores that live there.
+        folder: folder of the stores on disk.
         chunk_numel: elements that are moved at once.
     """
     stores: dict[Kind, LayerStore] = {}
@@ -116,7 +116,7 @@ def open_boundaries(
         layouts: layout of each layer's inputs, see `boundary_layout`.
         dtype: data type of the computation.
         device: device that computes.
-        folder: for what lives on disk.
+        folder: folder of the stores on disk.
         chunk_numel: elements that are moved at once.
     """
     kinds: dict[Kind, torch.dtype] = {"boundary": dtype}

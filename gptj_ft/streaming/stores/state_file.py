@@ -216,7 +216,7 @@ class PartDigest:
         self._num_bytes += block.nbytes
 
     def of(self, part: Tensor) -> str:
-        """Return what `digest` returns for a part, all blocks of which have come."""
+        """Return the digest of a part, all blocks of which have come, as `digest` does."""
         assert self._num_bytes == part.nbytes, "a part was changed, and not all of it was told"
         return self._state.hexdigest()
 

@@ -15,7 +15,7 @@ from gptj_ft.system.processes.group import Group
 
 
 def facts_here() -> dict[str, Any]:
-    """Return what has to be the same in all processes, for the same bits or to understand each other."""
+    """Return the facts that must be the same in all processes, for the same bits or a common language."""
     return {
         "gptj-ft": __version__,
         "Python": platform.python_version(),

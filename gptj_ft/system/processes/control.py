@@ -75,7 +75,7 @@ class Control:
 
         Args:
             topic: subject; it may come again, and to some processes more often than to others.
-            facts: what JSON can say.
+            facts: JSON values by name.
             among: ranks of the processes that come to it; default: all.
 
         Raises:
@@ -109,7 +109,7 @@ class Control:
             del self._transfers[threading.get_ident()]
 
     def failure_behind(self, error: BaseException) -> PeerFailed:
-        """Return what made a transfer fail: the news of it may come a moment later than the failure."""
+        """Return the cause of a failed transfer: the news of it may come a moment later than the failure."""
         self._noticed = True
         deadline = time.monotonic() + 3 * BEAT_SECONDS
         with self._changed:

@@ -60,7 +60,7 @@ def serve(group: Group, works: Mapping[str, Compute]) -> None:
 
     Args:
         group: the processes.
-        works: what computes each kind of work, by name.
+        works: function that computes each kind of work, by name.
 
     Raises:
         PeerFailed: another process has failed, or is gone.

@@ -60,7 +60,7 @@ class Group(Protocol):
     Attributes:
         rank: number of this process, from 0; process 0 has the console.
         size: number of processes.
-        on_this_machine: how many of them share this machine's memory and cores.
+        on_this_machine: number of them that share this machine's memory and cores.
         number_here: number of this process among those, from 0; ``None``: there are no others anywhere.
         threads_alone: CPU threads that this process would have if there were no others; ``None``: there are none.
         names: name of each process for messages, by rank.
@@ -80,11 +80,11 @@ class Group(Protocol):
 
         Args:
             device: device that computes.
-            links: between which processes they go, in the same order in all of these.
+            links: links between processes that they go over, in the same order in all of these.
         """
 
     def wire(self, device: torch.device) -> torch.device:
-        """Return where the hidden states of a device are sent from, and received: there, or in host memory."""
+        """Return the device that hidden states are sent from and received on: that device, or the host."""
 
     def send(self, to: int, values: Tensor, tag: int = 0) -> Handover:
         """Hand a tensor to another process; it must not change until it has left."""
@@ -100,7 +100,7 @@ class Group(Protocol):
 
         Args:
             topic: subject, the same in all processes; a topic may come again.
-            facts: what JSON can say.
+            facts: JSON values by name.
             among: ranks of the processes that come to it, this one too; default: all.
 
         Raises:
@@ -290,5 +290,5 @@ def agreed(group: Group, topic: str, wish: bool) -> bool:
 
 
 def from_first(group: Group, topic: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what process 0 says on a topic."""
+    """Broadcast the values of process 0 on a topic."""
     return group.gather(topic, values if group.rank == 0 else {})[0]

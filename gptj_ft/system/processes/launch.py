@@ -45,7 +45,7 @@ class Membership:
         size: number of processes.
         on_this_machine: processes on this machine.
         address: host and port of the rendezvous; ``None``: all are on this machine, and meet in a file.
-        store: that file.
+        store: file of the rendezvous; ``None``: there is an address.
         number_here: number of the process among those of this machine, from 0.
     """
 

@@ -70,9 +70,9 @@ class Part:
         state: ``passed``, ``failed`` or ``skipped``.
         seconds: seconds that it took.
         found: figures.
-        problem: why it failed, or was skipped.
+        problem: reason of its failure, or of skipping it.
         exit_code: exit code that a failure stands for.
-        places: where in the program it failed, innermost last.
+        places: places in the program at which it failed, innermost last.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Diagnosis:
         facts: facts of machine, device and libraries; no names of people, hosts, folders or files.
         parts: parts in the order of their run.
         verdict: four lines for people.
-        messages: what the program logged.
+        messages: lines that the program logged.
     """
 
     device: str
@@ -135,7 +135,7 @@ def check_up(device: torch.device, reporter: Reporter | None = None, effort: Eff
     Args:
         device: device of runs.
         reporter: receiver of activities.
-        effort: how much is tried; default: little on a CPU, all on an accelerator.
+        effort: extent of the trials; default: little on a CPU, all on an accelerator.
     """
     reporter = reporter or Reporter()
     effort = effort or (Effort() if is_accelerator(device) else QUICK)

@@ -173,7 +173,7 @@ def runs_on(capability: tuple[int, ...], built: list[str]) -> bool | None:
 
 
 def lockable_bytes(device: torch.device) -> int:
-    """Return how many bytes of host memory can be locked: doubled until refused, at most half of what is free."""
+    """Measure the host memory that can be locked, in bytes: doubled until refused, at most half of what is free."""
     most = min(MOST_LOCKED, LOCKED_SHARE * free_memory(CPU))
     size, done = FIRST_LOCKED, 0
     while size <= most:

@@ -35,7 +35,7 @@ def announce(setup: TrainSetup, run: Run, start: int | None = None) -> None:
     """Tell the other processes what is planned, and hear that they can do it; nothing has been written yet.
 
     Args:
-        setup: what is planned.
+        setup: planned run.
         run: run folder.
         start: step of the checkpoint that the run goes back to first.
 
@@ -74,7 +74,7 @@ def placed(setup: TrainSetup) -> Recipe:
 
 
 def hear_plan(group: Group) -> Mapping[str, Any] | None:
-    """Return what process 0 has planned, checked against what is here; ``None`` if there is nothing to do.
+    """Return the plan of process 0, checked against this machine; ``None`` if there is nothing to do.
 
     Raises:
         UsageError, DataError: this process cannot do it.
@@ -100,7 +100,7 @@ def own_run(folder: Path, setup: TrainSetup, is_first_here: bool = False) -> Run
 
     Args:
         folder: the run folder.
-        setup: how the run is shared.
+        setup: plan of the run.
         is_first_here: whether it is the first on this machine, and thus writes what that folder has once.
     """
     run = Run(folder, writes=is_first_here and not setup.is_replica)

@@ -16,7 +16,7 @@ class SharedForecast(Forecast):
 
     Attributes:
         plan: plan of one machine that does it alone.
-        problem: why it does not fit on all of them.
+        problem: reason why it does not fit on all of them.
         machines: ways to share it.
     """
 

@@ -27,7 +27,7 @@ from gptj_ft.system.processes.group import Group, Handover
 
 
 def disks_of(group: Group, folder: Path) -> list[int]:
-    """Return which disk the run folder of each process is on: the rank of the first process that sees the same one."""
+    """Return the disk of each process's run folder: the rank of the first process that sees the same one."""
     mark = folder / f"{secrets.token_hex(8)}.mark"
     write_file(mark, b"")
     try:
@@ -52,10 +52,10 @@ class Way:
 
 
 def ways_of(holders: Sequence[Mapping[str, int]], owners: Sequence[int], disks: Sequence[int]) -> Iterator[Way]:
-    """Yield what has to be sent so that each layer is on two disks; of one that is nowhere, nothing.
+    """Yield the transfers that put each layer on two disks; none of a layer that is nowhere.
 
     Args:
-        holders: of each process, the size of each layer's file that it sees.
+        holders: size of each layer's file that each process sees.
         owners: rank of the process that trains each layer.
         disks: disk of each process.
     """
@@ -75,7 +75,7 @@ def mirror(relay: Relay, run: Run, trained: Sequence[int], disks: Sequence[int],
     Each file has its name when all of it is on the disk, and is what was sent.
 
     Args:
-        relay: which process has which layer.
+        relay: owner process of each layer.
         run: run that has the checkpoint.
         trained: the layers that are trained, of all processes.
         disks: disk of each process, see `disks_of`; there are two at least.

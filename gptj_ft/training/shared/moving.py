@@ -31,13 +31,13 @@ from gptj_ft.training.verify import stored_form
 
 
 @dataclass(frozen=True)
-class Saved:
+class ResumePoint:
     """What a run goes on from; neither: from the start.
 
     Attributes:
         commit: last commit of a run on disk.
         checkpoint: step of the newest checkpoint.
-        bytes_moved: of files that this process has got from others.
+        bytes_moved: bytes of the files that this process has got from others.
         note: line that says what is lost, if the run goes back to what its mirrors have; ``None``: it does not.
     """
 
@@ -47,7 +47,7 @@ class Saved:
     note: str | None = None
 
 
-def agree(setup: TrainSetup, run: Run) -> Saved:
+def agree(setup: TrainSetup, run: Run) -> ResumePoint:
     """Agree with the other processes on what the run goes on from, and have the files of its layers here.
 
     Raises:
@@ -55,7 +55,7 @@ def agree(setup: TrainSetup, run: Run) -> Saved:
     """
     commit, checkpoints = run.last_commit(), run.whole_checkpoints()
     if setup.relay.group.size == 1 and not setup.recipe.mirror:
-        return Saved(commit, max(checkpoints, default=None))
+        return ResumePoint(commit, max(checkpoints, default=None))
     group = setup.relay.group
     manifests = {str(step): run.manifest(step) for step in checkpoints}
     noted = run.record()["saved"] if run.record_file.is_file() else None
@@ -74,7 +74,7 @@ def agree(setup: TrainSetup, run: Run) -> Saved:
                 write_sealed(run.state / COMMIT, {key: last[key] for key in ("step", "facts", "update")})
             moved += _have_best(setup, run, last)
             group.gather("agreed on a commit", {})
-            return Saved(last, max(checkpoints, default=None), moved)
+            return ResumePoint(last, max(checkpoints, default=None), moved)
         if not setup.recipe.mirror:
             raise DataError(_missing(group, run, run.state, at, missing))
         lost[run.state / COMMIT] = at, missing
@@ -97,11 +97,11 @@ def agree(setup: TrainSetup, run: Run) -> Saved:
         if run.writes:
             go_back(run, step)  # a later checkpoint was not finished on every machine
         group.gather("begins from a checkpoint", {})
-        return Saved(None, step, moved, note)
+        return ResumePoint(None, step, moved, note)
     if lost and (last or any(each["noted"] for each in said)):  # else the first was just being made
         path, (step, missing) = next(iter(lost.items()))
         raise DataError(_missing(group, run, path.parent, step, missing))
-    return Saved(None, None)
+    return ResumePoint(None, None)
 
 
 def _lost_layers(setup: TrainSetup, folder: Path, steps: Sequence[int]) -> list[int]:
@@ -133,7 +133,7 @@ def _have_layers(setup: TrainSetup, folder: Path, step: int, prefixes: Sequence[
     """Have the files of this process's layers in a folder; return the bytes that have come from other machines.
 
     Args:
-        setup: who has which layer; each is on some machine.
+        setup: plan of the run, with the owner of each layer; each layer is on some machine.
         folder: the folder, of the same name on each machine.
         step: step of the state in it.
         prefixes: names of the files before the layer's number.
@@ -195,7 +195,7 @@ def _check_layers(setup: TrainSetup, folder: Path, layers: Sequence[int]) -> Non
 
 
 def _missing(group: Group, run: Run, folder: Path, step: int, layers: Sequence[int]) -> str:
-    """Say which layers are on no machine that takes part, and which machines had them."""
+    """Return the message about layers that are on no machine that takes part, and the machines that had them."""
     files = ", ".join(f"{folder.name}/*-{layer:03d}.*" for layer in layers)
     return (
         f"on none of these machines at step {step}: {_whose(group, run, layers)}. Start the run on all that have "

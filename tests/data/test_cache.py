@@ -110,7 +110,7 @@ def test_a_folder_that_cannot_be_written_costs_the_work_again_and_nothing_else(
 ONE_OF_TWO = """
 import sys, time
 from pathlib import Path
-from test_data_cache import recipe
+from test_cache import recipe
 from support.tiny_tokenizer import make_tokenizer
 from gptj_ft.data.table import TokenTable
 from gptj_ft.data.load import prepare_once

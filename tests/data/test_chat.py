@@ -44,7 +44,7 @@ def trained(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, values: dict[str
     """Return a row's text, and the stretches of it that are trained on."""
     encoded = encode(recipe, tokenizer, values)
     (ids,) = encoded.documents
-    borders = [encoded.prompt_length, *encoded.untrained, len(ids)]
+    borders = [encoded.prompt_length, *encoded.masked_spans, len(ids)]
     spans = [ids[start:end] for start, end in zip(borders[::2], borders[1::2], strict=True)]
     return tokenizer.decode(ids), [tokenizer.decode(span) for span in spans]
 
@@ -62,7 +62,7 @@ def test_the_prompt_that_is_answered_is_the_one_that_was_trained(tokenizer) -> N
     values = read({"messages": MESSAGES}).values
     encoded = encode(chat(), tokenizer, values)
     asked = encode_prompt(chat(), tokenizer, {"messages": values["messages"][:-1]}, 500)
-    assert asked.ids == encoded.documents[0][: encoded.untrained[-1]]
+    assert asked.ids == encoded.documents[0][: encoded.masked_spans[-1]]
     alone = fill_fields(chat(), "Who came?", {})
     assert tokenizer.decode(encode_prompt(chat(), tokenizer, alone, 500).ids) == "User: Who came?\n\nAssistant:"
     assert not asked.cut

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gptj_ft.evaluation.sentences import select_sentences
+from gptj_ft.evaluation.readout import select_sentences
 
 
 def test_sentences_are_chosen_by_score_and_the_earlier_of_equals() -> None:

@@ -479,7 +479,7 @@ def test_tokens_that_come_with_their_targets_are_taken_as_they_are():
     plain = recipe("continuous-pretraining", max_length=8)
     assert from_tokens(plain, [5, 6, 7], None).documents == ([5, 6, 7],)
     encoded = from_tokens(plain, [5, 6, 7, 8, 9, 1, 1], [2, 3, 4, 5])
-    assert (encoded.documents, encoded.prompt_length, encoded.untrained) == (([5, 6, 7, 8, 9],), 2, (3, 4))
+    assert (encoded.documents, encoded.prompt_length, encoded.masked_spans) == (([5, 6, 7, 8, 9],), 2, (3, 4))
     assert from_tokens(plain, [5, 6, 7, 8, 9, 1, 1], [[2, 3], [4, 5]]) == encoded, "pairs, or their numbers in one list"
     assert from_tokens(plain, [5, 6, 7], [0, 3]).prompt_length == 0
 
