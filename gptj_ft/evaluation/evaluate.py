@@ -198,13 +198,13 @@ class EvaluationRun:
     Attributes:
         planned: model and rows.
         architecture: family and configuration of the model.
-        stack: the model.
+        offloaded: the model.
         progress: callback, see `EvaluationPlan.run`; default: none.
     """
 
     planned: EvaluationPlan
     architecture: Architecture
-    stack: OffloadedModel
+    offloaded: OffloadedModel
     progress: _Progress | None = None
 
     def run(self) -> tuple[list[RowLoss], list[str]]:
@@ -219,7 +219,7 @@ class EvaluationRun:
         known, answers = planned.journal.of("loss"), planned.journal.of("answer")
         number, recipe, together = len(task.documents), planned.setup.recipe, planned.plan.together
         if recipe.metrics and planned.tokenizer:
-            answerer = Predictor(recipe, planned.tokenizer, self.architecture, self.stack, together)
+            answerer = Predictor(recipe, planned.tokenizer, self.architecture, self.offloaded, together)
             left = [rows for rows in answerer.together(task.prompts) if not answers.keys() >= set(rows)]
             for some in answerer.rounds(left):
                 self._answer(answerer, some)
@@ -227,7 +227,7 @@ class EvaluationRun:
         for rows in passes([document.num_inputs for document in task.documents], together.read):
             if not known.keys() >= set(rows):
                 documents = [task.documents[row] for row in rows]
-                self._note_losses(rows, losses(self.stack, planned.tokenizer, documents, together.computed))
+                self._note_losses(rows, losses(self.offloaded, planned.tokenizer, documents, together.computed))
             self._show(rows.stop)
         return [RowLoss(**known[row]) for row in range(number)], [answers.get(row, "") for row in range(number)]
 

@@ -169,11 +169,11 @@ def _label(
 ) -> None:
     """Label the rows that are not in a file yet; each row's first document is given."""
     row_of = {start: row for row, start in enumerate(starts)}
-    with job.setup.open(job.plan.weights) as (architecture, stack):
+    with job.setup.open(job.plan.weights) as (architecture, offloaded):
         for part in split_rows(job.prepared.rows, job.plan.together.read):
             first, count = row_of[part.start], sum(number in row_of for number in part)
             if not file.done >= set(range(first, first + count)):
-                lines = _answers(job, part, first, architecture, stack)
+                lines = _answers(job, part, first, architecture, offloaded)
                 file.append((first + place, line) for place, line in enumerate(lines))
             if progress:
                 progress(first + count, len(starts))
@@ -210,8 +210,8 @@ def label_texts(setup: InferenceSetup, texts: Sequence[Mapping[str, Any]]) -> li
             raise DataError(said.replace(f"{path}:", "text ")) from error  # a line of the file is a text
     plan = setup.plan(Path.cwd(), None, documents=prepared.rows.lengths().tolist())
     rows_of_text = Rows.of(prepared.rows)
-    with setup.open(plan.weights) as (architecture, stack):
-        outputs = outputs_of(stack, rows_of_text, objective_of(recipe), plan.together)
+    with setup.open(plan.weights) as (architecture, offloaded):
+        outputs = outputs_of(offloaded, rows_of_text, objective_of(recipe), plan.together)
         readout = readout_of(recipe, architecture.labels)
         answers = [readout.read(row) for row in row_outputs(prepared.rows, rows_of_text, outputs)]
     if len(answers) != len(texts):
@@ -233,12 +233,12 @@ def column_of(recipe: Recipe, field: str) -> str:
 
 
 def _answers(
-    job: LabelJob, part: range, first: int, architecture: Architecture, stack: OffloadedModel
+    job: LabelJob, part: range, first: int, architecture: Architecture, offloaded: OffloadedModel
 ) -> Iterator[dict[str, Any]]:
     """Yield the line of each row of some documents, from the first row's number on."""
     table, recipe = job.prepared.rows.select(part), job.setup.recipe
     rows, readout = Rows.of(table), readout_of(recipe, architecture.labels)
-    outputs = outputs_of(stack, rows, objective_of(recipe), job.plan.together)
+    outputs = outputs_of(offloaded, rows, objective_of(recipe), job.plan.together)
     several = len(job.prepared.report.files) > 1
     for number, row in enumerate(row_outputs(table, rows, outputs), first):
         source, _, line = row.place.rpartition(":")

@@ -101,8 +101,8 @@ class LabelledEvaluation:
         recipe, table = self.setup.recipe, self.prepared.rows
         rows, found = Rows.of(table), list[RowOutput]()
         total = len(table) - sum(table["continues"])
-        with self.setup.open(self.plan.weights) as (architecture, stack):
-            outputs = outputs_of(stack, rows, objective_of(recipe), self.plan.together)
+        with self.setup.open(self.plan.weights) as (architecture, offloaded):
+            outputs = outputs_of(offloaded, rows, objective_of(recipe), self.plan.together)
             for row in row_outputs(table, rows, outputs):
                 found.append(row)
                 if progress:

@@ -47,7 +47,7 @@ def passes(sizes: Sequence[int], most_tokens: int) -> Iterator[range]:
 
 
 def losses(
-    stack: OffloadedModel,
+    offloaded: OffloadedModel,
     tokenizer: PreTrainedTokenizerFast | None,
     documents: Sequence[Document],
     budget_tokens: int,
@@ -56,7 +56,7 @@ def losses(
     """Compute the loss of each document in one pass over the weights.
 
     Args:
-        stack: the model.
+        offloaded: the model.
         tokenizer: tokenizer for counting words and bytes of the targets, or ``None``.
         documents: each with at least one target.
         budget_tokens: tokens computed at once.
@@ -68,7 +68,7 @@ def losses(
         for each, spans in zip(documents, targets, strict=True)
     ]
     found = []
-    for each, spans, scores in zip(documents, targets, _ask(stack, asked, budget_tokens, score), strict=True):
+    for each, spans, scores in zip(documents, targets, _ask(offloaded, asked, budget_tokens, score), strict=True):
         words, num_bytes = _text_size(tokenizer, [each.ids[span.start : span.stop] for span in spans])
         found.append(
             RowLoss(
@@ -115,7 +115,7 @@ class Likelihood:
 
 
 def log_likelihoods(
-    stack: OffloadedModel,
+    offloaded: OffloadedModel,
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[Sequence[int]]],
     budget_tokens: int,
@@ -123,7 +123,7 @@ def log_likelihoods(
     """Compute the log-likelihood of each prompt's answers in one pass over the weights.
 
     Args:
-        stack: the model.
+        offloaded: the model.
         prompts: token ids of each, none empty.
         answers: token ids of the answers of each prompt.
         budget_tokens: tokens computed at once.
@@ -139,7 +139,7 @@ def log_likelihoods(
             places.append((len(asked) + own, len(queries[own]), len(answer)))
             queries[own] += [(len(prompt) - 1 + at, token) for at, token in enumerate(answer)]
         asked += zip(documents, queries, strict=True)
-    scores = _ask(stack, asked, budget_tokens)
+    scores = _ask(offloaded, asked, budget_tokens)
     found = iter([_likelihood(scores[n], slice(first, first + count)) for n, first, count in places])
     return [list(islice(found, len(own_answers))) for own_answers in answers]
 
@@ -174,7 +174,7 @@ def _text_size(
 
 
 def _ask(
-    stack: OffloadedModel, asked: Sequence[Asked], budget_tokens: int, score: Score | None = None
+    offloaded: OffloadedModel, asked: Sequence[Asked], budget_tokens: int, score: Score | None = None
 ) -> list[TokenScores]:
     """Score the token queries of each document in one pass over the weights."""
     groups = first_fit([len(ids) for ids, _ in asked], budget_tokens)
@@ -183,11 +183,11 @@ def _ask(
         batch = pack([asked[index][0] for index in group], document_ids=group)
         starts = zip(batch.cu_seqlens, group, strict=False)
         queries = [(start + at, token) for start, index in starts for at, token in asked[index][1]]
-        positions_S, tokens_S = torch.tensor(queries, dtype=torch.int64).reshape(-1, 2).to(stack.device).unbind(1)
-        batches.append(batch.to(stack.device))
+        positions_S, tokens_S = torch.tensor(queries, dtype=torch.int64).reshape(-1, 2).to(offloaded.device).unbind(1)
+        batches.append(batch.to(offloaded.device))
         wanted.append(TokenQuery(positions_S, tokens_S))
     found: dict[int, TokenScores] = {}
-    read = score(batches, wanted) if score else score_tokens(stack, batches, wanted)
+    read = score(batches, wanted) if score else score_tokens(offloaded, batches, wanted)
     for group, scores in zip(groups, read, strict=True):
         ends = list(accumulate((len(asked[index][1]) for index in group), initial=0))
         for index, (start, end) in zip(group, pairwise(ends), strict=True):

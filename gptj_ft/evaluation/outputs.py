@@ -47,7 +47,7 @@ class RowOutput:
 
 
 def outputs_of(
-    stack: OffloadedModel,
+    offloaded: OffloadedModel,
     rows: Rows,
     objective: Objective,
     together: TokenBudget,
@@ -57,7 +57,7 @@ def outputs_of(
     """Yield the outputs of the head for each document, [S, C].
 
     Args:
-        stack: model.
+        offloaded: model.
         rows: documents.
         objective: objective that the head was trained with.
         together: tokens computed at once, and in a pass over the weights.
@@ -68,9 +68,9 @@ def outputs_of(
         before_pass()
         groups = first_fit([rows.lengths[row] for row in span], together.computed)
         numbers = [[span.start + place for place in group] for group in groups]
-        batches = [batch.to(stack.device) for group in numbers for batch in rows.batches(group, NO_TOKEN_LIMIT)]
+        batches = [batch.to(offloaded.device) for group in numbers for batch in rows.batches(group, NO_TOKEN_LIMIT)]
         found: dict[int, Outputs] = {}
-        for group, batch, output_SC in zip(numbers, batches, head_outputs(stack, batches, objective), strict=True):
+        for group, batch, output_SC in zip(numbers, batches, head_outputs(offloaded, batches, objective), strict=True):
             if loss is not None:
                 total, _ = objective.loss(output_SC, batch, batch.target_positions_T)
                 loss(StepLoss(float(total), objective.weight(batch), num_targets=batch.num_targets))

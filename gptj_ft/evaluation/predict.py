@@ -53,7 +53,7 @@ class Predictor:
         recipe: labels, generation settings, seed.
         tokenizer: tokenizer of the model.
         architecture: family and configuration of the model.
-        stack: the model; nothing of it is changed.
+        offloaded: the model; nothing of it is changed.
         together: token budget of a pass.
     """
 
@@ -62,10 +62,10 @@ class Predictor:
         recipe: Recipe,
         tokenizer: PreTrainedTokenizerFast,
         architecture: Architecture,
-        stack: OffloadedModel,
+        offloaded: OffloadedModel,
         together: TokenBudget | None = None,
     ) -> None:
-        self._recipe, self._tokenizer, self._architecture, self._stack = recipe, tokenizer, architecture, stack
+        self._recipe, self._tokenizer, self._architecture, self._offloaded = recipe, tokenizer, architecture, offloaded
         self._sizes = together or TokenBudget(recipe.micro_batch_tokens)
         self._window = int(architecture.config.n_positions)
         self._labels = label_candidates(recipe, tokenizer)
@@ -85,7 +85,7 @@ class Predictor:
 
     def rounds(self, groups: Sequence[T]) -> Iterator[Sequence[T]]:
         """Yield as many groups at a time as processes write; of a group that is only read, all have a share."""
-        return in_rounds(groups, self._stack.replicas.size if self.writes else 1)
+        return in_rounds(groups, self._offloaded.replicas.size if self.writes else 1)
 
     def answer(self, groups: Sequence[PromptGroup]) -> list[Answers]:
         """Answer groups of prompts made by `together`, those of a round dealt out to the model's replicas.
@@ -95,7 +95,7 @@ class Predictor:
         Returns:
             The answers to each group's prompts, and the losses of its documents.
         """
-        replicas = self._stack.replicas
+        replicas = self._offloaded.replicas
         if replicas.size == 1 or not self.writes:
             return [self._answer(group) for group in groups]
         sizes = [sum(map(len, group.prompts)) for group in groups]
@@ -114,21 +114,21 @@ class Predictor:
         prompts = group.prompts
         if self._labels:
             answers = [list(self._labels.values())] * len(prompts)
-            likely = log_likelihoods(self._stack, prompts, answers, self._sizes.computed)
+            likely = log_likelihoods(self._offloaded, prompts, answers, self._sizes.computed)
             best = [max(zip(each, self._labels, strict=True), key=lambda pair: pair[0].total) for each in likely]
             return [label for _, label in best], []
-        model = StreamedModel(self._architecture, self._stack, self._sizes.computed)
+        model = StreamedModel(self._architecture, self._offloaded, self._sizes.computed)
         if not group.documents:
             return self._write(model, prompts, group.seed), []
         # The prompts are read once, for the losses and for the answers.
         reading = Prefill(model, [len(prompt) for prompt in prompts], self._recipe.generation.num_beams)
-        found = losses(self._stack, self._tokenizer, group.documents, self._sizes.computed, reading.score)
+        found = losses(self._offloaded, self._tokenizer, group.documents, self._sizes.computed, reading.score)
         return self._write(model, prompts, group.seed, reading.cache), found
 
     def _write(
         self, model: StreamedModel, prompts: Sequence[Sequence[int]], seed: int, read: RaggedCache | None = None
     ) -> list[str]:
-        device, settings = self._stack.device, self._recipe.generation
+        device, settings = self._offloaded.device, self._recipe.generation
         room = max(1, self._window - max(map(len, prompts)))
         if settings.max_new_tokens > room:
             fewer = {"max_new_tokens": room, "min_new_tokens": min(settings.min_new_tokens, room)}

@@ -36,8 +36,11 @@ def serve_models(group: Group) -> None:
     """
     while (told := hear_model(group)) is not None:
         setup = InferenceSetup.of(Path(told["folder"]), build(told["recipe"]), number_here=group.number_here)
-        with setup.open(told["weights"], told["cap"]) as (architecture, stack):  # in a group of its own: it leads none
-            serve(group, Replica(setup.recipe, setup.folder, architecture, stack).works)
+        with setup.open(told["weights"], told["cap"]) as (
+            architecture,
+            offloaded,
+        ):  # in a group of its own: it leads none
+            serve(group, Replica(setup.recipe, setup.folder, architecture, offloaded).works)
 
 
 @dataclass(frozen=True)
@@ -48,20 +51,20 @@ class Replica:
         recipe: task, and options of computing and generating.
         folder: folder with its tokenizer.
         architecture: family and configuration of the model.
-        stack: the model.
+        offloaded: the model.
     """
 
     recipe: Recipe
     folder: Path
     architecture: Architecture
-    stack: OffloadedModel
+    offloaded: OffloadedModel
 
     @property
     def works(self) -> Mapping[str, Compute]:
         """What computes each kind of work, by the name under which it is dealt out."""
         return {
-            "scores": partial(compute_scores, self.stack),
-            "outputs": partial(compute_outputs, self.stack, objective_of(self.recipe)),
+            "scores": partial(compute_scores, self.offloaded),
+            "outputs": partial(compute_outputs, self.offloaded, objective_of(self.recipe)),
             "continuations": lambda units: continuations(self._model, self._tokenizer, units),
             "answers": lambda units: self._predictor.compute(units),
         }
@@ -72,8 +75,8 @@ class Replica:
 
     @cached_property
     def _model(self) -> StreamedModel:
-        return StreamedModel(self.architecture, self.stack, self.recipe.micro_batch_tokens)
+        return StreamedModel(self.architecture, self.offloaded, self.recipe.micro_batch_tokens)
 
     @cached_property
     def _predictor(self) -> Predictor:
-        return Predictor(self.recipe, self._tokenizer, self.architecture, self.stack)
+        return Predictor(self.recipe, self._tokenizer, self.architecture, self.offloaded)

@@ -56,7 +56,7 @@ def generate_batches(
 
     torch's generators are left as they were.
     """
-    replicas = model.stack.replicas
+    replicas = model.offloaded.replicas
     if replicas.size == 1:
         return [_continue(model, tokenizer, batch) for batch in batches]
     units = [{**vars(batch), "settings": batch.settings.model_dump(mode="json")} for batch in batches]

@@ -120,8 +120,8 @@ class InferenceSetup:
         recipe = self.recipe.model_copy(update={"precision": PRECISION_NAMES[self.dtype]})
         announce_model(self.group, self.folder, recipe, weights=weights, cap=cap)
         opened = open_for_inference(self.folder, self.device, self.dtype, weights, self.recipe.read_ahead, cap)
-        with opened as (architecture, stack), lent(stack, self.group):
-            yield architecture, stack
+        with opened as (architecture, offloaded), lent(offloaded, self.group):
+            yield architecture, offloaded
 
 
 def check_writes(setup: InferenceSetup) -> None:
@@ -219,9 +219,9 @@ def open_generator(setup: GenerationSetup, weights: str | None = None) -> Iterat
     """
     recipe = setup.recipe
     cap = device_cap(recipe, setup.device.type == "cpu")
-    with setup.open(weights or recipe.weights, cap) as (architecture, stack):
+    with setup.open(weights or recipe.weights, cap) as (architecture, offloaded):
         torch.manual_seed(recipe.seed)
-        yield Generator(setup, StreamedModel(architecture, stack, recipe.micro_batch_tokens))
+        yield Generator(setup, StreamedModel(architecture, offloaded, recipe.micro_batch_tokens))
 
 
 def check_num_return(recipe: Recipe, num_return: int) -> None:

@@ -33,8 +33,8 @@ COMPUTED_TOKENS = 2048
 class ForwardPasses:
     """Run forward passes one after another; the next pass's first layers are prefetched while one ends."""
 
-    def __init__(self, stack: OffloadedModel) -> None:
-        self._stack = stack
+    def __init__(self, offloaded: OffloadedModel) -> None:
+        self._offloaded = offloaded
         self._layers: Prefetcher | None = None
 
     def read(
@@ -49,8 +49,8 @@ class ForwardPasses:
         """
         layers, self._layers = self._layers, None  # a pass that is broken off leaves the next one nothing to go on from
         if layers is None or not layers.is_active:
-            self._stack.take_slots()  # memory that is first taken while decoding could not be trained with afterwards
-            layers = Prefetcher(self._stack, inference_tasks(cycle(range(len(self._stack.layers)))))
+            self._offloaded.take_slots()  # taken while decoding, it could not be trained with afterwards
+            layers = Prefetcher(self._offloaded, inference_tasks(cycle(range(len(self._offloaded.layers)))))
         hidden = forward(layers, batches, route_up(layers.model, batches))
         head = next(layers)
         parameters = head.parameters()
@@ -113,29 +113,31 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     Args:
         architecture: family and configuration of the model.
-        stack: its layers.
+        offloaded: its layers.
         budget_tokens: number of prompt tokens computed at once.
     """
 
     _is_stateful = False
 
-    def __init__(self, architecture: Architecture, stack: OffloadedModel, budget_tokens: int = COMPUTED_TOKENS) -> None:
+    def __init__(
+        self, architecture: Architecture, offloaded: OffloadedModel, budget_tokens: int = COMPUTED_TOKENS
+    ) -> None:
         try:
             config = AutoConfig.for_model(**architecture.raw)
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise DataError(f"config.json says what `transformers` does not understand: {error}") from error
         super().__init__(config)
-        self.stack, self.budget_tokens = stack, budget_tokens
-        self.passes = ForwardPasses(stack)
+        self.offloaded, self.budget_tokens = offloaded, budget_tokens
+        self.passes = ForwardPasses(offloaded)
         self.generation_config = GenerationConfig()  # the settings come with each call, not from the folder
 
     @property
     def device(self) -> torch.device:
-        return self.stack.device
+        return self.offloaded.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.stack.compute_dtype
+        return self.offloaded.compute_dtype
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""A model folder, opened as a stack of layers: to be trained, or to be read."""
+"""Open a model folder as an offloaded model, to train it or to read it."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def load_weights(
     seed: int = 0,
     moments: Mapping[Kind, Checkpoint] | None = None,
 ) -> None:
-    """Fill a training stack layer by layer.
+    """Fill an offloaded model that is to be trained, layer by layer.
 
     Args:
         model: the offloaded model.
@@ -221,7 +221,7 @@ def flat_views(model: OffloadedModel, kind: Kind, layer: int) -> dict[str, Tenso
 
 
 def load_adapter(model: OffloadedModel, architecture: Architecture, adapter: Adapter) -> None:
-    """Give a stack that is only read the matrices of its adapters, and the head that came with them, on the device."""
+    """Give an offloaded model that is only read its adapters, and the head that came with them, on the device."""
     store = DeviceStore(model.layouts, {"weight": model.compute_dtype}, model.device)
 
     def views_of(layer: int) -> dict[str, Tensor]:

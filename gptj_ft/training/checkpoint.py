@@ -83,14 +83,14 @@ def commit_together(run: Run, group: Group, state: RunState, update: Update | No
     group.gather("committed", {"step": state.step})
 
 
-def layers_behind(run: Run, stack: OffloadedModel, step: int) -> set[int]:
+def layers_behind(run: Run, offloaded: OffloadedModel, step: int) -> set[int]:
     """Return the layers that the update of a committed step had not reached.
 
     Raises:
         DataError: a file is missing, cut short or of a step that it cannot be of.
     """
-    behind, gradients = set(), _forms(stack, ("grad",))
-    for layer, form in _forms(stack, state_kinds(stack.dtypes)).items():
+    behind, gradients = set(), _forms(offloaded, ("grad",))
+    for layer, form in _forms(offloaded, state_kinds(offloaded.dtypes)).items():
         path = layer_path(run.state / "layer", layer)
         stamp, _ = form.check(path)
         if stamp == step - 1:
@@ -103,38 +103,38 @@ def layers_behind(run: Run, stack: OffloadedModel, step: int) -> set[int]:
     return behind
 
 
-def save_checkpoint(run: Run, stack: OffloadedModel, state: RunState) -> None:
+def save_checkpoint(run: Run, offloaded: OffloadedModel, state: RunState) -> None:
     """Write a checkpoint. Pending updates must have been flushed.
 
     Args:
         run: run that gets the checkpoint.
-        stack: model with its optimizer state.
+        offloaded: model with its optimizer state.
         state: step, losses, digests.
 
     Raises:
         ResourceError: no space, or the disk fails; earlier checkpoints are still there.
     """
-    group = stack.relay.group
+    group = offloaded.relay.group
     if not _is_there(run, group, state):
         with _new_checkpoint(run, group, state) as folder:
-            _write_layers(folder, stack, state.step)
+            _write_layers(folder, offloaded, state.step)
     run.note_saved(run.checkpoint(state.step) / MANIFEST)
 
 
-def link(run: Run, stack: OffloadedModel, state: RunState) -> None:
+def link(run: Run, offloaded: OffloadedModel, state: RunState) -> None:
     """Make a checkpoint of a run on disk, of links to its state. Pending updates must have been flushed.
 
     Args and errors: as `save`.
     """
-    group = stack.relay.group
+    group = offloaded.relay.group
     if not _is_there(run, group, state):
         with _new_checkpoint(run, group, state) as folder:
-            are_links = _link_layers(run.state, folder, stack)
+            are_links = _link_layers(run.state, folder, offloaded)
         if not are_links:
             run.log(f"{run.folder} is on a file system without hard links: its checkpoints are copies")
 
 
-def adopt(run: Run, stack: OffloadedModel, step: int) -> None:
+def adopt(run: Run, offloaded: OffloadedModel, step: int) -> None:
     """Make a checkpoint the state of a run on disk, of links to it; the state folder must be empty.
 
     Raises:
@@ -143,11 +143,11 @@ def adopt(run: Run, stack: OffloadedModel, step: int) -> None:
     folder = run.checkpoint(step)
     state = RunState.of(run.manifest(step))
     try:
-        _link_layers(folder, run.state, stack)
+        _link_layers(folder, run.state, offloaded)
         sync_path(run.state)
     except OSError as error:
         raise disk_error(error, run.state, RESUME) from error
-    commit_together(run, stack.relay.group, state, None)
+    commit_together(run, offloaded.relay.group, state, None)
 
 
 def turn_into_checkpoint(run: Run, state: RunState) -> None:
@@ -168,14 +168,14 @@ def turn_into_checkpoint(run: Run, state: RunState) -> None:
     _publish(run.state, final, state)
 
 
-def restore(folder: Path, stack: OffloadedModel, step: int) -> None:
+def restore(folder: Path, offloaded: OffloadedModel, step: int) -> None:
     """Fill the stores from a checkpoint.
 
     Raises:
         DataError: a file is missing, damaged, of another step, or of another model.
     """
-    kinds = state_kinds(stack.dtypes)
-    forms = _forms(stack, kinds)
+    kinds = state_kinds(offloaded.dtypes)
+    forms = _forms(offloaded, kinds)
     for layer, form in forms.items():
         path = layer_path(folder / "layer", layer)
         if form.check(path)[0] != step:
@@ -186,14 +186,14 @@ def restore(folder: Path, stack: OffloadedModel, step: int) -> None:
         descriptor = open_direct(path, os.O_RDONLY)
         try:
             for kind in kinds:
-                stack.write_chunks(kind, layer, partial(_read, form, descriptor, kind, digests))
+                offloaded.write_chunks(kind, layer, partial(_read, form, descriptor, kind, digests))
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
         finally:
             os.close(descriptor)
-        stack.commit(kinds, layer, step)
-    stack.drain()
-    stack.release_chunk_pools()
+        offloaded.commit(kinds, layer, step)
+    offloaded.drain()
+    offloaded.release_chunk_pools()
 
 
 def _read(form: StateFile, descriptor: int, kind: Kind, digests: Digests, start: int, part: Tensor) -> None:
@@ -222,15 +222,15 @@ def _host_memory(part: Tensor) -> Tensor:
     return part if part.device.type == "cpu" else allocate(len(part), part.dtype, torch.device("cpu"))
 
 
-def _write_layers(folder: Path, stack: OffloadedModel, step: int) -> None:
-    kinds = state_kinds(stack.dtypes)
-    for layer, form in _forms(stack, kinds).items():
+def _write_layers(folder: Path, offloaded: OffloadedModel, step: int) -> None:
+    kinds = state_kinds(offloaded.dtypes)
+    for layer, form in _forms(offloaded, kinds).items():
         path = layer_path(folder / "layer", layer)
         digests = form.no_digests()
         descriptor = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             for kind in kinds:
-                for start, part in stack.read_chunks(kind, layer):
+                for start, part in offloaded.read_chunks(kind, layer):
                     host = _host_memory(part)
                     form.write(descriptor, kind, host if host is part else host.copy_(part), start, digests)
             form.write_header(descriptor, step, digests)
@@ -239,9 +239,9 @@ def _write_layers(folder: Path, stack: OffloadedModel, step: int) -> None:
             os.close(descriptor)
 
 
-def _link_layers(source: Path, target: Path, stack: OffloadedModel) -> bool:
+def _link_layers(source: Path, target: Path, offloaded: OffloadedModel) -> bool:
     """Give each layer's file a second name; tell whether all are links, not copies."""
-    names = [layer_path(source / "layer", layer).name for layer in stack.trained]
+    names = [layer_path(source / "layer", layer).name for layer in offloaded.trained]
     are_links = [link_or_copy(source / name, target / name) for name in names]
     return all(are_links)
 
@@ -287,7 +287,9 @@ def _publish(temporary: Path, final: Path, state: RunState) -> None:
         sync_path(folder)
 
 
-def _forms(stack: OffloadedModel, kinds: tuple[Kind, ...]) -> dict[int, StateFile]:
+def _forms(offloaded: OffloadedModel, kinds: tuple[Kind, ...]) -> dict[int, StateFile]:
     """Return the form of each file, by the number of its layer; layers that are not trained have none."""
-    dtypes = {kind: stack.dtypes[kind] for kind in kinds}
-    return {layer: StateFile(stack.layouts[layer], dtypes, stack.budget.chunk_numel) for layer in stack.trained}
+    dtypes = {kind: offloaded.dtypes[kind] for kind in kinds}
+    return {
+        layer: StateFile(offloaded.layouts[layer], dtypes, offloaded.budget.chunk_numel) for layer in offloaded.trained
+    }

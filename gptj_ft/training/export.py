@@ -43,13 +43,15 @@ class ExportedState:
     validation_loss: float | None
 
 
-def export_model(setup: TrainSetup, run: Run, stack: OffloadedModel, state: RunState, exported: ExportedState) -> None:
+def export_model(
+    setup: TrainSetup, run: Run, offloaded: OffloadedModel, state: RunState, exported: ExportedState
+) -> None:
     """Write the tuned model of a run.
 
     Args:
         setup: recipe, base model and rows.
         run: run folder; has the checkpoint of the exported state if that is not the last.
-        stack: model in its last state, with nothing pending.
+        offloaded: model in its last state, with nothing pending.
         state: last state of the run.
         exported: state to write.
 
@@ -66,8 +68,8 @@ def export_model(setup: TrainSetup, run: Run, stack: OffloadedModel, state: RunS
     }
     trained = TunedModel(setup.recipe, setup.model, setup.architecture, data, metrics)
     is_last, whole = exported.step == state.step, setup.whole or setup.selection
-    own = trained_parameters(stack) if is_last else parameters(run.checkpoint(exported.step), stack.layouts)
-    layers = every_layer(stack.relay, own, whole)
+    own = trained_parameters(offloaded) if is_last else parameters(run.checkpoint(exported.step), offloaded.layouts)
+    layers = every_layer(offloaded.relay, own, whole)
     if setup.group.rank == 0:
         write_outcome(run.model, trained, whole, layers)
     elif not setup.is_replica:

@@ -151,15 +151,15 @@ def open_session(setup: TrainSetup, run: Run, reporter: Reporter, session: Sessi
         run.log(f"hidden states go from process to process {way}")
     limit_memory(setup.device, allocator_limit(setup.plan.have.device))
     if setup.is_replica:
-        stack, optimizer, state = open_replica(setup, run)
+        offloaded, optimizer, state = open_replica(setup, run)
     else:
-        stack, optimizer, state = open_state(setup, run, partial(warn, run, reporter))
+        offloaded, optimizer, state = open_state(setup, run, partial(warn, run, reporter))
     try:
         if not setup.is_replica:
-            send_state(setup, stack, optimizer, state)
+            send_state(setup, offloaded, optimizer, state)
             note_layers(run, setup.relay.by_name)
         recent = RecentSteps(setup.num_steps, state.step, setup.plan.costs.seconds_per_step)
-        retention = CheckpointRetention(setup, run, stack, optimizer)
+        retention = CheckpointRetention(setup, run, offloaded, optimizer)
         samples = validation_samples(setup, run)
         tracked = setup.recipe if setup.group.rank == 0 else setup.recipe.model_copy(update={"report_to": "none"})
         with (
@@ -170,7 +170,7 @@ def open_session(setup: TrainSetup, run: Run, reporter: Reporter, session: Sessi
             losses = [line["loss"] for line in step_lines(run) if line["loss"] is not None]
             watch = LossWatch(setup.num_classes, losses)
             training = Training(
-                setup, run, reporter, stack, optimizer, state, retention, samples, deadline, stop, record, watch,
+                setup, run, reporter, offloaded, optimizer, state, retention, samples, deadline, stop, record, watch,
                 recent, PaceWatch(setup.group.names),
             )  # fmt: skip
             with training.rescuing():
@@ -178,7 +178,7 @@ def open_session(setup: TrainSetup, run: Run, reporter: Reporter, session: Sessi
                 training.warn(retention.note)
                 yield training
     finally:
-        stack.close()
+        offloaded.close()
         if setup.is_replica:
             discard(run.state)
 
@@ -191,7 +191,7 @@ class Training:
         setup: recipe, model, rows and plan.
         run: run folder.
         reporter: receiver of events.
-        stack: model with its optimizer state.
+        offloaded: model with its optimizer state.
         optimizer: optimizer with its pending update.
         state: step, losses and best, as the next commit or checkpoint will hold them.
         retention: checkpoints made and kept.
@@ -210,7 +210,7 @@ class Training:
     setup: TrainSetup
     run: Run
     reporter: Reporter
-    stack: OffloadedModel
+    offloaded: OffloadedModel
     optimizer: AdamW
     state: RunState
     retention: CheckpointRetention
@@ -241,16 +241,16 @@ class Training:
         if self.setup.group.size > 1:
             return self._validate_together()
         with self.deadline.measure("validation"):
-            measure = partial(validate, self.stack, rows, recipe.micro_batch_tokens, objective=self.setup.objective)
+            measure = partial(validate, self.offloaded, rows, recipe.micro_batch_tokens, objective=self.setup.objective)
             if isinstance(self.samples, LabelledValidation):
-                found, sample = self.samples.measure(self.stack, self.stop_if_asked)
+                found, sample = self.samples.measure(self.offloaded, self.stop_if_asked)
                 loss = found.mean
             else:
                 loss, sample = measure(self.stop_if_asked).mean, None
             if not math.isfinite(loss):
-                raise explain_loss("validation loss", step, self.setup, self.stack, measure)
+                raise explain_loss("validation loss", step, self.setup, self.offloaded, measure)
             if self.samples and not isinstance(self.samples, LabelledValidation):
-                sample = self.samples.take(self.stack, step)
+                sample = self.samples.take(self.offloaded, step)
         self._after_validation(loss, sample)
 
     def _validate_together(self) -> None:
@@ -268,16 +268,16 @@ class Training:
             if setup.is_replica and shares:
                 from gptj_ft.evaluation.replica import Replica  # it loads all that generates
 
-                serve(setup.peers, Replica(setup.recipe, setup.model, setup.architecture, self.stack).works)
+                serve(setup.peers, Replica(setup.recipe, setup.model, setup.architecture, self.offloaded).works)
             elif not setup.is_replica:
-                with lent(self.stack, setup.peers if shares else ALONE):
+                with lent(self.offloaded, setup.peers if shares else ALONE):
                     if isinstance(samples, LabelledValidation):
-                        found, sample = samples.measure(self.stack, before_pass)
+                        found, sample = samples.measure(self.offloaded, before_pass)
                         loss = found.mean
                     else:
                         tokens = setup.recipe.micro_batch_tokens
-                        loss = validate(self.stack, setup.validation, tokens, before_pass, setup.objective).mean
-                        sample = samples.take(self.stack, step) if samples else None
+                        loss = validate(self.offloaded, setup.validation, tokens, before_pass, setup.objective).mean
+                        sample = samples.take(self.offloaded, step) if samples else None
         scores = sample.scores if sample else {}
         found_first = from_first(setup.group, "validation", {"loss": loss, "scores": scores})
         loss = found_first["loss"]
@@ -312,7 +312,7 @@ class Training:
             NotFinite, DataError: as `guarded_step`.
         """
         self.reporter.on_activity(f"computing step {self.state.step + 1}")
-        report, self.own_pace = compute_step(self.setup, self.stack, self.optimizer)
+        report, self.own_pace = compute_step(self.setup, self.offloaded, self.optimizer)
         self.state = replace(self.state, step=report.step, loss_scale=self.optimizer.loss_scale)
         self.warn_unmoved()
         self.warn(self.watch.after_step(report.loss))
@@ -323,8 +323,8 @@ class Training:
         self.reporter.on_step(report, progress)
         if self.setup.plan.placement.is_durable:
             # The next step may begin meanwhile: whatever it writes comes after this.
-            commit, group = checkpoint.commit_together, self.stack.relay.group
-            self.stack.stores["grad"].then(partial(commit, self.run, group, self.state, self.optimizer.pending))
+            commit, group = checkpoint.commit_together, self.offloaded.relay.group
+            self.offloaded.stores["grad"].then(partial(commit, self.run, group, self.state, self.optimizer.pending))
         self.deadline.record("step", report.counts.seconds)
 
     def save_if_due(self) -> None:
@@ -345,7 +345,7 @@ class Training:
         self.reporter.on_activity("writing the tuned model")
         self.flush()
         self.warn_unmoved()
-        export_model(self.setup, self.run, self.stack, self.state, self.exported)
+        export_model(self.setup, self.run, self.offloaded, self.state, self.exported)
         self.setup.group.gather("exported", {})
 
     @property
@@ -427,7 +427,7 @@ class Training:
         except (Interrupted, NotFinite, DataError):  # saved; or resumed, the run would get here again
             raise
         except BaseException:
-            if self.stack.relay.group.size > 1 or not self.run.writes:
+            if self.offloaded.relay.group.size > 1 or not self.run.writes:
                 raise  # the state is in several processes, or a copy
             with suppress(BaseException):  # what ended the run is what is to be told
                 is_durable = self.setup.plan.placement.is_durable
@@ -458,21 +458,21 @@ class Training:
         warn(self.run, self.reporter, warning)
 
 
-def compute_step(setup: TrainSetup, stack: OffloadedModel, optimizer: AdamW) -> tuple[StepReport, Pace]:
+def compute_step(setup: TrainSetup, offloaded: OffloadedModel, optimizer: AdamW) -> tuple[StepReport, Pace]:
     """Take the next optimizer step; return its figures, and how fast this process has done its part of it.
 
     Raises:
         NotFinite, DataError: as `guarded_step`.
     """
-    recipe, stopwatch, waited = setup.recipe, Stopwatch(stack), setup.group.waited.seconds
+    recipe, stopwatch, waited = setup.recipe, Stopwatch(offloaded), setup.group.waited.seconds
     rows = rows_of_step(optimizer.step, len(setup.train), recipe.batch_size, recipe.seed)
     batches, lanes = batches_of_step(setup, rows, optimizer.step)
     # As in the Trainer of `transformers`, a skipped step takes its rows and its number, but no place in the schedule.
     lr, scale = setup.schedule.lr(optimizer.num_updates + 1), optimizer.loss_scale
     optimizer.begin_step(lr)
-    loss, grad_norm = guarded_step(setup, stack, optimizer, batches, lanes)
+    loss, grad_norm = guarded_step(setup, offloaded, optimizer, batches, lanes)
     counts = stopwatch.read(sum(setup.train.lengths[row] for row in rows), loss.num_targets)
-    count = partial(count_flops, stack.layouts, kept=stack.budget.num_kept_layers, frozen=stack.frozen)
+    count = partial(count_flops, offloaded.layouts, kept=offloaded.budget.num_kept_layers, frozen=offloaded.frozen)
     flops = count(counts.tokens, counts.target_tokens)
     own = count(sum(len(batch.tokens_T) for batch in batches), sum(batch.num_targets for batch in batches))
     pace = pace_of(counts.seconds, setup.group.waited.seconds - waited, own.hardware)
@@ -516,7 +516,7 @@ def batches_of_step(setup: TrainSetup, rows: Sequence[int], step: int) -> tuple[
 
 def guarded_step(
     setup: TrainSetup,
-    stack: OffloadedModel,
+    offloaded: OffloadedModel,
     optimizer: AdamW,
     batches: Sequence[PackedBatch],
     lanes: LaneSums | None = None,
@@ -528,13 +528,13 @@ def guarded_step(
         DataError: a weight of the model that training starts from.
     """
     try:
-        loss = train_step(stack, optimizer, batches, setup.objective, lanes)
+        loss = train_step(offloaded, optimizer, batches, setup.objective, lanes)
     except NotFinite:
         if setup.group.size > 1:
             raise  # where it appeared is found by passes in which all would have to take part
         optimizer.flush()
-        again = partial(evaluate_losses, stack, batches, setup.objective)
-        raise explain_loss("loss", optimizer.step, setup, stack, again) from None
+        again = partial(evaluate_losses, offloaded, batches, setup.objective)
+        raise explain_loss("loss", optimizer.step, setup, offloaded, again) from None
     try:
         return loss, optimizer.finish_step()
     except GptjFtError as error:
@@ -542,9 +542,9 @@ def guarded_step(
             raise
         if not math.isfinite(loss.mean):  # so forward overflows fp16, where no scale of the loss is of any help
             done = optimizer.step - 1 if optimizer.num_updates else 0
-            again = partial(evaluate_losses, stack, batches, setup.objective)
-            raise explain_loss("loss", done, setup, stack, again) from None
-        raise explain_gradient(error, setup, stack) from error
+            again = partial(evaluate_losses, offloaded, batches, setup.objective)
+            raise explain_loss("loss", done, setup, offloaded, again) from None
+        raise explain_gradient(error, setup, offloaded) from error
 
 
 def step_lines(run: Run) -> list[dict[str, Any]]:

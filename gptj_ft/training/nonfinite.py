@@ -93,7 +93,7 @@ class NonFiniteTensor(Exception):
 
 
 def explain_loss(
-    what: str, step: int, setup: TrainSetup, stack: OffloadedModel, forward: Callable[[], object]
+    what: str, step: int, setup: TrainSetup, offloaded: OffloadedModel, forward: Callable[[], object]
 ) -> GptjFtError:
     """Return the error for a loss that is not finite.
 
@@ -101,10 +101,10 @@ def explain_loss(
         what: "loss" or "validation loss".
         step: optimizer steps done before it.
         setup: recipe and model of the run.
-        stack: model with the weights it was computed with.
+        offloaded: model with the weights it was computed with.
         forward: callback that computes it once more.
     """
-    found = find_in_forward(setup, stack, forward)
+    found = find_in_forward(setup, offloaded, forward)
     if found and found.is_weight and step == 0:
         if setup.dtype == torch.float16:
             return DataError(f"{setup.model}: {found.name} has values that fp16 does not hold: try --precision fp32")
@@ -118,9 +118,9 @@ def explain_loss(
     return NotFinite(f"the {what} {when} is not finite{place}\n{help_}")
 
 
-def explain_gradient(error: GptjFtError, setup: TrainSetup, stack: OffloadedModel) -> GptjFtError:
+def explain_gradient(error: GptjFtError, setup: TrainSetup, offloaded: OffloadedModel) -> GptjFtError:
     """Return the error of an optimizer that was given a gradient that is not finite, with the tensors it is in."""
-    names = find_in_gradients(setup, stack)
+    names = find_in_gradients(setup, offloaded)
     where = f"; in {listed(names, 3)}" if names else ""
     return NotFinite(f"{error}{where}\n{advice(setup)}")
 
@@ -135,7 +135,9 @@ def advice(setup: TrainSetup) -> str:
     return f"resumed, this run would get here again: start a new one with {' or '.join(knobs)}"
 
 
-def find_in_forward(setup: TrainSetup, stack: OffloadedModel, forward: Callable[[], object]) -> NonFiniteTensor | None:
+def find_in_forward(
+    setup: TrainSetup, offloaded: OffloadedModel, forward: Callable[[], object]
+) -> NonFiniteTensor | None:
     """Return the first module whose weights or output are not finite in a forward pass."""
 
     def watch(layer: int, local: str) -> Callable[[nn.Module, Any, Tensor], None]:
@@ -143,17 +145,17 @@ def find_in_forward(setup: TrainSetup, stack: OffloadedModel, forward: Callable[
             # Of a layer as a whole, every weight, because it may use some without calling the module they are in.
             for name, weight in module.named_parameters(recurse=not local):
                 if not is_finite(weight):
-                    called = _name(setup, stack, layer, f"{local}.{name}".lstrip("."))
+                    called = _name(setup, offloaded, layer, f"{local}.{name}".lstrip("."))
                     raise NonFiniteTensor(layer, called, is_weight=True)
             if not is_finite(output):
                 own = [name for name, _ in module.named_parameters(recurse=False)]
-                name = _name(setup, stack, layer, f"{local}.{own[0]}").rpartition(".")[0] if own else "its last sum"
+                name = _name(setup, offloaded, layer, f"{local}.{own[0]}").rpartition(".")[0] if own else "its last sum"
                 raise NonFiniteTensor(layer, f"the output of {name}" if own else name, is_weight=False)
 
         return look
 
     with ExitStack() as hooks:
-        for layer, module in enumerate(stack.layers):
+        for layer, module in enumerate(offloaded.layers):
             for local, part in module.named_modules():
                 hooks.enter_context(part.register_forward_hook(watch(layer, local)))
         try:
@@ -163,14 +165,14 @@ def find_in_forward(setup: TrainSetup, stack: OffloadedModel, forward: Callable[
     return None
 
 
-def find_in_gradients(setup: TrainSetup, stack: OffloadedModel) -> list[str]:
+def find_in_gradients(setup: TrainSetup, offloaded: OffloadedModel) -> list[str]:
     """Return the tensors whose gradients are not finite, in the layer that backward came to first; none if not kept."""
-    if "grad" not in stack.stores:
+    if "grad" not in offloaded.stores:
         return []
-    for layer in reversed(stack.trained):
-        gradients = flat_views(stack, "grad", layer)
+    for layer in reversed(offloaded.trained):
+        gradients = flat_views(offloaded, "grad", layer)
         if names := [name for name, gradient in gradients.items() if not is_finite(gradient)]:
-            return [_name(setup, stack, layer, name) for name in names]
+            return [_name(setup, offloaded, layer, name) for name in names]
     return []
 
 
@@ -179,5 +181,5 @@ def is_finite(values: Tensor) -> bool:
     return not values.numel() or bool(torch.stack(values.detach().aminmax()).isfinite().all())
 
 
-def _name(setup: TrainSetup, stack: OffloadedModel, layer: int, local: str) -> str:
-    return name_of(setup.architecture.family, layer, local, len(stack.layers))
+def _name(setup: TrainSetup, offloaded: OffloadedModel, layer: int, local: str) -> str:
+    return name_of(setup.architecture.family, layer, local, len(offloaded.layers))

@@ -56,23 +56,23 @@ def open_state(
     if not commit and (run.writes or group.size == 1):
         discard(run.state)  # what is saved is elsewhere: scratch, or half of a beginning
     group.gather("state cleared", {})
-    stack = open_stack(setup, run, setup.plan.placement)
+    offloaded = open_offloaded(setup, run, setup.plan.placement)
     if run.state.is_dir() and not takes_direct(run.state):
         run.log(f"{run.state} is on a file system without direct I/O: transfers go through the page cache")
     try:
         if is_durable and not commit and saved is not None:
-            checkpoint.adopt(run, stack, saved)
+            checkpoint.adopt(run, offloaded, saved)
             commit = run.last_commit()
         if commit:
             state = checked_state(setup, run, commit)
-            optimizer = resume_optimizer(setup, run, stack, commit)
+            optimizer = resume_optimizer(setup, run, offloaded, commit)
         elif saved is not None:
             state = checked_state(setup, run, run.manifest(saved))
-            checkpoint.restore(run.checkpoint(saved), stack, saved)
-            optimizer = make_optimizer(setup, stack, state)
+            checkpoint.restore(run.checkpoint(saved), offloaded, saved)
+            optimizer = make_optimizer(setup, offloaded, state)
         else:
-            state = RunState(0, recipe_digest(setup.recipe), updates_before=load_start(setup, stack))
-            optimizer = make_optimizer(setup, stack, state)
+            state = RunState(0, recipe_digest(setup.recipe), updates_before=load_start(setup, offloaded))
+            optimizer = make_optimizer(setup, offloaded, state)
             state = replace(state, loss_scale=optimizer.loss_scale)
             if is_durable:
                 checkpoint.commit_together(run, group, state, None)
@@ -81,9 +81,9 @@ def open_state(
         # This has the name of the state folder on the disk, too.
         run.forget_metrics_after(optimizer.step)
     except BaseException:
-        stack.close()
+        offloaded.close()
         raise
-    return stack, optimizer, state
+    return offloaded, optimizer, state
 
 
 def checked_state(setup: TrainSetup, run: Run, saved: dict[str, Any]) -> RunState:
@@ -101,19 +101,19 @@ def checked_state(setup: TrainSetup, run: Run, saved: dict[str, Any]) -> RunStat
     return state
 
 
-def load_start(setup: TrainSetup, stack: OffloadedModel) -> int:
+def load_start(setup: TrainSetup, offloaded: OffloadedModel) -> int:
     """Fill the stores with the model that a run starts from; return the updates that its moments have seen."""
     recipe, architecture = setup.recipe, setup.architecture
     with open_checkpoint(setup.model) as weights:
         if setup.updates_before is None:
-            load_weights(stack, architecture, weights, recipe.seed)
+            load_weights(offloaded, architecture, weights, recipe.seed)
             return 0
         moments = open_moments(setup.model)
-        load_weights(stack, architecture, weights, recipe.seed, moments.checkpoints)
+        load_weights(offloaded, architecture, weights, recipe.seed, moments.checkpoints)
         return moments.updates
 
 
-def open_stack(setup: TrainSetup, run: Run, placement: Placement) -> OffloadedModel:
+def open_offloaded(setup: TrainSetup, run: Run, placement: Placement) -> OffloadedModel:
     """Open the stores of a run, filled or not."""
     keep_gradients = keeps_gradients(setup.recipe, placement, setup.dtype)
     recipe = setup.recipe
@@ -125,7 +125,7 @@ def open_stack(setup: TrainSetup, run: Run, placement: Placement) -> OffloadedMo
     budget = replace(planned, num_kept_layers=planned.num_kept_layers * group.size, pass_tokens=pass_tokens)
     most_tokens, width = most_filled(setup.most_step_tokens), setup.architecture.config.n_embd
     boundary = boundary_layout(most_tokens, width, recipe.batch_size)
-    stack = open_for_training(
+    offloaded = open_for_training(
         setup.architecture,
         placement,
         dtypes,
@@ -140,11 +140,11 @@ def open_stack(setup: TrainSetup, run: Run, placement: Placement) -> OffloadedMo
     )
     try:
         weights = open_checkpoint(setup.model)
-        open_frozen(stack, setup.architecture, weights, placement.of("frozen"))
+        open_frozen(offloaded, setup.architecture, weights, placement.of("frozen"))
     except BaseException:
-        stack.close()
+        offloaded.close()
         raise
-    return stack
+    return offloaded
 
 
 def lowest_trained(setup: TrainSetup) -> int:
@@ -153,10 +153,10 @@ def lowest_trained(setup: TrainSetup) -> int:
     return next((layer for layer, layout in enumerate(layouts) if layout.numel), len(layouts))
 
 
-def make_optimizer(setup: TrainSetup, stack: OffloadedModel, state: RunState) -> AdamW:
+def make_optimizer(setup: TrainSetup, offloaded: OffloadedModel, state: RunState) -> AdamW:
     """Make the optimizer of a run at its step; some blocks are updated in forward and again in backward."""
     costs = setup.plan.costs
-    optimizer = AdamW(stack, optimizer_config(setup.recipe), state.step, costs.num_deferred, state.updates_before)
+    optimizer = AdamW(offloaded, optimizer_config(setup.recipe), state.step, costs.num_deferred, state.updates_before)
     optimizer.loss_scale = state.loss_scale or optimizer.loss_scale
     return optimizer
 
@@ -169,22 +169,22 @@ def optimizer_config(recipe: Recipe) -> AdamWConfig:
     )  # fmt: skip
 
 
-def resume_optimizer(setup: TrainSetup, run: Run, stack: OffloadedModel, commit: dict[str, Any]) -> AdamW:
+def resume_optimizer(setup: TrainSetup, run: Run, offloaded: OffloadedModel, commit: dict[str, Any]) -> AdamW:
     """Return the optimizer of a run on disk as of its last commit."""
     state = RunState.of(commit)
-    optimizer = make_optimizer(setup, stack, state)
-    behind = checkpoint.layers_behind(run, stack, state.step)
+    optimizer = make_optimizer(setup, offloaded, state)
+    behind = checkpoint.layers_behind(run, offloaded, state.step)
     optimizer.resume(Update(**commit["update"]) if commit["update"] else None, behind)
     return optimizer
 
 
 def settle(setup: TrainSetup, run: Run, commit: dict[str, Any]) -> None:
     """Bring every layer of a run on disk to its last commit, and make the folder a checkpoint."""
-    stack = open_stack(setup, run, Placement("disk", "disk", frozen="disk"))
+    offloaded = open_offloaded(setup, run, Placement("disk", "disk", frozen="disk"))
     try:
         state = checked_state(setup, run, commit)
-        resume_optimizer(setup, run, stack, commit).flush()
+        resume_optimizer(setup, run, offloaded, commit).flush()
     finally:
-        stack.close()
+        offloaded.close()
     setup.relay.group.gather("settled", {})
     checkpoint.turn_into_checkpoint(run, state)

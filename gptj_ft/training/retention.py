@@ -31,15 +31,15 @@ class CheckpointRetention:
     Args:
         setup: recipe, number of steps, and who has which layer.
         run: run that the checkpoints are of.
-        stack: model with its optimizer state.
+        offloaded: model with its optimizer state.
         optimizer: optimizer with its pending update.
     """
 
-    def __init__(self, setup: TrainSetup, run: Run, stack: OffloadedModel, optimizer: AdamW) -> None:
+    def __init__(self, setup: TrainSetup, run: Run, offloaded: OffloadedModel, optimizer: AdamW) -> None:
         self._setup, self._recipe, self._num_steps = setup, setup.recipe, setup.num_steps
         self._group, self._is_replica = setup.group, setup.is_replica
         self._is_durable = setup.plan.placement.is_durable
-        self._run, self._stack, self._optimizer = run, stack, optimizer
+        self._run, self._offloaded, self._optimizer = run, offloaded, optimizer
         self._saved_at = time.monotonic()
         self._disks: list[int] = []  # of each process of the replica, if there are mirrors
         self.note: str | None = None  # why there are none, although the recipe wants them
@@ -105,7 +105,7 @@ class CheckpointRetention:
     def save_now(self, state: RunState) -> None:
         """Have the state after the last step on the disk, if anything was trained yet."""
         if self._is_durable:
-            self._stack.drain()
+            self._offloaded.drain()
         elif state.step:
             self._save(state)
 
@@ -131,11 +131,11 @@ class CheckpointRetention:
         if self._is_replica:
             pass  # what is saved is the first one's
         elif self._is_durable:
-            checkpoint.link(self._run, self._stack, state)
+            checkpoint.link(self._run, self._offloaded, state)
             # From now on the state names this checkpoint; no other may be removed before that is known.
-            checkpoint.commit_together(self._run, self._stack.relay.group, state, self._optimizer.pending)
+            checkpoint.commit_together(self._run, self._offloaded.relay.group, state, self._optimizer.pending)
         else:
-            checkpoint.save_checkpoint(self._run, self._stack, state)
+            checkpoint.save_checkpoint(self._run, self._offloaded, state)
         if self._disks:
             self._mirror(state.step)
         self._saved_at = time.monotonic()

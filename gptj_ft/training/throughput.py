@@ -115,8 +115,8 @@ def summarize(lines: Sequence[Mapping[str, Any]]) -> tuple[StepCounts, Throughpu
 class Stopwatch:
     """Measure tokens, seconds and bytes since construction."""
 
-    def __init__(self, stack: OffloadedModel) -> None:
-        self._stack, self._start, self._before = stack, time.monotonic(), _counters(stack)
+    def __init__(self, offloaded: OffloadedModel) -> None:
+        self._offloaded, self._start, self._before = offloaded, time.monotonic(), _counters(offloaded)
 
     def read(self, tokens: int, target_tokens: int) -> StepCounts:
         """Return the counts of a step with so many tokens."""
@@ -125,15 +125,15 @@ class Stopwatch:
         from gptj_ft.system.accelerator import peak_device_memory
 
         seconds = time.monotonic() - self._start
-        waited, read, written = (now - then for now, then in zip(_counters(self._stack), self._before, strict=True))
-        on_device = peak_device_memory(self._stack.device)
+        waited, read, written = (now - then for now, then in zip(_counters(self._offloaded), self._before, strict=True))
+        on_device = peak_device_memory(self._offloaded.device)
         return StepCounts(
             tokens, target_tokens, seconds, waited, int(read), int(written), machine.peak_memory(), *on_device
         )  # fmt: skip
 
 
-def _counters(stack: OffloadedModel) -> tuple[float, int, int]:
-    return stack.waited_seconds, stack.bytes_read, stack.bytes_written
+def _counters(offloaded: OffloadedModel) -> tuple[float, int, int]:
+    return offloaded.waited_seconds, offloaded.bytes_read, offloaded.bytes_written
 
 
 def describe_throughput(counts: StepCounts, throughput: Throughput, verbose: bool = False) -> list[str]:

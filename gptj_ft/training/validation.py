@@ -38,7 +38,7 @@ class ValidationSample:
 
 
 def validate(
-    stack: OffloadedModel,
+    offloaded: OffloadedModel,
     rows: Rows,
     budget_tokens: int,
     before_pass: Callable[[], None] = lambda: None,
@@ -50,7 +50,7 @@ def validate(
     how many micro-batches share a pass over the weights depends on `BufferBudget.pass_tokens`, and changes no number.
 
     Args:
-        stack: model.
+        offloaded: model.
         rows: rows to compute the loss of.
         budget_tokens: most tokens of a micro-batch.
         before_pass: called before each pass over the weights; may raise to stop.
@@ -59,9 +59,9 @@ def validate(
     losses: list[StepLoss] = []
     for span in passes(rows.lengths, PASS_TOKENS):
         batches = rows.batches(span, budget_tokens)
-        for some in passes([len(batch.tokens_T) for batch in batches], stack.budget.pass_tokens):
+        for some in passes([len(batch.tokens_T) for batch in batches], offloaded.budget.pass_tokens):
             before_pass()
-            losses += evaluate_losses(stack, [batches[number].to(stack.device) for number in some], objective)
+            losses += evaluate_losses(offloaded, [batches[number].to(offloaded.device) for number in some], objective)
     return StepLoss(sum(loss.total for loss in losses), sum(loss.weight for loss in losses))
 
 
@@ -80,11 +80,11 @@ class LabelledValidation:
         self._table = load_dataset(run.data / "validation").rows
         self._readout = readout_of(setup.recipe, setup.architecture.labels)
 
-    def measure(self, stack: OffloadedModel, before_pass: Callable[[], None]) -> tuple[StepLoss, ValidationSample]:
+    def measure(self, offloaded: OffloadedModel, before_pass: Callable[[], None]) -> tuple[StepLoss, ValidationSample]:
         """Compute the loss over the rows, and their scores; nothing is trained.
 
         Args:
-            stack: model.
+            offloaded: model.
             before_pass: called before each pass over the weights; may raise to stop.
 
         Raises:
@@ -94,8 +94,8 @@ class LabelledValidation:
         from gptj_ft.evaluation.outputs import outputs_of, row_outputs
 
         setup, rows, losses = self._setup, self._setup.validation, list[StepLoss]()
-        together = TokenBudget(setup.recipe.micro_batch_tokens, stack.budget.pass_tokens)
-        outputs = outputs_of(stack, rows, setup.objective, together, before_pass, losses.append)
+        together = TokenBudget(setup.recipe.micro_batch_tokens, offloaded.budget.pass_tokens)
+        outputs = outputs_of(offloaded, rows, setup.objective, together, before_pass, losses.append)
         answered = answer_rows(setup.recipe, self._readout, list(row_outputs(self._table, rows, outputs)))
         scores = values(answered.figures, len(answered.answers))
         expected = " | ".join(answered.references[0]) if answered.references[0] else ""
@@ -127,7 +127,7 @@ class ValidationSamples:
         spare = min(need.have - need.need for need in plan.needs if need.resource != "disk")
         self._together = token_budget_within(reads, setup.recipe.micro_batch_tokens, spare)
 
-    def take(self, stack: OffloadedModel, step: int) -> ValidationSample:
+    def take(self, offloaded: OffloadedModel, step: int) -> ValidationSample:
         """Answer the rows, and write the answers down.
 
         Raises:
@@ -136,7 +136,7 @@ class ValidationSamples:
         from gptj_ft.evaluation.predict import Predictor, PromptGroup, scores_of
 
         setup = self._setup
-        answerer = Predictor(setup.recipe, self._tokenizer, setup.architecture, stack, self._together)
+        answerer = Predictor(setup.recipe, self._tokenizer, setup.architecture, offloaded, self._together)
         answers: dict[int, str] = {}
         for some in answerer.rounds(list(answerer.together(self._prompts))):
             groups = [PromptGroup([self._prompts[row] for row in rows], rows[0]) for rows in some]

@@ -248,7 +248,7 @@ def test_writing_goes_on_after_something_else_has_used_the_weights(streamed) -> 
         return generate_tokens(streamed, Words(), PROMPTS, Generation(max_new_tokens=6))
 
     before = write()
-    evaluate_losses(streamed.stack, [pack(PROMPTS, [0] * len(PROMPTS))])
+    evaluate_losses(streamed.offloaded, [pack(PROMPTS, [0] * len(PROMPTS))])
     assert write() == before
 
 

@@ -238,7 +238,7 @@ def stop_all_after(patch: pytest.MonkeyPatch, step: int, kind: type[BaseExceptio
     def take_then_die(self: loop.Training) -> None:
         take(self)
         if self.state.step == step:
-            self.stack.drain()
+            self.offloaded.drain()
             raise kind
 
     patch.setattr(loop.Training, "take_step", take_then_die)
@@ -618,7 +618,7 @@ def test_each_process_has_the_state_of_its_layers_alone(models, tmp_path, monkey
 
     def look(self: loop.Training) -> None:
         take(self)
-        opened[self.setup.group.rank] = sum(layout.numel for layout in self.stack.layouts), self.stack.trained
+        opened[self.setup.group.rank] = sum(layout.numel for layout in self.offloaded.layouts), self.offloaded.trained
 
     monkeypatch.setattr(loop.Training, "take_step", look)
     train_together(3, models["gptj"], tmp_path / "run", share="layers", **ON_DISK)

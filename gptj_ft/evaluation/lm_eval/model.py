@@ -134,7 +134,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
             prompts = [self.tok_encode(str(requests[number].args[0]))[-room:] for number in numbers]
             batches = batches_by_length([len(ids) for ids in prompts], settings, 1, self._together.written)
             left = [batch for batch in batches if not known.keys() >= {numbers[each] for each in batch}]
-            for some in in_rounds(left, self.model.stack.replicas.size):
+            for some in in_rounds(left, self.model.offloaded.replicas.size):
                 seeds = [self._seed * 1_000_003 + numbers[batch[0]] for batch in some]
                 asked = [
                     PromptBatch([prompts[each] for each in batch], settings, seed)
@@ -187,7 +187,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
             numbers = [number for group in members[span.start : span.stop] for number in group]
             if not known.keys() >= set(numbers):
                 asked = slice(span.start, span.stop)
-                found = log_likelihoods(self.model.stack, contexts[asked], answers[asked], self._together.computed)
+                found = log_likelihoods(self.model.offloaded, contexts[asked], answers[asked], self._together.computed)
                 flat = [_checked(each) for group in found for each in group]
                 journal.add(
                     "score", {n: [each.total, int(each.is_argmax)] for n, each in zip(numbers, flat, strict=True)}

@@ -26,7 +26,7 @@ from gptj_ft.system.files import discard
 from gptj_ft.system.paths import is_model
 from gptj_ft.system.processes.alike import check_alike, facts_here
 from gptj_ft.system.processes.group import Group, from_first
-from gptj_ft.training.restore import load_start, make_optimizer, open_stack
+from gptj_ft.training.restore import load_start, make_optimizer, open_offloaded
 from gptj_ft.training.run_state import RunState
 from gptj_ft.training.setup import TrainSetup
 
@@ -117,19 +117,19 @@ def open_replica(setup: TrainSetup, run: Run) -> tuple[OffloadedModel, AdamW, Ru
     """
     state = RunState.of(from_first(setup.peers, "state", {}))
     discard(run.state)  # left by one that was killed
-    stack = open_stack(setup, run, setup.plan.placement)
+    offloaded = open_offloaded(setup, run, setup.plan.placement)
     try:
         if state.step == 0:
-            load_start(setup, stack)
+            load_start(setup, offloaded)
         else:
-            receive_state(setup.peers, stack, state.step)
-        return stack, make_optimizer(setup, stack, state), state
+            receive_state(setup.peers, offloaded, state.step)
+        return offloaded, make_optimizer(setup, offloaded, state), state
     except BaseException:
-        stack.close()
+        offloaded.close()
         raise
 
 
-def send_state(setup: TrainSetup, stack: OffloadedModel, optimizer: AdamW, state: RunState) -> None:
+def send_state(setup: TrainSetup, offloaded: OffloadedModel, optimizer: AdamW, state: RunState) -> None:
     """Give the processes of other replicas that have the same layers the state that this one has restored."""
     group = setup.peers
     if group.size == 1:
@@ -139,17 +139,17 @@ def send_state(setup: TrainSetup, stack: OffloadedModel, optimizer: AdamW, state
     group.gather("state", state.to_dict())
     if state.step == 0:
         return
-    for layer in stack.trained:
-        for kind in (kind for kind in stack.dtypes if kind != "grad"):
-            for _, part in stack.read_chunks(kind, layer):
+    for layer in offloaded.trained:
+        for kind in (kind for kind in offloaded.dtypes if kind != "grad"):
+            for _, part in offloaded.read_chunks(kind, layer):
                 values = part.to("cpu").contiguous()
                 for each in [group.send(rank, values) for rank in range(1, group.size)]:
                     each.wait()
 
 
-def receive_state(group: Group, stack: OffloadedModel, step: int) -> None:
+def receive_state(group: Group, offloaded: OffloadedModel, step: int) -> None:
     """Fill the stores with what the process of the first replica has."""
-    kinds = tuple(kind for kind in stack.dtypes if kind != "grad")
+    kinds = tuple(kind for kind in offloaded.dtypes if kind != "grad")
     assert set(MOMENTS) < set(kinds)
 
     def fill(start: int, part: torch.Tensor) -> None:
@@ -158,9 +158,9 @@ def receive_state(group: Group, stack: OffloadedModel, step: int) -> None:
         if values is not part:
             part.copy_(values)
 
-    for layer in stack.trained:
+    for layer in offloaded.trained:
         for kind in kinds:
-            stack.write_chunks(kind, layer, partial(fill))
-        stack.commit(kinds, layer, step)
-    stack.drain()
-    stack.release_chunk_pools()
+            offloaded.write_chunks(kind, layer, partial(fill))
+        offloaded.commit(kinds, layer, step)
+    offloaded.drain()
+    offloaded.release_chunk_pools()
