@@ -32,7 +32,7 @@ from gptj_ft.system.direct_io import TRANSFERS
 from gptj_ft.system.dtypes import PRECISION_NAMES, PRECISIONS
 from gptj_ft.system.units import gigabytes
 
-PROCESS_BYTES = 500 * 2**20  # the interpreter, torch, transformers, the rows
+PROCESS_BYTES = 540 * 2**20  # the interpreter, torch, transformers, the rows
 FREE_SHARE = 0.8  # of the memory that is left goes to kept activations at most
 SAVED_PER_TOKEN = 20  # tensors of [tokens, width] that one block keeps for its backward, the MLP's counted by 4
 # Holes in the heap, left by graphs of small blocks that come and go with micro-batches of many lengths; measured with
