@@ -47,8 +47,8 @@ PAYLOAD = 1448 / 1514  # of a full packet, as `tc` counts it
 TIMED = """
 import json, sys, time
 from gptj_ft.streaming import prefetch
-from gptj_ft.training import loop
-steps, plain, step = [], prefetch.Prefetcher.__next__, loop.train_step
+from gptj_ft.training import compute
+steps, plain, step = [], prefetch.Prefetcher.__next__, compute.train_step
 def timed(self):
     loaded = plain(self)
     if steps and self.model is steps[-1][0]:
@@ -59,7 +59,7 @@ def train_step(model, optimizer, batches, *more):
     found = step(model, optimizer, batches, *more)
     steps[-1][1].append((time.perf_counter(), -1))
     return found
-prefetch.Prefetcher.__next__, loop.train_step = timed, train_step
+prefetch.Prefetcher.__next__, compute.train_step = timed, train_step
 from gptj_ft.__main__ import main
 try:
     main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -203,10 +204,16 @@ class LayerLoad:
     @property
     def is_reusable(self) -> bool:
         """Whether the load can be reused: resident weights that never change, as in inference."""
-        return set(self._model.dtypes) == {"weight"} and self.is_resident and not self._tables
+        return set(self._model.dtypes) == {"weight"} and self._stays and not self._tables
+
+    def saving_places(
+        self, pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor]
+    ) -> AbstractContextManager[Any]:
+        """Have graphs save weights by `pack`, where they do not stay in memory from forward to backward."""
+        return nullcontext() if self._stays else torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     @property
-    def is_resident(self) -> bool:
+    def _stays(self) -> bool:
         """Whether the layer is in memory of its stores', where it stays."""
         return all(lease.buffer is None for lease in self._leases.values())
 

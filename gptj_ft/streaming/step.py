@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial, reduce
 from itertools import islice
@@ -166,8 +165,7 @@ class KeptActivations:
         self.load(loaded)
         self.parameters = trainable_leaves(loaded)
         here = []
-        places = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        with nullcontext() if loaded.is_resident else places:
+        with loaded.saving_places(self._pack, self._unpack):
             for values, batch in zip(arriving, batches, strict=True):
                 x = values.detach().requires_grad_(loaded.is_above_trained)
                 self.inputs.append(x)

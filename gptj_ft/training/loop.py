@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 
 from gptj_ft.config.run_folder import Run, note_layers, record_environment, resume_command, what_is_saved
-from gptj_ft.data.batches import rows_of_step
-from gptj_ft.errors import DataError, GptjFtError, Interrupted, NotFinite, OutOfTime
-from gptj_ft.models.batch import PackedBatch
-from gptj_ft.models.dropout import seed_of
-from gptj_ft.planning.flops import count_flops
+from gptj_ft.errors import DataError, Interrupted, NotFinite, OutOfTime
 from gptj_ft.planning.working_memory import allocator_limit
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.lanes import LaneSums, lanes_of, lanes_of_rank
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.replicas import lent
-from gptj_ft.streaming.step import StepLoss, evaluate_losses, train_step
 from gptj_ft.system.accelerator import limit_memory
 from gptj_ft.system.files import discard
 from gptj_ft.system.memory import return_freed_memory
@@ -34,18 +27,19 @@ from gptj_ft.system.processes.group import ALONE, agreed, from_first
 from gptj_ft.system.signals import StopRequest
 from gptj_ft.system.units import clock
 from gptj_ft.training import checkpoint
+from gptj_ft.training.compute import compute_step
 from gptj_ft.training.deadline import Deadline, forecast_seconds, next_activities
 from gptj_ft.training.export import ExportedState, export_model
-from gptj_ft.training.nonfinite import LossWatch, explain_gradient, explain_loss
-from gptj_ft.training.reporter import RecentSteps, Reporter, StepReport, reporting, step_log_line
+from gptj_ft.training.nonfinite import LossWatch, explain_loss
+from gptj_ft.training.reporter import RecentSteps, Reporter, reporting, step_log_line
 from gptj_ft.training.restore import open_state
 from gptj_ft.training.retention import CheckpointRetention
 from gptj_ft.training.run_state import LOSS, BestState, RunState
 from gptj_ft.training.schedule import is_multiple
 from gptj_ft.training.setup import TrainSetup
 from gptj_ft.training.shared.follow import open_replica, send_state
-from gptj_ft.training.shared.pace import Pace, PaceWatch, pace_of
-from gptj_ft.training.throughput import StepCounts, Stopwatch, Throughput, summarize
+from gptj_ft.training.shared.pace import Pace, PaceWatch
+from gptj_ft.training.throughput import StepCounts, Throughput, summarize
 from gptj_ft.training.trackers import tracking
 from gptj_ft.training.validation import (
     LabelledValidation,
@@ -456,95 +450,6 @@ class Training:
     def warn(self, warning: str | None) -> None:
         """Log and report a warning, if there is one."""
         warn(self.run, self.reporter, warning)
-
-
-def compute_step(setup: TrainSetup, offloaded: OffloadedModel, optimizer: AdamW) -> tuple[StepReport, Pace]:
-    """Take the next optimizer step; return its figures, and how fast this process has done its part of it.
-
-    Raises:
-        NotFinite, DataError: as `guarded_step`.
-    """
-    recipe, stopwatch, waited = setup.recipe, Stopwatch(offloaded), setup.group.waited.seconds
-    rows = rows_of_step(optimizer.step, len(setup.train), recipe.batch_size, recipe.seed)
-    batches, lanes = batches_of_step(setup, rows, optimizer.step)
-    # As in the Trainer of `transformers`, a skipped step takes its rows and its number, but no place in the schedule.
-    lr, scale = setup.schedule.lr(optimizer.num_updates + 1), optimizer.loss_scale
-    optimizer.begin_step(lr)
-    loss, grad_norm = guarded_step(setup, offloaded, optimizer, batches, lanes)
-    counts = stopwatch.read(sum(setup.train.lengths[row] for row in rows), loss.num_targets)
-    count = partial(count_flops, offloaded.layouts, kept=offloaded.budget.num_kept_layers, frozen=offloaded.frozen)
-    flops = count(counts.tokens, counts.target_tokens)
-    own = count(sum(len(batch.tokens_T) for batch in batches), sum(batch.num_targets for batch in batches))
-    pace = pace_of(counts.seconds, setup.group.waited.seconds - waited, own.hardware)
-    throughput = Throughput.of(counts, flops, setup.plan.rates.compute.matmul(setup.dtype))
-    report = StepReport(
-        optimizer.step, loss.mean, loss.z_mean, lr, grad_norm, counts, throughput, scale.scale if scale else None
-    )
-    return report, pace
-
-
-def batches_of_step(setup: TrainSetup, rows: Sequence[int], step: int) -> tuple[list[PackedBatch], LaneSums | None]:
-    """Return the micro-batches of a step, those that this process computes; and their lanes, if there are several.
-
-    Args:
-        setup: recipe and rows.
-        rows: rows of the step.
-        step: optimizer steps done.
-    """
-    recipe, tokens = setup.recipe, setup.recipe.micro_batch_tokens
-    # By the place of a document among those of the step, so that it does not matter what it is computed together with.
-    firsts = list(accumulate((len(setup.train.row(row)) for row in rows), initial=0)) if setup.drops else []
-
-    def packed(places: Sequence[int]) -> list[PackedBatch]:
-        chosen = [rows[place] for place in places]
-        if not setup.drops:
-            return setup.train.batches(chosen, tokens)
-        numbers = [number for place in places for number in range(firsts[place], firsts[place + 1])]
-        return setup.train.batches(chosen, tokens, lambda document: seed_of((recipe.seed, step, numbers[document])))
-
-    if setup.lanes == 1:
-        return [batch.to(setup.device) for batch in packed(range(len(rows)))], None
-    lanes = [packed(places) for places in lanes_of([setup.train.lengths[row] for row in rows], setup.lanes)]
-    group = setup.peers
-    own = [lanes[lane] for lane in lanes_of_rank(group.rank, group.size, setup.lanes)]
-    every = [batch for lane in lanes for batch in lane]
-    weight = sum(setup.objective.weight(batch) for batch in every)
-    ends = list(accumulate(map(len, own)))
-    sums = LaneSums(group, setup.lanes, ends, weight, sum(batch.num_targets for batch in every))
-    return [batch.to(setup.device) for lane in own for batch in lane], sums
-
-
-def guarded_step(
-    setup: TrainSetup,
-    offloaded: OffloadedModel,
-    optimizer: AdamW,
-    batches: Sequence[PackedBatch],
-    lanes: LaneSums | None = None,
-) -> tuple[StepLoss, float]:
-    """Take one optimizer step; return its loss and gradient norm.
-
-    Raises:
-        NotFinite: one of them; says where it appeared. Nothing of this step is kept.
-        DataError: a weight of the model that training starts from.
-    """
-    try:
-        loss = train_step(offloaded, optimizer, batches, setup.objective, lanes)
-    except NotFinite:
-        if setup.group.size > 1:
-            raise  # where it appeared is found by passes in which all would have to take part
-        optimizer.flush()
-        again = partial(evaluate_losses, offloaded, batches, setup.objective)
-        raise explain_loss("loss", optimizer.step, setup, offloaded, again) from None
-    try:
-        return loss, optimizer.finish_step()
-    except GptjFtError as error:
-        if setup.group.size > 1:
-            raise
-        if not math.isfinite(loss.mean):  # so forward overflows fp16, where no scale of the loss is of any help
-            done = optimizer.step - 1 if optimizer.num_updates else 0
-            again = partial(evaluate_losses, offloaded, batches, setup.objective)
-            raise explain_loss("loss", done, setup, offloaded, again) from None
-        raise explain_gradient(error, setup, offloaded) from error
 
 
 def step_lines(run: Run) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.generation import hf_model
 from gptj_ft.streaming import step
 from gptj_ft.system.machine import choose_device
-from gptj_ft.training import finetune, loop
+from gptj_ft.training import compute, finetune
 
 ROWS = "--recipe summarization --data rows.jsonl"
 TRAIN = f"finetune {ROWS} --model tiny --max-steps 3 --batch-size 4 --device cpu"
@@ -123,7 +123,7 @@ def test_a_cap_above_the_card_an_index_too_large_and_a_device_that_is_busy_are_r
 def test_a_device_that_fails_while_training_costs_a_line_and_the_run_goes_on(
     error: Exception, says: str, shell, rows_file: Path, monkeypatch
 ) -> None:
-    train_step, steps = loop.train_step, []
+    train_step, steps = compute.train_step, []
 
     def fail(*arguments: object) -> object:
         steps.append(1)
@@ -132,7 +132,7 @@ def test_a_device_that_fails_while_training_costs_a_line_and_the_run_goes_on(
         return train_step(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "train_step", fail)
+        patch.setattr(compute, "train_step", fail)
         done = shell(f"{TRAIN} --output out --quiet")
     assert done.code == 4, done.err
     first, *rest = done.err.strip().splitlines()

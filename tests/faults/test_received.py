@@ -23,7 +23,7 @@ from gptj_ft.config.run_folder import Run, environment_changes
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.system import atomic, files
 from gptj_ft.system.jsonl import JsonLines
-from gptj_ft.training import loop
+from gptj_ft.training import compute
 from gptj_ft.training.finetune import options_on_resume, resume_run
 
 RUN = "--recipe summarization --model tiny --max-length 96 --batch-size 2 --precision fp32 --device cpu"
@@ -135,7 +135,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, trace: Trace, request: pytest
         patch.chdir(folder)
         patch.setenv("GPTJ_FT_HOME", "home")
         with patch.context() as stopping:
-            stopping.setattr(loop, "rows_of_step", stop_at(2))
+            stopping.setattr(compute, "rows_of_step", stop_at(2))
             typed(f"finetune {RUN} {DISK} --max-steps 4 --save-every 1 --keep 1 --data rows.jsonl --output stopped")
         shutil.copytree("stopped", "finished")
         with trace.under(folder / "finished", resumed):
@@ -151,7 +151,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, trace: Trace, request: pytest
 
 def stop_at(step: int) -> Callable[..., range]:
     """Return what stands in for the choice of a step's rows, and is cut off before that step."""
-    chosen = loop.rows_of_step
+    chosen = compute.rows_of_step
 
     def rows_of_step(number: int, *others: int) -> range:
         if number == step:

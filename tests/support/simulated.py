@@ -361,7 +361,7 @@ class WholeRun:
         """Train; return the digest of the tuned model and the losses of every step and validation."""
         from support.small_run import new_run, small_session, train
 
-        from gptj_ft.training import loop
+        from gptj_ft.training import compute
 
         with tempfile.TemporaryDirectory(dir=memory()) as tmp:
             options = {
@@ -370,7 +370,7 @@ class WholeRun:
             }  # fmt: skip
             setup, run = small_session(Path(tmp), 4, **options), new_run(Path(tmp))
             if self.is_cut:
-                steps, plain = 0, loop.train_step
+                steps, plain = 0, compute.train_step
 
                 def cut(*args: Any) -> Any:
                     nonlocal steps
@@ -379,14 +379,14 @@ class WholeRun:
                         raise Stopped
                     return plain(*args)
 
-                loop.train_step = cut
+                compute.train_step = cut
                 try:
                     train(setup, run)
                     raise AssertionError("the run was not cut off")
                 except Stopped:
                     setup = small_session(Path(tmp), 4, **options)
                 finally:
-                    loop.train_step = plain
+                    compute.train_step = plain
             train(setup, run)
             weights = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in
                        sorted(run.model.glob("*.safetensors"))}  # fmt: skip

@@ -9,20 +9,20 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
-from gptj_ft.training import loop
+from gptj_ft.training import compute
 
 
 @contextmanager
 def before_steps(action: Callable[[int], object]) -> Iterator[None]:
     """Call something with the number of each optimizer step, from 1, before it is computed."""
-    original = loop.train_step
+    original = compute.train_step
 
     def watched(stack, optimizer, *rest):
         action(optimizer.step + 1)
         return original(stack, optimizer, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "train_step", watched)
+        patch.setattr(compute, "train_step", watched)
         yield
 
 

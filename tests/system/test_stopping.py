@@ -31,7 +31,7 @@ from gptj_ft.errors import Interrupted, ResourceError
 from gptj_ft.system import signals
 from gptj_ft.system.signals import SIGNALS, StopRequest
 from gptj_ft.system.streams import LastingStream, open_missing
-from gptj_ft.training import export, loop, restore, retention, validation
+from gptj_ft.training import compute, export, loop, restore, retention, validation
 from gptj_ft.training.finetune import going_on
 from gptj_ft.training.nonfinite import LossWatch
 from gptj_ft.training.setup import TrainSetup
@@ -45,8 +45,8 @@ POINTS = {
     "placing weights": (restore, "load_weights", 1, BEFORE),
     "first validation": (validation, "evaluate_losses", 1, "stopped before the first step; nothing was trained yet"),
     "a validation": (validation, "evaluate_losses", 2, "stopped after step 1 of 3; everything is saved, go on with"),
-    "a step": (loop, "train_step", 2, "stopped after step 2 of 3; everything is saved"),
-    "the last step": (loop, "train_step", 3, "stopped after step 3 of 3; everything is saved"),
+    "a step": (compute, "train_step", 2, "stopped after step 2 of 3; everything is saved"),
+    "the last step": (compute, "train_step", 3, "stopped after step 3 of 3; everything is saved"),
     "saving": (retention.CheckpointRetention, "save_if_due", 1, "stopped after step 1 of 3; everything is saved"),
     "the last validation": (validation, "evaluate_losses", 4, "stopped after step 3 of 3; everything is saved"),
     "export": (export, "write_outcome", 1, DONE),
@@ -208,7 +208,7 @@ def test_a_signal_while_the_report_is_written_says_where_the_model_is_and_the_re
 ) -> None:
     command = "finetune --recipe summarization --data rows.jsonl --model tiny --max-steps 2 --output 'a run'"
     with monkeypatch.context() as patch:
-        signal_at(patch, loop, "train_step", 1, signal.SIGHUP)
+        signal_at(patch, compute, "train_step", 1, signal.SIGHUP)
         done = shell(command)
     assert (done.code, done.err.splitlines()[-1]) == (130, "gptj-ft finetune --resume 'a run'")
     with monkeypatch.context() as patch:
@@ -244,7 +244,7 @@ def test_a_second_signal_ends_at_once_and_says_what_is_saved(
     place: str, save_every: int, model: Path, tmp_path: Path, clock: list[float], capfd: pytest.CaptureFixture[str]
 ) -> None:
     session = small_session(model, STEPS, save_every=save_every, weights=place, optimizer_state=place)
-    run, step, taken = begun_run(session, tmp_path), loop.train_step, []
+    run, step, taken = begun_run(session, tmp_path), compute.train_step, []
 
     def insisting(stack, optimizer, *rest):
         taken.append(optimizer.step)
@@ -256,7 +256,7 @@ def test_a_second_signal_ends_at_once_and_says_what_is_saved(
         return step(stack, optimizer, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "train_step", insisting)
+        patch.setattr(compute, "train_step", insisting)
         patch.setattr(loop.Training, "_is_recorded", lambda self: False)  # of this no process would be left
         with pytest.raises(Ended, match="130"):
             train(session, run)

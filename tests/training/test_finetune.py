@@ -261,14 +261,14 @@ class FakeClock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from gptj_ft.streaming import adamw
-        from gptj_ft.training import checkpoint, loop
+        from gptj_ft.training import checkpoint, compute, loop
 
         self.elapsed = 0.0
         monkeypatch.setattr(time, "monotonic", lambda: self.elapsed)
         takes = {"step": 100.0, "flush": 30.0, "validation": 30.0, "save": 30.0, "export": 30.0}
         monkeypatch.setattr(loop, "forecast_seconds", lambda session: takes)
         for owner, name, seconds in (
-            (loop, "train_step", 100), (loop, "validate", 30), (checkpoint, "save_checkpoint", 30),
+            (compute, "train_step", 100), (loop, "validate", 30), (checkpoint, "save_checkpoint", 30),
             (loop, "export_model", 30), (adamw.AdamW, "flush", 30),
         ):  # fmt: skip
             monkeypatch.setattr(owner, name, self._slow(getattr(owner, name), seconds))

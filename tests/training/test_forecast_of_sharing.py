@@ -16,7 +16,7 @@ from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Rows
 from gptj_ft.planning.scale_out import Job, Network, forecast_share
 from gptj_ft.system.processes.group import ALONE, Group
-from gptj_ft.training import loop
+from gptj_ft.training import compute, loop
 from gptj_ft.training.setup import TrainSetup, make_setup
 from gptj_ft.training.shared.follow import own_run
 
@@ -44,7 +44,7 @@ def sent_by_rank(
     size: int, model: Path, folder: Path, patch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> dict[int, int]:
     """Train in several threads, each a process of the run; return the bytes that each sends in steps."""
-    take, sent = loop.train_step, dict.fromkeys(range(size), 0)
+    take, sent = compute.train_step, dict.fromkeys(range(size), 0)
     run = Run(folder)
     folder.mkdir()
     run.start_record(setup_of(model, folder, **options).recipe)
@@ -64,7 +64,7 @@ def sent_by_rank(
         return found
 
     with patch.context() as patched:
-        patched.setattr(loop, "train_step", counted)
+        patched.setattr(compute, "train_step", counted)
         together(size, work)
     return sent
 

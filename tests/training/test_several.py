@@ -27,7 +27,7 @@ from gptj_ft.streaming.lanes import LaneSums, add_up, lanes_of, lanes_of_rank, n
 from gptj_ft.streaming.relay import assign
 from gptj_ft.system.processes.control import PeerFailed
 from gptj_ft.system.processes.group import ALONE, Group
-from gptj_ft.training import checkpoint, loop, restore
+from gptj_ft.training import checkpoint, compute, loop, restore
 from gptj_ft.training.loop import Session, TrainResult, train
 from gptj_ft.training.setup import TrainSetup, make_setup, shared_recipe
 from gptj_ft.training.shared import mirror, moving
@@ -766,13 +766,13 @@ def test_layers_are_dealt_out_evenly_and_the_head_is_not_with_the_block_below(mo
 
 @pytest.mark.parametrize("share", ["layers", pytest.param("rows", marks=pytest.mark.slow)])
 def test_a_process_that_is_slower_than_the_others_is_named_once(models, tmp_path, monkeypatch, share) -> None:
-    compute = loop.guarded_step
+    guarded_step = compute.guarded_step
 
     def linger(setup: TrainSetup, *arguments: Any) -> Any:
         time.sleep(0.2 if setup.group.rank == 1 else 0.0)
-        return compute(setup, *arguments)
+        return guarded_step(setup, *arguments)
 
-    monkeypatch.setattr(loop, "guarded_step", linger)
+    monkeypatch.setattr(compute, "guarded_step", linger)
     train_together(3, models["gptj"], tmp_path / "run", share=share, **ON_DEVICE, max_steps=8)
     lines = (tmp_path / "run" / "log.txt").read_text().splitlines()
     (warning,) = [line for line in lines if "as the others for the same work" in line]

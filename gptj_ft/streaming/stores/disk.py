@@ -25,6 +25,30 @@ from gptj_ft.system.memory import allocate
 SPARE = ".spare.new"  # in place of the suffix of a file that was replaced, and is written over by and by
 
 
+def open_disk_store(
+    prefix: Path,
+    layouts: Sequence[Layout],
+    kinds: Mapping[Kind, torch.dtype],
+    queue: TransferQueue,
+    durable: bool,
+    chunk_numel: int,
+) -> DiskStore:
+    """Open a disk store: make its folder, and find the replaced files that an earlier process has left to write over.
+
+    Args:
+        prefix: folder and beginning of the names of its files.
+        layouts: layout of each layer.
+        kinds: kinds that it keeps, with their types.
+        queue: queue of its transfers.
+        durable: whether a commit is on the disk before the next.
+        chunk_numel: elements of a digest, and of a transfer at most.
+    """
+    keep_folder(prefix.parent)
+    kept = (layer_path(prefix, layer) for layer, layout in enumerate(layouts) if layout.numel)
+    spare = [path for each in kept if (path := each.with_suffix(SPARE)).exists()]
+    return DiskStore(prefix, layouts, kinds, queue, durable, chunk_numel, spare)
+
+
 class DiskStore:
     """Keeps its kinds in ``PREFIX-003.safetensors``.
 
@@ -44,19 +68,19 @@ class DiskStore:
         queue: TransferQueue,
         durable: bool,
         chunk_numel: int,
+        spare: Sequence[Path] = (),
     ) -> None:
         self._queue, self._durable, self.digest_numel = queue, durable, chunk_numel
         self._files = [StateFile(layout, kinds, chunk_numel) for layout in layouts]
         self._paths = [layer_path(prefix, layer) for layer in range(len(layouts))]
         self._new: dict[int, tuple[int, Digests]] = {}  # layer -> descriptor and digests of the file being written
-        # Files that were replaced. Those of layers that are not kept here are another process's.
-        kept = [path for path, layout in zip(self._paths, layouts, strict=True) if layout.numel]
-        self._kept, self._spare = kept, [spare for path in kept if (spare := path.with_suffix(SPARE)).exists()]
+        # Files of layers that are not kept here are another process's.
+        self._kept = [path for path, layout in zip(self._paths, layouts, strict=True) if layout.numel]
+        self._spare = list(spare)  # files that were replaced
         self._lock = Lock()
         self._chunk_numel, self._staging = chunk_numel, local()
         self._unpin: list[Callable[[], None]] = []
         self._unchecked: dict[int, Digests | None] = dict.fromkeys(range(len(layouts)))  # found, not written here
-        keep_folder(prefix.parent)
 
     def own(self, kind: Kind, layer: int) -> Tensor | None:
         return None

@@ -12,7 +12,7 @@ import torch
 from gptj_ft.models.layout import Kind, Layout
 from gptj_ft.streaming.stores.base import CHUNK_NUMEL, LayerStore
 from gptj_ft.streaming.stores.device import DeviceStore
-from gptj_ft.streaming.stores.disk import DiskStore
+from gptj_ft.streaming.stores.disk import open_disk_store
 from gptj_ft.streaming.stores.host import HostStore
 from gptj_ft.streaming.stores.queue import TransferQueue
 from gptj_ft.system.direct_io import TRANSFERS
@@ -96,7 +96,7 @@ def open_stores(
             store = HostStore(layouts, kinds, device)
         else:
             prefix = folder / ("gradient" if is_gradient else "layer")
-            store = DiskStore(prefix, layouts, kinds, queue, placement.is_durable, chunk_numel)
+            store = open_disk_store(prefix, layouts, kinds, queue, placement.is_durable, chunk_numel)
         stores.update(dict.fromkeys(kinds, store))
     return stores
 
@@ -123,4 +123,4 @@ def open_boundaries(
     if placement.boundaries == "host":
         return HostStore(layouts, kinds, device)
     queue = TransferQueue("boundary", TRANSFERS, device)
-    return DiskStore(folder / "boundary", layouts, kinds, queue, False, chunk_numel)
+    return open_disk_store(folder / "boundary", layouts, kinds, queue, False, chunk_numel)
