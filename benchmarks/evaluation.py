@@ -8,8 +8,9 @@ speed   DialogSum's validation rows, loss and ROUGE of greedy answers. The loop 
         included. Asked for: 2 times the rows a second (`--asked`). Model: a random GPT-J of 8 blocks x n_embd 1024; in
         fp32 or, with `--precision bf16`, in bf16 by both.
 scores  ROUGE of 1,000 pairs against rouge-score, SQuAD's exact match and F1 of 1,000 damaged predictions against the
-        official definition (as written in tests/test_metrics.py), perplexity of those rows against `transformers`.
-        Asked for: equal, to 1e-6 and 1e-5; perplexity in bf16 to 2e-2, for each rounds in its own order.
+        official definition (as written in tests/evaluation/test_metrics.py), perplexity of those rows against
+        `transformers`. Asked for: equal, to 1e-6 and 1e-5; perplexity in bf16 to 2e-2, for each rounds in its own
+        order.
 memory  loss and ROUGE of the same rows, streamed from the folder: no tensor of [tokens, vocabulary], peak within what
         the plan said (its allowance for interpreter and libraries replaced by what they took before).
 
@@ -33,7 +34,7 @@ from typing import Any
 import torch
 from same_work import SHAPE, Step, loss_of_all_positions, make_model, open_model
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "evaluation"))
 
 SMALL = {"vocab_size": 50400, "n_positions": 1024, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}
 FILE = "summarization/dialogsum/val.jsonl"

@@ -196,7 +196,8 @@ MEASUREMENTS = [
         ["peft"], "lora_vs_peft.py",
         f"{LOOP} --places auto --loops plain --steps 4 --warm-up 1 --batch-size 4 --width 512", beside_a_loop,
     ),
-    Measurement(["depth"], "depth.py", "--work {work} --layers 4,16 --width 1024 --tokens 128", depth),
+    # Fewer than 8 of such blocks do not fill the pool of 24 chunks.
+    Measurement(["depth"], "depth.py", "--work {work} --layers 8,32 --width 1024 --tokens 128", depth),
     Measurement(
         ["planned"], "full_size.py",
         "--work {work} --layers 4 --width 1024 --tokens 512 --micro-batch 512 --memory 3", planned,
