@@ -3,7 +3,7 @@
     python benchmarks/floors.py --data data/ --tokenizer gpt2/ --vocabulary bert/ --work /tmp/floors
     python benchmarks/floors.py ... --only disk,parity
 
-Each measurement is a benchmark of this folder in a small form, under ten minutes in all on two cores. Figures are
+Each measurement is a benchmark of this folder in a small form, 10 to 16 minutes in all on two cores. Figures are
 ratios of two programs that ran side by side, never seconds, so floors hold on other machines of the same kind. They are
 those of these small forms, where much is worse than at full size: RESULTS.md has the claims. A figure 10 % worse than
 its floor is measured once more, for machines are shared; if it is again, the claim is named and the exit code is 1. So
@@ -37,10 +37,10 @@ FLOORS: Mapping[str, tuple[str, float]] = {
     "parity: relative difference of losses from transformers": (MOST, 1e-6),
     "disk: seconds of a step, times those in RAM": (MOST, 1.35),
     "disk: memory, times that in RAM": (MOST, 0.75),
-    "bf16: seconds of a step from disk, times those in RAM": (MOST, 1.35),
+    "bf16: seconds of a step from disk, times those in RAM": (MOST, 1.45),
     "kept: seconds of a step with activations kept, times those recomputed": (MOST, 0.90),
     "loop: examples/s, times a plain transformers loop": (LEAST, 2.0),
-    "loop: memory, times its": (MOST, 0.60),
+    "loop: memory, times its": (MOST, 0.80),
     "peft: examples/s of LoRA, times peft in a plain loop": (LEAST, 1.5),
     "peft: memory, times its": (MOST, 0.60),
     "depth: memory of four times the blocks, times what their inputs add": (MOST, 1.10),

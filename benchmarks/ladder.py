@@ -14,11 +14,15 @@ Cerebras-GPT has it, and kinder to the loops' memory); clipping is on. Each run 
 outside; all rungs take their turn before the next begins. The first step is not timed: it compiles and warms up.
 
     python benchmarks/ladder.py --data train.jsonl --tokenizer gpt2/ --work /tmp/ladder --size 760M --batch-size 4
+    python benchmarks/ladder.py ... --method lora
 
-A loop keeps 16 bytes a parameter and its activations in RAM. What does not fit, by an estimate that errs low, is
-skipped with the reason, as is a rung that needs a compiler where there is none; gptj-ft is compared with the best of
-those that ran. Each result is a JSON line as soon as it is there. If gptj-ft fails on a rung, the others go on, it is
-told at the end, and the exit code is 1. Figures are medians over turns, with the least and most.
+With `--method lora` every rung trains adapters of rank 8 on the attention's `c_attn` alone, the loops those of PEFT,
+from equal values.
+
+A loop keeps 16 bytes a parameter, 4 of a frozen one, and its activations in RAM. What does not fit, by an estimate that
+errs low, is skipped with the reason, as is a rung that needs a compiler where there is none; gptj-ft is compared with
+the best of those that ran. Each result is a JSON line as soon as it is there. If gptj-ft fails on a rung, the others go
+on, it is told at the end, and the exit code is 1. Figures are medians over turns, with the least and most.
 
 Rates are shares of the best of 20 product shapes in the same precision, measured before and after: mfu counts what
 every way of training needs (real tokens, the head on targets), hfu what was computed (padding, the head everywhere,
@@ -44,7 +48,7 @@ from typing import Any
 import psutil
 import torch
 import torch.nn.functional as F
-from same_work import SHAPES, Step, Work, loss_of_all_positions, loss_of_targets, take_steps
+from same_work import ADAPTERS, SHAPES, Step, Work, loss_of_all_positions, loss_of_targets, take_steps, with_adapters
 from side_by_side import Watched, finetune, parser, run_of, watch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -83,10 +87,17 @@ class Ladder:
     Attributes:
         shape: shape of the model, under Hugging Face's names.
         work: steps in the order of `gptj-ft`; the first is not timed.
+        trains_adapters: whether all but adapters is frozen: gradients of weights are not computed.
     """
 
     shape: Mapping[str, int]
     work: Work
+    trains_adapters: bool = False
+
+    @property
+    def passes(self) -> float:
+        """FLOPs a parameter and token: 2 forward, 2 for the gradient of inputs, 2 for that of weights."""
+        return 4.0 if self.trains_adapters else 6.0
 
     @property
     def block_parameters(self) -> int:
@@ -112,7 +123,7 @@ class Ladder:
 
     def needs(self, loop: str) -> float:
         """Estimate the peak memory of a loop in fp32, in bytes."""
-        state = 16 * (self.block_parameters + self.head_parameters)
+        state = (4 if self.trains_adapters else 16) * (self.block_parameters + self.head_parameters)
         width, layers, heads = (self.shape[name] for name in ("n_embd", "n_layer", "n_head"))
         peaks = []
         for step in self.steps_of(loop):
@@ -127,7 +138,7 @@ class Ladder:
         """FLOPs of the timed steps that every way of training needs."""
         timed = self.work.steps[1:]
         tokens, targets = sum(step.num_tokens for step in timed), sum(step.num_targets for step in timed)
-        return 6.0 * (tokens * self.block_parameters + targets * self.head_parameters)
+        return self.passes * (tokens * self.block_parameters + targets * self.head_parameters)
 
     def hardware_flops(self, rung: str, lines: Sequence[Mapping[str, Any]]) -> float:
         """FLOPs of the timed steps that a rung computes."""
@@ -136,8 +147,8 @@ class Ladder:
         timed = self.steps_of(rung)[1:]
         padded, targets = sum(step.num_padded for step in timed), sum(step.num_targets for step in timed)
         logits = padded if rung in WITH_ALL_LOGITS else targets
-        passes = 8.0 if rung == "recompute" else 6.0
-        return passes * padded * self.block_parameters + 6.0 * logits * self.head_parameters
+        again = 2.0 if rung == "recompute" else 0.0
+        return (self.passes + again) * padded * self.block_parameters + self.passes * logits * self.head_parameters
 
 
 def train(model: GPT2LMHeadModel, work: Work, loop: str, precision: str) -> Iterator[float]:
@@ -146,6 +157,7 @@ def train(model: GPT2LMHeadModel, work: Work, loop: str, precision: str) -> Iter
         for block in model.transformer.h:
             block.compile(dynamic=True)
     if loop == "recompute":
+        model.enable_input_require_grads()  # that of frozen embeddings has none
         model.gradient_checkpointing_enable()
 
     def add_gradients(step: Step) -> float:
@@ -164,6 +176,8 @@ def run_loop(arguments: argparse.Namespace) -> None:
     model = GPT2LMHeadModel.from_pretrained(
         arguments.work / "model", dtype=torch.float32, attn_implementation=attention
     ).train()
+    if arguments.method == "lora":
+        model = with_adapters(model, ("c_attn",)).get_base_model()
     work = Work.load(arguments.work / f"work-{loop}.json")
     work.write_losses(train(model, work, loop, precision), arguments.work / "loop.jsonl")
 
@@ -191,7 +205,8 @@ def take(ladder: Ladder, rung: str, precision: str, arguments: argparse.Namespac
     replace(ladder.work, steps=ladder.steps_of(rung)).save(arguments.work / f"work-{rung}.json")
     lines = arguments.work / "loop.jsonl"
     lines.unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--loop", f"{rung},{precision}", "--work", str(arguments.work)]
+    command = [sys.executable, __file__, "--loop", f"{rung},{precision}", "--method", arguments.method]
+    command += ["--work", str(arguments.work)]
     with ExitStack() as stack:
         with suppress(NotCaged):  # what needs more than is free ends here, and takes no other program with it
             command = stack.enter_context(caged(int(free), f"ladder-{os.getpid()}")).command(command)
@@ -341,7 +356,13 @@ def report(results: Results, rates: Mapping[str, float], size: str) -> None:
         what: {", ".join(key): reason for key, reason in reasons.items()}
         for what, reasons in (("skipped", results.skipped), ("failed", results.failed))
     }
-    facts = {"size": size, "rates": rates, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    facts = {
+        "size": size,
+        "adapters": ladder.trains_adapters,
+        "rates": rates,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
     print(json.dumps({"results": named, **left_out, "examples": examples, "tokens": tokens, **facts}))
     print(f"| rung | examples/s | | tokens/s | peak RSS | mfu | hfu |\n{'|---' * 7}|")
     for rung, precision in results.runs:
@@ -390,6 +411,7 @@ def main() -> None:
     options.add_argument("--rungs", default=",".join((*LOOPS, *OURS)))
     options.add_argument("--precisions", default="fp32,bf16")
     options.add_argument("--turns", type=int, default=2)
+    options.add_argument("--method", choices=("full", "lora"), default="full")
     options.add_argument("--loop", help="used by the script itself")
     arguments = options.parse_args()
     if arguments.loop:
@@ -397,12 +419,15 @@ def main() -> None:
         return
     arguments.work.mkdir(parents=True)
     arguments.steps += 1  # the first is not timed
+    if arguments.method == "lora":
+        arguments.set += ADAPTERS
     shape, precisions, rungs = SHAPES[arguments.size], arguments.precisions.split(","), arguments.rungs.split(",")
     make_model(arguments.work / "model", arguments.tokenizer, shape)
     rates = {precision: best_product(precision) for precision in precisions}
     # The steps are those of a run of gptj-ft: one that counts, if it is among the rungs.
     found, work = first_look(arguments, precisions[0])
-    results, first = Results(Ladder(shape, work)), ("ours", precisions[0])
+    results = Results(Ladder(shape, work, arguments.method == "lora"))
+    first = "ours", precisions[0]
     if "ours" in rungs:
         results.add(first, found)
     for turn in range(arguments.turns):

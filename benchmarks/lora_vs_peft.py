@@ -14,34 +14,32 @@ memory.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from peft import LoraConfig, PeftModel, get_peft_model
-from same_work import SHAPE, Step, Work, loss_of_all_positions, loss_of_targets, make_model, open_model, take_steps
+from same_work import (
+    ADAPTERS,
+    SHAPE,
+    Step,
+    Work,
+    loss_of_all_positions,
+    loss_of_targets,
+    make_model,
+    open_model,
+    take_steps,
+    with_adapters,
+)
 from side_by_side import facts_of, finetune, parser, report, watch
 
-from gptj_ft.models.lora import initialise
-
-RANK, TARGETS, SEED = 8, ("q_proj", "v_proj"), 0
+TARGETS = ("q_proj", "v_proj")
 PLACES = ("auto", "disk")
 LOOPS = ("plain", "targets", "recompute")
 
 
-def open_adapted(folder: Path) -> PeftModel:
-    """Open the model with the adapters that `gptj-ft` begins with."""
-    model = get_peft_model(open_model(folder), LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(TARGETS)))
-    for name, parameter in model.named_parameters():
-        if found := re.search(r"\.h\.(\d+)\.(attn\.\w+\.lora_[AB])\.", name):
-            initialise(found[2], parameter.data, (SEED, int(found[1]) + 1))
-    return model.train()
-
-
 def train(folder: Path, work: Work, loop: str) -> Iterator[float]:
     """Train adapters for a model folder; yield the loss of each step."""
-    model = open_adapted(folder)
+    model = with_adapters(open_model(folder), TARGETS)
     if loop == "recompute":
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable()
@@ -73,8 +71,7 @@ def main() -> None:
     folder.mkdir(parents=True)
     shape = SHAPE if arguments.width == SHAPE["n_embd"] else {**SHAPE, "n_embd": arguments.width, "rotary_dim": 4}
     make_model(folder / "model", arguments.tokenizer, shape)
-    arguments.set += ["method=lora", f"lora.rank={RANK}", f"lora.alpha={RANK}", f"seed={SEED}"]
-    arguments.set += ["optimizer_state=auto"]
+    arguments.set += ADAPTERS
     ours = {}
     for place in arguments.places.split(","):
         ours[f"gptj-ft, {place}"], run = finetune(arguments, place)

@@ -6,6 +6,7 @@ A process that cannot import `gptj_ft` reads it too: nothing here needs more tha
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,9 +19,14 @@ from torch import Tensor
 from transformers import GPTJConfig, GPTJForCausalLM
 
 if TYPE_CHECKING:
+    from peft import PeftModel
+
     from gptj_ft.config.run_folder import Run
 
 NO_TARGET = -100
+RANK, ADAPTER_SEED = 8, 0
+# Options of `gptj-ft finetune` for the adapters of `with_adapters`.
+ADAPTERS = ("method=lora", f"lora.rank={RANK}", f"lora.alpha={RANK}", f"seed={ADAPTER_SEED}", "optimizer_state=auto")
 # 203,992,288 parameters.
 SHAPE = {"vocab_size": 50400, "n_positions": 1024, "n_embd": 1024, "n_layer": 8, "n_head": 16, "rotary_dim": 32}
 # Depths and widths, under the names of GPT-2's models of these sizes.
@@ -124,6 +130,24 @@ def make_model(folder: Path, tokenizer: Path, shape: Mapping[str, int] = SHAPE) 
 def open_model(folder: Path, dtype: torch.dtype = torch.float32) -> GPTJForCausalLM:
     """Read it with the only attention that `transformers` has for GPT-J on a CPU."""
     return GPTJForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").train()
+
+
+def with_adapters(model: Any, targets: Sequence[str]) -> PeftModel:
+    """Add PEFT's adapters to a model of `transformers`, with the values that `gptj-ft` begins with.
+
+    Args:
+        model: model; its layers are changed in place.
+        targets: names of the linear layers that get one, in a block's attention.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    from gptj_ft.models.lora import initialise
+
+    adapted = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(targets)))
+    for name, parameter in adapted.named_parameters():
+        if found := re.search(r"\.h\.(\d+)\.(attn\.\w+\.lora_[AB])\.", name):
+            initialise(found[2], parameter.data, (ADAPTER_SEED, int(found[1]) + 1))
+    return adapted.train()
 
 
 def pad(documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
