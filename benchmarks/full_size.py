@@ -129,7 +129,7 @@ def train(arguments: argparse.Namespace) -> None:
         for layer in range(len(stack.layers)):
             fill_layer(stack, layer, partial(fill, generator))
         stack.drain()
-        stack.release_chunk_pools()
+        stack.release_filling_pools()
         optimizer = AdamW(stack, optimizer_config(work.recipe), num_deferred=late)
         checkpoint.commit(run, RunState(0, None), None)
         say("filled", seconds=time.perf_counter() - start)

@@ -114,16 +114,22 @@ class Rows:
         """Tokens of each document."""
         return [len(ids) for ids in self.documents] if self.known_lengths is None else self.known_lengths
 
-    @cached_property
+    @property
     def num_targets(self) -> int:
         """Tokens that are trained on, of all rows."""
+        return sum(self.targets)
+
+    @cached_property
+    def targets(self) -> list[int]:
+        """Tokens of each row that are trained on."""
         if self.windows is not None:
-            firsts = len(self.windows) if self.is_joined else sum(map(len, self.windows))
-            return sum(end - start for window in self.windows for _, start, end in window) - firsts
+            tokens = [sum(end - start for _, start, end in window) for window in self.windows]
+            firsts = [1 if self.is_joined else len(window) for window in self.windows]
+            return [total - first for total, first in zip(tokens, firsts, strict=True)]
         if self.marks is not None:
-            return sum(len(mark.marks) or tokens for mark, tokens in zip(self.marks, self._tokens, strict=True))
+            return [len(mark.marks) or tokens for mark, tokens in zip(self.marks, self._tokens, strict=True)]
         masked_spans = self.masked_spans or [()] * len(self._tokens)
-        return sum(map(num_targets, self._tokens, self.prompt_lengths, masked_spans))
+        return list(map(num_targets, self._tokens, self.prompt_lengths, masked_spans))
 
     def row(self, index: int) -> list[Document]:
         """Return the documents of a row: one, if rows are not packed into windows."""

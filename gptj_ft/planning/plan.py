@@ -24,7 +24,6 @@ from gptj_ft.planning.working_memory import TOKEN_BYTES, WorkingMemory, reserve,
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.activations import NUM_BUFFERS
 from gptj_ft.streaming.model import PASS_TOKENS, BufferBudget, pool_shapes
-from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
 from gptj_ft.streaming.stores.base import CHUNK_NUMEL
 from gptj_ft.streaming.stores.placement import Place, Placement, training_dtypes
 from gptj_ft.system.block_reader import STAGING_BYTES
@@ -32,16 +31,13 @@ from gptj_ft.system.direct_io import TRANSFERS
 from gptj_ft.system.dtypes import PRECISION_NAMES, PRECISIONS
 from gptj_ft.system.units import gigabytes
 
-PROCESS_BYTES = 540 * 2**20  # the interpreter, torch, transformers, the rows
+PROCESS_BYTES = 560 * 2**20  # the interpreter, torch, transformers, the rows
 FREE_SHARE = 0.8  # of the memory that is left goes to kept activations at most
 SAVED_PER_TOKEN = 20  # tensors of [tokens, width] that one block keeps for its backward, the MLP's counted by 4
 # Holes in the heap, left by graphs of small blocks that come and go with micro-batches of many lengths; measured with
 # encoders, whose blocks are small. Where graphs are kept, they fill them.
 HOLES, MOST_HOLES = 6, 260 * 10**6
-# Bytes of oneDNN for each number of the largest matrix that is trained: packed, sums of its gradient, and what a freed
-# one of that size leaves; in bf16, of the largest of any, packed. Measured with 204 million parameters, a head of 52,
-# on machine C of benchmarks/RESULTS.md.
-TRAINED_SCRATCH, FROZEN_SCRATCH = 6, 3
+LOGITS = 4  # tensors of [targets, vocabulary] in fp32: a chunk's logits, their softmax, gradients
 HEAP_SHARE = 0.05  # and what else is between their tensors, kernels that oneDNN makes for shapes included
 DISK_STAGING_BYTES = 2 * 2 * TRANSFERS * 4 * CHUNK_NUMEL  # locked, by the threads of two stores that read and write
 UPDATE_BYTES = 4 * 4 * CHUNK_NUMEL  # on an accelerator: of resident moments in fp32, random bits, a first step's copies
@@ -382,9 +378,6 @@ def _on_accelerator(demand: _Demand, resident: int, have: int) -> tuple[int, Buf
 def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple[int, BufferBudget]:
     """Return the same where it is the host's memory, which one process need not have to itself: by a rule of thumb."""
     placement, load, recipe, hidden = demand.placement, demand.load, demand.recipe, demand.hidden_bytes
-    trained = max((shape.numel() for layout in load.layouts for shape in layout.shapes.values()), default=0)
-    packed = 0 if load.dtype == torch.float32 else FROZEN_SCRATCH * load.biggest_matrix
-    scratch = max(TRAINED_SCRATCH * trained, packed)
     rows = load.most_step_rows
     graph = SAVED_PER_TOKEN * hidden * min(rounded_up(load.micro_batch_tokens), rows)
     activations = graph + load.weights_bytes(load.micro_batch_pairs) + load.bucket_bytes
@@ -392,9 +385,8 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     # others are elsewhere, there are buffers.
     beside = 3 + (NUM_BUFFERS if placement.boundaries != "device" else 0)
     boundaries = beside * hidden * rows
-    # Logits of a chunk, their softmax and their gradient.
-    head = 3 * min(HEAD_CHUNK_BYTES, 4 * load.vocabulary * load.micro_batch_tokens)
-    fixed = by_place["device"] + scratch + activations + boundaries + head
+    head = LOGITS * torch.float32.itemsize * load.vocabulary * load.most_logits
+    fixed = by_place["device"] + activations + boundaries + head
     free = have.device - fixed - (by_place["host"] + PROCESS_BYTES if have.is_shared else 0)
     budget, buffers = demand.buffers_within(free)
     per_block = SAVED_PER_TOKEN * hidden * rows + load.weights_bytes(load.step_pairs)

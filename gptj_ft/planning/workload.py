@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from gptj_ft.models.batch import BUCKET_PAIRS, most_filled, padded_length
+from gptj_ft.models.batch import BUCKET_PAIRS, most_filled, padded_length, rounded_up
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
 from gptj_ft.planning.flops import Flops, count_flops
 from gptj_ft.planning.probe import ComputeRates
@@ -80,6 +80,7 @@ class Workload:
         layers: the layers on the ``meta`` device, for what is computed and kept.
         mean_micro_batches: micro-batches of an average step; 0: as many as its tokens need at least.
         mean_step_fillers: tokens of no document in an average step, see `PackedBatch.filled`.
+        most_targets: most targets of a micro-batch; 0: as many as it has tokens.
         times: measured times of each layer, in this type; empty: they are computed from rates.
         speed_in_half: speed of the layers in bf16, times that in fp32; 0: they were not compared.
     """
@@ -104,6 +105,7 @@ class Workload:
     layers: Sequence[nn.Module] = field(default=(), compare=False, repr=False)
     mean_micro_batches: float = 0.0
     mean_step_fillers: float = 0.0
+    most_targets: int = 0
     times: tuple[LayerTimes, ...] = ()
     speed_in_half: float = 0.0
 
@@ -171,12 +173,6 @@ class Workload:
     def block_parameters(self) -> int:
         return sum(layout.num_parameters for both in self.whole_layers[1:-1] for layout in both)
 
-    @cached_property
-    def biggest_matrix(self) -> int:
-        """Numbers in the largest matrix that is multiplied with, trained or not."""
-        layers = (layout for both in self.whole_layers[1:] for layout in both)
-        return max((shape.numel() for layout in layers for shape in layout.used_shapes.values()), default=0)
-
     @property
     def head_parameters(self) -> int:
         """Parameters that the head computes with, those that it shares with the embedding included; 0: none here."""
@@ -206,6 +202,12 @@ class Workload:
     def most_step_rows(self) -> int:
         """Rows of hidden states in the largest step: its tokens, and what its micro-batches are filled up with."""
         return most_filled(self.step_tokens) if self.mean_step_fillers else self.step_tokens
+
+    @property
+    def most_logits(self) -> int:
+        """Most targets whose logits there are at once on a CPU, in training or a validation."""
+        validated = min(self.validation_targets, self.micro_batch_tokens)
+        return min(self.head_chunk, rounded_up(max(self.most_targets or self.micro_batch_tokens, validated)))
 
     @property
     def micro_batch_mean(self) -> float:

@@ -311,10 +311,21 @@ class OffloadedModel:
             self.keep(lease, kind, layer, span.start)
             lease.release()
 
-    def release_chunk_pools(self) -> None:
-        """Give back the buffers for chunks, of kinds, perhaps, that no update needs. Nothing may be on its way."""
-        for kind in self.dtypes:
-            self._pools.pop(kind, None)
+    def release_filling_pools(self) -> None:
+        """Give back the buffers by which the stores were filled, and that no step may need. Nothing may be on its way.
+
+        Of whole layers those are the gradients', where the store of these has memory of its own on the device.
+        """
+        has_gradients = "grad" in self.stores and self.dtypes["grad"] == torch.float32
+        sums = any(self.own("grad", layer) is None for layer in self.trained) if has_gradients else True
+        for name in (*self.dtypes, *(() if sums else ("gradients", "tied gradient"))):
+            self._pools.pop(name, None)
+
+    def release_pools(self) -> None:
+        """Give back all buffers, once no step is to follow: those of a next use are new. Nothing may be on its way."""
+        self.active = None
+        self._pools.clear()
+        self._views.clear()
 
     def commit(self, kinds: Sequence[Kind], layer: int, step: int) -> None:
         """Commit kinds of a layer: all of it is written, and is the layer's state after ``step``."""
@@ -358,9 +369,7 @@ class OffloadedModel:
         for store in self.unique_stores():
             store.close()
         self.boundaries.close()
-        self.active = None
-        self._pools.clear()
-        self._views.clear()
+        self.release_pools()
 
 
 def _tables_of(layer: nn.Module) -> dict[str, str]:

@@ -146,7 +146,7 @@ def load_weights(
     for layer in model.trained:
         fill_layer(model, layer, partial(load, layer), partial(load_moment, layer) if moments else None)
     model.drain()
-    model.release_chunk_pools()
+    model.release_filling_pools()
 
 
 def fill_layer(

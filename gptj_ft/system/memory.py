@@ -88,6 +88,11 @@ def pages(num_bytes: int) -> mmap.mmap:
 
 
 def return_freed_memory() -> None:
-    """Have glibc return to the system what tensors have freed and it still holds; nothing with another C library."""
+    """Return to the system the buffers that wait to be lent, and, of glibc, what tensors have freed and it still holds.
+
+    For those who go on with buffers of other sizes: loading, steps and an export have nothing of each other's.
+    """
+    with _lock:
+        _idle.clear()
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

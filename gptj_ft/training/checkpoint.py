@@ -193,7 +193,7 @@ def restore(folder: Path, offloaded: OffloadedModel, step: int) -> None:
             os.close(descriptor)
         offloaded.commit(kinds, layer, step)
     offloaded.drain()
-    offloaded.release_chunk_pools()
+    offloaded.release_filling_pools()
 
 
 def _read(form: StateFile, descriptor: int, kind: Kind, digests: Digests, start: int, part: Tensor) -> None:

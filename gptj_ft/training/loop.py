@@ -125,7 +125,6 @@ def train(setup: TrainSetup, run: Run, reporter: Reporter | None = None, session
             training.take_step()
             training.save_if_due()
             training.stop_if_late()
-        return_freed_memory()  # an export takes buffers of other sizes than steps did
         training.export()
     return training.finish(began)
 
@@ -148,6 +147,7 @@ def open_session(setup: TrainSetup, run: Run, reporter: Reporter, session: Sessi
         offloaded, optimizer, state = open_replica(setup, run)
     else:
         offloaded, optimizer, state = open_state(setup, run, partial(warn, run, reporter))
+    return_freed_memory()
     try:
         if not setup.is_replica:
             send_state(setup, offloaded, optimizer, state)
@@ -339,6 +339,8 @@ class Training:
         self.reporter.on_activity("writing the tuned model")
         self.flush()
         self.warn_unmoved()
+        self.offloaded.release_pools()
+        return_freed_memory()
         export_model(self.setup, self.run, self.offloaded, self.state, self.exported)
         self.setup.group.gather("exported", {})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -208,8 +209,13 @@ def workload_of(
     sizes = [sum(each) for each in chosen]
     typical = sum(length * length for length in lengths) / sum(lengths)
     most = max(recipe.micro_batch_tokens, max(lengths))
-    packed = [[sum(each[row] for row in group) for group in first_fit(each, most)] for each in chosen[:COUNTED_STEPS]]
+    groups = [first_fit(each, most) for each in chosen[:COUNTED_STEPS]]
+    packed = [[sum(each[i] for i in group) for group in step] for each, step in zip(chosen, groups, strict=False)]
     fillers = [rounded_up(tokens) - tokens for step in packed for tokens in step]
+    targets = [[train.targets[row] for row in each] for each in rows]
+    largest = [max(sum(each[i] for i in group) for group in step) for each, step in zip(targets, groups, strict=False)]
+    # Of a step's targets, the largest micro-batch has at most this share.
+    share = max(most / max(1, sum(each)) for most, each in zip(largest, targets, strict=False))
     is_encoder, drops = architecture.family.is_encoder, architecture.drops_attention
     pairs = max(sum(padded_length(length) ** 2 for length in each) for each in chosen) if is_encoder or drops else 0
     return Workload(
@@ -229,6 +235,7 @@ def workload_of(
         typical_row=round(typical),
         mean_micro_batches=sum(map(len, packed)) / len(packed),
         mean_step_fillers=sum(fillers) / len(packed),
+        most_targets=math.ceil(share * max(map(sum, targets))),
         step_pairs=pairs,
         dropped_heads=architecture.config.n_head if drops else 0,
         validation_tokens=sum(validation.lengths),

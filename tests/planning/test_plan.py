@@ -16,12 +16,12 @@ from support.rates import round_rates
 from gptj_ft.cli.terminal.tables import show_plan
 from gptj_ft.config.options import Recipe
 from gptj_ft.errors import ResourceError
+from gptj_ft.models.batch import rounded_up
 from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.published import CEREBRAS_GPT, find_published
-from gptj_ft.planning import plan
 from gptj_ft.planning.costs import cost
-from gptj_ft.planning.plan import FASTEST_FIRST, Free, Plan, candidates, choose, forecast
+from gptj_ft.planning.plan import FASTEST_FIRST, LOGITS, Free, Plan, candidates, choose, forecast
 from gptj_ft.planning.probe import ASSUMED_DISK, DiskRates, Rates
 from gptj_ft.planning.scaling_law import ScalingForecast, pile_loss
 from gptj_ft.planning.traffic import Pass
@@ -500,25 +500,21 @@ def test_the_law_is_that_of_the_paper_and_says_where_it_holds() -> None:
     assert not ScalingForecast.of(layouts, 64, 2048, (1.0, 1.0), None).is_in_range
 
 
-def test_a_cpu_takes_room_for_packed_matrices_and_sums(six_b: Workload, monkeypatch) -> None:
+def test_a_cpu_takes_room_for_the_logits_of_the_targets_that_there_are(six_b: Workload) -> None:
     have = Free(10**13, 10**13, 10**14, is_shared=True)
     place, recipe = Placement("device", "device", frozen="device"), Recipe(activations="recompute")
-    nothing = [Layout({}, {}, 0, 0)] * len(six_b.layouts)
-    head = Layout.of(torch.nn.Linear(4096, 50400, bias=False, device="meta"))
-    for dtype, is_trained, per_number in (
-        (torch.bfloat16, True, 6),
-        (torch.bfloat16, False, 3),
-        (torch.float32, True, 6),
-        (torch.float32, False, 0),
-    ):
-        parts = [*nothing[:-1], head], nothing
-        layouts, frozen = parts if is_trained else reversed(parts)
-        load = replace(six_b, dtype=dtype, layouts=layouts, frozen=frozen)
-        with monkeypatch.context() as patch:
-            counted = forecast(place, load, recipe, RATES, have).device_bytes
-            for name in ("TRAINED_SCRATCH", "FROZEN_SCRATCH"):
-                patch.setattr(plan, name, 0)
-            assert counted - forecast(place, load, recipe, RATES, have).device_bytes == per_number * head.numel
+
+    def needed(**different: int) -> int:
+        return forecast(place, replace(six_b, **different), recipe, RATES, have).device_bytes
+
+    of_a_target = LOGITS * 4 * six_b.vocabulary
+    few = needed(most_targets=100, validation_targets=0)
+    assert needed(most_targets=200, validation_targets=0) - few == of_a_target * (rounded_up(200) - rounded_up(100))
+    chunk = HEAD_CHUNK_BYTES // (4 * six_b.vocabulary)
+    assert needed(most_targets=2000, validation_targets=0) - few == of_a_target * (chunk - rounded_up(100))
+    assert needed(validation_targets=0) - few == of_a_target * (chunk - rounded_up(100)), "as many as tokens"
+    validated = replace(six_b, most_targets=100, validation_targets=500).most_logits
+    assert validated == rounded_up(500), "a validation scores its own"
 
 
 def test_a_tied_head_needs_room_for_what_it_borrows_and_for_a_gradient_that_stays(six_b: Workload) -> None:
@@ -532,7 +528,7 @@ def test_a_tied_head_needs_room_for_what_it_borrows_and_for_a_gradient_that_stay
     untied = replace(load, layouts=[replace(layout, tied={}) for layout in load.layouts])
     other = planned(untied, recipe=recipe, have=lean)
     # Two slots for head and embedding together, and beside the embedding's gradient one for the others.
-    logits = 3 * (HEAD_CHUNK_BYTES - 4 * 4096 * 2048)
+    logits = LOGITS * 4 * (50257 * (HEAD_CHUNK_BYTES // (4 * 50257)) - 4096 * 2048)
     assert tied.device_bytes - other.device_bytes == 4 * (2 * head.numel + block.numel) + logits
     # The embedding is read once more; in return the gradient of one more layer is still there.
     read = tied.costs.forward.read["disk"] - other.costs.forward.read["disk"]

@@ -663,6 +663,15 @@ def test_slots_are_taken_in_advance_for_weights_that_are_streamed_and_for_no_oth
     assert bool(made) == (place != "device")
 
 
+@pytest.mark.parametrize("place", ["device", "disk"])
+def test_buffers_that_filled_the_stores_stay_only_where_a_step_needs_them(
+    place: str, narrow_folder: Path, tmp_path: Path
+) -> None:
+    offloaded = open_training(narrow_folder, tmp_path, (place, place, "device"))
+    assert bool(offloaded._pools) == (place == "disk")
+    assert not offloaded._pools.keys() & offloaded.dtypes.keys(), "chunks: an update may need fewer kinds"
+
+
 def test_a_layer_that_lacks_room_lets_no_later_layer_take_it(narrow_folder: Path, tmp_path: Path) -> None:
     layers, asked = Prefetcher(open_training(narrow_folder, tmp_path), []), []
     layers._loading.extend(

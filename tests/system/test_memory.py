@@ -47,10 +47,13 @@ def test_what_tensors_have_freed_between_others_is_returned_to_the_system() -> N
     many = [torch.ones(100_000, dtype=torch.uint8) for _ in range(1_000)]  # less than what glibc maps for itself
     kept = many[::10]
     del many
+    idle = borrow(LEAST_BYTES)
+    del idle
     before = resident_bytes()
     return_freed_memory()
     assert before - resident_bytes() > 50e6
     assert all(bool(each.all()) for each in kept)
+    assert not memory._idle, "what was to be lent again is not"
 
 
 def test_results_come_in_order_and_no_more_are_made_than_fit() -> None:

@@ -271,6 +271,17 @@ def test_the_best_state_is_exported_if_asked_for(session: TrainSetup, tmp_path: 
     assert abs(loss[8] - loss[4]) > 1e-3
 
 
+def test_buffers_of_steps_are_given_back_before_the_model_is_written(session: TrainSetup, tmp_path: Path) -> None:
+    left, export = list[int](), loop.export_model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            loop, "export_model", lambda setup, run, offloaded, *rest:
+            (left.append(len(offloaded._pools)), export(setup, run, offloaded, *rest)),
+        )  # fmt: skip
+        train(session, new_run(tmp_path))
+    assert left == [0]
+
+
 def test_checkpoints_are_found_by_step_and_as_best_and_last(session: TrainSetup, tmp_path: Path) -> None:
     run = new_run(tmp_path)
     with pytest.raises(UsageError, match="there are none: --keep"):

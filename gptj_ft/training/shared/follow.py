@@ -163,4 +163,4 @@ def receive_state(group: Group, offloaded: OffloadedModel, step: int) -> None:
             offloaded.write_chunks(kind, layer, partial(fill))
         offloaded.commit(kinds, layer, step)
     offloaded.drain()
-    offloaded.release_chunk_pools()
+    offloaded.release_filling_pools()
