@@ -206,8 +206,8 @@ class Workload:
     @property
     def most_logits(self) -> int:
         """Most targets whose logits there are at once on a CPU, in training or a validation."""
-        validated = min(self.validation_targets, self.micro_batch_tokens)
-        return min(self.head_chunk, rounded_up(max(self.most_targets or self.micro_batch_tokens, validated)))
+        targets = max(self.most_targets or self.micro_batch_tokens, self.validation_targets)
+        return min(self.head_chunk, rounded_up(min(targets, self.micro_batch_tokens)))
 
     @property
     def micro_batch_mean(self) -> float:

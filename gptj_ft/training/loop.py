@@ -147,8 +147,8 @@ def open_session(setup: TrainSetup, run: Run, reporter: Reporter, session: Sessi
         offloaded, optimizer, state = open_replica(setup, run)
     else:
         offloaded, optimizer, state = open_state(setup, run, partial(warn, run, reporter))
-    return_freed_memory()
     try:
+        return_freed_memory()  # what loading took; steps take buffers of other sizes
         if not setup.is_replica:
             send_state(setup, offloaded, optimizer, state)
             note_layers(run, setup.relay.by_name)

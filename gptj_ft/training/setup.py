@@ -210,12 +210,17 @@ def workload_of(
     typical = sum(length * length for length in lengths) / sum(lengths)
     most = max(recipe.micro_batch_tokens, max(lengths))
     groups = [first_fit(each, most) for each in chosen[:COUNTED_STEPS]]
-    packed = [[sum(each[i] for i in group) for group in step] for each, step in zip(chosen, groups, strict=False)]
+
+    def by_micro_batch(counts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Sum up the numbers of rows, of each micro-batch of the counted steps."""
+        pairs = zip(counts, groups, strict=False)
+        return [[sum(of_row[place] for place in group) for group in step] for of_row, step in pairs]
+
+    packed = by_micro_batch(chosen)
     fillers = [rounded_up(tokens) - tokens for step in packed for tokens in step]
     targets = [[train.targets[row] for row in each] for each in rows]
-    largest = [max(sum(each[i] for i in group) for group in step) for each, step in zip(targets, groups, strict=False)]
-    # Of a step's targets, the largest micro-batch has at most this share.
-    share = max(most / max(1, sum(each)) for most, each in zip(largest, targets, strict=False))
+    # The share that one micro-batch has of a step's targets; in steps that are not counted it is taken for no larger.
+    share = max(max(step) / max(1, sum(step)) for step in by_micro_batch(targets))
     is_encoder, drops = architecture.family.is_encoder, architecture.drops_attention
     pairs = max(sum(padded_length(length) ** 2 for length in each) for each in chosen) if is_encoder or drops else 0
     return Workload(

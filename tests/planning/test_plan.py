@@ -515,6 +515,7 @@ def test_a_cpu_takes_room_for_the_logits_of_the_targets_that_there_are(six_b: Wo
     assert needed(validation_targets=0) - few == of_a_target * (chunk - rounded_up(100)), "as many as tokens"
     validated = replace(six_b, most_targets=100, validation_targets=500).most_logits
     assert validated == rounded_up(500), "a validation scores its own"
+    assert replace(six_b, most_targets=500, micro_batch_tokens=100).most_logits == 100, "no more than tokens"
 
 
 def test_a_tied_head_needs_room_for_what_it_borrows_and_for_a_gradient_that_stays(six_b: Workload) -> None:
