@@ -6,9 +6,10 @@ import gc
 import ipaddress
 import json
 import os
+import pickle
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ import pytest
 if TYPE_CHECKING:
     from support.fork_server import ForkServer
 
+    from gptj_ft.planning.layer_cost import LayerCost
     from gptj_ft.planning.probe import Rates
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFLINE="1")
@@ -129,6 +131,28 @@ def no_numbers_without_memory() -> Iterator[None]:
     draw = torch.nn.Linear.reset_parameters
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.Linear, "reset_parameters", lambda self: None if self.weight.is_meta else draw(self))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def equal_layers_measured_once() -> Iterator[None]:
+    """Have layers that are equal measured once for plans, though each run makes its own: a tenth of all tests' time."""
+    from gptj_ft.planning import layer_cost, working_memory
+
+    def once(measure: Callable[..., LayerCost]) -> Callable[..., LayerCost]:
+        known: dict[tuple[object, ...], LayerCost] = {}
+
+        def measured(layer: torch.nn.Module, *given: object) -> LayerCost:
+            key = pickle.dumps(layer), *given
+            if key not in known:
+                known[key] = measure(layer, *given)
+            return known[key]
+
+        return measured
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_cost, "measure_block", once(layer_cost.measure_block))
+        patch.setattr(working_memory, "measure_head", once(layer_cost.measure_head))
         yield
 
 

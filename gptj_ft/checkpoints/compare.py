@@ -115,7 +115,7 @@ def _is_same(first: Checkpoint, name: str, second: Checkpoint, other: str) -> bo
 
 def _parameters(source: CheckpointSource) -> list[str]:
     """Return the tensors of a checkpoint but for those that are dropped on purpose."""
-    family, num_layers = source.architecture.family, len(source.architecture.layers())
+    family, num_layers = source.architecture.family, len(source.architecture.skeleton)
     ties = source.architecture.ties()
     names = source.checkpoint.names
     return [name for name in names if name not in ties and not is_dropped(family, name, num_layers)]

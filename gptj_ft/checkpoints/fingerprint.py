@@ -60,7 +60,7 @@ def sampled_digest(architecture: Architecture, checkpoint: Checkpoint) -> str:
     What comes with an adapter is not counted, nor what the model lacks.
     """
     digest, whole = xxhash.xxh3_128(), architecture.trained_whole
-    for layer in range(len(architecture.layers())):
+    for layer in range(len(architecture.skeleton)):
         for _, name in sorted(checkpoint.names_of(architecture, layer).items()):
             if name in whole or name not in checkpoint.names:
                 continue

@@ -76,8 +76,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def names_of(self, architecture: Architecture, layer: int) -> Mapping[str, str]:
         """Return the names of a layer's tensors in the checkpoint, by their names in the layer."""
-        if not self._names_by_layer:  # making the layers to see their names takes longer than reading a small one
-            layers, name_of = architecture.layers(), architecture.family.name_of
+        if not self._names_by_layer:  # all at once: each time it would take longer than reading a small one
+            layers, name_of = architecture.skeleton, architecture.family.name_of
             self._names_by_layer = [
                 {local: name_of(index, local, len(layers)) for local in layers[index].state_dict()}
                 for index in range(len(layers))
@@ -190,7 +190,7 @@ def check_tensors(architecture: Architecture, checkpoint: Checkpoint) -> list[st
             f"{checkpoint.folder}: the weights do not fit config.json: that says n_layer {num_layers}, and there are "
             f"{len(checkpoint.names)} tensors"
         )
-    family, layers = architecture.family, architecture.layers()
+    family, layers = architecture.family, architecture.skeleton
     expected = {
         family.name_of(index, local, len(layers)): tuple(tensor.shape)
         for index, layer in enumerate(layers)
@@ -234,7 +234,7 @@ def with_new(architecture: Architecture, checkpoint: Checkpoint, source: Archite
     """
     if architecture.head is None:
         return architecture
-    layers, head = architecture.layers(), architecture.head
+    layers, head = architecture.skeleton, architecture.head
     is_same = (architecture.task, architecture.labels) == (source.task, source.labels)
     new = set()
     for local, like in layers[-1].state_dict().items():
@@ -292,7 +292,7 @@ def tensor_source(
 def _name_in(checkpoint: Checkpoint, architecture: Architecture, layer: int, local: str) -> str:
     name = checkpoint.names_of(architecture, layer).get(local)
     if name is None:  # of another layer, too
-        name = architecture.ties()[architecture.family.name_of(layer, local, len(architecture.layers()))]
+        name = architecture.ties()[architecture.family.name_of(layer, local, len(architecture.skeleton))]
     return name
 
 
@@ -345,7 +345,7 @@ def _write_weights(
     folder: Path, architecture: Architecture, layers: Iterable[Mapping[str, Tensor]], dtype: torch.dtype | None
 ) -> tuple[torch.dtype, dict[str, str]]:
     """Write the shards and the index; return the type that holds every stored value, and the shards' digests."""
-    expected, name_of = [layer.state_dict() for layer in architecture.layers()], architecture.family.name_of
+    expected, name_of = [layer.state_dict() for layer in architecture.skeleton], architecture.family.name_of
     weight_map: dict[str, str] = {}
     digests: dict[str, str] = {}
     total_size, index, stored = 0, 0, dtype

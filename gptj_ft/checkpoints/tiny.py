@@ -169,7 +169,7 @@ def _random_layers(architecture: Architecture, seed: int) -> Iterator[dict[str, 
     """Yield each layer's weights as `transformers` initialises them: normal weights, zero biases, unit norms."""
     generator = torch.Generator().manual_seed(seed)
     std = architecture.config.initializer_range
-    for layer in architecture.layers():
+    for layer in architecture.skeleton:
         tensors = {}
         for name, like in layer.state_dict().items():
             if name.endswith("bias"):

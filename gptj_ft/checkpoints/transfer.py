@@ -55,7 +55,7 @@ class TensorTransfer:
         """
         self.checkpoint, self._advance, self._is_square = checkpoint, advance, is_square
         self.layers: list[dict[str, TensorInfo]] = []
-        for layer in range(len(architecture.layers())):
+        for layer in range(len(architecture.skeleton)):
             names = [name for name in checkpoint.names_of(architecture, layer).values() if name in checkpoint.names]
             found = {name: checkpoint.entry(name) for name in names}
             self.layers.append({name: TensorInfo(dtype or entry.dtype, entry.shape) for name, entry in found.items()})

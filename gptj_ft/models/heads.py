@@ -68,7 +68,7 @@ def initialise_head(architecture: Architecture, name: str, view: Tensor, key: tu
     head, values = architecture.head, torch.empty(view.shape)
     generator = torch.Generator().manual_seed(seed_of((*key, name)))
     if head is not None and head.initialise is not None:
-        head.initialise(architecture.layers()[-1], name, values, generator)
+        head.initialise(architecture.skeleton[-1], name, values, generator)
     elif view.ndim < 2:
         values.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
     else:

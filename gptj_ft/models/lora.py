@@ -65,7 +65,7 @@ def widths(linear: nn.Module) -> tuple[int, int]:
 
 def is_transposed(architecture: Architecture, layer: int, local: str) -> bool:
     """Tell whether a linear layer's weight is stored (in, out)."""
-    return isinstance(architecture.layers()[layer].get_submodule(local), Conv1D)
+    return isinstance(architecture.skeleton[layer].get_submodule(local), Conv1D)
 
 
 def is_adapter_parameter(local: str) -> bool:
@@ -75,7 +75,7 @@ def is_adapter_parameter(local: str) -> bool:
 
 def linear_layers(architecture: Architecture) -> dict[str, tuple[int, str]]:
     """Return the modules that can have an adapter: Hugging Face's name -> (layer, name inside it)."""
-    layers = architecture.layers()
+    layers = architecture.skeleton
     return {
         architecture.family.name_of(index, f"{local}.weight", len(layers)).removesuffix(".weight"): (index, local)
         for index, layer in enumerate(layers)

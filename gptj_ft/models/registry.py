@@ -194,6 +194,11 @@ class Architecture:
                 layers[-1] = self.head.build(self.config, self.num_outputs)
         return layers
 
+    @cached_property
+    def skeleton(self) -> tuple[nn.Module, ...]:
+        """The layers on the ``meta`` device, to look at; who runs or changes them makes their own by `layers`."""
+        return tuple(self.layers())
+
     @property
     def head(self) -> HeadForm | None:
         """The head, if it is another than that of pre-training."""
@@ -204,7 +209,7 @@ class Architecture:
         """Names of what is trained beside adapters, as PEFT does it: what is new, and the outputs of a head."""
         if self.head is None:
             return self.new
-        layers, name_of = self.layers(), self.family.name_of
+        layers, name_of = self.skeleton, self.family.name_of
         names = {local: name_of(len(layers) - 1, local, len(layers)) for local in layers[-1].state_dict()}
         outputs = {name for local, name in names.items() if local.startswith(f"{self.head.output}.")}
         return self.new | outputs
@@ -277,7 +282,7 @@ class Architecture:
 
     def ties(self) -> dict[str, str]:
         """Return the names of tensors that are others once more: a tied head's, and the embedding's that it is."""
-        layers, name_of = self.layers(), self.family.name_of
+        layers, name_of = self.skeleton, self.family.name_of
         return {
             name_of(index, local, len(layers)): name_of(TIED_SOURCE_LAYER, tie.source, len(layers))
             for index, layer in enumerate(layers)

@@ -68,7 +68,7 @@ def select(architecture: Architecture, recipe: Recipe) -> Selection:
 
 def places_of(architecture: Architecture) -> dict[str, tuple[int, str]]:
     """Return the layer and the name in it of each parameter, by Hugging Face's name."""
-    layers = architecture.layers()
+    layers = architecture.skeleton
     return {
         architecture.family.name_of(index, local, len(layers)): (index, local)
         for index, layer in enumerate(layers)

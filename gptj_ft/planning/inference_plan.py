@@ -77,7 +77,7 @@ class InferenceWorkload:
     @classmethod
     def of(cls, architecture: Architecture, dtype: torch.dtype, settings: Generation, **more: Any) -> InferenceWorkload:
         """Build a workload from a model and the attributes after ``settings``."""
-        config, layouts = architecture.config, [Layout.of(layer) for layer in architecture.layers()]
+        config, layouts = architecture.config, [Layout.of(layer) for layer in architecture.skeleton]
         return cls(layouts, int(config.n_embd), int(config.vocab_size), dtype, settings, **more)
 
     @property

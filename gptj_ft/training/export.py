@@ -140,7 +140,7 @@ def write_merged(target: Path, trained: TunedModel, adapter: Path, files: Mappin
     architecture = trained.architecture
     with open_checkpoint(trained.base) as base:
         merged = MergedCheckpoint(base, open_adapter(adapter, architecture))
-        layers = (layer_tensors(architecture, merged, index) for index in range(len(architecture.layers())))
+        layers = (layer_tensors(architecture, merged, index) for index in range(len(architecture.skeleton)))
         write_model(target, architecture, layers, dtype=None, source=trained.base, files=files)
 
 

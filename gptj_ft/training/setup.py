@@ -336,7 +336,8 @@ def trained_architecture(recipe: Recipe, model: Path, labels: Sequence[str]) -> 
     with open_checkpoint(model) as weights:
         architecture = with_new(architecture, weights, source)
         dropped = check_tensors(architecture, weights)
-    return replace(architecture, left_out=heads_left_out(architecture, dropped))
+    left_out = heads_left_out(architecture, dropped)
+    return replace(architecture, left_out=left_out) if left_out else architecture
 
 
 def updates_before(recipe: Recipe, model: Path, architecture: Architecture) -> int | None:

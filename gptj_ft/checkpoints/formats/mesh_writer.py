@@ -64,7 +64,7 @@ class MeshWriter:
         self._transfer, self._checkpoint, self._entries = transfer, transfer.checkpoint, transfer.entries
         if not architecture.family.mesh:
             raise UsageError(f"mesh-transformer-jax has no {architecture.family.model_type}: use --to huggingface")
-        self._leaves = leaves_of(architecture.family, len(architecture.layers()) - 2)
+        self._leaves = leaves_of(architecture.family, len(architecture.skeleton) - 2)
         # A bias that every shard adds is divided by their number, which is exact for powers of two.
         num_heads = architecture.config.n_head
         if num_shards < 1 or num_shards & (num_shards - 1) or num_heads % num_shards:

@@ -124,7 +124,7 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
             raise UsageError(f"{folder / ADAPTER_CONFIG}: {key} {config[key]!r} is not supported")
     shard, places = _open_weights(folder), linear_layers(architecture)
     path = shard.path
-    layers, ranks = architecture.layers(), {}
+    layers, ranks = architecture.skeleton, {}
     transposed = frozenset(module for module, place in places.items() if is_transposed(architecture, *place))
     keys = set(shard.entries)
     for module, (index, local) in places.items():
@@ -204,10 +204,10 @@ def with_head_of(folder: Path, architecture: Architecture) -> Architecture:
     if task is None:
         return architecture
     architecture = architecture.with_head(task, labels)
-    num_layers = len(architecture.layers())
+    num_layers = len(architecture.skeleton)
     names = {
         architecture.family.name_of(num_layers - 1, local, num_layers)
-        for local in architecture.layers()[-1].state_dict()
+        for local in architecture.skeleton[-1].state_dict()
     }
     return replace(architecture, new=frozenset(name for name in names if f"{_PREFIX}{name}" in shard.entries))
 

@@ -19,34 +19,21 @@ from gptj_ft.streaming.stores.queue import TransferQueue
 from gptj_ft.streaming.stores.state_file import Digests, StateFile, layer_path
 from gptj_ft.system.accelerator import StreamEvent, Transfer, copy, pin
 from gptj_ft.system.direct_io import RESUME, open_direct, sync, sync_folder
-from gptj_ft.system.files import disk_error, keep_folder, new_name, remove
+from gptj_ft.system.files import disk_error, new_name, remove
 from gptj_ft.system.memory import allocate
 
 SPARE = ".spare.new"  # in place of the suffix of a file that was replaced, and is written over by and by
 
 
-def open_disk_store(
-    prefix: Path,
-    layouts: Sequence[Layout],
-    kinds: Mapping[Kind, torch.dtype],
-    queue: TransferQueue,
-    durable: bool,
-    chunk_numel: int,
-) -> DiskStore:
-    """Open a disk store: make its folder, and find the replaced files that an earlier process has left to write over.
+def replaced_files(prefix: Path, layouts: Sequence[Layout]) -> list[Path]:
+    """List the replaced files that an earlier process left beside its layers: to write over, or to remove.
 
     Args:
-        prefix: folder and beginning of the names of its files.
-        layouts: layout of each layer.
-        kinds: kinds that it keeps, with their types.
-        queue: queue of its transfers.
-        durable: whether a commit is on the disk before the next.
-        chunk_numel: elements of a digest, and of a transfer at most.
+        prefix: folder and beginning of the names of the store's files.
+        layouts: layout of each layer; files of layers without elements are another process's.
     """
-    keep_folder(prefix.parent)
     kept = (layer_path(prefix, layer) for layer, layout in enumerate(layouts) if layout.numel)
-    spare = [path for each in kept if (path := each.with_suffix(SPARE)).exists()]
-    return DiskStore(prefix, layouts, kinds, queue, durable, chunk_numel, spare)
+    return [path for each in kept if (path := each.with_suffix(SPARE)).exists()]
 
 
 class DiskStore:
@@ -58,6 +45,15 @@ class DiskStore:
     blocks that it has to allocate, and free, anew.
 
     A durable store has each commit on the disk before the next. Stores that share a queue share the order of commits.
+
+    Args:
+        prefix: folder, which exists, and beginning of the names of its files.
+        layouts: layout of each layer.
+        kinds: kinds that it keeps, with their types.
+        queue: queue of its transfers.
+        durable: whether a commit is on the disk before the next.
+        chunk_numel: elements of a digest, and of a transfer at most.
+        replaced: files to write over, see `replaced_files`.
     """
 
     def __init__(
@@ -68,7 +64,7 @@ class DiskStore:
         queue: TransferQueue,
         durable: bool,
         chunk_numel: int,
-        spare: Sequence[Path] = (),
+        replaced: Sequence[Path] = (),
     ) -> None:
         self._queue, self._durable, self.digest_numel = queue, durable, chunk_numel
         self._files = [StateFile(layout, kinds, chunk_numel) for layout in layouts]
@@ -76,7 +72,7 @@ class DiskStore:
         self._new: dict[int, tuple[int, Digests]] = {}  # layer -> descriptor and digests of the file being written
         # Files of layers that are not kept here are another process's.
         self._kept = [path for path, layout in zip(self._paths, layouts, strict=True) if layout.numel]
-        self._spare = list(spare)  # files that were replaced
+        self._spare = list(replaced)  # files that were replaced
         self._lock = Lock()
         self._chunk_numel, self._staging = chunk_numel, local()
         self._unpin: list[Callable[[], None]] = []

@@ -12,10 +12,11 @@ import torch
 from gptj_ft.models.layout import Kind, Layout
 from gptj_ft.streaming.stores.base import CHUNK_NUMEL, LayerStore
 from gptj_ft.streaming.stores.device import DeviceStore
-from gptj_ft.streaming.stores.disk import open_disk_store
+from gptj_ft.streaming.stores.disk import DiskStore, replaced_files
 from gptj_ft.streaming.stores.host import HostStore
 from gptj_ft.streaming.stores.queue import TransferQueue
 from gptj_ft.system.direct_io import TRANSFERS
+from gptj_ft.system.files import keep_folder
 
 Place = Literal["device", "host", "disk"]
 
@@ -88,6 +89,8 @@ def open_stores(
     groups: dict[tuple[Place, bool], dict[Kind, torch.dtype]] = {}
     for kind, dtype in dtypes.items():
         groups.setdefault((placement.of(kind), kind == "grad"), {})[kind] = dtype
+    if any(place == "disk" for place, _ in groups):
+        keep_folder(folder)
     for (place, is_gradient), kinds in groups.items():
         store: LayerStore
         if place == "device":
@@ -96,7 +99,8 @@ def open_stores(
             store = HostStore(layouts, kinds, device)
         else:
             prefix = folder / ("gradient" if is_gradient else "layer")
-            store = open_disk_store(prefix, layouts, kinds, queue, placement.is_durable, chunk_numel)
+            replaced = replaced_files(prefix, layouts)
+            store = DiskStore(prefix, layouts, kinds, queue, placement.is_durable, chunk_numel, replaced)
         stores.update(dict.fromkeys(kinds, store))
     return stores
 
@@ -123,4 +127,6 @@ def open_boundaries(
     if placement.boundaries == "host":
         return HostStore(layouts, kinds, device)
     queue = TransferQueue("boundary", TRANSFERS, device)
-    return open_disk_store(folder / "boundary", layouts, kinds, queue, False, chunk_numel)
+    keep_folder(folder)
+    prefix = folder / "boundary"
+    return DiskStore(prefix, layouts, kinds, queue, False, chunk_numel, replaced_files(prefix, layouts))
