@@ -98,7 +98,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        for_x, for_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if for_weight else None, weight if for_x else None)  # of frozen matrices, no inputs
         ctx.leaf = weight if weight.is_leaf and weight.requires_grad else None  # its values may be elsewhere by then
         ctx.is_transposed = is_transposed
         return multiply(x, weight.t() if is_transposed else weight, bias)
@@ -106,12 +107,13 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (x, weight), (gradient,), (for_x, for_weight, for_bias, _) = ctx.saved_tensors, gradients, ctx.needs_input_grad
-        sides = (x, gradient) if ctx.is_transposed else (gradient, x)
         of_weight = None
-        if for_weight and ctx.leaf is not None and ctx.leaf.grad is not None:
-            add_product(ctx.leaf.grad, *sides)
-        elif for_weight:
-            of_weight = multiply(sides[0].t(), sides[1].t())
+        if for_weight:
+            sides = (x, gradient) if ctx.is_transposed else (gradient, x)
+            if ctx.leaf is not None and ctx.leaf.grad is not None:
+                add_product(ctx.leaf.grad, *sides)
+            else:
+                of_weight = multiply(sides[0].t(), sides[1].t())
         return (
             multiply(gradient, weight if ctx.is_transposed else weight.t()) if for_x else None,
             of_weight,

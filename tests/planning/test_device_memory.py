@@ -10,11 +10,14 @@ import torch
 from support.small_run import new_run, small_session, train
 
 from gptj_ft.config.options import Recipe
+from gptj_ft.models.batch import PackedBatch
+from gptj_ft.models.functional import FunctionalLayer
 from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.published import find_published
+from gptj_ft.models.registry import Architecture, families
 from gptj_ft.models.trainable import select
-from gptj_ft.planning.layer_cost import LayerInput, measure_block
+from gptj_ft.planning.layer_cost import LayerInput, Meter, measure_block, parameters_of, rounded
 from gptj_ft.planning.plan import DISK_STAGING_BYTES, Free, forecast_memory
 from gptj_ft.planning.working_memory import FRAGMENTED_SHARE, LIBRARY_BYTES, WorkingMemory, allocator_limit, usable
 from gptj_ft.planning.workload import Workload
@@ -57,6 +60,26 @@ def test_frozen_matrices_keep_no_inputs_and_have_no_gradients() -> None:
     full, lora = (WorkingMemory(workload(Recipe(method=method))) for method in ("full", "lora"))
     assert lora.kept_bytes(1) < full.kept_bytes(1)
     assert lora.blocks[0].backward_bytes < full.blocks[0].backward_bytes - 4096 * 16384
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("model_type", ["gptj", "gpt2"])
+def test_a_graph_on_a_cpu_keeps_what_was_measured_without_numbers_or_up_to_a_tenth_less(
+    model_type: str, method: str, dtype: torch.dtype
+) -> None:
+    family = families()[model_type]
+    raw = {"vocab_size": 99, "n_positions": 512, "n_embd": 256, "n_layer": 1, "n_head": 4, "rotary_dim": 32}
+    selection = select(Architecture(family, family.read_config(raw), raw), Recipe.model_validate({"method": method}))
+    layer, layout = selection.build()[1], selection.trained[1]
+    given = LayerInput((128, 90, 38), 256, dtype)
+    batch = PackedBatch(*(torch.zeros(given.tokens, dtype=torch.int64) for _ in range(3)), given.batch().cu_seqlens)
+    parameters = parameters_of(layer, layout, dtype, torch.device("cpu"))
+    x = torch.zeros(given.tokens, given.width, dtype=dtype, requires_grad=True)
+    with Meter(given.documents) as meter:
+        output = FunctionalLayer(layer).run(parameters, x, batch, lambda: None)
+        kept = meter.bytes - rounded(output)
+    assert kept <= measure_block(layer, layout, given).kept_bytes <= 1.1 * kept
 
 
 def test_a_plan_holds_memory_back_for_libraries_and_fragmentation_and_fills_the_rest() -> None:
