@@ -413,7 +413,7 @@ def _kept_bytes(working: WorkingMemory, kept: int) -> int:
     """
     load, rows = working.load, working.load.most_step_rows
     if kept and load.layers and not load.step_pairs:
-        return math.ceil(working.kept_bytes(kept) * rows / load.step_tokens)
+        return math.ceil(working.measured_kept_bytes(kept) * rows / load.step_tokens)
     return kept * (SAVED_PER_TOKEN * load.width * load.dtype.itemsize * rows + load.weights_bytes(load.step_pairs))
 
 

@@ -75,9 +75,13 @@ class WorkingMemory:
 
     def kept_bytes(self, num_kept: int) -> int:
         """Compute the memory that the graphs of the last blocks keep over a whole step, in bytes."""
-        kept = sum(self._per_step(block.kept_bytes) for block in self.blocks[len(self.blocks) - num_kept :])
         # Devices that are to compute in fp16 have no kernel for ragged attention: documents are joined by a copy.
-        return kept + (num_kept * self._hidden(self.load.step_tokens) if self.load.dtype == torch.float16 else 0)
+        joined = num_kept * self._hidden(self.load.step_tokens) if self.load.dtype == torch.float16 else 0
+        return self.measured_kept_bytes(num_kept) + joined
+
+    def measured_kept_bytes(self, num_kept: int) -> int:
+        """Compute the same by the layers' own code alone, as it is on a CPU."""
+        return sum(self._per_step(block.kept_bytes) for block in self.blocks[len(self.blocks) - num_kept :])
 
     def peak(self, num_kept: int) -> int:
         """Return the most that a step takes beside weights, state and their buffers."""
