@@ -409,8 +409,9 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
 def _kept_bytes(working: WorkingMemory, kept: int) -> int:
     """Compute the memory on a CPU that the graphs of the last blocks keep over a whole step, in bytes.
 
-    Causal blocks that are trained whole are measured: 13 to 16 tensors a token. Of others the rule of thumb knows the
-    heap, too: counted so, runs with adapters took 4 and 5 % more than was planned.
+    Causal blocks that are trained whole are measured: 13 to 16 tensors a token. For encoders and adapters the rule of
+    thumb stays, for it covers what their runs take beside graphs: by measured graphs alone, runs with adapters took 4
+    and 5 % more than was planned.
     """
     load, rows = working.load, working.load.most_step_rows
     if kept and load.layers and not load.step_pairs and not load.frozen_elements:

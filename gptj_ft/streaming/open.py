@@ -28,7 +28,6 @@ from gptj_ft.streaming.stores.host import HostStore
 from gptj_ft.streaming.stores.placement import Place, Placement, open_boundaries, open_stores
 from gptj_ft.system.digests import check_weights
 from gptj_ft.system.machine import free_memory
-from gptj_ft.system.memory import return_freed_memory
 
 
 def open_for_training(
@@ -285,7 +284,6 @@ def open_for_inference(
             open_frozen(model, architecture, checkpoint, cast("Place", weights))
             if adapter:
                 load_adapter(model, architecture, adapter)
-            return_freed_memory()  # what loading took
             yield architecture, model
         finally:
             model.close()

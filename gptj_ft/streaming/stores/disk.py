@@ -64,7 +64,7 @@ class DiskStore:
         queue: TransferQueue,
         durable: bool,
         chunk_numel: int,
-        replaced: Sequence[Path] = (),
+        replaced: Sequence[Path],
     ) -> None:
         self._queue, self._durable, self.digest_numel = queue, durable, chunk_numel
         self._files = [StateFile(layout, kinds, chunk_numel) for layout in layouts]
